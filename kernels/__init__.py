@@ -1,0 +1,10 @@
+"""The arithmetic of swjax: quantizers, quantized matrix products, and the choice between their implementations.
+
+Imported as ``swjax.kernels`` only; this package imports nothing else of swjax.
+"""
+
+if __name__ != "swjax.kernels":
+    raise ImportError(
+        f"this package must be imported as 'swjax.kernels', not as {__name__!r}: "
+        "use `from swjax import kernels`"
+    )
