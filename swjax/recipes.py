@@ -1,0 +1,135 @@
+"""Recipes: what each of the three matrix products of a linear layer is computed in.
+
+With activations x [b, k], kernel w [k, n] and output gradient g [b, n], a linear layer computes::
+
+    fwd    y  = x w      contracts k
+    dgrad  dx = g wT     contracts n
+    wgrad  dw = xT g     contracts b = batch x tokens
+
+A quantized product's error has a variance proportional to the length it contracts. b is far larger than k
+and n, so SwitchBack quantizes fwd and dgrad and *switches back* to 16 bits for wgrad.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How one operand of a product is quantized.
+
+    Attributes:
+      dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
+      scope: what one scale spans. "row": a vector of the left operand along the contraction (a token);
+        "channel": a vector of the right operand along it (an output channel of that product);
+        "tensor": everything.
+    """
+
+    dtype: str
+    scope: str
+
+
+@dataclass(frozen=True)
+class Product:
+    """How one matrix product is computed.
+
+    Attributes:
+      lhs, rhs: the quantizers of its operands.
+      outlier_threshold: in units of x; contracted features of x that reach it anywhere stay out of the
+        quantized product and are multiplied in 16 bits. 0 turns this off.
+    """
+
+    lhs: Quantizer
+    rhs: Quantizer
+    outlier_threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The three products of a linear layer; None stands for the compute dtype (16 or 32 bits).
+
+    Attributes:
+      fwd: y = x w.
+      dgrad: dx = g wT.
+      wgrad: dw = xT g.
+      save_quantized: keep the forward pass's quantized x and w for the backward pass, in place of x and
+        w themselves; wgrad then sees the dequantized x. Saves memory and costs a little accuracy.
+    """
+
+    fwd: Product | None = None
+    dgrad: Product | None = None
+    wgrad: Product | None = None
+    save_quantized: bool = False
+
+    def __post_init__(self):
+        if self.save_quantized and (self.fwd is None or self.dgrad is None):
+            raise ValueError(
+                "Recipe(save_quantized=True) needs quantized fwd and dgrad products: "
+                "it saves the forward pass's quantized operands; set both, or save_quantized=False"
+            )
+        if self.save_quantized and self.fwd.outlier_threshold > 0:
+            raise ValueError(
+                f"Recipe(save_quantized=True) cannot keep outliers in 16 bits, got "
+                f"outlier_threshold={self.fwd.outlier_threshold}: set it to 0, or save_quantized=False"
+            )
+
+
+def _int8(scope: str) -> Quantizer:
+    return Quantizer("int8", scope)
+
+
+def _e4m3(scope: str) -> Quantizer:
+    return Quantizer("float8_e4m3fn", scope)
+
+
+def _e5m2(scope: str) -> Quantizer:
+    return Quantizer("float8_e5m2", scope)
+
+
+_ROW_TENSOR = Product(_int8("row"), _int8("tensor"))
+_ROW_CHANNEL = Product(_int8("row"), _int8("channel"))
+
+
+def _llm_int8(threshold: float) -> Recipe:
+    outliers = Product(_int8("row"), _int8("channel"), threshold)
+    return Recipe(fwd=outliers, dgrad=_ROW_CHANNEL, wgrad=outliers)
+
+
+RECIPES: dict[str, Recipe] = {
+    # Every product in the compute dtype: a plain linear layer.
+    "standard": Recipe(),
+    # SwitchBack (Alg. 1): int8 fwd and dgrad; tokens row-wise, the weight tensor-wise.
+    "switchback": Recipe(fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR),
+    # SwitchBackM (Alg. 3): the same, keeping int8 residuals.
+    "switchback_m": Recipe(fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR, save_quantized=True),
+    # SwitchBackQ (Alg. 4): the weight per output channel in fwd, per input channel in dgrad.
+    "switchback_q": Recipe(fwd=_ROW_CHANNEL, dgrad=_ROW_CHANNEL),
+    # LLM.int8(), a baseline: wgrad in int8 too, without and with outlier features in 16 bits.
+    "llm_int8": _llm_int8(0.0),
+    "llm_int8_outlier6": _llm_int8(6.0),
+    # SwitchBack in fp8: e4m3 for x and w, e5m2 for g.
+    "fp8_switchback": Recipe(
+        fwd=Product(_e4m3("row"), _e4m3("tensor")), dgrad=Product(_e5m2("row"), _e4m3("tensor"))
+    ),
+    # fp8 with one scale a tensor in all three products, a baseline.
+    "fp8_tensorwise": Recipe(
+        fwd=Product(_e4m3("tensor"), _e4m3("tensor")),
+        dgrad=Product(_e5m2("tensor"), _e4m3("tensor")),
+        wgrad=Product(_e4m3("tensor"), _e5m2("tensor")),
+    ),
+}
+
+
+def get(recipe: str | Recipe) -> Recipe:
+    """The recipe of that name; a Recipe is returned as it is.
+
+    >>> get("switchback").wgrad is None
+    True
+
+    Raises:
+      ValueError: there is no recipe of that name.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)} or a Recipe, got {recipe!r}")
+    return RECIPES[recipe]
