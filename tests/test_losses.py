@@ -1,0 +1,153 @@
+"""The losses against naive float64 loops, and over a sharded batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from swjax import losses
+
+LABELS = {
+    "own pair only": None,
+    "several positives": np.array([3, 1, 3, 3, 0, 1, 7, 8], np.int32),
+    "all match": np.zeros(8, np.int32),
+}
+LOG_SCALE = np.log(1 / 0.07)
+
+
+def unit_pairs(batch=8, width=16, seed=0):
+    rng = np.random.default_rng(seed)
+    image, noise = rng.normal(size=(2, batch, width))
+    text = image + 1.5 * noise
+    return [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (image, text)]
+
+
+def positives(i, labels, batch):
+    return [i] if labels is None else [j for j in range(batch) if labels[j] == labels[i]]
+
+
+def naive_softmax(image, text, log_scale, labels):
+    """Cross-entropy of every row with a uniform target over its positives, both directions."""
+    batch, total = len(image), 0.0
+    for queries, keys in ((image, text), (text, image)):
+        for i in range(batch):
+            logits = np.exp(log_scale) * keys @ queries[i]
+            log_p = logits - np.log(np.sum(np.exp(logits)))
+            total -= np.mean([log_p[j] for j in positives(i, labels, batch)])
+    return total / (2 * batch)
+
+
+def naive_sigmoid(image, text, log_scale, bias, labels):
+    batch, total = len(image), 0.0
+    for i in range(batch):
+        for j in range(batch):
+            logit = np.exp(log_scale) * image[i] @ text[j] + bias
+            sign = 1 if j in positives(i, labels, batch) else -1
+            total += np.log1p(np.exp(-sign * logit))
+    return total / batch
+
+
+def naive(name, arguments, labels):
+    return (naive_softmax if name == "softmax" else naive_sigmoid)(*arguments, labels)
+
+
+def loss_of(name):
+    return losses.softmax_contrastive if name == "softmax" else losses.sigmoid_contrastive
+
+
+def arguments_of(name):
+    return [*unit_pairs(), LOG_SCALE] + ([-5.0] if name == "sigmoid" else [])
+
+
+def numeric_gradient(name, arguments, labels, which, step=1e-6):
+    point = np.asarray(arguments[which], np.float64)
+    gradient = np.zeros_like(point)
+    for index in np.ndindex(point.shape):
+        ends = []
+        for sign in (1, -1):
+            moved = point.copy()
+            moved[index] += sign * step
+            ends.append(naive(name, [*arguments[:which], moved, *arguments[which + 1 :]], labels))
+        gradient[index] = (ends[0] - ends[1]) / (2 * step)
+    return gradient
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS.keys())
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_value_and_gradient_equal_the_naive_ones(name, labels):
+    arguments = arguments_of(name)
+    loss = lambda *xs: loss_of(name)(*xs, labels=None if labels is None else jnp.asarray(labels))[0]
+    value, gradients = jax.value_and_grad(loss, argnums=range(len(arguments)))(
+        *(jnp.asarray(x, jnp.float32) for x in arguments)
+    )
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(value, naive(name, arguments, labels), rtol=1e-5)
+    for which in range(len(arguments)):
+        expected = numeric_gradient(name, arguments, labels, which)
+        np.testing.assert_allclose(gradients[which], expected, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_a_batch_over_two_devices_is_one_batch(name):
+    arguments = [jnp.asarray(x, jnp.float32) for x in arguments_of(name)]
+    labels = jnp.asarray(LABELS["several positives"])
+    step = jax.jit(jax.value_and_grad(loss_of(name), argnums=(0, 1, 2), has_aux=True))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = NamedSharding(mesh, P("data"))
+    split = [jax.device_put(x, rows) if x.ndim else x for x in arguments]
+    one = step(*arguments, labels=labels)
+    two = step(*split, labels=jax.device_put(labels, rows))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
+    # and it is not the mean of two half batches, which have fewer negatives
+    halves = [step(*(x[s] if x.ndim else x for x in arguments), labels=labels[s])[0][0]
+              for s in (slice(0, 4), slice(4, 8))]  # fmt: skip
+    assert abs(float(one[0][0]) - float(jnp.mean(jnp.stack(halves)))) > 1e-2
+
+
+def test_half_precision_embeddings_are_compared_in_float32():
+    image, text = (jnp.asarray(x, jnp.bfloat16) for x in unit_pairs())
+    loss, metrics = losses.softmax_contrastive(image, text, jnp.float32(LOG_SCALE))
+    exact = naive_softmax(*(np.asarray(x, np.float64) for x in (image, text)), LOG_SCALE, None)
+    np.testing.assert_allclose(loss, exact, rtol=1e-5)
+    assert {value.dtype for value in metrics.values()} == {jnp.dtype("float32")}
+
+
+def test_metrics_count_any_positive_as_a_hit():
+    image = jnp.eye(4)
+    text = image[jnp.array([1, 0, 2, 3])]  # the first two captions are swapped
+    hits = lambda labels: losses.softmax_contrastive(image, text, jnp.float32(1), labels=labels)[1]
+    assert float(hits(None)["image_to_text_accuracy"]) == 0.5
+    together = hits(jnp.array([5, 5, 6, 7]))
+    assert float(together["image_to_text_accuracy"]) == 1.0
+    assert float(together["text_to_image_accuracy"]) == 1.0
+    assert float(together["logit_scale"]) == pytest.approx(np.e)
+
+
+def test_the_directions_differ_when_one_text_fits_every_image():
+    image = jnp.eye(3)
+    text = jnp.stack([jnp.full(3, 3**-0.5), -image[1], -image[2]])
+    metrics = losses.softmax_contrastive(image, text, jnp.float32(0))[1]
+    assert float(metrics["image_to_text_accuracy"]) == pytest.approx(1 / 3)
+    assert float(metrics["text_to_image_accuracy"]) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("scale", [0.0, 100.0])
+def test_extreme_logits_stay_finite(scale):
+    image, _ = unit_pairs()
+    image = jnp.asarray(image, jnp.float32)
+    for name in ("softmax", "sigmoid"):
+        bias = [jnp.float32(-10)] if name == "sigmoid" else []
+        loss = lambda x: loss_of(name)(x, -x, jnp.float32(np.log(max(scale, 1e-6))), *bias)[0]
+        value, gradient = jax.value_and_grad(loss)(image)
+        assert np.isfinite(value) and np.isfinite(gradient).all()
+
+
+def test_wrong_shapes_are_one_line():
+    x = jnp.ones((4, 8))
+    with pytest.raises(ValueError, match=r"must both be \[B, e\], got \(4, 8\) and \(3, 8\)"):
+        losses.softmax_contrastive(x, x[:3], jnp.float32(0))
+    with pytest.raises(ValueError, match=r"labels must be \[B\] with B=4 embeddings, got \(3,\)"):
+        losses.sigmoid_contrastive(
+            x, x, jnp.float32(0), jnp.float32(0), labels=jnp.zeros(3, jnp.int32)
+        )
