@@ -31,7 +31,7 @@ class QTensor(NamedTuple):
     scale: jax.Array
 
 
-def quantize(x: jax.Array, axes: tuple[int, ...], dtype: str) -> QTensor:
+def quantize(x: jax.Array, axes: tuple[int, ...] = (-1,), dtype: str = "int8") -> QTensor:
     """Scales `x` so that its absolute maximum over `axes` is the largest value of `dtype`, and rounds.
 
     ``scale = max(absmax(x), 2**-100) / largest``, ``values = round(x / scale)``, ties to even. Zeros stay
@@ -39,13 +39,13 @@ def quantize(x: jax.Array, axes: tuple[int, ...], dtype: str) -> QTensor:
 
     Args:
       x: [...] float16, bfloat16 or float32, of any rank and size, empty included.
-      axes: the axes one scale spans: ``(-1,)`` row-wise, every axis for tensor-wise.
+      axes: the axes one scale spans: the last one for row-wise, all of them for tensor-wise.
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
 
     Returns:
       A QTensor; its scale has length 1 along `axes`.
 
-    >>> q = quantize(jnp.array([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]]), (-1,), "int8")
+    >>> q = quantize(jnp.array([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]]))
     >>> q.values.tolist()
     [[64, -127, 32], [0, 0, 0]]
     """

@@ -1,0 +1,22 @@
+"""Stable low-precision training for JAX: SwitchBack int8 and fp8 linear layers, StableAdamW, CLIP.
+
+Layers are in `swjax.nnx` and `swjax.linen`, optimizers in `swjax.optax`; both are imported on their own.
+"""
+
+from swjax import checkpoint_policies
+from swjax.kernels.reference import QTensor, dequantize, quantize
+from swjax.recipes import RECIPES, Recipe
+from swjax.switchback import dot_general, switchback
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RECIPES",
+    "QTensor",
+    "Recipe",
+    "checkpoint_policies",
+    "dequantize",
+    "dot_general",
+    "quantize",
+    "switchback",
+]

@@ -1,13 +1,12 @@
 """SwitchBack for Flax NNX: a drop-in `Linear`, and `quantize_model` for models that exist already."""
 
-import re
 from collections.abc import Mapping
 
 import jax
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 
-from swjax.recipes import Recipe, get
+from swjax.kernels import dispatch
+from swjax.recipes import Recipe, first_match, get
 from swjax.switchback import dot_general, switchback
 
 
@@ -23,11 +22,11 @@ class Linear(nnx.Linear):
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
       rngs: as for `flax.nnx.Linear`.
-      **kwargs: use_bias, dtype, param_dtype, precision, kernel_init, bias_init, preferred_element_type,
-        kernel_metadata, bias_metadata: as for `flax.nnx.Linear`.
+      **kwargs: use_bias, dtype, param_dtype, precision, kernel_init, bias_init, promote_dtype,
+        preferred_element_type, kernel_metadata, bias_metadata: as for `flax.nnx.Linear`.
 
     Raises:
-      ValueError: there is no such recipe.
+      ValueError: there is no such recipe or implementation.
 
     >>> import jax.numpy as jnp
     >>> layer = Linear(3, 4, recipe="switchback", rngs=nnx.Rngs(0))
@@ -45,18 +44,27 @@ class Linear(nnx.Linear):
         rngs: nnx.Rngs,
         **kwargs,
     ):
+        if "dot_general" in kwargs:
+            raise ValueError(
+                "swjax.nnx.Linear computes its own product and takes no dot_general: "
+                "give it to flax.nnx.Linear, or choose a recipe here"
+            )
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
-        self.recipe = get(recipe)
-        self.implementation = implementation
+        self.set_recipe(recipe, implementation)
+
+    def set_recipe(self, recipe: str | Recipe, implementation: str | None = None):
+        """Computes as `recipe` says from now on."""
+        dispatch.choose("matmul", implementation)
+        self.recipe, self.implementation = get(recipe), implementation
 
     def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
         """``inputs w + bias``: [..., k] -> [..., n]."""
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
-        x, narrow_kernel, bias = promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+        x, _, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
         y = switchback(
             x,
-            narrow_kernel if self.recipe.fwd is None else kernel,
+            kernel,
             bias,
             recipe=self.recipe,
             out_dtype=self.preferred_element_type,
@@ -64,3 +72,39 @@ class Linear(nnx.Linear):
             implementation=self.implementation,
         )
         return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+
+def quantize_model(
+    model: nnx.Module, recipes: Mapping[str, str | Recipe], *, implementation: str | None = None
+) -> nnx.Module:
+    """Makes the linear layers of an existing NNX model compute as recipes say, in place.
+
+    A linear layer is a module that takes a `dot_general`: `nnx.Linear`, `nnx.LinearGeneral` and so the
+    projections of `nnx.MultiHeadAttention`. Parameters stay as they are, and so do checkpoints.
+
+    Args:
+      model: any NNX model; it is changed.
+      recipes: {regular expression: recipe}. An expression has to match a module's whole path, written
+        as in "encoder/layers/0/mlp/fc1"; the first that matches counts. The others stay as they are.
+      implementation: see `swjax.kernels.dispatch`; None chooses.
+
+    Returns:
+      `model`.
+
+    Raises:
+      ValueError: an expression matches no linear layer, or there is no such recipe.
+
+    >>> mlp = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+    >>> mlp = quantize_model(mlp, {r"layers/.*": "switchback"})
+    """
+    linears = {
+        "/".join(map(str, path)): module
+        for path, module in nnx.iter_modules(model)
+        if hasattr(module, "dot_general")
+    }
+    for path, recipe in first_match(recipes, linears).items():
+        if isinstance(linears[path], Linear):
+            linears[path].set_recipe(recipe, implementation)
+        else:
+            linears[path].dot_general = dot_general(recipe, implementation=implementation)
+    return model

@@ -10,6 +10,8 @@ A quantized product's error has a variance proportional to the length it contrac
 and n, so SwitchBack quantizes fwd and dgrad and *switches back* to 16 bits for wgrad.
 """
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -133,3 +135,30 @@ def get(recipe: str | Recipe) -> Recipe:
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)} or a Recipe, got {recipe!r}")
     return RECIPES[recipe]
+
+
+def first_match(
+    recipes: Mapping[str, str | Recipe], paths: Iterable[str]
+) -> dict[str, str | Recipe]:
+    """The recipe of each path, by the first regular expression that matches it whole.
+
+    >>> first_match({".*mlp.*": "switchback"}, ["0/mlp/fc1", "0/attn/q"])
+    {'0/mlp/fc1': 'switchback'}
+
+    Raises:
+      ValueError: an expression matches none of the paths.
+    """
+    paths = list(paths)
+    for pattern in recipes:
+        if not any(re.fullmatch(pattern, path) for path in paths):
+            raise ValueError(
+                f"pattern {pattern!r} matches no linear layer as a whole: "
+                f"the paths are {', '.join(map(repr, paths)) or 'none'}"
+            )
+    chosen = {}
+    for path in paths:
+        for pattern, recipe in recipes.items():
+            if re.fullmatch(pattern, path):
+                chosen[path] = recipe
+                break
+    return chosen

@@ -226,8 +226,9 @@ def dot_general(
         rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
         batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
         columns, k = _shape(rhs, rhs_free), math.prod(_shape(lhs, lhs_contract))
+        n = math.prod(columns)
         x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
-        w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, -1)
+        w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, n)
         linear = partial(
             switchback,
             recipe=recipe,

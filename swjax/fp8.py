@@ -1,0 +1,52 @@
+"""The simulated fp8 cast: rounding to the exact values of an fp8 format, kept in the caller's dtype."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from swjax.kernels.reference import LARGEST
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2")
+
+
+def cast(x: jax.Array, fmt: str = "float8_e4m3fn", *, saturate: bool = True) -> jax.Array:
+    """`x` rounded to the nearest value of an OCP fp8 format, ties to even, in the dtype of `x`.
+
+    No scaling: see `swjax.quantize` for that. The result is bit-exact against `ml_dtypes` for every
+    float16 and bfloat16 input. The gradient passes straight through.
+
+    Args:
+      x: [...] float16, bfloat16 or float32.
+      fmt: "float8_e4m3fn" (largest value 448, no infinity) or "float8_e5m2" (largest value 57344).
+      saturate: whether values beyond the largest, infinity included, become the largest. If not, they
+        become NaN in e4m3fn and infinity in e5m2. NaN stays NaN.
+
+    Returns:
+      [...] in the dtype of `x`.
+
+    Raises:
+      ValueError: `fmt` is no fp8 format.
+
+    >>> cast(jnp.array([0.3, 100.0, 1000.0])).tolist()
+    [0.3125, 96.0, 448.0]
+
+    References:
+      Open Compute Project, "OCP 8-bit Floating Point Specification (OFP8)", 2023.
+    """
+    if fmt not in FORMATS:
+        raise ValueError(f"fmt must be one of {', '.join(FORMATS)}, got {fmt!r}")
+    return _cast(x, fmt, saturate)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _cast(x, fmt, saturate):
+    wide = x.dtype
+    if saturate:
+        x = jnp.clip(x, -LARGEST[fmt], LARGEST[fmt])
+    return x.astype(fmt).astype(wide)
+
+
+@_cast.defjvp
+def _straight_through(fmt, saturate, primals, tangents):
+    return _cast(*primals, fmt, saturate), tangents[0]

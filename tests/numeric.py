@@ -1,0 +1,23 @@
+"""How close is close: tolerances from the dtype and the length of the sum, and a scale-free ratio."""
+
+import numpy as np
+
+EPS = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+
+
+def snr_db(value, reference) -> float:
+    """Signal-to-noise ratio in dB, 20 dB a factor of ten in relative error; 400 where they are equal."""
+    value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
+    assert np.isfinite(value).all(), "a value is not finite"
+    noise, signal = np.sum((value - reference) ** 2), np.sum(reference**2)
+    return 10 * np.log10(max(signal, 1e-300) / max(noise, signal * 1e-40, 1e-300))
+
+
+def floor_db(dtype: str, k: int) -> float:
+    """The ratio that a sum of k products, accumulated in fp32 and rounded to `dtype`, has to reach.
+
+    The error of the rounding is uniform in +-eps of each value; sums in fp32 add eps32 * sqrt(k). A margin of
+    6 dB covers both being estimates.
+    """
+    noise = EPS[dtype] + EPS["float32"] * np.sqrt(max(k, 1))
+    return -20 * np.log10(noise) - 6

@@ -1,0 +1,81 @@
+"""Every recipe written out in numpy, independently of swjax: quantization in fp32, products in float64.
+
+No table and no interpreter here: each function is one algorithm of the paper, line by line.
+"""
+
+import ml_dtypes
+import numpy as np
+
+FP8 = {
+    "e4m3": (np.dtype(ml_dtypes.float8_e4m3fn), np.float32(448)),
+    "e5m2": (np.dtype(ml_dtypes.float8_e5m2), np.float32(57344)),
+}
+
+
+def _scaled(x, axis, largest):
+    x = x.astype(np.float32)
+    absmax = np.max(np.abs(x), axis=axis, keepdims=True)
+    absmax = np.maximum(absmax, np.float32(2.0**-100))
+    return x * (largest / absmax), absmax.astype(np.float64) / float(largest)
+
+
+def int8(x, axis):
+    """What int8 makes of x: round(127 x / absmax) * absmax / 127; axis None is tensor-wise."""
+    scaled, scale = _scaled(x, axis, np.float32(127))
+    return np.round(scaled).astype(np.float64) * scale
+
+
+def fp8(x, axis, fmt):
+    dtype, largest = FP8[fmt]
+    scaled, scale = _scaled(x, axis, largest)
+    return scaled.astype(dtype).astype(np.float64) * scale
+
+
+def wide(x):
+    return x.astype(np.float64)
+
+
+def standard(x, w, g):
+    return wide(x) @ wide(w), wide(g) @ wide(w).T, wide(x).T @ wide(g)
+
+
+def switchback(x, w, g):
+    y = int8(x, 1) @ int8(w, None)
+    dx = int8(g, 1) @ int8(w, None).T
+    return y, dx, wide(x).T @ wide(g)
+
+
+def switchback_m(x, w, g):
+    y, dx, _ = switchback(x, w, g)
+    return y, dx, int8(x, 1).T @ wide(g)
+
+
+def switchback_q(x, w, g):
+    y = int8(x, 1) @ int8(w, 0)
+    dx = int8(g, 1) @ int8(w, 1).T
+    return y, dx, wide(x).T @ wide(g)
+
+
+def llm_int8(x, w, g):
+    y = int8(x, 1) @ int8(w, 0)
+    dx = int8(g, 1) @ int8(w, 1).T
+    return y, dx, int8(x, 0).T @ int8(g, 0)
+
+
+def llm_int8_outlier6(x, w, g):
+    columns = np.max(np.abs(x), axis=0) >= 6
+    rest, outliers = np.where(columns, 0, x).astype(x.dtype), np.where(columns, x, 0)
+    y, dx, dw = llm_int8(rest, w, g)
+    return y + wide(outliers) @ wide(w), dx, dw + wide(outliers).T @ wide(g)
+
+
+def fp8_switchback(x, w, g):
+    y = fp8(x, 1, "e4m3") @ fp8(w, None, "e4m3")
+    dx = fp8(g, 1, "e5m2") @ fp8(w, None, "e4m3").T
+    return y, dx, wide(x).T @ wide(g)
+
+
+def fp8_tensorwise(x, w, g):
+    y = fp8(x, None, "e4m3") @ fp8(w, None, "e4m3")
+    dx = fp8(g, None, "e5m2") @ fp8(w, None, "e4m3").T
+    return y, dx, fp8(x, None, "e4m3").T @ fp8(g, None, "e5m2")

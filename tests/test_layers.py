@@ -1,0 +1,150 @@
+"""The Flax layers: Flax's own parameters, swjax's products; conversion of models that exist already."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from numeric import snr_db
+
+import swjax
+import swjax.linen
+import swjax.nnx
+from swjax.recipes import RECIPES
+from swjax.testing import matrix_products
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6, 16)), jnp.float32)
+
+
+def same(tree, other):
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"use_bias": False}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}])
+def test_nnx_linear_interchanges_with_flax(kwargs):
+    ours = swjax.nnx.Linear(16, 8, recipe="standard", rngs=nnx.Rngs(0), **kwargs)
+    flax = nnx.Linear(16, 8, rngs=nnx.Rngs(0), **kwargs)
+    same(nnx.to_pure_dict(nnx.state(ours)), nnx.to_pure_dict(nnx.state(flax)))
+    nnx.update(ours, nnx.state(flax))
+    nnx.update(flax, nnx.state(ours))
+    x = X.astype(kwargs.get("param_dtype", X.dtype))
+    assert ours(x).dtype == flax(x).dtype
+    np.testing.assert_array_equal(ours(x), flax(x))
+    int8 = swjax.nnx.Linear(16, 8, rngs=nnx.Rngs(0), **kwargs)
+    assert int8(x).dtype == flax(x).dtype
+    assert 30 < snr_db(int8(x), flax(x)) < 60
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"use_bias": False}, {"dtype": jnp.bfloat16}])
+def test_linen_dense_interchanges_with_flax(kwargs):
+    flax, ours = nn.Dense(8, **kwargs), swjax.linen.Dense(8, recipe="standard", **kwargs)
+    params = flax.init(jax.random.key(0), X)
+    same(params, ours.init(jax.random.key(0), X))
+    np.testing.assert_array_equal(ours.apply(params, X), flax.apply(params, X))
+    int8 = swjax.linen.Dense(8, **kwargs).apply(params, X)
+    assert int8.dtype == flax.apply(params, X).dtype
+    assert 30 < snr_db(int8, flax.apply(params, X)) < 60
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_trains_in_both_apis(name):
+    layer = swjax.nnx.Linear(16, 8, recipe=name, rngs=nnx.Rngs(0))
+    grads = nnx.grad(lambda layer: jnp.mean(layer(X) ** 2))(layer)
+    dense = swjax.linen.Dense(8, recipe=name)
+    params = {"params": nnx.to_pure_dict(nnx.state(layer))}
+    linen_grads = jax.grad(lambda p: jnp.mean(dense.apply(p, X) ** 2))(params)["params"]
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(grads), linen_grads)
+    assert jnp.any(linen_grads["kernel"])
+
+
+def attention(**kwargs):
+    return nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), **kwargs)
+
+
+def test_attention_takes_dot_general():
+    product = swjax.dot_general("switchback")
+    quantized = attention(qkv_dot_general=product, out_dot_general=product)
+    assert 20 < snr_db(quantized(X), attention()(X)) < 60
+    assert matrix_products(lambda x: quantized(x), X)["s8", "s8"] == 4
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attn = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+        self.mlp = nnx.Sequential(
+            nnx.Linear(16, 32, rngs=rngs), nnx.gelu, swjax.nnx.Linear(32, 16, recipe="standard", rngs=rngs)
+        )
+
+    def __call__(self, x):
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize(
+    "rules, count",
+    [({".*mlp.*": "switchback"}, 2), ({r"attn/\w+": "llm_int8"}, 4), ({"attn/out": "standard", ".*": "switchback"}, 5)],
+)
+def test_quantize_model_by_path(rules, count):
+    plain, model = Block(nnx.Rngs(0)), Block(nnx.Rngs(0))
+    assert swjax.nnx.quantize_model(model, rules) is model
+    same(nnx.to_pure_dict(nnx.state(plain)), nnx.to_pure_dict(nnx.state(model)))
+    assert matrix_products(lambda x: plain(x), X)["s8", "s8"] == 0
+    assert matrix_products(lambda x: model(x), X)["s8", "s8"] == count
+    assert 20 < snr_db(model(X), plain(X)) < 80
+
+
+def test_quantized_model_trains_under_jit():
+    model = swjax.nnx.quantize_model(Block(nnx.Rngs(0)), {".*": "switchback"})
+    graph, params = nnx.split(model)
+
+    @jax.jit
+    def step(params):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((nnx.merge(graph, p)(X) - 1) ** 2))(params)
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    losses = []
+    for _ in range(20):
+        loss, params = step(params)
+        losses.append(float(loss))
+    assert losses[-1] < 0.3 * losses[0]
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(4, name="attn")(x)
+        return nn.Dense(16, name="head")(nn.gelu(nn.Dense(32, name="mlp")(x)))
+
+
+@pytest.mark.parametrize("rules, count", [({"mlp": "switchback"}, 1), ({r"attn/\w+": "switchback", "head": "llm_int8"}, 5)])
+def test_linen_interceptor(rules, count):
+    model = LinenModel()
+    params = model.init(jax.random.key(0), X)
+
+    def quantized(params, x):
+        with swjax.linen.quantize_model(rules):
+            return model.apply(params, x)
+
+    assert matrix_products(model.apply, params, X)["s8", "s8"] == 0
+    assert matrix_products(quantized, params, X)["s8", "s8"] == count
+    assert 20 < snr_db(quantized(params, X), model.apply(params, X)) < 80
+    assert jnp.any(jax.grad(lambda p: quantized(p, X).sum())(params)["params"]["mlp"]["kernel"])
+    same(model.apply(params, X), model.apply(params, X))
+
+
+def test_pattern_without_a_layer():
+    with pytest.raises(ValueError, match="pattern 'ffn' matches no linear layer .* 'attn/query'"):
+        swjax.nnx.quantize_model(Block(nnx.Rngs(0)), {"ffn": "switchback"})
+    params = LinenModel().init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="pattern 'ffn' matches no linear layer .* 'attn/key'"):
+        with swjax.linen.quantize_model({"ffn": "switchback"}):
+            LinenModel().apply(params, X)
+
+
+def test_a_recipe_and_a_dot_general_exclude_each_other():
+    with pytest.raises(ValueError, match="takes no dot_general"):
+        swjax.nnx.Linear(2, 2, dot_general=jax.lax.dot_general, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="takes no dot_general"):
+        swjax.linen.Dense(2, dot_general=jax.lax.dot_general).init(jax.random.key(0), X)

@@ -1,0 +1,274 @@
+"""The linear layer: every recipe against its transcription, every shape and dtype, every transformation."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from numeric import floor_db, snr_db
+
+import swjax
+from swjax import checkpoint_policies
+from swjax.recipes import RECIPES, Product, Quantizer, Recipe
+from swjax.testing import assert_quantized, matrix_products
+
+NAMES = list(RECIPES)
+
+
+def arrays(shape, n, dtype="float32", seed=0):
+    """x [*shape], w [k, n], bias [n], g [*shape[:-1], n], with one outlier feature in x."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape)
+    if shape[-1] > 2:
+        x[..., 1] *= 8
+    w = rng.standard_normal((shape[-1], n)) / max(np.sqrt(shape[-1]), 1)
+    g = rng.standard_normal((*shape[:-1], n))
+    return [jnp.asarray(a, dtype) for a in (x, w, rng.standard_normal(n), g)]
+
+
+@partial(jax.jit, static_argnums=3)
+def products(x, w, g, recipe, bias=None):
+    """y, dx, dw and, where there is a bias, its gradient."""
+    y, vjp = jax.vjp(lambda *args: swjax.switchback(*args, recipe=recipe), x, w, bias)
+    return [a for a in (y, *vjp(g)) if a is not None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_matches_the_papers_algorithm(name, dtype):
+    x, w, _, g = arrays((96, 160), 72, dtype)
+    expected = getattr(oracle, name)(*(np.asarray(a) for a in (x, w, g)))
+    for part, k, got, want in zip("fwd dgrad wgrad".split(), (160, 72, 96), products(x, w, g, name), expected):
+        assert got.dtype == jnp.dtype(dtype)
+        assert snr_db(got, want) > floor_db(dtype, k), part
+
+
+def test_recipes_differ_from_each_other():
+    """The transcriptions can tell recipes apart: at least one product of each pair differs."""
+    x, w, _, g = arrays((96, 160), 72)
+    x, w, g = (np.asarray(a) for a in (x, w, g))
+    for name in NAMES:
+        got = products(jnp.asarray(x), jnp.asarray(w), jnp.asarray(g), name)
+        for other in set(NAMES) - {name}:
+            worst = min(snr_db(a, b) for a, b in zip(got, getattr(oracle, other)(x, w, g)))
+            assert worst < floor_db("float32", 160), (name, other)
+
+
+# Signal to noise against the product in float64, normal data, in whole dB: (y, dx, dw).
+SNR_DB = {
+    "standard": (129, 130, 130),
+    "switchback": (38, 38, 130),
+    "switchback_m": (38, 38, 42),
+    "switchback_q": (39, 40, 130),
+    "llm_int8": (39, 40, 39),
+    "llm_int8_outlier6": (39, 40, 39),
+    "fp8_switchback": (28, 24, 130),
+    "fp8_tensorwise": (28, 24, 24),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signal_to_noise(name):
+    rng = np.random.default_rng(1)
+    x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in [(512, 384), (384, 256), (512, 256)])
+    exact = oracle.standard(*(np.asarray(a) for a in (x, w, g)))
+    for got, want, expected in zip(products(x, w, g, name), exact, SNR_DB[name]):
+        assert abs(snr_db(got, want) - expected) < (2 if expected < 100 else 10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "shape, n", [((7,), 5), ((1, 1), 1), ((3, 5, 17), 29), ((2, 1, 3, 13), 7), ((0, 8), 4), ((4, 0, 8), 4), ((5, 3), 0)]
+)
+def test_any_shape(name, shape, n):
+    x, w, bias, g = arrays(shape, n)
+    y, dx, dw, db = products(x, w, g, name, bias)
+    assert (y.shape, dx.shape, dw.shape, db.shape) == (g.shape, x.shape, w.shape, bias.shape)
+    tokens = math.prod(shape[:-1])
+    flat = products(x.reshape(tokens, shape[-1]), w, g.reshape(tokens, n), name, bias)
+    for got, want in zip((y, dx, dw, db), flat):
+        np.testing.assert_allclose(got.reshape(want.shape), want, rtol=2e-5, atol=2e-5)
+    if x.size == 0:
+        assert not dw.any() and not db.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_rows_and_zero_weights_give_zeros(name):
+    x, w, bias, g = arrays((6, 16), 8)
+    x, g = x.at[2].set(0), g.at[3].set(0)
+    y, dx, dw, db = products(x, w, g, name, bias)
+    np.testing.assert_array_equal(y[2], bias)
+    assert not dx[3].any()
+    y, dx, dw, db = products(jnp.zeros_like(x), jnp.zeros_like(w), jnp.zeros_like(g), name)[:3] + [None]
+    assert not (y.any() or dx.any() or dw.any())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_non_finite_token_stays_visible_and_alone(name, bad):
+    x, w, _, g = arrays((6, 16), 8)
+    y = products(x.at[2, 3].set(bad), w, g, name)[0]
+    assert not jnp.isfinite(y[2]).all()
+    if RECIPES[name].fwd is None or RECIPES[name].fwd.lhs.scope == "row":
+        others = jnp.delete(y, 2, axis=0)
+        assert jnp.isfinite(others).all()
+
+
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("w_dtype", ["float32", "bfloat16"])
+def test_dtypes_of_results_follow_the_arguments(x_dtype, w_dtype):
+    x, w, bias, g = arrays((6, 16), 8)
+    x, w = x.astype(x_dtype), w.astype(w_dtype)
+    for name in NAMES:
+        for out_dtype in (None, "float32", "float16"):
+            f = partial(swjax.switchback, recipe=name, out_dtype=out_dtype)
+            y, vjp = jax.vjp(f, x, w, bias)
+            dx, dw, db = vjp(g.astype(y.dtype))
+            assert y.dtype == jnp.dtype(out_dtype or x_dtype)
+            assert (dx.dtype, dw.dtype, db.dtype) == (x.dtype, w.dtype, bias.dtype)
+
+
+def test_scales_come_from_the_fp32_weight():
+    x, w, _, _ = arrays((32, 64), 16)
+    x = x.astype(jnp.bfloat16)
+    full = swjax.switchback(x, w, out_dtype="float32")
+    rounded = swjax.switchback(x, w.astype(jnp.bfloat16), out_dtype="float32")
+    want = oracle.int8(np.asarray(x), 1) @ oracle.int8(np.asarray(w), None)
+    assert snr_db(full, want) > 120 > snr_db(rounded, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformations_change_nothing(name):
+    x, w, bias, g = arrays((4, 6, 16), 16)
+    layer = partial(swjax.switchback, recipe=name)
+
+    def loss(w, x):
+        return jnp.sum(layer(x, w, bias) * g)
+
+    plain = jax.value_and_grad(loss, (0, 1))(w, x)
+    close = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5))
+    close(plain, jax.jit(jax.value_and_grad(loss, (0, 1)))(w, x))
+    for policy in (None, checkpoint_policies.save_quantized, checkpoint_policies.save_linear):
+        remat = jax.checkpoint(loss, policy=policy)
+        close(plain, jax.jit(jax.value_and_grad(remat, (0, 1)))(w, x))
+
+    grad = jax.jit(jax.grad(loss))
+    w_stack = jnp.stack([w, 2 * w[::-1], w.T])
+    close(jax.jit(jax.vmap(grad, (0, None)))(w_stack, x), jnp.stack([grad(one, x) for one in w_stack]))
+    rows = [layer(row, w) for row in x]
+    close(jax.jit(jax.vmap(layer, (0, None)))(x, w), jnp.stack(rows))
+
+    def scanned(w_stack, x):  # one layer a step
+        return jnp.sum(jax.lax.scan(lambda h, w: (layer(h, w), None), x, w_stack)[0] * g)
+
+    def unrolled(w_stack, x):
+        for one in w_stack:
+            x = layer(x, one)
+        return jnp.sum(x * g)
+
+    close(jax.jit(jax.grad(scanned))(w_stack, x), jax.jit(jax.grad(unrolled))(w_stack, x))
+
+
+def test_donation():
+    x, w, _, _ = arrays((8, 16), 16)
+    step = jax.jit(lambda w: w - 0.1 * jax.grad(lambda w: swjax.switchback(x, w).sum())(w), donate_argnums=0)
+    expected = w - 0.1 * jax.grad(lambda w: swjax.switchback(x, w).sum())(w)
+    np.testing.assert_allclose(step(w.copy()), expected, rtol=1e-6)
+
+
+def loss_and_grads(x, w, recipe):
+    return jax.grad(lambda x, w: swjax.switchback(x, w, recipe=recipe).sum(), (0, 1))(x, w)
+
+
+def test_int8_products_are_int8():
+    """Read from the compiled program: forward with gradients has just the int8 products of the recipe."""
+    x, w, _, _ = arrays((64, 32), 48)
+    for name, count in {"switchback": 1, "switchback_m": 1, "switchback_q": 1, "llm_int8": 2}.items():
+        # y itself is dead code in its gradients
+        assert_quantized(partial(loss_and_grads, recipe=name), x, w, count=count)
+    assert set(matrix_products(partial(loss_and_grads, recipe="standard"), x, w)) == {("f32", "f32")}
+    assert_quantized(partial(swjax.switchback, recipe="llm_int8"), x, w, count=1)
+    with pytest.raises(AssertionError, match="at least one int8 x int8 .* found: 1 f32 x f32"):
+        assert_quantized(partial(swjax.switchback, recipe="standard"), x, w)
+
+
+def test_switchback_m_keeps_int8_only():
+    x, w, _, _ = arrays((64, 32), 48, "bfloat16")
+
+    def residual_bytes(recipe):
+        _, vjp = jax.vjp(partial(swjax.switchback, recipe=recipe), x, w)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
+
+    assert residual_bytes("standard") == residual_bytes("switchback") == x.nbytes + w.nbytes
+    scales = 64 * 4 + 4
+    assert residual_bytes("switchback_m") == x.size + w.size + scales
+
+
+def test_memory_efficient_and_vector_wise_combine():
+    q = RECIPES["switchback_q"]
+    x, w, _, g = arrays((48, 32), 24)
+    y, dx, dw = products(x, w, g, Recipe(q.fwd, q.dgrad, None, save_quantized=True))
+    want = oracle.switchback_q(*(np.asarray(a) for a in (x, w, g)))
+    np.testing.assert_allclose(y, want[0], rtol=1e-5, atol=1e-5)
+    assert snr_db(dx, want[1]) > 35  # quantized again, from the saved int8 weight
+    assert snr_db(dw, oracle.int8(np.asarray(x), 1).T @ np.asarray(g, np.float64)) > 100
+
+
+def test_standard_is_a_plain_product():
+    x, w, bias, _ = arrays((6, 16), 8, "bfloat16")
+    plain = x @ w + bias[None]
+    np.testing.assert_array_equal(swjax.switchback(x, w, bias, recipe="standard"), plain)
+
+
+@pytest.mark.parametrize(
+    "numbers, lhs, rhs",
+    [
+        (((2,), (0,)), (3, 5, 16), (16, 4, 2)),  # query projection of an attention layer
+        (((1, 2), (0, 1)), (3, 5, 16), (5, 16, 8)),  # its output projection
+        (((0,), (1,)), (16, 3), (4, 16)),
+    ],
+)
+def test_dot_general_takes_any_contraction(numbers, lhs, rhs):
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (lhs, rhs))
+    want = jax.lax.dot_general(a, b, (numbers, ((), ())))
+    standard = swjax.dot_general("standard")(a, b, (numbers, ((), ())))
+    np.testing.assert_allclose(standard, want, rtol=1e-5, atol=1e-5)
+    assert snr_db(swjax.dot_general("switchback")(a, b, (numbers, ((), ()))), want) > 30
+
+
+def test_dot_general_takes_batch_dimensions():
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 3, 16), (3, 16, 8)))
+    numbers = (((2,), (1,)), ((1,), (0,)))
+    want = jax.lax.dot_general(a, b, numbers)
+    got = swjax.dot_general("switchback")(a, b, numbers)
+    assert got.shape == want.shape and snr_db(got, want) > 30
+
+
+def test_dot_general_is_one_function_per_recipe():
+    assert swjax.dot_general("switchback") is swjax.dot_general("switchback")
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x, w: swjax.switchback(x, w.T), r"needs x \[..., k\] and w \[k, n\], got x \(4, 3\) and w \(5, 3\)"),
+        (lambda x, w: swjax.switchback(x, w, jnp.ones(3)), r"bias must have the shape \(5,\)"),
+        (lambda x, w: swjax.switchback(x.astype(int), w), "x must be float16, bfloat16 or float32, got int32: cast"),
+        (lambda x, w: swjax.switchback(x, w, recipe="int4"), "recipe must be one of standard, switchback, .* got 'int4'"),
+        (lambda x, w: swjax.switchback(x, w, implementation="cuda"), "implementation of 'matmul' must be one of"),
+        (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),
+        (lambda x, w: Recipe(save_quantized=True), "needs quantized fwd and dgrad"),
+        (
+            lambda x, w: Recipe(*[Product(Quantizer("int8", "row"), Quantizer("int8", "channel"), 6.0)] * 2, None, True),
+            "cannot keep outliers",
+        ),
+    ],
+)
+def test_errors_name_the_invariant_the_value_and_the_remedy(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((4, 3)), jnp.ones((3, 5)))
