@@ -148,7 +148,9 @@ def _multiply(product: Product | None, a, b, contract, bias=None, *, out_dtype, 
     )
     quantized_b = _quantize(product.rhs, b, contract[1], implementation)
     if not product.outlier_threshold:
-        return matmul(_quantize(product.lhs, a, contract[0], implementation), quantized_b, bias=bias)
+        return matmul(
+            _quantize(product.lhs, a, contract[0], implementation), quantized_b, bias=bias
+        )
 
     inliers, outliers = _split_outliers(a, product.outlier_threshold)
     narrow = matmul(

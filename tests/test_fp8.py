@@ -53,7 +53,9 @@ def test_beyond_the_largest(fmt):
     largest = LARGEST[fmt]
     np.testing.assert_array_equal(fp8.cast(x, fmt), [largest, -largest, np.nan, largest])
     beyond = np.nan if fmt == "float8_e4m3fn" else np.inf
-    np.testing.assert_array_equal(fp8.cast(x, fmt, saturate=False), [beyond, -beyond, np.nan, beyond])
+    np.testing.assert_array_equal(
+        fp8.cast(x, fmt, saturate=False), [beyond, -beyond, np.nan, beyond]
+    )
 
 
 def test_gradient_passes_straight_through():
@@ -63,5 +65,7 @@ def test_gradient_passes_straight_through():
 
 
 def test_unknown_format():
-    with pytest.raises(ValueError, match="fmt must be one of float8_e4m3fn, float8_e5m2, got 'e4m3'"):
+    with pytest.raises(
+        ValueError, match="fmt must be one of float8_e4m3fn, float8_e5m2, got 'e4m3'"
+    ):
         fp8.cast(jnp.ones(1), "e4m3")

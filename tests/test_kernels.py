@@ -18,10 +18,19 @@ SMALLEST_SCALE = 2.0**-100
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("axes", [(-1,), (0,), (0, 1), (1, 2), (0, 1, 2)])
 def test_int8_is_the_nearest_integer(dtype, axes):
-    x = np.random.default_rng(0).standard_normal((5, 7, 33)).astype(ml_dtypes.bfloat16).astype(dtype)
+    x = (
+        np.random.default_rng(0)
+        .standard_normal((5, 7, 33))
+        .astype(ml_dtypes.bfloat16)
+        .astype(dtype)
+    )
     q = swjax.quantize(jnp.asarray(x), axes, "int8")
     absmax = np.max(np.abs(x.astype(np.float32)), axis=axes, keepdims=True)
-    assert q.values.dtype == jnp.int8 and q.scale.dtype == jnp.float32 and q.scale.shape == absmax.shape
+    assert (
+        q.values.dtype == jnp.int8
+        and q.scale.dtype == jnp.float32
+        and q.scale.shape == absmax.shape
+    )
     exact = x.astype(np.float64) * 127 / absmax
     assert np.max(np.abs(np.asarray(q.values, np.float64) - exact)) <= 0.5 + 1e-4
     assert np.max(np.abs(q.values)) == 127
@@ -89,12 +98,16 @@ def test_bias_and_scales_act_in_fp32_before_the_output_dtype():
 def test_quantization_is_the_same_jitted_and_not():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 257)), jnp.float32)
     for dtype in reference.LARGEST:
-        for eager, jitted in zip(swjax.quantize(x, (-1,), dtype), jax.jit(lambda x: swjax.quantize(x, (-1,), dtype))(x)):
+        for eager, jitted in zip(
+            swjax.quantize(x, (-1,), dtype), jax.jit(lambda x: swjax.quantize(x, (-1,), dtype))(x)
+        ):
             np.testing.assert_array_equal(np.asarray(eager), np.asarray(jitted))
 
 
 def test_an_unknown_implementation_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'quantize' must be one of \['xla'\] or None .*, got 'mosaic'"):
+    with pytest.raises(
+        ValueError, match=r"'quantize' must be one of \['xla'\] or None .*, got 'mosaic'"
+    ):
         dispatch.choose("quantize", "mosaic")
 
 

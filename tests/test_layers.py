@@ -22,7 +22,9 @@ def same(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"use_bias": False}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"use_bias": False}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}]
+)
 def test_nnx_linear_interchanges_with_flax(kwargs):
     ours = swjax.nnx.Linear(16, 8, recipe="standard", rngs=nnx.Rngs(0), **kwargs)
     flax = nnx.Linear(16, 8, rngs=nnx.Rngs(0), **kwargs)
@@ -74,7 +76,9 @@ class Block(nnx.Module):
     def __init__(self, rngs):
         self.attn = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
         self.mlp = nnx.Sequential(
-            nnx.Linear(16, 32, rngs=rngs), nnx.gelu, swjax.nnx.Linear(32, 16, recipe="standard", rngs=rngs)
+            nnx.Linear(16, 32, rngs=rngs),
+            nnx.gelu,
+            swjax.nnx.Linear(32, 16, recipe="standard", rngs=rngs),
         )
 
     def __call__(self, x):
@@ -84,7 +88,11 @@ class Block(nnx.Module):
 
 @pytest.mark.parametrize(
     "rules, count",
-    [({".*mlp.*": "switchback"}, 2), ({r"attn/\w+": "llm_int8"}, 4), ({"attn/out": "standard", ".*": "switchback"}, 5)],
+    [
+        ({".*mlp.*": "switchback"}, 2),
+        ({r"attn/\w+": "llm_int8"}, 4),
+        ({"attn/out": "standard", ".*": "switchback"}, 5),
+    ],
 )
 def test_quantize_model_by_path(rules, count):
     plain, model = Block(nnx.Rngs(0)), Block(nnx.Rngs(0))
@@ -101,7 +109,9 @@ def test_quantized_model_trains_under_jit():
 
     @jax.jit
     def step(params):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((nnx.merge(graph, p)(X) - 1) ** 2))(params)
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((nnx.merge(graph, p)(X) - 1) ** 2))(
+            params
+        )
         return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     losses = []
@@ -118,7 +128,10 @@ class LinenModel(nn.Module):
         return nn.Dense(16, name="head")(nn.gelu(nn.Dense(32, name="mlp")(x)))
 
 
-@pytest.mark.parametrize("rules, count", [({"mlp": "switchback"}, 1), ({r"attn/\w+": "switchback", "head": "llm_int8"}, 5)])
+@pytest.mark.parametrize(
+    "rules, count",
+    [({"mlp": "switchback"}, 1), ({r"attn/\w+": "switchback", "head": "llm_int8"}, 5)],
+)
 def test_linen_interceptor(rules, count):
     model = LinenModel()
     params = model.init(jax.random.key(0), X)

@@ -41,7 +41,9 @@ def products(x, w, g, recipe, bias=None):
 def test_matches_the_papers_algorithm(name, dtype):
     x, w, _, g = arrays((96, 160), 72, dtype)
     expected = getattr(oracle, name)(*(np.asarray(a) for a in (x, w, g)))
-    for part, k, got, want in zip("fwd dgrad wgrad".split(), (160, 72, 96), products(x, w, g, name), expected):
+    for part, k, got, want in zip(
+        "fwd dgrad wgrad".split(), (160, 72, 96), products(x, w, g, name), expected
+    ):
         assert got.dtype == jnp.dtype(dtype)
         assert snr_db(got, want) > floor_db(dtype, k), part
 
@@ -73,7 +75,10 @@ SNR_DB = {
 @pytest.mark.parametrize("name", NAMES)
 def test_signal_to_noise(name):
     rng = np.random.default_rng(1)
-    x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in [(512, 384), (384, 256), (512, 256)])
+    x, w, g = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        for s in [(512, 384), (384, 256), (512, 256)]
+    )
     exact = oracle.standard(*(np.asarray(a) for a in (x, w, g)))
     for got, want, expected in zip(products(x, w, g, name), exact, SNR_DB[name]):
         assert abs(snr_db(got, want) - expected) < (2 if expected < 100 else 10)
@@ -81,7 +86,16 @@ def test_signal_to_noise(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "shape, n", [((7,), 5), ((1, 1), 1), ((3, 5, 17), 29), ((2, 1, 3, 13), 7), ((0, 8), 4), ((4, 0, 8), 4), ((5, 3), 0)]
+    "shape, n",
+    [
+        ((7,), 5),
+        ((1, 1), 1),
+        ((3, 5, 17), 29),
+        ((2, 1, 3, 13), 7),
+        ((0, 8), 4),
+        ((4, 0, 8), 4),
+        ((5, 3), 0),
+    ],
 )
 def test_any_shape(name, shape, n):
     x, w, bias, g = arrays(shape, n)
@@ -102,7 +116,9 @@ def test_zero_rows_and_zero_weights_give_zeros(name):
     y, dx, dw, db = products(x, w, g, name, bias)
     np.testing.assert_array_equal(y[2], bias)
     assert not dx[3].any()
-    y, dx, dw, db = products(jnp.zeros_like(x), jnp.zeros_like(w), jnp.zeros_like(g), name)[:3] + [None]
+    y, dx, dw, db = products(jnp.zeros_like(x), jnp.zeros_like(w), jnp.zeros_like(g), name)[:3] + [
+        None
+    ]
     assert not (y.any() or dx.any() or dw.any())
 
 
@@ -157,7 +173,9 @@ def test_transformations_change_nothing(name):
 
     grad = jax.jit(jax.grad(loss))
     w_stack = jnp.stack([w, 2 * w[::-1], w.T])
-    close(jax.jit(jax.vmap(grad, (0, None)))(w_stack, x), jnp.stack([grad(one, x) for one in w_stack]))
+    close(
+        jax.jit(jax.vmap(grad, (0, None)))(w_stack, x), jnp.stack([grad(one, x) for one in w_stack])
+    )
     rows = [layer(row, w) for row in x]
     close(jax.jit(jax.vmap(layer, (0, None)))(x, w), jnp.stack(rows))
 
@@ -174,7 +192,9 @@ def test_transformations_change_nothing(name):
 
 def test_donation():
     x, w, _, _ = arrays((8, 16), 16)
-    step = jax.jit(lambda w: w - 0.1 * jax.grad(lambda w: swjax.switchback(x, w).sum())(w), donate_argnums=0)
+    step = jax.jit(
+        lambda w: w - 0.1 * jax.grad(lambda w: swjax.switchback(x, w).sum())(w), donate_argnums=0
+    )
     expected = w - 0.1 * jax.grad(lambda w: swjax.switchback(x, w).sum())(w)
     np.testing.assert_allclose(step(w.copy()), expected, rtol=1e-6)
 
@@ -186,10 +206,17 @@ def loss_and_grads(x, w, recipe):
 def test_int8_products_are_int8():
     """Read from the compiled program: forward with gradients has just the int8 products of the recipe."""
     x, w, _, _ = arrays((64, 32), 48)
-    for name, count in {"switchback": 1, "switchback_m": 1, "switchback_q": 1, "llm_int8": 2}.items():
+    for name, count in {
+        "switchback": 1,
+        "switchback_m": 1,
+        "switchback_q": 1,
+        "llm_int8": 2,
+    }.items():
         # y itself is dead code in its gradients
         assert_quantized(partial(loss_and_grads, recipe=name), x, w, count=count)
-    assert set(matrix_products(partial(loss_and_grads, recipe="standard"), x, w)) == {("f32", "f32")}
+    assert set(matrix_products(partial(loss_and_grads, recipe="standard"), x, w)) == {
+        ("f32", "f32")
+    }
     assert_quantized(partial(swjax.switchback, recipe="llm_int8"), x, w, count=1)
     with pytest.raises(AssertionError, match="at least one int8 x int8 .* found: 1 f32 x f32"):
         assert_quantized(partial(swjax.switchback, recipe="standard"), x, w)
@@ -256,15 +283,31 @@ def test_dot_general_is_one_function_per_recipe():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda x, w: swjax.switchback(x, w.T), r"needs x \[..., k\] and w \[k, n\], got x \(4, 3\) and w \(5, 3\)"),
+        (
+            lambda x, w: swjax.switchback(x, w.T),
+            r"needs x \[..., k\] and w \[k, n\], got x \(4, 3\) and w \(5, 3\)",
+        ),
         (lambda x, w: swjax.switchback(x, w, jnp.ones(3)), r"bias must have the shape \(5,\)"),
-        (lambda x, w: swjax.switchback(x.astype(int), w), "x must be float16, bfloat16 or float32, got int32: cast"),
-        (lambda x, w: swjax.switchback(x, w, recipe="int4"), "recipe must be one of standard, switchback, .* got 'int4'"),
-        (lambda x, w: swjax.switchback(x, w, implementation="cuda"), "implementation of 'matmul' must be one of"),
+        (
+            lambda x, w: swjax.switchback(x.astype(int), w),
+            "x must be float16, bfloat16 or float32, got int32: cast",
+        ),
+        (
+            lambda x, w: swjax.switchback(x, w, recipe="int4"),
+            "recipe must be one of standard, switchback, .* got 'int4'",
+        ),
+        (
+            lambda x, w: swjax.switchback(x, w, implementation="cuda"),
+            "implementation of 'matmul' must be one of",
+        ),
         (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),
         (lambda x, w: Recipe(save_quantized=True), "needs quantized fwd and dgrad"),
         (
-            lambda x, w: Recipe(*[Product(Quantizer("int8", "row"), Quantizer("int8", "channel"), 6.0)] * 2, None, True),
+            lambda x, w: Recipe(
+                *[Product(Quantizer("int8", "row"), Quantizer("int8", "channel"), 6.0)] * 2,
+                None,
+                True,
+            ),
             "cannot keep outliers",
         ),
     ],
