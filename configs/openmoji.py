@@ -1,0 +1,22 @@
+"""The default run: a tiny CLIP learns emoji drawings and their names, in int8 with SwitchBack.
+
+Command:  python train.py --config=configs/openmoji.py --workdir=runs/openmoji
+          with --config=configs/openmoji.py:strict no drawing of the test style is trained on
+Hardware: any CPU; minutes on 2 cores.
+"""
+
+from configs import common
+
+
+def get_config(task: str = "mixed"):
+    """Returns the config; `task` is "mixed" or "strict"."""
+    config = common.get_config()
+    config.data.task = task or "mixed"
+    config.model.dtype = "float32"  # a CPU is slow at bfloat16
+    config.optimizer.learning_rate = 1.5e-3
+    config.optimizer.weight_decay = 0.1
+    config.schedule.warmup_steps = 50
+    config.train.steps = 1000
+    config.checkpoint.every_steps = 200
+    config.eval.every_steps = 200
+    return config

@@ -1,0 +1,15 @@
+"""CLIP ViT-B/16 in int8 with SwitchBack.
+
+Command:  python train.py --config=configs/vitb16_int8.py --workdir=runs/vitb16_int8
+Hardware: 8 GPUs of 80 GB; fewer with --config.train.accumulation=N,
+          whose loss is the same, or with a smaller --config.train.batch_size.
+Data:     synthetic, for benchmarks; --config.data.name chooses another.
+"""
+
+from configs import common
+
+
+def get_config():
+    """Returns the config."""
+    config = common.paper("vit_b16", recipe="switchback")
+    return config

@@ -1,0 +1,15 @@
+"""CLIP ViT-B/32 in fp8 with SwitchBack (e4m3 forward, e5m2 gradients).
+
+Command:  python train.py --config=configs/vitb32_fp8.py --workdir=runs/vitb32_fp8
+Hardware: 8 GPUs of 40 GB or more; fewer with --config.train.accumulation=N,
+          whose loss is the same, or with a smaller --config.train.batch_size.
+Data:     synthetic, for benchmarks; --config.data.name chooses another.
+"""
+
+from configs import common
+
+
+def get_config():
+    """Returns the config."""
+    config = common.paper("vit_b32", recipe="fp8_switchback")
+    return config

@@ -1,0 +1,122 @@
+"""Checkpoints of a run: the train state and the data position, saved while training goes on."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+
+from swjax.config import ConfigError
+
+
+class Checkpoints:
+    """The checkpoints `workdir`/checkpoints/<step>: asynchronous, atomic, for any mesh.
+
+    Args:
+      workdir: directory of the run.
+      keep: how many of the newest are kept; 0: this run is only read.
+    """
+
+    def __init__(self, workdir: str | Path, *, keep: int):
+        self.directory = Path(workdir).absolute() / "checkpoints"
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, read_only=keep == 0)
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    @classmethod
+    def of(cls, key: str, workdir: str) -> "Checkpoints":
+        """Those of another run, to be read.
+
+        Raises:
+          ConfigError: there are none; `key` is the config key that named the run.
+        """
+        if not any((Path(workdir) / "checkpoints").glob("[0-9]*")):
+            raise ConfigError(f"config.{key}={workdir!r} holds no checkpoint: give a run's workdir")
+        return cls(workdir, keep=0)
+
+    def latest_step(self) -> int | None:
+        """The newest complete checkpoint's step, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state, data_step: int) -> None:
+        """Starts saving; returns once the state is copied, so that it may be donated.
+
+        Args:
+          step: the number of finished steps.
+          state: tree of arrays.
+          data_step: the number of batches taken from the data.
+        """
+        items = {
+            "state": ocp.args.StandardSave(state),
+            "position": ocp.args.JsonSave({"data_step": data_step}),
+        }
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def restore(self, like):
+        """Restores the newest one.
+
+        Args:
+          like: tree of ShapeDtypeStructs with shardings.
+
+        Returns:
+          (state, data_step) as saved.
+
+        Raises:
+          ConfigError: it holds other arrays, or other shapes, than `like`.
+        """
+        self._manager.wait_until_finished()
+        step = self.latest_step()
+        items = {"state": ocp.args.StandardRestore(like), "position": ocp.args.JsonRestore()}
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (ValueError, KeyError) as error:
+            raise self._mismatch(step, error) from error
+        return restored.state, restored.position["data_step"]
+
+    def restore_params(self, like):
+        """Restores nothing but the parameters of the newest one, see `restore`."""
+        step, like = self.latest_step(), {"params": like}
+        arguments = ocp.checkpoint_utils.construct_restore_args(like)
+        args = ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
+        handler = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        try:
+            return handler.restore(self.directory / str(step) / "state", args=args)["params"]
+        except (ValueError, KeyError) as error:
+            raise self._mismatch(step, error) from error
+
+    def _mismatch(self, step: int, error: Exception) -> ConfigError:
+        reason = " ".join(str(error).split())
+        return ConfigError(
+            f"{self.directory / str(step)} was saved with another model or optimizer: "
+            f"use its config, or another --workdir ({reason[:200]})"
+        )
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def lock(workdir: Path):
+    """Takes the workdir for this process; the system frees it when the process ends, however.
+
+    Returns:
+      The open lock file: keep it.
+
+    Raises:
+      ConfigError: another live process holds it.
+    """
+    file = open(workdir / ".lock", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise ConfigError(
+            f"workdir {str(workdir)!r} is in use by process {owner}: "
+            f"wait for it, or use another --workdir"
+        ) from error
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

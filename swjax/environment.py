@@ -1,0 +1,69 @@
+"""What a run ran on: the text of env.txt."""
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def describe() -> str:
+    """The command, code, packages and devices of this process, one `name: value` a line."""
+    devices = jax.devices()
+    lines = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+        "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+        "processes": jax.process_count(),
+        "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores"
+        if sys.platform == "linux"
+        else _cpu(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+    return "".join(f"{name}: {value}\n" for name, value in lines.items())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """The checkout's commit, marked when files differ from it."""
+    git = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+    ]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _cpu() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [
+        line.partition(":")[2].strip()
+        for line in text.splitlines()
+        if line.startswith("model name")
+    ]
+    return names[0] if names else platform.machine()

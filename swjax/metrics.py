@@ -1,0 +1,245 @@
+"""What a run records: metrics.jsonl (one line a step), TensorBoard, W&B, and the live line.
+
+Metrics stay on the device, one small vector a step, and are fetched many steps at a time: training
+never waits for its own log.
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swjax.config import ConfigError
+
+# Dense 16-bit peak, FLOP/s. int8 and fp8 runs are held against it too, so that recipes compare.
+PEAK_FLOPS = (
+    (r"B200", 2.25e15),
+    (r"H100 PCIe", 7.56e14),
+    (r"H[12]00|GH200", 9.89e14),
+    (r"A100", 3.12e14),
+    (r"L40S", 3.62e14),
+    (r"\bL4\b", 1.21e14),
+    (r"4090", 1.65e14),
+    (r"V100", 1.25e14),
+    (r"TPU v4", 2.75e14),
+    (r"TPU v5 lite", 1.97e14),
+    (r"TPU v5", 4.59e14),
+    (r"TPU v6", 9.18e14),
+)
+
+
+def peak_flops(device) -> float | None:
+    """The device's 16-bit peak in FLOP/s, or None where the table has none (a CPU)."""
+    return next((peak for kind, peak in PEAK_FLOPS if re.search(kind, device.device_kind)), None)
+
+
+class Packer:
+    """One step's metrics as one float32 vector: one array to fetch, whatever their number.
+
+    >>> packer = Packer()
+    >>> vector = jax.jit(packer.pack)({"loss": jnp.float32(2), "rms": jnp.ones(2)})
+    >>> packer.records({7: np.asarray(vector)})
+    [{'step': 7, 'loss': 2.0, 'rms/0': 1.0, 'rms/1': 1.0}]
+    """
+
+    def __init__(self):
+        self.names: list[str] = []  # known once `pack` has been traced
+
+    def pack(self, metrics: dict) -> jax.Array:
+        """Scalars and vectors, by name; element i of a vector is named "<name>/<i>"."""
+        self.names = []
+        for name in sorted(metrics):
+            scalar, size = metrics[name].ndim == 0, metrics[name].size
+            self.names += [name] if scalar else [f"{name}/{i}" for i in range(size)]
+        return jnp.concatenate([jnp.ravel(metrics[n]).astype(jnp.float32) for n in sorted(metrics)])
+
+    def records(self, vectors: dict[int, np.ndarray]) -> list[dict]:
+        """One record {"step": int, name: number, ...} for each step's vector."""
+        return [
+            {"step": step} | dict(zip(self.names, vector.tolist(), strict=True))
+            for step, vector in vectors.items()
+        ]
+
+
+class MetricLog:
+    """Appends one record a step to metrics.jsonl, and the newest to TensorBoard and W&B.
+
+    Args:
+      workdir: directory of the run.
+      config: the run's; `config.log` chooses the writers.
+      last_step: records of later steps, left by a run that was killed, are removed.
+
+    Raises:
+      ConfigError: `config.log.wandb` is set but the package is not installed.
+    """
+
+    def __init__(self, workdir: Path, config, *, last_step: int):
+        self._path = workdir / "metrics.jsonl"
+        self._file = self._board = self._wandb = None
+        self.rewind(last_step)
+        if config.log.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=last_step + 1)
+        if config.log.wandb:
+            try:
+                import wandb
+            except ImportError as error:
+                raise ConfigError(
+                    f"config.log.wandb={config.log.wandb!r} needs the package wandb: "
+                    f"pip install wandb, or set it to ''"
+                ) from error
+            self._wandb = wandb.init(
+                project=config.log.wandb, dir=str(workdir), config=config.to_dict()
+            )
+
+    def rewind(self, last_step: int) -> None:
+        """Removes the records after `last_step`; the next one written follows it."""
+        if self._file:
+            self._file.close()
+        self._offset = truncate(self._path, last_step)
+        self._start = time.perf_counter()
+        self._file = open(self._path, "a")
+
+    def write(self, records: list[dict]) -> None:
+        """Writes records {"step": int, name: number or None, ...}, oldest first."""
+        seconds = round(self._offset + time.perf_counter() - self._start, 3)
+        line = {}
+        for record in records:
+            line = {"step": record["step"], "time": seconds}
+            line |= {name: _number(value) for name, value in record.items() if name != "step"}
+            self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        shown = {
+            k: v
+            for k, v in line.items()
+            if isinstance(v, (int, float)) and k not in ("step", "time")
+        }
+        if self._board:
+            for name, value in shown.items():
+                self._board.add_scalar(name, value, line["step"])
+        if self._wandb:
+            self._wandb.log(shown, step=line["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def _number(value):
+    """The shortest float that is the same float32; None for NaN and infinity, unknown to JSON."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(str(np.float32(value))) if np.isfinite(value) else None
+
+
+def truncate(path: Path, last_step: int) -> float:
+    """Removes records after `last_step` and a half-written line; returns the last one's time."""
+    if not path.exists():
+        return 0.0
+    seconds, part = 0.0, path.with_suffix(".part")
+    with open(path) as old, open(part, "w") as new:
+        for line in old:
+            record = json.loads(line) if line.endswith("}\n") else None
+            if record is None or record["step"] > last_step:
+                break
+            seconds = record["time"]
+            new.write(line)
+    os.replace(part, path)
+    return seconds
+
+
+class Meter:
+    """Measures throughput over a window of steps.
+
+    Args:
+      batch_size: examples a step, over all devices.
+      flops_per_example: model FLOPs of one example, forward and backward.
+    """
+
+    def __init__(self, batch_size: int, flops_per_example: float):
+        self._batch_size, self._flops = batch_size, flops_per_example
+        self.restart()
+
+    def restart(self) -> float:
+        """Begins a window; returns the seconds since the last one began."""
+        now = time.perf_counter()
+        seconds = now - getattr(self, "_start", now)
+        self._start, self._wait, self._steps = now, 0.0, 0
+        return seconds
+
+    @contextlib.contextmanager
+    def waiting(self):
+        """Time in this context is one step's waiting for data."""
+        start = time.perf_counter()
+        yield
+        self._wait += time.perf_counter() - start
+        self._steps += 1
+
+    def read(self) -> dict:
+        """The perf/ metrics of the window; None where a window without steps has none."""
+        seconds = time.perf_counter() - self._start
+        rate = self._steps * self._batch_size / seconds / jax.device_count()
+        peak = peak_flops(jax.devices()[0])
+        metrics = {
+            "perf/samples_per_sec_per_device": rate,
+            "perf/mfu": rate * self._flops / peak if peak else None,
+            "perf/data_wait_frac": self._wait / seconds,
+            "perf/step_seconds": seconds / max(self._steps, 1),
+        }
+        return metrics if self._steps else dict.fromkeys(metrics)
+
+
+class Progress:
+    """Tells a person how the run goes: one rewritten line on a terminal, plain lines elsewhere.
+
+    Args:
+      total: steps of the run.
+      stream: where to.
+    """
+
+    def __init__(self, total: int, stream=None):
+        self._total = total
+        self._stream = stream or sys.stdout
+        self._live = self._stream.isatty()
+        self._open = False
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        self._print(("\r\x1b[K" if self._open else "") + text + "\n")
+        self._open = False
+
+    def update(self, record: dict) -> None:
+        """Shows the newest record."""
+        line = f"step {record['step']}/{self._total}  loss {record['train/loss']:.4f}"
+        if seconds := record["perf/step_seconds"]:
+            rate = record["perf/samples_per_sec_per_device"] * jax.device_count()
+            line += f"  {rate:.0f} samples/s  data wait {record['perf/data_wait_frac']:.0%}"
+            line += f"  ETA {_clock((self._total - record['step']) * seconds)}"
+        self._print(f"\r\x1b[K{line}" if self._live else line + "\n")
+        self._open = self._live
+
+    def _print(self, text: str) -> None:
+        if jax.process_index() == 0:
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _clock(seconds: float) -> str:
+    """
+    >>> _clock(3700), _clock(65)
+    ('1:01:40', '1:05')
+    """
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

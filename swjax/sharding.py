@@ -1,0 +1,119 @@
+"""Where arrays live: one mesh, and a table of rules from parameter paths to partition specs.
+
+The mesh has three axes. "data" splits the batch; "fsdp" splits the batch and, at rest,
+the parameters; "tensor" splits the width of the layers. One device is the mesh (1, 1, 1): the same code runs on N.
+"""
+
+import math
+import re
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = P(("data", "fsdp"))
+
+# First match (re.search) wins. Block parameters are stacked: their leading axis enumerates layers.
+RULES = (
+    (r"blocks/(attn/[qkv]|mlp/fc1)/kernel$", P(None, "fsdp", "tensor")),  # columns split
+    (r"blocks/(attn/out|mlp/fc2)/kernel$", P(None, "tensor", "fsdp")),  # rows split
+    (r"blocks/(attn/[qkv]|mlp/fc1)/bias$", P(None, "tensor")),
+    (r"blocks/(attn/out|mlp/fc2)/bias$", P()),
+    (r"(token_embedding|position_embedding)(/embedding)?$", P(None, "fsdp")),
+    (r"patch_embed/kernel$", P(None, None, None, "fsdp")),
+    (r"projection/kernel$", P("fsdp")),
+    (r"(^|/)(ln_\w+|ls_\d)/\w+$", P()),
+    (r"(class_embedding|logit_scale|logit_bias)$", P()),
+)
+
+
+def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None) -> Mesh:
+    """Arranges the devices in a mesh with axes ("data", "fsdp", "tensor").
+
+    Args:
+      data, fsdp, tensor: devices along each axis; one of them may be -1: all that are left.
+      devices: default all of `jax.devices()`.
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+
+    >>> make_mesh(devices=jax.devices()[:1]).shape
+    OrderedDict({'data': 1, 'fsdp': 1, 'tensor': 1})
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [data, fsdp, tensor]
+    if -1 in sizes:
+        rest = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = max(1, len(devices) // rest)
+    if math.prod(sizes) != len(devices):
+        raise ValueError(
+            f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not multiply to the {len(devices)} "
+            f"device(s) here: change config.mesh, or leave one size -1"
+        )
+    return Mesh(np.asarray(devices).reshape(sizes), AXES)
+
+
+def path_name(path) -> str:
+    """The name of a leaf: its keys joined by "/"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def spec_of(name: str, rules=RULES) -> P:
+    """The partition spec of the parameter with this path.
+
+    >>> spec_of("vision/blocks/mlp/fc1/kernel")
+    PartitionSpec(None, 'fsdp', 'tensor')
+
+    Raises:
+      ValueError: no rule matches.
+    """
+    for pattern, spec in rules:
+        if re.search(pattern, name):
+            return spec
+    raise ValueError(f"no sharding rule matches parameter {name!r}: add one to sharding.RULES")
+
+
+def abstract_state(state, mesh: Mesh, rules=RULES):
+    """Says where each array of a train state shall live.
+
+    A leaf whose path ends in a parameter's path and that has the parameter's shape (an optimizer's
+    moment, an average) lies as the parameter does; all else (step, counts, RMS) is on every device.
+
+    Args:
+      state: tree of ShapeDtypeStructs or arrays; `state["params"]` are the parameters.
+      mesh: the devices.
+      rules: (regular expression, PartitionSpec) pairs; the first that is found in the path wins.
+
+    Returns:
+      A tree of ShapeDtypeStructs with NamedShardings.
+
+    Raises:
+      ValueError: a parameter that no rule matches.
+    """
+    params = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(state["params"])}
+    specs = {name: spec_of(name, rules) for name in params}
+
+    def place(path, leaf):
+        keys = path_name(path).split("/")
+        suffixes = ("/".join(keys[start:]) for start in range(len(keys)))
+        owner = next((s for s in suffixes if s in params and params[s].shape == leaf.shape), None)
+        spec = P() if owner is None else _fit(specs[owner], leaf.shape, mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """Leaves a dimension whole where its mesh axis does not divide it."""
+    axes = [
+        axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape)
+    ]
+    return P(*axes)
+
+
+def shard_batch(batch, mesh: Mesh):
+    """Puts this process's rows of the global batch onto its devices, leading dimension split."""
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), x), batch
+    )

@@ -1,0 +1,371 @@
+"""The one training loop: CLIP with a config's recipe, optimizer and data, on one device or many.
+
+Read `train` from top to bottom; what it calls stands below it, in that order. A run is a directory:
+config.json  env.txt  metrics.jsonl  tensorboard/  checkpoints/<step>/  results.json  report/
+"""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from swjax import config as config_lib
+from swjax import data, environment, evaluators, recipes, report, sharding
+from swjax.checkpoint import Checkpoints, lock
+from swjax.config import ConfigError, blame, choice
+from swjax.interrupt import catch
+from swjax.metrics import Meter, MetricLog, Packer, Progress
+from swjax.models import clip
+from swjax.optax import stable_adamw
+from swjax.train_step import make_train_step, partition
+
+MAX_ROLLBACKS = 3  # to one checkpoint
+
+
+def train_and_evaluate(config, workdir: str | Path) -> int:
+    """Trains, evaluates and reports one run; goes on where an interrupted one stopped.
+
+    Args:
+      config: every key of configs/common.py.
+      workdir: directory of the run; created.
+
+    Returns:
+      The exit code: 0 finished, or saved and interrupted; 1 diverged.
+
+    Raises:
+      ConfigError: a mistake in the config, in one line.
+    """
+    workdir = Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with lock(workdir), catch() as interrupt:
+        if not is_finished(config, workdir):
+            code = train(config, workdir, interrupt)
+            if code or not (workdir / "results.json").exists():
+                return code
+        return finish(config, workdir)
+
+
+def train(config, workdir: Path, interrupt) -> int:
+    """The loop; `interrupt.requested` turns true when the run shall end early."""
+    # ---------------------------------------------------------------------------------
+    # Devices, data, model, optimizer
+    # ---------------------------------------------------------------------------------
+    with blame("mesh"):
+        mesh = sharding.make_mesh(**config.mesh)
+    config_lib.validate(config, batch_shards=mesh.shape["data"] * mesh.shape["fsdp"])
+    if config.train.compilation_cache:
+        cache = str(Path(config.train.compilation_cache).absolute())
+        jax.config.update("jax_compilation_cache_dir", cache)
+    cfg = model_config(config)
+    source = open_source(config, "train")
+    sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
+    total = config_lib.steps(config.train, "", **sizes)
+    schedule = make_schedule(config, total, config_lib.steps(config.schedule, "warmup_", **sizes))
+    optimizer = make_optimizer(config, schedule)
+    progress = Progress(total)
+
+    # ---------------------------------------------------------------------------------
+    # State: from this workdir, from `resume`, from `init_from`, or from scratch
+    # ---------------------------------------------------------------------------------
+    init, graphdef = make_init(config, cfg, optimizer)
+    like = sharding.abstract_state(jax.eval_shape(init), mesh)
+    checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
+    state, data_step = init_or_restore(config, checkpoints, init, like)
+    step = int(state["step"])
+    record_setup(config, workdir, progress, step)
+    log = MetricLog(workdir, config, last_step=step)
+    packer = Packer()
+    train_step = jax.jit(
+        make_train_step(config, graphdef, optimizer, schedule, packer),
+        donate_argnums=0,
+        out_shardings=(jax.tree.map(lambda x: x.sharding, like), None),
+    )
+    evaluate = make_evaluate(config, graphdef, mesh)
+    if config.train.nan_policy == "rollback" and checkpoints.latest_step() is None:
+        checkpoints.save(step, state, data_step)
+
+    # ---------------------------------------------------------------------------------
+    # Train
+    # ---------------------------------------------------------------------------------
+    batches = open_batches(config, source, data_step)
+    meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
+    pending, previous, rollbacks, stopping = {}, None, 0, False
+    while step < total and not stopping:
+        stopping = interrupt.requested  # then this step is the last
+        with meter.waiting():
+            batch = next(batches)
+        state, vector = train_step(state, sharding.shard_batch(batch, mesh))
+        step, data_step = step + 1, data_step + 1
+        pending[step] = vector
+        if previous is None:
+            jax.block_until_ready(vector)
+            progress.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
+        jax.block_until_ready(previous)  # at most two steps in flight
+        previous = vector
+
+        evaluating = step == total or is_due(step, config.eval.every_steps)
+        saving = stopping or step == total or is_due(step, config.checkpoint.every_steps)
+        if not (evaluating or saving or is_due(step, config.log.every_steps)):
+            continue
+        records = packer.records(jax.device_get(pending))
+        pending = {}
+        perf = meter.read()
+        bad = None if config.train.nan_policy == "skip" else first_bad(records)
+        if bad and config.train.nan_policy == "rollback" and rollbacks < MAX_ROLLBACKS:
+            rollbacks += 1
+            state, _ = checkpoints.restore(like)
+            step = int(state["step"])  # data_step goes on: the data that led here is left out
+            log.rewind(step)
+            progress.say(f"{bad}: back to step {step}, past the data of these steps")
+            continue
+        if evaluating and not bad:
+            records[-1] |= evaluate(state, "val")
+        log.write([record | perf for record in records])
+        progress.update(records[-1] | perf)
+        if bad:
+            progress.say(f"{bad}: stopped; --config.train.nan_policy can be skip or rollback")
+            return 1
+        meter.restart()  # throughput leaves evaluation out
+        if saving:
+            checkpoints.save(step, state, data_step)
+            rollbacks = 0
+    batches.close()
+    log.close()
+    checkpoints.close()
+    if step < total:
+        progress.say(f"interrupted: step {step} is saved in {workdir}; the same command goes on")
+        return 0
+
+    # ---------------------------------------------------------------------------------
+    # The test split, once
+    # ---------------------------------------------------------------------------------
+    scores = evaluate(state, "test")
+    write_results(workdir, step, scores)
+    return 0
+
+
+def make_schedule(config, total: int, warmup: int) -> optax.Schedule:
+    """Linear warm-up to the peak, then cosine to 0 or constant."""
+    if total < 1:
+        raise ConfigError("config.train has no duration: set train.steps, epochs or examples")
+    if warmup >= total:
+        raise ConfigError(
+            f"config.schedule warms up for {warmup} of {total} steps: "
+            f"lower schedule.warmup_steps, or raise train.steps"
+        )
+    peak = config.optimizer.learning_rate
+    after = {
+        "cosine": optax.cosine_decay_schedule(peak, max(total - warmup, 1)),
+        "constant": optax.constant_schedule(peak),
+    }[config.schedule.name]
+    if warmup == 0:
+        return after
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / warmup, peak, warmup), after], [warmup]
+    )
+
+
+def make_optimizer(config, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """StableAdamW, or AdamW; with the gradient's global norm clipped where the config says so."""
+    c = config.optimizer
+    shared = {"b1": c.b1, "b2": c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
+    if c.name == "adamw":
+        update = optax.adamw(schedule, mask=clip.weight_decay_mask, **shared)
+    else:
+        update = stable_adamw(
+            schedule,
+            mask=clip.weight_decay_mask,
+            block_axes=clip.block_axes,
+            clip_threshold=c.clip_threshold or math.inf,
+            **shared,
+        )
+    if c.grad_clip_norm:
+        return optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
+    return update
+
+
+def model_config(config) -> clip.CLIPConfig:
+    """The model that the config describes."""
+    c = config.model
+    choice("model.name", c.name, clip.CONFIGS)
+    choice("model.recipe", c.recipe, recipes.RECIPES)
+    sizes = {tower: {k: v for k, v in c[tower].items() if v} for tower in ("vision", "text")}
+    sizes["vision"]["image_size"] = config.data.image_size
+    sizes["text"]["context_length"] = config.data.context_length
+    if c.embed_dim:
+        sizes["embed_dim"] = c.embed_dim
+    if config.train.loss == "sigmoid":  # where SigLIP starts
+        sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
+    same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
+    with blame("model"):
+        return clip.config(
+            c.name,
+            attention=c.attention or None,
+            layer_scale=0.0 if c.layer_scale else None,
+            **{name: c[name] for name in same},
+            **sizes,
+        )
+
+
+def make_init(config, cfg: clip.CLIPConfig, optimizer):
+    """Returns a function () -> the first train state, and the model's graph definition.
+
+    The state is {"params", "opt_state", "step"}, and "ema" if the config averages parameters: plain
+    nested dicts of arrays, so that paths and checkpoints need no Flax.
+    """
+
+    def model():
+        return clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed))
+
+    def init():
+        params = nnx.to_pure_dict(nnx.state(model(), nnx.Param))
+        trainable, _ = partition(params, config.optimizer.freeze)
+        state = {"params": params, "opt_state": optimizer.init(trainable), "step": jnp.int32(0)}
+        return state | ({"ema": params} if config.train.ema_decay else {})
+
+    return init, nnx.graphdef(nnx.eval_shape(model))
+
+
+def init_or_restore(config, checkpoints: Checkpoints, init, like):
+    """The first train state of this process and its data position, which counts batches.
+
+    Looks in this workdir, then in `checkpoint.resume`, then takes parameters from
+    `checkpoint.init_from`, then starts from scratch.
+    """
+    if checkpoints.latest_step() is not None:
+        return checkpoints.restore(like)
+    if config.checkpoint.resume:
+        return Checkpoints.of("checkpoint.resume", config.checkpoint.resume).restore(like)
+    state = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
+    if config.checkpoint.init_from:
+        other = Checkpoints.of("checkpoint.init_from", config.checkpoint.init_from)
+        state["params"] = other.restore_params(like["params"])
+        if "ema" in state:
+            state["ema"] = jax.tree.map(jnp.copy, state["params"])
+    return state, 0
+
+
+def open_source(config, split: str):
+    """The records of a split: random access, prepared on first use."""
+    c = config.data
+    options = {"task": c.task} if c.name == "emoji" else {}
+    with blame("data"):
+        return data.source(c.name, split, data_dir=c.dir, **options)
+
+
+def open_batches(config, source, data_step: int):
+    """This process's part of every training batch, from number `data_step` on."""
+    return data.loader(
+        source,
+        batch_size=config.train.batch_size // jax.process_count(),
+        seed=config.train.seed,
+        start_step=data_step,
+        train=True,
+        context_length=config.data.context_length,
+        image_size=config.data.image_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        workers=config.data.workers,
+    )
+
+
+def make_evaluate(config, graphdef, mesh):
+    """Returns a function (state, split) -> scores by name."""
+
+    @jax.jit
+    def embed(params, batch):
+        model, out = nnx.merge(graphdef, params), {}
+        if "image" in batch:
+            images = data.preprocess(batch["image"], None, config.data.image_size)
+            out["image"] = model.encode_image(images)[0]
+        if "text" in batch:
+            out["text"] = model.encode_text(batch["text"])[0]
+        return out
+
+    def predict(params, batch):
+        return embed(params, sharding.shard_batch(batch, mesh))
+
+    def evaluate(state, split):
+        source = open_source(config, split)
+        params = state.get("ema", state["params"])
+        scores = {}
+        for evaluator in (
+            evaluators.ZeroShot(
+                predict, source, templates=source.templates, batch_size=config.eval.batch_size
+            ),
+            evaluators.Retrieval(predict, source, batch_size=config.eval.batch_size),
+        ):
+            scores |= evaluator.run(params)
+        return scores
+
+    return evaluate
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def first_bad(records: list[dict]) -> str:
+    """Names the first step whose loss or gradient is not finite; "" if there is none."""
+    for record in records:
+        for name in ("train/loss", "train/grad_norm"):
+            if not math.isfinite(record[name]):
+                return f"{name} is {record[name]} at step {record['step']}"
+    return ""
+
+
+def record_setup(config, workdir: Path, progress: Progress, step: int) -> None:
+    """Writes config.json and env.txt; says what runs, and what changed since the run began."""
+    path = workdir / "config.json"
+    if step and path.exists():
+        for change in config_lib.changes(path.read_text(), config):
+            progress.say(f"the config has changed since this run began: {change}")
+    path.write_text(config_lib.to_json(config))
+    (workdir / "env.txt").write_text(environment.describe())
+    progress.say(
+        f"{config.model.name} in {config.model.recipe} on {jax.device_count()} x "
+        f"{jax.devices()[0].device_kind}, {config.data.name}, {workdir}"
+        + (f": going on at step {step}" if step else "")
+    )
+
+
+def is_finished(config, workdir: Path) -> bool:
+    """Whether this run is over.
+
+    Raises:
+      ConfigError: a run with another config is.
+    """
+    if not (workdir / "results.json").exists():
+        return False
+    changed = config_lib.changes((workdir / "config.json").read_text(), config)
+    if changed:
+        raise ConfigError(
+            f"{workdir} holds a finished run with another config ({'; '.join(changed[:3])}): "
+            f"use another --workdir"
+        )
+    return True
+
+
+def write_results(workdir: Path, step: int, scores: dict) -> None:
+    """Writes results.json, whose presence says that the run is over, in one piece."""
+    part = workdir / "results.part"
+    part.write_text(json.dumps({"step": step, "scores": scores}, indent=2) + "\n")
+    part.rename(workdir / "results.json")
+
+
+def finish(config, workdir: Path) -> int:
+    """Writes the report where it is missing, and tells the scores; returns the exit code 0."""
+    results = json.loads((workdir / "results.json").read_text())
+    page = workdir / "report" / "index.html"
+    if config.report.enabled and not page.exists():
+        page = report.write(workdir, results=results["scores"])
+    print(f"finished after {results['step']} steps in {workdir}")
+    for name, value in results["scores"].items():
+        print(f"  {name:40} {value:.4f}")
+    if page.exists():
+        print(f"report: {page}")
+    return 0

@@ -1,0 +1,43 @@
+"""Trains CLIP with low-precision linear layers and StableAdamW.
+
+  python train.py --config=configs/NAME.py[:ARG] --workdir=DIR [--config.section.key=VALUE ...]
+
+Examples:
+  python train.py --config=configs/openmoji.py --workdir=runs/openmoji
+      the default: emoji drawings, minutes on a CPU, int8 SwitchBack
+  python train.py --config=configs/openmoji.py:strict --workdir=runs/strict
+      the harder task: no Twemoji drawing is seen in training
+  python train.py --config=configs/openmoji.py --workdir=runs/fp32 --config.model.recipe=standard
+      the same run without quantization
+  python train.py --config=configs/vith_int8.py --workdir=runs/vith --config.train.accumulation=4
+      ViT-H/14, the paper's recipe
+
+configs/common.py lists every key and what it means. The same command resumes an interrupted run,
+bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends; a second Ctrl-C ends at once.
+
+Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 130
+second Ctrl-C.
+"""
+
+import sys
+
+
+def main(argv: list[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    if len(argv) == 1 or {"-h", "--help", "-help", "--helpfull"} & set(argv):
+        print(__doc__.strip())
+        return 0 if len(argv) > 1 else 2
+    from swjax import config as config_lib  # not at the top: --help answers without loading jax
+
+    try:
+        config, workdir = config_lib.parse(argv)
+        from swjax import trainer  # nor does a typo wait for the libraries of training
+
+        return trainer.train_and_evaluate(config, workdir)
+    except config_lib.ConfigError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
