@@ -1,112 +1,38 @@
 """CLIP: an image and a text tower with embeddings in one space.
 
-The architectures are open_clip's; the options (`Options`) are what the paper varies.
+The architectures are open_clip's. `swjax.models.config` says what can be chosen, `vit` and `text` are the
+towers, `transformer` the blocks of both.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swjax.models.text import TextConfig, TextTransformer
-from swjax.models.transformer import LINEARS, Options, TowerConfig
-from swjax.models.vit import VisionConfig, VisionTransformer
+from swjax.models.config import CONFIGS, CLIPConfig, TowerConfig, config
+from swjax.models.text import TextTransformer
+from swjax.models.vit import VisionTransformer
 
-TOWERS = ("vision", "text")
+__all__ = [
+    "CLIP",
+    "CONFIGS",
+    "CLIPConfig",
+    "block_axes",
+    "clamp_logit_scale",
+    "config",
+    "flops_per_example",
+    "weight_decay_mask",
+]
+
 MAX_LOG_SCALE = math.log(100)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CLIPConfig(Options):
-    """A CLIP model: two towers and how both compute (`Options`).
-
-    Attributes:
-      vision, text: the size of the towers.
-      embed_dim: features of the common space.
-      patch_dropout: fraction of the image patches left out in training.
-      init_logit_scale: initial logarithm of the logits' scale.
-      init_logit_bias: initial logit bias for the sigmoid loss; None: no such parameter.
-    """
-
-    vision: VisionConfig
-    text: TextConfig
-    embed_dim: int
-    patch_dropout: float = 0.0
-    init_logit_scale: float = math.log(1 / 0.07)
-    init_logit_bias: float | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.embed_dim < 1:
-            raise ValueError(f"embed_dim must be at least 1, got {self.embed_dim}")
-        if not 0 <= self.patch_dropout < 1:
-            raise ValueError(f"patch_dropout must be in [0, 1), got {self.patch_dropout}")
-        self.recipes(TOWERS)  # a recipe that does not exist fails here
-
-
-def _clip(embed_dim: int, vision: tuple, text: tuple, patch_size: int) -> CLIPConfig:
-    (vw, vl, vh), (tw, tl, th) = vision, text
-    return CLIPConfig(
-        vision=VisionConfig(width=vw, layers=vl, heads=vh, patch_size=patch_size),
-        text=TextConfig(width=tw, layers=tl, heads=th),
-        embed_dim=embed_dim,
-    )
-
-
-CONFIGS = {
-    # For two CPU cores, which compute bfloat16 slowly.
-    "tiny": CLIPConfig(
-        vision=VisionConfig(width=128, layers=4, heads=4, patch_size=16, image_size=64),
-        text=TextConfig(width=128, layers=2, heads=4, context_length=16),
-        embed_dim=128,
-        dtype="float32",
-    ),
-    "vit_b32": _clip(512, vision=(768, 12, 12), text=(512, 12, 8), patch_size=32),
-    "vit_b16": _clip(512, vision=(768, 12, 12), text=(512, 12, 8), patch_size=16),
-    "vit_l14": _clip(768, vision=(1024, 24, 16), text=(768, 12, 12), patch_size=14),
-    "vit_h14": _clip(1024, vision=(1280, 32, 16), text=(1024, 24, 16), patch_size=14),
-}
-
-
-def config(name: str, **overrides) -> CLIPConfig:
-    """The configuration of that name with some fields replaced.
-
-    Args:
-      name: a key of `CONFIGS`.
-      **overrides: fields of `CLIPConfig`; `vision` and `text` may be mappings of fields of these.
-
-    Raises:
-      ValueError: there is no such name or field, or a value does not fit.
-
-    >>> config("tiny", remat="full", vision={"patch_size": 8}).vision.patches
-    64
-    """
-    if name not in CONFIGS:
-        raise ValueError(f"model must be one of {', '.join(CONFIGS)}, got {name!r}")
-    return _replace(CONFIGS[name], overrides)
-
-
-def _replace(base, overrides: Mapping):
-    names = [field.name for field in fields(base)]
-    for name in overrides:
-        if name not in names:
-            raise ValueError(f"{type(base).__name__} has no field {name!r}: it has {', '.join(names)}")
-    nested = {
-        name: _replace(getattr(base, name), value)
-        for name, value in overrides.items()
-        if name in TOWERS and isinstance(value, Mapping)
-    }
-    return replace(base, **{**overrides, **nested})
 
 
 class CLIP(nnx.Module):
     """Images and captions as unit vectors; a matching pair has a large inner product.
 
     Args:
-      cfg: see `CLIPConfig`, `CONFIGS`, `config`.
+      cfg: one of `CONFIGS`, or `config(name, **overrides)`.
       rngs: a "params" stream.
 
     >>> model = CLIP(config("tiny"), rngs=nnx.Rngs(0))
@@ -120,15 +46,9 @@ class CLIP(nnx.Module):
     """
 
     def __init__(self, cfg: CLIPConfig, *, rngs: nnx.Rngs):
-        recipes = cfg.recipes(TOWERS)
-        vision, text = (
-            {name: recipes[f"{tower}/blocks/{name}"] for name in LINEARS} for tower in TOWERS
-        )
         self.cfg = cfg
-        self.vision = VisionTransformer(
-            cfg.vision, cfg.embed_dim, cfg, vision, patch_dropout=cfg.patch_dropout, rngs=rngs
-        )
-        self.text = TextTransformer(cfg.text, cfg.embed_dim, cfg, text, rngs=rngs)
+        self.vision = VisionTransformer(cfg, rngs=rngs)
+        self.text = TextTransformer(cfg, rngs=rngs)
         self.logit_scale = nnx.Param(jnp.asarray(cfg.init_logit_scale, jnp.float32))
         if cfg.init_logit_bias is not None:
             self.logit_bias = nnx.Param(jnp.asarray(cfg.init_logit_bias, jnp.float32))
@@ -141,7 +61,9 @@ class CLIP(nnx.Module):
         dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, dict]:
         """Unit vectors [b, embed_dim] float32 and intermediates, see `VisionTransformer`."""
-        embedding, out = self.vision(images, deterministic=deterministic, dropout_key=dropout_key)
+        embedding, out = self.vision(
+            images, deterministic=deterministic, dropout_key=dropout_key
+        )
         return normalise(embedding), out
 
     def encode_text(self, tokens: jax.Array) -> tuple[jax.Array, dict]:
@@ -184,7 +106,10 @@ def weight_decay_mask(params):
     """
 
     def decays(names, parameter):
-        return parameter.ndim - ("blocks" in names) >= 2 and "position_embedding" not in names
+        return (
+            parameter.ndim - ("blocks" in names) >= 2
+            and "position_embedding" not in names
+        )
 
     return _map_names(decays, params)
 
@@ -232,7 +157,9 @@ def flops_per_example(cfg: CLIPConfig, *, training: bool = True) -> int:
     patches = vision.kept_patches(cfg.patch_dropout) if training else vision.patches
     embed_patches = 2 * vision.patches * 3 * vision.patch_size**2 * vision.width
     project = 2 * (vision.width + text.width) * cfg.embed_dim
-    towers = _blocks_flops(vision, patches + 1) + _blocks_flops(text, text.context_length)
+    towers = _blocks_flops(vision, patches + 1) + _blocks_flops(
+        text, text.context_length
+    )
     return embed_patches + towers + project
 
 

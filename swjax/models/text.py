@@ -1,41 +1,11 @@
 """The text tower of CLIP: a causal transformer that embeds a caption."""
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swjax.models.transformer import (
-    BlockInit,
-    LayerNorm,
-    Options,
-    TowerConfig,
-    apply_blocks,
-    stack_blocks,
-)
-from swjax.recipes import Recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextConfig(TowerConfig):
-    """The size of the text tower.
-
-    Attributes:
-      context_length: most tokens of a caption, start and end included.
-      vocab_size: token ids; the end of text has the largest.
-    """
-
-    context_length: int = 77
-    vocab_size: int = 49408
-
-    def __post_init__(self):
-        super().__post_init__()
-        if min(self.context_length, self.vocab_size) < 1:
-            raise ValueError(
-                f"context_length and vocab_size must be at least 1, "
-                f"got {self.context_length} and {self.vocab_size}"
-            )
+from swjax.models.config import CLIPConfig, TextConfig
+from swjax.models.transformer import BlockInit, LayerNorm, apply_blocks, stack_blocks
 
 
 class TextTransformer(nnx.Module):
@@ -45,33 +15,29 @@ class TextTransformer(nnx.Module):
     projection. Being causal, that token sees the whole caption and none of the padding behind it.
 
     Args:
-      cfg: its size.
-      embed_dim: features of the embedding.
-      options: how the blocks compute.
-      recipes: the recipe of each linear layer of a block, by name.
+      cfg: the whole model's configuration.
     """
 
-    def __init__(
-        self,
-        cfg: TextConfig,
-        embed_dim: int,
-        options: Options,
-        recipes: dict[str, Recipe],
-        *,
-        rngs: nnx.Rngs,
-    ):
-        self.cfg, self.options = cfg, options
+    def __init__(self, cfg: CLIPConfig, *, rngs: nnx.Rngs):
+        tower, width = cfg.text, cfg.text.width
         normal = nnx.initializers.normal
+        self.cfg = cfg
         self.token_embedding = nnx.Embed(
-            cfg.vocab_size, cfg.width, embedding_init=normal(0.02), rngs=rngs
+            tower.vocab_size, width, embedding_init=normal(0.02), rngs=rngs
         )
         self.position_embedding = nnx.Param(
-            normal(0.01)(rngs.params(), (cfg.context_length, cfg.width))
+            normal(0.01)(rngs.params(), (tower.context_length, width))
         )
-        self.blocks = stack_blocks(cfg, options, recipes, block_init(cfg), causal=True, rngs=rngs)
-        self.ln_final = LayerNorm(cfg.width)
+        self.blocks = stack_blocks(
+            tower, cfg, cfg.recipes("text"), block_init(tower), causal=True, rngs=rngs
+        )
+        self.ln_final = LayerNorm(width)
         self.projection = nnx.Linear(
-            cfg.width, embed_dim, use_bias=False, kernel_init=normal(cfg.width**-0.5), rngs=rngs
+            width,
+            cfg.embed_dim,
+            use_bias=False,
+            kernel_init=normal(width**-0.5),
+            rngs=rngs,
         )
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, dict]:
@@ -90,8 +56,11 @@ class TextTransformer(nnx.Module):
         """
         self._check(tokens)
         # The lookup comes before the cast, so that its gradient is summed in float32.
-        x = self.token_embedding(tokens) + self.position_embedding[None, : tokens.shape[1]]
-        x, magnitudes = apply_blocks(self.blocks, x.astype(self.options.dtype), self.options)
+        x = (
+            self.token_embedding(tokens)
+            + self.position_embedding[None, : tokens.shape[1]]
+        )
+        x, magnitudes = apply_blocks(self.blocks, x.astype(self.cfg.dtype), self.cfg)
         end = jnp.argmax(tokens, axis=1)
         x = jnp.take_along_axis(x, end[:, None, None], axis=1).squeeze(1)
         pooled = self.ln_final(x)  # of one token: LayerNorm treats each by itself
@@ -99,10 +68,11 @@ class TextTransformer(nnx.Module):
         return embedding, {"blocks": magnitudes, "pre_logits": pooled}
 
     def _check(self, tokens):
-        if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= self.cfg.context_length:
+        longest = self.cfg.text.context_length
+        if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= longest:
             raise ValueError(
-                f"tokens must be [batch, at most {self.cfg.context_length}], got {tokens.shape}: "
-                f"tokenize with context_length={self.cfg.context_length}"
+                f"tokens must be [batch, 1 to {longest}], got {tokens.shape}: "
+                f"tokenize with context_length={longest}"
             )
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers, got {tokens.dtype}")

@@ -1,10 +1,6 @@
-"""Pre-LN transformer blocks: one block, and a stack of equal blocks stored as one.
+"""Pre-LN transformer blocks: one block, and a stack of equal blocks stored as one."""
 
-Both towers of CLIP are the same stack; `TowerConfig` says how large one is, `Options` how both compute.
-"""
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -12,134 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swjax import checkpoint_policies, recipes
+from swjax.models.config import POLICIES, Options, TowerConfig
 from swjax.nnx import Linear
 from swjax.recipes import Recipe
-
-LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")  # of one block
-
-GELUS = {
-    "exact": partial(jax.nn.gelu, approximate=False),
-    "tanh": partial(jax.nn.gelu, approximate=True),
-    "quick": lambda x: x * jax.nn.sigmoid(1.702 * x),  # OpenAI's weights
-}
-
-REMAT = {
-    # Recompute a block from its input.
-    "full": jax.checkpoint_policies.nothing_saveable,
-    # Keep the products XLA sees, except those of attention, whose size is quadratic in the tokens.
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-} | {name: policy for name, policy in vars(checkpoint_policies).items() if callable(policy)}
-
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TowerConfig:
-    """The size of one tower's stack of blocks.
-
-    Attributes:
-      width: features of a token.
-      layers: blocks.
-      heads: attention heads, each of width / heads features.
-      mlp_ratio: hidden features of the MLP over width.
-    """
-
-    width: int
-    layers: int
-    heads: int
-    mlp_ratio: float = 4.0
-
-    def __post_init__(self):
-        if min(self.width, self.layers, self.heads) < 1:
-            raise ValueError(
-                f"width, layers and heads must be at least 1, "
-                f"got {self.width}, {self.layers} and {self.heads}"
-            )
-        if self.width % self.heads:
-            raise ValueError(
-                f"heads must divide width, got width={self.width} and heads={self.heads}: "
-                f"try heads={max(h for h in range(1, self.heads) if self.width % h == 0)}"
-            )
-
-    @property
-    def mlp_width(self) -> int:
-        return int(self.width * self.mlp_ratio)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How the blocks compute; none of it but `layer_scale` and `qk_norm` changes the parameters.
-
-    Attributes:
-      recipe: of the linear layers: a name in `swjax.recipes.RECIPES`, a Recipe, or a mapping from
-        regular expressions to these. An expression has to match the whole path of a layer, as in
-        "vision/blocks/attn/q" or "text/blocks/mlp/fc1"; the first that matches counts, and layers that
-        none matches are standard.
-      implementation: of the recipes' kernels, see `swjax.kernels.dispatch`; None chooses.
-      dtype: what activations are computed and stored in. Parameters, attention scores, softmax and
-        LayerNorm are float32.
-      attention: implementation of `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
-      token_multiple: pad the tokens to a multiple of this and mask the padding; None is 8 for cuDNN
-        (which needs it) and 1 otherwise.
-      gelu: "exact", "tanh" or "quick".
-      layer_scale: initial value of a learned factor on each residual branch's features; None: no factor.
-        0.0 keeps features small, which is what makes tensor-wise fp8 train.
-      qk_norm: LayerNorm over each head's queries and keys.
-      remat: what a block keeps for its backward pass: "none" (no recomputation), "full" (only its
-        input), "dots", or a name in `swjax.checkpoint_policies`.
-      scan_layers: run the blocks in a `jax.lax.scan`, which compiles faster, rather than unrolled,
-        which runs faster.
-    """
-
-    recipe: str | Recipe | Mapping[str, str | Recipe] = "switchback"
-    implementation: str | None = None
-    dtype: str = "bfloat16"
-    attention: str | None = None
-    token_multiple: int | None = None
-    gelu: str = "exact"
-    layer_scale: float | None = None
-    qk_norm: bool = False
-    remat: str = "none"
-    scan_layers: bool = False
-
-    def __post_init__(self):
-        if isinstance(self.recipe, Mapping):  # as a tuple it can be hashed
-            object.__setattr__(self, "recipe", tuple(self.recipe.items()))
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("attention", self.attention, (None, "xla", "cudnn"))
-        _check_choice("gelu", self.gelu, GELUS)
-        _check_choice("remat", self.remat, ("none", *REMAT))
-        multiple = 8 if self.attention == "cudnn" else 1
-        if self.token_multiple is None:
-            object.__setattr__(self, "token_multiple", multiple)
-        if self.token_multiple < 1 or self.token_multiple % multiple:
-            raise ValueError(
-                f"token_multiple must be a positive multiple of {multiple} with "
-                f"attention={self.attention!r}, got {self.token_multiple}: leave it None"
-            )
-        if self.attention == "cudnn" and self.dtype == "float32":
-            raise ValueError(
-                "attention='cudnn' computes in 16 bits, got dtype='float32': "
-                "set dtype='bfloat16', or attention='xla'"
-            )
-
-    def recipes(self, towers: tuple[str, ...]) -> dict[str, Recipe]:
-        """The recipe of every linear layer of the towers, by path.
-
-        Raises:
-          ValueError: there is no such recipe, or an expression matches no linear layer.
-        """
-        paths = [f"{tower}/blocks/{linear}" for tower in towers for linear in LINEARS]
-        if not isinstance(self.recipe, tuple):
-            return dict.fromkeys(paths, recipes.get(self.recipe))
-        chosen = recipes.first_match(dict(self.recipe), paths)
-        return {path: recipes.get(chosen.get(path, "standard")) for path in paths}
-
-
-def _check_choice(name: str, value, choices):
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 class BlockInit(NamedTuple):
@@ -192,7 +63,12 @@ class LayerScale(nnx.Module):
         self.gamma = nnx.Param(jnp.full(width, init, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x * jnp.broadcast_to(self.gamma[...].astype(x.dtype), x.shape)
+        return _layer_scale(x, self.gamma[...])
+
+
+@jax.checkpoint
+def _layer_scale(x, gamma):
+    return (x.astype(jnp.float32) * jnp.broadcast_to(gamma, x.shape)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -208,7 +84,11 @@ class Attention(nnx.Module):
         causal: bool,
         rngs: nnx.Rngs,
     ):
-        self.heads, self.causal, self.implementation = cfg.heads, causal, options.attention
+        self.heads, self.causal, self.implementation = (
+            cfg.heads,
+            causal,
+            options.attention,
+        )
         linear = partial(
             Linear,
             cfg.width,
@@ -275,9 +155,16 @@ class Mlp(nnx.Module):
         return self.fc2(_gelu(self.fc1(x), self.gelu))
 
 
-@partial(jax.checkpoint, static_argnums=1)  # autodiff alone would keep five arrays of this size
+@partial(
+    jax.checkpoint, static_argnums=1
+)  # autodiff alone would keep five arrays of this size
 def _gelu(x, form: str):
-    return GELUS[form](x.astype(jnp.float32)).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    if form == "quick":
+        y = wide * jax.nn.sigmoid(1.702 * wide)
+    else:
+        y = jax.nn.gelu(wide, approximate=form == "tanh")
+    return y.astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -350,20 +237,33 @@ def apply_blocks(
         y = nnx.merge(graph, parameters)(x, length)
         return y, feature_magnitude(y[:, :length])
 
-    if options.remat != "none":
-        # Inside a scan nothing can merge the recomputation with the forward pass, so XLA needs no barrier.
-        step = jax.checkpoint(
-            step, policy=REMAT[options.remat], prevent_cse=not options.scan_layers
-        )
     run = jax.lax.scan if options.scan_layers else _unrolled
-    x, magnitudes = run(step, x, stacked)
+    x, magnitudes = run(_rematerialised(step, options), x, stacked)
     return x[:, :length], magnitudes
+
+
+def _rematerialised(step: Callable, options: Options) -> Callable:
+    """`step` keeping for its backward pass what `options.remat` says."""
+    if options.remat == "none":
+        return step
+    # "dots" goes by name: XLA's own policy would keep int32 accumulators, and not see opaque kernels.
+    policies = POLICIES | {
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "dots": jax.checkpoint_policies.save_only_these_names("swjax_y"),
+    }
+    # XLA cannot merge the recomputation with the forward pass across a scan, so needs no barrier there.
+    return jax.checkpoint(
+        step, policy=policies[options.remat], prevent_cse=not options.scan_layers
+    )
 
 
 def feature_magnitude(x: jax.Array) -> dict[str, jax.Array]:
     """Mean and maximum of |x| as float32 scalars that no gradient flows through."""
     magnitude = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
-    return {"feature_mean_abs": jnp.mean(magnitude), "feature_max_abs": jnp.max(magnitude)}
+    return {
+        "feature_mean_abs": jnp.mean(magnitude),
+        "feature_max_abs": jnp.max(magnitude),
+    }
 
 
 def _pad_tokens(x: jax.Array, multiple: int) -> jax.Array:
@@ -379,6 +279,8 @@ def _unrolled(step: Callable, carry, stacked):
     slices = zip(*(jax.lax.split(leaf, (1,) * layers) for leaf in leaves), strict=True)
     outputs = []
     for layer in slices:
-        carry, output = step(carry, treedef.unflatten([leaf.squeeze(0) for leaf in layer]))
+        carry, output = step(
+            carry, treedef.unflatten([leaf.squeeze(0) for leaf in layer])
+        )
         outputs.append(output)
     return carry, jax.tree.map(lambda *values: jnp.stack(values), *outputs)

@@ -1,0 +1,284 @@
+"""What a CLIP model is made of: sizes of the towers, options of their blocks, the named models."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from swjax import checkpoint_policies, recipes
+from swjax.recipes import Recipe
+
+TOWERS = ("vision", "text")
+LINEARS = (
+    "attn/q",
+    "attn/k",
+    "attn/v",
+    "attn/out",
+    "mlp/fc1",
+    "mlp/fc2",
+)  # of one block
+
+DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION = (None, "xla", "cudnn")
+GELUS = ("exact", "tanh", "quick")
+POLICIES = {
+    name: policy
+    for name, policy in vars(checkpoint_policies).items()
+    if callable(policy)
+}
+REMAT = ("none", "full", "dots", *POLICIES)
+
+
+def _check_choice(name: str, value, choices):
+    if value not in choices:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """The size of one tower's stack of blocks.
+
+    Attributes:
+      width: features of a token.
+      layers: blocks.
+      heads: attention heads, each of width / heads features.
+      mlp_ratio: hidden features of the MLP over width.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    mlp_ratio: float = 4.0
+
+    def __post_init__(self):
+        if min(self.width, self.layers, self.heads) < 1:
+            raise ValueError(
+                f"width, layers and heads must be at least 1, "
+                f"got {self.width}, {self.layers} and {self.heads}"
+            )
+        if self.mlp_width < 1:
+            raise ValueError(
+                f"mlp_ratio must give at least 1 feature, got {self.mlp_ratio}"
+            )
+        if self.width % self.heads:
+            raise ValueError(
+                f"heads must divide width, got width={self.width} and heads={self.heads}: "
+                f"try heads={max(h for h in range(1, self.heads) if self.width % h == 0)}"
+            )
+
+    @property
+    def mlp_width(self) -> int:
+        return int(self.width * self.mlp_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(TowerConfig):
+    """The size of the vision tower.
+
+    Attributes:
+      image_size: side of the square image, in pixels.
+      patch_size: side of a patch, in pixels.
+    """
+
+    image_size: int = 224
+    patch_size: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.patch_size < 1 or self.image_size % self.patch_size:
+            raise ValueError(
+                f"patch_size must divide image_size, "
+                f"got image_size={self.image_size} and patch_size={self.patch_size}"
+            )
+
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    def kept_patches(self, dropout: float) -> int:
+        """Patches that patch dropout leaves in training: at least one."""
+        return max(1, int(self.patches * (1 - dropout)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(TowerConfig):
+    """The size of the text tower.
+
+    Attributes:
+      context_length: most tokens of a caption, start and end included.
+      vocab_size: token ids; the end of text has the largest.
+    """
+
+    context_length: int = 77
+    vocab_size: int = 49408
+
+    def __post_init__(self):
+        super().__post_init__()
+        if min(self.context_length, self.vocab_size) < 1:
+            raise ValueError(
+                f"context_length and vocab_size must be at least 1, "
+                f"got {self.context_length} and {self.vocab_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How the blocks compute; none of it but `layer_scale` and `qk_norm` changes the parameters.
+
+    Attributes:
+      recipe: of the linear layers: a name in `swjax.recipes.RECIPES`, a Recipe, or a mapping from
+        regular expressions to these. An expression has to match the whole path of a layer, as in
+        "vision/blocks/attn/q" or "text/blocks/mlp/fc1"; the first that matches counts, and layers that
+        none matches are standard.
+      implementation: of the recipes' kernels, see `swjax.kernels.dispatch`; None chooses.
+      dtype: what activations are computed and stored in. Parameters, attention scores, softmax and
+        LayerNorm are float32.
+      attention: implementation of `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
+      token_multiple: pad the tokens to a multiple of this and mask the padding; None is 8 for cuDNN
+        (which needs it) and 1 otherwise.
+      gelu: "exact", "tanh" or "quick".
+      layer_scale: initial value of a learned factor on each residual branch's features; None: no factor.
+        0.0 keeps features small, which is what makes tensor-wise fp8 train.
+      qk_norm: LayerNorm over each head's queries and keys.
+      remat: what a block keeps for its backward pass: "none" (all of it, no recomputation), "full" (only
+        its input), "dots" (the outputs of its linear layers too), or a name in `swjax.checkpoint_policies`.
+      scan_layers: run the blocks in a `jax.lax.scan`, which compiles faster, rather than unrolled,
+        which runs faster.
+    """
+
+    recipe: str | Recipe | Mapping[str, str | Recipe] = "switchback"
+    implementation: str | None = None
+    dtype: str = "bfloat16"
+    attention: str | None = None
+    token_multiple: int | None = None
+    gelu: str = "exact"
+    layer_scale: float | None = None
+    qk_norm: bool = False
+    remat: str = "none"
+    scan_layers: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.recipe, Mapping):  # as a tuple it can be hashed
+            object.__setattr__(self, "recipe", tuple(self.recipe.items()))
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("attention", self.attention, ATTENTION)
+        _check_choice("gelu", self.gelu, GELUS)
+        _check_choice("remat", self.remat, REMAT)
+        multiple = 8 if self.attention == "cudnn" else 1
+        if self.token_multiple is None:
+            object.__setattr__(self, "token_multiple", multiple)
+        if self.token_multiple < 1 or self.token_multiple % multiple:
+            raise ValueError(
+                f"token_multiple must be a positive multiple of {multiple} with "
+                f"attention={self.attention!r}, got {self.token_multiple}: leave it None"
+            )
+        if self.attention == "cudnn" and self.dtype == "float32":
+            raise ValueError(
+                "attention='cudnn' computes in 16 bits, got dtype='float32': "
+                "set dtype='bfloat16', or attention='xla'"
+            )
+
+        for tower in TOWERS:
+            self.recipes(tower)  # one that does not exist fails here
+
+    def recipes(self, tower: str) -> dict[str, Recipe]:
+        """The recipe of each linear layer of a tower's blocks: {"attn/q": ..., ...}.
+
+        Raises:
+          ValueError: there is no such recipe, or an expression matches no linear layer of either tower.
+        """
+        if not isinstance(self.recipe, tuple):
+            return dict.fromkeys(LINEARS, recipes.get(self.recipe))
+        paths = [f"{name}/blocks/{linear}" for name in TOWERS for linear in LINEARS]
+        chosen = recipes.first_match(dict(self.recipe), paths)
+        return {
+            linear: recipes.get(chosen.get(f"{tower}/blocks/{linear}", "standard"))
+            for linear in LINEARS
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CLIPConfig(Options):
+    """A CLIP model: two towers and how both compute (`Options`).
+
+    Attributes:
+      vision, text: the size of the towers.
+      embed_dim: features of the common space.
+      patch_dropout: fraction of the image patches left out in training.
+      init_logit_scale: initial logarithm of the logits' scale.
+      init_logit_bias: initial logit bias for the sigmoid loss; None: no such parameter.
+    """
+
+    vision: VisionConfig
+    text: TextConfig
+    embed_dim: int
+    patch_dropout: float = 0.0
+    init_logit_scale: float = math.log(1 / 0.07)
+    init_logit_bias: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.embed_dim < 1:
+            raise ValueError(f"embed_dim must be at least 1, got {self.embed_dim}")
+        if not 0 <= self.patch_dropout < 1:
+            raise ValueError(
+                f"patch_dropout must be in [0, 1), got {self.patch_dropout}"
+            )
+
+
+def _clip(embed_dim: int, vision: tuple, text: tuple, patch_size: int) -> CLIPConfig:
+    (vw, vl, vh), (tw, tl, th) = vision, text
+    return CLIPConfig(
+        vision=VisionConfig(width=vw, layers=vl, heads=vh, patch_size=patch_size),
+        text=TextConfig(width=tw, layers=tl, heads=th),
+        embed_dim=embed_dim,
+    )
+
+
+CONFIGS = {
+    # For two CPU cores, which compute bfloat16 slowly.
+    "tiny": CLIPConfig(
+        vision=VisionConfig(width=128, layers=4, heads=4, patch_size=16, image_size=64),
+        text=TextConfig(width=128, layers=2, heads=4, context_length=16),
+        embed_dim=128,
+        dtype="float32",
+    ),
+    "vit_b32": _clip(512, vision=(768, 12, 12), text=(512, 12, 8), patch_size=32),
+    "vit_b16": _clip(512, vision=(768, 12, 12), text=(512, 12, 8), patch_size=16),
+    "vit_l14": _clip(768, vision=(1024, 24, 16), text=(768, 12, 12), patch_size=14),
+    "vit_h14": _clip(1024, vision=(1280, 32, 16), text=(1024, 24, 16), patch_size=14),
+}
+
+
+def config(name: str, **overrides) -> CLIPConfig:
+    """The configuration of that name with some fields replaced.
+
+    Args:
+      name: a key of `CONFIGS`.
+      **overrides: fields of `CLIPConfig`; `vision` and `text` may be mappings of fields of these.
+
+    Raises:
+      ValueError: there is no such name or field, or a value does not fit.
+
+    >>> config("tiny", remat="full", vision={"patch_size": 8}).vision.patches
+    64
+    """
+    if name not in CONFIGS:
+        raise ValueError(f"model must be one of {', '.join(CONFIGS)}, got {name!r}")
+    return _replace(CONFIGS[name], overrides)
+
+
+def _replace(base, overrides: Mapping):
+    names = [field.name for field in fields(base)]
+    for name in overrides:
+        if name not in names:
+            raise ValueError(
+                f"{type(base).__name__} has no field {name!r}: it has {', '.join(names)}"
+            )
+    nested = {
+        name: _replace(getattr(base, name), value)
+        for name, value in overrides.items()
+        if name in TOWERS and isinstance(value, Mapping)
+    }
+    return replace(base, **{**overrides, **nested})
