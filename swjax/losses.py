@@ -50,9 +50,7 @@ def softmax_contrastive(
     weight = match / jnp.sum(match, axis=1, keepdims=True)
     # One matrix serves both directions: its rows are images, its columns texts, and `weight` is symmetric.
     matched = jnp.sum(weight * logits) / jnp.float32(labels.size)
-    normaliser = (
-        sum(jnp.mean(jax.nn.logsumexp(logits, axis=axis)) for axis in (0, 1)) / 2
-    )
+    normaliser = sum(jnp.mean(jax.nn.logsumexp(logits, axis=axis)) for axis in (0, 1)) / 2
     metrics = {
         "logit_scale": scale,
         "image_to_text_accuracy": _accuracy(logits, labels, axis=1),

@@ -25,9 +25,7 @@ def unit_pairs(batch=8, width=16, seed=0):
 
 
 def positives(i, labels, batch):
-    return (
-        [i] if labels is None else [j for j in range(batch) if labels[j] == labels[i]]
-    )
+    return [i] if labels is None else [j for j in range(batch) if labels[j] == labels[i]]
 
 
 def naive_softmax(image, text, log_scale, labels):
@@ -56,9 +54,7 @@ def naive(name, arguments, labels):
 
 
 def loss_of(name):
-    return (
-        losses.softmax_contrastive if name == "softmax" else losses.sigmoid_contrastive
-    )
+    return losses.softmax_contrastive if name == "softmax" else losses.sigmoid_contrastive
 
 
 def arguments_of(name):
@@ -73,11 +69,7 @@ def numeric_gradient(name, arguments, labels, which, step=1e-6):
         for sign in (1, -1):
             moved = point.copy()
             moved[index] += sign * step
-            ends.append(
-                naive(
-                    name, [*arguments[:which], moved, *arguments[which + 1 :]], labels
-                )
-            )
+            ends.append(naive(name, [*arguments[:which], moved, *arguments[which + 1 :]], labels))
         gradient[index] = (ends[0] - ends[1]) / (2 * step)
     return gradient
 
@@ -86,9 +78,7 @@ def numeric_gradient(name, arguments, labels, which, step=1e-6):
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_value_and_gradient_equal_the_naive_ones(name, labels):
     arguments = arguments_of(name)
-    loss = lambda *xs: loss_of(name)(
-        *xs, labels=None if labels is None else jnp.asarray(labels)
-    )[0]
+    loss = lambda *xs: loss_of(name)(*xs, labels=None if labels is None else jnp.asarray(labels))[0]
     value, gradients = jax.value_and_grad(loss, argnums=range(len(arguments)))(
         *(jnp.asarray(x, jnp.float32) for x in arguments)
     )
@@ -109,9 +99,7 @@ def test_a_batch_over_two_devices_is_one_batch(name):
     split = [jax.device_put(x, rows) if x.ndim else x for x in arguments]
     one = step(*arguments, labels=labels)
     two = step(*split, labels=jax.device_put(labels, rows))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
     # and it is not the mean of two half batches, which have fewer negatives
     halves = [step(*(x[s] if x.ndim else x for x in arguments), labels=labels[s])[0][0]
               for s in (slice(0, 4), slice(4, 8))]  # fmt: skip
@@ -121,9 +109,7 @@ def test_a_batch_over_two_devices_is_one_batch(name):
 def test_half_precision_embeddings_are_compared_in_float32():
     image, text = (jnp.asarray(x, jnp.bfloat16) for x in unit_pairs())
     loss, metrics = losses.softmax_contrastive(image, text, jnp.float32(LOG_SCALE))
-    exact = naive_softmax(
-        *(np.asarray(x, np.float64) for x in (image, text)), LOG_SCALE, None
-    )
+    exact = naive_softmax(*(np.asarray(x, np.float64) for x in (image, text)), LOG_SCALE, None)
     np.testing.assert_allclose(loss, exact, rtol=1e-5)
     assert {value.dtype for value in metrics.values()} == {jnp.dtype("float32")}
 
@@ -131,9 +117,7 @@ def test_half_precision_embeddings_are_compared_in_float32():
 def test_metrics_count_any_positive_as_a_hit():
     image = jnp.eye(4)
     text = image[jnp.array([1, 0, 2, 3])]  # the first two captions are swapped
-    hits = lambda labels: losses.softmax_contrastive(
-        image, text, jnp.float32(1), labels=labels
-    )[1]
+    hits = lambda labels: losses.softmax_contrastive(image, text, jnp.float32(1), labels=labels)[1]
     assert float(hits(None)["image_to_text_accuracy"]) == 0.5
     together = hits(jnp.array([5, 5, 6, 7]))
     assert float(together["image_to_text_accuracy"]) == 1.0
@@ -153,24 +137,16 @@ def test_the_directions_differ_when_one_text_fits_every_image():
 @pytest.mark.parametrize("log_scale", [-80.0, np.log(100.0)])
 def test_extreme_logits_stay_finite(name, log_scale):
     image = jnp.asarray(unit_pairs()[0], jnp.float32)
-    extras = [jnp.float32(log_scale)] + (
-        [jnp.float32(-10)] if name == "sigmoid" else []
-    )
-    value, gradient = jax.value_and_grad(lambda x: loss_of(name)(x, -x, *extras)[0])(
-        image
-    )
+    extras = [jnp.float32(log_scale)] + ([jnp.float32(-10)] if name == "sigmoid" else [])
+    value, gradient = jax.value_and_grad(lambda x: loss_of(name)(x, -x, *extras)[0])(image)
     assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
 def test_wrong_shapes_are_one_line():
     x = jnp.ones((4, 8))
-    with pytest.raises(
-        ValueError, match=r"must both be \[B, e\], got \(4, 8\) and \(3, 8\)"
-    ):
+    with pytest.raises(ValueError, match=r"must both be \[B, e\], got \(4, 8\) and \(3, 8\)"):
         losses.softmax_contrastive(x, x[:3], jnp.float32(0))
-    with pytest.raises(
-        ValueError, match=r"labels must be \[B\] with B=4 embeddings, got \(3,\)"
-    ):
+    with pytest.raises(ValueError, match=r"labels must be \[B\] with B=4 embeddings, got \(3,\)"):
         losses.sigmoid_contrastive(
             x, x, jnp.float32(0), jnp.float32(0), labels=jnp.zeros(3, jnp.int32)
         )

@@ -54,16 +54,10 @@ class CLIP(nnx.Module):
             self.logit_bias = nnx.Param(jnp.asarray(cfg.init_logit_bias, jnp.float32))
 
     def encode_image(
-        self,
-        images: jax.Array,
-        *,
-        deterministic: bool = True,
-        dropout_key: jax.Array | None = None,
+        self, images: jax.Array, *, deterministic: bool = True, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, dict]:
         """Unit vectors [b, embed_dim] float32 and intermediates, see `VisionTransformer`."""
-        embedding, out = self.vision(
-            images, deterministic=deterministic, dropout_key=dropout_key
-        )
+        embedding, out = self.vision(images, deterministic=deterministic, dropout_key=dropout_key)
         return normalise(embedding), out
 
     def encode_text(self, tokens: jax.Array) -> tuple[jax.Array, dict]:
@@ -106,10 +100,7 @@ def weight_decay_mask(params):
     """
 
     def decays(names, parameter):
-        return (
-            parameter.ndim - ("blocks" in names) >= 2
-            and "position_embedding" not in names
-        )
+        return parameter.ndim - ("blocks" in names) >= 2 and "position_embedding" not in names
 
     return _map_names(decays, params)
 
@@ -157,9 +148,7 @@ def flops_per_example(cfg: CLIPConfig, *, training: bool = True) -> int:
     patches = vision.kept_patches(cfg.patch_dropout) if training else vision.patches
     embed_patches = 2 * vision.patches * 3 * vision.patch_size**2 * vision.width
     project = 2 * (vision.width + text.width) * cfg.embed_dim
-    towers = _blocks_flops(vision, patches + 1) + _blocks_flops(
-        text, text.context_length
-    )
+    towers = _blocks_flops(vision, patches + 1) + _blocks_flops(text, text.context_length)
     return embed_patches + towers + project
 
 

@@ -8,31 +8,18 @@ from swjax import checkpoint_policies, recipes
 from swjax.recipes import Recipe
 
 TOWERS = ("vision", "text")
-LINEARS = (
-    "attn/q",
-    "attn/k",
-    "attn/v",
-    "attn/out",
-    "mlp/fc1",
-    "mlp/fc2",
-)  # of one block
+LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")  # of one block
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = (None, "xla", "cudnn")
 GELUS = ("exact", "tanh", "quick")
-POLICIES = {
-    name: policy
-    for name, policy in vars(checkpoint_policies).items()
-    if callable(policy)
-}
+POLICIES = {name: policy for name, policy in vars(checkpoint_policies).items() if callable(policy)}
 REMAT = ("none", "full", "dots", *POLICIES)
 
 
 def _check_choice(name: str, value, choices):
     if value not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}"
-        )
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +45,7 @@ class TowerConfig:
                 f"got {self.width}, {self.layers} and {self.heads}"
             )
         if self.mlp_width < 1:
-            raise ValueError(
-                f"mlp_ratio must give at least 1 feature, got {self.mlp_ratio}"
-            )
+            raise ValueError(f"mlp_ratio must give at least 1 feature, got {self.mlp_ratio}")
         if self.width % self.heads:
             raise ValueError(
                 f"heads must divide width, got width={self.width} and heads={self.heads}: "
@@ -222,9 +207,7 @@ class CLIPConfig(Options):
         if self.embed_dim < 1:
             raise ValueError(f"embed_dim must be at least 1, got {self.embed_dim}")
         if not 0 <= self.patch_dropout < 1:
-            raise ValueError(
-                f"patch_dropout must be in [0, 1), got {self.patch_dropout}"
-            )
+            raise ValueError(f"patch_dropout must be in [0, 1), got {self.patch_dropout}")
 
 
 def _clip(embed_dim: int, vision: tuple, text: tuple, patch_size: int) -> CLIPConfig:

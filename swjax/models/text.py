@@ -33,11 +33,7 @@ class TextTransformer(nnx.Module):
         )
         self.ln_final = LayerNorm(width)
         self.projection = nnx.Linear(
-            width,
-            cfg.embed_dim,
-            use_bias=False,
-            kernel_init=normal(width**-0.5),
-            rngs=rngs,
+            width, cfg.embed_dim, use_bias=False, kernel_init=normal(width**-0.5), rngs=rngs
         )
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, dict]:
@@ -56,10 +52,7 @@ class TextTransformer(nnx.Module):
         """
         self._check(tokens)
         # The lookup comes before the cast, so that its gradient is summed in float32.
-        x = (
-            self.token_embedding(tokens)
-            + self.position_embedding[None, : tokens.shape[1]]
-        )
+        x = self.token_embedding(tokens) + self.position_embedding[None, : tokens.shape[1]]
         x, magnitudes = apply_blocks(self.blocks, x.astype(self.cfg.dtype), self.cfg)
         end = jnp.argmax(tokens, axis=1)
         x = jnp.take_along_axis(x, end[:, None, None], axis=1).squeeze(1)

@@ -84,11 +84,7 @@ class Attention(nnx.Module):
         causal: bool,
         rngs: nnx.Rngs,
     ):
-        self.heads, self.causal, self.implementation = (
-            cfg.heads,
-            causal,
-            options.attention,
-        )
+        self.heads, self.causal, self.implementation = (cfg.heads, causal, options.attention)
         linear = partial(
             Linear,
             cfg.width,
@@ -155,9 +151,7 @@ class Mlp(nnx.Module):
         return self.fc2(_gelu(self.fc1(x), self.gelu))
 
 
-@partial(
-    jax.checkpoint, static_argnums=1
-)  # autodiff alone would keep five arrays of this size
+@partial(jax.checkpoint, static_argnums=1)  # autodiff alone would keep five arrays of this size
 def _gelu(x, form: str):
     wide = x.astype(jnp.float32)
     if form == "quick":
@@ -252,18 +246,13 @@ def _rematerialised(step: Callable, options: Options) -> Callable:
         "dots": jax.checkpoint_policies.save_only_these_names("swjax_y"),
     }
     # XLA cannot merge the recomputation with the forward pass across a scan, so needs no barrier there.
-    return jax.checkpoint(
-        step, policy=policies[options.remat], prevent_cse=not options.scan_layers
-    )
+    return jax.checkpoint(step, policy=policies[options.remat], prevent_cse=not options.scan_layers)
 
 
 def feature_magnitude(x: jax.Array) -> dict[str, jax.Array]:
     """Mean and maximum of |x| as float32 scalars that no gradient flows through."""
     magnitude = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
-    return {
-        "feature_mean_abs": jnp.mean(magnitude),
-        "feature_max_abs": jnp.max(magnitude),
-    }
+    return {"feature_mean_abs": jnp.mean(magnitude), "feature_max_abs": jnp.max(magnitude)}
 
 
 def _pad_tokens(x: jax.Array, multiple: int) -> jax.Array:
@@ -279,8 +268,6 @@ def _unrolled(step: Callable, carry, stacked):
     slices = zip(*(jax.lax.split(leaf, (1,) * layers) for leaf in leaves), strict=True)
     outputs = []
     for layer in slices:
-        carry, output = step(
-            carry, treedef.unflatten([leaf.squeeze(0) for leaf in layer])
-        )
+        carry, output = step(carry, treedef.unflatten([leaf.squeeze(0) for leaf in layer]))
         outputs.append(output)
     return carry, jax.tree.map(lambda *values: jnp.stack(values), *outputs)

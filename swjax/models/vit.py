@@ -30,13 +30,8 @@ class PatchEmbed(nnx.Module):
         """[b, h, w, 3] -> [b, patches, width], patches row by row."""
         kernel = self.kernel[...].astype(self.dtype)
         patch, _, channels, width = kernel.shape
-        batch, rows, columns = (
-            images.shape[0],
-            *(side // patch for side in images.shape[1:3]),
-        )
-        x = images.astype(self.dtype).reshape(
-            batch, rows, patch, columns, patch, channels
-        )
+        batch, rows, columns = (images.shape[0], *(side // patch for side in images.shape[1:3]))
+        x = images.astype(self.dtype).reshape(batch, rows, patch, columns, patch, channels)
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, rows * columns, -1)
         return x @ kernel.reshape(-1, width)
 
@@ -57,17 +52,10 @@ class VisionTransformer(nnx.Module):
         self.cfg = cfg
         self.patch_embed = PatchEmbed(tower, cfg.dtype, rngs=rngs)
         self.class_embedding = nnx.Param(normal(rngs.params(), (width,)))
-        self.position_embedding = nnx.Param(
-            normal(rngs.params(), (tower.patches + 1, width))
-        )
+        self.position_embedding = nnx.Param(normal(rngs.params(), (tower.patches + 1, width)))
         self.ln_pre = LayerNorm(width)
         self.blocks = stack_blocks(
-            tower,
-            cfg,
-            cfg.recipes("vision"),
-            block_init(tower),
-            causal=False,
-            rngs=rngs,
+            tower, cfg, cfg.recipes("vision"), block_init(tower), causal=False, rngs=rngs
         )
         self.ln_post = LayerNorm(width)
         self.projection = nnx.Linear(
@@ -75,11 +63,7 @@ class VisionTransformer(nnx.Module):
         )
 
     def __call__(
-        self,
-        images: jax.Array,
-        *,
-        deterministic: bool = True,
-        dropout_key: jax.Array | None = None,
+        self, images: jax.Array, *, deterministic: bool = True, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, dict]:
         """Embeds images.
 
@@ -114,9 +98,7 @@ class VisionTransformer(nnx.Module):
     def _check(self, images):
         side = self.cfg.vision.image_size
         if images.ndim != 4 or images.shape[1:] != (side, side, 3):
-            raise ValueError(
-                f"images must be [batch, {side}, {side}, 3], got {images.shape}"
-            )
+            raise ValueError(f"images must be [batch, {side}, {side}, 3], got {images.shape}")
         if not jnp.issubdtype(images.dtype, jnp.floating):
             raise ValueError(
                 f"images must be floating, got {images.dtype}: normalise them with swjax.data.preprocess"
