@@ -1,0 +1,7 @@
+"""Scores of a model that embeds images and texts in one space: a predict function in, numbers by name out."""
+
+from swjax.evaluators.ranking import chance, ranks, recall
+from swjax.evaluators.retrieval import Retrieval
+from swjax.evaluators.zeroshot import Prediction, ZeroShot
+
+__all__ = ["Prediction", "Retrieval", "ZeroShot", "chance", "ranks", "recall"]

@@ -1,0 +1,129 @@
+"""Embeds a whole set with a sharded predict function, batch by batch, on one process or many.
+
+Each process reads its own rows of every batch; the embeddings come back to all of them, on the host.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from swjax import data
+
+# (params, batch of this process's rows) -> {"image" and "text", as in the batch: embeddings [b, e]}, global arrays.
+Predict = Callable[[object, dict], dict]
+
+
+def texts(
+    predict: Predict, params, texts: Iterable[str], *, batch_size: int, context_length: int
+) -> Iterator[np.ndarray]:
+    """Embeds texts in order.
+
+    Args:
+      predict: (params, {"text": tokens int32 [b, context_length]}) -> {"text": embeddings [b, e]}.
+      params: passed on.
+      texts: any number; read as they are needed.
+      batch_size: over all processes.
+      context_length: tokens a text.
+
+    Yields:
+      Unit vectors [b, e] float32 of the next b texts: `batch_size`, and what is left at the end.
+    """
+    local = _local(batch_size)
+    rows = slice(jax.process_index() * local, (jax.process_index() + 1) * local)
+    texts = iter(texts)
+    while part := list(itertools.islice(texts, batch_size)):
+        padded = part + [""] * (batch_size - len(part))
+        tokens = data.tokenize(padded[rows], context_length=context_length)
+        yield unit(_gather(predict(params, {"text": tokens})["text"]))[: len(part)]
+
+
+def images(
+    predict: Predict,
+    params,
+    source,
+    *,
+    batch_size: int,
+    context_length: int,
+    image_size: int,
+    keep: Sequence[int] = (),
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Embeds every image of a source, in order.
+
+    Args:
+      predict: (params, {"image": uint8 [b, height, width, channels]}) -> {"image": embeddings [b, e]}.
+      params: passed on.
+      source: records, see `swjax.data.source`.
+      batch_size: over all processes.
+      context_length, image_size: as in training.
+      keep: indices of images whose pixels are wanted.
+
+    Returns:
+      Unit vectors [n, e] float32, labels [n], and pixels uint8 [len(keep), height, width, channels], or
+      None if none are wanted.
+
+    Raises:
+      ValueError: there are no images.
+    """
+    if len(source) == 0:
+        raise ValueError("the source to evaluate on has no images: choose another split")
+    batches = data.loader(
+        source,
+        batch_size=_local(batch_size),
+        train=False,
+        context_length=context_length,
+        image_size=image_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    parts, kept = [], None
+    for batch in batches:
+        embedding = predict(params, {"image": batch["image"]})["image"]
+        mask = _gather(batch["mask"])
+        columns = unit(_gather(embedding)), _gather(batch["label"]), _gather(batch["index"])
+        parts.append([column[mask] for column in columns])
+        if len(keep):
+            if kept is None:
+                kept = np.zeros((len(keep), *batch["image"].shape[1:]), np.uint8)
+            wanted = (np.asarray(keep)[:, None] == batch["index"]) & batch["mask"]
+            slots, rows = np.nonzero(wanted)
+            kept[slots] = batch["image"][rows]
+    embeddings, labels, index = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(index)
+    if kept is not None:  # each image was read by one process, and is 0 in the others
+        kept = _gather(kept[None]).max(axis=0)
+    return embeddings[order], labels[order], kept
+
+
+def check_templates(templates: Sequence[str]) -> tuple[str, ...]:
+    """Returns the prompt templates.
+
+    Raises:
+      ValueError: there are none, or one has no place for the name.
+    """
+    bad = [t for t in templates if "{}" not in t]
+    if bad or not templates:
+        raise ValueError(f'prompt templates need a "{{}}" for the name, got {bad or templates}')
+    return tuple(templates)
+
+
+def _local(batch_size: int) -> int:
+    if batch_size % jax.process_count():
+        raise ValueError(
+            f"batch_size={batch_size} does not divide into {jax.process_count()} processes: "
+            f"choose a multiple"
+        )
+    return batch_size // jax.process_count()
+
+
+def _gather(x) -> np.ndarray:
+    """All rows, of all processes, on every host."""
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    """Rows at length 1; a zero row stays zero."""
+    x = x.astype(np.float32)
+    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), np.float32(1e-12))

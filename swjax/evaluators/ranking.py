@@ -1,0 +1,109 @@
+"""Ranks of the correct candidates, what recall they mean, and what chance would reach."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Two cosines closer than this are a tie: float32 rounds the sum differently in different positions of
+# a matrix, so that a model which embeds everything alike would else win some comparisons by luck.
+TIE = 1e-6
+# Similarities held at once: 64 MiB in float32, whatever the number of queries.
+CHUNK = 2**24
+
+
+def ranks(queries: np.ndarray, candidates: np.ndarray, correct: Sequence[np.ndarray]) -> np.ndarray:
+    """Counts the wrong candidates that are not below each query's best correct one.
+
+    Query i is answered within the first k iff its rank is less than k. Ties count against the model, and
+    so does a NaN: one that embeds everything alike, or diverged, has the worst rank.
+
+    Args:
+      queries: [n, e] float32, rows of length 1.
+      candidates: [m, e] float32, rows of length 1.
+      correct: for each query the indices of its correct candidates; none: never answered.
+
+    Returns:
+      Ranks [n], from 0 (answered first) to m.
+
+    >>> x = np.eye(3, dtype=np.float32)
+    >>> ranks(x, x, [[0], [1], [2]]), ranks(x, x, [[0], [0, 1], [0]])
+    (array([0, 0, 0]), array([0, 0, 2]))
+    """
+    n, m = len(queries), len(candidates)
+    rows = max(1, min(n, CHUNK // max(m, 1)))
+    out = np.empty(n, np.int64)
+    for start in range(0, n, rows):
+        part = queries[start : start + rows]
+        mask = np.zeros((rows, m), bool)
+        for row, indices in enumerate(correct[start : start + rows]):
+            mask[row, indices] = True
+        padded = np.pad(part, ((0, rows - len(part)), (0, 0)))  # one shape: compiled once
+        out[start : start + rows] = _ranks(padded, candidates, mask)[: len(part)]
+    return out
+
+
+@jax.jit
+def _ranks(queries, candidates, correct):
+    similarity = _similarity(queries, candidates)
+    best = jnp.max(jnp.where(correct, similarity, -jnp.inf), axis=1, keepdims=True)
+    below = similarity < best - TIE  # false for NaN
+    return jnp.sum(~(below | correct), axis=1)
+
+
+def top(queries: np.ndarray, candidates: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k candidates most similar to each query, best first.
+
+    Args:
+      queries: [n, e] float32, rows of length 1; few of them, for n x m similarities are held at once.
+      candidates: [m, e] float32, rows of length 1; m >= k.
+      k: how many.
+
+    Returns:
+      Their indices [n, k] and cosines [n, k].
+    """
+    cosines, indices = _top(queries, candidates, k)
+    return np.asarray(indices), np.asarray(cosines)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _top(queries, candidates, k):
+    return jax.lax.top_k(_similarity(queries, candidates), k)
+
+
+def _similarity(queries, candidates):
+    return jnp.matmul(queries, candidates.T, precision="highest")
+
+
+def recall(ranks: np.ndarray, k: int) -> float:
+    """Fraction of the queries that are answered within the first k.
+
+    >>> recall(np.array([0, 3, 1, 9]), 3)
+    0.5
+    """
+    return float(np.mean(np.asarray(ranks) < k))
+
+
+def chance(correct: Sequence[np.ndarray], candidates: int, k: int) -> float:
+    """Expected recall within the first k of a uniformly random order.
+
+    A query with c correct ones among m candidates is missed with probability C(m - c, k) / C(m, k).
+
+    Args:
+      correct: for each query the indices of its correct candidates.
+      candidates: m.
+      k: how many candidates are looked at.
+
+    >>> chance([[0], [1]], candidates=10, k=5), chance([[0, 1]], candidates=4, k=2)
+    (0.5, 0.8333333333333334)
+    """
+    k = min(k, candidates)
+    counts, repeats = np.unique([len(set(c)) for c in correct], return_counts=True)
+    total = math.comb(candidates, k)
+    misses = sum(
+        r * (math.comb(candidates - c, k) / total) for c, r in zip(counts.tolist(), repeats)
+    )
+    return float(1 - misses / len(correct))

@@ -1,0 +1,97 @@
+"""Retrieval: the captions of an image among all captions, and the images of a caption among all images."""
+
+import numpy as np
+
+from swjax.evaluators import embed
+from swjax.evaluators.ranking import chance, ranks, recall
+
+
+class Retrieval:
+    """Recall at 1, 5 and 10, from images to texts and from texts to images.
+
+    An image may have several captions, and a caption several images. A query is answered within the
+    first k if any of its own is among them. Captions that read alike are one caption. Ties count against
+    the model.
+
+    Args:
+      predict: see `swjax.evaluators.embed`.
+      source: labelled images with `captions(label)`, see `swjax.data.source`.
+      batch_size: images, and captions, embedded at once, over all processes.
+      context_length, image_size: as in training.
+      name: of the set, for the names of the scores.
+
+    References:
+      Karpathy and Fei-Fei, "Deep visual-semantic alignments for generating image descriptions", 2015,
+      https://arxiv.org/abs/1412.2306
+    """
+
+    def __init__(
+        self,
+        predict: embed.Predict,
+        source,
+        *,
+        batch_size: int,
+        context_length: int,
+        image_size: int,
+        name: str = "val",
+    ):
+        self._predict, self._source, self._name = predict, source, name
+        self._sizes = {"batch_size": batch_size, "context_length": context_length}
+        self._image_size = image_size
+
+    def run(self, params) -> dict[str, float]:
+        """Scores, and what chance would reach.
+
+        Returns:
+          "<name>/image_to_text_R@1", ...R@5, ...R@10, "<name>/text_to_image_R@1", ..., and the same with
+          "_chance_R@".
+        """
+        images, labels, _ = embed.images(
+            self._predict, params, self._source, image_size=self._image_size, **self._sizes
+        )
+        captions, captions_of, images_of = pair(labels, self._source.captions)
+        texts = np.concatenate(list(embed.texts(self._predict, params, captions, **self._sizes)))
+        scores = {}
+        for direction, queries, candidates, correct in (
+            ("image_to_text", images, texts, captions_of),
+            ("text_to_image", texts, images, images_of),
+        ):
+            rank = ranks(queries, candidates, correct)
+            for k in (1, 5, 10):
+                scores[f"{self._name}/{direction}_R@{k}"] = recall(rank, k)
+                scores[f"{self._name}/{direction}_chance_R@{k}"] = chance(
+                    correct, len(candidates), k
+                )
+        return scores
+
+
+def pair(labels: np.ndarray, captions_of_label) -> tuple[list[str], list, list]:
+    """Says which captions belong to which images.
+
+    Args:
+      labels: of the images [n].
+      captions_of_label: label -> its captions.
+
+    Returns:
+      The distinct captions; for each image the indices of its captions; for each caption the indices
+      of its images.
+
+    Raises:
+      ValueError: an image without a caption.
+
+    >>> pair(np.array([7, 7, 8]), {7: ["a cat", "a pet"], 8: ["a dog", "a pet"]}.get)
+    (['a cat', 'a pet', 'a dog'], [[0, 1], [0, 1], [2, 1]], [[0, 1], [0, 1, 2], [2]])
+    """
+    position: dict[str, int] = {}
+    by_label = {}
+    for label in np.unique(labels).tolist():
+        captions = dict.fromkeys(captions_of_label(label))
+        if not captions:
+            raise ValueError(f"label {label} has no caption: retrieval needs one for every image")
+        by_label[label] = [position.setdefault(caption, len(position)) for caption in captions]
+    captions_of = [by_label[label] for label in labels.tolist()]
+    images_of: list[list[int]] = [[] for _ in position]
+    for image, own in enumerate(captions_of):
+        for caption in own:
+            images_of[caption].append(image)
+    return list(position), captions_of, images_of

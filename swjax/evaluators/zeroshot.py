@@ -1,0 +1,133 @@
+"""Zero-shot classification: each image goes to the class whose prompts lie nearest."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from swjax.evaluators import embed
+from swjax.evaluators.ranking import chance, ranks, recall, top
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One image and what it was taken for.
+
+    Attributes:
+      image: uint8 [height, width, channels], as the loader gives it.
+      name: the right class.
+      guesses: the most similar classes, best first.
+      cosines: their similarities.
+    """
+
+    image: np.ndarray
+    name: str
+    guesses: tuple[str, ...]
+    cosines: tuple[float, ...]
+
+
+class ZeroShot:
+    """Top-1 and top-5 accuracy among the names of the classes that occur in a set.
+
+    A class is the mean of the unit vectors of its prompts, one a template, at length 1. Classes with one
+    name are one class, since no prompt tells them apart. Ties count against the model.
+
+    Args:
+      predict: see `swjax.evaluators.embed`.
+      source: labelled images with `class_names`, see `swjax.data.source`.
+      templates: prompts with "{}" for the name.
+      batch_size: images, and prompts, embedded at once, over all processes.
+      context_length, image_size: as in training.
+      name: of the set, for the names of the scores.
+
+    Raises:
+      ValueError: a template without a place for the name.
+
+    References:
+      Radford et al., "Learning transferable visual models from natural language supervision", 2021,
+      section 3.1.4, https://arxiv.org/abs/2103.00020
+    """
+
+    def __init__(
+        self,
+        predict: embed.Predict,
+        source,
+        *,
+        templates: Sequence[str],
+        batch_size: int,
+        context_length: int,
+        image_size: int,
+        name: str,
+    ):
+        self._predict, self._source, self._name = predict, source, name
+        self._templates = embed.check_templates(templates)
+        self._sizes = {"batch_size": batch_size, "context_length": context_length}
+        self._image_size = image_size
+
+    def run(self, params) -> dict[str, float]:
+        """Scores, and what chance would reach.
+
+        Returns:
+          "zeroshot/<name>_top1", "zeroshot/<name>_top5", and "..._chance_top1", "..._chance_top5".
+        """
+        images, labels, _ = self._images(params)
+        names, correct = self._classes(labels)
+        rank = ranks(images, self._classifier(params, names), correct)
+        scores = {}
+        for k in (1, 5):
+            scores[f"zeroshot/{self._name}_top{k}"] = recall(rank, k)
+            scores[f"zeroshot/{self._name}_chance_top{k}"] = chance(correct, len(names), k)
+        return scores
+
+    def predictions(self, params, *, count: int, k: int = 3) -> list[Prediction]:
+        """What some images are taken for: evenly spaced over the set, not selected.
+
+        Args:
+          params: passed to `predict`.
+          count: how many images; all if there are fewer.
+          k: how many guesses for each.
+        """
+        last = len(self._source) - 1
+        chosen = np.unique(np.linspace(0, last, count).round().astype(int))
+        images, labels, pixels = self._images(params, keep=chosen)
+        names, correct = self._classes(labels)
+        classifier = self._classifier(params, names)
+        guesses, cosines = top(images[chosen], classifier, min(k, len(names)))
+        return [
+            Prediction(
+                image=pixels[i],
+                name=names[correct[index][0]],
+                guesses=tuple(names[g] for g in guesses[i]),
+                cosines=tuple(cosines[i].tolist()),
+            )
+            for i, index in enumerate(chosen)
+        ]
+
+    def _images(self, params, keep=()):
+        return embed.images(
+            self._predict,
+            params,
+            self._source,
+            image_size=self._image_size,
+            keep=keep,
+            **self._sizes,
+        )
+
+    def _classes(self, labels: np.ndarray) -> tuple[list[str], list[list[int]]]:
+        """The distinct names that occur, and for each image the position of its own."""
+        all_names = self._source.class_names
+        names = list(dict.fromkeys(all_names[label] for label in np.unique(labels)))
+        position = {name: i for i, name in enumerate(names)}
+        return names, [[position[all_names[label]]] for label in labels]
+
+    def _classifier(self, params, names: list[str]) -> np.ndarray:
+        """One unit vector a name [names, e]."""
+        prompts = (template.format(name) for name in names for template in self._templates)
+        total, position = None, 0
+        for part in embed.texts(self._predict, params, prompts, **self._sizes):
+            if total is None:
+                total = np.zeros((len(names), part.shape[1]), np.float32)
+            rows = np.arange(position, position + len(part)) // len(self._templates)
+            np.add.at(total, rows, part)
+            position += len(part)
+        return embed.unit(total)

@@ -1,0 +1,187 @@
+"""Zero-shot and retrieval scores against brute force in NumPy; ties, NaNs, duplicates, chance."""
+
+import jax
+import numpy as np
+import pytest
+
+from swjax import evaluators
+from swjax.evaluators import embed, ranking
+
+SIZES = {"batch_size": 8, "context_length": 12, "image_size": 4}
+NAMES = ("cat", "dog", "fish", "cat", "owl", "bee", "fox")  # two classes named "cat"
+TEMPLATES = ("a photo of a {}", "{}")
+
+
+class Source:
+    """Images that carry their index in their pixels."""
+
+    class_names = NAMES
+
+    def __init__(self, labels):
+        self.labels = labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, i):
+        image = np.full((4, 4, 3), i, np.uint8)
+        return {"image": image, "label": self.labels[i], "index": i, "text": NAMES[self.labels[i]]}
+
+    def captions(self, label):
+        return (f"a {NAMES[label]}", f"one {NAMES[label]}", "an animal")[: 2 + label % 2]
+
+
+class Model:
+    """Embeds an image by a random table, a text by the sum of random vectors of its tokens."""
+
+    def __init__(self, seed=0):
+        rng = np.random.default_rng(seed)
+        self.image = rng.normal(size=(256, 5)).astype(np.float32)
+        self.token = rng.normal(size=(49408, 5)).astype(np.float32)
+        self.sizes = set()
+
+    def text(self, tokens):
+        return self.token[tokens].sum(axis=-2)
+
+    def __call__(self, params, batch):
+        (key, value), *rest = batch.items()
+        assert not rest
+        self.sizes.add(len(value))
+        out = self.image[value[:, 0, 0, 0]] if key == "image" else self.text(value)
+        return {key: jax.numpy.asarray(params * out)}
+
+
+@pytest.fixture
+def source():
+    return Source(np.random.default_rng(1).integers(0, len(NAMES), 37).tolist())
+
+
+def unit(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def tokens(texts):
+    return embed.data.tokenize(texts, context_length=12)
+
+
+def brute_force(similarity, correct):
+    """The worst rank that a correct candidate can have, one comparison at a time."""
+    worst = []
+    for row, own in zip(similarity, correct, strict=True):
+        best = max(row[i] for i in own)
+        worst.append(sum(1 for j, s in enumerate(row) if j not in own and not s < best))
+    return np.array(worst)
+
+
+def zero_shot(model, source, **overrides):
+    kwargs = {"templates": TEMPLATES, "name": "fake", **SIZES} | overrides
+    return evaluators.ZeroShot(model, source, **kwargs)
+
+
+def test_zero_shot_matches_brute_force(source):
+    model = Model()
+    scores = zero_shot(model, source).run(np.float32(1))
+    names = sorted({NAMES[label] for label in source.labels})
+    prompts = [tokens([template.format(name) for template in TEMPLATES]) for name in names]
+    classes = unit(np.stack([unit(model.text(p)).mean(axis=0) for p in prompts]))
+    similarity = unit(model.image[: len(source)]) @ classes.T
+    rank = brute_force(similarity, [{names.index(NAMES[label])} for label in source.labels])
+    for k in (1, 5):
+        assert scores[f"zeroshot/fake_top{k}"] == np.mean(rank < k)
+        assert scores[f"zeroshot/fake_chance_top{k}"] == pytest.approx(k / len(names))
+    assert 0 < scores["zeroshot/fake_top1"] < scores["zeroshot/fake_top5"] < 1
+    assert model.sizes == {8}  # one compilation: the last batch is padded
+
+
+def test_zero_shot_knows_only_names_that_occur():
+    scores = zero_shot(Model(), Source([1, 1, 2, 4])).run(np.float32(1))
+    assert scores["zeroshot/fake_chance_top1"] == pytest.approx(1 / 3)
+
+
+def test_classes_with_one_name_are_one_class():
+    scores = zero_shot(Model(), Source([0, 3, 1])).run(np.float32(1))
+    assert scores["zeroshot/fake_chance_top1"] == pytest.approx(1 / 2)
+
+
+def test_retrieval_matches_brute_force(source):
+    model = Model()
+    scores = evaluators.Retrieval(model, source, name="val", **SIZES).run(np.float32(1))
+    texts = sorted({c for label in source.labels for c in source.captions(label)})
+    similarity = unit(model.image[: len(source)]) @ unit(model.text(tokens(texts))).T
+    own = [{texts.index(c) for c in source.captions(label)} for label in source.labels]
+    of_text = [{i for i, o in enumerate(own) if t in o} for t in range(len(texts))]
+    for direction, s, correct in (
+        ("image_to_text", similarity, own),
+        ("text_to_image", similarity.T, of_text),
+    ):
+        rank = brute_force(s, correct)
+        for k in (1, 5, 10):
+            assert scores[f"val/{direction}_R@{k}"] == np.mean(rank < k), (direction, k)
+    assert 0 < scores["val/image_to_text_R@1"] < scores["val/image_to_text_R@10"] < 1
+
+
+@pytest.mark.parametrize("params", [0.0, np.nan])
+def test_a_model_that_knows_nothing_scores_nothing(source, params):
+    """Ties and NaNs count against the model: a constant one is never above chance."""
+    scores = zero_shot(Model(), source).run(np.float32(params))
+    scores |= evaluators.Retrieval(Model(), source, **SIZES).run(np.float32(params))
+    for name, value in scores.items():
+        assert ("chance" in name) == (value > 0), (name, value)
+
+
+def test_ties_within_rounding_are_ties():
+    """A constant embedding's cosines differ in the last bit between columns of a matrix product."""
+    x = np.tile(unit(np.random.default_rng(0).normal(size=(1, 640))).astype(np.float32), (99, 1))
+    noisy = x + np.random.default_rng(1).choice([-1e-9, 1e-9], x.shape).astype(np.float32)
+    assert (ranking.ranks(x, noisy, [[i] for i in range(99)]) == 98).all()
+
+
+def test_ranks_do_not_depend_on_chunks(monkeypatch):
+    rng = np.random.default_rng(0)
+    x, y = (unit(rng.normal(size=(n, 8))).astype(np.float32) for n in (23, 31))
+    correct = [rng.choice(31, rng.integers(1, 4), replace=False) for _ in range(23)]
+    whole = ranking.ranks(x, y, correct)
+    monkeypatch.setattr(ranking, "CHUNK", 5 * 31)
+    np.testing.assert_array_equal(ranking.ranks(x, y, correct), whole)
+    np.testing.assert_array_equal(whole, brute_force(x @ y.T, [set(c) for c in correct]))
+
+
+def test_chance_matches_simulation():
+    rng = np.random.default_rng(0)
+    correct = [[0], [1, 2], [3, 4, 5]]
+    for k in (1, 4, 12, 20):
+        hits = [
+            bool(set(rng.permutation(12)[:k].tolist()) & set(own))
+            for own in correct
+            for _ in range(2000)
+        ]
+        assert ranking.chance(correct, 12, k) == pytest.approx(np.mean(hits), abs=0.02)
+
+
+def test_predictions_are_the_nearest_names(source):
+    model = Model()
+    shown = zero_shot(model, source).predictions(np.float32(1), count=5)
+    names = sorted({NAMES[label] for label in source.labels})
+    prompts = [tokens([template.format(name) for template in TEMPLATES]) for name in names]
+    classes = unit(np.stack([unit(model.text(p)).mean(axis=0) for p in prompts]))
+    assert [p.image[0, 0, 0] for p in shown] == [0, 9, 18, 27, 36]
+    for p in shown:
+        index = p.image[0, 0, 0]
+        cosines = classes @ unit(model.image[index])
+        assert p.name == NAMES[source.labels[index]]
+        assert list(p.guesses) == [names[i] for i in np.argsort(-cosines)[:3]]
+        np.testing.assert_allclose(p.cosines, np.sort(cosines)[::-1][:3], rtol=1e-5)
+
+
+def test_more_predictions_than_images():
+    assert len(zero_shot(Model(), Source([0, 1])).predictions(np.float32(1), count=24, k=9)) == 2
+
+
+def test_errors_name_the_remedy(source):
+    with pytest.raises(ValueError, match=r'need a "\{\}" for the name, got \[.a cat.\]'):
+        zero_shot(Model(), source, templates=("a cat",))
+    with pytest.raises(ValueError, match="no images: choose another split"):
+        zero_shot(Model(), Source([])).run(np.float32(1))
+    source.captions = lambda label: ()
+    with pytest.raises(ValueError, match="label 0 has no caption"):
+        evaluators.Retrieval(Model(), source, **SIZES).run(np.float32(1))
