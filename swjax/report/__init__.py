@@ -1,0 +1,106 @@
+"""What a person sees of a run: one page with its curves, scores and predictions.
+
+`python -m swjax.report WORKDIR` makes the page again, for a run that has ended or goes on.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from swjax.report import charts, page, records
+
+__all__ = ["write"]
+
+METRICS = re.compile("|".join(charts.METRICS))
+
+
+def write(
+    workdir: str | Path,
+    *,
+    results: dict[str, float] | None = None,
+    predictions: Sequence | None = None,
+    attribution: str | None = None,
+) -> Path:
+    """Writes WORKDIR/report/index.html, which needs no other file, and its pictures as PNGs beside it.
+
+    Curves come from metrics.jsonl, the rest from config.json and env.txt. What is missing, the page says.
+    The arguments are kept in report/results.json; one that is None is read from there.
+
+    Args:
+      workdir: directory of a run.
+      results: final scores by name, see `swjax.evaluators`.
+      predictions: see `swjax.evaluators.ZeroShot.predictions`.
+      attribution: who made the data, and under which licence.
+
+    Returns:
+      Path of the page.
+
+    Raises:
+      ValueError: `workdir` is no directory.
+    """
+    workdir = Path(workdir)
+    if not workdir.is_dir():
+        raise ValueError(f"{workdir} is not a directory: name the workdir of a run")
+    folder = workdir / "report"
+    folder.mkdir(exist_ok=True)
+    final = _remember(folder, results, predictions, attribution)
+    metrics = records.read(workdir / "metrics.jsonl", METRICS)
+    pictures = charts.draw_all(metrics, folder)
+    text = page.render(
+        config=_json(workdir / "config.json"),
+        environment=_environment(workdir / "env.txt"),
+        metrics=metrics,
+        charts=[(chart, {k: data_url(p) for k, p in paths.items()}) for chart, paths in pictures],
+        results=final["results"],
+        predictions=[p | {"image": data_url(folder / p["image"])} for p in final["predictions"]],
+        attribution=final["attribution"],
+    )
+    part = folder / "index.part"
+    part.write_text(text, encoding="utf-8")
+    return part.rename(folder / "index.html")
+
+
+def data_url(png: Path) -> str:
+    """A picture as a URL that holds it."""
+    return "data:image/png;base64," + base64.b64encode(png.read_bytes()).decode()
+
+
+def _remember(folder: Path, results, predictions, attribution) -> dict:
+    """Merges the arguments into report/results.json, and images into report/images/."""
+    path = folder / "results.json"
+    final = {"results": {}, "predictions": [], "attribution": ""} | _json(path)
+    if results is not None:
+        final["results"] = dict(results)
+    if attribution is not None:
+        final["attribution"] = attribution
+    if predictions is not None:
+        from PIL import Image  # here: the page can be made again without it
+
+        (folder / "images").mkdir(exist_ok=True)
+        final["predictions"] = []
+        for i, prediction in enumerate(predictions):
+            name = f"images/{i:02}.png"
+            Image.fromarray(prediction.image).save(folder / name)
+            final["predictions"].append(
+                {
+                    "image": name,
+                    "name": prediction.name,
+                    "guesses": list(prediction.guesses),
+                    "cosines": list(prediction.cosines),
+                }
+            )
+    path.write_text(json.dumps(final, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return final
+
+
+def _json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _environment(path: Path) -> dict[str, str]:
+    """The "name: value" lines of env.txt."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    pairs = (line.partition(": ") for line in lines if ": " in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -1,0 +1,21 @@
+"""`python -m swjax.report WORKDIR`: makes the report of a run again and prints its path."""
+
+import argparse
+import sys
+
+from swjax.report import write
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m swjax.report", description=__doc__)
+    parser.add_argument("workdir", help="directory of a run: what train.py --workdir was given")
+    try:
+        print(write(parser.parse_args().workdir))
+    except ValueError as error:
+        print(f"swjax.report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

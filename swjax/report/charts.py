@@ -1,0 +1,300 @@
+"""The report's charts: each twice, for light and for dark pages, sized to be read on a phone."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from swjax.report.records import Series, blocks, smooth
+
+RMS_EVENT = 2.3  # arXiv 2304.13013, section 3.4: where the patch embedding is "stuck in the past"
+PATCH_RMS = "stability/rms/vision/patch_embed/kernel"
+FEATURES = "stability/feature_mean_abs/vision"
+# Regular expressions of what the charts and the page read; the log has hundreds of other columns.
+METRICS = (
+    r"train/",
+    r"perf/",
+    r"zeroshot/",
+    r"[^/]+/(image_to_text|text_to_image)_",
+    PATCH_RMS + "$",
+    FEATURES + "/",
+)
+
+Metrics = dict[str, Series]
+
+
+@dataclasses.dataclass(frozen=True)
+class Theme:
+    """Colours of one appearance."""
+
+    name: str
+    surface: str
+    ink: str
+    muted: str
+    grid: str
+    series: tuple[str, str, str]
+    ramp: tuple[str, str]  # from the first block to the last
+
+
+LIGHT = Theme(
+    name="light",
+    surface="#ffffff",
+    ink="#1b1f24",
+    muted="#667085",
+    grid="#e4e7ec",
+    series=("#2563eb", "#c2410c", "#0f766e"),
+    ramp=("#bcd4fb", "#1e3a8a"),
+)
+DARK = Theme(
+    name="dark",
+    surface="#171a21",
+    ink="#e6e9ef",
+    muted="#98a2b3",
+    grid="#2b303b",
+    series=("#7aa7ff", "#fb923c", "#4fd1b5"),
+    ramp=("#2b4a86", "#c9dcff"),
+)
+
+
+class Missing(Exception):
+    """The log lacks what a chart shows; the message says what, and how to have it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """One chart of the page.
+
+    Attributes:
+      name: of its files.
+      title: above it.
+      caption: below it; for a chart that could not be drawn, the reason.
+    """
+
+    name: str
+    title: str
+    caption: str
+
+
+def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, Path]]]:
+    """Draws every chart for which there are metrics.
+
+    Args:
+      metrics: columns of the log.
+      folder: where <name>.png and <name>-dark.png go; those of charts without metrics are removed.
+
+    Returns:
+      Charts in the page's order, each with its pictures by theme: none if it could not be drawn.
+    """
+    drawn = []
+    for name, (title, draw) in CHARTS.items():
+        paths = {
+            "light": folder / f"{name}.png",
+            "dark": folder / f"{name}-dark.png",
+        }
+        try:
+            for theme in (LIGHT, DARK):
+                caption = _save(draw, metrics, theme, paths[theme.name])
+        except Missing as reason:
+            for path in paths.values():
+                path.unlink(missing_ok=True)
+            caption, paths = str(reason), {}
+        drawn.append((Chart(name, title, caption), paths))
+    return drawn
+
+
+def _save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
+    from matplotlib import rc_context  # here: slow to load, and only the report needs it
+    from matplotlib.figure import Figure
+
+    style = {
+        "font.size": 9.5,
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.muted,
+        "axes.edgecolor": theme.grid,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.facecolor": theme.surface,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.8,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "lines.linewidth": 1.8,
+        "lines.solid_capstyle": "round",
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(4.8, 2.9), layout="constrained", facecolor=theme.surface)
+        caption = draw(figure, metrics, theme)
+        figure.savefig(path, dpi=200)
+    return caption
+
+
+def draw_loss(figure, metrics: Metrics, theme: Theme) -> str:
+    """The training loss of every step, and its running mean."""
+    loss = _need(metrics, "train/loss", "the run has written no step yet")
+    axes = _axes(figure.subplots(), "step")
+    mean = smooth(loss.value, window=max(5, len(loss.value) // 40))
+    axes.plot(loss.step, loss.value, color=theme.series[0], alpha=0.3, linewidth=0.8)
+    axes.plot(loss.step, mean, color=theme.series[0])
+    bad = np.flatnonzero(~np.isfinite(loss.value))
+    if len(bad):
+        return f"Not finite from step {loss.step[bad[0]]} on, in {len(bad)} steps."
+    return f"Every step, and a running mean. It ends at {mean[-1]:.3g}."
+
+
+def draw_accuracy(figure, metrics: Metrics, theme: Theme) -> str:
+    """Zero-shot and retrieval scores of the evaluations during training, beside chance."""
+    shown = {
+        label: metrics[name]
+        for label, name in (
+            ("retrieval R@10", _find(metrics, "/image_to_text_R@10")),
+            ("zero-shot top-5", _find(metrics, "_top5")),
+            ("zero-shot top-1", _find(metrics, "_top1")),
+        )
+        if name
+    }
+    if not shown:
+        raise Missing(
+            "No evaluation during training in metrics.jsonl: set config.eval.every_steps to see "
+            "accuracy rise."
+        )
+    axes = _axes(figure.subplots(), "step")
+    for (label, series), color in zip(shown.items(), theme.series, strict=False):
+        axes.plot(series.step, 100 * series.value, color=color, marker="o", markersize=3.5)
+        axes.annotate(
+            f"{label}\n{series.last:.1%}",
+            (series.step[-1], 100 * series.last),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=color,
+            va="center",
+            annotation_clip=False,
+        )
+    axes.yaxis.set_major_formatter("{x:g}%")
+    axes.set_ylim(bottom=0)
+    chance = [metrics[name].last for name in metrics if "chance_top1" in name]
+    text = "Unseen images of the validation split"
+    return text + (f"; chance is {_percent(chance[0])} for top-1." if chance else ".")
+
+
+def draw_rms(figure, metrics: Metrics, theme: Theme) -> str:
+    """RMS of the patch embedding's update, with the thresholds of clipping and of an event."""
+    rms = _need(metrics, PATCH_RMS, "only optimizer.name=stable_adamw measures it")
+    axes = _axes(figure.subplots(), "step")
+    axes.plot(rms.step, rms.value, color=theme.series[0], linewidth=1.0)
+    events = rms.value >= RMS_EVENT
+    axes.plot(rms.step[events], rms.value[events], ".", color=theme.series[1], markersize=5)
+    axes.set_ylim(0, max(3.0, 1.08 * np.nanmax(rms.value, initial=0.0)))
+    for level, text in ((1.0, "updates shrink above 1"), (RMS_EVENT, f"RMS event: {RMS_EVENT}")):
+        axes.axhline(level, color=theme.muted, linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate(
+            text,
+            (1, level),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            color=theme.muted,
+        )
+    return (
+        f"Above 1 the second moment lags behind the gradient. RMS reached {RMS_EVENT} in "
+        f"{int(events.sum())} of {len(events)} steps."
+    )
+
+
+def draw_features(figure, metrics: Metrics, theme: Theme) -> str:
+    """Mean magnitude of each vision block's output."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    series = blocks(metrics, FEATURES)
+    if not series:
+        raise Missing(f"No {FEATURES}/<block> in metrics.jsonl: the model did not report it.")
+    axes = _axes(figure.subplots(), "step")
+    ramp = LinearSegmentedColormap.from_list("blocks", theme.ramp)
+    window = max(1, len(series[0].value) // 100)
+    ends = [smooth(s.value, window) for s in series]
+    for i, (block, values) in enumerate(zip(series, ends, strict=True)):
+        axes.plot(block.step, values, color=ramp(i / max(1, len(series) - 1)), linewidth=1.4)
+    labels = {0: "first block", len(series) - 1: "last block"} if len(series) > 1 else {0: "block"}
+    for i, text in labels.items():
+        axes.annotate(
+            text,
+            (series[i].step[-1], ends[i][-1]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            annotation_clip=False,
+        )
+    axes.set_ylim(bottom=0)
+    return (
+        f"Mean |x| of the output of each of the {len(series)} vision blocks, pale to strong from first "
+        f"to last. At the end the last is {ends[-1][-1] / ends[0][-1]:.2g} times the first."
+    )
+
+
+def draw_optimizer(figure, metrics: Metrics, theme: Theme) -> str:
+    """Learning rate, gradient norm and logit scale."""
+    shown = {
+        "learning rate": metrics.get("train/learning_rate"),
+        "gradient norm": metrics.get("train/grad_norm"),
+        "logit scale": metrics.get("train/logit_scale"),
+    }
+    shown = {label: series for label, series in shown.items() if series}
+    if not shown:
+        raise Missing("No train/learning_rate, train/grad_norm or train/logit_scale in metrics.jsonl.")
+    rows = np.ravel(figure.subplots(len(shown), sharex=True))
+    for axes, (label, series) in zip(rows, shown.items(), strict=True):
+        _axes(axes, "step" if axes is rows[-1] else "")
+        axes.plot(series.step, series.value, color=theme.series[0], linewidth=1.2)
+        axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink, pad=3)
+        axes.locator_params(axis="y", nbins=3)
+    return "The logit scale starts at 1 / 0.07 and is held at 100 or less."
+
+
+def draw_throughput(figure, metrics: Metrics, theme: Theme) -> str:
+    """Samples a second and device, and the share of time spent waiting for data."""
+    rate = _need(metrics, "perf/samples_per_sec_per_device", "the run was too short to measure")
+    axes = _axes(figure.subplots(), "step")
+    axes.plot(rate.step, rate.value, color=theme.series[0], drawstyle="steps-post")
+    axes.set_ylim(bottom=0)
+    text = "Samples a second and device; compilation and evaluation are left out."
+    wait = metrics.get("perf/data_wait_frac")
+    return text + (f" Waiting for data: {np.nanmean(wait.value):.0%} of the time." if wait else "")
+
+
+CHARTS = {
+    "loss": ("Training loss", draw_loss),
+    "accuracy": ("Accuracy on unseen images", draw_accuracy),
+    "rms": ("RMS of the patch embedding", draw_rms),
+    "features": ("Feature magnitude by block", draw_features),
+    "optimizer": ("Optimizer", draw_optimizer),
+    "throughput": ("Throughput", draw_throughput),
+}
+
+
+def _axes(axes, label: str):
+    """Axes whose x axis is labelled in its corner, where it takes no line of its own."""
+    axes.margins(x=0.02)
+    axes.set_xlabel(label, loc="right")
+    return axes
+
+
+def _need(metrics: Metrics, name: str, why: str) -> Series:
+    if name not in metrics or not np.isfinite(metrics[name].value).any():
+        raise Missing(f"No {name} in metrics.jsonl: {why}.")
+    return metrics[name]
+
+
+def _find(metrics: Metrics, ending: str) -> str | None:
+    """The first metric with this ending that is not of chance."""
+    return next((name for name in metrics if name.endswith(ending) and "chance" not in name), None)
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction:.2%}" if fraction < 0.01 else f"{fraction:.1%}"

@@ -1,0 +1,206 @@
+"""The report as one HTML page."""
+
+import re
+import string
+from collections.abc import Iterable
+from html import escape
+from importlib import resources
+
+from swjax.report.charts import Chart, Metrics
+
+HEADLINES = ("_top1", "/image_to_text_R@10", "/text_to_image_R@10")
+
+
+def render(
+    *,
+    config: dict,
+    environment: dict[str, str],
+    metrics: Metrics,
+    charts: list[tuple[Chart, dict[str, str]]],
+    results: dict[str, float],
+    predictions: list[dict],
+    attribution: str,
+) -> str:
+    """Returns the page; every text from outside is escaped.
+
+    Args:
+      config: of the run.
+      environment: name -> value.
+      metrics: columns of the log.
+      charts: each with the URLs of its pictures by theme.
+      results: final scores, and those of chance, by name.
+      predictions: {"image": URL, "name", "guesses"} each.
+      attribution: who made the data, and under which licence.
+    """
+    template = string.Template(_asset("page.html"))
+    return template.substitute(
+        style=_asset("page.css"),
+        title=escape(_title(config)),
+        subtitle=escape(_subtitle(config, metrics)),
+        tiles="".join(_tiles(results, metrics)),
+        predictions=_predictions(predictions),
+        charts="".join(_chart(chart, urls) for chart, urls in charts),
+        scores=_scores(results),
+        command=escape(environment.get("command", "unknown: the run has no env.txt")),
+        environment=_table((k, v) for k, v in environment.items() if k != "command" and v),
+        config=_table(_flatten(config)),
+        attribution=_paragraphs(attribution),
+    )
+
+
+def _title(config: dict) -> str:
+    model, data = config.get("model", {}), config.get("data", {})
+    recipe = model.get("recipe", "unknown recipe")
+    return f"CLIP {model.get('name', '')} in {recipe} on {data.get('name', 'unknown data')}"
+
+
+def _subtitle(config: dict, metrics: Metrics) -> str:
+    parts = []
+    if loss := metrics.get("train/loss"):
+        parts.append(f"{loss.step[-1]:,} steps of {config.get('train', {}).get('batch_size', '?')}")
+    if time := metrics.get("time"):
+        parts.append(_duration(time.last))
+    optimizer = config.get("optimizer", {}).get("name")
+    return " · ".join([*parts, *([optimizer] if optimizer else [])]) or "no step yet"
+
+
+def _tiles(results: dict[str, float], metrics: Metrics) -> Iterable[str]:
+    """The scores to read first, each beside chance."""
+    for ending in HEADLINES:
+        for name, value in results.items():
+            if name.endswith(ending) and "chance" not in name:
+                chance = results.get(chance_name(name))
+                note = f"chance {percent(chance)}" if chance else ""
+                yield _tile(label(name), percent(value), note)
+    if rate := metrics.get("perf/samples_per_sec_per_device"):
+        yield _tile("Throughput", f"{rate.last:,.0f}", "samples a second and device")
+
+
+def _tile(title: str, value: str, note: str) -> str:
+    return (
+        f'<div class="tile"><div class="what">{escape(title)}</div>'
+        f'<div class="value">{escape(value)}</div><div class="note">{escape(note)}</div></div>'
+    )
+
+
+def _predictions(predictions: list[dict]) -> str:
+    if not predictions:
+        return "<p class='missing'>No predictions: the run has not reached its final evaluation.</p>"
+    first = sum(p["guesses"][:1] == [p["name"]] for p in predictions)
+    within = sum(p["name"] in p["guesses"] for p in predictions)
+    cards = "".join(_prediction(p) for p in predictions)
+    return (
+        f"<p>{len(predictions)} images evenly spaced over the test split, not selected: {first} right at "
+        f"the first guess, {within} within {len(predictions[0]['guesses'])}.</p>"
+        f'<div class="gallery">{cards}</div>'
+    )
+
+
+def _prediction(prediction: dict) -> str:
+    name, guesses = prediction["name"], prediction["guesses"]
+    rows = "".join(
+        f'<li class="right">{escape(g)} <b>✓</b></li>' if g == name else f"<li>{escape(g)}</li>"
+        for g in guesses
+    )
+    state = "right" if guesses[:1] == [name] else "near" if name in guesses else "wrong"
+    mark = {"right": "✓", "near": "~", "wrong": "✗"}[state]
+    return (
+        f'<figure class="{state}"><img src="{prediction["image"]}" alt="{escape(name)}">'
+        f"<figcaption><strong><i>{mark}</i> {escape(name)}</strong><ol>{rows}</ol></figcaption></figure>"
+    )
+
+
+def _chart(chart: Chart, urls: dict[str, str]) -> str:
+    title, caption = escape(chart.title), escape(chart.caption)
+    if not urls:
+        return f'<section class="card"><h3>{title}</h3><p class="missing">{caption}</p></section>'
+    return (
+        f'<section class="card"><h3>{title}</h3><picture>'
+        f'<source media="(prefers-color-scheme: dark)" srcset="{urls["dark"]}">'
+        f'<img src="{urls["light"]}" alt="{title}"></picture><p>{caption}</p></section>'
+    )
+
+
+def _scores(results: dict[str, float]) -> str:
+    if not results:
+        return "<p class='missing'>No scores: the run has not reached its final evaluation.</p>"
+    head = "<tr><th>Score</th><th>Run</th><th>Chance</th><th>Ratio</th></tr>"
+    return f'<table class="numbers">{head}{"".join(_score_rows(results))}</table>'
+
+
+def _score_rows(results: dict[str, float]) -> Iterable[str]:
+    for name, value in results.items():
+        if "chance" in name:
+            continue
+        chance = results.get(chance_name(name))
+        cells = [percent(value), percent(chance), f"{value / chance:.0f}×"] if chance else [
+            f"{value:.4g}", "", ""
+        ]
+        columns = "".join(f"<td>{cell}</td>" for cell in cells)
+        yield f"<tr><td>{escape(label(name))}</td>{columns}</tr>"
+
+
+def label(name: str) -> str:
+    """What a person calls a score.
+
+    >>> label("zeroshot/emoji_top1"), label("test/image_to_text_R@10"), label("val/loss")
+    ('Zero-shot top-1', 'Image to text R@10', 'val/loss')
+    """
+    if match := re.fullmatch(r"zeroshot/.*_top(\d+)", name):
+        return f"Zero-shot top-{match[1]}"
+    if match := re.fullmatch(r".*/(image_to_text|text_to_image)_(R@\d+)", name):
+        return f"{match[1].replace('_', ' ').capitalize()} {match[2]}"
+    return name
+
+
+def chance_name(name: str) -> str:
+    """The score of chance that belongs to a score.
+
+    >>> chance_name("zeroshot/emoji_top1"), chance_name("val/text_to_image_R@5")
+    ('zeroshot/emoji_chance_top1', 'val/text_to_image_chance_R@5')
+    """
+    return re.sub(r"_(top\d+|R@\d+)$", r"_chance_\1", name)
+
+
+def percent(fraction: float | None) -> str:
+    """
+    >>> percent(0.213), percent(0.00244)
+    ('21.3%', '0.24%')
+    """
+    if fraction is None:
+        return ""
+    return f"{fraction:.2%}" if fraction < 0.01 else f"{fraction:.1%}"
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(42), _duration(410), _duration(7300)
+    ('42 s', '6 min 50 s', '2 h 1 min')
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def _flatten(tree: dict, prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, str(value)
+
+
+def _table(pairs: Iterable[tuple[str, str]]) -> str:
+    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in pairs)
+    return f"<table>{rows}</table>" if rows else "<p class='missing'>Not recorded.</p>"
+
+
+def _paragraphs(text: str) -> str:
+    lines = "".join(f"<p>{escape(line)}</p>" for line in text.splitlines() if line.strip())
+    return lines or "<p class='missing'>Not recorded.</p>"
+
+
+def _asset(name: str) -> str:
+    return resources.files("swjax.report").joinpath(name).read_text(encoding="utf-8")

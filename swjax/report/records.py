@@ -1,0 +1,74 @@
+"""Reads metrics.jsonl into columns."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One metric over the run.
+
+    Attributes:
+      step: int64 [n], rising.
+      value: float64 [n], NaN where it was not finite.
+    """
+
+    step: np.ndarray
+    value: np.ndarray
+
+    @property
+    def last(self) -> float:
+        return float(self.value[-1])
+
+
+def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
+    """The metrics whose names `wanted` matches from their beginning, and "time", by name.
+
+    A line that was cut off by a crash ends the log. Without a log there are no metrics.
+    """
+    columns: dict[str, tuple[list, list]] = {}
+    if not path.exists():
+        return {}
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            for name, value in record.items():
+                if name == "time" or wanted.match(name):
+                    steps, values = columns.setdefault(name, ([], []))
+                    steps.append(record["step"])
+                    values.append(np.nan if value is None else value)
+    return {
+        name: Series(np.array(steps, np.int64), np.array(values, np.float64))
+        for name, (steps, values) in columns.items()
+    }
+
+
+def blocks(metrics: dict[str, Series], prefix: str) -> list[Series]:
+    """The metrics "<prefix>/0", "<prefix>/1", ..., in this order."""
+    found = (re.fullmatch(re.escape(prefix) + r"/(\d+)", name) for name in metrics)
+    numbers = sorted(int(match[1]) for match in found if match)
+    return [metrics[f"{prefix}/{i}"] for i in numbers]
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred running mean over the finite values; shorter at both ends.
+
+    >>> smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3)
+    array([1.5, 1.5, 4.5, 6. ])
+    """
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    centre = np.arange(len(values))
+    low = np.maximum(centre - window // 2, 0)
+    high = np.minimum(centre + window // 2 + 1, len(values))
+    count = counts[high] - counts[low]
+    mean = (sums[high] - sums[low]) / np.maximum(count, 1)
+    return np.where(count > 0, mean, np.nan)
