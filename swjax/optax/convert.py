@@ -1,0 +1,61 @@
+"""From AdamW to StableAdamW in the middle of a run."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from swjax.optax.stable_adamw import StableAdamWState, one_minus_power
+
+
+def from_adamw_state(adamw_state, opt_state, *, b1: float, b2: float):
+    r"""Moves the moments of an optax AdamW (or Adam) state into a fresh StableAdamW state.
+
+    optax stores :math:`M = \sum_i (1 - \beta_1) \beta_1^{t-i} g_i` and debiases it at each use; StableAdamW
+    stores :math:`m = M / (1 - \beta_1^t)`, and v likewise. Training goes on as AdamW would have, up to
+    clipping.
+
+    Args:
+      adamw_state: contains one `optax.ScaleByAdamState`, for instance that of `optax.adamw`.
+      opt_state: of `stable_adamw(...).init(params)`, or of a chain or wrapper around it; gives structure
+        and dtypes.
+      b1: of the AdamW that made `adamw_state`.
+      b2: likewise. The new optimizer may have others.
+
+    Returns:
+      `opt_state` with count and moments of `adamw_state`. RMS stays 0 until the first step.
+
+    Raises:
+      ValueError: there is not exactly one state of the kind in each, or their trees differ.
+
+    >>> from swjax.optax import stable_adamw
+    >>> params = jnp.array([1.0, 2.0])
+    >>> adamw = optax.adamw(1e-3, b1=0.9, b2=0.99)
+    >>> _, old = adamw.update(jnp.array([0.5, 4.0]), adamw.init(params), params)
+    >>> state = from_adamw_state(old, stable_adamw(1e-3).init(params), b1=0.9, b2=0.99)
+    >>> state.mu.round(4)  # m of the first step is the gradient
+    Array([0.5, 4. ], dtype=float32)
+    """
+    old = _only(optax.ScaleByAdamState, adamw_state, "adamw_state")
+    new = _only(StableAdamWState, opt_state, "opt_state")
+    steps = jnp.maximum(old.count, 1)  # before the first step all moments are 0
+
+    def debias(moment, like, b):
+        total = one_minus_power(b, steps)
+        return jax.tree.map(lambda x, y: (x / total.astype(x.real.dtype)).astype(y.dtype), moment, like)
+
+    mu, nu = debias(old.mu, new.mu, b1), debias(old.nu, new.nu, b2)
+    converted = StableAdamWState(old.count, mu, nu, new.rms)
+    return jax.tree.map(
+        lambda x: converted if isinstance(x, StableAdamWState) else x,
+        opt_state,
+        is_leaf=lambda x: isinstance(x, StableAdamWState),
+    )
+
+
+def _only(kind, tree, name):
+    """The one node of a kind in a tree."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    found = [node for node in nodes if isinstance(node, kind)]
+    if len(found) != 1:
+        raise ValueError(f"{name} holds {len(found)} {kind.__name__}, must hold exactly one")
+    return found[0]

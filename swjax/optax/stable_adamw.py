@@ -1,0 +1,266 @@
+"""StableAdamW: AdamW whose learning rate shrinks, tensor by tensor, where the second moment lags."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from swjax.optax.rms import TensorRMS, path_name
+
+
+class StableAdamWState(NamedTuple):
+    """State of `stable_adamw`. Both moments are debiased as stored.
+
+    Attributes:
+      count: [] int32, steps taken.
+      mu: like the parameters, in `mu_dtype`: first moment m.
+      nu: like the parameters, float32 (float64 for float64 parameters), real: second moment v.
+      rms: of the last step, see `TensorRMS`; read it with `rms_by_path`.
+    """
+
+    count: jax.Array
+    mu: optax.Updates
+    nu: optax.Updates
+    rms: TensorRMS
+
+
+class Scalars(NamedTuple):
+    """What a step needs besides arrays; each a scalar array, since each may be traced."""
+
+    learning_rate: jax.Array
+    new1: jax.Array  # weight of the new gradient in m: 1 - b1 of Alg. 2
+    new2: jax.Array  # and of its square in v
+    eps: jax.Array
+    weight_decay: jax.Array
+    threshold: jax.Array
+
+
+def stable_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.99,
+    eps: jax.typing.ArrayLike = 1e-6,
+    weight_decay: jax.typing.ArrayLike = 0.2,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    clip_threshold: jax.typing.ArrayLike = 1.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    block_axes: Any | Callable[[optax.Params], Any] | None = None,
+    decoupled_lr: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW with AdaFactor's update clipping. The defaults are the paper's.
+
+    For every tensor separately, with gradient :math:`g` at step :math:`t = 1, 2, \dots`:
+
+    .. math::
+
+      \hat\beta_i &= \beta_i (1 - \beta_i^{t-1}) / (1 - \beta_i^t) \\
+      m &\leftarrow \hat\beta_1 m + (1 - \hat\beta_1) g \\
+      v &\leftarrow \hat\beta_2 v + (1 - \hat\beta_2) |g|^2 \\
+      \mathrm{RMS} &= \sqrt{\mathrm{mean}(|g|^2 / \max(v, \epsilon^2))} \\
+      \eta &= \alpha_t / \max(1, \mathrm{RMS} / d) \\
+      p &\leftarrow p - \eta \lambda p - \eta m / (\sqrt v + \epsilon)
+
+    RMS is near 1 while :math:`v` describes the gradients that arrive and rises when they outgrow it: then
+    plain AdamW takes steps that are too large. RMS never exceeds :math:`\sqrt{1 / (1 - \beta_2)}`.
+
+    Statistics span whole arrays, however jit shards them. Inside `jax.shard_map` an array is the local
+    shard, and so would be its RMS: update the parameters outside.
+
+    Under `optax.inject_hyperparams` every number may be traced; name what is none in `static_args`:
+    "mask", "mu_dtype", "block_axes" where given. For parameters below float32 add
+    `hyperparam_dtype=jnp.float32`, since b2 = 0.999 is 1 in bfloat16.
+
+    Args:
+      learning_rate: :math:`\alpha_t`, a number or a schedule of the steps taken before this one.
+      b1: :math:`\beta_1` in [0, 1).
+      b2: :math:`\beta_2` in [0, 1). Lower is steadier and slower.
+      eps: :math:`\epsilon > 0`.
+      weight_decay: :math:`\lambda \ge 0`, times the learning rate.
+      mask: what decays: a tree of bool like the parameters, or a prefix of it, or a function from the
+        parameters to such a tree. Default: everything.
+      clip_threshold: :math:`d > 0`. `math.inf` for no clipping, which leaves AdamW; any other value above
+        the bound of RMS never clips, and is refused.
+      mu_dtype: of m as stored; default as the parameter. A complex parameter keeps a complex m.
+      block_axes: for parameters that stack several tensors, such as the layers of a scanned model, the
+        axis or axes that enumerate them: None, an int or a tuple of ints, as a tree like `mask`. Each
+        block has its own RMS and rate. A tuple of ints always means axes, never a node of the tree.
+      decoupled_lr: the decay uses the unclipped rate, :math:`\alpha_t \lambda p`. With
+        :math:`\lambda = \lambda' / \max_t \alpha_t` it is the fully decoupled decay of other libraries.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
+
+    Raises:
+      ValueError: a hyper-parameter out of its range (not checked when traced), a block axis that the
+        parameter lacks, or an update without parameters.
+
+    >>> params = {"w": jnp.array([1.0, -2.0, 3.0])}
+    >>> optimizer = stable_adamw(learning_rate=0.1)
+    >>> state = optimizer.init(params)
+    >>> loss = lambda params: jnp.sum(params["w"] ** 2)
+    >>> for _ in range(60):
+    ...     updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> bool(loss(params) < 0.1)
+    True
+
+    References:
+      Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023,
+      https://arxiv.org/abs/2304.13013, algorithm 2.
+      Shazeer and Stern, "Adafactor", 2018, https://arxiv.org/abs/1804.04235, section 6: update clipping.
+    """
+    _validate(b1, b2, eps, weight_decay, clip_threshold)
+
+    def init(params):
+        return StableAdamWState(
+            count=jnp.zeros([], jnp.int32),
+            mu=jax.tree.map(lambda p: jnp.zeros_like(p, _mu_dtype(p, mu_dtype)), params),
+            nu=jax.tree.map(lambda p: jnp.zeros_like(p, _real(_compute_dtype(p))), params),
+            rms=TensorRMS.zeros(params, _block_axes(block_axes, params)),
+        )
+
+    def update(grads, state, params=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(
+                "stable_adamw needs the parameters, got params=None: "
+                "call update(grads, state, params)"
+            )
+        count = optax.safe_increment(state.count)
+        dtype = jnp.result_type(float)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        new1, new2 = (one_minus_power(b, 1) / one_minus_power(b, count) for b in (b1, b2))
+        numbers = (rate, new1, new2, eps, weight_decay, clip_threshold)
+        scalars = Scalars(*(jnp.asarray(x, dtype) for x in numbers))
+
+        leaves, treedef = jax.tree.flatten(params)
+        trees = (treedef.flatten_up_to(tree) for tree in (grads, state.mu, state.nu))
+        static = (_decays(mask, params), _block_axes(block_axes, params))
+        steps = [
+            _step(*leaf, scalars, decays, axes, decoupled_lr)
+            for *leaf, decays, axes in zip(leaves, *trees, *static, strict=True)
+        ]
+        updates, mu, nu, rms = zip(*steps) if steps else ((), (), (), ())
+        updates, mu, nu = (treedef.unflatten(column) for column in (updates, mu, nu))
+        return updates, StableAdamWState(count, mu, nu, state.rms.replace(rms))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], decoupled_lr: bool):
+    """Algorithm 2 for one tensor. Returns (update, m, v, RMS of each block).
+
+    The rate needs the RMS of the whole tensor, so a compiled step makes two passes. The least memory
+    traffic is then 36 bytes a float32 parameter: reduce over g and v (read 8; or also write v, 12), then
+    read p, g, m, v and write p, m, v (28; or 24). Nothing here is kept between the passes but v.
+    """
+    dtype = _compute_dtype(p)
+    s = Scalars(*(x.astype(_real(dtype)) for x in scalars))
+    g = g.astype(dtype)
+    squared = (g * g.conj()).real
+    new_m = (1 - s.new1) * m.astype(dtype) + s.new1 * g
+    new_v = (1 - s.new2) * v + s.new2 * squared
+
+    reduced = tuple(axis for axis in range(p.ndim) if axis not in axes)
+    size = max(1, math.prod(p.shape[axis] for axis in reduced))  # an empty tensor has RMS 0
+    ratio = squared / jnp.maximum(new_v, jnp.square(s.eps))
+    rms = jnp.sqrt(jnp.sum(ratio, reduced, keepdims=True) / size)
+    rate = s.learning_rate / jnp.maximum(1, rms / s.threshold)
+
+    change = rate * (new_m / (jnp.sqrt(new_v) + s.eps))
+    if decays:
+        decay_rate = s.learning_rate if decoupled_lr else rate
+        change += decay_rate * s.weight_decay * p.astype(dtype)
+    return -change.astype(p.dtype), new_m.astype(m.dtype), new_v, jnp.squeeze(rms, reduced)
+
+
+def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Array:
+    """1 - b^t, accurate where b^t is near 1 and the subtraction would lose digits.
+
+    With it Alg. 2's 1 - b_i, the weight of the new gradient, is (1 - b) / (1 - b^t).
+
+    Args:
+      b: [] in [0, 1), traced or not.
+      t: [] integer.
+
+    >>> f"{one_minus_power(0.999999, 3):.4g}", f"{1 - jnp.float32(0.999999) ** 3:.4g}"
+    ('3e-06', '2.98e-06')
+    """
+    dtype = jnp.result_type(float)
+    tiny = float(jnp.finfo(dtype).tiny)  # b = 0: log(0) * 0 would be NaN
+    if isinstance(b, jax.Array):
+        log_b = jnp.log(jnp.maximum(b.astype(dtype), tiny))
+    else:
+        log_b = math.log(max(b, tiny))  # in double precision: 0.999999 is not a float32
+    return -jnp.expm1(jnp.asarray(t, dtype) * log_b)
+
+
+def _decays(mask, params) -> list[bool]:
+    """Whether each leaf decays."""
+    if mask is None:
+        return [True] * len(jax.tree.leaves(params))
+    return jax.tree.leaves(jax.tree.broadcast(mask(params) if callable(mask) else mask, params))
+
+
+def _block_axes(block_axes, params) -> list[tuple[int, ...]]:
+    """The axes of each leaf that enumerate blocks, non-negative and ascending."""
+    named = jax.tree_util.tree_leaves_with_path(params)
+    if block_axes is None or not named:  # a placeholder of optax.tree.map_params has no leaves
+        return [()] * len(named)
+
+    def is_axes(x):
+        return x is None or (isinstance(x, tuple) and all(isinstance(axis, int) for axis in x))
+
+    tree = block_axes(params) if callable(block_axes) else block_axes
+    spread = jax.tree.broadcast(tree, params, is_leaf=is_axes)
+    leaves = jax.tree.leaves(spread, is_leaf=is_axes)
+    return [_normalise(axes, path, p) for axes, (path, p) in zip(leaves, named, strict=True)]
+
+
+def _normalise(axes, path, p) -> tuple[int, ...]:
+    axes = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+    if not all(-p.ndim <= axis < p.ndim for axis in axes):
+        raise ValueError(
+            f"block_axes={axes} lie outside parameter {path_name(path)!r} of shape {p.shape}: "
+            f"name axes it has, or None for one RMS"
+        )
+    return tuple(sorted({axis % p.ndim for axis in axes}))
+
+
+def _compute_dtype(p):
+    return jnp.promote_types(p.dtype, jnp.float32)
+
+
+def _real(dtype):
+    return jnp.finfo(dtype).dtype
+
+
+def _mu_dtype(p, mu_dtype):
+    same_kind = mu_dtype and jnp.iscomplexobj(p) == jnp.issubdtype(mu_dtype, jnp.complexfloating)
+    return mu_dtype if same_kind else p.dtype
+
+
+def _validate(b1, b2, eps, weight_decay, clip_threshold):
+    """Checks what is known now; a traced value is not."""
+
+    def require(name, value, holds, rule):
+        if not isinstance(value, jax.core.Tracer) and not holds(value):
+            raise ValueError(f"stable_adamw's {name} must {rule}, got {value}")
+
+    require("b1", b1, lambda x: 0 <= x < 1, "lie in [0, 1)")
+    require("b2", b2, lambda x: 0 <= x < 1, "lie in [0, 1)")
+    require("eps", eps, lambda x: x > 0, "be positive: it keeps a zero gradient from giving 0/0")
+    require("weight_decay", weight_decay, lambda x: x >= 0, "be at least 0")
+    require("clip_threshold", clip_threshold, lambda x: x > 0, "be positive (math.inf: no clipping)")
+    if isinstance(b2, jax.core.Tracer) or isinstance(clip_threshold, jax.core.Tracer):
+        return
+    bound = math.sqrt(1 / (1 - b2))
+    if bound * (1 + 1e-6) < clip_threshold < math.inf:
+        raise ValueError(
+            f"stable_adamw's clip_threshold={clip_threshold} never clips: at b2={b2} the RMS stays below "
+            f"{bound:.4g}. Lower it, or pass math.inf for no clipping"
+        )
