@@ -151,9 +151,7 @@ class Options:
         _check_choice("gelu", self.gelu, GELUS)
         _check_choice("remat", self.remat, REMAT)
         multiple = 8 if self.attention == "cudnn" else 1
-        if self.token_multiple is None:
-            object.__setattr__(self, "token_multiple", multiple)
-        if self.token_multiple < 1 or self.token_multiple % multiple:
+        if self.padded_multiple < 1 or self.padded_multiple % multiple:
             raise ValueError(
                 f"token_multiple must be a positive multiple of {multiple} with "
                 f"attention={self.attention!r}, got {self.token_multiple}: leave it None"
@@ -163,9 +161,15 @@ class Options:
                 "attention='cudnn' computes in 16 bits, got dtype='float32': "
                 "set dtype='bfloat16', or attention='xla'"
             )
-
         for tower in TOWERS:
             self.recipes(tower)  # one that does not exist fails here
+
+    @property
+    def padded_multiple(self) -> int:
+        """What the number of tokens is padded to a multiple of."""
+        if self.token_multiple is not None:
+            return self.token_multiple
+        return 8 if self.attention == "cudnn" else 1
 
     def recipes(self, tower: str) -> dict[str, Recipe]:
         """The recipe of each linear layer of a tower's blocks: {"attn/q": ..., ...}.

@@ -107,15 +107,17 @@ class Attention(nnx.Module):
         if self.ln_q is not None:
             q, k = self.ln_q(q), self.ln_k(k)
         lengths = None if length == tokens else jnp.full(batch, length, jnp.int32)
-        mixed = jax.nn.dot_product_attention(  # scores and softmax in float32
-            q,
-            k,
-            v,
-            is_causal=self.causal,
-            query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths,
-            implementation=self.implementation,
-        )
+        # JAX's own code promotes 16-bit queries to float32 scores, strict promotion or not.
+        with jax.numpy_dtype_promotion("standard"):
+            mixed = jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=self.causal,
+                query_seq_lengths=lengths,
+                key_value_seq_lengths=lengths,
+                implementation=self.implementation,
+            )
         return self.out(mixed.reshape(x.shape))
 
 
@@ -225,7 +227,7 @@ def apply_blocks(
     """
     graph, stacked = nnx.split(blocks)
     length = x.shape[1]
-    x = _pad_tokens(x, options.token_multiple)
+    x = _pad_tokens(x, options.padded_multiple)
 
     def step(x, parameters):
         y = nnx.merge(graph, parameters)(x, length)
