@@ -167,15 +167,7 @@ def draw_accuracy(figure, metrics: Metrics, theme: Theme) -> str:
     axes = _axes(figure.subplots(), "step")
     for (label, series), color in zip(shown.items(), theme.series, strict=False):
         axes.plot(series.step, 100 * series.value, color=color, marker="o", markersize=3.5)
-        axes.annotate(
-            f"{label}\n{series.last:.1%}",
-            (series.step[-1], 100 * series.last),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=color,
-            va="center",
-            annotation_clip=False,
-        )
+        _note(axes, (series.step[-1], 100 * series.last), f"{label}\n{series.last:.1%}", color)
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_ylim(bottom=0)
     chance = [metrics[name].last for name in metrics if "chance_top1" in name]
@@ -191,17 +183,9 @@ def draw_rms(figure, metrics: Metrics, theme: Theme) -> str:
     events = rms.value >= RMS_EVENT
     axes.plot(rms.step[events], rms.value[events], ".", color=theme.series[1], markersize=5)
     axes.set_ylim(0, max(3.0, 1.08 * np.nanmax(rms.value, initial=0.0)))
-    for level, text in ((1.0, "updates shrink above 1"), (RMS_EVENT, f"RMS event: {RMS_EVENT}")):
+    for level, text in ((1.0, "lags\nabove 1"), (RMS_EVENT, f"RMS event\nfrom {RMS_EVENT}")):
         axes.axhline(level, color=theme.muted, linewidth=1, linestyle=(0, (4, 3)))
-        axes.annotate(
-            text,
-            (1, level),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            color=theme.muted,
-        )
+        _note(axes, (1, level), text, theme.muted, xycoords=("axes fraction", "data"))
     return (
         f"Above 1 the second moment lags behind the gradient. RMS reached {RMS_EVENT} in "
         f"{int(events.sum())} of {len(events)} steps."
@@ -223,14 +207,7 @@ def draw_features(figure, metrics: Metrics, theme: Theme) -> str:
         axes.plot(block.step, values, color=ramp(i / max(1, len(series) - 1)), linewidth=1.4)
     labels = {0: "first block", len(series) - 1: "last block"} if len(series) > 1 else {0: "block"}
     for i, text in labels.items():
-        axes.annotate(
-            text,
-            (series[i].step[-1], ends[i][-1]),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            annotation_clip=False,
-        )
+        _note(axes, (series[i].step[-1], ends[i][-1]), text, theme.ink)
     axes.set_ylim(bottom=0)
     return (
         f"Mean |x| of the output of each of the {len(series)} vision blocks, pale to strong from first "
@@ -247,7 +224,9 @@ def draw_optimizer(figure, metrics: Metrics, theme: Theme) -> str:
     }
     shown = {label: series for label, series in shown.items() if series}
     if not shown:
-        raise Missing("No train/learning_rate, train/grad_norm or train/logit_scale in metrics.jsonl.")
+        raise Missing(
+            "No train/learning_rate, train/grad_norm or train/logit_scale in metrics.jsonl."
+        )
     rows = np.ravel(figure.subplots(len(shown), sharex=True))
     for axes, (label, series) in zip(rows, shown.items(), strict=True):
         _axes(axes, "step" if axes is rows[-1] else "")
@@ -283,6 +262,20 @@ def _axes(axes, label: str):
     axes.margins(x=0.02)
     axes.set_xlabel(label, loc="right")
     return axes
+
+
+def _note(axes, point, text: str, color: str, **kwargs) -> None:
+    """Text right of a point, outside the axes if the point is at their edge."""
+    axes.annotate(
+        text,
+        point,
+        xytext=(7, 0),
+        textcoords="offset points",
+        color=color,
+        va="center",
+        annotation_clip=False,
+        **kwargs,
+    )
 
 
 def _need(metrics: Metrics, name: str, why: str) -> Series:

@@ -85,7 +85,9 @@ def _tile(title: str, value: str, note: str) -> str:
 
 def _predictions(predictions: list[dict]) -> str:
     if not predictions:
-        return "<p class='missing'>No predictions: the run has not reached its final evaluation.</p>"
+        return (
+            "<p class='missing'>No predictions: the run has not reached its final evaluation.</p>"
+        )
     first = sum(p["guesses"][:1] == [p["name"]] for p in predictions)
     within = sum(p["name"] in p["guesses"] for p in predictions)
     cards = "".join(_prediction(p) for p in predictions)
@@ -133,9 +135,11 @@ def _score_rows(results: dict[str, float]) -> Iterable[str]:
         if "chance" in name:
             continue
         chance = results.get(chance_name(name))
-        cells = [percent(value), percent(chance), f"{value / chance:.0f}×"] if chance else [
-            f"{value:.4g}", "", ""
-        ]
+        cells = (
+            [percent(value), percent(chance), f"{value / chance:.0f}×"]
+            if chance
+            else [f"{value:.4g}", "", ""]
+        )
         columns = "".join(f"<td>{cell}</td>" for cell in cells)
         yield f"<tr><td>{escape(label(name))}</td>{columns}</tr>"
 

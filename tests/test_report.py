@@ -1,0 +1,184 @@
+"""The report page: complete for a whole run, telling what is missing for any other."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from swjax import report
+from swjax.report import charts, records
+
+SCORES = {
+    "zeroshot/emoji_top1": 0.2134,
+    "zeroshot/emoji_chance_top1": 0.00244,
+    "test/image_to_text_R@10": 0.634,
+    "test/image_to_text_chance_R@10": 0.0244,
+}
+
+
+def prediction(name, *guesses):
+    image = np.random.default_rng(0).integers(0, 256, (8, 8, 4), np.uint8)
+    return SimpleNamespace(image=image, name=name, guesses=guesses, cosines=(0.5, 0.4, 0.3))
+
+
+PREDICTIONS = [
+    prediction("cat", "cat", "dog", "owl"),
+    prediction("<b>cow</b>", "dog", "<b>cow</b>", "owl"),
+    prediction("bee", "dog", "fox", "owl"),
+]
+
+
+def record(step):
+    line = {"step": step, "time": 0.5 * step, "train/loss": 4.0 / step, "train/grad_norm": 1.0}
+    line |= {"train/learning_rate": 1e-3, "train/logit_scale": 14.3}
+    line |= {charts.PATCH_RMS: 2.5 if step == 3 else 0.8, "stability/rms/text/other": 1.0}
+    line |= {f"{charts.FEATURES}/{block}": 0.1 * (block + 1) for block in range(11)}
+    line |= {
+        "perf/samples_per_sec_per_device": 512.0,
+        "perf/data_wait_frac": 0.02,
+        "perf/mfu": None,
+    }
+    if step % 4 == 0:
+        line |= {"zeroshot/emoji_top1": 0.1, "zeroshot/emoji_chance_top1": 0.0024}
+        line |= {"zeroshot/emoji_top5": 0.3, "val/image_to_text_R@10": 0.5}
+    return line
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    lines = [json.dumps(record(step)) for step in range(1, 13)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    config = {
+        "model": {"name": "tiny", "recipe": "switchback"},
+        "data": {"name": "emoji"},
+        "train": {"batch_size": 128},
+        "optimizer": {"name": "stable_adamw"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "env.txt").write_text("command: python train.py --config=a&b\njax: 0.10.2\n")
+    return tmp_path
+
+
+class Page(HTMLParser):
+    """Checks that tags close, and collects the text and the images' sources."""
+
+    VOID = ("meta", "img", "source", "br")
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.text, self.urls = [], "", []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.urls += [v for k, v in attrs if k in ("src", "srcset", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+
+def test_page_of_a_whole_run(workdir):
+    path = report.write(
+        workdir, results=SCORES, predictions=PREDICTIONS, attribution="OpenMoji CC BY-SA 4.0"
+    )
+    assert path == workdir / "report" / "index.html"
+    page = Page(path)
+    for text in (
+        "CLIP tiny in switchback on emoji",
+        "12 steps of 128 · 6 s · stable_adamw",
+        "21.3%chance 0.24%",
+        "Image to text R@1063.4%2.4%26×",
+        "1 right at the first guess, 2 within 3",
+        "RMS reached 2.3 in 1 of 12 steps",
+        "11 vision blocks",
+        "the last is 11 times the first",  # blocks in numeric order: /10 after /9
+        "Waiting for data: 2%",
+        "✓ cat",
+        "~ <b>cow</b>",  # escaped, not markup
+        "✗ bee",
+        "python train.py --config=a&b",
+        "0.10.2",
+        "OpenMoji CC BY-SA 4.0",
+    ):
+        assert text in page.text, text
+    assert "No " not in page.text
+    # Self-contained: every picture is inside, and beside the page as a file.
+    assert len(page.urls) == 2 * len(charts.CHARTS) + len(PREDICTIONS)
+    assert all(url.startswith("data:image/png;base64,iVBOR") for url in page.urls)
+    assert {p.name for p in path.parent.glob("*.png")} == {
+        name + theme for name in charts.CHARTS for theme in (".png", "-dark.png")
+    }
+    assert len(list(path.parent.glob("images/*.png"))) == 3
+
+
+def test_run_without_evaluation_or_stable_adamw(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    keep = re.compile(r"step|time|train/loss|train/grad_norm")
+    lines = [{k: v for k, v in json.loads(line).items() if keep.fullmatch(k)} for line in lines]
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = report.write(workdir)
+    page = Page(path)
+    for text in (
+        "set config.eval.every_steps",
+        "only optimizer.name=stable_adamw measures it",
+        "No stability/feature_mean_abs/vision/<block>",
+        "No perf/samples_per_sec_per_device",
+        "No scores: the run has not reached its final evaluation",
+        "No predictions",
+    ):
+        assert text in page.text, text
+    drawn = {p.name for p in path.parent.glob("*.png")}
+    assert drawn == {"loss.png", "loss-dark.png", "optimizer.png", "optimizer-dark.png"}
+
+
+def test_empty_workdir(tmp_path):
+    page = Page(report.write(tmp_path))
+    assert "No train/loss in metrics.jsonl: the run has written no step yet" in page.text
+    assert "the run has no env.txt" in page.text
+
+
+def test_diverged_run_and_a_line_cut_off(workdir):
+    with open(workdir / "metrics.jsonl", "a") as file:
+        for step in (13, 14):
+            file.write(json.dumps(record(step) | {"train/loss": None}) + "\n")
+        file.write('{"step": 15, "train/lo')
+    assert "Not finite from step 13 on, in 2 steps" in Page(report.write(workdir)).text
+
+
+def test_making_the_page_again_keeps_scores_and_predictions(workdir):
+    path = report.write(workdir, results=SCORES, predictions=PREDICTIONS, attribution="by us")
+    before = path.read_bytes()
+    path.unlink()
+    done = subprocess.run(
+        [sys.executable, "-m", "swjax.report", str(workdir)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(path), "")
+    assert path.read_bytes() == before
+
+
+def test_a_missing_workdir_is_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "swjax.report", str(tmp_path / "no")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"swjax.report: .*/no is not a directory: .*\n", done.stderr)
+
+
+def test_smooth_matches_brute_force():
+    values = np.random.default_rng(0).normal(size=20)
+    values[[3, 4, 5, 11]] = np.nan
+    windows = [values[max(0, i - 1) : i + 2] for i in range(20)]
+    expected = [np.nanmean(w) if np.isfinite(w).any() else np.nan for w in windows]
+    np.testing.assert_allclose(records.smooth(values, 3), expected, rtol=1e-12)
