@@ -1,0 +1,49 @@
+# make train   sets up .venv once, trains the default run and writes its report
+# make test    passes the tests             make test ARGS="tests/test_losses.py -x"
+# make report  makes the page of a run again
+# make clean   removes what setting up and testing made, not runs/ and data/
+# Everything these commands write stays in this folder.
+
+CONFIG := configs/openmoji.py
+WORKDIR := runs/openmoji
+ARGS :=
+# The first that is 3.11 or later; or name one: make train PYTHON=/path/to/python
+PYTHON := python3.12 python3.11 python3.13 python3 python
+
+BIN := .venv/bin
+CREATED := .venv/.created
+READY := .venv/.ready
+
+# Libraries would else keep these in the home directory.
+export XDG_CACHE_HOME := $(CURDIR)/.cache
+export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
+export TFDS_DATA_DIR := $(CURDIR)/data
+
+.PHONY: train test report clean
+
+train: $(READY)
+	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+report: $(READY)
+	@$(BIN)/python -m swjax.report $(WORKDIR)
+
+# Again whenever the requirements change, and after an interruption.
+$(READY): $(CREATED) pyproject.toml requirements/constraints.txt
+	@echo "installing into .venv: about a minute, once"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
+	  --constraint requirements/constraints.txt --editable '.[test]'
+	@touch $@
+
+$(CREATED):
+	@for python in $(PYTHON); do \
+	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then $$python -m venv --clear .venv && touch $@; exit; fi; \
+	done; \
+	echo "no Python 3.11 or later with venv among: $(PYTHON). Install one, or name it: make PYTHON=/path/to/python" >&2; \
+	exit 1
+
+clean:
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .ruff_cache
