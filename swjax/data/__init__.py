@@ -1,0 +1,16 @@
+"""Image-text data: sources of examples, batches of them, captions as tokens, pixels as floats."""
+
+from swjax.data.loader import loader
+from swjax.data.preprocess import preprocess, random_resized_crop
+from swjax.data.sources import Source, prepare, source
+from swjax.data.tokenizer import tokenize
+
+__all__ = [
+    "Source",
+    "loader",
+    "prepare",
+    "preprocess",
+    "random_resized_crop",
+    "source",
+    "tokenize",
+]

@@ -1,0 +1,82 @@
+"""What there is to learn: 1,914 emoji with their words, in families that no split takes apart."""
+
+import dataclasses
+import functools
+import hashlib
+import re
+from importlib import resources
+
+_GENDER = re.compile(
+    r"\b(man|men|woman|women|person|people|boy|girl|child|male|female)\b|: facing right"
+)
+_GROUPS_OF_PEOPLE = re.compile(r"(family|kiss|couple with heart)(?=:|$)")
+# Siblings whose names do not show it.
+_FAMILIES = {
+    **dict.fromkeys(("old", "older"), "old"),
+    **dict.fromkeys(("holding hands", "and holding hands"), "holding hands"),
+    **dict.fromkeys(("prince", "princess", "with crown"), "royalty"),
+    **dict.fromkeys(("merperson", "merman", "mermaid"), "merperson"),
+    **dict.fromkeys(("mx claus", "mrs. claus", "santa claus"), "claus"),
+    **dict.fromkeys(("breast-feeding", "feeding baby"), "feeding baby"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Concept:
+    """One emoji: what it is, not how it is drawn.
+
+    Attributes:
+      code: its code points, such as "1F44B" or "2764-FE0F".
+      name: English name of Unicode CLDR.
+      keywords: English keywords of Unicode CLDR.
+      group: one of Unicode's ten groups, such as "animals-nature".
+      subgroup: such as "animal-bird".
+    """
+
+    code: str
+    name: str
+    keywords: tuple[str, ...]
+    group: str
+    subgroup: str
+
+    @property
+    def family(self) -> str:
+        """A name shared with the emoji that differ from this one in gender or direction only.
+
+        >>> {c.family for c in concepts() if c.name in ("man judge", "judge")}
+        {'judge'}
+        """
+        people = _GROUPS_OF_PEOPLE.match(self.name)
+        if people:
+            return people[0]
+        name = " ".join(_GENDER.sub(" ", self.name.lower()).split()).removeprefix(": ")
+        return _FAMILIES.get(name, name)
+
+    @property
+    def split(self) -> str:
+        """train, val or test: 70, 10 and 20 % of the families, by a hash of the family's name."""
+        digest = hashlib.sha256(self.family.encode()).digest()
+        percentile = int.from_bytes(digest[:8]) * 100 >> 64
+        return "test" if percentile < 20 else "val" if percentile < 30 else "train"
+
+
+@functools.cache
+def concepts() -> tuple[Concept, ...]:
+    """Returns all concepts, in Unicode's order: with neither skin tones nor components."""
+    table = resources.files(__package__).joinpath("table.tsv").read_text(encoding="utf-8")
+    rows = (line.split("\t") for line in table.splitlines() if not line.startswith("#"))
+    return tuple(
+        Concept(code, name, tuple(keywords.split(",")), group, subgroup)
+        for code, name, keywords, group, subgroup in rows
+        if group != "component"
+    )
+
+
+def file_key(code: str) -> str:
+    """Returns what the file names of one emoji have in common, however a set writes them.
+
+    >>> file_key("0031-FE0F-20E3"), file_key("31-20e3")
+    ('31-20E3', '31-20E3')
+    """
+    points = (point.lstrip("0") for point in code.upper().split("-"))
+    return "-".join(point for point in points if point != "FE0F")

@@ -1,0 +1,98 @@
+"""Draws emoji: SVG files of the installed packages -> trimmed PNGs, in several styles.
+
+Run as a script it is a worker process: tasks come as pickles on stdin, drawings go to stdout. It
+imports nothing of swjax, so that workers start fast and need no guarded main module.
+"""
+
+import io
+import pickle
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import resvg_py
+from PIL import Image
+
+SIZE = 96  # pixels, height = width
+OPENMOJI_STYLES = ("colour", "line", "flat", "thin")
+TWEMOJI_STYLE = "twemoji"
+
+_PROBE = 48  # pixels at which a drawing's bounding box is read
+_VISIBLE = 16  # of 255, opacity
+_FILLED = ("color", "skin", "hair")  # how the ids of OpenMoji's groups begin
+_STROKED = ("line",)
+_THIN = "* { stroke-width: 1 }"  # OpenMoji's strokes are 2 wide
+
+
+def draw(svg: str, styles: tuple[str, ...]) -> dict[str, bytes]:
+    """Returns a PNG for each style, leaving out styles in which nothing would be seen.
+
+    All styles share one frame: the smallest square around the whole drawing.
+
+    Args:
+      svg: the file's text.
+      styles: of OPENMOJI_STYLES, or TWEMOJI_STYLE, which is the file as it is.
+    """
+    root = ElementTree.fromstring(svg)
+    frame = _frame(root)
+    if frame is None:
+        return {}
+    root.set("viewBox", " ".join(f"{value:g}" for value in frame))
+    drawings = {}
+    for style in styles:
+        hidden = {"line": _FILLED, "flat": _STROKED}.get(style, ())
+        png = _render(_without(root, hidden), SIZE, style_sheet=_THIN if style == "thin" else None)
+        if _bounding_box(png) is not None:
+            drawings[style] = png
+    return drawings
+
+
+def _render(root, size: int, style_sheet: str | None = None) -> bytes:
+    for name in ("width", "height"):
+        root.attrib.pop(name, None)
+    svg = ElementTree.tostring(root, encoding="unicode")
+    return resvg_py.svg_to_bytes(
+        svg_string=svg, width=size, height=size, style_sheet=style_sheet, skip_system_fonts=True
+    )
+
+
+def _bounding_box(png: bytes) -> tuple[int, int, int, int] | None:
+    opacity = Image.open(io.BytesIO(png)).convert("RGBA").getchannel("A")
+    return opacity.point(lambda value: 255 * (value >= _VISIBLE)).getbbox()
+
+
+def _frame(root) -> tuple[float, float, float, float] | None:
+    """Returns the viewBox that trims a drawing, or None where there is nothing to see."""
+    left, top, width, height = map(float, root.get("viewBox").split())
+    box = _bounding_box(_render(root, _PROBE))
+    if box is None:
+        return None
+    unit = max(width, height) / _PROBE
+    x0, y0, x1, y1 = (value * unit for value in box)
+    side = max(x1 - x0, y1 - y0)
+    return left + (x0 + x1 - side) / 2, top + (y0 + y1 - side) / 2, side, side
+
+
+def _without(root, prefixes: tuple[str, ...]):
+    """Returns the drawing without the groups whose id begins with one of the prefixes."""
+    if not prefixes:
+        return root
+    kept = ElementTree.Element(root.tag, root.attrib)
+    kept.extend(e for e in root if not e.get("id", "").startswith(prefixes))
+    return kept
+
+
+def main() -> None:
+    """Answers tasks (path, styles) with {style: PNG} until stdin ends."""
+    while True:
+        try:
+            path, styles = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        with open(path, encoding="utf-8") as file:
+            answer = draw(file.read(), styles)
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

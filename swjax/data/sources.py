@@ -1,0 +1,68 @@
+"""Data sets by name."""
+
+from typing import Protocol
+
+
+class Source(Protocol):
+    """What a loader, an evaluator and the report need of a data set: examples by number.
+
+    Attributes:
+      class_names: name of each label; () where examples belong to no classes.
+      templates: prompts for zero-shot classification, such as "a drawing of {}".
+      attribution: whose work it is, for the report.
+      photographs: whether the loader crops the images at random in training.
+    """
+
+    class_names: tuple[str, ...]
+    templates: tuple[str, ...]
+    attribution: str
+    photographs: bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict:
+        """Returns at least image (uint8 [h, w, 3 or 4]), label (int), captions (of strings)."""
+
+    def captions(self, label: int) -> tuple[str, ...]:
+        """Returns all that is said of a label's images, the shortest and plainest first."""
+
+
+def source(name: str, split: str, *, data_dir: str = "data", **options) -> Source:
+    """Opens a split of a data set, and prepares the data set at its first use.
+
+    Args:
+      name: emoji, synthetic or tfds.
+      split: train, val or test; of tfds as the data set has it.
+      data_dir: where prepared data sets are kept.
+      **options: of emoji: task, config; of synthetic: image_size, classes, examples; of tfds:
+        builder, image_key, text_key.
+
+    Raises:
+      ValueError: if there is no such data set, split or option.
+      ModuleNotFoundError: if a package that it needs is not installed; the message names it.
+
+    >>> patterns = source("synthetic", "val", image_size=8, classes=10, examples=25)
+    >>> len(patterns), patterns[12]["label"], patterns[12]["captions"]
+    (25, 2, ('pattern 2',))
+    """
+    try:
+        if name == "emoji":
+            from swjax.data.emoji.source import Emoji
+
+            return Emoji(split, data_dir=data_dir, **options)
+        if name == "synthetic":
+            from swjax.data.synthetic import Synthetic
+
+            return Synthetic(split, **options)
+        if name == "tfds":
+            from swjax.data.tfds_source import TFDS
+
+            return TFDS(split, data_dir=data_dir, **options)
+    except TypeError as error:  # an option that the constructor does not have, or needs
+        raise ValueError(f"data set {name!r}: {error}") from error
+    raise ValueError(f"there is no data set {name!r}; there are emoji, synthetic, tfds")
+
+
+def prepare(name: str, *, data_dir: str = "data", **options) -> None:
+    """Prepares a data set ahead of its first use; at once if that was done."""
+    source(name, "train", data_dir=data_dir, **options)

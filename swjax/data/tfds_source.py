@@ -1,0 +1,100 @@
+"""Image-text pairs of any prepared TensorFlow Datasets builder, without TensorFlow."""
+
+import functools
+import io
+
+import numpy as np
+
+
+class TFDS:
+    """One split of a data set of photographs with captions.
+
+    Every example is a class of its own: nothing but its own captions matches an image.
+
+    Attributes:
+      class_names: (): there are no classes.
+      templates: ().
+      attribution: the data set's citation.
+      photographs: True: the loader crops at random in training, and in the middle otherwise.
+    """
+
+    class_names = ()
+    templates = ()
+    photographs = True
+
+    def __init__(
+        self,
+        split: str,
+        *,
+        data_dir: str = "data",
+        builder: str,
+        image_key: str = "image",
+        text_key: str = "caption",
+    ):
+        """Opens the data set.
+
+        Args:
+          split: as TFDS has it: "train", "train[:90%]".
+          data_dir: where it was prepared, in the format array_record.
+          builder: its name: "coco_captions", "name/config:version".
+          image_key: feature with the image; features inside others are separated by "/".
+          text_key: feature with one caption or several.
+        """
+        import tensorflow_datasets as tfds
+
+        self._arguments = dict(
+            data_dir=data_dir, builder=builder, image_key=image_key, text_key=text_key
+        )
+        self._split, self._image_key, self._text_key = split, image_key, text_key
+        try:
+            opened = tfds.builder(builder, data_dir=data_dir)
+        except tfds.core.DatasetNotFoundError:
+            raise ValueError(
+                f"no TFDS data set {builder!r} in {data_dir!r}: prepare it there with "
+                f"tfds.builder({builder!r}, data_dir={str(data_dir)!r}, "
+                'file_format="array_record").download_and_prepare()'
+            ) from None
+        if split.partition("[")[0] not in opened.info.splits:
+            raise ValueError(
+                f"{builder!r} has no split {split!r}; it has {', '.join(opened.info.splits)}"
+            )
+        decoders: dict = {}
+        *parents, leaf = image_key.split("/")
+        functools.reduce(lambda tree, key: tree.setdefault(key, {}), parents, decoders)[leaf] = (
+            tfds.decode.SkipDecoding()
+        )
+        self._records = opened.as_data_source(split=split, decoders=decoders)
+        self.attribution = opened.info.citation
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> dict:
+        """Returns image (uint8 [h, w, 3]), label (the index) and captions."""
+        from PIL import Image
+
+        record = self._records[index]
+        image = Image.open(io.BytesIO(_at(record, self._image_key))).convert("RGB")
+        return {
+            "image": np.asarray(image),
+            "label": index,
+            "captions": _texts(_at(record, self._text_key)),
+        }
+
+    def __reduce__(self):
+        return functools.partial(TFDS, **self._arguments), (self._split,)
+
+    def captions(self, label: int) -> tuple[str, ...]:
+        """Returns the captions of an example."""
+        return _texts(_at(self._records[label], self._text_key))
+
+
+def _at(record: dict, path: str):
+    try:
+        return functools.reduce(lambda tree, key: tree[key], path.split("/"), record)
+    except (KeyError, TypeError):
+        raise ValueError(f"no feature {path!r} in the data set; it has {sorted(record)}") from None
+
+
+def _texts(value) -> tuple[str, ...]:
+    return tuple(np.char.decode(np.atleast_1d(np.asarray(value, np.bytes_)), "utf-8").tolist())

@@ -1,0 +1,152 @@
+"""CLIP's tokenizer: lower-cased byte-pair encoding, exactly as OpenAI's CLIP and open_clip do it.
+
+The vocabulary file bpe_simple_vocab_16e6.txt.gz is OpenAI's, under the MIT licence
+(LICENSE-bpe_simple_vocab.txt, beside it).
+"""
+
+import functools
+import gzip
+import html
+import re
+from collections.abc import Sequence
+from importlib import resources
+
+import numpy as np
+
+VOCABULARY_SIZE = 49_408
+START_OF_TEXT = VOCABULARY_SIZE - 2
+END_OF_TEXT = VOCABULARY_SIZE - 1  # the largest id: CLIP finds a caption's end by argmax
+_BYTES = 256
+_MERGES = VOCABULARY_SIZE - 2 * _BYTES - 2
+
+# A word is a special token, an English contraction's ending, letters, one digit, or other signs.
+_WORD = r"<start_of_text>|<end_of_text>|'s|'t|'re|'ve|'m|'ll|'d|{letter}+|{digit}|[^\s{others}]+"
+_ASCII_WORD = re.compile(_WORD.format(letter="[a-z]", digit="[0-9]", others="a-z0-9"))
+_WORDS_KEPT = 2**18  # words remembered with their ids; a crawl's vocabulary has a long tail
+
+
+def tokenize(texts: str | Sequence[str], context_length: int = 77) -> np.ndarray:
+    """Returns the token ids of captions: start, the words' ids, end, zeros.
+
+    A caption longer than the context is cut; its last id is then the end of text.
+
+    Args:
+      texts: captions; one string is a batch of one.
+      context_length: ids in a row.
+
+    Returns:
+      int32 [len(texts), context_length].
+
+    Raises:
+      ValueError: if the context cannot hold the start and the end of a text.
+
+    >>> tokenize(["a photo of a cat", ""], context_length=8)
+    array([[49406,   320,  1125,   539,   320,  2368, 49407,     0],
+           [49406, 49407,     0,     0,     0,     0,     0,     0]], dtype=int32)
+
+    References:
+      Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021,
+      https://arxiv.org/abs/2103.00020
+    """
+    if context_length < 2:
+        raise ValueError(
+            f"context_length must be at least 2, the start and the end of a text; it is "
+            f"{context_length}: CLIP's is 77"
+        )
+    texts = [texts] if isinstance(texts, str) else texts
+    tokens = np.zeros((len(texts), context_length), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        ids = encode(text)[: context_length - 2]
+        row[0] = START_OF_TEXT
+        row[1 : len(ids) + 1] = ids
+        row[len(ids) + 1] = END_OF_TEXT
+    return tokens
+
+
+def encode(text: str) -> list[int]:
+    """Returns the ids of a text's words, without start and end.
+
+    >>> encode("It's 20&deg;")
+    [585, 568, 273, 271, 1971]
+    """
+    if text.isascii() and text.isprintable() and "&" not in text:
+        words = _ASCII_WORD.findall(text.lower())  # nothing that cleaning would change
+    else:
+        words = _any_word().findall(" ".join(_clean(text).split()).lower())
+    return [token for word in words for token in _encode_word(word)]
+
+
+def _clean(text: str) -> str:
+    """Mends mis-decoded characters and HTML entities, some of which are escaped twice."""
+    import ftfy
+
+    return html.unescape(html.unescape(ftfy.fix_text(text)))
+
+
+@functools.cache
+def _any_word():
+    import regex  # Unicode's letter and number classes, which re does not have
+
+    word = _WORD.format(letter=r"[\p{L}]", digit=r"[\p{N}]", others=r"\p{L}\p{N}")
+    return regex.compile(word, regex.IGNORECASE)
+
+
+@functools.lru_cache(_WORDS_KEPT)
+def _encode_word(word: str) -> tuple[int, ...]:
+    """Merges a word's bytes pair by pair, the pair learned first before all others."""
+    if word == "<start_of_text>":
+        return (START_OF_TEXT,)
+    if word == "<end_of_text>":
+        return (END_OF_TEXT,)
+    merges, byte_ids = _vocabulary()
+    ids = [byte_ids[byte] for byte in word.encode()]
+    ids[-1] += _BYTES  # the second half of the byte ids ends a word
+    while len(ids) > 1:
+        # Ids grow in the order of learning, so the smallest is that of the pair to merge.
+        known = (merges.get(pair, VOCABULARY_SIZE) for pair in zip(ids, ids[1:], strict=False))
+        merged = min(known)
+        if merged == VOCABULARY_SIZE:
+            break
+        ids = _merge(ids, merged, merges)
+    return tuple(ids)
+
+
+def _merge(ids: list[int], merged: int, merges: dict) -> list[int]:
+    out, i = [], 0
+    while i < len(ids):
+        if merges.get(tuple(ids[i : i + 2])) == merged:
+            out.append(merged)
+            i += 2
+        else:
+            out.append(ids[i])
+            i += 1
+    return out
+
+
+@functools.cache
+def _vocabulary() -> tuple[dict[tuple[int, int], int], list[int]]:
+    """Returns {(left id, right id): id of the merged pair} and the id of every byte."""
+    packed = resources.files(__package__).joinpath("bpe_simple_vocab_16e6.txt.gz").read_bytes()
+    lines = gzip.decompress(packed).decode().split("\n")[1 : 1 + _MERGES]
+    letters, byte_ids = _byte_letters()
+    ids = {letter: i for i, letter in enumerate(letters)}
+    ids |= {letter + "</w>": i + _BYTES for i, letter in enumerate(letters)}
+    merges = {}
+    for i, line in enumerate(lines, 2 * _BYTES):
+        left, right = line.split()
+        merges[ids[left], ids[right]] = ids[left + right] = i
+    return merges, byte_ids
+
+
+def _byte_letters() -> tuple[list[str], list[int]]:
+    """Returns the letters that stand for bytes in the file, by id, and the id of every byte.
+
+    Printable Latin-1 bytes come first and stand for themselves; the others follow, as U+0100 on.
+    """
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other = [byte for byte in range(_BYTES) if byte not in itself]
+    letters = [chr(byte) for byte in itself] + [chr(0x100 + i) for i in range(len(other))]
+    byte_ids = [0] * _BYTES
+    for i, byte in enumerate(itself + other):
+        byte_ids[byte] = i
+    return letters, byte_ids
