@@ -23,7 +23,7 @@ def norms(**trees) -> dict[str, jax.Array]:
     {'train/grad_norm': Array(5., dtype=float32)}
     """
     return {
-        f"train/{name}_norm": optax.global_norm(
+        f"train/{name}_norm": optax.tree.norm(
             jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
         )
         for name, tree in trees.items()

@@ -18,6 +18,7 @@ class Retrieval:
       source: labelled images with `captions(label)`, see `swjax.data.source`.
       batch_size: images, and captions, embedded at once, over all processes.
       context_length, image_size: as in training.
+      captions_per_image: the first this many of each; None: all.
       name: of the set, for the names of the scores.
 
     References:
@@ -33,11 +34,13 @@ class Retrieval:
         batch_size: int,
         context_length: int,
         image_size: int,
+        captions_per_image: int | None = None,
         name: str = "val",
     ):
         self._predict, self._source, self._name = predict, source, name
         self._sizes = {"batch_size": batch_size, "context_length": context_length}
         self._image_size = image_size
+        self._captions_per_image = captions_per_image
 
     def run(self, params) -> dict[str, float]:
         """Scores, and what chance would reach.
@@ -49,7 +52,9 @@ class Retrieval:
         images, labels, _ = embed.images(
             self._predict, params, self._source, image_size=self._image_size, **self._sizes
         )
-        captions, captions_of, images_of = pair(labels, self._source.captions)
+        captions, captions_of, images_of = pair(
+            labels, lambda label: self._source.captions(label)[: self._captions_per_image]
+        )
         texts = np.concatenate(list(embed.texts(self._predict, params, captions, **self._sizes)))
         scores = {}
         for direction, queries, candidates, correct in (

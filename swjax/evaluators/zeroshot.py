@@ -41,7 +41,7 @@ class ZeroShot:
       name: of the set, for the names of the scores.
 
     Raises:
-      ValueError: a template without a place for the name.
+      ValueError: a template without a place for the name; a source without class names.
 
     References:
       Radford et al., "Learning transferable visual models from natural language supervision", 2021,
@@ -59,6 +59,8 @@ class ZeroShot:
         image_size: int,
         name: str,
     ):
+        if not source.class_names:
+            raise ValueError("the source has no class names: zero-shot classification needs them")
         self._predict, self._source, self._name = predict, source, name
         self._templates = embed.check_templates(templates)
         self._sizes = {"batch_size": batch_size, "context_length": context_length}
