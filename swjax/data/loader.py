@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from swjax.data.packages import require
 from swjax.data.preprocess import fit, random_resized_crop
 from swjax.data.sources import Source
 from swjax.data.tokenizer import tokenize
@@ -77,6 +78,7 @@ def loader(
     >>> [batch["index"][batch["mask"]].tolist() for batch in batches]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
+    require("grain", "PIL")
     import grain
 
     if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import io
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -21,31 +22,35 @@ def prepared(make_builder: Callable, data_dir: str | Path, name: str):
       data_dir: where prepared data sets are kept.
       name: of the data set, and of its directory.
     """
-    builder = make_builder(data_dir)
-    if builder.is_prepared():
-        return builder
-    with _lock(Path(data_dir) / f".{name}.lock"):
+    with _quiet():
+        builder = make_builder(data_dir)
+        if builder.is_prepared():
+            return builder
+    with _quiet(), _lock(Path(data_dir) / f".{name}.lock"):
         for leftover in Path(builder.data_dir).parent.glob("incomplete.*"):
             shutil.rmtree(leftover)
         # The process waited for may have prepared it: builders look at the disk when made.
         builder = make_builder(data_dir)
         if not builder.is_prepared():
-            with _quiet():
-                builder.download_and_prepare()
+            builder.download_and_prepare()
     return builder
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences TFDS, which announces downloads and has its own progress bars."""
+    """Silences TFDS: it has progress bars, announces downloads, warns of what is not there yet."""
     import tensorflow_datasets as tfds
 
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     tfds.disable_progress_bar()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         tfds.enable_progress_bar()
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

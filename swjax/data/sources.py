@@ -1,6 +1,15 @@
 """Data sets by name."""
 
+import importlib
+import inspect
 from typing import Protocol
+
+# A module is imported when its data set is asked for: most bring a large library.
+_SOURCES = {
+    "emoji": ("swjax.data.emoji.source", "Emoji"),
+    "synthetic": ("swjax.data.synthetic", "Synthetic"),
+    "tfds": ("swjax.data.tfds_source", "TFDS"),
+}
 
 
 class Source(Protocol):
@@ -45,22 +54,18 @@ def source(name: str, split: str, *, data_dir: str = "data", **options) -> Sourc
     >>> len(patterns), patterns[12]["label"], patterns[12]["captions"]
     (25, 2, ('pattern 2',))
     """
+    if name not in _SOURCES:
+        raise ValueError(f"there is no data set {name!r}; there are {', '.join(_SOURCES)}")
+    module, class_name = _SOURCES[name]
+    make = getattr(importlib.import_module(module), class_name)
+    signature = inspect.signature(make)
+    if "data_dir" in signature.parameters:
+        options["data_dir"] = data_dir
     try:
-        if name == "emoji":
-            from swjax.data.emoji.source import Emoji
-
-            return Emoji(split, data_dir=data_dir, **options)
-        if name == "synthetic":
-            from swjax.data.synthetic import Synthetic
-
-            return Synthetic(split, **options)
-        if name == "tfds":
-            from swjax.data.tfds_source import TFDS
-
-            return TFDS(split, data_dir=data_dir, **options)
-    except TypeError as error:  # an option that the constructor does not have, or needs
-        raise ValueError(f"data set {name!r}: {error}") from error
-    raise ValueError(f"there is no data set {name!r}; there are emoji, synthetic, tfds")
+        signature.bind(split, **options)
+    except TypeError as error:
+        raise ValueError(f"options of the data set {name!r}: {error}") from None
+    return make(split, **options)
 
 
 def prepare(name: str, *, data_dir: str = "data", **options) -> None:

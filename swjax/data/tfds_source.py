@@ -5,6 +5,8 @@ import io
 
 import numpy as np
 
+from swjax.data.packages import require
+
 
 class TFDS:
     """One split of a data set of photographs with captions.
@@ -40,6 +42,7 @@ class TFDS:
           image_key: feature with the image; features inside others are separated by "/".
           text_key: feature with one caption or several.
         """
+        require("tensorflow_datasets", "array_record", "importlib_resources", "PIL")
         import tensorflow_datasets as tfds
 
         self._arguments = dict(

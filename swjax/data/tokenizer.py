@@ -7,11 +7,14 @@ The vocabulary file bpe_simple_vocab_16e6.txt.gz is OpenAI's, under the MIT lice
 import functools
 import gzip
 import html
+import itertools
 import re
 from collections.abc import Sequence
 from importlib import resources
 
 import numpy as np
+
+from swjax.data.packages import require
 
 VOCABULARY_SIZE = 49_408
 START_OF_TEXT = VOCABULARY_SIZE - 2
@@ -67,7 +70,7 @@ def encode(text: str) -> list[int]:
     """Returns the ids of a text's words, without start and end.
 
     >>> encode("It's 20&deg;")
-    [585, 568, 273, 271, 1971]
+    [585, 568, 273, 271, 6858]
     """
     if text.isascii() and text.isprintable() and "&" not in text:
         words = _ASCII_WORD.findall(text.lower())  # nothing that cleaning would change
@@ -78,6 +81,7 @@ def encode(text: str) -> list[int]:
 
 def _clean(text: str) -> str:
     """Mends mis-decoded characters and HTML entities, some of which are escaped twice."""
+    require("ftfy", "regex")
     import ftfy
 
     return html.unescape(html.unescape(ftfy.fix_text(text)))
@@ -103,7 +107,7 @@ def _encode_word(word: str) -> tuple[int, ...]:
     ids[-1] += _BYTES  # the second half of the byte ids ends a word
     while len(ids) > 1:
         # Ids grow in the order of learning, so the smallest is that of the pair to merge.
-        known = (merges.get(pair, VOCABULARY_SIZE) for pair in zip(ids, ids[1:], strict=False))
+        known = (merges.get(pair, VOCABULARY_SIZE) for pair in itertools.pairwise(ids))
         merged = min(known)
         if merged == VOCABULARY_SIZE:
             break

@@ -1,6 +1,7 @@
 """The emoji drawings as a TensorFlow Datasets builder; it needs TFDS, not TensorFlow."""
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -15,8 +16,8 @@ class Builder(tfds.core.GeneratorBasedBuilder):
     """1,914 emoji as OpenMoji and Twemoji draw them, with their names and keywords."""
 
     VERSION = tfds.core.Version("1.0.0")  # whatever changes the records is a new version
-    RELEASE_NOTES = {"1.0.0": "OpenMoji in four styles, and Twemoji; trimmed, 96 pixels."}
-    BUILDER_CONFIGS = [
+    RELEASE_NOTES: ClassVar = {"1.0.0": "OpenMoji in four styles, and Twemoji; trimmed, 96 pixels."}
+    BUILDER_CONFIGS: ClassVar = [
         tfds.core.BuilderConfig(name="full", description="All emoji."),
         tfds.core.BuilderConfig(name="sample", description="Birds, fruits and professions."),
     ]

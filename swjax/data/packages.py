@@ -1,0 +1,17 @@
+"""The packages that only data needs: installed with swjax[train], imported when used."""
+
+import importlib.util
+
+
+def require(*modules: str) -> None:
+    """Raises ModuleNotFoundError, in one line with the remedy, if a module is not installed.
+
+    >>> require("json", "no_such_module")
+    Traceback (most recent call last):
+    ModuleNotFoundError: swjax.data needs no_such_module: pip install "swjax[train]"
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(
+                f'swjax.data needs {module}: pip install "swjax[train]"', name=module
+            )
