@@ -1,0 +1,256 @@
+"""CLIP against a float64 transcription, and every way to run it against every other."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clip_oracle import (
+    abstract,
+    compiled,
+    encode_image,
+    encode_text,
+    float64,
+    inputs,
+    random_model,
+    small_config,
+)
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from numeric import snr_db
+
+from swjax.models import clip
+from swjax.models.vit import drop_patches
+from swjax.recipes import RECIPES
+from swjax.testing import matrix_products
+
+OPTIONS = {
+    "plain": {},
+    "quick": {"gelu": "quick"},
+    "tanh": {"gelu": "tanh"},
+    "layer scale and qk-norm": {"layer_scale": 0.0, "qk_norm": True},
+    "padded tokens": {"token_multiple": 8},
+    "scan": {"scan_layers": True},
+}
+# Ways to compute the same numbers.
+SAME = {
+    "scan": {"scan_layers": True},
+    "full": {"remat": "full", "attention": "xla"},
+    "dots, padded": {"remat": "dots", "token_multiple": 8},
+    "scan, save_quantized": {"scan_layers": True, "remat": "save_quantized"},
+    "scan, save_linear, padded": {"scan_layers": True, "remat": "save_linear", "token_multiple": 8},
+}
+
+
+# What no loss depends on: adding one vector to all keys leaves a softmax as it is.
+BLIND = re.compile(r"'k'\]\['bias'")
+
+
+def forward(graph, images, tokens, **kwargs):
+    def run(params):
+        model = nnx.merge(graph, params)
+        return model.encode_image(images, **kwargs), model.encode_text(tokens)
+
+    return run
+
+
+def value_and_gradient(loss, params):
+    """Of a loss of the vision tower."""
+    value, gradient = compiled(jax.value_and_grad(loss), params)(params)
+    return value, nnx.to_pure_dict(gradient)["vision"]
+
+
+def image_loss(graph, images, **kwargs):
+    """Every feature of every embedding matters to it."""
+
+    def loss(params):
+        embedding, _ = nnx.merge(graph, params).vision(images, **kwargs)
+        return jnp.vdot(embedding, jnp.arange(1.0, 1 + embedding.size).reshape(embedding.shape))
+
+    return loss
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_forward_equals_the_float64_transcription(options):
+    cfg = small_config(**options)
+    graph, params = random_model(cfg)
+    images, tokens = inputs(cfg)
+    (image_emb, image_out), (text_emb, text_out) = compiled(forward(graph, images, tokens), params)(
+        params
+    )
+    exact = float64(params)
+    for example in range(len(images)):
+        for embedding, (expected, _) in (
+            (image_emb, encode_image(exact, cfg, np.float64(images[example]))),
+            (text_emb, encode_text(exact, cfg, np.asarray(tokens[example]))),
+        ):
+            assert embedding.dtype == jnp.float32
+            np.testing.assert_allclose(embedding[example], expected, atol=3e-6)
+    runs = [encode_text(exact, cfg, np.asarray(row))[1] for row in tokens]
+    outputs = np.abs(np.array(runs)).swapaxes(0, 1).reshape(cfg.text.layers, -1)
+    np.testing.assert_allclose(text_out["blocks"]["feature_mean_abs"], outputs.mean(1), rtol=1e-5)
+    np.testing.assert_allclose(text_out["blocks"]["feature_max_abs"], outputs.max(1), rtol=1e-5)
+    assert image_out["blocks"]["feature_mean_abs"].shape == (cfg.vision.layers,)
+    assert image_out["pre_logits"].shape == (len(images), cfg.vision.width)
+
+
+@pytest.fixture(scope="module")
+def straight():
+    """Gradients of the unrolled model that keeps everything, with a recipe that saves int8 residuals."""
+    cfg = small_config(recipe="switchback_m")
+    graph, params = random_model(cfg)
+    images, _ = inputs(cfg)
+    return params, images, value_and_gradient(image_loss(graph, images), params)
+
+
+@pytest.mark.parametrize("options", SAME.values(), ids=SAME.keys())
+def test_every_way_to_run_gives_the_same_gradients(straight, options):
+    params, images, (value, gradient) = straight
+    graph, _ = abstract(small_config(recipe="switchback_m", **options))
+    other_value, other = value_and_gradient(image_loss(graph, images), params)
+    np.testing.assert_allclose(other_value, value, rtol=1e-5)
+    # int8 rounds a value on the edge either way, so what differs by one rounding of float32 can move a step.
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(gradient)
+    ]
+    for path, a, b in zip(paths, jax.tree.leaves(gradient), jax.tree.leaves(other), strict=True):
+        assert BLIND.search(path) or snr_db(b, a) > 40, path
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_in_bfloat16(recipe):
+    options = dict(qk_norm=True, layer_scale=0.5, patch_dropout=0.5, scan_layers=True)
+    cfg = small_config(recipe=recipe, dtype="bfloat16", **options)
+    graph, params = random_model(cfg)
+    images, _ = inputs(cfg)
+
+    loss = image_loss(graph, images, deterministic=False, dropout_key=jax.random.key(0))
+    value, gradient = value_and_gradient(loss, params)
+    assert np.isfinite(value)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        name = jax.tree_util.keystr(path)
+        assert leaf.dtype == jnp.float32 and np.isfinite(leaf).all(), name
+        assert np.any(leaf) or BLIND.search(name), name
+
+
+def test_bfloat16_stays_close_to_float32():
+    graph, params = random_model(small_config())
+    narrow, _ = abstract(small_config(dtype="bfloat16"))
+    batch = inputs(small_config())
+    runs = [compiled(forward(g, *batch), params)(params) for g in (graph, narrow)]
+    for (exact, _), (rounded, _) in zip(*runs, strict=True):
+        assert 25 < snr_db(rounded, exact) < 70
+
+
+def test_recipes_by_pattern_reach_the_layers_they_name():
+    patterns = {"vision/.*fc1": "standard", ".*mlp.*": "switchback", "text/.*attn/[qk]": "llm_int8"}
+    cfg = small_config(recipe=patterns, scan_layers=True)
+    graph, params = abstract(cfg)
+    model = nnx.merge(graph, params)
+    for tower, quantized in (
+        (model.vision, {"fc2": "switchback"}),
+        (model.text, {"fc1": "switchback", "fc2": "switchback", "q": "llm_int8", "k": "llm_int8"}),
+    ):
+        for part, names in (
+            (tower.blocks.attn, ("q", "k", "v", "out")),
+            (tower.blocks.mlp, ("fc1", "fc2")),
+        ):
+            for name in names:
+                assert getattr(part, name).recipe is RECIPES[quantized.get(name, "standard")], name
+    found = matrix_products(forward(graph, *inputs(cfg)), params)
+    # once in the body of each tower's scan
+    assert sum(count for types, count in found.items() if types[0] in ("s8", "s32")) == 5
+
+
+def test_causal_text_ignores_what_follows_the_end():
+    cfg = small_config(scan_layers=True)
+    graph, params = random_model(cfg)
+    _, tokens = inputs(cfg)
+    end = int(jnp.argmax(tokens[1]))
+    assert end + 2 < tokens.shape[1]
+    encode = jax.jit(lambda tokens: nnx.merge(graph, params).encode_text(tokens)[0])
+    base = encode(tokens)
+    np.testing.assert_array_equal(encode(tokens.at[1, end + 1 :].set(7))[1], base[1])
+    assert snr_db(encode(tokens.at[1, end - 1].add(1))[1], base[1]) < 40
+    np.testing.assert_allclose(encode(tokens[:2, : end + 1])[1], base[1], atol=1e-6)
+
+
+def test_patch_dropout_is_a_random_subset():
+    x = jnp.arange(2 * 16.0).reshape(2, 16, 1)
+    draws = [drop_patches(x, 8, jax.random.key(seed))[..., 0] for seed in range(64)]
+    for kept in draws:
+        for row in range(2):
+            assert len(np.unique(kept[row])) == 8 and set(np.asarray(kept[row])) <= set(
+                range(16 * row, 16 * row + 16)
+            )
+    counts = np.bincount(np.concatenate([np.asarray(kept).ravel() for kept in draws]).astype(int))
+    # each patch is kept with probability 1/2; five standard deviations
+    assert len(counts) == 32 and np.all(np.abs(counts - 32) < 5 * math.sqrt(64 / 4))
+    assert np.any(draws[0][0] != draws[0][1] - 16), "both images lose the same patches"
+
+
+def test_patch_dropout_is_for_training_only():
+    cfg = small_config(patch_dropout=0.5, scan_layers=True)
+    graph, params = random_model(cfg)
+    plain, _ = abstract(small_config(scan_layers=True))
+    images, _ = inputs(cfg)
+    encode = lambda graph, **kwargs: nnx.merge(graph, params).encode_image(images, **kwargs)[0]
+    train = jax.jit(lambda key: encode(graph, deterministic=False, dropout_key=key))
+    without, evaluation = jax.jit(lambda: (encode(plain), encode(graph)))()
+    np.testing.assert_array_equal(evaluation, without)
+    first, again, other = (train(jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert snr_db(other, first) < 30 and snr_db(first, without) < 30
+    with pytest.raises(ValueError, match="needs dropout_key"):
+        encode(graph, deterministic=False)
+
+
+def test_layer_scale_zero_makes_blocks_the_identity():
+    cfg = small_config(layer_scale=0.0, scan_layers=True)
+
+    def run(images):
+        model = clip.CLIP(cfg, rngs=nnx.Rngs(0))
+        return model.encode_image(images)[1]["blocks"], model.vision.blocks.ls_1.gamma[...]
+
+    magnitudes, gamma = jax.jit(run)(inputs(cfg)[0])
+    assert (
+        np.ptp(magnitudes["feature_mean_abs"]) == 0 and np.ptp(magnitudes["feature_max_abs"]) == 0
+    )
+    assert gamma.shape == (3, 32) and not np.any(gamma)
+
+
+def test_zero_embeddings_have_finite_gradients():
+    value, gradient = jax.value_and_grad(lambda x: clip.normalise(x).sum())(jnp.zeros((2, 4)))
+    assert value == 0 and np.isfinite(gradient).all()
+
+
+def test_data_parallel_forward_needs_no_collective():
+    cfg = small_config(recipe="switchback", patch_dropout=0.5, scan_layers=True)
+    graph, params = random_model(cfg)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def embed(params, images, tokens):
+        key = jax.random.key(0)
+        outs = forward(graph, images, tokens, deterministic=False, dropout_key=key)(params)
+        return [embedding for embedding, _ in outs]
+
+    one = jax.jit(embed)(params, *inputs(cfg, batch=4))
+    sharded = jax.jit(embed, in_shardings=(whole, rows, rows), out_shardings=rows)
+    arguments = (jax.device_put(params, whole), *jax.device_put(inputs(cfg, batch=4), rows))
+    program = sharded.lower(*arguments).compile({"xla_backend_optimization_level": 0})
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in program.as_text()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), one, program(*arguments))
+
+
+def test_two_builds_are_the_same_program():
+    """So that a step compiled for one is not compiled again for the other."""
+    graphs = [abstract(small_config())[0] for _ in range(2)]
+    assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1])
+    changed = dataclasses.replace(small_config(), gelu="quick")
+    assert abstract(changed)[0] != graphs[0]
