@@ -12,32 +12,35 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
 
     config.model = ConfigDict()
-    config.model.name = (
-        "tiny"  # tiny | vit_b32 | vit_b16 | vit_l14 | vit_h14; its sizes, unless given here:
-    )
-    config.model.embed_dim = 0
+    config.model.name = "tiny"  # tiny | vit_b32 | vit_b16 | vit_l14 | vit_h14
+    # Sizes other than that model's own; 0 is its own.
     config.model.vision = ConfigDict({"width": 0, "layers": 0, "heads": 0, "patch_size": 0})
-    config.model.text = ConfigDict({"width": 0, "layers": 0, "heads": 0})
+    config.model.text = ConfigDict({"width": 0, "layers": 0, "heads": 0})  # 0 likewise
+    config.model.embed_dim = 0  # 0 likewise
     # What the linear layers of every block compute in: standard | switchback | switchback_m |
     # switchback_q | llm_int8 | llm_int8_outlier6 | fp8_switchback | fp8_tensorwise.
     config.model.recipe = "switchback"
-    config.model.dtype = "bfloat16"  # compute: float32 | bfloat16 | float16; parameters are float32
-    config.model.attention = ""  # "" (chosen by JAX) | xla | cudnn
-    config.model.remat = (
-        "none"  # what a block keeps for the backward pass: none | full | dots | save_...
-    )
-    config.model.scan_layers = False  # True: compiles faster; False: runs faster
-    config.model.layer_scale = False  # zero-initialised scale on each residual branch; steadies fp8
+    config.model.dtype = "bfloat16"  # compute: float32 | bfloat16; parameters are float32
+    config.model.attention = ""  # xla | cudnn; "": JAX chooses
+    # What a block keeps for the backward pass: none (no recomputation) | full (its input only) |
+    # dots | save_quantized | save_linear.
+    config.model.remat = "none"
+    config.model.scan_layers = False  # True compiles faster, False runs faster
+    config.model.layer_scale = False  # zero-initialised scale on each residual branch: steadies fp8
     config.model.qk_norm = False  # LayerNorm on queries and keys
     config.model.gelu = "exact"  # exact | tanh | quick (OpenAI's weights)
     config.model.patch_dropout = 0.0  # fraction of the patches left out in training
 
     config.data = ConfigDict()
-    config.data.name = "emoji"  # emoji | synthetic
+    config.data.name = "emoji"  # emoji | synthetic | tfds; options of each:
+    config.data.emoji = ConfigDict(
+        {"task": "mixed"}
+    )  # mixed | strict (test style never trained on)
+    config.data.synthetic = ConfigDict({"classes": 1000, "examples": 100_000})  # patterns of noise
+    # A TensorFlow Datasets builder, what holds its images and captions, and its splits.
+    config.data.tfds = ConfigDict({"builder": "", "image_key": "image", "text_key": "caption"})
+    config.data.tfds.splits = ConfigDict({"train": "train", "val": "val", "test": "test"})  # names
     config.data.dir = "data"  # prepared data sets are kept here
-    config.data.task = (
-        "mixed"  # of emoji: mixed | strict (the test style is never seen in training)
-    )
     config.data.image_size = 64  # pixels, height = width
     config.data.context_length = 16  # tokens a caption
     config.data.augment = True  # light augmentation of the training images, on the device
@@ -46,36 +49,34 @@ def get_config() -> ConfigDict:
     config.optimizer = ConfigDict()
     config.optimizer.name = "stable_adamw"  # stable_adamw | adamw
     config.optimizer.learning_rate = 2e-3  # peak
-    config.optimizer.b1 = 0.9
-    config.optimizer.b2 = 0.99
-    config.optimizer.eps = 1e-6
+    config.optimizer.b1 = 0.9  # decay of the first moment
+    config.optimizer.b2 = 0.99  # decay of the second moment
+    config.optimizer.eps = 1e-6  # floor of the second moment's root
     config.optimizer.weight_decay = 0.2  # of matrices, but not of positions
     config.optimizer.clip_threshold = 1.0  # stable_adamw: RMS from which an update shrinks; 0: off
-    config.optimizer.grad_clip_norm = (
-        0.0  # the alternative: clip the gradient's global norm; 0: off
-    )
+    config.optimizer.grad_clip_norm = 0.0  # the alternative: a bound on the gradient's norm; 0: off
     config.optimizer.freeze = ()  # parameters whose path one of these regular expressions finds
 
     config.schedule = ConfigDict()
     config.schedule.name = "cosine"  # after the linear warm-up: cosine (to 0) | constant
-    config.schedule.warmup_steps = 0  # set exactly one of the three; all 0: no warm-up
-    config.schedule.warmup_epochs = 0.0
-    config.schedule.warmup_examples = 0
+    config.schedule.warmup_steps = 0  # set one of the three; all 0: no warm-up
+    config.schedule.warmup_epochs = 0.0  # the second
+    config.schedule.warmup_examples = 0  # the third
 
     config.train = ConfigDict()
     config.train.batch_size = 128  # pairs a step, over all devices
-    config.train.steps = 1000  # set exactly one of the three, the others to 0
-    config.train.epochs = 0.0
-    config.train.examples = 0
+    config.train.steps = 1000  # set one of the three, the others to 0
+    config.train.epochs = 0.0  # the second
+    config.train.examples = 0  # the third
     config.train.accumulation = 1  # micro-batches a step; the loss still contrasts the whole batch
     config.train.loss = "softmax"  # softmax (CLIP) | sigmoid (SigLIP)
     config.train.ema_decay = 0.0  # averages the parameters, and evaluates the average; 0: off
-    config.train.nan_policy = "stop"  # on a non-finite loss or gradient: stop | skip | rollback
-    config.train.seed = 0
+    config.train.nan_policy = "stop"  # on a loss or gradient not finite: stop | skip | rollback
+    config.train.seed = 0  # of parameters, data order, augmentation and dropout
     config.train.compilation_cache = ".cache/jax"  # directory; "": compile every time
 
     config.eval = ConfigDict()
-    config.eval.every_steps = 0  # on the validation split; 0: only at the end, with the test split
+    config.eval.every_steps = 0  # on the validation split; 0: only after the last step
     config.eval.batch_size = 256  # over all devices
 
     config.mesh = ConfigDict()  # devices along each axis; -1: all that are left
@@ -84,14 +85,14 @@ def get_config() -> ConfigDict:
     config.mesh.tensor = 1  # the width of the layers is split
 
     config.checkpoint = ConfigDict()
-    config.checkpoint.every_steps = 0  # besides the end and an interruption; 0: only these
+    config.checkpoint.every_steps = 0  # 0: only after the last step and when interrupted
     config.checkpoint.keep = 2  # the newest ones
     config.checkpoint.resume = ""  # a workdir whose run goes on here, if this one has none
     config.checkpoint.init_from = ""  # a workdir that gives the first parameters only
 
     config.log = ConfigDict()
     config.log.every_steps = 20  # how often metrics are fetched and written, each step's
-    config.log.tensorboard = True
+    config.log.tensorboard = True  # in WORKDIR/tensorboard
     config.log.wandb = ""  # Weights & Biases project; "": off
 
     config.report = ConfigDict()

@@ -11,7 +11,7 @@ from configs import common
 def get_config(task: str = "mixed"):
     """Returns the config; `task` is "mixed" or "strict"."""
     config = common.get_config()
-    config.data.task = task or "mixed"
+    config.data.emoji.task = task or "mixed"
     config.model.dtype = "float32"  # a CPU is slow at bfloat16
     config.optimizer.learning_rate = 1.5e-3
     config.optimizer.weight_decay = 0.1

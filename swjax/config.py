@@ -3,15 +3,15 @@
 Each mistake is one `ConfigError`, whose message is one line: what is wrong, the value, the remedy.
 """
 
-import ast
 import contextlib
 import difflib
+import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 UNITS = ("steps", "epochs", "examples")
 
@@ -21,7 +21,7 @@ class ConfigError(ValueError):
 
 
 def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
-    """Parses `PROGRAM --config=FILE.py[:ARG] --workdir=DIR [--config.section.key=value ...]`.
+    """Parses `PROGRAM --config=FILE.py[:ARG] --workdir=DIR [--config.section.key=VALUE ...]`.
 
     Args:
       argv: the command line, program name first.
@@ -30,64 +30,89 @@ def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
       The locked config with the overrides applied, and the working directory.
 
     Raises:
-      ConfigError: anything that cannot be parsed, named in one line.
+      ConfigError: anything that cannot be parsed.
     """
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "config file", values, lock_config=True)
-    flags.DEFINE_string("workdir", None, "directory of the run", values)
-    file = next((a.partition("=")[2] for a in argv if re.match("--?config=", a)), "")
-    path = file.partition(":")[0]
-    if not path:
-        raise ConfigError(
-            "no config given: pass --config=configs/openmoji.py (--help shows examples)"
-        )
+    flags, overrides = {}, []
+    for argument in argv[1:]:
+        name, equals, value = argument.lstrip("-").partition("=")
+        if not argument.startswith("-") or not equals:
+            raise ConfigError(f"unexpected argument {argument!r}: write every one as --flag=value")
+        if name.startswith("config."):
+            overrides.append((name.removeprefix("config."), value))
+        else:
+            flags[_known("flag", name, ("config", "workdir"))] = value
+    if not flags.get("config"):
+        raise ConfigError("no config: pass --config=configs/openmoji.py (--help shows examples)")
+    if not flags.get("workdir"):
+        raise ConfigError("no working directory: pass --workdir=runs/NAME")
+    return load(flags["config"], overrides), Path(flags["workdir"])
+
+
+def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
+    """Runs `get_config` of a Python file and overrides some keys.
+
+    Args:
+      file: path, and after a colon the argument of `get_config`, if it takes one.
+      overrides: (key, value) pairs, as in ("train.steps", "100").
+
+    Returns:
+      The config, locked.
+
+    Raises:
+      ConfigError: no such file or key, a value of another type, an error in the file.
+    """
+    path, _, arg = file.partition(":")
     if not Path(path).is_file():
         raise ConfigError(f"config file {path!r} does not exist{_nearest_config(Path(path))}")
+    spec = importlib.util.spec_from_file_location("swjax_config", path)
     try:
-        positional = values([_quote_words(a) for a in argv])[1:]
-        config = values.config
-    except flags.Error as error:
-        raise ConfigError(_one_line(error)) from error
-    except (KeyError, AttributeError) as error:
-        raise ConfigError(_unknown_key(error)) from error
-    except (ConfigError, SyntaxError, TypeError, ValueError, ImportError, NameError) as error:
-        raise ConfigError(f"config {file!r}: {_one_line(error)}") from error
-    if positional:
-        raise ConfigError(
-            f"unexpected argument {positional[0]!r}: every argument is a --flag=value"
-        )
-    if not values.workdir:
-        raise ConfigError("no working directory given: pass --workdir=runs/NAME")
-    return config, Path(values.workdir)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config = module.get_config(*([arg] if arg else []))
+    except Exception as error:  # whatever a user's file does wrong
+        raise ConfigError(f"config file {file!r}: {_one_line(error)}") from error
+    for key, value in overrides:
+        *sections, name = key.split(".")
+        part = config
+        for section in sections:
+            part = part[_known("config section", section, part)]
+            if not isinstance(part, ConfigDict):
+                raise ConfigError(f"config.{key} does not exist: config.{section} has no keys")
+        part[name] = _cast(key, value, part[_known("config key", name, part)])
+    return config.lock()
 
 
-def _quote_words(arg: str) -> str:
-    """Lets a tuple of patterns be written bare: --config.optimizer.freeze=text/.*,logit_scale."""
-    name, equals, value = arg.partition("=")
-    if name != "--config.optimizer.freeze" or not value:
-        return arg
+def _known(what: str, name: str, names) -> str:
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, list(names), n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+    raise ConfigError(f"unknown {what} {name!r}: {remedy}")
+
+
+def _cast(key: str, text: str, old):
+    """The text as a value of the type that the key has now."""
+    kind = type(old)
     try:
-        ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        value = repr(tuple(value.split(",")))
-    return name + equals + value
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind is tuple:
+            return tuple(text.split(",")) if text else ()
+        if kind in (int, float, str):
+            return kind(text)
+    except (KeyError, ValueError) as error:
+        examples = {bool: "true or false", int: "a whole number", float: "a number"}
+        raise ConfigError(f"config.{key}={text!r} must be {examples[kind]}") from error
+    raise ConfigError(f"config.{key} is a section: set one of its keys, {', '.join(old)}")
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _unknown_key(error: Exception) -> str:
-    """ml_collections' two-line error about a missing key, as one line."""
-    names = re.findall(r"[\w.]+", str(error))
-    guess = re.search(r'Did you mean "(\w+)"', str(error).replace("\\", ""))
-    remedy = f"did you mean {guess[1]!r}?" if guess else "configs/common.py lists every key"
-    return f"unknown config key {names[0] if names else error!r}: {remedy}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _nearest_config(path: Path) -> str:
     folder = path.parent if path.parent.is_dir() else Path("configs")
-    known = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("common", "__init__"))
+    known = sorted(p.stem for p in folder.glob("*.py") if p.stem != "common")
     near = difflib.get_close_matches(path.stem, known, n=1)
     if near:
         return f": did you mean {folder / near[0]}.py?"
@@ -105,7 +130,7 @@ def choice(key: str, value: str, known) -> str:
     """
     if value in known:
         return value
-    near = difflib.get_close_matches(str(value), list(known), n=1)
+    near = difflib.get_close_matches(value, list(known), n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(map(str, known))}"
     raise ConfigError(f"config.{key}={value!r} is unknown: {hint}")
 
@@ -139,6 +164,36 @@ def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: in
     return round(value * scale[key.removeprefix(prefix)])
 
 
+CHOICES = {
+    "data.emoji.task": ("mixed", "strict"),
+    "optimizer.name": ("stable_adamw", "adamw"),
+    "schedule.name": ("cosine", "constant"),
+    "train.loss": ("softmax", "sigmoid"),
+    "train.nan_policy": ("stop", "skip", "rollback"),
+}
+
+RANGES = (
+    (
+        "train.batch_size train.accumulation eval.batch_size log.every_steps checkpoint.keep "
+        "data.image_size data.context_length",
+        lambda value: value >= 1,
+        "must be at least 1",
+    ),
+    ("optimizer.learning_rate optimizer.eps", lambda value: value > 0, "must be positive"),
+    (
+        "optimizer.b1 optimizer.b2 train.ema_decay model.patch_dropout",
+        lambda value: 0 <= value < 1,
+        "must lie in [0, 1)",
+    ),
+    (
+        "optimizer.weight_decay optimizer.grad_clip_norm optimizer.clip_threshold "
+        "eval.every_steps checkpoint.every_steps data.workers",
+        lambda value: value >= 0,
+        "must not be negative",
+    ),
+)
+
+
 def validate(config: ConfigDict, *, batch_shards: int) -> None:
     """Checks what needs neither the model nor the data: choices, ranges, divisibility.
 
@@ -149,32 +204,12 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
       ConfigError: the first violated invariant, in one line.
     """
     train, optimizer = config.train, config.optimizer
-    choice("optimizer.name", optimizer.name, ("stable_adamw", "adamw"))
-    choice("schedule.name", config.schedule.name, ("cosine", "constant"))
-    choice("train.loss", train.loss, ("softmax", "sigmoid"))
-    choice("train.nan_policy", train.nan_policy, ("stop", "skip", "rollback"))
-    for key in (
-        "train.batch_size",
-        "train.accumulation",
-        "eval.batch_size",
-        "log.every_steps",
-        "checkpoint.keep",
-        "data.image_size",
-        "data.context_length",
-    ):
-        _require(config, key, lambda v: v >= 1, "must be at least 1")
-    for key in ("optimizer.learning_rate", "optimizer.eps"):
-        _require(config, key, lambda v: v > 0, "must be positive")
-    for key in ("optimizer.b1", "optimizer.b2", "train.ema_decay", "model.patch_dropout"):
-        _require(config, key, lambda v: 0 <= v < 1, "must lie in [0, 1)")
-    for key in (
-        "optimizer.weight_decay",
-        "optimizer.grad_clip_norm",
-        "optimizer.clip_threshold",
-        "eval.every_steps",
-        "checkpoint.every_steps",
-    ):
-        _require(config, key, lambda v: v >= 0, "must not be negative")
+    for key, known in CHOICES.items():
+        choice(key, _get(config, key), known)
+    for keys, holds, rule in RANGES:
+        for key in keys.split():
+            if not holds(_get(config, key)):
+                raise ConfigError(f"config.{key}={_get(config, key)} {rule}")
     if optimizer.grad_clip_norm and optimizer.name == "stable_adamw" and optimizer.clip_threshold:
         raise ConfigError(
             f"config.optimizer clips twice, grad_clip_norm={optimizer.grad_clip_norm} and "
@@ -193,23 +228,28 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
             f"config.train.batch_size={train.batch_size} does not divide into {batch_shards} "
             f"device(s) x accumulation={train.accumulation}: use a multiple of {shards}"
         )
+    if config.eval.batch_size % batch_shards:
+        raise ConfigError(
+            f"config.eval.batch_size={config.eval.batch_size} does not divide into {batch_shards} "
+            f"device(s): use a multiple of {batch_shards}"
+        )
 
 
 @contextlib.contextmanager
 def blame(key: str):
-    """Turns a ValueError raised inside into a `ConfigError` that names the config key behind it."""
+    """Turns an error about a value, or a missing package, into one about the config key."""
     try:
         yield
     except ConfigError:
         raise
-    except ValueError as error:
-        raise ConfigError(f"config.{key}: {_one_line(error)}") from error
+    except (ValueError, ModuleNotFoundError) as error:
+        raise ConfigError(f"config.{key}: {' '.join(str(error).split())}") from error
 
 
-def _require(config: ConfigDict, key: str, holds, rule: str) -> None:
-    section, name = key.split(".")
-    if not holds(config[section][name]):
-        raise ConfigError(f"config.{key}={config[section][name]} {rule}")
+def _get(config: ConfigDict, key: str):
+    for name in key.split("."):
+        config = config[name]
+    return config
 
 
 def to_json(config: ConfigDict) -> str:

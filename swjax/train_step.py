@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from swjax import data, losses, sharding
+from swjax import data, diagnostics, losses, sharding
 from swjax.config import ConfigError
 from swjax.metrics import Packer
 from swjax.models import clip
-from swjax.optax import rms_by_path
 
 
 def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
@@ -32,13 +31,10 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
         updates, opt_state = optimizer.update(grads, state["opt_state"], trainable)
         params = clip.clamp_logit_scale(combine(optax.apply_updates(trainable, updates), frozen))
         new = {"params": params, "opt_state": opt_state}
-        metrics = aux | {
-            "train/loss": loss,
-            "train/learning_rate": schedule(state["step"]),
-            "train/grad_norm": optax.global_norm(grads),
-            "train/update_norm": optax.global_norm(updates),
-        }
-        metrics |= {f"stability/rms/{path}": rms for path, rms in rms_of(config, opt_state).items()}
+        metrics = aux | {"train/loss": loss, "train/learning_rate": schedule(state["step"])}
+        metrics |= diagnostics.norms(grad=grads, update=updates)
+        if config.optimizer.name == "stable_adamw":
+            metrics |= diagnostics.rms(opt_state)
         if config.train.ema_decay:
             rate = 1 - ema_decay(config.train.ema_decay, state["step"])
             new["ema"] = optax.incremental_update(params, state["ema"], rate)
@@ -72,7 +68,8 @@ def make_loss_and_grad(config, graphdef):
         )
         image, seen = model.encode_image(images, deterministic=False, dropout_key=dropout_key)
         text, read = model.encode_text(batch["text"])
-        return (image, text), {"vision": seen["blocks"], "text": read["blocks"]}
+        outs = {"vision": seen, "text": read}
+        return (image, text), {name: {"blocks": out["blocks"]} for name, out in outs.items()}
 
     def contrast(embeddings, params, labels):
         image, text = embeddings
@@ -119,24 +116,18 @@ def make_loss_and_grad(config, graphdef):
             return jax.tree.map(jnp.add, grads, vjp(cotangent)[0]), None
 
         grads, _ = jax.lax.scan(add, grads, (micro, cotangents))
-        magnitudes = {
-            tower: {
-                name: jnp.max(x, axis=0) if "max" in name else jnp.mean(x, axis=0)
-                for name, x in blocks.items()
-            }
-            for tower, blocks in magnitudes.items()
-        }
+        magnitudes = jax.tree_util.tree_map_with_path(
+            lambda path, x: jnp.max(x, 0) if "max" in path[-1].key else jnp.mean(x, 0), magnitudes
+        )
         return loss, name_metrics(aux, magnitudes), grads
 
     return accumulated if micro_batches > 1 else at_once
 
 
-def name_metrics(aux: dict, magnitudes: dict) -> dict:
-    """train/<metric of the loss> and stability/<magnitude>/<tower>, the latter [blocks]."""
+def name_metrics(aux: dict, outs: dict) -> dict:
+    """train/<metric of the loss>, stability/<magnitude>/<tower>."""
     named = {f"train/{name}": value for name, value in aux.items()}
-    for tower, blocks in magnitudes.items():
-        named |= {f"stability/{name}/{tower}": value for name, value in blocks.items()}
-    return named
+    return named | diagnostics.feature_magnitude(outs)
 
 
 def partition(params, patterns):
@@ -171,11 +162,6 @@ def combine(trainable, frozen):
     return jax.tree.map(
         lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None
     )
-
-
-def rms_of(config, opt_state) -> dict:
-    """Each tensor's RMS, which only StableAdamW has."""
-    return rms_by_path(opt_state) if config.optimizer.name == "stable_adamw" else {}
 
 
 def ema_decay(decay: float, step) -> jax.Array:

@@ -6,6 +6,7 @@ config.json  env.txt  metrics.jsonl  tensorboard/  checkpoints/<step>/  results.
 
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from swjax.optax import stable_adamw
 from swjax.train_step import make_train_step, partition
 
 MAX_ROLLBACKS = 3  # to one checkpoint
+PREDICTIONS = 24  # unseen images in the report
 
 
 def train_and_evaluate(config, workdir: str | Path) -> int:
@@ -42,11 +44,10 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     with lock(workdir), catch() as interrupt:
-        if not is_finished(config, workdir):
-            code = train(config, workdir, interrupt)
-            if code or not (workdir / "results.json").exists():
-                return code
-        return finish(config, workdir)
+        code = 0 if is_finished(config, workdir) else train(config, workdir, interrupt)
+        if code == 0 and (workdir / "results.json").exists():
+            tell_results(workdir)
+        return code
 
 
 def train(config, workdir: Path, interrupt) -> int:
@@ -123,7 +124,7 @@ def train(config, workdir: Path, interrupt) -> int:
             progress.say(f"{bad}: back to step {step}, past the data of these steps")
             continue
         if evaluating and not bad:
-            records[-1] |= evaluate(state, "val")
+            records[-1] |= evaluate(state, "val")[0]
         log.write([record | perf for record in records])
         progress.update(records[-1] | perf)
         if bad:
@@ -143,7 +144,11 @@ def train(config, workdir: Path, interrupt) -> int:
     # ---------------------------------------------------------------------------------
     # The test split, once
     # ---------------------------------------------------------------------------------
-    scores = evaluate(state, "test")
+    scores, predictions = evaluate(state, "test", examples=PREDICTIONS)
+    if config.report.enabled:
+        report.write(
+            workdir, results=scores, predictions=predictions, attribution=source.attribution
+        )
     write_results(workdir, step, scores)
     return 0
 
@@ -158,15 +163,13 @@ def make_schedule(config, total: int, warmup: int) -> optax.Schedule:
             f"lower schedule.warmup_steps, or raise train.steps"
         )
     peak = config.optimizer.learning_rate
-    after = {
-        "cosine": optax.cosine_decay_schedule(peak, max(total - warmup, 1)),
-        "constant": optax.constant_schedule(peak),
-    }[config.schedule.name]
-    if warmup == 0:
-        return after
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / warmup, peak, warmup), after], [warmup]
-    )
+    pieces = [optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup, 1))]
+    if config.schedule.name == "cosine":
+        pieces.append(optax.cosine_decay_schedule(peak, total - warmup))
+    else:
+        pieces.append(optax.constant_schedule(peak))
+    joined = optax.join_schedules(pieces, [warmup])
+    return lambda count: joined(jnp.asarray(count, jnp.float32))  # no int meets a float
 
 
 def make_optimizer(config, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -198,6 +201,8 @@ def model_config(config) -> clip.CLIPConfig:
     sizes["text"]["context_length"] = config.data.context_length
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
+    if c.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ConfigError("config.model.attention='cudnn' needs a GPU: set it to 'xla' or ''")
     if config.train.loss == "sigmoid":  # where SigLIP starts
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
     same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
@@ -250,9 +255,12 @@ def init_or_restore(config, checkpoints: Checkpoints, init, like):
 
 
 def open_source(config, split: str):
-    """The records of a split: random access, prepared on first use."""
+    """The records of a split, "train", "val" or "test": random access, prepared at first use."""
     c = config.data
-    options = {"task": c.task} if c.name == "emoji" else {}
+    options = c[c.name].to_dict() if c.name in c else {}
+    if c.name == "synthetic":
+        options["image_size"] = c.image_size
+    split = options.pop("splits", {}).get(split, split)
     with blame("data"):
         return data.source(c.name, split, data_dir=c.dir, **options)
 
@@ -274,33 +282,40 @@ def open_batches(config, source, data_step: int):
 
 
 def make_evaluate(config, graphdef, mesh):
-    """Returns a function (state, split) -> scores by name."""
+    """Returns a function (state, split, examples) -> (scores by name, that many predictions)."""
 
     @jax.jit
     def embed(params, batch):
         model, out = nnx.merge(graphdef, params), {}
         if "image" in batch:
             images = data.preprocess(batch["image"], None, config.data.image_size)
-            out["image"] = model.encode_image(images)[0]
+            out["image"], _ = model.encode_image(images)
         if "text" in batch:
-            out["text"] = model.encode_text(batch["text"])[0]
+            out["text"], _ = model.encode_text(batch["text"])
         return out
 
     def predict(params, batch):
         return embed(params, sharding.shard_batch(batch, mesh))
 
-    def evaluate(state, split):
-        source = open_source(config, split)
-        params = state.get("ema", state["params"])
-        scores = {}
-        for evaluator in (
-            evaluators.ZeroShot(
-                predict, source, templates=source.templates, batch_size=config.eval.batch_size
-            ),
-            evaluators.Retrieval(predict, source, batch_size=config.eval.batch_size),
-        ):
-            scores |= evaluator.run(params)
-        return scores
+    def evaluate(state, split, examples=0):
+        source, params = open_source(config, split), state.get("ema", state["params"])
+        sizes = {
+            "batch_size": config.eval.batch_size,
+            "context_length": config.data.context_length,
+            "image_size": config.data.image_size,
+        }
+        scores = evaluators.Retrieval(predict, source, name=split, **sizes).run(params)
+        if not source.class_names:
+            return scores, []
+        zero_shot = evaluators.ZeroShot(
+            predict,
+            source,
+            templates=source.templates,
+            name=f"{config.data.name}_{split}",
+            **sizes,
+        )
+        predictions = zero_shot.predictions(params, count=examples) if examples else []
+        return zero_shot.run(params) | scores, predictions
 
     return evaluate
 
@@ -334,10 +349,10 @@ def record_setup(config, workdir: Path, progress: Progress, step: int) -> None:
 
 
 def is_finished(config, workdir: Path) -> bool:
-    """Whether this run is over.
+    """Whether nothing of this run is left to do.
 
     Raises:
-      ConfigError: a run with another config is.
+      ConfigError: a run with another config has finished here.
     """
     if not (workdir / "results.json").exists():
         return False
@@ -347,7 +362,7 @@ def is_finished(config, workdir: Path) -> bool:
             f"{workdir} holds a finished run with another config ({'; '.join(changed[:3])}): "
             f"use another --workdir"
         )
-    return True
+    return (workdir / "report" / "index.html").exists() or not config.report.enabled
 
 
 def write_results(workdir: Path, step: int, scores: dict) -> None:
@@ -357,15 +372,14 @@ def write_results(workdir: Path, step: int, scores: dict) -> None:
     part.rename(workdir / "results.json")
 
 
-def finish(config, workdir: Path) -> int:
-    """Writes the report where it is missing, and tells the scores; returns the exit code 0."""
+def tell_results(workdir: Path) -> None:
+    """Prints the scores on the test split, each beside chance, and where the report is."""
     results = json.loads((workdir / "results.json").read_text())
+    print(f"finished after {results['step']} steps; on unseen images, beside chance:")
+    for name, score in results["scores"].items():
+        chance = results["scores"].get(re.sub(r"_(top\d+|R@\d+)$", r"_chance_\1", name))
+        if chance is not None:
+            print(f"  {name:32} {score:7.2%}   {chance:7.2%}")
     page = workdir / "report" / "index.html"
-    if config.report.enabled and not page.exists():
-        page = report.write(workdir, results=results["scores"])
-    print(f"finished after {results['step']} steps in {workdir}")
-    for name, value in results["scores"].items():
-        print(f"  {name:40} {value:.4f}")
     if page.exists():
         print(f"report: {page}")
-    return 0

@@ -1,0 +1,100 @@
+"""Accuracy of recipes on the default task, over seeds: trains every combination and tabulates the scores.
+
+Command:  python benchmarks/accuracy.py --recipes standard switchback --tasks mixed --seeds 0 1 2
+Writes benchmarks/results/accuracy_<device>.json. A run that is finished is not trained again.
+
+To tune, vary anything and look at the validation split only:
+  python benchmarks/accuracy.py --val --tag lr3e-3 --set optimizer.learning_rate=3e-3
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SCORES = {
+    "test": ("zeroshot/emoji_top1", "test/image_to_text_R@10", "test/text_to_image_R@10"),
+    "val": ("zeroshot/emoji_top1", "val/image_to_text_R@10", "val/text_to_image_R@10"),
+}
+
+
+def main():
+    args = parse()
+    runs = list(itertools.product(args.tasks, args.recipes, args.seeds))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        scores = dict(zip(runs, pool.map(lambda run: train(args, *run), runs), strict=True))
+    split = "val" if args.val else "test"
+    groups = [
+        summary(args, task, recipe, {seed: scores[task, recipe, seed] for seed in args.seeds})
+        for task, recipe in itertools.product(args.tasks, args.recipes)
+    ]
+    for group in groups:
+        cells = (f"{name} {mean:.4f} +- {spread:.4f}" for name, (mean, spread) in group["mean"].items())
+        print(f"{split} {args.tag} {group['task']} {group['recipe']}: {', '.join(cells)}")
+    if args.out:
+        environment = (args.workdir / name(args, *runs[0]) / "env.txt").read_text().splitlines()
+        result = {"command": sys.argv, "environment": environment, "split": split, "groups": groups}
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", default=["mixed"])
+    parser.add_argument("--recipes", nargs="+", default=["switchback"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--val", action="store_true", help="report the validation split, not the test")
+    parser.add_argument("--tag", default="default", help="names the workdirs of these settings")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other settings")
+    parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "accuracy")
+    parser.add_argument("--out", help="JSON file")
+    return parser.parse_args()
+
+
+def name(args, task, recipe, seed) -> str:
+    return f"{args.tag}-{task}-{recipe}-{seed}"
+
+
+def train(args, task, recipe, seed) -> dict:
+    """Trains one run and returns its scores on the split that is asked for."""
+    workdir = args.workdir / name(args, task, recipe, seed)
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        f"--config={ROOT}/configs/openmoji.py:{task}",
+        f"--workdir={workdir}",
+        f"--config.model.recipe={recipe}",
+        f"--config.train.seed={seed}",
+        *(f"--config.{setting}" for setting in args.set),
+    ]
+    workdir.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with open(workdir / "stdout.txt", "w") as stdout:
+        subprocess.run(
+            command, check=True, stdout=stdout, stderr=subprocess.STDOUT, env=environment
+        )
+    if args.val:
+        records = map(json.loads, open(workdir / "metrics.jsonl"))
+        return [record for record in records if SCORES["val"][0] in record][-1]
+    return json.loads((workdir / "results.json").read_text())["scores"]
+
+
+def summary(args, task, recipe, scores) -> dict:
+    """Mean and sample standard deviation of each score over the seeds, and each seed's."""
+    names = SCORES["val" if args.val else "test"]
+    values = {score: [scores[seed][score] for seed in args.seeds] for score in names}
+    mean = {
+        score: (statistics.mean(v), statistics.stdev(v) if len(v) > 1 else 0.0)
+        for score, v in values.items()
+    }
+    return {"task": task, "recipe": recipe, "seeds": args.seeds, "mean": mean, "scores": values}
+
+
+if __name__ == "__main__":
+    main()

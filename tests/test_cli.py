@@ -1,0 +1,128 @@
+"""The command line: help, one clear line for each mistake, exit codes."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import train
+from swjax import config as config_lib
+
+ROOT = Path(__file__).resolve().parent.parent
+OPENMOJI = f"--config={ROOT}/configs/openmoji.py"
+
+
+def run(*flags, cwd=ROOT):
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def test_help_is_quick_and_shows_examples(tmp_path):
+    start = time.perf_counter()
+    done = run("--help", cwd=tmp_path)
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.count("python train.py --config=configs/") >= 4
+    assert seconds < 1
+
+
+def test_help_loads_no_library():
+    code = "import sys, train; train.main(['train.py', '--help']); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+MISTAKES = {
+    "no config": (["--workdir=w"], "--config=configs/openmoji.py"),
+    "no workdir": ([OPENMOJI], "--workdir"),
+    "missing file": ([f"--config={ROOT}/configs/openmojy.py", "--workdir=w"], "openmoji.py?"),
+    "unknown flag": ([OPENMOJI, "--wrkdir=w"], "workdir"),
+    "stray word": ([OPENMOJI, "--workdir=w", "strict"], "'strict'"),
+    "unknown section": ([OPENMOJI, "--workdir=w", "--config.modle.name=tiny"], "'model'"),
+    "unknown key": ([OPENMOJI, "--workdir=w", "--config.model.recip=standard"], "'recipe'"),
+    "strange key": ([OPENMOJI, "--workdir=w", "--config.model.zzz=1"], "there are attention, "),
+    "word for a number": ([OPENMOJI, "--workdir=w", "--config.train.steps=many"], "'many'"),
+    "fraction of a step": ([OPENMOJI, "--workdir=w", "--config.train.steps=1.5"], "'1.5'"),
+    "section for a key": ([OPENMOJI, "--workdir=w", "--config.model=tiny"], "recipe"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_command_line_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
+    flags, hint = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["train.py", *flags]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.count("\n") == 1 and captured.err.startswith("train.py: ")
+    assert hint in captured.err
+    assert not list(tmp_path.iterdir())  # nothing is created for a run that cannot be
+
+
+BAD_CONFIGS = {
+    "unknown recipe": (["model.recipe=switchbak"], "'switchback'"),
+    "unknown model": (["model.name=vit_b33"], "'vit_b32'"),
+    "unknown dtype": (["model.dtype=float8"], "bfloat16"),
+    "unknown data": (["data.name=emojis"], "emoji"),
+    "unknown task": (["data.task=strickt"], "strict"),
+    "unknown optimizer": (["optimizer.name=adam"], "'adamw'"),
+    "unknown schedule": (["schedule.name=cos"], "cosine"),
+    "unknown policy": (["train.nan_policy=ignore"], "rollback"),
+    "image and patch": (["data.image_size=65"], "patch_size"),
+    "heads and width": (["model.vision.heads=5"], "heads"),
+    "batch and accumulation": (["train.batch_size=10", "train.accumulation=4"], "multiple of"),
+    "steps and epochs": (["train.epochs=2"], "epochs=2.0"),
+    "no duration": (["train.steps=0"], "train.steps"),
+    "two warm-ups": (["schedule.warmup_epochs=1"], "warmup_epochs=1.0"),
+    "warm-up past the end": (["schedule.warmup_steps=100000"], "warmup_steps"),
+    "two clippings": (["optimizer.grad_clip_norm=1"], "alternatives"),
+    "frozen nothing": (["optimizer.freeze=visoin/.*"], "visoin"),
+    "broken pattern": (["optimizer.freeze=("], "regular expression"),
+    "beta of 1": (["optimizer.b2=1"], "optimizer.b2"),
+    "negative decay": (["optimizer.weight_decay=-1"], "optimizer.weight_decay"),
+    "too many devices": (["mesh.data=3"], "device"),
+    "two open meshes": (["mesh.fsdp=-1"], "mesh"),
+    "nothing to resume": (["checkpoint.resume=nowhere"], "nowhere"),
+    "cuDNN without a GPU": (["model.attention=cudnn", "model.dtype=bfloat16"], "GPU"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_impossible_config_is_one_line(name, capsys, tmp_path, monkeypatch):
+    overrides, hint = BAD_CONFIGS[name]
+    monkeypatch.chdir(tmp_path)
+    synthetic = "--config.data.name=synthetic"
+    flags = [
+        OPENMOJI,
+        "--workdir=w",
+        synthetic,
+        *(f"--config.{override}" for override in overrides),
+    ]
+    assert train.main(["train.py", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("train.py: ")
+    assert hint in error
+
+
+def test_a_process_exits_with_2_and_no_traceback(tmp_path):
+    done = run(OPENMOJI, "--workdir=w", "--config.model.recip=standard", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_patterns_can_be_written_bare():
+    flags = [OPENMOJI, "--workdir=w", "--config.optimizer.freeze=text/.*,logit_scale"]
+    config, workdir = config_lib.parse(["train.py", *flags])
+    assert config.optimizer.freeze == ("text/.*", "logit_scale")
+    assert str(workdir) == "w"
+
+
+def test_durations():
+    config, _ = config_lib.parse(["train.py", OPENMOJI, "--workdir=w", "--config.train.steps=0"])
+    sizes = {"batch_size": 128, "dataset_size": 1000}
+    config.train.epochs = 2.0
+    assert config_lib.steps(config.train, "", **sizes) == round(2 * 1000 / 128)
+    config.train.epochs, config.train.examples = 0.0, 1280
+    assert config_lib.steps(config.train, "", **sizes) == 10

@@ -1,0 +1,105 @@
+"""Every config builds its model, without allocating it, and none can be extended by accident."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import jax
+import pytest
+
+from swjax import config as config_lib
+from swjax import sharding, trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "common")
+PARAMETERS = {
+    "vit_b32": 151_277_313,
+    "vit_b16": 149_620_737,
+    "vit_l14": 427_616_513,
+    "vit_h14": 986_109_441,
+}
+RECIPES = {"bf16": "standard", "int8": "switchback", "fp8": "fp8_switchback"}
+
+
+def load(name: str):
+    return config_lib.load(f"{ROOT}/configs/{name}.py")
+
+
+def test_there_is_one_for_every_model_and_precision():
+    wanted = {f"{m}_{p}" for m in ("vitb32", "vitb16", "vitl14", "vith") for p in RECIPES}
+    assert set(NAMES) == wanted | {"openmoji"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_builds_its_model_and_can_be_sharded(name):
+    config = load(name)
+    config_lib.validate(config, batch_shards=8)
+    init, _ = trainer.make_init(config, trainer.model_config(config), optimizer_of(config))
+    state = jax.eval_shape(init)
+    count = sum(x.size for x in jax.tree.leaves(state["params"]))
+    assert count == PARAMETERS.get(config.model.name, count)
+    mesh = sharding.make_mesh(data=1, fsdp=-1)
+    placed = jax.tree.leaves(sharding.abstract_state(state, mesh)["params"])
+    split = sum(x.size for x in placed if not x.sharding.is_fully_replicated)
+    assert split > 0.99 * count - 1e5  # fsdp on two devices: all but vectors and scalars
+
+
+def optimizer_of(config):
+    return trainer.make_optimizer(config, trainer.make_schedule(config, 100_000, 5000))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "openmoji"])
+def test_name_says_the_precision(name):
+    config = load(name)
+    assert config.model.recipe == RECIPES[name.split("_")[1]]
+    assert config.model.dtype == "bfloat16"
+
+
+def test_vith_int8_is_the_papers_recipe():
+    config = load("vith_int8")
+    optimizer, train, model = config.optimizer, config.train, config.model
+    assert (model.name, model.recipe, model.patch_dropout) == ("vit_h14", "switchback", 0.5)
+    assert (train.batch_size, train.steps, config.schedule.warmup_steps) == (16384, 20_000, 5000)
+    assert (optimizer.name, optimizer.learning_rate) == ("stable_adamw", 2e-3)
+    assert (optimizer.weight_decay, optimizer.b1, optimizer.b2) == (0.2, 0.9, 0.99)
+    assert (optimizer.eps, optimizer.clip_threshold, optimizer.grad_clip_norm) == (1e-6, 1.0, 0.0)
+    assert config.schedule.name == "cosine"
+
+
+def test_openmoji_takes_the_task_and_another_recipe():
+    assert load("openmoji").data.task == "mixed"
+    overrides = [("model.recipe", "standard")]
+    config = config_lib.load(f"{ROOT}/configs/openmoji.py:strict", overrides)
+    assert (config.data.task, config.model.recipe) == ("strict", "standard")
+
+
+@pytest.mark.parametrize("name", ["common", *NAMES])
+def test_is_locked_and_documented(name):
+    module = importlib.import_module(f"configs.{name}")
+    config = module.get_config()
+    assert config.is_locked
+    with pytest.raises(AttributeError):
+        config.model.recipee = "standard"
+    if name != "common":
+        assert f"--config=configs/{name}.py" in module.__doc__ and "Hardware:" in module.__doc__
+
+
+@pytest.mark.parametrize("name", ["common", *NAMES])
+def test_imports_nothing_heavy(name):
+    tree = ast.parse((ROOT / "configs" / f"{name}.py").read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {
+        a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names
+    }
+    assert modules <= {"configs", "ml_collections"}
+
+
+def test_every_key_has_a_comment():
+    lines = (ROOT / "configs" / "common.py").read_text().split("def paper")[0].splitlines()
+    bare = [
+        line
+        for above, line in zip(lines, lines[1:], strict=False)
+        if line.strip().startswith("config.") and "= ConfigDict()" not in line
+        if "  # " not in line and not above.strip().startswith("#")
+    ]
+    assert not bare

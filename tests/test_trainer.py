@@ -1,0 +1,574 @@
+"""The train step and the loop: same numbers however a run is cut, split or interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from swjax import config as config_lib
+from swjax import data, losses, metrics, sharding, trainer
+from swjax.checkpoint import Checkpoints, lock
+from swjax.config import ConfigError
+from swjax.train_step import combine, make_loss_and_grad, make_train_step, partition
+
+ROOT = Path(__file__).resolve().parent.parent
+MICRO = {
+    "data.name": "synthetic",
+    "data.image_size": 16,
+    "data.context_length": 8,
+    "model.vision.width": 32,
+    "model.vision.layers": 2,
+    "model.vision.heads": 2,
+    "model.vision.patch_size": 8,
+    "model.text.width": 32,
+    "model.text.layers": 1,
+    "model.text.heads": 2,
+    "model.embed_dim": 16,
+    "train.batch_size": 8,
+    "train.steps": 6,
+    "eval.every_steps": 0,
+    "eval.batch_size": 16,
+    "schedule.warmup_steps": 1,
+    "checkpoint.every_steps": 2,
+    "log.every_steps": 2,
+    "log.tensorboard": "false",
+    "report.enabled": "false",
+}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """Compiled programs are shared by the tests of one session."""
+    directory = str(tmp_path_factory.mktemp("jax_cache"))
+    jax.config.update("jax_compilation_cache_dir", directory)
+    yield directory
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture
+def micro(cache):
+    """Builds a config of a very small run, with some keys changed."""
+
+    def build(**changes):
+        changes = {key.replace("__", "."): value for key, value in changes.items()}
+        overrides = MICRO | {"train.compilation_cache": cache} | changes
+        pairs = [(key, str(value)) for key, value in overrides.items()]
+        return config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
+
+    return build
+
+
+class Interrupt:
+    """Asks to stop once it has been looked at some times."""
+
+    def __init__(self, after: int = 10**9):
+        self._left = after
+
+    @property
+    def requested(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def train(config, workdir, after: int = 10**9) -> int:
+    workdir.mkdir(exist_ok=True)
+    return trainer.train(config, workdir, Interrupt(after))
+
+
+def records(workdir) -> list[dict]:
+    """metrics.jsonl without what a clock measured."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if k != "time" and not k.startswith("perf/")}
+        for line in lines
+    ]
+
+
+def final_state(config, workdir):
+    """The state of the newest checkpoint, and how many batches it has seen."""
+    mesh = sharding.make_mesh(**config.mesh)
+    like = sharding.abstract_state(jax.eval_shape(setup(config)[0]), mesh)
+    checkpoints = Checkpoints(workdir, keep=0)
+    return checkpoints.restore(like)
+
+
+def make_init(config):
+    schedule = trainer.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
+    optimizer = trainer.make_optimizer(config, schedule)
+    return trainer.make_init(config, trainer.model_config(config), optimizer)
+
+
+def setup(config):
+    """(init, step): the first state, and a step that returns its metrics by name."""
+    schedule = trainer.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
+    optimizer = trainer.make_optimizer(config, schedule)
+    init, graphdef = trainer.make_init(config, trainer.model_config(config), optimizer)
+    packer = metrics.Packer()
+    step = make_train_step(config, graphdef, optimizer, schedule, packer)
+
+    def named(state, batch):
+        state, vector = jax.jit(step)(state, batch)
+        return state, packer.records({0: np.asarray(vector)})[0]
+
+    return jax.jit(init), named
+
+
+def batch_of(config, seed=0):
+    rng = np.random.default_rng(seed)
+    size, side = config.train.batch_size, config.data.image_size
+    text = np.zeros((size, config.data.context_length), np.int32)
+    text[:, 0], text[:, 1], text[:, 2] = 49406, rng.integers(300, 400, size), 49407
+    image = rng.integers(0, 256, (size, side, side, 3), np.uint8)
+    label = rng.integers(0, size // 2, size).astype(np.int32)
+    return {"image": jnp.asarray(image), "text": jnp.asarray(text), "label": jnp.asarray(label)}
+
+
+def assert_same_bits(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_close(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+# ----------------------------------------------------------------------------------- the step
+
+
+@pytest.mark.parametrize(("recipe", "loss"), [("standard", "softmax"), ("switchback", "sigmoid")])
+def test_accumulation_gives_the_gradient_of_the_whole_batch(micro, recipe, loss):
+    results = []
+    for parts in (1, 4):
+        shared = {"data__augment": "false", "model__recipe": recipe, "train__loss": loss}
+        config = micro(**shared, train__accumulation=parts)
+        init, graphdef = make_init(config)
+        params, batch = jax.jit(init)()["params"], batch_of(config)
+        none = jax.tree.map(lambda _: None, params)
+        loss_and_grad = jax.jit(make_loss_and_grad(config, graphdef))
+        results.append(loss_and_grad(params, none, batch, jax.random.key(0)))
+    (loss_a, measured_a, grads_a), (loss_b, measured_b, grads_b) = results
+    np.testing.assert_allclose(loss_a, loss_b, rtol=1e-6)
+    assert len([name for name in measured_a if "feature_" in name]) == 4
+    assert_close(measured_a, measured_b, rtol=1e-5)
+    # The two differ in the order of float32 sums, and int8 rounds what lies near a half either way.
+    largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(grads_a))
+    noise = {"standard": 1e-6, "switchback": 1e-3}[recipe]
+    assert_close(grads_a, grads_b, rtol=0, atol=noise * largest)
+
+
+def test_frozen_parameters_stay_and_have_no_moments(micro):
+    config = micro(optimizer__freeze="^vision/,logit_scale")
+    init, step = setup(config)
+    state = init()
+    moments = [p for p in paths(state["opt_state"]) if "mu" in p.split("/")]
+    assert moments and not any("vision" in path for path in moments)
+    new, _ = step(step(state, batch_of(config))[0], batch_of(config, 1))
+    assert_same_bits(new["params"]["vision"], state["params"]["vision"])
+    assert_same_bits(new["params"]["logit_scale"], state["params"]["logit_scale"])
+    moved = jax.tree.map(
+        lambda a, b: bool(jnp.any(a != b)), new["params"]["text"], state["params"]["text"]
+    )
+    assert all(jax.tree.leaves(moved))
+
+
+def test_partition_and_combine_are_inverse():
+    params = {"a": {"kernel": 1, "bias": 2}, "b": 3}
+    trainable, frozen = partition(params, ("bias$",))
+    assert trainable == {"a": {"kernel": 1, "bias": None}, "b": 3}
+    assert combine(trainable, frozen) == params
+    with pytest.raises(ConfigError, match="finds no parameter"):
+        partition(params, ("visoin",))
+
+
+def paths(tree) -> list[str]:
+    return [sharding.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def test_average_follows_the_parameters(micro):
+    config = micro(train__ema_decay=0.9)
+    init, step = setup(config)
+    state = init()
+    expected = state["params"]
+    for t in range(3):
+        state, _ = step(state, batch_of(config, t))
+        decay = min(0.9, (1 + t) / (10 + t))
+        expected = jax.tree.map(
+            lambda e, p, d=decay: d * e + (1 - d) * p, expected, state["params"]
+        )
+    assert_close(state["ema"], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_with_a_bad_gradient_is_skipped(micro):
+    config = micro(train__nan_policy="skip")
+    init, step = setup(config)
+    state, _ = step(init(), batch_of(config))
+    broken = jax.tree.map(lambda x: x, state)
+    broken["params"]["text"]["ln_final"]["bias"] *= jnp.float32(jnp.nan)
+    new, measured = step(broken, batch_of(config))
+    assert measured["train/skipped"] == 1
+    assert_same_bits(
+        {k: new[k] for k in ("params", "opt_state")},
+        {k: broken[k] for k in ("params", "opt_state")},
+    )
+    assert new["step"] == 2
+    assert step(state, batch_of(config))[1]["train/skipped"] == 0
+
+
+def test_gradient_clipping_bounds_the_update_of_the_other_arm(micro):
+    config = micro(optimizer__clip_threshold=0, optimizer__grad_clip_norm=1e-3)
+    init, step = setup(config)
+    _, measured = step(init(), batch_of(config))
+    assert measured["train/grad_norm"] > 1e-3  # reported before clipping
+
+
+def test_logit_scale_is_clamped(micro):
+    config = micro(optimizer__learning_rate=1.0)
+    init, step = setup(config)
+    state = init()
+    state["params"]["logit_scale"] = jnp.float32(np.log(100))
+    for seed in range(3):
+        state, _ = step(state, batch_of(config, seed))
+        assert 0 <= float(state["params"]["logit_scale"]) <= np.float32(np.log(100))
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant"])
+def test_schedule(micro, name):
+    config = micro(schedule__name=name, optimizer__learning_rate=1.0)
+    schedule = trainer.make_schedule(config, 110, 10)
+    rates = np.array([schedule(step) for step in (0, 4, 9, 10, 60, 110)])
+    end = {"cosine": [0.5, 0.0], "constant": [1.0, 1.0]}[name]
+    np.testing.assert_allclose(rates, [0.1, 0.46, 0.91, 1.0, *end], atol=1e-6)
+
+
+# ------------------------------------------------------------------------------- many devices
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=["data", "fsdp"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_devices_compute_what_one_does(micro, mesh, accumulation):
+    config = micro(train__accumulation=accumulation)
+    init, step = setup(config)
+    one = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    two = sharding.make_mesh(*mesh)
+    results = []
+    for where in (one, two):
+        like = sharding.abstract_state(jax.eval_shape(init), where)
+        places = jax.tree.map(lambda x: x.sharding, like)
+        state = jax.device_put(init(), places)
+        batch = sharding.shard_batch(jax.tree.map(np.asarray, batch_of(config)), where)
+        for _ in range(2):
+            state, measured = step(state, batch)
+        results.append((state["params"], measured))
+    kernel = results[1][0]["vision"]["blocks"]["mlp"]["fc1"]["kernel"]
+    assert kernel.sharding.is_fully_replicated == (mesh == (2, 1, 1))
+    for name, value in results[0][1].items():
+        np.testing.assert_allclose(value, results[1][1][name], rtol=2e-3, atol=1e-5, err_msg=name)
+    assert_close(results[0][0], results[1][0], rtol=1e-3, atol=2e-4)
+
+
+def test_every_parameter_needs_a_rule():
+    with pytest.raises(ValueError, match="no sharding rule matches parameter 'new/kernel'"):
+        sharding.abstract_state({"params": {"new": {"kernel": jnp.ones(2)}}}, sharding.make_mesh())
+
+
+def test_moments_lie_where_their_parameters_do(micro):
+    init, _ = setup(micro(train__ema_decay=0.9))
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh(1, 2, 1))
+    name = "vision/blocks/attn/q/kernel"
+    found = {
+        p: x for p, x in zip(paths(like), jax.tree.leaves(like), strict=True) if p.endswith(name)
+    }
+    split = {p for p, x in found.items() if x.sharding.spec == jax.P(None, "fsdp", "tensor")}
+    assert {p.split("/")[0] for p in split} == {"params", "ema", "opt_state"}
+    assert all(len(found[p].shape) != 3 for p in found.keys() - split)  # RMS: one number a block
+
+
+# ----------------------------------------------------------------------------------- the loop
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory, request):
+    """A run that nothing disturbed; shared, so only to be read."""
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture
+def reference(micro, whole_run):
+    config = micro()
+    if not (whole_run / "results.json").exists():
+        assert train(config, whole_run) == 0
+    return config, whole_run
+
+
+def test_a_run_leaves_everything_behind(reference):
+    config, workdir = reference
+    assert [r["step"] for r in records(workdir)] == [1, 2, 3, 4, 5, 6]
+    first = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in ("train/loss", "train/learning_rate", "perf/data_wait_frac", "time",
+                 "stability/rms/vision/patch_embed/kernel", "stability/rms/vision/blocks/attn/q/kernel/1",
+                 "stability/feature_max_abs/text/0"):  # fmt: skip
+        assert np.isfinite(first[name])
+    assert first["perf/mfu"] is None  # a CPU has no peak in the table
+    assert "test/image_to_text_R@1" in json.loads((workdir / "results.json").read_text())["scores"]
+    assert "val/image_to_text_R@1" in records(workdir)[-1]
+    assert config_lib.changes((workdir / "config.json").read_text(), config) == []
+    assert "command: python" in (workdir / "env.txt").read_text()
+    steps = sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+    assert steps == [4, 6]
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys, after):
+    config, workdir = reference
+    assert train(config, tmp_path, after) == 0
+    assert f"step {after + 1} is saved" in capsys.readouterr().out
+    assert not (tmp_path / "results.json").exists()
+    assert train(config, tmp_path) == 0
+    assert records(tmp_path) == records(workdir)
+    (a, position_a), (b, position_b) = (final_state(config, d) for d in (tmp_path, workdir))
+    assert_same_bits(a, b)
+    assert position_a == position_b == 6
+
+
+def test_records_after_the_checkpoint_are_written_once(reference, tmp_path):
+    """A kill between two checkpoints leaves records that the resumed run writes again."""
+    config, workdir = reference
+    assert train(config, tmp_path, after=3) == 0  # saved at 4
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 5, "time": 1.0, "train/loss": 0.0}) + '\n{"step": 6, "ti')
+    assert train(config, tmp_path) == 0
+    assert records(tmp_path) == records(workdir)
+
+
+def test_sigkill_and_resume(micro, tmp_path):
+    """Two processes killed at random, then finished, against one undisturbed: every bit."""
+    flags = [f"--config.{k}={v}" for k, v in MICRO.items() if k not in ("train.steps",)]
+    flags += [f"--config={ROOT}/configs/openmoji.py", "--config.train.steps=24"]
+    flags += [f"--config.train.compilation_cache={micro().train.compilation_cache}"]
+    script = [sys.executable, str(ROOT / "benchmarks" / "resume_check.py")]
+    out = tmp_path / "result.json"
+    done = subprocess.run(
+        [*script, "--points=2", f"--seed={os.getpid()}", f"--out={out}", "--", *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert out.exists(), done.stderr
+    result = json.loads(out.read_text())
+    assert done.returncode == 0 and result["identical"], result
+    assert result["steps_recorded"] == [24, 24] and result["arrays"] > 50
+
+
+def test_sigterm_saves_and_says_how_to_go_on(micro, tmp_path):
+    flags = [f"--config.{k}={v}" for k, v in MICRO.items() if k != "train.steps"]
+    cache = micro().train.compilation_cache
+    command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/openmoji.py"]
+    command += [*flags, "--config.train.steps=100000", f"--workdir={tmp_path}"]
+    command += [f"--config.train.compilation_cache={cache}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    metrics_file = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while (
+        not (metrics_file.exists() and metrics_file.stat().st_size) and time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    last = records(tmp_path)[-1]["step"]
+    assert f"interrupted: step {last} is saved" in output
+    assert (tmp_path / "checkpoints" / str(last)).is_dir()
+
+
+def test_second_interrupt_ends_at_once():
+    code = (
+        "import signal, time\n"
+        "from swjax.interrupt import catch\n"
+        "with catch() as interrupt:\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    assert interrupt.requested\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=50)
+    assert done.returncode == 130 and b"again" in done.stdout
+
+
+# ------------------------------------------------------------------------ trouble and choices
+
+
+POISON = 10**6
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Makes the loss NaN on the 4th batch of the data."""
+    real_loader, real_loss = data.loader, losses.softmax_contrastive
+
+    class Loader:
+        def __init__(self, batches, position):
+            self._batches, self._position = batches, position
+
+        def __next__(self):
+            batch = dict(next(self._batches))
+            self._position += 1
+            if self._position == 4:
+                batch["label"] = np.full_like(batch["label"], POISON)
+            return batch
+
+        def close(self):
+            self._batches.close()
+
+    def loader(source, *, train, start_step=0, **options):
+        batches = real_loader(source, train=train, start_step=start_step, **options)
+        return Loader(iter(batches), start_step) if train else batches
+
+    def loss(image, text, scale, *, labels):
+        value, aux = real_loss(image, text, scale, labels=labels)
+        return jnp.where(jnp.any(labels == POISON), jnp.float32(jnp.nan) * value, value), aux
+
+    monkeypatch.setattr(data, "loader", loader)
+    monkeypatch.setattr(losses, "softmax_contrastive", loss)
+
+
+def test_nan_stops_the_run(micro, poisoned, tmp_path, capsys):
+    config = micro()
+    assert train(config, tmp_path) == 1
+    assert "is nan at step 4" in capsys.readouterr().out
+    assert Checkpoints(tmp_path, keep=0).latest_step() == 2  # nothing broken is saved
+    assert records(tmp_path)[3]["train/loss"] is None
+
+
+def test_nan_rolls_back_past_the_data(micro, poisoned, tmp_path, capsys):
+    config = micro(train__nan_policy="rollback")
+    assert train(config, tmp_path) == 0
+    assert "back to step 2" in capsys.readouterr().out
+    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    state, data_step = final_state(config, tmp_path)
+    assert int(state["step"]) == 6 and data_step == 8  # batches 3 and 4 were left out
+    assert all(np.isfinite(r["train/loss"]) for r in records(tmp_path))
+
+
+def test_nan_steps_are_skipped(micro, poisoned, tmp_path):
+    config = micro(train__nan_policy="skip")
+    assert train(config, tmp_path) == 0
+    assert [r["train/skipped"] for r in records(tmp_path)] == [0, 0, 0, 1, 0, 0]
+
+
+def test_a_finished_run_is_left_alone(reference, capsys):
+    config, workdir = reference
+    before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.name != ".lock"}
+    start = time.perf_counter()
+    assert trainer.train_and_evaluate(config, workdir) == 0
+    assert time.perf_counter() - start < 2
+    assert "finished after 6 steps" in capsys.readouterr().out
+    after = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.name != ".lock"}
+    assert {p: t for p, t in after.items() if p.is_file()} == {
+        p: t for p, t in before.items() if p.is_file()
+    }
+
+
+def test_a_finished_run_of_another_config_is_not_mistaken(reference, micro):
+    _, workdir = reference
+    with pytest.raises(ConfigError, match="model.recipe: 'switchback' -> 'standard'"):
+        trainer.train_and_evaluate(micro(model__recipe="standard"), workdir)
+    trainer.train_and_evaluate(micro(log__every_steps=3), workdir)  # computes the same
+
+
+def test_a_workdir_serves_one_process(micro, tmp_path):
+    with lock(tmp_path):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+            trainer.train_and_evaluate(micro(), tmp_path)
+    lock(tmp_path).close()  # free again
+
+
+def test_resume_and_init_from_another_run(reference, micro, tmp_path):
+    _, workdir = reference
+    longer = micro(checkpoint__resume=str(workdir), train__steps=8)
+    assert train(longer, tmp_path / "longer") == 0
+    assert [r["step"] for r in records(tmp_path / "longer")] == [7, 8]
+
+    config = micro(checkpoint__init_from=str(workdir), train__ema_decay=0.5)
+    init, _ = setup(config)
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    own = Checkpoints(tmp_path / "own", keep=1)
+    state, data_step = trainer.init_or_restore(config, own, init, like)
+    first, _ = final_state(micro(), workdir)
+    assert_same_bits(state["params"], first["params"])
+    assert_same_bits(state["ema"], first["params"])
+    assert int(state["step"]) == data_step == 0
+
+
+def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
+    _, workdir = reference
+    config = micro(checkpoint__resume=str(workdir), model__vision__width=64)
+    with pytest.raises(ConfigError, match="another model") as error:
+        train(config, tmp_path / "other")
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------- what is told
+
+
+class Stream:
+    def __init__(self, terminal):
+        self.text, self._terminal = "", terminal
+
+    def isatty(self):
+        return self._terminal
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_rewrites_a_terminals_line_and_prints_plain_ones_elsewhere():
+    record = {"step": 5, "train/loss": 1.5, "perf/step_seconds": 2.0,
+              "perf/samples_per_sec_per_device": 32.0, "perf/data_wait_frac": 0.25}  # fmt: skip
+    for terminal in (True, False):
+        stream = Stream(terminal)
+        progress = metrics.Progress(65, stream)
+        progress.update(record)
+        progress.update(record | {"step": 6})
+        progress.say("saved")
+        assert stream.text.count("\n") == (1 if terminal else 3)
+        assert ("\x1b" in stream.text) == terminal
+        assert "step 5/65  loss 1.5000  64 samples/s  data wait 25%  ETA 2:00" in stream.text
+
+
+def test_throughput_counts_training_only():
+    meter = metrics.Meter(batch_size=10, flops_per_example=1.0)
+    time.sleep(0.2)  # compiling
+    assert meter.restart() >= 0.2
+    assert set(meter.read().values()) == {None}
+    with meter.waiting():
+        time.sleep(0.05)
+    time.sleep(0.05)
+    read = meter.read()
+    rate = 10 / read["perf/step_seconds"] / jax.device_count()
+    assert read["perf/samples_per_sec_per_device"] == pytest.approx(rate)
+    assert read["perf/step_seconds"] < 0.19 and 0.2 < read["perf/data_wait_frac"] < 0.8
+
+
+def test_wandb_missing_is_one_line(micro, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        metrics.MetricLog(tmp_path, micro(log__wandb="project"), last_step=0)
+
+
+def test_tensorboard_gets_the_newest_record(micro, tmp_path):
+    log = metrics.MetricLog(tmp_path, micro(log__tensorboard="true"), last_step=0)
+    log.write([{"step": 1, "train/loss": float("nan")}, {"step": 2, "train/loss": 0.1}])
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/loss"] for line in lines] == [None, 0.1]
+    assert list((tmp_path / "tensorboard").iterdir())
