@@ -1,0 +1,146 @@
+"""Imports run one way, and what is slow to load is loaded by who needs it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Each part of swjax, and the parts it may import, wherever the import stands in the file. The core comes
+# first; only what stands below the line knows a run's config.
+ALLOWED = {
+    "kernels": set(),
+    "fp8": {"kernels"},
+    "recipes": {"kernels"},
+    "checkpoint_policies": set(),
+    "testing": set(),
+    "switchback": {"recipes", "kernels", "fp8"},
+    "nnx": {"switchback", "recipes", "kernels"},
+    "linen": {"switchback", "recipes", "kernels"},
+    "swjax": {"switchback", "recipes", "kernels", "checkpoint_policies"},  # its __init__
+    "optax": set(),
+    "models": {"nnx", "recipes", "switchback", "checkpoint_policies"},
+    "losses": set(),
+    "data": set(),
+    "sharding": set(),
+    "diagnostics": {"optax"},
+    "evaluators": {"data"},
+    "report": set(),
+    "environment": set(),
+    "interrupt": set(),
+    # ---------------------------------------------------------------------------------
+    "config": set(),
+    "checkpoint": {"config"},
+    "metrics": {"config"},
+    "train_step": {
+        "config",
+        "data",
+        "diagnostics",
+        "losses",
+        "metrics",
+        "models",
+        "optax",
+        "sharding",
+    },
+    "trainer": {
+        *("checkpoint", "config", "data", "diagnostics", "environment", "evaluators", "interrupt"),
+        *("metrics", "models", "optax", "recipes", "report", "sharding", "train_step"),
+    },
+}
+
+
+def part_of(module: str) -> str:
+    """`swjax.optax.rms` belongs to the part `optax`."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "swjax"
+
+
+def modules():
+    folders = [ROOT / "swjax", ROOT / "kernels"]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        names = path.relative_to(ROOT).with_suffix("").parts
+        names = names[:-1] if names[-1] == "__init__" else names
+        if names[:2] == ("swjax", "kernels"):
+            continue  # through the symlink
+        yield ".".join(("swjax", *names) if names[0] == "kernels" else names), path
+
+
+def imported(path: Path):
+    """Names of the modules that a file imports: for `from swjax import x`, `swjax.x`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "swjax":
+                yield from (f"swjax.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+MODULES = dict(modules())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module):
+    part = part_of(module)
+    assert part in ALLOWED, f"say in ALLOWED what {part} may import"
+    for name in imported(MODULES[module]):
+        if name.split(".")[0] == "swjax" and part_of(name) != part:
+            assert part_of(name) in ALLOWED[part], f"{module} imports {name}"
+
+
+def test_allowed_directions_have_no_cycle():
+    done: set[str] = set()
+    while len(done) < len(ALLOWED):
+        ready = {part for part, others in ALLOWED.items() if others <= done} - done
+        assert ready, f"cycle among {set(ALLOWED) - done}"
+        done |= ready
+
+
+def test_configs_import_neither_jax_nor_swjax():
+    for path in (ROOT / "configs").glob("*.py"):
+        tops = {name.split(".")[0] for name in imported(path)}
+        assert tops <= {"configs", "ml_collections"}, path
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after a statement."""
+    code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+SLOW = {
+    "tensorflow_datasets",
+    "grain",
+    "orbax",
+    "matplotlib",
+    "PIL",
+    "triton",
+    "jax_triton",
+    "ml_collections",
+}
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("from swjax.optax import stable_adamw", SLOW | {"flax"}),
+        ("import swjax.optax.stable_adamw", SLOW | {"flax"}),
+        ("import swjax", SLOW | {"flax", "optax"}),
+        ("import swjax.data, swjax.report, swjax.evaluators", SLOW),
+        (
+            "import swjax.models.clip, swjax.linen, swjax.losses",
+            SLOW - {"orbax"},
+        ),  # flax loads orbax
+        ("import train", SLOW | {"jax"}),
+    ],
+)
+def test_what_a_module_loads(statement, absent):
+    assert not loaded_by(statement) & absent
