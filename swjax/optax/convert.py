@@ -28,9 +28,9 @@ def from_adamw_state(adamw_state, opt_state, *, b1: float, b2: float):
       ValueError: there is not exactly one state of the kind in each, or their trees differ.
 
     >>> from swjax.optax import stable_adamw
-    >>> params = jnp.array([1.0, 2.0])
-    >>> adamw = optax.adamw(1e-3, b1=0.9, b2=0.99)
-    >>> _, old = adamw.update(jnp.array([0.5, 4.0]), adamw.init(params), params)
+    >>> params, gradient = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
+    >>> after_one_step = (jnp.int32(1), 0.1 * gradient, 0.01 * gradient**2)
+    >>> old = optax.ScaleByAdamState(*after_one_step)
     >>> state = from_adamw_state(old, stable_adamw(1e-3).init(params), b1=0.9, b2=0.99)
     >>> state.mu.round(4)  # m of the first step is the gradient
     Array([0.5, 4. ], dtype=float32)
@@ -41,7 +41,9 @@ def from_adamw_state(adamw_state, opt_state, *, b1: float, b2: float):
 
     def debias(moment, like, b):
         total = one_minus_power(b, steps)
-        return jax.tree.map(lambda x, y: (x / total.astype(x.real.dtype)).astype(y.dtype), moment, like)
+        return jax.tree.map(
+            lambda x, y: (x / total.astype(x.real.dtype)).astype(y.dtype), moment, like
+        )
 
     mu, nu = debias(old.mu, new.mu, b1), debias(old.nu, new.nu, b2)
     converted = StableAdamWState(old.count, mu, nu, new.rms)

