@@ -80,6 +80,7 @@ def loader(
     """
     require("grain", "PIL")
     import grain
+    from absl import flags
 
     if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
         raise ValueError(
@@ -107,6 +108,8 @@ def loader(
     if workers == 0:
         options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
         return Batches(iter(batches.to_iter_dataset(options)))
+    if not flags.FLAGS.is_parsed():  # grain's processes read flags, even where there is no absl app
+        flags.FLAGS.mark_as_parsed()
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_BATCHES_AHEAD)
     dataset = batches.to_iter_dataset(options).mp_prefetch(
         grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)

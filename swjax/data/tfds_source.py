@@ -39,34 +39,24 @@ class TFDS:
           split: as TFDS has it: "train", "train[:90%]".
           data_dir: where it was prepared, in the format array_record.
           builder: its name: "coco_captions", "name/config:version".
-          image_key: feature with the image; features inside others are separated by "/".
+          image_key: feature with the image; one inside another is written "outer/inner".
           text_key: feature with one caption or several.
-        """
-        require("tensorflow_datasets", "array_record", "importlib_resources", "PIL")
-        import tensorflow_datasets as tfds
 
+        Raises:
+          ValueError: if there is no such data set, split or feature.
+        """
         self._arguments = dict(
             data_dir=data_dir, builder=builder, image_key=image_key, text_key=text_key
         )
         self._split, self._image_key, self._text_key = split, image_key, text_key
-        try:
-            opened = tfds.builder(builder, data_dir=data_dir)
-        except tfds.core.DatasetNotFoundError:
-            raise ValueError(
-                f"no TFDS data set {builder!r} in {data_dir!r}: prepare it there with "
-                f"tfds.builder({builder!r}, data_dir={str(data_dir)!r}, "
-                'file_format="array_record").download_and_prepare()'
-            ) from None
+        opened = _open(builder, data_dir)
         if split.partition("[")[0] not in opened.info.splits:
             raise ValueError(
                 f"{builder!r} has no split {split!r}; it has {', '.join(opened.info.splits)}"
             )
-        decoders: dict = {}
-        *parents, leaf = image_key.split("/")
-        functools.reduce(lambda tree, key: tree.setdefault(key, {}), parents, decoders)[leaf] = (
-            tfds.decode.SkipDecoding()
-        )
-        self._records = opened.as_data_source(split=split, decoders=decoders)
+        for key in (image_key, text_key):
+            _check_feature(opened.info.features, key, builder)
+        self._records = opened.as_data_source(split=split, decoders=_undecoded(image_key))
         self.attribution = opened.info.citation
 
     def __len__(self) -> int:
@@ -92,12 +82,45 @@ class TFDS:
         return _texts(_at(self._records[label], self._text_key))
 
 
-def _at(record: dict, path: str):
+def _open(name: str, data_dir: str):
+    """Opens a data set from its files: the code that made it may need TensorFlow."""
+    require("tensorflow_datasets", "array_record", "importlib_resources", "PIL")
+    import tensorflow_datasets as tfds
+
     try:
-        return functools.reduce(lambda tree, key: tree[key], path.split("/"), record)
-    except (KeyError, TypeError):
-        raise ValueError(f"no feature {path!r} in the data set; it has {sorted(record)}") from None
+        return tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
+    except tfds.core.DatasetNotFoundError:
+        raise ValueError(
+            f"no TFDS data set {name!r} in {str(data_dir)!r}: prepare it there with tfds.builder("
+            f'{name!r}, data_dir={str(data_dir)!r}, file_format="array_record")'
+            ".download_and_prepare()"
+        ) from None
+
+
+def _check_feature(features, path: str, builder: str) -> None:
+    for key in path.split("/"):
+        inner = getattr(features, "feature", features)  # a Sequence holds one feature
+        if key not in getattr(inner, "keys", tuple)():
+            raise ValueError(
+                f"{builder!r} has no feature {path!r}; there it has "
+                f"{', '.join(getattr(inner, 'keys', tuple)()) or 'no inner features'}"
+            )
+        features = inner[key]
+
+
+def _undecoded(path: str) -> dict:
+    """Returns the decoders by which TFDS leaves one feature as it is stored."""
+    import tensorflow_datasets as tfds
+
+    decoders = tfds.decode.SkipDecoding()
+    for key in reversed(path.split("/")):
+        decoders = {key: decoders}
+    return decoders
+
+
+def _at(record: dict, path: str):
+    return functools.reduce(lambda tree, key: tree[key], path.split("/"), record)
 
 
 def _texts(value) -> tuple[str, ...]:
-    return tuple(np.char.decode(np.atleast_1d(np.asarray(value, np.bytes_)), "utf-8").tolist())
+    return tuple(text.decode() for text in np.atleast_1d(np.asarray(value, object)))

@@ -60,24 +60,36 @@ def _draw_all(tasks: list[tuple]) -> Iterator[dict[str, bytes]]:
     that waits for it. They are no multiprocessing pool: JAX's threads forbid fork, and spawn would
     run the caller's main module again.
     """
-    count = min(len(os.sched_getaffinity(0)), _WORKERS_AT_MOST, len(tasks))
+    count = min(os.cpu_count() or 1, _WORKERS_AT_MOST, len(tasks))
     command = [sys.executable, "-P", drawings.__file__]
     idle: queue.SimpleQueue = queue.SimpleQueue()
 
     def draw(task):
         worker = idle.get()
-        pickle.dump(task[1:], worker.stdin)
-        worker.stdin.flush()
-        answer = pickle.load(worker.stdout)
-        idle.put(worker)
-        return answer
+        try:
+            pickle.dump(task[1:], worker.stdin)
+            worker.stdin.flush()
+            return pickle.load(worker.stdout)
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"the process that was drawing {task[1]} ended") from error
+        finally:
+            idle.put(worker)
 
     with contextlib.ExitStack() as stack:
         for _ in range(count):
+            # In a session of its own Ctrl-C reaches only this process, which ends the others.
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            idle.put(stack.enter_context(subprocess.Popen(command, **pipes)))
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(count))
+            worker = subprocess.Popen(command, start_new_session=True, **pipes)
+            stack.callback(_end, worker)
+            idle.put(worker)
+        pool = concurrent.futures.ThreadPoolExecutor(count)
+        stack.callback(pool.shutdown, cancel_futures=True)
         yield from pool.map(draw, tasks)
+
+
+def _end(worker: subprocess.Popen) -> None:
+    worker.kill()  # it holds nothing but the task at hand
+    worker.communicate()
 
 
 def _without_look_alikes(all_drawings) -> list[tuple[Concept, str, bytes]]:
