@@ -30,10 +30,11 @@ test: $(READY)
 report: $(READY)
 	@$(BIN)/python -m swjax.report $(WORKDIR)
 
-# Again whenever the requirements change, and after an interruption.
+# Again whenever the requirements change, and after an interruption. Modules are compiled when they are
+# first imported: most never are.
 $(READY): $(CREATED) pyproject.toml requirements/constraints.txt
 	@echo "installing into .venv: about a minute, once"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
 	  --constraint requirements/constraints.txt --editable '.[test]'
 	@touch $@
 
