@@ -1,8 +1,11 @@
 """Imports run one way, and what is slow to load is loaded by who needs it."""
 
 import ast
+import importlib.metadata
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -99,6 +102,31 @@ def test_allowed_directions_have_no_cycle():
         ready = {part for part, others in ALLOWED.items() if others <= done} - done
         assert ready, f"cycle among {set(ALLOWED) - done}"
         done |= ready
+
+
+CORE = {"kernels", "fp8", "recipes", "checkpoint_policies", "testing", "switchback", "nnx", "linen"}
+CORE |= {"swjax", "optax", "models", "losses", "sharding", "diagnostics"}
+
+
+def test_what_is_imported_is_required():
+    """A package that is only here by chance is missing elsewhere: the core's in `dependencies`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = {
+        "core": names_of(project["dependencies"]),
+        "all": names_of(project["dependencies"] + extras["train"] + extras["gpu"] + extras["wandb"]),
+    }
+    distributions = importlib.metadata.packages_distributions()
+    for module, path in MODULES.items():
+        known = required["core" if part_of(module) in CORE else "all"]
+        for top in {name.split(".")[0] for name in imported(path)}:
+            if top not in sys.stdlib_module_names | {"swjax", "kernels"}:
+                owners = {name.lower().replace("_", "-") for name in distributions.get(top, [top])}
+                assert owners & known, f"{module} imports {top}, which pyproject.toml does not require"
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[>=\[ ;]", name)[0].lower().replace("_", "-") for name in requirements}
 
 
 def test_configs_import_neither_jax_nor_swjax():
