@@ -1,7 +1,7 @@
 """Image-text data: sources of examples, batches of them, captions as tokens, pixels as floats."""
 
-from swjax.data.loader import loader
-from swjax.data.preprocess import preprocess, random_resized_crop
+from swjax.data.batches import loader
+from swjax.data.images import preprocess, random_resized_crop
 from swjax.data.sources import Source, prepare, source
 from swjax.data.tokenizer import tokenize
 

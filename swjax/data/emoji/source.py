@@ -8,7 +8,7 @@ import numpy as np
 
 from swjax.data.emoji.concepts import Concept, concepts
 from swjax.data.packages import require
-from swjax.data.prepare import prepared
+from swjax.data.preparation import prepared
 
 TASKS = ("mixed", "strict")
 SPLITS = ("train", "val", "test")

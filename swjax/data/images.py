@@ -88,7 +88,7 @@ def fit(image: np.ndarray, size: int) -> np.ndarray:
     """
     height, width = image.shape[:2]
     side = min(height, width)
-    return _crop(image, ((width - side) / 2, (height - side) / 2, side, side), size)
+    return _crop(image, (height - side) // 2, (width - side) // 2, side, side, size)
 
 
 def random_resized_crop(
@@ -114,22 +114,21 @@ def random_resized_crop(
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
         aspect = np.exp(rng.uniform(*np.log(ratio)))
-        w, h = round(np.sqrt(area * aspect)), round(np.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            left, top = rng.integers(width - w + 1), rng.integers(height - h + 1)
-            return _crop(image, (left, top, w, h), size)
+        h, w = round(np.sqrt(area / aspect)), round(np.sqrt(area * aspect))
+        if 0 < h <= height and 0 < w <= width:
+            top, left = rng.integers(height - h + 1), rng.integers(width - w + 1)
+            return _crop(image, top, left, h, w, size)
     # No such rectangle fits: the largest in the middle whose shape is within the range.
-    w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
-    return _crop(image, ((width - w) / 2, (height - h) / 2, w, h), size)
+    h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
+    return _crop(image, (height - h) // 2, (width - w) // 2, h, w, size)
 
 
-def _crop(image: np.ndarray, box: tuple, size: int) -> np.ndarray:
-    """Scales the box (left, top, width, height) to a square; opacity weighs colours."""
+def _crop(image: np.ndarray, top: int, left: int, height: int, width: int, size: int) -> np.ndarray:
+    """Scales a rectangle to a square; opacity weighs colours."""
     from PIL import Image
 
-    left, top, width, height = map(float, box)
-    if (left, top, width, height) == (0, 0, size, size) == (0, 0, *image.shape[1::-1]):
-        return image
-    corners = (left, top, left + width, top + height)
-    pixels = Image.fromarray(image)
-    return np.asarray(pixels.resize((size, size), Image.Resampling.BICUBIC, box=corners))
+    rectangle = image[top : top + height, left : left + width]
+    if rectangle.shape[:2] == (size, size):
+        return rectangle
+    pixels = Image.fromarray(np.ascontiguousarray(rectangle))
+    return np.asarray(pixels.resize((size, size), Image.Resampling.BICUBIC))

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from swjax.data.images import fit, random_resized_crop
 from swjax.data.packages import require
-from swjax.data.preprocess import fit, random_resized_crop
 from swjax.data.sources import Source
 from swjax.data.tokenizer import tokenize
 
@@ -70,7 +70,8 @@ def loader(
       and, unless training, mask bool [b] (False for padding).
 
     Raises:
-      ValueError: if the source has fewer examples than a batch of all processes, in training.
+      ValueError: if the source has fewer examples than a batch of all processes, in training; if
+        a number makes no sense.
 
     >>> from swjax.data import source
     >>> patterns = source("synthetic", "train", image_size=8, examples=10)
@@ -87,6 +88,8 @@ def loader(
             f"batch_size must be positive, workers not negative and process_index below "
             f"process_count; they are {batch_size}, {workers}, {process_index}, {process_count}"
         )
+    if start_step < 0:
+        raise ValueError(f"start_step must not be negative; it is {start_step}")
     size = len(source)
     if train:
         if batch_size * process_count > size:
@@ -104,7 +107,7 @@ def loader(
         examples = positions[process_index::process_count].map(
             _EvalExample(source, context_length, image_size)
         )
-    batches = examples.batch(batch_size)[start_step:]
+    batches = examples.batch(batch_size, drop_remainder=True)[start_step:]
     if workers == 0:
         options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
         return Batches(iter(batches.to_iter_dataset(options)))

@@ -1,0 +1,324 @@
+"""The loader's order and its resumption, sharding and padding; pixels to floats; errors."""
+
+import importlib.util
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from swjax import data
+from swjax.data import images as pixels
+from swjax.data.emoji.concepts import concepts
+from swjax.data.packages import require
+
+
+class Photographs:
+    """Two dozen small images of different shapes, each with three captions."""
+
+    class_names, templates, attribution, photographs = (), (), "", True
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        shape = (20 + index, 30, 3)
+        image = np.random.default_rng(index).integers(0, 256, shape, np.uint8)
+        return {"image": image, "label": index, "captions": self.captions(index)}
+
+    def captions(self, label):
+        return tuple(f"{concepts()[label].name} {n}" for n in range(3))
+
+
+def load(source, batches=None, **options):
+    options = {"batch_size": 5, "seed": 1, "context_length": 12, "image_size": 16} | options
+    loader = data.loader(source, **options)
+    taken = [
+        # A copy: what a worker process sends lives in shared memory.
+        {name: np.array(array) for name, array in batch.items()}
+        for batch, _ in zip(loader, range(batches or 10**6))
+    ]
+    loader.close()
+    return taken
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for left, right in zip(actual, expected):
+        assert left.keys() == right.keys()
+        for name in left:
+            np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def indices(batches):
+    return np.concatenate([batch["index"] for batch in batches])
+
+
+def test_batches_have_the_agreed_names_shapes_and_dtypes():
+    (batch,) = load(Photographs(), 1)
+    kinds = {name: (array.shape, array.dtype.name) for name, array in batch.items()}
+    assert kinds == {
+        "image": ((5, 16, 16, 3), "uint8"),
+        "text": ((5, 12), "int32"),
+        "label": ((5,), "int32"),
+        "index": ((5,), "int64"),
+    }
+    (batch, *_) = load(Photographs(), 1, train=False)
+    assert batch["mask"].shape == (5,) and batch["mask"].dtype == np.bool_
+
+
+def test_an_epoch_has_every_example_once_and_the_next_another_order():
+    order = indices(load(Photographs(), 30, batch_size=8)).reshape(-1, 24)
+    assert (np.sort(order, axis=1) == np.arange(24)).all()
+    assert len({tuple(epoch) for epoch in order}) == len(order)
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 23])
+def test_resumes_bit_for_bit(step):
+    whole = load(Photographs(), 26)
+    assert_same(load(Photographs(), 26 - step, start_step=step), whole[step:])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_resumes_bit_for_bit_with_other_workers(workers):
+    source = data.source("synthetic", "train", image_size=16, classes=7, examples=24)
+    assert_same(load(source, 4, workers=workers, start_step=3), load(source, 7)[3:])
+
+
+def test_seed_fixes_order_captions_and_crops():
+    assert_same(load(Photographs(), 6), load(Photographs(), 6))
+    one, other = load(Photographs(), 6), load(Photographs(), 6, seed=2)
+    assert (indices(one) != indices(other)).any()
+
+
+def test_captions_and_crops_differ_between_epochs():
+    batches = load(Photographs(), 8 * 24, batch_size=1)
+    of_one = [batch for batch in batches if batch["index"][0] == 11]
+    assert len(of_one) == 8
+    said = {batch["text"].tobytes() for batch in of_one}
+    allowed = {data.tokenize(c, 12).tobytes() for c in Photographs().captions(11)}
+    assert 1 < len(said) and said <= allowed
+    assert len({batch["image"].tobytes() for batch in of_one}) > 4
+
+
+def test_processes_share_an_epoch():
+    parts = [
+        load(Photographs(), 4, batch_size=2, process_index=rank, process_count=3)
+        for rank in range(3)
+    ]
+    together = np.stack([indices(part) for part in parts], axis=1).ravel()
+    assert sorted(together) == list(range(24))
+    np.testing.assert_array_equal(together, indices(load(Photographs(), 3, batch_size=8)))
+
+
+@pytest.mark.parametrize("batch_size, processes", [(5, 1), (24, 1), (100, 1), (5, 2), (7, 4)])
+def test_evaluation_sees_every_example_once_in_order(batch_size, processes):
+    parts = [
+        load(
+            Photographs(),
+            train=False,
+            batch_size=batch_size,
+            process_index=rank,
+            process_count=processes,
+        )
+        for rank in range(processes)
+    ]
+    assert len({len(part) for part in parts}) == 1  # a collective of all would hang otherwise
+    assert all(len(batch["index"]) == batch_size for part in parts for batch in part)
+    seen = [indices(part)[np.concatenate([b["mask"] for b in part])] for part in parts]
+    assert sorted(np.concatenate(seen)) == list(range(24))
+    assert all((np.diff(part) == processes).all() for part in seen)
+    first = parts[0][0]
+    np.testing.assert_array_equal(first["text"][0], data.tokenize(concepts()[0].name + " 0", 12)[0])
+    np.testing.assert_array_equal(
+        first["image"][0], pixels.fit(Photographs()[0]["image"], 16), strict=True
+    )
+
+
+def test_evaluation_of_nothing_left():
+    assert load(Photographs(), train=False, start_step=5) == []
+
+
+def test_closed_loaders_stop():
+    loader = data.loader(Photographs(), batch_size=2, image_size=16)
+    next(loader)
+    loader.close()
+    loader.close()
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"batch_size": 25}, "a batch of 25 is larger than the data set of 24 examples"),
+        ({"batch_size": 9, "process_count": 3}, "a batch of 27 is larger"),
+        ({"batch_size": 0}, "batch_size must be positive.* they are 0"),
+        ({"process_index": 2, "process_count": 2}, "process_index below process_count"),
+        ({"workers": -1}, "workers not negative"),
+        ({"start_step": -1}, "start_step must not be negative; it is -1"),
+    ],
+)
+def test_loader_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        load(Photographs(), 1, **options)
+
+
+@pytest.mark.parametrize(
+    "arguments, options, message",
+    [
+        (("imagenet", "train"), {}, "no data set 'imagenet'; there are emoji, synthetic, tfds"),
+        (("synthetic", "dev"), {}, "split is 'dev'; it must be one of train, val, test"),
+        (("synthetic", "val"), {"classes": 0}, "must be positive; they are 224, 0 and 100000"),
+        (("synthetic", "val"), {"sise": 3}, "options of the data set 'synthetic': .*'sise'"),
+        (("emoji", "dev"), {}, "split of the emoji data set is 'dev'; it must be one of"),
+        (("emoji", "val"), {"task": "easy"}, "task of the emoji data set is 'easy'"),
+        (("tfds", "train"), {}, "options of the data set 'tfds': .*'builder'"),
+    ],
+)
+def test_source_refuses(arguments, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        data.source(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_packages_are_named(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "grain" else find(name)
+    )
+    with pytest.raises(ModuleNotFoundError, match=r'needs grain: pip install "swjax\[train\]"'):
+        data.loader(Photographs(), batch_size=2)
+    require("json")
+
+
+def test_import_is_cheap():
+    code = "import sys, swjax.data; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"grain", "tensorflow_datasets", "PIL", "ftfy", "regex", "resvg_py", "array_record"}
+    assert not heavy & set(run.stdout.split())
+
+
+def test_synthetic_examples_depend_on_the_label_alone():
+    source = data.source("synthetic", "train", image_size=16, classes=9, examples=30)
+    images = [source[i]["image"] for i in range(18)]
+    assert [source[i]["label"] for i in range(18)] == [*range(9), *range(9)]
+    assert all((images[i] == images[i + 9]).all() for i in range(9))
+    assert len({image.tobytes() for image in images}) == 9
+    assert len({source.captions(label) for label in range(9)}) == 9
+    assert {image.shape for image in images} == {(16, 16, 3)}
+
+
+# Pixels
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_preprocess_normalises(channels):
+    images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, channels), np.uint8)
+    x = images[..., :3] / 255
+    if channels == 4:  # laid on white
+        opacity = images[..., 3:] / 255
+        x = x * opacity + 1 - opacity
+    expected = (x - np.array(pixels.MEAN)) / np.array(pixels.STD)
+    actual = jax.jit(data.preprocess, static_argnames="image_size")(images, image_size=8)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+
+
+def drawing():
+    """A black square in the middle third of a transparent image."""
+    image = np.zeros((24, 24, 4), np.uint8)
+    image[8:16, 8:16, 3] = 255
+    return image
+
+
+def test_augmentation_moves_each_drawing_in_its_own_way():
+    images = np.stack([drawing()] * 64)
+    augment = jax.jit(lambda images, key: data.preprocess(images, key, 24))
+    x = np.asarray(augment(images, jax.random.key(0)))
+    np.testing.assert_array_equal(x, augment(images, jax.random.key(0)))
+    assert len({image.tobytes() for image in x}) == 64
+    assert (x != augment(images, jax.random.key(1))).any()
+    ink = 1 - (x * np.array(pixels.STD) + np.array(pixels.MEAN))
+    assert ink.min() > -1e-5 and ink.max() < 1 + 1e-5  # never darker than black, nor beyond white
+    assert ink[:, 0].max() < 1e-5  # what comes in from beyond the edge is white
+    area = ink.mean(axis=3).sum(axis=(1, 2)) / 64  # 1 if neither scaled nor changed in contrast
+    assert area.min() > 0.4 and area.max() < 1.3 and area.std() > 0.05
+    rows = np.einsum("bhwc,h->b", ink, np.arange(24)) / ink.sum(axis=(1, 2, 3))
+    assert rows.std() > 0.3 and abs(rows.mean() - 11.5) < 0.5
+
+
+def test_photographs_are_not_augmented_on_the_device():
+    images = jnp.asarray(np.stack([drawing()[..., :3]] * 2))
+    np.testing.assert_array_equal(
+        data.preprocess(images, jax.random.key(0), 24), data.preprocess(images, None, 24)
+    )
+
+
+@pytest.mark.parametrize(
+    "images, message",
+    [
+        (np.zeros((1, 8, 8, 3), np.float32), "must be uint8 .*float32"),
+        (np.zeros((8, 8, 3), np.uint8), r"they are uint8 \(8, 8, 3\)"),
+        (np.zeros((1, 8, 8, 1), np.uint8), r"\(1, 8, 8, 1\)"),
+        (np.zeros((1, 8, 9, 3), np.uint8), r"8 pixels high and wide; they are \(8, 9\)"),
+    ],
+)
+def test_preprocess_refuses(images, message):
+    with pytest.raises(ValueError, match=message):
+        data.preprocess(images, image_size=8)
+
+
+def test_fit_cuts_the_middle_of_the_longer_side():
+    image = np.zeros((10, 30, 3), np.uint8)
+    image[:, 10:20] = 200
+    fitted = pixels.fit(image, 5)
+    assert fitted.shape == (5, 5, 3) and (fitted == 200).all()
+    np.testing.assert_array_equal(fitted, pixels.fit(image.transpose(1, 0, 2), 5))
+    np.testing.assert_array_equal(pixels.fit(fitted, 5), fitted)
+
+
+def test_fit_is_antialiased_and_weighs_colours_by_opacity():
+    stripes = np.zeros((64, 64, 3), np.uint8)
+    stripes[:, ::2] = 255
+    np.testing.assert_allclose(pixels.fit(stripes, 8), 128, atol=8)
+    image = np.zeros((64, 64, 4), np.uint8)
+    image[:, ::2] = (200, 100, 50, 255)  # the transparent stripes between are black
+    np.testing.assert_allclose(pixels.fit(image, 8)[..., :3], [[[200, 100, 50]] * 8] * 8, atol=3)
+
+
+def test_random_resized_crop_shows_what_was_asked_for():
+    height, width = 90, 120
+    rows, columns = np.mgrid[:height, :width].astype(np.uint8)
+    image = np.stack([rows, columns, rows], axis=-1)
+    rng = np.random.default_rng(0)
+    boxes = []
+    for _ in range(200):
+        crop = data.random_resized_crop(image, rng, 30, scale=(0.5, 0.8)).astype(float)
+        assert crop.shape == (30, 30, 3)
+        # Slope and middle of the ramps tell the height, width and place of the rectangle.
+        h = (crop[-6, :, 0] - crop[5, :, 0]).mean() / 19 * 30
+        w = (crop[:, -6, 1] - crop[:, 5, 1]).mean() / 19 * 30
+        boxes.append((h, w, crop[..., 0].mean(), crop[..., 1].mean()))
+    h, w, y, x = np.array(boxes).T
+    share = h * w / (height * width)
+    assert 0.47 < share.min() < 0.55 and 0.75 < share.max() < 0.83
+    assert 0.7 < (w / h).min() < 0.85 and 1.15 < (w / h).max() < 1.4
+    assert y.std() > 3 and x.std() > 3
+
+
+def test_random_resized_crop_of_a_narrow_image_takes_the_middle():
+    image = np.zeros((4, 400, 3), np.uint8)
+    image[:, 190:210] = 255
+    crop = data.random_resized_crop(image, np.random.default_rng(0), 8)
+    assert (crop == 255).all()
+
+
+def test_whole_crop_is_pillows_bicubic():
+    image = np.random.default_rng(0).integers(0, 256, (50, 50, 3), np.uint8)
+    crop = data.random_resized_crop(image, np.random.default_rng(0), 20, (1, 1), (1, 1))
+    expected = Image.fromarray(image).resize((20, 20), Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(crop, expected)
