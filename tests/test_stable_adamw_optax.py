@@ -12,7 +12,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from swjax.optax import StableAdamWState, from_adamw_state, rms_by_path, stable_adamw
 
@@ -79,7 +80,7 @@ import optax
 assert stable_adamw is swjax.optax.stable_adamw is also and callable(stable_adamw)
 assert stable_adamw.__module__ == "swjax.optax.stable_adamw" in sys.modules
 assert hasattr(optax, "adamw") and not hasattr(optax, "stable_adamw")
-heavy = {"flax", "triton", "jax_triton", "grain", "orbax", "tensorflow", "tensorflow_datasets", "torch", "PIL"}
+heavy = {"flax", "triton", "jax_triton", "grain", "orbax", "tensorflow", "torch", "PIL"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -106,7 +107,7 @@ def rosenbrock(dtype):
 @pytest.mark.parametrize("target", [parabola, rosenbrock])
 def test_converges(target, dtype):
     start, goal, loss = target(dtype)
-    optimizer = stable_adamw(optax.cosine_decay_schedule(0.1, 10_000), weight_decay=1e-4)
+    optimizer = stable_adamw(1e-2)
 
     @jax.jit
     def solve(params):
@@ -190,6 +191,7 @@ def test_inject_hyperparams_refuses_what_rounds_out_of_range():
     assert updates.dtype == jnp.bfloat16
 
 
+@jax.numpy_dtype_promotion("standard")  # optax's MultiSteps averages by an int32 count
 def test_multi_steps_averages_gradients():
     params, grads = problem()
     every = optax.MultiSteps(stable_adamw(0.05, block_axes=AXES), 2)
@@ -229,6 +231,7 @@ def test_masked_and_partition_and_chain():
     assert set(rms_by_path(state)) == {"blocks/w", "head/w", "head/b"}
 
 
+@jax.numpy_dtype_promotion("standard")  # as above
 @pytest.mark.parametrize("wrap", ["alone", "chain", "inject", "multi", "masked"])
 def test_map_params_finds_the_moments_only(wrap):
     """The state's partition specs come from the parameters', and RMS is no parameter."""
@@ -261,7 +264,7 @@ def test_map_params_finds_the_moments_only(wrap):
 class Model(nnx.Module):
     def __init__(self, rngs):
         make = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs), in_axes=0)
-        self.blocks = make(nnx.Rngs(0).fork(split=2))
+        self.blocks = make(rngs.split(2))
         self.head = nnx.Linear(3, 2, rngs=rngs)
 
     def __call__(self, x):
@@ -380,10 +383,11 @@ def test_training_goes_on_from_an_adamw_state(steps_before, wrapped):
     state = from_adamw_state(old, ours.init(params), b1=0.8, b2=0.95)
     assert types(state) == types(ours.init(params))
     p, q = params, params
+    step_adamw, step_ours = jax.jit(adamw.update), jax.jit(ours.update)
     for g in grads[steps_before:]:
-        updates, old = adamw.update(g, old, p)
+        updates, old = step_adamw(g, old, p)
         p = optax.apply_updates(p, updates)
-        updates, state = ours.update(g, state, q)
+        updates, state = step_ours(g, state, q)
         q = optax.apply_updates(q, updates)
     assert_close(q, p, rtol=1e-5)
     assert rms_by_path(state)["blocks/w"].shape == (2,)

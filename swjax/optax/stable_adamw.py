@@ -43,7 +43,7 @@ def stable_adamw(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.99,
     eps: jax.typing.ArrayLike = 1e-6,
-    weight_decay: jax.typing.ArrayLike = 0.2,
+    weight_decay: jax.typing.ArrayLike = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     clip_threshold: jax.typing.ArrayLike = 1.0,
@@ -51,7 +51,7 @@ def stable_adamw(
     block_axes: Any | Callable[[optax.Params], Any] | None = None,
     decoupled_lr: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""AdamW with AdaFactor's update clipping. The defaults are the paper's.
+    r"""AdamW with AdaFactor's update clipping.
 
     For every tensor separately, with gradient :math:`g` at step :math:`t = 1, 2, \dots`:
 
@@ -79,7 +79,8 @@ def stable_adamw(
       b1: :math:`\beta_1` in [0, 1).
       b2: :math:`\beta_2` in [0, 1). Lower is steadier and slower.
       eps: :math:`\epsilon > 0`.
-      weight_decay: :math:`\lambda \ge 0`, times the learning rate.
+      weight_decay: :math:`\lambda \ge 0`, times the learning rate. The other defaults are the paper's; this
+        is that of `optax.adamw`, since the paper's 0.2 goes with a mask: no decay of 1-D parameters.
       mask: what decays: a tree of bool like the parameters, or a prefix of it, or a function from the
         parameters to such a tree. Default: everything.
       clip_threshold: :math:`d > 0`. `math.inf` for no clipping, which leaves AdamW; any other value above
