@@ -134,12 +134,10 @@ def _score_rows(results: dict[str, float]) -> Iterable[str]:
     for name, value in results.items():
         if "chance" in name:
             continue
-        chance = results.get(chance_name(name))
-        cells = (
-            [percent(value), percent(chance), f"{value / chance:.0f}×"]
-            if chance
-            else [f"{value:.4g}", "", ""]
-        )
+        cells = [f"{value:.4g}", "", ""]
+        if chance := results.get(chance_name(name)):
+            ratio = value / chance
+            cells = [percent(value), percent(chance), f"{ratio:.{0 if ratio >= 10 else 1}f}×"]
         columns = "".join(f"<td>{cell}</td>" for cell in cells)
         yield f"<tr><td>{escape(label(name))}</td>{columns}</tr>"
 
