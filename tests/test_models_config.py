@@ -1,12 +1,13 @@
 """What models can be built: sizes, parameters, initial values, parameter trees, and clear refusals."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from clip_oracle import abstract, inputs, random_model, small_config
+from clip_oracle import abstract, compiled, inputs, random_model, small_config
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
@@ -99,7 +100,7 @@ def test_initial_values_are_open_clips():
     cfg = clip.config(
         "tiny", vision={"image_size": 128}, text={"vocab_size": 2000, "layers": 4, "width": 192}
     )
-    params = names(jax.jit(lambda: nnx.state(clip.CLIP(cfg, rngs=nnx.Rngs(0))))())
+    params = names(compiled(lambda: nnx.state(clip.CLIP(cfg, rngs=nnx.Rngs(0))))())
     v, t, sqrt3 = 128, 192, math.sqrt(3)
     deviations = {
         "vision/patch_embed/kernel": (3 * 16 * 16) ** -0.5 / sqrt3,
@@ -221,6 +222,13 @@ def test_what_does_not_fit_is_one_clear_line(overrides, message):
     with pytest.raises(ValueError, match=message) as error:
         clip.config("tiny", **overrides)
     assert "\n" not in str(error.value)
+
+
+def test_cudnn_brings_its_padding():
+    cudnn = clip.config("tiny", attention="cudnn", dtype="bfloat16")
+    assert (cudnn.padded_multiple, clip.CONFIGS["tiny"].padded_multiple) == (8, 1)
+    assert dataclasses.replace(cudnn, attention="xla").padded_multiple == 1
+    assert dataclasses.replace(cudnn, token_multiple=16).padded_multiple == 16
 
 
 def test_unknown_model():
