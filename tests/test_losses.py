@@ -79,7 +79,7 @@ def numeric_gradient(name, arguments, labels, which, step=1e-6):
 def test_value_and_gradient_equal_the_naive_ones(name, labels):
     arguments = arguments_of(name)
     loss = lambda *xs: loss_of(name)(*xs, labels=None if labels is None else jnp.asarray(labels))[0]
-    value, gradients = jax.value_and_grad(loss, argnums=range(len(arguments)))(
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=range(len(arguments))))(
         *(jnp.asarray(x, jnp.float32) for x in arguments)
     )
     assert value.dtype == jnp.float32
@@ -117,7 +117,8 @@ def test_half_precision_embeddings_are_compared_in_float32():
 def test_metrics_count_any_positive_as_a_hit():
     image = jnp.eye(4)
     text = image[jnp.array([1, 0, 2, 3])]  # the first two captions are swapped
-    hits = lambda labels: losses.softmax_contrastive(image, text, jnp.float32(1), labels=labels)[1]
+    loss = jax.jit(losses.softmax_contrastive)
+    hits = lambda labels: loss(image, text, jnp.float32(1), labels=labels)[1]
     assert float(hits(None)["image_to_text_accuracy"]) == 0.5
     together = hits(jnp.array([5, 5, 6, 7]))
     assert float(together["image_to_text_accuracy"]) == 1.0
@@ -128,7 +129,7 @@ def test_metrics_count_any_positive_as_a_hit():
 def test_the_directions_differ_when_one_text_fits_every_image():
     image = jnp.eye(3)
     text = jnp.stack([jnp.full(3, 0.6), 0.1 * image[1], 0.1 * image[2]])
-    metrics = losses.softmax_contrastive(image, text, jnp.float32(0))[1]
+    metrics = jax.jit(losses.softmax_contrastive)(image, text, jnp.float32(0))[1]
     assert float(metrics["image_to_text_accuracy"]) == pytest.approx(1 / 3)
     assert float(metrics["text_to_image_accuracy"]) == 1.0
 
@@ -138,7 +139,7 @@ def test_the_directions_differ_when_one_text_fits_every_image():
 def test_extreme_logits_stay_finite(name, log_scale):
     image = jnp.asarray(unit_pairs()[0], jnp.float32)
     extras = [jnp.float32(log_scale)] + ([jnp.float32(-10)] if name == "sigmoid" else [])
-    value, gradient = jax.value_and_grad(lambda x: loss_of(name)(x, -x, *extras)[0])(image)
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: loss_of(name)(x, -x, *extras)[0]))(image)
     assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
