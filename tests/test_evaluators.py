@@ -1,10 +1,16 @@
 """Zero-shot and retrieval scores against brute force in NumPy; ties, NaNs, duplicates, chance."""
 
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
-from swjax import evaluators
+from swjax import evaluators, sharding
 from swjax.evaluators import embed, ranking, retrieval
 
 SIZES = {"batch_size": 8, "context_length": 12, "image_size": 4}
@@ -57,6 +63,10 @@ class Model:
 
 @pytest.fixture
 def source():
+    return make_source()
+
+
+def make_source():
     return Source(np.random.default_rng(1).integers(0, len(NAMES), 37).tolist())
 
 
@@ -181,6 +191,38 @@ def test_predictions_are_the_nearest_names(source):
         assert p.name == NAMES[source.labels[index]]
         assert list(p.guesses) == [names[i] for i in np.argsort(-cosines)[:3]]
         np.testing.assert_allclose(p.cosines, np.sort(cosines)[::-1][:3], rtol=1e-5)
+
+
+def evaluate_sharded():
+    """Scores and predictions with embeddings that lie on all devices of all processes."""
+    model, source, mesh = Model(), make_source(), sharding.make_mesh()
+
+    def predict(params, batch):
+        return sharding.shard_batch(jax.device_get(model(params, batch)), mesh)
+
+    scorer, one = zero_shot(predict, source), np.float32(1)
+    scores = scorer.run(one) | evaluators.Retrieval(predict, source, **SIZES).run(one)
+    shown = [[int(p.image[0, 0, 0]), p.name, *p.guesses] for p in scorer.predictions(one, count=5)]
+    return scores | {"shown": shown}
+
+
+def test_two_processes_score_like_one():
+    """Each reads half of the images; embeddings, labels and shown pixels meet in all."""
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        port = str(sock.getsockname()[1])
+    worker = str(Path(__file__).parent / "evaluate_worker.py")
+    both = [
+        subprocess.Popen([sys.executable, worker, rank, port], stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    try:
+        printed = [process.communicate(timeout=120)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    alone = evaluate_sharded()
+    assert [json.loads(text.splitlines()[-1]) for text in printed] == [alone, alone]
 
 
 def test_more_predictions_than_images():

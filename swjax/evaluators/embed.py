@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 
 from swjax import data
 
-# (params, batch of this process's rows) -> {"image" and "text", as in the batch: embeddings [b, e]}, global arrays.
+# (params, {"image" or "text": this process's rows}) -> {the same key: embeddings [b, e] of all processes}.
 Predict = Callable[[object, dict], dict]
 
 
