@@ -5,7 +5,6 @@ A value is a scalar, or a vector with one entry a block, which the log writes as
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from swjax.optax import rms_by_path
 
@@ -22,12 +21,12 @@ def norms(**trees) -> dict[str, jax.Array]:
     >>> norms(grad={"w": jnp.array([3.0]), "b": jnp.array([4.0])})
     {'train/grad_norm': Array(5., dtype=float32)}
     """
-    return {
-        f"train/{name}_norm": optax.tree.norm(
-            jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
-        )
-        for name, tree in trees.items()
-    }
+    return {f"train/{name}_norm": _norm(tree) for name, tree in trees.items()}
+
+
+def _norm(tree) -> jax.Array:
+    squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
 
 
 def rms(opt_state) -> dict[str, jax.Array]:

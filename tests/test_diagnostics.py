@@ -1,0 +1,45 @@
+"""Scalars of a training step: right in half precision, named as the log and the report expect."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from swjax import diagnostics
+from swjax.models import clip
+from swjax.optax import stable_adamw
+from swjax.report import charts
+
+
+def test_norm_of_half_precision_does_not_overflow():
+    tree = {"w": jnp.full((64,), 3e4, jnp.float16), "b": jnp.zeros((), jnp.bfloat16)}
+    norm = jax.jit(lambda tree: diagnostics.norms(grad=tree))(tree)["train/grad_norm"]
+    assert norm.dtype == jnp.float32
+    np.testing.assert_allclose(norm, 8 * 3e4, rtol=1e-3)
+
+
+def test_norm_of_nothing_is_zero():
+    assert diagnostics.norms(update={})["train/update_norm"] == 0
+
+
+def test_names_are_those_the_report_reads():
+    """One step of a real model: whatever a stability chart shows is among the diagnostics."""
+    cfg = clip.config(
+        "tiny",
+        vision={"image_size": 16, "patch_size": 8, "width": 16, "heads": 2, "layers": 3},
+        text={"context_length": 4, "width": 16, "heads": 2, "layers": 1},
+    )
+    model = nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model, nnx.Param)
+    optimizer = optax.chain(optax.identity(), stable_adamw(1e-3, block_axes=clip.block_axes))
+
+    def step(params):
+        _, out = nnx.merge(graph, params).encode_image(jnp.zeros((2, 16, 16, 3)))
+        _, state = optimizer.update(params, optimizer.init(params), params)
+        return diagnostics.rms(state) | diagnostics.feature_magnitude({"vision": out})
+
+    found = jax.eval_shape(step, nnx.to_pure_dict(params))
+    assert found[charts.PATCH_RMS].shape == ()
+    assert found["stability/rms/vision/blocks/mlp/fc1/kernel"].shape == (3,)
+    assert found[charts.FEATURES].shape == (3,)
