@@ -114,7 +114,9 @@ def test_what_is_imported_is_required():
     extras = project["optional-dependencies"]
     required = {
         "core": names_of(project["dependencies"]),
-        "all": names_of(project["dependencies"] + extras["train"] + extras["gpu"] + extras["wandb"]),
+        "all": names_of(
+            project["dependencies"] + extras["train"] + extras["gpu"] + extras["wandb"]
+        ),
     }
     distributions = importlib.metadata.packages_distributions()
     for module, path in MODULES.items():
@@ -122,7 +124,9 @@ def test_what_is_imported_is_required():
         for top in {name.split(".")[0] for name in imported(path)}:
             if top not in sys.stdlib_module_names | {"swjax", "kernels"}:
                 owners = {name.lower().replace("_", "-") for name in distributions.get(top, [top])}
-                assert owners & known, f"{module} imports {top}, which pyproject.toml does not require"
+                assert owners & known, (
+                    f"{module} imports {top}, which pyproject.toml does not require"
+                )
 
 
 def names_of(requirements: list[str]) -> set[str]:
