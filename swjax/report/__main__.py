@@ -11,6 +11,9 @@ def main() -> int:
     parser.add_argument("workdir", help="directory of a run: what train.py --workdir was given")
     try:
         print(write(parser.parse_args().workdir))
+    except ModuleNotFoundError as error:
+        print(f"swjax.report: {error}: pip install 'swjax[train]'", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"swjax.report: {error}", file=sys.stderr)
         return 2
