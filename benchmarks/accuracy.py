@@ -18,20 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCORES = {
-    "test": ("zeroshot/emoji_top1", "test/image_to_text_R@10", "test/text_to_image_R@10"),
-    "val": ("zeroshot/emoji_top1", "val/image_to_text_R@10", "val/text_to_image_R@10"),
-}
+SCORES = ("zeroshot/emoji_{split}_top1", "{split}/image_to_text_R@10", "{split}/text_to_image_R@10")
 
 
 def main():
     args = parse()
+    split = "val" if args.val else "test"
     runs = list(itertools.product(args.tasks, args.recipes, args.seeds))
     with ThreadPoolExecutor(args.jobs) as pool:
         scores = dict(zip(runs, pool.map(lambda run: train(args, *run), runs), strict=True))
-    split = "val" if args.val else "test"
     groups = [
-        summary(args, task, recipe, {seed: scores[task, recipe, seed] for seed in args.seeds})
+        summary(split, task, recipe, {seed: scores[task, recipe, seed] for seed in args.seeds})
         for task, recipe in itertools.product(args.tasks, args.recipes)
     ]
     for group in groups:
@@ -81,19 +78,19 @@ def train(args, task, recipe, seed) -> dict:
         )
     if args.val:
         records = map(json.loads, open(workdir / "metrics.jsonl"))
-        return [record for record in records if SCORES["val"][0] in record][-1]
+        return [record for record in records if "val/image_to_text_R@10" in record][-1]
     return json.loads((workdir / "results.json").read_text())["scores"]
 
 
-def summary(args, task, recipe, scores) -> dict:
+def summary(split, task, recipe, scores) -> dict:
     """Mean and sample standard deviation of each score over the seeds, and each seed's."""
-    names = SCORES["val" if args.val else "test"]
-    values = {score: [scores[seed][score] for seed in args.seeds] for score in names}
+    names = [score.format(split=split) for score in SCORES]
+    values = {name: {seed: run[name] for seed, run in scores.items()} for name in names}
     mean = {
-        score: (statistics.mean(v), statistics.stdev(v) if len(v) > 1 else 0.0)
-        for score, v in values.items()
+        name: (statistics.mean(v.values()), statistics.stdev(v.values()) if len(v) > 1 else 0.0)
+        for name, v in values.items()
     }
-    return {"task": task, "recipe": recipe, "seeds": args.seeds, "mean": mean, "scores": values}
+    return {"task": task, "recipe": recipe, "mean": mean, "scores": values}
 
 
 if __name__ == "__main__":

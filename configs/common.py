@@ -32,10 +32,9 @@ def get_config() -> ConfigDict:
     config.model.patch_dropout = 0.0  # fraction of the patches left out in training
 
     config.data = ConfigDict()
-    config.data.name = "emoji"  # emoji | synthetic | tfds; options of each:
-    config.data.emoji = ConfigDict(
-        {"task": "mixed"}
-    )  # mixed | strict (test style never trained on)
+    config.data.name = "emoji"  # emoji | synthetic | tfds
+    # Options of each. Of emoji: mixed | strict, whose test style is never trained on.
+    config.data.emoji = ConfigDict({"task": "mixed"})
     config.data.synthetic = ConfigDict({"classes": 1000, "examples": 100_000})  # patterns of noise
     # A TensorFlow Datasets builder, what holds its images and captions, and its splits.
     config.data.tfds = ConfigDict({"builder": "", "image_key": "image", "text_key": "caption"})

@@ -81,13 +81,7 @@ class MetricLog:
     """
 
     def __init__(self, workdir: Path, config, *, last_step: int):
-        self._path = workdir / "metrics.jsonl"
-        self._file = self._board = self._wandb = None
-        self.rewind(last_step)
-        if config.log.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=last_step + 1)
+        self._board = self._wandb = self._file = None
         if config.log.wandb:
             try:
                 import wandb
@@ -99,6 +93,12 @@ class MetricLog:
             self._wandb = wandb.init(
                 project=config.log.wandb, dir=str(workdir), config=config.to_dict()
             )
+        if config.log.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=last_step + 1)
+        self._path = workdir / "metrics.jsonl"
+        self.rewind(last_step)
 
     def rewind(self, last_step: int) -> None:
         """Removes the records after `last_step`; the next one written follows it."""

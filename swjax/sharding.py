@@ -1,7 +1,8 @@
 """Where arrays live: one mesh, and a table of rules from parameter paths to partition specs.
 
 The mesh has three axes. "data" splits the batch; "fsdp" splits the batch and, at rest,
-the parameters; "tensor" splits the width of the layers. One device is the mesh (1, 1, 1): the same code runs on N.
+the parameters; "tensor" splits the width of the layers. One device is the mesh (1, 1, 1): the same
+code runs on N.
 """
 
 import math
@@ -9,7 +10,8 @@ import re
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"))

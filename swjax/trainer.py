@@ -7,6 +7,7 @@ config.json  env.txt  metrics.jsonl  tensorboard/  checkpoints/<step>/  results.
 import json
 import math
 import re
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -78,7 +79,6 @@ def train(config, workdir: Path, interrupt) -> int:
     state, data_step = init_or_restore(config, checkpoints, init, like)
     step = int(state["step"])
     record_setup(config, workdir, progress, step)
-    log = MetricLog(workdir, config, last_step=step)
     packer = Packer()
     train_step = jax.jit(
         make_train_step(config, graphdef, optimizer, schedule, packer),
@@ -92,51 +92,50 @@ def train(config, workdir: Path, interrupt) -> int:
     # ---------------------------------------------------------------------------------
     # Train
     # ---------------------------------------------------------------------------------
+    log = MetricLog(workdir, config, last_step=step)
     batches = open_batches(config, source, data_step)
     meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
     pending, previous, rollbacks, stopping = {}, None, 0, False
-    while step < total and not stopping:
-        stopping = interrupt.requested  # then this step is the last
-        with meter.waiting():
-            batch = next(batches)
-        state, vector = train_step(state, sharding.shard_batch(batch, mesh))
-        step, data_step = step + 1, data_step + 1
-        pending[step] = vector
-        if previous is None:
-            jax.block_until_ready(vector)
-            progress.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
-        jax.block_until_ready(previous)  # at most two steps in flight
-        previous = vector
+    with closing(log), closing(batches), closing(checkpoints):
+        while step < total and not stopping:
+            stopping = interrupt.requested  # then this step is the last
+            with meter.waiting():
+                batch = next(batches)
+            state, vector = train_step(state, sharding.shard_batch(batch, mesh))
+            step, data_step = step + 1, data_step + 1
+            pending[step] = vector
+            if previous is None:
+                jax.block_until_ready(vector)
+                progress.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
+            jax.block_until_ready(previous)  # at most two steps in flight
+            previous = vector
 
-        evaluating = step == total or is_due(step, config.eval.every_steps)
-        saving = stopping or step == total or is_due(step, config.checkpoint.every_steps)
-        if not (evaluating or saving or is_due(step, config.log.every_steps)):
-            continue
-        records = packer.records(jax.device_get(pending))
-        pending = {}
-        perf = meter.read()
-        bad = None if config.train.nan_policy == "skip" else first_bad(records)
-        if bad and config.train.nan_policy == "rollback" and rollbacks < MAX_ROLLBACKS:
-            rollbacks += 1
-            state, _ = checkpoints.restore(like)
-            step = int(state["step"])  # data_step goes on: the data that led here is left out
-            log.rewind(step)
-            progress.say(f"{bad}: back to step {step}, past the data of these steps")
-            continue
-        if evaluating and not bad:
-            records[-1] |= evaluate(state, "val")[0]
-        log.write([record | perf for record in records])
-        progress.update(records[-1] | perf)
-        if bad:
-            progress.say(f"{bad}: stopped; --config.train.nan_policy can be skip or rollback")
-            return 1
-        meter.restart()  # throughput leaves evaluation out
-        if saving:
-            checkpoints.save(step, state, data_step)
-            rollbacks = 0
-    batches.close()
-    log.close()
-    checkpoints.close()
+            evaluating = step == total or is_due(step, config.eval.every_steps)
+            saving = stopping or step == total or is_due(step, config.checkpoint.every_steps)
+            if not (evaluating or saving or is_due(step, config.log.every_steps)):
+                continue
+            records = packer.records(jax.device_get(pending))
+            pending = {}
+            perf = meter.read()
+            bad = first_bad(records) if config.train.nan_policy != "skip" else ""
+            if bad and config.train.nan_policy == "rollback" and rollbacks < MAX_ROLLBACKS:
+                rollbacks += 1
+                state, _ = checkpoints.restore(like)
+                step = int(state["step"])  # data_step goes on: the data that led here is left out
+                log.rewind(step)
+                progress.say(f"{bad}: back to step {step}, past the data of these steps")
+                continue
+            if evaluating and not bad:
+                records[-1] |= evaluate(state, "val")[0]
+            log.write([record | perf for record in records])
+            progress.update(records[-1] | perf)
+            if bad:
+                progress.say(f"{bad}: stopped; config.train.nan_policy={config.train.nan_policy!r}")
+                return 1
+            meter.restart()  # throughput leaves evaluation out
+            if saving:
+                checkpoints.save(step, state, data_step)
+                rollbacks = 0
     if step < total:
         progress.say(f"interrupted: step {step} is saved in {workdir}; the same command goes on")
         return 0
@@ -245,7 +244,10 @@ def init_or_restore(config, checkpoints: Checkpoints, init, like):
         return checkpoints.restore(like)
     if config.checkpoint.resume:
         return Checkpoints.of("checkpoint.resume", config.checkpoint.resume).restore(like)
-    state = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    # It runs once: optimizing it would take longer.
+    options = {"xla_backend_optimization_level": 0}
+    state = jax.jit(init, out_shardings=shardings, compiler_options=options)()
     if config.checkpoint.init_from:
         other = Checkpoints.of("checkpoint.init_from", config.checkpoint.init_from)
         state["params"] = other.restore_params(like["params"])

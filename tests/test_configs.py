@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 from pathlib import Path
 
 import jax
@@ -98,7 +99,7 @@ def test_every_key_has_a_comment():
     lines = (ROOT / "configs" / "common.py").read_text().split("def paper")[0].splitlines()
     bare = [
         line
-        for above, line in zip(lines, lines[1:], strict=False)
+        for above, line in itertools.pairwise(lines)
         if line.strip().startswith("config.") and "= ConfigDict()" not in line
         if "  # " not in line and not above.strip().startswith("#")
     ]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from swjax import config as config_lib
-from swjax import data, losses, metrics, sharding, trainer
+from swjax import metrics, sharding, trainer
 from swjax.checkpoint import Checkpoints, lock
 from swjax.config import ConfigError
 from swjax.train_step import combine, make_loss_and_grad, make_train_step, partition
@@ -24,8 +24,10 @@ MICRO = {
     "data.name": "synthetic",
     "data.image_size": 16,
     "data.context_length": 8,
+    "data.synthetic.classes": 20,
+    "data.synthetic.examples": 40,
     "model.vision.width": 32,
-    "model.vision.layers": 2,
+    "model.vision.layers": 1,
     "model.vision.heads": 2,
     "model.vision.patch_size": 8,
     "model.text.width": 32,
@@ -44,16 +46,20 @@ MICRO = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Compiled programs are shared by the tests of one session."""
+    """Compiled programs are shared, also with processes; compiling them is what takes time here."""
     directory = str(tmp_path_factory.mktemp("jax_cache"))
-    jax.config.update("jax_compilation_cache_dir", directory)
+    options = {"jax_compilation_cache_dir": directory, "jax_disable_most_optimizations": True}
+    old = {name: jax.config.values[name] for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
     yield directory
-    jax.config.update("jax_compilation_cache_dir", None)
+    for name, value in old.items():
+        jax.config.update(name, value)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def micro(cache):
     """Builds a config of a very small run, with some keys changed."""
 
@@ -142,12 +148,15 @@ def assert_close(a, b, **tolerance):
 # ----------------------------------------------------------------------------------- the step
 
 
-@pytest.mark.parametrize(("recipe", "loss"), [("standard", "softmax"), ("switchback", "sigmoid")])
-def test_accumulation_gives_the_gradient_of_the_whole_batch(micro, recipe, loss):
+def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     results = []
     for parts in (1, 4):
-        shared = {"data__augment": "false", "model__recipe": recipe, "train__loss": loss}
-        config = micro(**shared, train__accumulation=parts)
+        config = micro(
+            data__augment="false",
+            model__recipe="standard",
+            train__loss="sigmoid",
+            train__accumulation=parts,
+        )
         init, graphdef = make_init(config)
         params, batch = jax.jit(init)()["params"], batch_of(config)
         none = jax.tree.map(lambda _: None, params)
@@ -157,25 +166,55 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(micro, recipe, loss)
     np.testing.assert_allclose(loss_a, loss_b, rtol=1e-6)
     assert len([name for name in measured_a if "feature_" in name]) == 4
     assert_close(measured_a, measured_b, rtol=1e-5)
-    # The two differ in the order of float32 sums, and int8 rounds what lies near a half either way.
+    # The two differ in the order of float32 sums; some gradients are 0 but for rounding.
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(grads_a))
-    noise = {"standard": 1e-6, "switchback": 1e-3}[recipe]
-    assert_close(grads_a, grads_b, rtol=0, atol=noise * largest)
+    assert_close(grads_a, grads_b, rtol=0, atol=1e-6 * largest)
 
 
-def test_frozen_parameters_stay_and_have_no_moments(micro):
-    config = micro(optimizer__freeze="^vision/,logit_scale")
-    init, step = setup(config)
+@pytest.fixture(scope="module")
+def options(micro):
+    """(config, init, step) of a run that freezes, averages and skips."""
+    config = micro(
+        optimizer__freeze="^vision/,logit_scale", train__ema_decay=0.9, train__nan_policy="skip"
+    )
+    return config, *setup(config)
+
+
+def test_frozen_parameters_stay_and_have_no_moments(options):
+    config, init, step = options
     state = init()
     moments = [p for p in paths(state["opt_state"]) if "mu" in p.split("/")]
     assert moments and not any("vision" in path for path in moments)
     new, _ = step(step(state, batch_of(config))[0], batch_of(config, 1))
-    assert_same_bits(new["params"]["vision"], state["params"]["vision"])
-    assert_same_bits(new["params"]["logit_scale"], state["params"]["logit_scale"])
-    moved = jax.tree.map(
-        lambda a, b: bool(jnp.any(a != b)), new["params"]["text"], state["params"]["text"]
-    )
+    old = state["params"]
+    assert_same_bits(new["params"]["vision"], old["vision"])
+    assert_same_bits(new["params"]["logit_scale"], old["logit_scale"])
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), new["params"]["text"], old["text"])
     assert all(jax.tree.leaves(moved))
+
+
+def test_average_follows_the_parameters(options):
+    config, init, step = options
+    state = init()
+    expected = state["params"]
+    for t in range(3):
+        state, _ = step(state, batch_of(config, t))
+        decay = min(0.9, (1 + t) / (10 + t))
+        expected = jax.tree.map(
+            lambda e, p, d=decay: d * e + (1 - d) * p, expected, state["params"]
+        )
+    assert_close(state["ema"], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_with_a_bad_gradient_is_skipped(options):
+    config, init, step = options
+    state, measured = step(init(), batch_of(config))
+    assert measured["train/skipped"] == 0
+    state["params"]["text"]["ln_final"]["bias"] *= jnp.float32(jnp.nan)
+    new, measured = step(state, batch_of(config))
+    assert measured["train/skipped"] == 1
+    assert new.pop("step") == 2 and state.pop("step") == 1
+    assert_same_bits(new, state)
 
 
 def test_partition_and_combine_are_inverse():
@@ -191,51 +230,24 @@ def paths(tree) -> list[str]:
     return [sharding.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def test_average_follows_the_parameters(micro):
-    config = micro(train__ema_decay=0.9)
-    init, step = setup(config)
-    state = init()
-    expected = state["params"]
-    for t in range(3):
-        state, _ = step(state, batch_of(config, t))
-        decay = min(0.9, (1 + t) / (10 + t))
-        expected = jax.tree.map(
-            lambda e, p, d=decay: d * e + (1 - d) * p, expected, state["params"]
-        )
-    assert_close(state["ema"], expected, rtol=1e-5, atol=1e-7)
-
-
-def test_a_step_with_a_bad_gradient_is_skipped(micro):
-    config = micro(train__nan_policy="skip")
-    init, step = setup(config)
-    state, _ = step(init(), batch_of(config))
-    broken = jax.tree.map(lambda x: x, state)
-    broken["params"]["text"]["ln_final"]["bias"] *= jnp.float32(jnp.nan)
-    new, measured = step(broken, batch_of(config))
-    assert measured["train/skipped"] == 1
-    assert_same_bits(
-        {k: new[k] for k in ("params", "opt_state")},
-        {k: broken[k] for k in ("params", "opt_state")},
+def test_other_arm_adamw_with_gradient_clipping(micro):
+    config = micro(
+        optimizer__name="adamw", optimizer__grad_clip_norm=1e-3, optimizer__learning_rate=10.0
     )
-    assert new["step"] == 2
-    assert step(state, batch_of(config))[1]["train/skipped"] == 0
-
-
-def test_gradient_clipping_bounds_the_update_of_the_other_arm(micro):
-    config = micro(optimizer__clip_threshold=0, optimizer__grad_clip_norm=1e-3)
-    init, step = setup(config)
-    _, measured = step(init(), batch_of(config))
-    assert measured["train/grad_norm"] > 1e-3  # reported before clipping
-
-
-def test_logit_scale_is_clamped(micro):
-    config = micro(optimizer__learning_rate=1.0)
-    init, step = setup(config)
-    state = init()
-    state["params"]["logit_scale"] = jnp.float32(np.log(100))
-    for seed in range(3):
-        state, _ = step(state, batch_of(config, seed))
-        assert 0 <= float(state["params"]["logit_scale"]) <= np.float32(np.log(100))
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
+        init, step = setup(config)
+        state = init()
+        state["params"]["logit_scale"] = jnp.float32(np.log(100))
+        batch = batch_of(config)
+        batch["label"] = jnp.arange(config.train.batch_size, dtype=jnp.int32)
+        state, measured = step(state, batch)
+    assert not any(name.startswith("stability/rms") for name in measured)
+    assert measured["train/grad_norm"] > 1e-3  # before clipping
+    first = [x for p, x in zip(paths(state), jax.tree.leaves(state)) if "/mu/" in p]
+    norm = float(jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in first)))
+    np.testing.assert_allclose(norm, 0.1 * 1e-3, rtol=1e-4)  # (1 - b1) times the clipped gradient
+    # A rate of 10 throws the scale far out of its range.
+    assert float(state["params"]["logit_scale"]) in (0.0, float(np.float32(np.log(100))))
 
 
 @pytest.mark.parametrize("name", ["cosine", "constant"])
@@ -250,27 +262,34 @@ def test_schedule(micro, name):
 # ------------------------------------------------------------------------------- many devices
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=["data", "fsdp"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_two_devices_compute_what_one_does(micro, mesh, accumulation):
-    config = micro(train__accumulation=accumulation)
-    init, step = setup(config)
-    one = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    two = sharding.make_mesh(*mesh)
-    results = []
-    for where in (one, two):
-        like = sharding.abstract_state(jax.eval_shape(init), where)
-        places = jax.tree.map(lambda x: x.sharding, like)
-        state = jax.device_put(init(), places)
-        batch = sharding.shard_batch(jax.tree.map(np.asarray, batch_of(config)), where)
-        for _ in range(2):
-            state, measured = step(state, batch)
-        results.append((state["params"], measured))
-    kernel = results[1][0]["vision"]["blocks"]["mlp"]["fc1"]["kernel"]
-    assert kernel.sharding.is_fully_replicated == (mesh == (2, 1, 1))
-    for name, value in results[0][1].items():
-        np.testing.assert_allclose(value, results[1][1][name], rtol=2e-3, atol=1e-5, err_msg=name)
-    assert_close(results[0][0], results[1][0], rtol=1e-3, atol=2e-4)
+def test_two_devices_compute_what_one_does(micro):
+    results = {}
+    for name, sizes, accumulation in (
+        ("one", (1, 1, 1), 1),
+        ("data", (2, 1, 1), 1),
+        ("fsdp", (1, 2, 1), 2),
+    ):
+        config = micro(model__recipe="standard", train__accumulation=accumulation)
+        init, step = setup(config)
+        mesh = sharding.make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+        like = sharding.abstract_state(jax.eval_shape(init), mesh)
+        state = jax.device_put(init(), jax.tree.map(lambda x: x.sharding, like))
+        batch = sharding.shard_batch(jax.tree.map(np.asarray, batch_of(config)), mesh)
+        results[name] = step(state, batch)
+    for name in ("data", "fsdp"):
+        state, measured = results[name]
+        kernel = state["params"]["vision"]["blocks"]["mlp"]["fc1"]["kernel"]
+        assert kernel.sharding.is_fully_replicated == (name == "data")
+        expected, expected_measured = results["one"]
+        for key in ("train/loss", "train/grad_norm", "train/update_norm"):
+            np.testing.assert_allclose(measured[key], expected_measured[key], rtol=1e-4)
+        # The second moment is the squared gradient, averaged over the whole batch.
+        nu, expected_nu = (
+            [x for p, x in zip(paths(s), jax.tree.leaves(s)) if "/nu/" in p]
+            for s in (state, expected)
+        )
+        largest = max(float(jnp.max(x)) for x in expected_nu)
+        assert_close(nu, expected_nu, rtol=0, atol=1e-5 * largest)
 
 
 def test_every_parameter_needs_a_rule():
@@ -293,18 +312,12 @@ def test_moments_lie_where_their_parameters_do(micro):
 # ----------------------------------------------------------------------------------- the loop
 
 
-@pytest.fixture(scope="session")
-def whole_run(tmp_path_factory, request):
-    """A run that nothing disturbed; shared, so only to be read."""
-    return tmp_path_factory.mktemp("whole")
-
-
-@pytest.fixture
-def reference(micro, whole_run):
-    config = micro()
-    if not (whole_run / "results.json").exists():
-        assert train(config, whole_run) == 0
-    return config, whole_run
+@pytest.fixture(scope="module")
+def reference(micro, tmp_path_factory):
+    """A run that nothing disturbed: its config and workdir, to be read only."""
+    workdir = tmp_path_factory.mktemp("reference")
+    assert train(micro(), workdir) == 0
+    return micro(), workdir
 
 
 def test_a_run_leaves_everything_behind(reference):
@@ -312,7 +325,7 @@ def test_a_run_leaves_everything_behind(reference):
     assert [r["step"] for r in records(workdir)] == [1, 2, 3, 4, 5, 6]
     first = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])
     for name in ("train/loss", "train/learning_rate", "perf/data_wait_frac", "time",
-                 "stability/rms/vision/patch_embed/kernel", "stability/rms/vision/blocks/attn/q/kernel/1",
+                 "stability/rms/vision/patch_embed/kernel", "stability/rms/vision/blocks/attn/q/kernel/0",
                  "stability/feature_max_abs/text/0"):  # fmt: skip
         assert np.isfinite(first[name])
     assert first["perf/mfu"] is None  # a CPU has no peak in the table
@@ -324,27 +337,19 @@ def test_a_run_leaves_everything_behind(reference):
     assert steps == [4, 6]
 
 
-@pytest.mark.parametrize("after", [1, 4])
-def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys, after):
+def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
     config, workdir = reference
-    assert train(config, tmp_path, after) == 0
-    assert f"step {after + 1} is saved" in capsys.readouterr().out
+    assert train(config, tmp_path, after=3) == 0
+    assert "step 4 is saved" in capsys.readouterr().out
     assert not (tmp_path / "results.json").exists()
+    # What a kill after the checkpoint would leave, the second run writes again.
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 5, "time": 1.0, "train/loss": 0.0}) + '\n{"step": 6, "ti')
     assert train(config, tmp_path) == 0
     assert records(tmp_path) == records(workdir)
     (a, position_a), (b, position_b) = (final_state(config, d) for d in (tmp_path, workdir))
     assert_same_bits(a, b)
     assert position_a == position_b == 6
-
-
-def test_records_after_the_checkpoint_are_written_once(reference, tmp_path):
-    """A kill between two checkpoints leaves records that the resumed run writes again."""
-    config, workdir = reference
-    assert train(config, tmp_path, after=3) == 0  # saved at 4
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 5, "time": 1.0, "train/loss": 0.0}) + '\n{"step": 6, "ti')
-    assert train(config, tmp_path) == 0
-    assert records(tmp_path) == records(workdir)
 
 
 def test_sigkill_and_resume(micro, tmp_path):
@@ -355,10 +360,11 @@ def test_sigkill_and_resume(micro, tmp_path):
     script = [sys.executable, str(ROOT / "benchmarks" / "resume_check.py")]
     out = tmp_path / "result.json"
     done = subprocess.run(
-        [*script, "--points=2", f"--seed={os.getpid()}", f"--out={out}", "--", *flags],
+        [*script, "--points=1", f"--seed={os.getpid()}", f"--out={out}", "--", *flags],
         capture_output=True,
         text=True,
         timeout=300,
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
     assert out.exists(), done.stderr
     result = json.loads(out.read_text())
@@ -372,7 +378,8 @@ def test_sigterm_saves_and_says_how_to_go_on(micro, tmp_path):
     command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/openmoji.py"]
     command += [*flags, "--config.train.steps=100000", f"--workdir={tmp_path}"]
     command += [f"--config.train.compilation_cache={cache}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     metrics_file = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 100
     while (
@@ -404,62 +411,43 @@ def test_second_interrupt_ends_at_once():
 # ------------------------------------------------------------------------ trouble and choices
 
 
-POISON = 10**6
-
-
 @pytest.fixture
-def poisoned(monkeypatch):
-    """Makes the loss NaN on the 4th batch of the data."""
-    real_loader, real_loss = data.loader, losses.softmax_contrastive
+def bad_step_4(monkeypatch):
+    """Makes the loss of step 4 look like NaN, once."""
+    real, left = metrics.Packer.records, [1]
 
-    class Loader:
-        def __init__(self, batches, position):
-            self._batches, self._position = batches, position
+    def spoiled(self, vectors):
+        found = real(self, vectors)
+        for record in found:
+            if record["step"] == 4 and left and left.pop():
+                record["train/loss"] = float("nan")
+        return found
 
-        def __next__(self):
-            batch = dict(next(self._batches))
-            self._position += 1
-            if self._position == 4:
-                batch["label"] = np.full_like(batch["label"], POISON)
-            return batch
-
-        def close(self):
-            self._batches.close()
-
-    def loader(source, *, train, start_step=0, **options):
-        batches = real_loader(source, train=train, start_step=start_step, **options)
-        return Loader(iter(batches), start_step) if train else batches
-
-    def loss(image, text, scale, *, labels):
-        value, aux = real_loss(image, text, scale, labels=labels)
-        return jnp.where(jnp.any(labels == POISON), jnp.float32(jnp.nan) * value, value), aux
-
-    monkeypatch.setattr(data, "loader", loader)
-    monkeypatch.setattr(losses, "softmax_contrastive", loss)
+    monkeypatch.setattr(metrics.Packer, "records", spoiled)
 
 
-def test_nan_stops_the_run(micro, poisoned, tmp_path, capsys):
-    config = micro()
-    assert train(config, tmp_path) == 1
-    assert "is nan at step 4" in capsys.readouterr().out
+def test_nan_stops_the_run(micro, bad_step_4, tmp_path, capsys):
+    assert train(micro(), tmp_path) == 1
+    assert "train/loss is nan at step 4: stopped;" in capsys.readouterr().out
     assert Checkpoints(tmp_path, keep=0).latest_step() == 2  # nothing broken is saved
-    assert records(tmp_path)[3]["train/loss"] is None
+    assert [r["train/loss"] is None for r in records(tmp_path)] == [False, False, False, True]
 
 
-def test_nan_rolls_back_past_the_data(micro, poisoned, tmp_path, capsys):
+def test_nan_rolls_back_past_the_data(micro, bad_step_4, reference, tmp_path, capsys):
     config = micro(train__nan_policy="rollback")
     assert train(config, tmp_path) == 0
-    assert "back to step 2" in capsys.readouterr().out
-    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert "train/loss is nan at step 4: back to step 2" in capsys.readouterr().out
+    rolled, straight = records(tmp_path), records(reference[1])
+    assert [r["step"] for r in rolled] == [1, 2, 3, 4, 5, 6]
+    assert rolled[:2] == straight[:2] and rolled[2] != straight[2]
     state, data_step = final_state(config, tmp_path)
     assert int(state["step"]) == 6 and data_step == 8  # batches 3 and 4 were left out
-    assert all(np.isfinite(r["train/loss"]) for r in records(tmp_path))
 
 
-def test_nan_steps_are_skipped(micro, poisoned, tmp_path):
-    config = micro(train__nan_policy="skip")
-    assert train(config, tmp_path) == 0
-    assert [r["train/skipped"] for r in records(tmp_path)] == [0, 0, 0, 1, 0, 0]
+def test_first_bad_step_is_named():
+    record = {"step": 3, "train/loss": 1.0, "train/grad_norm": float("inf")}
+    assert trainer.first_bad([record | {"train/grad_norm": 1.0}]) == ""
+    assert trainer.first_bad([record]) == "train/grad_norm is inf at step 3"
 
 
 def test_a_finished_run_is_left_alone(reference, capsys):
@@ -489,21 +477,25 @@ def test_a_workdir_serves_one_process(micro, tmp_path):
     lock(tmp_path).close()  # free again
 
 
-def test_resume_and_init_from_another_run(reference, micro, tmp_path):
-    _, workdir = reference
-    longer = micro(checkpoint__resume=str(workdir), train__steps=8)
-    assert train(longer, tmp_path / "longer") == 0
-    assert [r["step"] for r in records(tmp_path / "longer")] == [7, 8]
+def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path):
+    config, workdir = reference
+    train(config, tmp_path / "first", after=1)
+    assert train(micro(checkpoint__resume=str(tmp_path / "first")), tmp_path / "second") == 0
+    assert records(tmp_path / "second") == records(workdir)[2:]
 
-    config = micro(checkpoint__init_from=str(workdir), train__ema_decay=0.5)
+
+def test_init_from_takes_the_parameters_only(reference, micro, tmp_path):
+    _, workdir = reference
+    config = micro(checkpoint__init_from=str(workdir))
     init, _ = setup(config)
     like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
     own = Checkpoints(tmp_path / "own", keep=1)
     state, data_step = trainer.init_or_restore(config, own, init, like)
     first, _ = final_state(micro(), workdir)
     assert_same_bits(state["params"], first["params"])
-    assert_same_bits(state["ema"], first["params"])
     assert int(state["step"]) == data_step == 0
+    moments = [x for p, x in zip(paths(state), jax.tree.leaves(state)) if "/mu/" in p]
+    assert moments and not any(jnp.any(x) for x in moments)
 
 
 def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
