@@ -18,6 +18,10 @@ SMALLEST_ABSMAX = 2.0**-100
 # The largest magnitude of each quantized type: symmetric int8 and the OCP fp8 formats.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
+# Stored bits of the mantissa, and the exponent of the smallest normal value.
+FP8_MANTISSA_BITS = {"float8_e4m3fn": 3, "float8_e5m2": 2}
+FP8_SMALLEST_EXPONENT = {"float8_e4m3fn": -6, "float8_e5m2": -14}
+
 
 class QTensor(NamedTuple):
     """A quantized array, ``values * scale``.
@@ -53,10 +57,29 @@ def quantize(x: jax.Array, axes: tuple[int, ...] = (-1,), dtype: str = "int8") -
     absmax = jnp.max(jnp.abs(wide), axis=axes, keepdims=True, initial=0.0)
     absmax = jnp.maximum(absmax, SMALLEST_ABSMAX)
     scaled = wide * (LARGEST[dtype] / absmax)  # one division a scale, not one an element
-    if dtype == "int8":
-        scaled = jnp.round(scaled)
+    scaled = jnp.round(scaled) if dtype == "int8" else round_to_fp8(scaled, dtype)
     # Multiplied, not divided: XLA rewrites a division by a constant, other compilers do not.
     return QTensor(scaled.astype(dtype), absmax * jnp.float32(1.0 / LARGEST[dtype]))
+
+
+def round_to_fp8(x: jax.Array, dtype: str) -> jax.Array:
+    """`x` rounded to the spacing of an fp8 format, ties to even, as fp32.
+
+    A cast to fp8 and back does the same, but XLA for GPUs removes such pairs (it may keep more precision
+    than asked for): after this rounding the cast changes nothing.
+
+    Args:
+      x: [...] float32. Beyond the largest value of the format the result is none of its values.
+      dtype: "float8_e4m3fn" or "float8_e5m2".
+
+    >>> round_to_fp8(jnp.array([0.3, 17.1, 0.001]), "float8_e4m3fn").tolist()
+    [0.3125, 18.0, 0.001953125]
+    """
+    exponent_bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
+    power = lax.bitcast_convert_type(exponent_bits, jnp.float32)  # 2 ** floor(log2 |x|), or 0
+    power = jnp.maximum(power, 2.0 ** FP8_SMALLEST_EXPONENT[dtype])  # subnormals: a fixed spacing
+    spacing = power * 2.0 ** -FP8_MANTISSA_BITS[dtype]
+    return jnp.where(jnp.isfinite(x), jnp.round(x / spacing) * spacing, x)
 
 
 def dequantize(q: QTensor, dtype: str = "float32") -> jax.Array:

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from swjax.kernels.reference import LARGEST
+from swjax.kernels.reference import LARGEST, round_to_fp8
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
@@ -41,10 +41,13 @@ def cast(x: jax.Array, fmt: str = "float8_e4m3fn", *, saturate: bool = True) -> 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _cast(x, fmt, saturate):
-    wide = x.dtype
+    rounded = round_to_fp8(x.astype(jnp.float32), fmt)
+    largest = LARGEST[fmt]
     if saturate:
-        x = jnp.clip(x, -LARGEST[fmt], LARGEST[fmt])
-    return x.astype(fmt).astype(wide)
+        return jnp.clip(rounded, -largest, largest).astype(x.dtype)
+    beyond = jnp.full_like(rounded, jnp.nan if fmt == "float8_e4m3fn" else jnp.inf)
+    overflows = jnp.abs(rounded) > largest  # False for NaN, which stays NaN
+    return jnp.where(overflows, jnp.copysign(beyond, rounded), rounded).astype(x.dtype)
 
 
 @_cast.defjvp

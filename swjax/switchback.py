@@ -119,7 +119,9 @@ def _backward(recipe, out_dtype, precision, implementation, residuals, g):
     settings = _Settings(x_dtype, precision, implementation)
     contract = ((g.ndim - 1,), (1,))
     dx = _multiply(recipe.dgrad, g, w, contract, out_dtype=x_dtype, settings=settings)
-    dw = _multiply(recipe.wgrad, x, g, (tokens, tokens), out_dtype=w_dtype, settings=settings)
+    dw = _multiply(
+        recipe.wgrad, _flat(x), _flat(g), ((0,), (0,)), out_dtype=w_dtype, settings=settings
+    )
     if bias is None:
         return dx, dw, None
     return dx, dw, jnp.sum(g, axis=tokens, dtype=jnp.float32).astype(bias.dtype)
@@ -171,6 +173,11 @@ def _quantize(quantizer: Quantizer, t, contracted, implementation) -> QTensor:
         t = reference.dequantize(t)  # its scales do not factor out of this product
     axes = tuple(range(t.ndim)) if quantizer.scope == "tensor" else tuple(contracted)
     return dispatch.choose("quantize", implementation)(t, axes, quantizer.dtype)
+
+
+def _flat(t):
+    """Leading dimensions as one. XLA for GPUs fails to compile some int8 sums over several."""
+    return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), t)
 
 
 def _widen(t, dtype: str) -> jax.Array:

@@ -10,6 +10,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would use TF32 for fp32
 
 
 def pytest_collection_modifyitems(items):
