@@ -77,6 +77,7 @@ def get_config() -> ConfigDict:
     config.eval = ConfigDict()
     config.eval.every_steps = 0  # on the validation split; 0: only after the last step
     config.eval.batch_size = 256  # over all devices
+    config.eval.captions_per_image = 5  # the first so many, for retrieval; 0: all
 
     config.mesh = ConfigDict()  # devices along each axis; -1: all that are left
     config.mesh.data = -1  # the batch is split, the parameters are copied

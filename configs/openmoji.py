@@ -19,4 +19,5 @@ def get_config(task: str = "mixed"):
     config.train.steps = 1000
     config.checkpoint.every_steps = 200
     config.eval.every_steps = 200
+    config.eval.captions_per_image = 1  # the name
     return config

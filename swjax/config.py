@@ -165,6 +165,7 @@ def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: in
 
 
 CHOICES = {
+    "model.dtype": ("float32", "bfloat16"),
     "data.emoji.task": ("mixed", "strict"),
     "optimizer.name": ("stable_adamw", "adamw"),
     "schedule.name": ("cosine", "constant"),
@@ -187,7 +188,7 @@ RANGES = (
     ),
     (
         "optimizer.weight_decay optimizer.grad_clip_norm optimizer.clip_threshold "
-        "eval.every_steps checkpoint.every_steps data.workers",
+        "eval.every_steps eval.captions_per_image checkpoint.every_steps data.workers",
         lambda value: value >= 0,
         "must not be negative",
     ),

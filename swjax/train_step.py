@@ -1,5 +1,6 @@
 """One optimizer step as a pure function: loss and gradient, update, and what is measured on the way."""
 
+import math
 import re
 
 import jax
@@ -11,6 +12,7 @@ from swjax import data, diagnostics, losses, sharding
 from swjax.config import ConfigError
 from swjax.metrics import Packer
 from swjax.models import clip
+from swjax.optax import stable_adamw
 
 
 def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
@@ -128,6 +130,44 @@ def name_metrics(aux: dict, outs: dict) -> dict:
     """train/<metric of the loss>, stability/<magnitude>/<tower>."""
     named = {f"train/{name}": value for name, value in aux.items()}
     return named | diagnostics.feature_magnitude(outs)
+
+
+def make_schedule(config, total: int, warmup: int) -> optax.Schedule:
+    """Linear warm-up to the peak, then cosine to 0 or constant."""
+    if total < 1:
+        raise ConfigError("config.train has no duration: set train.steps, epochs or examples")
+    if warmup >= total:
+        raise ConfigError(
+            f"config.schedule warms up for {warmup} of {total} steps: "
+            f"lower schedule.warmup_steps, or raise train.steps"
+        )
+    peak = config.optimizer.learning_rate
+    pieces = [optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup, 1))]
+    if config.schedule.name == "cosine":
+        pieces.append(optax.cosine_decay_schedule(peak, total - warmup))
+    else:
+        pieces.append(optax.constant_schedule(peak))
+    joined = optax.join_schedules(pieces, [warmup])
+    return lambda count: joined(jnp.asarray(count, jnp.float32))  # no int meets a float
+
+
+def make_optimizer(config, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """StableAdamW, or AdamW; with the gradient's global norm clipped where the config says so."""
+    c = config.optimizer
+    shared = {"b1": c.b1, "b2": c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
+    if c.name == "adamw":
+        update = optax.adamw(schedule, mask=clip.weight_decay_mask, **shared)
+    else:
+        update = stable_adamw(
+            schedule,
+            mask=clip.weight_decay_mask,
+            block_axes=clip.block_axes,
+            clip_threshold=c.clip_threshold or math.inf,
+            **shared,
+        )
+    if c.grad_clip_norm:
+        return optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
+    return update
 
 
 def partition(params, patterns):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from swjax import config as config_lib
@@ -22,8 +21,7 @@ from swjax.config import ConfigError, blame, choice
 from swjax.interrupt import catch
 from swjax.metrics import Meter, MetricLog, Packer, Progress
 from swjax.models import clip
-from swjax.optax import stable_adamw
-from swjax.train_step import make_train_step, partition
+from swjax.train_step import make_optimizer, make_schedule, make_train_step, partition
 
 MAX_ROLLBACKS = 3  # to one checkpoint
 PREDICTIONS = 24  # unseen images in the report
@@ -42,6 +40,7 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
     Raises:
       ConfigError: a mistake in the config, in one line.
     """
+    check(config)
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     with lock(workdir), catch() as interrupt:
@@ -56,13 +55,10 @@ def train(config, workdir: Path, interrupt) -> int:
     # ---------------------------------------------------------------------------------
     # Devices, data, model, optimizer
     # ---------------------------------------------------------------------------------
-    with blame("mesh"):
-        mesh = sharding.make_mesh(**config.mesh)
-    config_lib.validate(config, batch_shards=mesh.shape["data"] * mesh.shape["fsdp"])
+    mesh, cfg = check(config)
     if config.train.compilation_cache:
         cache = str(Path(config.train.compilation_cache).absolute())
         jax.config.update("jax_compilation_cache_dir", cache)
-    cfg = model_config(config)
     source = open_source(config, "train")
     sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     total = config_lib.steps(config.train, "", **sizes)
@@ -98,7 +94,6 @@ def train(config, workdir: Path, interrupt) -> int:
     pending, previous, rollbacks, stopping = {}, None, 0, False
     with closing(log), closing(batches), closing(checkpoints):
         while step < total and not stopping:
-            stopping = interrupt.requested  # then this step is the last
             with meter.waiting():
                 batch = next(batches)
             state, vector = train_step(state, sharding.shard_batch(batch, mesh))
@@ -110,6 +105,7 @@ def train(config, workdir: Path, interrupt) -> int:
             jax.block_until_ready(previous)  # at most two steps in flight
             previous = vector
 
+            stopping = interrupt.requested
             evaluating = step == total or is_due(step, config.eval.every_steps)
             saving = stopping or step == total or is_due(step, config.checkpoint.every_steps)
             if not (evaluating or saving or is_due(step, config.log.every_steps)):
@@ -152,42 +148,12 @@ def train(config, workdir: Path, interrupt) -> int:
     return 0
 
 
-def make_schedule(config, total: int, warmup: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then cosine to 0 or constant."""
-    if total < 1:
-        raise ConfigError("config.train has no duration: set train.steps, epochs or examples")
-    if warmup >= total:
-        raise ConfigError(
-            f"config.schedule warms up for {warmup} of {total} steps: "
-            f"lower schedule.warmup_steps, or raise train.steps"
-        )
-    peak = config.optimizer.learning_rate
-    pieces = [optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup, 1))]
-    if config.schedule.name == "cosine":
-        pieces.append(optax.cosine_decay_schedule(peak, total - warmup))
-    else:
-        pieces.append(optax.constant_schedule(peak))
-    joined = optax.join_schedules(pieces, [warmup])
-    return lambda count: joined(jnp.asarray(count, jnp.float32))  # no int meets a float
-
-
-def make_optimizer(config, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """StableAdamW, or AdamW; with the gradient's global norm clipped where the config says so."""
-    c = config.optimizer
-    shared = {"b1": c.b1, "b2": c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
-    if c.name == "adamw":
-        update = optax.adamw(schedule, mask=clip.weight_decay_mask, **shared)
-    else:
-        update = stable_adamw(
-            schedule,
-            mask=clip.weight_decay_mask,
-            block_axes=clip.block_axes,
-            clip_threshold=c.clip_threshold or math.inf,
-            **shared,
-        )
-    if c.grad_clip_norm:
-        return optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
-    return update
+def check(config) -> tuple[jax.sharding.Mesh, clip.CLIPConfig]:
+    """Checks all that needs no data; returns the devices' mesh and the model's configuration."""
+    with blame("mesh"):
+        mesh = sharding.make_mesh(**config.mesh)
+    config_lib.validate(config, batch_shards=mesh.shape["data"] * mesh.shape["fsdp"])
+    return mesh, model_config(config)
 
 
 def model_config(config) -> clip.CLIPConfig:
@@ -306,7 +272,14 @@ def make_evaluate(config, graphdef, mesh):
             "context_length": config.data.context_length,
             "image_size": config.data.image_size,
         }
-        scores = evaluators.Retrieval(predict, source, name=split, **sizes).run(params)
+        retrieval = evaluators.Retrieval(
+            predict,
+            source,
+            name=split,
+            captions_per_image=config.eval.captions_per_image or None,
+            **sizes,
+        )
+        scores = retrieval.run(params)
         if not source.class_names:
             return scores, []
         zero_shot = evaluators.ZeroShot(

@@ -68,10 +68,10 @@ def test_vith_int8_is_the_papers_recipe():
 
 
 def test_openmoji_takes_the_task_and_another_recipe():
-    assert load("openmoji").data.task == "mixed"
+    assert load("openmoji").data.emoji.task == "mixed"
     overrides = [("model.recipe", "standard")]
     config = config_lib.load(f"{ROOT}/configs/openmoji.py:strict", overrides)
-    assert (config.data.task, config.model.recipe) == ("strict", "standard")
+    assert (config.data.emoji.task, config.model.recipe) == ("strict", "standard")
 
 
 @pytest.mark.parametrize("name", ["common", *NAMES])
