@@ -4,6 +4,7 @@ import collections
 import hashlib
 import io
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -277,6 +278,15 @@ def test_tfds_source_refuses(data_dir, split, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         data.source("tfds", split, data_dir=data_dir, **({"builder": "emoji/sample"} | options))
     assert "\n" not in str(caught.value)
+
+
+def test_tfds_source_needs_access_by_number(data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path, dirs_exist_ok=True)
+    info = tmp_path / "emoji/sample/1.0.0/dataset_info.json"
+    info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
+    options = {"data_dir": str(tmp_path), "builder": "emoji/sample", "text_key": "name"}
+    with pytest.raises(ValueError, match="'emoji/sample' was prepared in the format tfrecord"):
+        data.source("tfds", "twemoji", **options)
 
 
 # Preparation

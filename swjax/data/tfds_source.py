@@ -43,7 +43,7 @@ class TFDS:
           text_key: feature with one caption or several.
 
         Raises:
-          ValueError: if there is no such data set, split or feature.
+          ValueError: if there is no such data set, split or feature, or no access by number.
         """
         self._arguments = dict(
             data_dir=data_dir, builder=builder, image_key=image_key, text_key=text_key
@@ -56,7 +56,13 @@ class TFDS:
             )
         for key in (image_key, text_key):
             _check_feature(opened.info.features, key, builder)
-        self._records = opened.as_data_source(split=split, decoders=_undecoded(image_key))
+        try:
+            self._records = opened.as_data_source(split=split, decoders=_undecoded(image_key))
+        except NotImplementedError:
+            raise ValueError(
+                f"{builder!r} was prepared in the format {opened.info.file_format.value}, which "
+                'gives no access by number: prepare it again with file_format="array_record"'
+            ) from None
         self.attribution = opened.info.citation
 
     def __len__(self) -> int:
