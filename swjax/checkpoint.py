@@ -1,9 +1,11 @@
 """Checkpoints of a run: the train state and the data position, saved while training goes on."""
 
 import fcntl
+import logging
 import os
 from pathlib import Path
 
+import jax
 import orbax.checkpoint as ocp
 
 from swjax.config import ConfigError
@@ -19,8 +21,14 @@ class Checkpoints:
 
     def __init__(self, workdir: str | Path, *, keep: int):
         self.directory = Path(workdir).absolute() / "checkpoints"
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, read_only=keep == 0)
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep or None, read_only=keep == 0),
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "position": ocp.JsonCheckpointHandler(),
+            },
+        )
 
     @classmethod
     def of(cls, key: str, workdir: str) -> "Checkpoints":
@@ -31,7 +39,13 @@ class Checkpoints:
         """
         if not any((Path(workdir) / "checkpoints").glob("[0-9]*")):
             raise ConfigError(f"config.{key}={workdir!r} holds no checkpoint: give a run's workdir")
-        return cls(workdir, keep=0)
+        logger = logging.getLogger("absl")
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # Orbax warns that what is only read is only read
+        try:
+            return cls(workdir, keep=0)
+        finally:
+            logger.setLevel(level)
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step, or None."""
@@ -65,35 +79,43 @@ class Checkpoints:
         """
         self._manager.wait_until_finished()
         step = self.latest_step()
+        self._check(step, like)
         items = {"state": ocp.args.StandardRestore(like), "position": ocp.args.JsonRestore()}
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        except (ValueError, KeyError) as error:
-            raise self._mismatch(step, error) from error
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         return restored.state, restored.position["data_step"]
 
     def restore_params(self, like):
         """Restores nothing but the parameters of the newest one, see `restore`."""
         step, like = self.latest_step(), {"params": like}
+        self._check(step, like)
         arguments = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
-        handler = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        try:
-            return handler.restore(self.directory / str(step) / "state", args=args)["params"]
-        except (ValueError, KeyError) as error:
-            raise self._mismatch(step, error) from error
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            path = self.directory / str(step) / "state"
+            return checkpointer.restore(path, args=args)["params"]
 
-    def _mismatch(self, step: int, error: Exception) -> ConfigError:
-        reason = " ".join(str(error).split())
-        return ConfigError(
-            f"{self.directory / str(step)} was saved with another model or optimizer: "
-            f"use its config, or another --workdir ({reason[:200]})"
-        )
+    def _check(self, step: int, like) -> None:
+        """Raises a ConfigError if the arrays of `like`'s parts are not those of the checkpoint."""
+        saved = _shapes(self._manager.item_metadata(step).state.tree)
+        saved = {name: shape for name, shape in saved.items() if name.split("/")[0] in like}
+        here = _shapes(like)
+        for name in sorted(saved.keys() | here.keys()):
+            if saved.get(name) != here.get(name):
+                raise ConfigError(
+                    f"{self.directory / str(step)} is of another model or optimizer: the shape of "
+                    f"{name} is {saved.get(name)} there and {here.get(name)} here (None: no such "
+                    f"array): use its config, or another --workdir"
+                )
 
     def close(self) -> None:
         """Waits until everything is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _shapes(tree) -> dict[str, tuple]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): tuple(x.shape) for p, x in leaves}
 
 
 def lock(workdir: Path):
