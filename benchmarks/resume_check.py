@@ -42,7 +42,9 @@ def main(argv: list[str]) -> int:
         ]
         start(args.flags, killed).wait()
         result = {"steps": steps, "killed_after_step": kills} | compare(alone, killed)
-        result["machine"] = (alone / "env.txt").read_text().splitlines()
+        ran_on = (alone / "env.txt").read_text().splitlines()
+        result["flags"] = args.flags
+        result["machine"] = [line for line in ran_on if not line.startswith("command:")]
     text = json.dumps(result, indent=2)
     print(text)
     if args.out:
@@ -55,7 +57,7 @@ def start(flags: list[str], workdir: Path) -> subprocess.Popen:
     """Starts train.py in a workdir, with its output in output.txt there."""
     workdir.mkdir(exist_ok=True)
     with open(workdir / "output.txt", "a") as output:
-        command = [sys.executable, str(ROOT / "train.py"), *flags, f"--workdir={workdir}"]
+        command = [sys.executable, "train.py", *flags, f"--workdir={workdir}"]
         return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
 
 

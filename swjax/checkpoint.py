@@ -87,17 +87,17 @@ class Checkpoints:
     def restore_params(self, like):
         """Restores nothing but the parameters of the newest one, see `restore`."""
         step, like = self.latest_step(), {"params": like}
-        self._check(step, like)
+        self._check(step, like, within="params/")
         arguments = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             path = self.directory / str(step) / "state"
             return checkpointer.restore(path, args=args)["params"]
 
-    def _check(self, step: int, like) -> None:
-        """Raises a ConfigError if the arrays of `like`'s parts are not those of the checkpoint."""
+    def _check(self, step: int, like, within: str = "") -> None:
+        """Raises a ConfigError if the arrays of `like` are not those of the checkpoint."""
         saved = _shapes(self._manager.item_metadata(step).state.tree)
-        saved = {name: shape for name, shape in saved.items() if name.split("/")[0] in like}
+        saved = {name: shape for name, shape in saved.items() if name.startswith(within)}
         here = _shapes(like)
         for name in sorted(saved.keys() | here.keys()):
             if saved.get(name) != here.get(name):
