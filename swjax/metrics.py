@@ -5,6 +5,7 @@ never waits for its own log.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -91,7 +92,11 @@ class MetricLog:
                     f"pip install wandb, or set it to ''"
                 ) from error
             self._wandb = wandb.init(
-                project=config.log.wandb, dir=str(workdir), config=config.to_dict()
+                project=config.log.wandb,
+                id=hashlib.sha1(str(workdir.absolute()).encode()).hexdigest()[:12],
+                resume="allow",  # the id is the workdir's: a resumed run goes on there too
+                dir=str(workdir),
+                config=config.to_dict(),
             )
         if config.log.tensorboard:
             from tensorboardX import SummaryWriter

@@ -1,5 +1,6 @@
 """One optimizer step as a pure function: loss and gradient, update, and what is measured on the way."""
 
+import functools
 import math
 import re
 
@@ -52,15 +53,30 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
 def make_loss_and_grad(config, graphdef):
     """Returns a function (trainable, frozen, batch, key) -> (loss, metrics, gradient).
 
-    With accumulation over micro-batches the loss still contrasts the whole batch: all are embedded
-    without gradient, the loss gives the gradient at the embeddings, and each micro-batch, embedded
-    again with the same randomness, turns its part into a gradient of the parameters.
-
-    References:
-      Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021,
-      https://arxiv.org/abs/2101.06983
+    Args:
+      config: the run's.
+      graphdef: of the model.
     """
-    micro_batches = config.train.accumulation
+    parts = config.train.accumulation
+    embed, contrast = make_embed(config, graphdef), make_contrast(config)
+
+    def loss_and_grad(trainable, frozen, batch, key):
+        def embed_trainable(trainable, batch, key):
+            return embed(combine(trainable, frozen), batch, key)
+
+        def loss_of(embeddings, trainable):
+            return contrast(embeddings, combine(trainable, frozen), batch["label"])
+
+        compute = at_once if parts == 1 else functools.partial(accumulated, parts=parts)
+        (loss, measured), outs, grads = compute(embed_trainable, loss_of, trainable, batch, key)
+        measured = {f"train/{name}": value for name, value in measured.items()}
+        return loss, measured | diagnostics.feature_magnitude(outs), grads
+
+    return loss_and_grad
+
+
+def make_embed(config, graphdef):
+    """Returns a function (params, batch, key) -> ((image, text embeddings), magnitudes by tower)."""
 
     def embed(params, batch, key):
         model = nnx.merge(graphdef, params)
@@ -70,66 +86,79 @@ def make_loss_and_grad(config, graphdef):
         )
         image, seen = model.encode_image(images, deterministic=False, dropout_key=dropout_key)
         text, read = model.encode_text(batch["text"])
-        outs = {"vision": seen, "text": read}
-        return (image, text), {name: {"blocks": out["blocks"]} for name, out in outs.items()}
+        outs = {"vision": {"blocks": seen["blocks"]}, "text": {"blocks": read["blocks"]}}
+        return (image, text), outs
+
+    return embed
+
+
+def make_contrast(config):
+    """Returns a function (embeddings, params, labels) -> (loss, metrics)."""
 
     def contrast(embeddings, params, labels):
-        image, text = embeddings
-        if config.train.loss == "sigmoid":
-            return losses.sigmoid_contrastive(
-                image, text, params["logit_scale"], params["logit_bias"], labels=labels
-            )
-        return losses.softmax_contrastive(image, text, params["logit_scale"], labels=labels)
+        if config.train.loss == "softmax":
+            return losses.softmax_contrastive(*embeddings, params["logit_scale"], labels=labels)
+        scale_and_bias = params["logit_scale"], params["logit_bias"]
+        return losses.sigmoid_contrastive(*embeddings, *scale_and_bias, labels=labels)
 
-    def at_once(trainable, frozen, batch, key):
-        def loss_fn(trainable):
-            params = combine(trainable, frozen)
-            embeddings, magnitudes = embed(params, batch, key)
-            loss, aux = contrast(embeddings, params, batch["label"])
-            return loss, (aux, magnitudes)
-
-        (loss, (aux, magnitudes)), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable)
-        return loss, name_metrics(aux, magnitudes), grads
-
-    def accumulated(trainable, frozen, batch, key):
-        # Every micro_batches-th row, so that each micro-batch lies evenly on the devices.
-        def split(x):
-            return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
-
-        def join(x):
-            return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-
-        micro = (jax.tree.map(split, batch), jax.random.split(key, micro_batches))
-        params = combine(trainable, frozen)
-        embeddings, magnitudes = jax.lax.map(lambda part: embed(params, *part), micro)
-
-        def loss_fn(embeddings, trainable):
-            return contrast(
-                jax.tree.map(join, embeddings), combine(trainable, frozen), batch["label"]
-            )
-
-        (loss, aux), (cotangents, grads) = jax.value_and_grad(
-            loss_fn, argnums=(0, 1), has_aux=True
-        )(embeddings, trainable)
-
-        def add(grads, part):
-            (batch, key), cotangent = part
-            _, vjp = jax.vjp(lambda p: embed(combine(p, frozen), batch, key)[0], trainable)
-            return jax.tree.map(jnp.add, grads, vjp(cotangent)[0]), None
-
-        grads, _ = jax.lax.scan(add, grads, (micro, cotangents))
-        magnitudes = jax.tree_util.tree_map_with_path(
-            lambda path, x: jnp.max(x, 0) if "max" in path[-1].key else jnp.mean(x, 0), magnitudes
-        )
-        return loss, name_metrics(aux, magnitudes), grads
-
-    return accumulated if micro_batches > 1 else at_once
+    return contrast
 
 
-def name_metrics(aux: dict, outs: dict) -> dict:
-    """train/<metric of the loss>, stability/<magnitude>/<tower>."""
-    named = {f"train/{name}": value for name, value in aux.items()}
-    return named | diagnostics.feature_magnitude(outs)
+def at_once(embed, loss_of, params, batch, key):
+    """Loss and gradient of the whole batch in one pass.
+
+    Args:
+      embed: (params, batch, key) -> (embeddings, outs).
+      loss_of: (embeddings, params) -> (loss, metrics).
+
+    Returns:
+      (loss, metrics), outs, gradient.
+    """
+
+    def loss_fn(params):
+        embeddings, outs = embed(params, batch, key)
+        loss, measured = loss_of(embeddings, params)
+        return loss, (measured, outs)
+
+    (loss, (measured, outs)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    return (loss, measured), outs, grads
+
+
+def accumulated(embed, loss_of, params, batch, key, *, parts: int):
+    """The same as `at_once`, with the memory of one of several micro-batches.
+
+    Every row is still contrasted with the whole batch: all micro-batches are embedded without
+    gradient, the loss gives the gradient at the embeddings, and each micro-batch, embedded again with
+    the same randomness, turns its rows of that into a gradient of the parameters.
+
+    References:
+      Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021,
+      https://arxiv.org/abs/2101.06983
+    """
+
+    # A micro-batch is every parts-th row, so that it lies on the devices as evenly as the batch does.
+    def split(x):
+        return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+
+    def join(x):
+        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+    micro = (jax.tree.map(split, batch), jax.random.split(key, parts))
+    embeddings, outs = jax.lax.map(lambda part: embed(params, *part), micro)
+    (loss, measured), (at_embeddings, grads) = jax.value_and_grad(
+        lambda e, p: loss_of(jax.tree.map(join, e), p), argnums=(0, 1), has_aux=True
+    )(embeddings, params)
+
+    def add(grads, part):
+        (batch, key), cotangents = part
+        _, pull_back = jax.vjp(lambda p: embed(p, batch, key)[0], params)
+        return jax.tree.map(jnp.add, grads, *pull_back(cotangents)), None
+
+    grads, _ = jax.lax.scan(add, grads, (micro, at_embeddings))
+    outs = jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.max(x, 0) if "max" in path[-1].key else jnp.mean(x, 0), outs
+    )
+    return (loss, measured), outs, grads
 
 
 def make_schedule(config, total: int, warmup: int) -> optax.Schedule:

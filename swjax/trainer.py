@@ -59,6 +59,7 @@ def train(config, workdir: Path, interrupt) -> int:
     if config.train.compilation_cache:
         cache = str(Path(config.train.compilation_cache).absolute())
         jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # evaluators' too
     source = open_source(config, "train")
     sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     total = config_lib.steps(config.train, "", **sizes)
