@@ -40,8 +40,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None) -
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
 
-    >>> make_mesh(devices=jax.devices()[:1]).shape
-    OrderedDict({'data': 1, 'fsdp': 1, 'tensor': 1})
+    >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
+    {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
     devices = jax.devices() if devices is None else devices
     sizes = [data, fsdp, tensor]
@@ -64,8 +64,8 @@ def path_name(path) -> str:
 def spec_of(name: str, rules=RULES) -> P:
     """The partition spec of the parameter with this path.
 
-    >>> spec_of("vision/blocks/mlp/fc1/kernel")
-    PartitionSpec(None, 'fsdp', 'tensor')
+    >>> tuple(spec_of("vision/blocks/mlp/fc1/kernel"))
+    (None, 'fsdp', 'tensor')
 
     Raises:
       ValueError: no rule matches.
