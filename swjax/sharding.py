@@ -47,8 +47,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None) -
     sizes = [data, fsdp, tensor]
     if -1 in sizes:
         rest = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = max(1, len(devices) // rest)
-    if math.prod(sizes) != len(devices):
+        sizes[sizes.index(-1)] = len(devices) // max(rest, 1)
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
         raise ValueError(
             f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not multiply to the {len(devices)} "
             f"device(s) here: change config.mesh, or leave one size -1"

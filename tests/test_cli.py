@@ -84,6 +84,7 @@ BAD_CONFIGS = {
     "negative decay": (["optimizer.weight_decay=-1"], "optimizer.weight_decay"),
     "too many devices": (["mesh.data=3"], "device"),
     "two open meshes": (["mesh.fsdp=-1"], "mesh"),
+    "no device": (["mesh.fsdp=0"], "fsdp=0"),
     "nothing to resume": (["checkpoint.resume=nowhere"], "nowhere"),
     "cuDNN without a GPU": (["model.attention=cudnn", "model.dtype=bfloat16"], "GPU"),
 }
