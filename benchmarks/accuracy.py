@@ -16,6 +16,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 SCORES = ("zeroshot/emoji_{split}_top1", "{split}/image_to_text_R@10", "{split}/text_to_image_R@10")
@@ -25,8 +26,11 @@ def main():
     args = parse()
     split = "val" if args.val else "test"
     runs = list(itertools.product(args.tasks, args.recipes, args.seeds))
+    pins = SimpleQueue()
+    for job in range(args.jobs):
+        pins.put(sorted(os.sched_getaffinity(0))[job * args.cores : (job + 1) * args.cores])
     with ThreadPoolExecutor(args.jobs) as pool:
-        scores = dict(zip(runs, pool.map(lambda run: train(args, *run), runs), strict=True))
+        scores = dict(zip(runs, pool.map(lambda run: train(args, pins, *run), runs), strict=True))
     groups = [
         summary(split, task, recipe, {seed: scores[task, recipe, seed] for seed in args.seeds})
         for task, recipe in itertools.product(args.tasks, args.recipes)
@@ -46,6 +50,7 @@ def parse():
     parser.add_argument("--recipes", nargs="+", default=["switchback"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--cores", type=int, default=0, help="pin each run to so many; 0: to none")
     parser.add_argument("--val", action="store_true", help="report the validation split, not the test")
     parser.add_argument("--tag", default="default", help="names the workdirs of these settings")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other settings")
@@ -58,7 +63,7 @@ def name(args, task, recipe, seed) -> str:
     return f"{args.tag}-{task}-{recipe}-{seed}"
 
 
-def train(args, task, recipe, seed) -> dict:
+def train(args, pins, task, recipe, seed) -> dict:
     """Trains one run and returns its scores on the split that is asked for."""
     workdir = args.workdir / name(args, task, recipe, seed)
     command = [
@@ -72,10 +77,16 @@ def train(args, task, recipe, seed) -> dict:
     ]
     workdir.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    cores = pins.get()
     with open(workdir / "stdout.txt", "w") as stdout:
         subprocess.run(
-            command, check=True, stdout=stdout, stderr=subprocess.STDOUT, env=environment
+            ["taskset", "-c", ",".join(map(str, cores)), *command] if cores else command,
+            check=True,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            env=environment,
         )
+    pins.put(cores)
     if args.val:
         records = map(json.loads, open(workdir / "metrics.jsonl"))
         return [record for record in records if "val/image_to_text_R@10" in record][-1]

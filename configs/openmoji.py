@@ -13,11 +13,12 @@ def get_config(task: str = "mixed"):
     config = common.get_config()
     config.data.emoji.task = task or "mixed"
     config.model.dtype = "float32"  # a CPU is slow at bfloat16
-    config.optimizer.learning_rate = 1.5e-3
+    config.model.gelu = "tanh"  # and at erf
     config.optimizer.weight_decay = 0.1
-    config.schedule.warmup_steps = 50
-    config.train.steps = 1000
-    config.checkpoint.every_steps = 200
-    config.eval.every_steps = 200
+    config.schedule.warmup_steps = 300
+    config.train.batch_size = 256
+    config.train.steps = 750
+    config.checkpoint.every_steps = 150
+    config.eval.every_steps = 150
     config.eval.captions_per_image = 1  # the name
     return config

@@ -8,11 +8,11 @@ import numpy as np
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 
-_SCALE = (0.75, 1.05)  # of a drawing in training; it fills the image at 1
-_ASPECT = 0.1  # natural logarithm of height / width changes by at most this
+_SCALE = (0.85, 1.05)  # of a drawing in training; it fills the image at 1
+_ASPECT = 0.05  # natural logarithm of height / width changes by at most this
 _SHIFT = 0.5  # of the room that is left beside the drawing, and at least
 _SHIFT_AT_LEAST = 0.04  # of the image
-_CONTRAST = 0.15  # a channel's distance from white changes by at most this factor
+_CONTRAST = 0.1  # a channel's distance from white changes by at most this factor
 
 
 def preprocess(images: jax.Array, key: jax.Array | None = None, image_size: int = 224) -> jax.Array:
