@@ -40,7 +40,7 @@ def main():
         print(f"{split} {args.tag} {group['task']} {group['recipe']}: {', '.join(cells)}")
     if args.out:
         environment = (args.workdir / name(args, *runs[0]) / "env.txt").read_text().splitlines()
-        result = {"command": sys.argv, "environment": environment, "split": split, "groups": groups}
+        result = {"command": ["python", *sys.argv], "environment": environment, "split": split, "groups": groups}
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -65,11 +65,11 @@ def name(args, task, recipe, seed) -> str:
 
 def train(args, pins, task, recipe, seed) -> dict:
     """Trains one run and returns its scores on the split that is asked for."""
-    workdir = args.workdir / name(args, task, recipe, seed)
+    workdir = args.workdir.absolute() / name(args, task, recipe, seed)
     command = [
         sys.executable,
-        str(ROOT / "train.py"),
-        f"--config={ROOT}/configs/openmoji.py:{task}",
+        "train.py",
+        f"--config=configs/openmoji.py:{task}",
         f"--workdir={workdir}",
         f"--config.model.recipe={recipe}",
         f"--config.train.seed={seed}",
@@ -82,6 +82,7 @@ def train(args, pins, task, recipe, seed) -> dict:
         subprocess.run(
             ["taskset", "-c", ",".join(map(str, cores)), *command] if cores else command,
             check=True,
+            cwd=ROOT,
             stdout=stdout,
             stderr=subprocess.STDOUT,
             env=environment,
