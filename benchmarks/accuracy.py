@@ -36,11 +36,18 @@ def main():
         for task, recipe in itertools.product(args.tasks, args.recipes)
     ]
     for group in groups:
-        cells = (f"{name} {mean:.4f} +- {spread:.4f}" for name, (mean, spread) in group["mean"].items())
+        cells = (
+            f"{name} {mean:.4f} +- {spread:.4f}" for name, (mean, spread) in group["mean"].items()
+        )
         print(f"{split} {args.tag} {group['task']} {group['recipe']}: {', '.join(cells)}")
     if args.out:
         environment = (args.workdir / name(args, *runs[0]) / "env.txt").read_text().splitlines()
-        result = {"command": ["python", *sys.argv], "environment": environment, "split": split, "groups": groups}
+        result = {
+            "command": ["python", *sys.argv],
+            "environment": environment,
+            "split": split,
+            "groups": groups,
+        }
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -51,7 +58,9 @@ def parse():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--cores", type=int, default=0, help="pin each run to so many; 0: to none")
-    parser.add_argument("--val", action="store_true", help="report the validation split, not the test")
+    parser.add_argument(
+        "--val", action="store_true", help="report the validation split, not the test"
+    )
     parser.add_argument("--tag", default="default", help="names the workdirs of these settings")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other settings")
     parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "accuracy")

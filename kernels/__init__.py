@@ -1,4 +1,4 @@
-"""The arithmetic of swjax: quantizers, quantized matrix products, and the choice between their implementations.
+"""The arithmetic of swjax: quantizers, quantized products, and the choice between implementations.
 
 Imported as ``swjax.kernels`` only; this package imports nothing else of swjax.
 """

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from swjax.recipes import Recipe, get
@@ -23,6 +22,7 @@ class Dense(nn.Dense):
       implementation: see `swjax.kernels.dispatch`; None chooses.
       The others are those of `flax.linen.Dense`.
 
+    >>> import jax.numpy as jnp
     >>> layer = Dense(4, recipe="switchback")
     >>> params = layer.init(jax.random.key(0), jnp.ones((2, 3)))
     >>> layer.apply(params, jnp.ones((2, 3))).shape
@@ -72,6 +72,7 @@ def quantize_model(recipes: Mapping[str, str | Recipe], *, implementation: str |
     Raises:
       ValueError: there is no such recipe, or model code ran and an expression matched none of its layers.
 
+    >>> import jax.numpy as jnp
     >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
     >>> params = model.init(jax.random.key(0), jnp.ones((4, 3)))
     >>> @jax.jit

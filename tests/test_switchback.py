@@ -113,7 +113,7 @@ def test_any_shape(name, shape, n):
 def test_zero_rows_and_zero_weights_give_zeros(name):
     x, w, bias, g = arrays((6, 16), 8)
     x, g = x.at[2].set(0), g.at[3].set(0)
-    y, dx, dw, db = products(x, w, g, name, bias)
+    y, dx = products(x, w, g, name, bias)[:2]
     np.testing.assert_array_equal(y[2], bias)
     assert not dx[3].any()
     y, dx, dw = products(jnp.zeros_like(x), jnp.zeros_like(w), jnp.zeros_like(g), name)
