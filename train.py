@@ -27,6 +27,14 @@ def main(argv: list[str]) -> int:
     if len(argv) == 1 or {"-h", "--help", "-help", "--helpfull"} & set(argv):
         print(__doc__.strip())
         return 0 if len(argv) > 1 else 2
+    try:
+        return run(argv)
+    except ModuleNotFoundError as error:
+        print(f"train.py: {error}; training needs: pip install 'swjax[train]'", file=sys.stderr)
+        return 2
+
+
+def run(argv: list[str]) -> int:
     from swjax import config as config_lib  # not at the top: --help answers without loading jax
 
     try:

@@ -34,6 +34,14 @@ def test_help_loads_no_library():
     assert done.stdout.splitlines()[-1] == "False"
 
 
+def test_library_without_training_packages_is_one_line(tmp_path):
+    code = "import sys; sys.modules['ml_collections'] = None; import train; sys.exit(train.main(sys.argv))"
+    command = [sys.executable, "-c", code, OPENMOJI, f"--workdir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "pip install 'swjax[train]'" in done.stderr
+
+
 MISTAKES = {
     "no config": (["--workdir=w"], "--config=configs/openmoji.py"),
     "no workdir": ([OPENMOJI], "--workdir"),

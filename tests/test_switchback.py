@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numeric import floor_db, snr_db
 
 import swjax
@@ -186,6 +187,22 @@ def test_transformations_change_nothing(name):
         return jnp.sum(x * g)
 
     close(jax.jit(jax.grad(scanned))(w_stack, x), jax.jit(jax.grad(unrolled))(w_stack, x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_batch_and_weight_change_nothing(name):
+    """The batch over two devices; the weight on both, or either dimension of it split."""
+    x, w, bias, g = arrays((8, 5, 16), 24)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def put(array, *spec):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    one = products(x, w, g, name, bias)
+    for spec in [(), ("data",), (None, "data")]:
+        two = products(put(x, "data"), put(w, *spec), put(g, "data"), name, put(bias))
+        for got, want in zip(two, one):  # only sums over tokens change their order
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_donation():
