@@ -1,7 +1,7 @@
 """Accuracy of recipes on the default task, over seeds: trains every combination and tabulates the scores.
 
 Command:  python benchmarks/accuracy.py --recipes standard switchback --tasks mixed --seeds 0 1 2
-Writes benchmarks/results/accuracy_<device>.json. A run that is finished is not trained again.
+With --out it writes a JSON file. A run that is finished is not trained again.
 
 To tune, vary anything and look at the validation split only:
   python benchmarks/accuracy.py --val --tag lr3e-3 --set optimizer.learning_rate=3e-3
@@ -87,16 +87,14 @@ def train(args, pins, task, recipe, seed) -> dict:
     workdir.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     cores = pins.get()
-    with open(workdir / "stdout.txt", "w") as stdout:
-        subprocess.run(
-            ["taskset", "-c", ",".join(map(str, cores)), *command] if cores else command,
-            check=True,
-            cwd=ROOT,
-            stdout=stdout,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-    pins.put(cores)
+    pinned = ["taskset", "-c", ",".join(map(str, cores)), *command] if cores else command
+    try:
+        with open(workdir / "stdout.txt", "w") as out:
+            subprocess.run(
+                pinned, check=True, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=environment
+            )
+    finally:
+        pins.put(cores)
     if args.val:
         records = map(json.loads, open(workdir / "metrics.jsonl"))
         return [record for record in records if "val/image_to_text_R@10" in record][-1]
