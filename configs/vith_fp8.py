@@ -1,7 +1,8 @@
 """CLIP ViT-H/14 in fp8 with SwitchBack (e4m3 forward, e5m2 gradients).
 
 Command:  python train.py --config=configs/vith_fp8.py --workdir=runs/vith_fp8
-Hardware: estimated, not run at this size: 64 GPUs of 80 GB, parameters split over all; fewer with --config.train.accumulation=N,
+Hardware: estimated, not run at this size: 64 GPUs of 80 GB, parameters split over all;
+          fewer with --config.train.accumulation=N,
           whose loss is the same, or with a smaller --config.train.batch_size.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """
