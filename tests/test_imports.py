@@ -31,6 +31,7 @@ ALLOWED = {
     "sharding": set(),
     "diagnostics": {"optax"},
     "evaluators": {"data"},
+    "interop": {"data", "models"},
     "report": set(),
     "environment": set(),
     "interrupt": set(),
