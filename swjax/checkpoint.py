@@ -84,15 +84,15 @@ class Checkpoints:
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         return restored.state, restored.position["data_step"]
 
-    def restore_params(self, like):
-        """Restores nothing but the parameters of the newest one, see `restore`."""
-        step, like = self.latest_step(), {"params": like}
-        self._check(step, like, within="params/")
+    def restore_params(self, like, name: str = "params"):
+        """Restores nothing but the parameters of the newest one, or their average "ema"; see `restore`."""
+        step, like = self.latest_step(), {name: like}
+        self._check(step, like, within=f"{name}/")
         arguments = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             path = self.directory / str(step) / "state"
-            return checkpointer.restore(path, args=args)["params"]
+            return checkpointer.restore(path, args=args)[name]
 
     def _check(self, step: int, like, within: str = "") -> None:
         """Raises a ConfigError if the arrays of `like` are not those of the checkpoint."""

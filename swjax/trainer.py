@@ -253,15 +253,7 @@ def open_batches(config, source, data_step: int):
 def make_evaluate(config, graphdef, mesh):
     """Returns a function (state, split, examples) -> (scores by name, that many predictions)."""
 
-    @jax.jit
-    def embed(params, batch):
-        model, out = nnx.merge(graphdef, params), {}
-        if "image" in batch:
-            images = data.preprocess(batch["image"], None, config.data.image_size)
-            out["image"], _ = model.encode_image(images)
-        if "text" in batch:
-            out["text"], _ = model.encode_text(batch["text"])
-        return out
+    embed = evaluators.predictor(graphdef, config.data.image_size)
 
     def predict(params, batch):
         return embed(params, sharding.shard_batch(batch, mesh))

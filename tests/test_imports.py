@@ -49,6 +49,9 @@ ALLOWED = {
         "optax",
         "sharding",
     },
+    "inference": {
+        *("checkpoint", "data", "evaluators", "interop", "models", "trainer"),
+    },
     "trainer": {
         *("checkpoint", "config", "data", "diagnostics", "environment", "evaluators", "interrupt"),
         *("metrics", "models", "optax", "recipes", "report", "sharding", "train_step"),

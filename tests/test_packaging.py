@@ -16,6 +16,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DATA = (
     "swjax/data/bpe_simple_vocab_16e6.txt.gz",
     "swjax/data/LICENSE-bpe_simple_vocab.txt",
+    "swjax/data/imagenet_class_names.txt",
+    "swjax/data/imagenet_templates.txt",
     "swjax/data/emoji/table.tsv",
     "swjax/report/page.html",
     "swjax/report/page.css",

@@ -77,7 +77,9 @@ def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def fit(image: np.ndarray, size: int) -> np.ndarray:
-    """Scales the shorter side to `size`, bicubic and antialiased, and cuts out the middle.
+    """Scales the shorter side to `size`, bicubic and antialiased, then cuts out the middle.
+
+    These are the pixels that open_clip and torchvision's Resize and CenterCrop give, each of them.
 
     Args:
       image: uint8 [h, w, 3 or 4].
@@ -86,9 +88,11 @@ def fit(image: np.ndarray, size: int) -> np.ndarray:
     Returns:
       uint8 [size, size, 3 or 4].
     """
-    height, width = image.shape[:2]
-    side = min(height, width)
-    return _crop(image, (height - side) // 2, (width - side) // 2, side, side, size)
+    sides = image.shape[:2]
+    height, width = (int(size * side / min(sides)) for side in sides)
+    scaled = _scale(image, height, width)
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    return scaled[top : top + size, left : left + size]
 
 
 def random_resized_crop(
@@ -124,11 +128,14 @@ def random_resized_crop(
 
 
 def _crop(image: np.ndarray, top: int, left: int, height: int, width: int, size: int) -> np.ndarray:
-    """Scales a rectangle to a square; opacity weighs colours."""
+    return _scale(image[top : top + height, left : left + width], size, size)
+
+
+def _scale(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Bicubic and antialiased; opacity weighs colours."""
     from PIL import Image
 
-    rectangle = image[top : top + height, left : left + width]
-    if rectangle.shape[:2] == (size, size):
-        return rectangle
-    pixels = Image.fromarray(np.ascontiguousarray(rectangle))
-    return np.asarray(pixels.resize((size, size), Image.Resampling.BICUBIC))
+    if image.shape[:2] == (height, width):
+        return image
+    pixels = Image.fromarray(np.ascontiguousarray(image))
+    return np.asarray(pixels.resize((width, height), Image.Resampling.BICUBIC))
