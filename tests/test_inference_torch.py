@@ -14,8 +14,18 @@ peers = torch_peers.load()
 torch, open_clip, transforms = peers.torch, peers.open_clip, peers.torchvision.transforms
 
 RNG = np.random.default_rng(0)
-# Larger, smaller, one side odd, extreme, of the right size; width x height.
-SIZES = [(640, 480), (333, 500), (100, 37), (32, 32), (20, 15), (33, 32), (7, 400), (225, 224)]
+# Larger, smaller, of the right size, odd margins, extreme; width x height.
+SIZES = [
+    (640, 480),
+    (333, 500),
+    (100, 37),
+    (32, 32),
+    (20, 15),
+    (33, 32),
+    (32, 37),
+    (7, 400),
+    (224, 225),
+]
 
 
 def photograph(width, height):
