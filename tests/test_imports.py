@@ -21,8 +21,9 @@ ALLOWED = {
     "checkpoint_policies": set(),
     "testing": set(),
     "switchback": {"recipes", "kernels", "fp8"},
-    "nnx": {"switchback", "recipes", "kernels"},
-    "linen": {"switchback", "recipes", "kernels"},
+    "conversion": {"recipes"},
+    "nnx": {"conversion", "switchback", "recipes", "kernels"},
+    "linen": {"conversion", "switchback", "recipes", "kernels"},
     "swjax": {"switchback", "recipes", "kernels", "checkpoint_policies"},  # its __init__
     "optax": set(),
     "models": {"nnx", "recipes", "switchback", "checkpoint_policies"},
@@ -109,7 +110,7 @@ def test_allowed_directions_have_no_cycle():
 
 
 CORE = {"kernels", "fp8", "recipes", "checkpoint_policies", "testing", "switchback", "nnx", "linen"}
-CORE |= {"swjax", "optax", "models", "losses", "sharding", "diagnostics"}
+CORE |= {"conversion", "swjax", "optax", "models", "losses", "sharding", "diagnostics"}
 
 
 def test_what_is_imported_is_required():

@@ -36,7 +36,7 @@ def run(*command, cwd):
 def dists(tmp_path_factory):
     """An sdist of the checkout, and the wheel that is built from it: the way releases are made."""
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
-    files = ["swjax", "kernels", "configs", "requirements", "tests"]
+    files = ["swjax", "kernels", "configs", "examples", "requirements", "tests"]
     files += [path.name for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
     for name in files:
         if (ROOT / name).is_dir():
