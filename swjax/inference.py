@@ -12,6 +12,7 @@ Five lines name a picture, with a run of one's own or weights of others:
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -153,8 +154,8 @@ def _of_run(workdir: Path, options: dict) -> clip.CLIP:
         nnx.to_pure_dict(state),
     )
     name = "ema" if config.train.ema_decay else "params"
-    values = Checkpoints.of("workdir", str(workdir)).restore_params(like, name)
-    nnx.replace_by_pure_dict(state, values)
+    with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
+        nnx.replace_by_pure_dict(state, checkpoints.restore_params(like, name))
     return nnx.merge(graph, state)
 
 
