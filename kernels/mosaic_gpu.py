@@ -79,7 +79,7 @@ def matmul(
         def store(i, total, half, out_ring):
             row, column = corner(i)
             row += half * HALF
-            a_scale = plgpu.load(a_scale_ref.at[pl.ds(row, HALF)], optimized=False)
+            a_scale = _load(a_scale_ref, pl.ds(row, HALF))
             if per_tensor:
                 a_scale = a_scale * b_scale_ref[0]
 
@@ -88,11 +88,11 @@ def matmul(
                 y = total[:, at : at + piece].astype(jnp.float32)
                 scale = lax.broadcast_in_dim(a_scale, y.shape, (0,))
                 if not per_tensor:
-                    b_scale = plgpu.load(b_scale_ref.at[here], optimized=False)
+                    b_scale = _load(b_scale_ref, here)
                     scale = scale * lax.broadcast_in_dim(b_scale, y.shape, (1,))
                 y = y * scale
                 if bias is not None:
-                    shift = plgpu.load(bias_ref.at[here], optimized=False).astype(jnp.float32)
+                    shift = _load(bias_ref, here).astype(jnp.float32)
                     y = y + lax.broadcast_in_dim(shift, y.shape, (1,))
                 return y.astype(out_dtype)
 
@@ -292,6 +292,13 @@ def _pipeline(
 
         lax.fori_loop(0, units, unit, 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _load(ref, index):
+    """A few numbers for each row or column, straight into registers."""
+    if jax.__version_info__ < (0, 11):
+        return plgpu.load(ref, index, optimized=False)
+    return plgpu.load(ref.at[index], optimized=False)
 
 
 def _write(values: Callable, ring, to, piece: int, **options):
