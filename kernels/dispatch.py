@@ -1,39 +1,188 @@
-"""Which implementation of each operation runs: the table, and the one place that chooses from it."""
+"""Which implementation of each operation runs: the table, what each needs, and the one place that chooses."""
 
-from collections.abc import Callable
+import functools
+import importlib.metadata
+import importlib.util
+import warnings
+from types import ModuleType
 
-from swjax.kernels import reference
+import jax
+import jax.numpy as jnp
 
-# {operation: {implementation: function}}. Every implementation of an operation has the signature and the
-# result of its specification in `reference`, which is the one named "xla".
-IMPLEMENTATIONS: dict[str, dict[str, Callable]] = {
-    "quantize": {"xla": reference.quantize},
-    "matmul": {"xla": reference.matmul},
+from swjax.kernels import reference, tiles
+from swjax.kernels.reference import QTensor
+
+# {operation: its implementations besides "xla", the preferred one first}. Each is a function of that name
+# in its module, with the signature and the result of the specification in `reference`.
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    "quantize": ("triton",),
+    "quantize_and_sum": ("triton",),
+    "matmul": ("mosaic_gpu", "triton"),
+    "weight_gradient": ("mosaic_gpu",),
+    "layer_norm": ("triton",),
+    "layer_norm_backward": ("triton",),
+    "gelu": ("triton",),
+    "gelu_backward": ("triton",),
 }
+NAMES = ("xla", "triton", "mosaic_gpu")
+
+INSTALL = "pip install 'swjax[gpu]' (Python 3.12 or newer)"
 
 
-def choose(operation: str, implementation: str | None = None) -> Callable:
-    """The function that computes `operation`.
+def run(operation: str, *arrays, implementation: str | None = None, **options):
+    """Computes `operation` by the implementation of that name, or by the best one that can.
 
     Args:
-      operation: "quantize" or "matmul".
-      implementation: the name of one; None leaves the choice to swjax.
-
-    Returns:
-      A function with the signature of its specification in `swjax.kernels.reference`.
+      operation: a key of `IMPLEMENTATIONS`; its specification is the function of that name in
+        `swjax.kernels.reference`.
+      *arrays: its arrays and QTensors.
+      implementation: "xla", "triton", "mosaic_gpu"; None chooses.
+      **options: its other arguments.
 
     Raises:
-      ValueError: no implementation of that name exists.
+      ValueError: there is no implementation of that name, or it cannot run: the message says why.
 
-    >>> choose("matmul") is reference.matmul
-    True
+    >>> run("quantize", jnp.ones((1, 2))).values.tolist()
+    [[127, 127]]
     """
+    name = choose(operation, *arrays, implementation=implementation, **options)
+    if name == "xla":
+        return getattr(reference, operation)(*arrays, **options)
+    function = functools.partial(getattr(_module(name), operation), **options)
+    with jax.named_scope(f"swjax_{operation}"):
+        return jax.custom_batching.sequential_vmap(function)(*arrays)
+
+
+def choose(operation: str, *arrays, implementation: str | None = None, **options) -> str:
+    """The name of the implementation that `run` uses for these arguments.
+
+    None takes, on an NVIDIA GPU, what the device's tuned table says is fastest for the shape, then the first
+    of `IMPLEMENTATIONS` that can run. Operations that have no implementation of the asked name take XLA.
+    """
+    check(implementation)
     known = IMPLEMENTATIONS[operation]
-    if implementation is None:
-        return known["xla"]
-    if implementation not in known:
+    if implementation is not None:
+        if implementation == "xla" or implementation not in known:
+            return "xla"
+        reason = why_not(implementation, operation, *arrays, **options)
+        if reason:
+            raise ValueError(f"implementation {implementation!r} of {operation!r} {reason}")
+        return implementation
+    if jax.default_backend() != "gpu" or _would_gather():
+        return "xla"
+    preferred = tiles.preferred(operation, _shape_key(*arrays))
+    for name in (*(name for name in known if name == preferred), *known):
+        if preferred == "xla":
+            break
+        reason = why_not(name, operation, *arrays, **options)
+        if reason is None:
+            return name
+        if "install" in reason:
+            _warn_once(f"swjax: {operation} runs through XLA, slowly: {name!r} {reason}")
+    return "xla"
+
+
+def check(implementation: str | None) -> None:
+    """Raises a ValueError if there is no implementation of that name."""
+    if implementation is not None and implementation not in NAMES:
         raise ValueError(
-            f"implementation of {operation!r} must be one of {sorted(known)} or None (automatic), "
+            f"implementation must be one of {', '.join(NAMES)} or None (automatic), "
             f"got {implementation!r}"
         )
-    return known[implementation]
+
+
+def why_not(name: str, operation: str, *arrays, **options) -> str | None:
+    """Why an implementation cannot compute this, as the end of a sentence; None: it can."""
+    if jax.default_backend() != "gpu":
+        return f"needs an NVIDIA GPU, and this process runs on {jax.default_backend()}: use 'xla'"
+    capability = tiles.compute_capability()
+    leaves = jax.tree.leaves(arrays)
+    if any(leaf.size == 0 for leaf in leaves):
+        return "takes no empty arrays: use 'xla'"
+    narrow = [str(leaf.dtype) for leaf in leaves] + [
+        options.get("dtype"),
+        options.get("quantize_to"),
+    ]
+    if any(str(dtype).startswith("float8") for dtype in narrow) and capability < (8, 9):
+        return f"needs compute capability 8.9 for fp8, and this GPU has {capability}: use 'xla'"
+    if name == "triton":
+        return _why_not_triton(operation, capability, leaves, options)
+    return _why_not_mosaic(operation, capability, leaves)
+
+
+def _why_not_triton(operation, capability, leaves, options):
+    missing = _missing_triton()
+    if missing:
+        return missing
+    if capability < (8, 0):
+        return f"needs compute capability 8.0 (Ampere), and this GPU has {capability}: use 'xla'"
+    if operation == "quantize":
+        ndim = leaves[0].ndim
+        axes = sorted(axis % ndim for axis in options.get("axes", (-1,)))
+        if axes not in (list(range(ndim)), list(range(ndim - 1)), [ndim - 1]):
+            return f"takes scales over the last axis, the others or all, got axes {axes}: use 'xla'"
+    elif operation != "matmul" and leaves[0].shape[-1] > tiles.WIDEST_ROW:
+        return f"takes rows of up to {tiles.WIDEST_ROW}, got {leaves[0].shape[-1]}: use 'xla'"
+    return None
+
+
+def _why_not_mosaic(operation, capability, leaves):
+    if capability != (9, 0):
+        return (
+            f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'triton'"
+        )
+    if operation == "weight_gradient":
+        (_, k), n = leaves[0].shape, leaves[1].shape[1]
+        if leaves[0].dtype not in (jnp.bfloat16, jnp.float16):
+            return f"is for 16-bit operands, got {leaves[0].dtype}: use 'xla'"
+        multiple = 8
+    else:
+        k, n = leaves[0].shape[-1], leaves[2].shape[0]
+        multiple = 16
+    if k % multiple or n % 8:
+        return f"needs k a multiple of {multiple} and n of 8, got k {k} and n {n}: use 'triton'"
+    return None
+
+
+@functools.cache
+def _missing_triton() -> str | None:
+    if importlib.util.find_spec("jax_triton") is None:
+        return f"needs jax-triton, which is not installed: {INSTALL}"
+    version = importlib.metadata.version("triton")
+    if tuple(int(part) for part in version.split(".")[:2]) < (3, 7):
+        return f"needs Triton 3.7 or newer, got {version}: install it by {INSTALL}"
+    return None
+
+
+def _would_gather() -> bool:
+    """XLA cannot partition these kernels: it would gather their operands on every device."""
+    if jax.device_count() == 1:
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names):
+        return False
+    _warn_once(
+        f"swjax: {jax.device_count()} devices, so that quantized layers run through XLA, slowly; "
+        "kernels run inside jax.shard_map, or with one visible device"
+    )
+    return True
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"swjax.kernels.{'triton_gpu' if name == 'triton' else name}")
+
+
+def _shape_key(*arrays) -> str:
+    """What the tuned table calls a shape: all but the number of tokens."""
+    first = arrays[0].values if isinstance(arrays[0], QTensor) else arrays[0]
+    second = arrays[1] if len(arrays) > 1 else None
+    if isinstance(second, QTensor):
+        return f"{second.values.shape[0]}x{first.shape[-1]}"
+    if second is not None and second.ndim == 2:
+        return f"{second.shape[-1]}x{first.shape[-1]}"
+    return str(first.shape[-1])

@@ -5,10 +5,12 @@ Scales are found over an operand's *contracted* axes, or over the whole tensor, 
 of the product: ``(a . b)[i, j] = scale_a[i] * scale_b[j] * sum_k a.values[i, k] * b.values[k, j]``.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # An absolute maximum below this counts as this: an all-zero vector gets a positive scale, and neither the
@@ -17,6 +19,9 @@ SMALLEST_ABSMAX = 2.0**-100
 
 # The largest magnitude of each quantized type: symmetric int8 and the OCP fp8 formats.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+# Their reciprocals, rounded to fp32.
+INVERSE = {name: float(np.float32(1.0 / largest)) for name, largest in LARGEST.items()}
 
 # Stored bits of the mantissa, and the exponent of the smallest normal value.
 FP8_MANTISSA_BITS = {"float8_e4m3fn": 3, "float8_e5m2": 2}
@@ -34,17 +39,26 @@ class QTensor(NamedTuple):
     values: jax.Array
     scale: jax.Array
 
+    @property
+    def T(self) -> "QTensor":
+        """The transpose, of a matrix."""
+        return QTensor(self.values.T, self.scale.T)
 
-def quantize(x: jax.Array, axes: tuple[int, ...] = (-1,), dtype: str = "int8") -> QTensor:
+
+def quantize(
+    x: jax.Array, axes: tuple[int, ...] = (-1,), dtype: str = "int8", *, transpose: bool = False
+) -> QTensor:
     """Scales `x` so that its absolute maximum over `axes` is the largest value of `dtype`, and rounds.
 
     ``scale = max(absmax(x), 2**-100) / largest``, ``values = round(x / scale)``, ties to even. Zeros stay
-    zeros. A non-finite element makes its scale non-finite, and so every product with it.
+    zeros. A non-finite element makes its scale non-finite, and so every product with it. The values are the
+    same on every platform and in every implementation.
 
     Args:
       x: [...] float16, bfloat16 or float32, of any rank and size, empty included.
       axes: the axes one scale spans: the last one for row-wise, all of them for tensor-wise.
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
+      transpose: return the transpose, of a matrix x.
 
     Returns:
       A QTensor; its scale has length 1 along `axes`.
@@ -53,13 +67,29 @@ def quantize(x: jax.Array, axes: tuple[int, ...] = (-1,), dtype: str = "int8") -
     >>> q.values.tolist()
     [[64, -127, 32], [0, 0, 0]]
     """
-    wide = x.astype(jnp.float32)
-    absmax = jnp.max(jnp.abs(wide), axis=axes, keepdims=True, initial=0.0)
-    absmax = jnp.maximum(absmax, SMALLEST_ABSMAX)
-    scaled = wide * (LARGEST[dtype] / absmax)  # one division a scale, not one an element
+    absmax = jnp.maximum(absolute_maximum(x, axes), SMALLEST_ABSMAX)
+    # One division a scale, not one an element.
+    scaled = x.astype(jnp.float32) * divide(LARGEST[dtype], absmax)
     scaled = jnp.round(scaled) if dtype == "int8" else round_to_fp8(scaled, dtype)
-    # Multiplied, not divided: XLA rewrites a division by a constant, other compilers do not.
-    return QTensor(scaled.astype(dtype), absmax * jnp.float32(1.0 / LARGEST[dtype]))
+    q = QTensor(scaled.astype(dtype), scale_of(absmax, dtype))
+    return q.T if transpose else q
+
+
+def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Array]:
+    """`x` quantized row-wise, and the sum of its rows: a gradient, and that of a bias, read once.
+
+    Args:
+      x: [..., n] float16, bfloat16 or float32.
+      dtype: as for `quantize`.
+
+    Returns:
+      The QTensor, and the sum over all axes but the last: [n] float32.
+    """
+    return quantize(x, (x.ndim - 1,), dtype), _row_sum(x)
+
+
+def _row_sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=tuple(range(x.ndim - 1)), dtype=jnp.float32)
 
 
 def round_to_fp8(x: jax.Array, dtype: str) -> jax.Array:
@@ -112,28 +142,26 @@ def dot(
     return _add_bias(product, bias)
 
 
-def matmul(
-    a: QTensor,
-    b: QTensor,
-    contract: tuple[tuple[int, ...], tuple[int, ...]],
-    bias: jax.Array | None = None,
-    *,
-    out_dtype: str,
-) -> jax.Array:
+def matmul(a: QTensor, b: QTensor, bias: jax.Array | None = None, *, out_dtype: str) -> jax.Array:
     """The product of two quantized arrays: narrow arithmetic, then scales, bias and `out_dtype`.
 
-    ``(sum_k a.values * b.values) * (a.scale * b.scale) + bias``. int8 values are multiplied as int8 and
-    summed in int32. fp8 values are multiplied exactly and summed in fp32.
+    ``a bT = (sum_k a.values * b.values) * (a.scale * b.scale) + bias``. int8 values are multiplied as int8
+    and summed in int32. fp8 values are multiplied exactly and summed in fp32. Both operands have their
+    contracted axis last, which is how tensor cores read 8-bit matrices.
 
     Args:
-      a, b: QTensors whose scales have length 1 along the contracted axes.
-      contract: the axes of `a` and of `b` that are summed over.
-      bias: [n] for the last axis of the result, or None.
-      out_dtype: dtype of the result.
+      a: values [..., k]; scale [..., 1], or of one element.
+      b: values [n, k]; scale [n, 1], or of one element.
+      bias: [n], or None.
+      out_dtype: "float32", "bfloat16" or "float16".
+
+    Returns:
+      [..., n] in `out_dtype`.
     """
+    contract = (((a.values.ndim - 1,), (1,)), ((), ()))
     if a.values.dtype == jnp.int8:
         accumulator = lax.dot_general(
-            a.values, b.values, (contract, ((), ())), preferred_element_type=jnp.int32
+            a.values, b.values, contract, preferred_element_type=jnp.int32
         ).astype(jnp.float32)
     else:
         # Every fp8 value is exact in bf16 and in fp32; bf16 products are slow on CPUs.
@@ -141,18 +169,169 @@ def matmul(
         accumulator = lax.dot_general(
             a.values.astype(wide),
             b.values.astype(wide),
-            (contract, ((), ())),
+            contract,
             preferred_element_type=jnp.float32,
         )
-    scale_a = lax.squeeze(a.scale, contract[0])
-    scale_b = lax.squeeze(b.scale, contract[1])
-    scale_a = scale_a.reshape(scale_a.shape + (1,) * scale_b.ndim)
-    scale_b = scale_b.reshape((1,) * (scale_a.ndim - scale_b.ndim) + scale_b.shape)
-    product = accumulator * (scale_a * scale_b)
-    return _add_bias(product, bias).astype(out_dtype)
+    scale_b = b.scale.reshape((1,) * (a.scale.ndim - 1) + (-1,))
+    return _add_bias(accumulator * (a.scale * scale_b), bias).astype(out_dtype)
+
+
+def weight_gradient(x: jax.Array, g: jax.Array, *, out_dtype: str, precision=None) -> jax.Array:
+    """xT g, the product of a linear layer that SwitchBack keeps in 16 bits.
+
+    Args:
+      x: [tokens, k]; g: [tokens, n], of the same floating dtype.
+      out_dtype: dtype of the result; the sum is in fp32.
+      precision: as for `jax.lax.dot_general`.
+
+    Returns:
+      [k, n] in `out_dtype`.
+    """
+    return dot(x, g, ((0,), (0,)), out_dtype=out_dtype, precision=precision)
+
+
+def layer_norm(
+    x: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    *,
+    epsilon: float,
+    quantize_to: str | None = None,
+    wide: bool = True,
+) -> tuple[jax.Array | None, QTensor | None]:
+    """LayerNorm over the last axis, ``gamma (x - mean) / sqrt(variance + epsilon) + beta``, in fp32.
+
+    Args:
+      x: [..., n] float16, bfloat16 or float32.
+      gamma, beta: [n].
+      epsilon: added to the variance.
+      quantize_to: a dtype to quantize the result to, row-wise; None: not quantized.
+      wide: return the result in the dtype of x.
+
+    Returns:
+      (the result or None, the result quantized or None). What is quantized is the result rounded to the
+      dtype of x.
+    """
+    centred, deviation = _moments(x, epsilon)
+    gamma, beta = (_along_rows(t, x.ndim) for t in (gamma, beta))
+    y = (centred * (gamma / deviation) + beta).astype(x.dtype)
+    return _outputs(y, quantize_to, wide)
+
+
+def layer_norm_backward(
+    x: jax.Array, gamma: jax.Array, gradient: jax.Array, *, epsilon: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of `layer_norm` from its input alone: mean and deviation are computed again.
+
+    Args:
+      x: [..., n], the input; gamma: [n].
+      gradient: [..., n], of the output.
+      epsilon: as in the forward pass.
+
+    Returns:
+      dx [..., n] in the dtype of x; dgamma and dbeta [n] in float32.
+    """
+    centred, deviation = _moments(x, epsilon)
+    normalized, wide = centred / deviation, gradient.astype(jnp.float32)
+    v = wide * _along_rows(gamma, x.ndim)
+    slope = jnp.mean(v * normalized, axis=-1, keepdims=True)
+    dx = (v - jnp.mean(v, axis=-1, keepdims=True) - normalized * slope) / deviation
+    return dx.astype(x.dtype), _row_sum(wide * normalized), _row_sum(wide)
+
+
+def _moments(x, epsilon):
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    return centred, jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon)
+
+
+def _along_rows(t, ndim):
+    return t.astype(jnp.float32).reshape((1,) * (ndim - 1) + t.shape)
+
+
+def gelu(
+    x: jax.Array, *, approximate: bool = False, quantize_to: str | None = None, wide: bool = True
+) -> tuple[jax.Array | None, QTensor | None]:
+    """GELU, ``x P(X < x)`` of a normal X, in fp32.
+
+    Args:
+      x: [..., n] float16, bfloat16 or float32.
+      approximate: the tanh form in place of the exact one.
+      quantize_to, wide: as for `layer_norm`.
+
+    Returns:
+      (the result or None, the result quantized or None).
+    """
+    y = jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+    return _outputs(y, quantize_to, wide)
+
+
+def gelu_backward(
+    x: jax.Array,
+    gradient: jax.Array,
+    *,
+    approximate: bool = False,
+    quantize_to: str | None = None,
+) -> tuple[jax.Array, QTensor | None, jax.Array]:
+    """The gradient of `gelu`, from its input; what the linear layer before it needs, in one pass.
+
+    Args:
+      x: [..., n], the input.
+      gradient: [..., n], of the output.
+      approximate: as in the forward pass.
+      quantize_to: a dtype to quantize dx to, row-wise; None: not quantized.
+
+    Returns:
+      dx [..., n] in the dtype of x; dx quantized or None; the sum of dx over all axes but the last, [n] in
+      float32: the gradient of that layer's bias.
+    """
+    wide = x.astype(jnp.float32)
+    if approximate:
+        _, vjp = jax.vjp(jax.nn.gelu, wide)
+        (dx,) = vjp(gradient.astype(jnp.float32))
+    else:
+        density = jnp.exp(-0.5 * wide**2) * jnp.float32(1 / math.sqrt(2 * math.pi))
+        dx = gradient.astype(jnp.float32) * (jax.scipy.special.ndtr(wide) + wide * density)
+    dx = dx.astype(x.dtype)
+    return dx, _outputs(dx, quantize_to, False)[1], _row_sum(dx)
+
+
+def _outputs(y, quantize_to, wide):
+    q = quantize(y, (y.ndim - 1,), quantize_to) if quantize_to else None
+    return y if wide else None, q
 
 
 def _add_bias(product: jax.Array, bias: jax.Array | None) -> jax.Array:
     if bias is None:
         return product
     return product + bias.astype(product.dtype).reshape((1,) * (product.ndim - 1) + bias.shape)
+
+
+def absolute_maximum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """max |x| over `axes` in fp32, its rank kept; 0 for an empty x."""
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes, keepdims=True, initial=0.0)
+
+
+def scale_of(absmax: jax.Array, dtype: str) -> jax.Array:
+    """absmax / largest, as a multiplication: XLA rewrites a division by a constant, others do not."""
+    return absmax * jnp.float32(INVERSE[dtype])
+
+
+def divide(x: float, y: jax.Array) -> jax.Array:
+    """x / y in fp32, correctly rounded also where the hardware's division is not (XLA on GPUs).
+
+    One Newton step on an exact remainder: quotient and divisor are cut in halves whose products are exact.
+    """
+    quotient = x / y
+    high, low = _halves(quotient)
+    y_high, y_low = _halves(y)
+    remainder = ((x - high * y_high) - high * y_low - low * y_high) - low * y_low
+    # Of a huge divisor's quotient the low half would be subnormal, which GPUs flush to zero.
+    return jnp.where(y < 2.0**90, quotient + remainder / y, quotient)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x as a sum of two numbers of 12 significant bits."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    return high, x - high

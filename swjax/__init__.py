@@ -5,18 +5,22 @@ Layers are in `swjax.nnx` and `swjax.linen`, optimizers in `swjax.optax`; both a
 
 from swjax import checkpoint_policies
 from swjax.kernels.reference import QTensor, dequantize, quantize
+from swjax.prologues import Gelu, LayerNorm
 from swjax.recipes import RECIPES, Recipe
-from swjax.switchback import dot_general, switchback
+from swjax.switchback import dot_general, mlp, switchback
 
 __version__ = "0.1.0"
 
 __all__ = [
     "RECIPES",
+    "Gelu",
+    "LayerNorm",
     "QTensor",
     "Recipe",
     "checkpoint_policies",
     "dequantize",
     "dot_general",
+    "mlp",
     "quantize",
     "switchback",
 ]

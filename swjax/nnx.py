@@ -57,7 +57,7 @@ class Linear(nnx.Linear):
 
     def set_recipe(self, recipe: str | Recipe, implementation: str | None = None):
         """Computes as `recipe` says from now on."""
-        dispatch.choose("matmul", implementation)
+        dispatch.check(implementation)
         self.recipe, self.implementation = get(recipe), implementation
 
     def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:

@@ -1,7 +1,7 @@
 """SwitchBack: a linear layer whose three matrix products are computed as a recipe says.
 
 The paper once. `swjax.recipes` says what each product is computed in, `swjax.kernels` computes it, and the
-`custom_vjp` below is the linear layer between them.
+`custom_vjp`s below are the layers between them: `switchback`, one linear layer, and `mlp`, two with a GELU.
 """
 
 import math
@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from swjax import recipes
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
+from swjax.prologues import Gelu, Gradient, Prologue
 from swjax.recipes import Product, Quantizer, Recipe
 
 
@@ -25,6 +26,7 @@ def switchback(
     bias: jax.Array | None = None,
     *,
     recipe: str | Recipe = "switchback",
+    prologue: Prologue | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -47,6 +49,7 @@ def switchback(
       w: [k, n] in any of these dtypes; its gradient has the same.
       bias: [n] or None.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      prologue: a `swjax.LayerNorm` or `swjax.Gelu` that x goes through first, fused with the quantizer.
       out_dtype: dtype of y; None is that of x.
       precision: of the products that are not quantized, as for `jax.lax.dot_general`.
       implementation: of the quantized ones, see `swjax.kernels.dispatch`; None chooses.
@@ -66,11 +69,64 @@ def switchback(
       Wortsman et al., "Stable and low-precision training for large-scale vision-language models",
       NeurIPS 2023, https://arxiv.org/abs/2304.13013
     """
-    recipe = recipes.get(recipe)
     _check(x, w, bias)
-    dispatch.choose("matmul", implementation)  # an unknown name fails whatever the recipe
+    return _linear(x, w, bias, prologue, _settings(x, recipe, out_dtype, precision, implementation))
+
+
+def mlp(
+    x: jax.Array,
+    w1: jax.Array,
+    b1: jax.Array | None,
+    w2: jax.Array,
+    b2: jax.Array | None,
+    *,
+    recipe: str | Recipe = "switchback",
+    prologue: Prologue | None = None,
+    approximate: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that quantize where the GELU already passes.
+
+    The same result as the two layers; in the backward pass the GELU's gradient is written once in 16 bits,
+    once quantized, and summed for b1, in one pass.
+
+    Args:
+      x: [..., k] float16, bfloat16 or float32.
+      w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None.
+      recipe, prologue, precision, implementation: as for `switchback`, for both layers.
+      approximate: the tanh form of the GELU.
+
+    Returns:
+      [..., n] in the dtype of x.
+
+    Raises:
+      ValueError: shapes, dtypes, recipe or implementation do not fit.
+
+    >>> x, w1, w2 = jnp.ones((2, 3)), jnp.ones((3, 8)), jnp.ones((8, 3))
+    >>> mlp(x, w1, None, w2, None).shape
+    (2, 3)
+    """
+    _check(x, w1, b1)
+    _check(jax.ShapeDtypeStruct((*x.shape[:-1], w1.shape[1]), x.dtype), w2, b2)
+    settings = _settings(x, recipe, None, precision, implementation)
+    return _mlp(x, w1, b1, w2, b2, prologue, Gelu(approximate), settings)
+
+
+class _Settings(NamedTuple):
+    """What the products of a layer share; all of it static."""
+
+    recipe: Recipe
+    dtype: str  # of the products that are not quantized
+    out_dtype: str
+    precision: jax.lax.PrecisionLike
+    implementation: str | None
+
+
+def _settings(x, recipe, out_dtype, precision, implementation) -> _Settings:
+    dispatch.check(implementation)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
-    return _linear(x, w, bias, recipe, out_dtype, precision, implementation)
+    return _Settings(recipes.get(recipe), x.dtype.name, out_dtype, precision, implementation)
 
 
 def _check(x, w, bias):
@@ -88,100 +144,206 @@ def _check(x, w, bias):
             )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _linear(x, w, bias, recipe, out_dtype, precision, implementation):
-    return _forward(x, w, bias, recipe, out_dtype, precision, implementation)[0]
+# --- forward and backward -----------------------------------------------------------------------------
 
 
-def _forward(x, w, bias, recipe, out_dtype, precision, implementation):
-    contract = ((x.ndim - 1,), (0,))
-    # Zero-size arrays carry the dtypes that quantized residuals no longer show.
-    dtypes = jnp.empty(0, x.dtype), jnp.empty(0, w.dtype)
-    if recipe.save_quantized:
-        x = _quantize(recipe.fwd.lhs, x, contract[0], implementation)
-        w = _quantize(recipe.fwd.rhs, w, contract[1], implementation)
-        x = QTensor(
-            checkpoint_name(x.values, "swjax_x_q"), checkpoint_name(x.scale, "swjax_x_scale")
+class _Operand(NamedTuple):
+    """A matrix [rows, columns], with leading axes, in the forms that exist of it."""
+
+    wide: jax.Array | None = None
+    rows_quantized: QTensor | None = None  # one scale a row, or one in all
+
+
+class _Residuals(NamedTuple):
+    inputs: jax.Array | None  # of the prologue
+    x: _Operand
+    w: _Operand
+    w_like: jax.Array  # empty: carries the dtype that a quantized w no longer shows
+    bias_like: jax.Array | None
+    prologue: Prologue | None
+
+
+def _forward(x, w, bias, prologue, settings) -> tuple[jax.Array, _Residuals]:
+    recipe, run = settings.recipe, _runner(settings)
+    fwd, save_quantized = recipe.fwd, recipe.save_quantized
+    rowwise = fwd is not None and fwd.lhs.scope == "row" and not fwd.outlier_threshold
+    inputs, x_q = x, None
+    if prologue is not None:
+        x, x_q = prologue.forward(
+            x,
+            quantize_to=fwd.lhs.dtype if rowwise else None,
+            wide=not (rowwise and save_quantized),
+            implementation=settings.implementation,
         )
-    settings = _Settings(dtypes[0].dtype.name, precision, implementation)
-    y = _multiply(recipe.fwd, x, w, contract, bias, out_dtype=out_dtype, settings=settings)
-    return checkpoint_name(y, "swjax_y"), (x, w, bias, dtypes)
+        x = None if x is None else checkpoint_name(x, "swjax_x")
+    elif rowwise:
+        x_q = _quantize(fwd.lhs, x, run)
+    if save_quantized:
+        x_q = _quantize(fwd.lhs, x, run) if x_q is None else x_q
+        x_q = QTensor(
+            checkpoint_name(x_q.values, "swjax_x_q"), checkpoint_name(x_q.scale, "swjax_x_scale")
+        )
+        saved_w = _Operand(rows_quantized=_quantize(fwd.rhs, w, run, transpose=True).T)
+    else:
+        saved_w = _Operand(w)
+    y = _multiply(
+        fwd,
+        _Operand(x, x_q),
+        saved_w,
+        (-1, 0),
+        bias,
+        out_dtype=settings.out_dtype,
+        settings=settings,
+    )
+    residuals = _Residuals(
+        inputs=None if prologue is None else inputs,
+        x=_Operand(rows_quantized=x_q) if save_quantized else _Operand(x),
+        w=saved_w,
+        w_like=jnp.empty(0, w.dtype),
+        bias_like=None if bias is None else jnp.empty(0, bias.dtype),
+        prologue=prologue,
+    )
+    return checkpoint_name(y, "swjax_y"), residuals
 
 
-def _backward(recipe, out_dtype, precision, implementation, residuals, g):
-    del out_dtype  # g has it
-    x, w, bias, dtypes = residuals
-    x_dtype, w_dtype = (like.dtype.name for like in dtypes)
-    tokens = tuple(range(g.ndim - 1))
+def _backward(settings, residuals: _Residuals, gradient: Gradient, quantize_to=None):
+    """(gradient of the input, as `Gradient`), dw, dbias, and the prologue's gradient."""
+    recipe, run = settings.recipe, _runner(settings)
+    inputs, x, w, w_like, bias_like, prologue = residuals
+    g, g_q, g_sum = gradient
     if recipe.save_quantized:
         # Without the barrier XLA dequantizes x in the forward pass already, and keeps the wide copy.
         x, g = jax.lax.optimization_barrier((x, g))
-    settings = _Settings(x_dtype, precision, implementation)
-    contract = ((g.ndim - 1,), (1,))
-    dx = _multiply(recipe.dgrad, g, w, contract, out_dtype=x_dtype, settings=settings)
+
+    dgrad = recipe.dgrad
+    rowwise = dgrad is not None and dgrad.lhs.scope == "row" and not dgrad.outlier_threshold
+    if g_q is None and rowwise and bias_like is not None and g_sum is None:
+        g_q, g_sum = run("quantize_and_sum", g, dtype=dgrad.lhs.dtype)
+    if bias_like is not None and g_sum is None:
+        g_sum = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
+    dx = _multiply(dgrad, _Operand(g, g_q), w, (-1, 1), out_dtype=settings.dtype, settings=settings)
     dw = _multiply(
-        recipe.wgrad, _flat(x), _flat(g), ((0,), (0,)), out_dtype=w_dtype, settings=settings
+        recipe.wgrad, x, _Operand(g), (0, 0), out_dtype=w_like.dtype.name, settings=settings
     )
-    if bias is None:
-        return dx, dw, None
-    return dx, dw, jnp.sum(g, axis=tokens, dtype=jnp.float32).astype(bias.dtype)
+    dbias = None if bias_like is None else g_sum.astype(bias_like.dtype)
+    if prologue is None:
+        return (dx, None, None), dw, dbias, None
+    input_gradient, dprologue = prologue.backward(
+        inputs, dx, quantize_to=quantize_to, implementation=settings.implementation
+    )
+    return input_gradient, dw, dbias, dprologue
 
 
-_linear.defvjp(_forward, _backward)
+def _runner(settings) -> Callable:
+    return partial(dispatch.run, implementation=settings.implementation)
 
 
-class _Settings(NamedTuple):
-    """What the three products of one layer share."""
-
-    dtype: str  # of the products that are not quantized
-    precision: jax.lax.PrecisionLike
-    implementation: str | None
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear(x, w, bias, prologue, settings):
+    return _forward(x, w, bias, prologue, settings)[0]
 
 
-def _multiply(product: Product | None, a, b, contract, bias=None, *, out_dtype, settings):
-    """One product of the layer; its operands are arrays, or QTensors that were quantized before."""
-    dtype, precision, implementation = settings
-    wide_dot = partial(reference.dot, contract=contract, precision=precision)
+def _linear_backward(settings, residuals, g):
+    (dx, _, _), dw, dbias, dprologue = _backward(settings, residuals, (g, None, None))
+    return dx, dw, dbias, dprologue
+
+
+_linear.defvjp(_forward, _linear_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _mlp(x, w1, b1, w2, b2, prologue, gelu, settings):
+    return _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, settings)[0]
+
+
+def _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, settings):
+    hidden, first = _forward(x, w1, b1, prologue, settings)
+    y, second = _forward(hidden, w2, b2, gelu, settings)
+    return y, (first, second)
+
+
+def _mlp_backward(settings, residuals, g):
+    first, second = residuals
+    dgrad = settings.recipe.dgrad
+    fused = dgrad is not None and dgrad.lhs.scope == "row" and not dgrad.outlier_threshold
+    dhidden, dw2, db2, dgelu = _backward(
+        settings, second, (g, None, None), quantize_to=dgrad.lhs.dtype if fused else None
+    )
+    (dx, _, _), dw1, db1, dprologue = _backward(settings, first, dhidden)
+    return dx, dw1, db1, dw2, db2, dprologue, dgelu
+
+
+_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+# --- one product --------------------------------------------------------------------------------------
+
+
+def _multiply(
+    product: Product | None,
+    a: _Operand,
+    b: _Operand,
+    contract: tuple[int, int],
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: str,
+    settings: _Settings,
+) -> jax.Array:
+    """The product that sums over axis contract[0] of a (-1, or 0: all its tokens) and contract[1] of b."""
+    run = _runner(settings)
+    if product is None or product.outlier_threshold:
+        wide_a, wide_b = _widen(a, settings.dtype), _widen(b, settings.dtype)
     if product is None:
-        return wide_dot(_widen(a, dtype), _widen(b, dtype), bias=bias, out_dtype=out_dtype)
+        return _wide_product(wide_a, wide_b, contract, bias, out_dtype, settings)
 
-    matmul = partial(
-        dispatch.choose("matmul", implementation), contract=contract, out_dtype=out_dtype
-    )
-    quantized_b = _quantize(product.rhs, b, contract[1], implementation)
+    narrow_b = _narrow(product.rhs, b, contract[1], run)
     if not product.outlier_threshold:
-        return matmul(
-            _quantize(product.lhs, a, contract[0], implementation), quantized_b, bias=bias
-        )
+        narrow_a = _narrow(product.lhs, a, contract[0], run)
+        return run("matmul", narrow_a, narrow_b, bias, out_dtype=out_dtype)
 
-    inliers, outliers = _split_outliers(a, product.outlier_threshold)
-    narrow = matmul(
-        _quantize(product.lhs, inliers, contract[0], implementation),
-        quantized_b,
-        bias=bias,
-        out_dtype="float32",
-    )
-    wide = wide_dot(_widen(outliers, dtype), _widen(b, dtype), out_dtype="float32")
+    inliers, outliers = _split_outliers(wide_a, product.outlier_threshold)
+    narrow_a = _narrow(product.lhs, _Operand(inliers), contract[0], run)
+    narrow = run("matmul", narrow_a, narrow_b, bias, out_dtype="float32")
+    wide = _wide_product(outliers, wide_b, contract, None, "float32", settings)
     return (narrow + wide).astype(out_dtype)
 
 
-def _quantize(quantizer: Quantizer, t, contracted, implementation) -> QTensor:
-    """`t` quantized for a product that sums over the axes `contracted`."""
-    if isinstance(t, QTensor):
-        if all(t.scale.shape[axis] == 1 for axis in contracted):
-            return t
-        t = reference.dequantize(t)  # its scales do not factor out of this product
-    axes = tuple(range(t.ndim)) if quantizer.scope == "tensor" else tuple(contracted)
-    return dispatch.choose("quantize", implementation)(t, axes, quantizer.dtype)
+def _wide_product(a, b, contract, bias, out_dtype, settings):
+    precision = settings.precision
+    if contract == (0, 0):
+        run = _runner(settings)
+        return run("weight_gradient", _flat(a), _flat(b), out_dtype=out_dtype, precision=precision)
+    axes = ((a.ndim - 1,), (contract[1],))
+    return reference.dot(a, b, axes, bias, out_dtype=out_dtype, precision=precision)
 
 
-def _flat(t):
+def _narrow(quantizer: Quantizer, t: _Operand, contracted: int, run) -> QTensor:
+    """`t` quantized, for a product that sums over its axis `contracted`, which becomes the last one."""
+    q = t.rows_quantized
+    if q is not None and (q.scale.size == 1 or q.scale.shape[contracted] == 1):
+        return q.T if contracted == 0 else q
+    wide = _widen(t, "float32") if t.wide is None else t.wide
+    return _quantize(quantizer, wide if contracted else _flat(wide), run, transpose=contracted == 0)
+
+
+def _quantize(quantizer: Quantizer, x: jax.Array, run, transpose: bool = False) -> QTensor:
+    """With one scale for each vector along the contracted axis: the last, or of a transpose the first."""
+    if quantizer.scope == "tensor":
+        axes = tuple(range(x.ndim))
+    else:
+        axes = (0,) if transpose else (x.ndim - 1,)
+    return run("quantize", x, axes=axes, dtype=quantizer.dtype, transpose=transpose)
+
+
+def _flat(x: jax.Array) -> jax.Array:
     """Leading dimensions as one. XLA for GPUs fails to compile some int8 sums over several."""
-    return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), t)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _widen(t, dtype: str) -> jax.Array:
-    return reference.dequantize(t, dtype) if isinstance(t, QTensor) else t.astype(dtype)
+def _widen(t: _Operand, dtype: str) -> jax.Array:
+    if t.wide is None:
+        return reference.dequantize(t.rows_quantized, dtype)
+    return t.wide.astype(dtype)
 
 
 def _split_outliers(x, threshold: float):
@@ -219,7 +381,7 @@ def dot_general(
     (2, 4)
     """
     recipe = recipes.get(recipe)
-    dispatch.choose("matmul", implementation)
+    dispatch.check(implementation)
 
     def quantized_dot_general(
         lhs,

@@ -20,11 +20,18 @@ ALLOWED = {
     "recipes": {"kernels"},
     "checkpoint_policies": set(),
     "testing": set(),
-    "switchback": {"recipes", "kernels", "fp8"},
+    "prologues": {"kernels"},
+    "switchback": {"recipes", "kernels", "prologues"},
     "conversion": {"recipes"},
     "nnx": {"conversion", "switchback", "recipes", "kernels"},
     "linen": {"conversion", "switchback", "recipes", "kernels"},
-    "swjax": {"switchback", "recipes", "kernels", "checkpoint_policies"},  # its __init__
+    "swjax": {
+        "switchback",
+        "prologues",
+        "recipes",
+        "kernels",
+        "checkpoint_policies",
+    },  # its __init__
     "optax": set(),
     "models": {"nnx", "recipes", "switchback", "checkpoint_policies"},
     "losses": set(),
@@ -109,8 +116,19 @@ def test_allowed_directions_have_no_cycle():
         done |= ready
 
 
-CORE = {"kernels", "fp8", "recipes", "checkpoint_policies", "testing", "switchback", "nnx", "linen"}
-CORE |= {"conversion", "swjax", "optax", "models", "losses", "sharding", "diagnostics"}
+CORE = {"kernels", "fp8", "recipes", "checkpoint_policies", "testing", "prologues", "switchback"}
+CORE |= {
+    "conversion",
+    "nnx",
+    "linen",
+    "swjax",
+    "optax",
+    "models",
+    "losses",
+    "sharding",
+    "diagnostics",
+}
+NEEDS_EXTRA = {"swjax.kernels.triton_gpu"}  # loaded when an NVIDIA GPU is there
 
 
 def test_what_is_imported_is_required():
@@ -125,7 +143,8 @@ def test_what_is_imported_is_required():
     }
     distributions = importlib.metadata.packages_distributions()
     for module, path in MODULES.items():
-        known = required["core" if part_of(module) in CORE else "all"]
+        core = part_of(module) in CORE and module not in NEEDS_EXTRA
+        known = required["core" if core else "all"]
         for top in {name.split(".")[0] for name in imported(path)}:
             if top not in sys.stdlib_module_names | {"swjax", "kernels"}:
                 owners = {name.lower().replace("_", "-") for name in distributions.get(top, [top])}

@@ -313,7 +313,7 @@ def test_dot_general_is_one_function_per_recipe():
         ),
         (
             lambda x, w: swjax.switchback(x, w, implementation="cuda"),
-            "implementation of 'matmul' must be one of",
+            "implementation must be one of xla, triton, mosaic_gpu or None",
         ),
         (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),
         (lambda x, w: Recipe(save_quantized=True), "needs quantized fwd and dgrad"),

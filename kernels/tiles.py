@@ -1,0 +1,139 @@
+"""How each kernel cuts its work: rules with their reasons, and what was measured on a device.
+
+A tuned table is a JSON file in `tuned/`, named after the device, written by `python -m swjax.kernels.tune`.
+Where it has no entry for a shape, the rule holds.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import jax
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """How a row kernel cuts its work.
+
+    Attributes:
+      rows: rows that a program holds at a time.
+      chunk: columns of a piece of a row, a power of two.
+      warps: of 32 threads, in a program.
+    """
+
+    rows: int
+    chunk: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class TritonTile:
+    """How Triton's product cuts its work: an m x n output tile a program, k at a step.
+
+    Attributes:
+      group: rows of tiles that run side by side, and share columns of b in the L2 cache.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    group: int
+
+
+@dataclass(frozen=True)
+class MosaicTile:
+    """How Mosaic's product cuts its work.
+
+    Attributes:
+      stages: slots of the ring of operands.
+      width: columns of tiles that run side by side, and share rows of a in the L2 cache.
+    """
+
+    stages: int
+    width: int
+
+
+# Rows of more columns than this do not fit into the registers of a program.
+WIDEST_ROW = 16384
+
+WEIGHT_GRADIENT_STAGES = 4
+
+
+def row(operation: str, width: int) -> RowTile:
+    """One row a program: its sums then need no exchange between rows, and small programs hide each other's
+    waiting. Chunks divide the width where a large enough power of two does. About 40 columns a thread, so
+    that four 16-byte loads are in flight."""
+    tuned = _tuned("rows", operation, width)
+    if tuned:
+        return RowTile(**tuned)
+    divisor = width & -width
+    chunk = min(divisor, 1024) if divisor >= 128 else min(_power_above(width), 1024)
+    return RowTile(rows=1, chunk=chunk, warps=min(max(_power_above(width // 40) // 32, 1), 16))
+
+
+def row_programs(tile: RowTile) -> int:
+    """Programs of a kernel that also sums columns: each writes one row of partial sums, so that they are to
+    be few, but enough to fill 132 multiprocessors with 32 warps each."""
+    return 132 * 32 // tile.warps
+
+
+def triton(m: int, n: int, k: int) -> TritonTile:
+    """128 x 128 x 128: two programs of 96 KiB fit a Hopper multiprocessor, and one multiplies while the other
+    writes. Cards with 100 KiB of shared memory take half the step. Few rows take a smaller tile."""
+    tuned = _tuned("triton", f"{n}x{k}")
+    if tuned and m >= 1024:
+        return TritonTile(**tuned)
+    roomy = compute_capability() in ((8, 0), (9, 0), (10, 0))
+    return TritonTile(128 if m > 64 else 64, 128, 128 if roomy else 64, warps=4, stages=3, group=8)
+
+
+def mosaic(m: int, n: int, k: int) -> MosaicTile:
+    """Four stages of 48 KiB leave room for the output's buffers in 227 KiB."""
+    del m
+    return MosaicTile(**(_tuned("mosaic_gpu", f"{n}x{k}") or {"stages": 4, "width": 8}))
+
+
+def weight_gradient_slices(tile_count: int, steps: int, blocks: int) -> int:
+    """The number of slices with the shortest run: rounds of the busiest block, a slice of a tile each, and
+    0.9% (measured on an H200) for each slice's writing."""
+
+    def rounds(slices: int) -> float:
+        return -(-tile_count * slices // blocks) / slices * (1 + 0.009 * slices)
+
+    return min(range(1, max(1, min(16, steps // 8)) + 1), key=rounds)
+
+
+def multiprocessors() -> int:
+    """Of the GPU; an H200's 132 where there is none, to compile for one."""
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
+def compute_capability() -> tuple[int, int]:
+    """Of the GPU; Hopper's where there is none."""
+    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    return tuple(int(part) for part in capability.split("."))
+
+
+def preferred(operation: str, key: str) -> str | None:
+    """The implementation that was fastest on this device, if that was measured."""
+    return _tuned("implementation", operation, key)
+
+
+def _tuned(*path):
+    entry = _table(jax.devices()[0].device_kind)
+    for key in path:
+        entry = entry.get(str(key), {})
+    return entry or None
+
+
+@cache
+def _table(device_kind: str) -> dict:
+    path = Path(__file__).parent / "tuned" / f"{device_kind.replace(' ', '_')}.json"
+    return json.loads(path.read_text())["tiles"] if path.exists() else {}
+
+
+def _power_above(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()

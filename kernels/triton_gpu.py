@@ -1,0 +1,603 @@
+"""Triton kernels, called through jax-triton, for NVIDIA GPUs from Ampere on (fp8: from Ada on).
+
+Row kernels hold whole rows in registers, cut into `CHUNKS` pieces of `CHUNK` columns (a power of two, as
+Triton wants it: 1280 is 5 x 256, so no lane idles). Every size is a `constexpr`: with sizes known only at
+run time the loads of the product went byte by byte. Floating-point fusion is off: what is written is what is
+computed, as in the specification.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from swjax.kernels import reference, tiles
+from swjax.kernels.reference import INVERSE, LARGEST, SMALLEST_ABSMAX, QTensor
+
+_SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_ABSMAX)
+# Added to |x| < 2**22 it leaves the nearest integer, ties to even, in the low bits of the sum.
+_ROUNDER: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
+
+
+# --- element-wise pieces ------------------------------------------------------------------------------
+
+
+@triton.jit
+def _narrow(x, dtype: tl.constexpr):
+    """fp32 within the range of `dtype`, rounded to it, ties to even."""
+    if dtype == tl.int8:
+        return (x + _ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        return x.to(dtype)
+
+
+_BF16_PAIR: tl.constexpr = tl.constexpr("""{
+    .reg .b32 low, high;
+    cvt.rn.bf16x2.f32 $0, $4, $3;
+    shl.b32 low, $0, 16;
+    and.b32 high, $0, 0xffff0000;
+    mov.b32 $1, low;
+    mov.b32 $2, high;
+}""")
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    """fp32 rounded to `dtype`, as that and as fp32."""
+    if dtype == tl.bfloat16:
+        # Two at a time: one alone goes through the slow conversion unit, which the exponential needs.
+        return tl.inline_asm_elementwise(
+            _BF16_PAIR, "=r,=f,=f,f,f", [x], dtype=(tl.bfloat16, tl.float32), is_pure=True, pack=2
+        )
+    else:
+        y = x.to(dtype)
+        return y, y.to(tl.float32)
+
+
+@triton.jit
+def _reciprocal(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _normal_tail(x):
+    """P(X > |x|) for a normal X, relative error 1e-6, and exp(-x**2 / 2).
+
+    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2), and erfcx a polynomial in
+    t = 1 / (1 + 0.38 z), a minimax fit. One reciprocal and one exponential, as the tanh form has.
+    """
+    t = _reciprocal(tl.fma(tl.abs(x), 0.38 * 0.7071067811865476, 1.0))
+    p = tl.fma(t, -0.06268340327314895, 0.16792059162792555)
+    p = tl.fma(t, p, -0.034805477355772395)
+    p = tl.fma(t, p, 0.12379693751587756)
+    p = tl.fma(t, p, 0.09034876746578992)
+    p = tl.fma(t, p, 0.10827743860128841)
+    p = tl.fma(t, p, 0.10714462882421476)
+    e = tl.exp2(x * x * -0.7213475204444817)
+    return t * p * e, e
+
+
+@triton.jit
+def _tanh_gate(x):
+    """0.5 (1 + tanh(u)), which the tanh form has for P(X < x), and du/dx."""
+    square = x * x
+    u = x * tl.fma(square, 0.7978845608028654 * 0.044715, 0.7978845608028654)
+    gate = _reciprocal(1.0 + tl.exp2(u * -2.8853900817779268))
+    return gate, tl.fma(square, 0.7978845608028654 * 0.134145, 0.7978845608028654)
+
+
+@triton.jit
+def _gelu(x, TANH: tl.constexpr):
+    if TANH:
+        gate, _ = _tanh_gate(x)
+        return x * gate
+    else:
+        tail, _ = _normal_tail(x)
+        return tl.fma(-tl.abs(x), tail, tl.maximum(x, 0.0))
+
+
+@triton.jit
+def _gelu_slope(x, TANH: tl.constexpr):
+    if TANH:
+        gate, du = _tanh_gate(x)
+        return tl.fma(x * du, 2.0 * gate * (1.0 - gate), gate)
+    else:
+        tail, e = _normal_tail(x)
+        return tl.fma(x * 0.3989422804014327, e, tl.where(x < 0, tail, 1.0 - tail))
+
+
+# --- rows in chunks -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_rows(
+    x_ptr, block, i: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)  # a tensor may pass 2**31 elements
+    column = i * CHUNK + tl.arange(0, CHUNK)
+    at = x_ptr + row[:, None] * WIDTH + column[None, :]
+    if M % ROWS == 0 and WIDTH % CHUNK == 0:
+        return tl.load(at).to(tl.float32)
+    else:
+        inside = (row < M)[:, None] & (column < WIDTH)[None, :]
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rows(
+    y_ptr, y, block, i: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = i * CHUNK + tl.arange(0, CHUNK)
+    at = y_ptr + row[:, None] * WIDTH + column[None, :]
+    if M % ROWS == 0 and WIDTH % CHUNK == 0:
+        tl.store(at, y)
+    else:
+        tl.store(at, y, mask=(row < M)[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def _load_columns(x_ptr, i: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    column = i * CHUNK + tl.arange(0, CHUNK)
+    return tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _store_columns(y_ptr, y, i: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """One row a program, summed afterwards: the same sum in every run."""
+    column = i * CHUNK + tl.arange(0, CHUNK)
+    tl.store(y_ptr + tl.program_id(0) * WIDTH + column, y, mask=column < WIDTH)
+
+
+@triton.jit
+def _row_sum(xs, CHUNKS: tl.constexpr):
+    total = xs[0]
+    for i in tl.static_range(1, CHUNKS):
+        total += xs[i]
+    return tl.sum(total, 1)[:, None]
+
+
+@triton.jit
+def _moments(
+    xs, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EPSILON: tl.constexpr
+):
+    """The rows minus their mean (zero past the edge), and one over their standard deviation."""
+    mean = _row_sum(xs, CHUNKS) * (1.0 / WIDTH)
+    centred = ()
+    squares = ()
+    for i in tl.static_range(CHUNKS):
+        x = xs[i] - mean
+        if WIDTH % CHUNK != 0:
+            x = tl.where((i * CHUNK + tl.arange(0, CHUNK) < WIDTH)[None, :], x, 0.0)
+        centred = centred + (x,)
+        squares = squares + (x * x,)
+    deviation = tl.sqrt_rn(_row_sum(squares, CHUNKS) * (1.0 / WIDTH) + EPSILON)
+    return centred, tl.div_rn(tl.full(deviation.shape, 1.0, tl.float32), deviation)
+
+
+# --- row kernels --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row_kernel(
+    x_ptr,  # [M, WIDTH]
+    gradient_ptr,  # [M, WIDTH], of the GELU's output
+    gamma_ptr,  # [WIDTH], of LayerNorm
+    beta_ptr,  # [WIDTH]
+    wide_ptr,  # [M, WIDTH]
+    values_ptr,  # [M, WIDTH]
+    scale_ptr,  # [M]
+    sums_ptr,  # [programs, WIDTH]
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PRODUCER: tl.constexpr,  # "none", "layer_norm", "gelu" or "gelu_backward"
+    TANH: tl.constexpr,
+    EPSILON: tl.constexpr,
+    WIDE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    SUM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """Reads rows, applies the producer, and writes what is asked for: wide, quantized, column sums."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    sums = ()
+    for _ in tl.static_range(CHUNKS):
+        sums = sums + (tl.zeros((CHUNK,), tl.float32),)
+
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+        xs = ()
+        for i in tl.static_range(CHUNKS):
+            x = _load_rows(x_ptr, block, i, M, WIDTH, ROWS, CHUNK)
+            if PRODUCER == "gelu":
+                x = _gelu(x, TANH)
+            elif PRODUCER == "gelu_backward":
+                gradient = _load_rows(gradient_ptr, block, i, M, WIDTH, ROWS, CHUNK)
+                x = gradient * _gelu_slope(x, TANH)
+            xs = xs + (x,)
+        if PRODUCER == "layer_norm":
+            xs, inverse = _moments(xs, WIDTH, CHUNK, CHUNKS, EPSILON)
+
+        ys = ()  # in the dtype of x: what is quantized is what the wide output says
+        absmax = tl.full((ROWS, CHUNK), _SMALLEST, tl.float32)
+        totals = ()
+        for i in tl.static_range(CHUNKS):
+            x = xs[i]
+            if PRODUCER == "layer_norm":
+                gamma = _load_columns(gamma_ptr, i, WIDTH, CHUNK)
+                x = x * (inverse * gamma) + _load_columns(beta_ptr, i, WIDTH, CHUNK)
+            if PRODUCER == "none":
+                y = x
+            else:
+                narrow, y = _round(x, dtype)
+                if WIDE:
+                    _store_rows(wide_ptr, narrow, block, i, M, WIDTH, ROWS, CHUNK)
+            ys = ys + (y,)
+            absmax = tl.maximum(absmax, tl.abs(y))
+            if SUM:
+                totals = totals + (sums[i] + tl.sum(y, 0),)
+            else:
+                totals = totals + (sums[i],)
+        sums = totals
+
+        if QUANTIZE:
+            absmax = tl.max(absmax, 1)
+            row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            tl.store(scale_ptr + row, absmax * INVERSE, mask=row < M)
+            factor = tl.div_rn(tl.full((ROWS,), LARGEST, tl.float32), absmax)[:, None]
+            for i in tl.static_range(CHUNKS):
+                narrow = _narrow(ys[i] * factor, values_ptr.dtype.element_ty)
+                _store_rows(values_ptr, narrow, block, i, M, WIDTH, ROWS, CHUNK)
+
+    if SUM:
+        for i in tl.static_range(CHUNKS):
+            _store_columns(sums_ptr, sums[i], i, WIDTH, CHUNK)
+
+
+@triton.jit
+def _layer_norm_backward_kernel(
+    x_ptr,  # [M, WIDTH]
+    gradient_ptr,  # [M, WIDTH]
+    gamma_ptr,  # [WIDTH]
+    dx_ptr,  # [M, WIDTH]
+    gamma_sums_ptr,  # [programs, WIDTH]
+    beta_sums_ptr,  # [programs, WIDTH]
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """dx = (v - mean(v) - n mean(v n)) / deviation, with v = gradient gamma and n the normalized row."""
+    gamma_sums = ()
+    beta_sums = ()
+    for _ in tl.static_range(CHUNKS):
+        gamma_sums = gamma_sums + (tl.zeros((CHUNK,), tl.float32),)
+        beta_sums = beta_sums + (tl.zeros((CHUNK,), tl.float32),)
+
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+        xs = ()
+        gradients = ()
+        for i in tl.static_range(CHUNKS):
+            xs = xs + (_load_rows(x_ptr, block, i, M, WIDTH, ROWS, CHUNK),)
+            gradients = gradients + (_load_rows(gradient_ptr, block, i, M, WIDTH, ROWS, CHUNK),)
+        xs, inverse = _moments(xs, WIDTH, CHUNK, CHUNKS, EPSILON)
+
+        vs = ()
+        products = ()
+        new_gamma_sums = ()
+        new_beta_sums = ()
+        for i in tl.static_range(CHUNKS):
+            v = gradients[i] * _load_columns(gamma_ptr, i, WIDTH, CHUNK)
+            vs = vs + (v,)
+            products = products + (v * xs[i],)
+            term = tl.sum(gradients[i] * (xs[i] * inverse), 0)
+            new_gamma_sums = new_gamma_sums + (gamma_sums[i] + term,)
+            new_beta_sums = new_beta_sums + (beta_sums[i] + tl.sum(gradients[i], 0),)
+        gamma_sums = new_gamma_sums
+        beta_sums = new_beta_sums
+        v_mean = _row_sum(vs, CHUNKS) * (1.0 / WIDTH)
+        slope = _row_sum(products, CHUNKS) * (1.0 / WIDTH) * inverse * inverse
+        for i in tl.static_range(CHUNKS):
+            dx = (vs[i] - v_mean - xs[i] * slope) * inverse
+            dx = dx.to(dx_ptr.dtype.element_ty)
+            _store_rows(dx_ptr, dx, block, i, M, WIDTH, ROWS, CHUNK)
+
+    for i in tl.static_range(CHUNKS):
+        _store_columns(gamma_sums_ptr, gamma_sums[i], i, WIDTH, CHUNK)
+        _store_columns(beta_sums_ptr, beta_sums[i], i, WIDTH, CHUNK)
+
+
+# --- a whole matrix with scales found before ----------------------------------------------------------
+
+
+@triton.jit
+def _scale_kernel(
+    x_ptr,  # [M, N]
+    absmax_ptr,  # [1, 1], [M, 1] or [1, N]
+    values_ptr,  # [M, N], or [N, M] transposed
+    M: tl.constexpr,
+    N: tl.constexpr,
+    SCOPE: tl.constexpr,  # what one scale spans: "tensor", "row" or "column"
+    TRANSPOSE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (row < M)[:, None] & (column < N)[None, :]
+    x = tl.load(x_ptr + row[:, None] * N + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if SCOPE == "tensor":
+        absmax = tl.load(absmax_ptr + tl.zeros((1, 1), tl.int32))
+    elif SCOPE == "row":
+        absmax = tl.load(absmax_ptr + row, mask=row < M, other=1.0)[:, None]
+    else:
+        absmax = tl.load(absmax_ptr + column, mask=column < N, other=1.0)[None, :]
+    inverse = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)
+    narrow = _narrow(x * inverse, values_ptr.dtype.element_ty)
+    if TRANSPOSE:
+        at = column[:, None].to(tl.int64) * M + row[None, :]
+        tl.store(values_ptr + at, tl.trans(narrow), mask=tl.trans(inside))
+    else:
+        tl.store(values_ptr + row[:, None] * N + column[None, :], narrow, mask=inside)
+
+
+# --- the product --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _matmul_kernel(
+    a_ptr,  # [M, K]
+    b_ptr,  # [N, K]
+    a_scale_ptr,  # [M] or [1]
+    b_scale_ptr,  # [N] or [1]
+    bias_ptr,  # [N]
+    out_ptr,  # [M, N]
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    A_ROWS: tl.constexpr,  # one scale a row of a, or one in all
+    B_ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,  # row blocks that share their columns of b while these are in the L2 cache
+):
+    blocks_m: tl.constexpr = tl.cdiv(M, BLOCK_M)
+    blocks_n: tl.constexpr = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    first = program // (GROUP * blocks_n) * GROUP
+    height = min(blocks_m - first, GROUP)
+    block_m = first + program % (GROUP * blocks_n) % height
+    block_n = program % (GROUP * blocks_n) // height
+
+    row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Past the edge the first rows are read again: loads need no mask, and the store has one.
+    a_row = (row % M if M % BLOCK_M else row).to(tl.int64)
+    b_row = (column % N if N % BLOCK_N else column).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    a_at = a_ptr + a_row[:, None] * K + k[None, :]
+    b_at = b_ptr + b_row[None, :] * K + k[:, None]
+    integer: tl.constexpr = a_ptr.dtype.element_ty == tl.int8
+    total_type: tl.constexpr = tl.int32 if integer else tl.float32
+    total = tl.zeros((BLOCK_M, BLOCK_N), total_type)
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            a = tl.load(a_at)
+            b = tl.load(b_at)
+        else:
+            a = tl.load(a_at, mask=(k < K - start)[None, :], other=0.0)
+            b = tl.load(b_at, mask=(k < K - start)[:, None], other=0.0)
+        total = tl.dot(a, b, total, out_dtype=total_type)
+        a_at += BLOCK_K
+        b_at += BLOCK_K
+
+    if A_ROWS:
+        a_scale = tl.load(a_scale_ptr + row, mask=row < M, other=0.0)[:, None]
+    else:
+        a_scale = tl.load(a_scale_ptr + tl.zeros((1, 1), tl.int32))
+    if B_ROWS:
+        b_scale = tl.load(b_scale_ptr + column, mask=column < N, other=0.0)[None, :]
+    else:
+        b_scale = tl.load(b_scale_ptr + tl.zeros((1, 1), tl.int32))
+    out = total.to(tl.float32) * (a_scale * b_scale)
+    if BIAS:
+        out += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    inside = (row < M)[:, None] & (column < N)[None, :]
+    at = row[:, None].to(tl.int64) * N + column[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# --- calls --------------------------------------------------------------------------------------------
+
+
+def _call(*arrays, **options):
+    # Here, so that the kernels compile where jax-triton is not installed.
+    import jax_triton
+
+    return jax_triton.triton_call(*arrays, backend_options={"enable_fp_fusion": False}, **options)
+
+
+def quantize(
+    x: jax.Array, axes: tuple[int, ...] = (-1,), dtype: str = "int8", *, transpose: bool = False
+) -> QTensor:
+    """`reference.quantize`, for row-wise scales, one scale in all, or scales of the last axis.
+
+    Rows are read once. Otherwise XLA finds the maxima, and a second pass rounds, and transposes.
+    """
+    axes = tuple(axis % x.ndim for axis in axes)
+    rowwise = axes == (x.ndim - 1,)
+    if rowwise and not transpose and x.shape[-1] <= tiles.WIDEST_ROW:
+        return _rows(x, quantize_to=dtype)[1]
+    absmax = jnp.maximum(reference.absolute_maximum(x, axes), SMALLEST_ABSMAX)
+    matrix = x.reshape(-1, x.shape[-1])
+    m, n = matrix.shape
+    values = _call(
+        matrix,
+        absmax.reshape(-1),
+        kernel=_scale_kernel,
+        out_type=jax.ShapeDtypeStruct((n, m) if transpose else (m, n), dtype),
+        grid=(triton.cdiv(n, 64), triton.cdiv(m, 64)),
+        num_warps=4,
+        M=m,
+        N=n,
+        SCOPE="row" if rowwise else "tensor" if len(axes) == x.ndim else "column",
+        TRANSPOSE=transpose,
+        LARGEST=LARGEST[dtype],
+        BLOCK_M=64,
+        BLOCK_N=64,
+    )
+    scale = reference.scale_of(absmax, dtype)
+    return QTensor(values, scale.T) if transpose else QTensor(values.reshape(x.shape), scale)
+
+
+def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Array]:
+    """`reference.quantize_and_sum`."""
+    return _rows(x, quantize_to=dtype, total=True)[1:]
+
+
+def layer_norm(x, gamma, beta, *, epsilon, quantize_to=None, wide=True):
+    """`reference.layer_norm`."""
+    affine = {"gamma": gamma, "beta": beta, "epsilon": epsilon}
+    return _rows(x, producer="layer_norm", quantize_to=quantize_to, wide=wide, **affine)[:2]
+
+
+def gelu(x, *, approximate=False, quantize_to=None, wide=True):
+    """`reference.gelu`."""
+    return _rows(x, producer="gelu", tanh=approximate, quantize_to=quantize_to, wide=wide)[:2]
+
+
+def gelu_backward(x, gradient, *, approximate=False, quantize_to=None):
+    """`reference.gelu_backward`."""
+    outputs = {"quantize_to": quantize_to, "wide": True, "total": True}
+    return _rows(x, gradient, producer="gelu_backward", tanh=approximate, **outputs)
+
+
+def _rows(
+    x: jax.Array,
+    gradient: jax.Array | None = None,
+    *,
+    gamma: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    producer: str = "none",
+    tanh: bool = False,
+    epsilon: float = 0.0,
+    quantize_to: str | None = None,
+    wide: bool = False,
+    total: bool = False,
+    tile: tiles.RowTile | None = None,
+):
+    """The row kernel: (result or None, its QTensor or None, its column sums or None)."""
+    width = x.shape[-1]
+    tile = tile or tiles.row(producer, width)
+    m = x.size // width
+    blocks = triton.cdiv(m, tile.rows)
+    programs = min(blocks, tiles.row_programs(tile)) if total else blocks
+    unused = jnp.zeros(1, jnp.float32)  # in the place of what the producer does not read
+
+    def out(wanted, shape, dtype):
+        return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype if wanted else jnp.float32)
+
+    y, values, scale, sums = _call(
+        x,
+        unused if gradient is None else gradient,
+        unused if gamma is None else gamma,
+        unused if beta is None else beta,
+        kernel=_row_kernel,
+        out_type=(
+            out(wide, x.shape, x.dtype),
+            out(quantize_to, x.shape, quantize_to),
+            out(quantize_to, (*x.shape[:-1], 1), jnp.float32),
+            out(total, (programs, width), jnp.float32),
+        ),
+        grid=(programs,),
+        num_warps=tile.warps,
+        PRODUCER=producer,
+        TANH=tanh,
+        EPSILON=epsilon,
+        WIDE=wide,
+        QUANTIZE=quantize_to is not None,
+        SUM=total,
+        LARGEST=LARGEST[quantize_to or "int8"],
+        INVERSE=INVERSE[quantize_to or "int8"],
+        **_cut(m, width, tile),
+    )
+    return (
+        y if wide else None,
+        QTensor(values, scale) if quantize_to else None,
+        jnp.sum(sums, axis=0) if total else None,
+    )
+
+
+def layer_norm_backward(x, gamma, gradient, *, epsilon, tile=None):
+    """`reference.layer_norm_backward`."""
+    width = x.shape[-1]
+    m = x.size // width
+    tile = tile or tiles.row("layer_norm_backward", width)
+    programs = min(triton.cdiv(m, tile.rows), tiles.row_programs(tile))
+    partial_sums = jax.ShapeDtypeStruct((programs, width), jnp.float32)
+    dx, dgamma, dbeta = _call(
+        x,
+        gradient,
+        gamma,
+        kernel=_layer_norm_backward_kernel,
+        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), partial_sums, partial_sums),
+        grid=(programs,),
+        num_warps=tile.warps,
+        EPSILON=epsilon,
+        **_cut(m, width, tile),
+    )
+    return dx, jnp.sum(dgamma, axis=0), jnp.sum(dbeta, axis=0)
+
+
+def _cut(m: int, width: int, tile: tiles.RowTile) -> dict[str, int]:
+    chunks = triton.cdiv(width, tile.chunk)
+    return {"M": m, "WIDTH": width, "ROWS": tile.rows, "CHUNK": tile.chunk, "CHUNKS": chunks}
+
+
+def matmul(
+    a: QTensor,
+    b: QTensor,
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: str,
+    tile: tiles.TritonTile | None = None,
+) -> jax.Array:
+    """`reference.matmul`."""
+    k = a.values.shape[-1]
+    m, n = a.values.size // k, b.values.shape[0]
+    tile = tile or tiles.triton(m, n, k)
+    y = _call(
+        a.values.reshape(m, k),
+        b.values,
+        a.scale.reshape(-1),
+        b.scale.reshape(-1),
+        jnp.zeros(1, jnp.float32) if bias is None else bias,
+        kernel=_matmul_kernel,
+        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        grid=(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        M=m,
+        N=n,
+        K=k,
+        A_ROWS=a.scale.size > 1,
+        B_ROWS=b.scale.size > 1,
+        BIAS=bias is not None,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        GROUP=tile.group,
+    )
+    return y.reshape(*a.values.shape[:-1], n)
