@@ -107,7 +107,7 @@ def why_not(name: str, operation: str, *arrays, **options) -> str | None:
         return f"needs compute capability 8.9 for fp8, and this GPU has {capability}: use 'xla'"
     if name == "triton":
         return _why_not_triton(operation, capability, leaves, options)
-    return _why_not_mosaic(operation, capability, leaves)
+    return _why_not_mosaic(operation, capability, leaves, options)
 
 
 def _why_not_triton(operation, capability, leaves, options):
@@ -126,21 +126,25 @@ def _why_not_triton(operation, capability, leaves, options):
     return None
 
 
-def _why_not_mosaic(operation, capability, leaves):
+def _why_not_mosaic(operation, capability, leaves, options):
+    remedy = "'xla'" if operation == "weight_gradient" else "'triton'"
     if capability != (9, 0):
         return (
             f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'triton'"
         )
     if operation == "weight_gradient":
-        (_, k), n = leaves[0].shape, leaves[1].shape[1]
+        (tokens, k), n = leaves[0].shape, leaves[1].shape[1]
         if leaves[0].dtype not in (jnp.bfloat16, jnp.float16):
             return f"is for 16-bit operands, got {leaves[0].dtype}: use 'xla'"
-        multiple = 8
+        shape, multiples = {"tokens": tokens, "k": k, "n": n}, {"tokens": 8, "k": 64, "n": 64}
     else:
         k, n = leaves[0].shape[-1], leaves[2].shape[0]
-        multiple = 16
-    if k % multiple or n % 8:
-        return f"needs k a multiple of {multiple} and n of 8, got k {k} and n {n}: use 'triton'"
+        columns = 32 if options["out_dtype"] == "float32" else 64
+        shape = {"rows": leaves[0].size // k, "k": k, "n": n}
+        multiples = {"rows": 8, "k": 128, "n": columns}
+    for name, length in shape.items():
+        if length % multiples[name]:
+            return f"needs {name} to be a multiple of {multiples[name]}, got {length}: use {remedy}"
     return None
 
 
