@@ -138,7 +138,8 @@ def _why_not_mosaic(operation, capability, leaves, options):
             return f"is for 16-bit operands, got {leaves[0].dtype}: use 'xla'"
         shape, multiples = {"tokens": tokens, "k": k, "n": n}, {"tokens": 8, "k": 64, "n": 64}
     else:
-        k, n = leaves[0].shape[-1], leaves[2].shape[0]
+        along_a, along_b = options.get("contract", (-1, -1))
+        k, n = leaves[0].shape[along_a], leaves[2].size // leaves[2].shape[along_b]
         columns = 32 if options["out_dtype"] == "float32" else 64
         shape = {"rows": leaves[0].size // k, "k": k, "n": n}
         multiples = {"rows": 8, "k": 128, "n": columns}

@@ -35,11 +35,13 @@ def matmul(
     bias: jax.Array | None = None,
     *,
     out_dtype: str,
+    contract: tuple[int, int] = (-1, -1),
     tile: tiles.MosaicTile | None = None,
     multiprocessors: int | None = None,
     interpret=None,
 ) -> jax.Array:
     """`reference.matmul`, for rows a multiple of 8, k of 128, and n of 64 (of 32 in float32)."""
+    a, b = (q.T if axis == 0 else q for q, axis in zip((a, b), contract))
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     tile = tile or tiles.mosaic(m, n, k)

@@ -572,9 +572,11 @@ def matmul(
     bias: jax.Array | None = None,
     *,
     out_dtype: str,
+    contract: tuple[int, int] = (-1, -1),
     tile: tiles.TritonTile | None = None,
 ) -> jax.Array:
     """`reference.matmul`."""
+    a, b = (q.T if axis == 0 else q for q, axis in zip((a, b), contract))
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     tile = tile or tiles.triton(m, n, k)

@@ -148,10 +148,10 @@ def _check(x, w, bias):
 
 
 class _Operand(NamedTuple):
-    """A matrix [rows, columns], with leading axes, in the forms that exist of it."""
+    """A matrix, perhaps with leading axes, in the forms that exist of it."""
 
     wide: jax.Array | None = None
-    rows_quantized: QTensor | None = None  # one scale a row, or one in all
+    quantized: QTensor | None = None
 
 
 class _Residuals(NamedTuple):
@@ -177,13 +177,13 @@ def _forward(x, w, bias, prologue, settings) -> tuple[jax.Array, _Residuals]:
         )
         x = None if x is None else checkpoint_name(x, "swjax_x")
     elif rowwise:
-        x_q = _quantize(fwd.lhs, x, run)
+        x_q = _quantize(fwd.lhs, x, -1, run)
     if save_quantized:
-        x_q = _quantize(fwd.lhs, x, run) if x_q is None else x_q
+        x_q = _quantize(fwd.lhs, x, -1, run) if x_q is None else x_q
         x_q = QTensor(
             checkpoint_name(x_q.values, "swjax_x_q"), checkpoint_name(x_q.scale, "swjax_x_scale")
         )
-        saved_w = _Operand(rows_quantized=_quantize(fwd.rhs, w, run, transpose=True).T)
+        saved_w = _Operand(quantized=_quantize(fwd.rhs, w, 0, run))
     else:
         saved_w = _Operand(w)
     y = _multiply(
@@ -197,7 +197,7 @@ def _forward(x, w, bias, prologue, settings) -> tuple[jax.Array, _Residuals]:
     )
     residuals = _Residuals(
         inputs=None if prologue is None else inputs,
-        x=_Operand(rows_quantized=x_q) if save_quantized else _Operand(x),
+        x=_Operand(quantized=x_q) if save_quantized else _Operand(x),
         w=saved_w,
         w_like=jnp.empty(0, w.dtype),
         bias_like=None if bias is None else jnp.empty(0, bias.dtype),
@@ -296,14 +296,15 @@ def _multiply(
     if product is None:
         return _wide_product(wide_a, wide_b, contract, bias, out_dtype, settings)
 
-    narrow_b = _narrow(product.rhs, b, contract[1], run)
+    if product.outlier_threshold:
+        inliers, outliers = _split_outliers(wide_a, product.outlier_threshold)
+        a = _Operand(inliers)
+    narrow_a, axis_a = _narrow(product.lhs, a, contract[0], run)
+    narrow_b, axis_b = _narrow(product.rhs, b, contract[1], run)
+    matmul = partial(run, "matmul", narrow_a, narrow_b, bias, contract=(axis_a, axis_b))
     if not product.outlier_threshold:
-        narrow_a = _narrow(product.lhs, a, contract[0], run)
-        return run("matmul", narrow_a, narrow_b, bias, out_dtype=out_dtype)
-
-    inliers, outliers = _split_outliers(wide_a, product.outlier_threshold)
-    narrow_a = _narrow(product.lhs, _Operand(inliers), contract[0], run)
-    narrow = run("matmul", narrow_a, narrow_b, bias, out_dtype="float32")
+        return matmul(out_dtype=out_dtype)
+    narrow = matmul(out_dtype="float32")
     wide = _wide_product(outliers, wide_b, contract, None, "float32", settings)
     return (narrow + wide).astype(out_dtype)
 
@@ -317,22 +318,23 @@ def _wide_product(a, b, contract, bias, out_dtype, settings):
     return reference.dot(a, b, axes, bias, out_dtype=out_dtype, precision=precision)
 
 
-def _narrow(quantizer: Quantizer, t: _Operand, contracted: int, run) -> QTensor:
-    """`t` quantized, for a product that sums over its axis `contracted`, which becomes the last one."""
-    q = t.rows_quantized
-    if q is not None and (q.scale.size == 1 or q.scale.shape[contracted] == 1):
-        return q.T if contracted == 0 else q
+def _narrow(quantizer: Quantizer, t: _Operand, axis: int, run) -> tuple[QTensor, int]:
+    """`t` quantized, for a product that sums over `axis`, and which axis that then is."""
+    q = t.quantized
+    if q is not None and (q.scale.size == 1 or q.scale.shape[axis] == 1):
+        return q, axis
     wide = _widen(t, "float32") if t.wide is None else t.wide
-    return _quantize(quantizer, wide if contracted else _flat(wide), run, transpose=contracted == 0)
+    if axis == -1:
+        return _quantize(quantizer, wide, axis, run), axis
+    wide = _flat(wide)
+    if _quantize(quantizer, wide, axis, partial(dispatch.choose, **run.keywords)) == "xla":
+        return _quantize(quantizer, wide, axis, run), axis
+    return _quantize(quantizer, wide, axis, run, transpose=True), -1
 
 
-def _quantize(quantizer: Quantizer, x: jax.Array, run, transpose: bool = False) -> QTensor:
-    """With one scale for each vector along the contracted axis: the last, or of a transpose the first."""
-    if quantizer.scope == "tensor":
-        axes = tuple(range(x.ndim))
-    else:
-        axes = (0,) if transpose else (x.ndim - 1,)
-    return run("quantize", x, axes=axes, dtype=quantizer.dtype, transpose=transpose)
+def _quantize(quantizer: Quantizer, x: jax.Array, axis: int, run, transpose: bool = False):
+    scope = range(x.ndim) if quantizer.scope == "tensor" else [axis % x.ndim]
+    return run("quantize", x, axes=tuple(scope), dtype=quantizer.dtype, transpose=transpose)
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -342,7 +344,7 @@ def _flat(x: jax.Array) -> jax.Array:
 
 def _widen(t: _Operand, dtype: str) -> jax.Array:
     if t.wide is None:
-        return reference.dequantize(t.rows_quantized, dtype)
+        return reference.dequantize(t.quantized, dtype)
     return t.wide.astype(dtype)
 
 
