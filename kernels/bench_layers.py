@@ -51,7 +51,8 @@ class Layer(NamedTuple):
 def layers(kind: str, smoke: bool) -> Iterator[Layer]:
     """Those of a kind, the most important first."""
     width, tokens = (64, 256) if smoke else (1280, shapes.TOKENS)
-    vit = [shapes.layers(width, tokens)[name] for name in ("fc1", "fc2", "qkv", "out")]
+    names = ("fc1", "fc2") if smoke else ("fc1", "fc2", "qkv", "out")
+    vit = [shapes.layers(width, tokens)[name] for name in names]
     if kind == "plain":
         yield from (Layer(kind, *shape) for shape in vit)
     elif kind == "fused":
@@ -197,6 +198,7 @@ def plot(rows: list[dict], path, device: str):
     right.set_ylabel("time outside the products, %")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
         axes.set_xlabel("tokens")
         axes.legend(title="dim")
     figure.suptitle(f"SwitchBack, dim -> 4 dim and back, forward and backward, on one {device}")

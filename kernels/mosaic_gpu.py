@@ -42,7 +42,7 @@ def matmul(
     """`reference.matmul`, for k a multiple of 16 and n of 8."""
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
-    tile = tile or tiles.mosaic(m, n, k)
+    tile = tile or tiles.mosaic(n, k)
     # Two blocks one above the other share their tile of b: a cluster loads it once (multicast).
     cluster = 2 if m > TILE_M else 1
     grid = pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, TILE_N)

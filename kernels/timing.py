@@ -57,13 +57,8 @@ def measure(function, *arrays, iterations: int = 12) -> Timing:
     iterations = max(3, min(iterations, MEMORY // max(size, 1)))
     if jax.default_backend() != "gpu":
         return Timing(wall(function, *arrays, iterations=iterations), "wall", {})
-    from jax.experimental.mosaic.gpu import profiler
-
-    try:
-        run = profiler.measure(function, iterations=iterations, aggregate=False)
-        runs = run(*arrays)[1]
-    except RuntimeError as error:  # CUPTI lost a launch, or another process holds it
-        print(f"timed by the clock on the wall, for CUPTI says: {error}", file=sys.stderr)
+    runs = _launches(function, arrays, iterations)
+    if runs is None:
         return Timing(wall(function, *arrays, iterations=iterations), "wall", {})
     kernels: dict[str, float] = {}
     for launches in zip(*runs):
@@ -72,6 +67,20 @@ def measure(function, *arrays, iterations: int = 12) -> Timing:
         kernels[name] = kernels.get(name, 0.0) + 1e3 * median
     total = statistics.median(sum(ms for _, ms in launches) for launches in runs)
     return Timing(1e3 * total, "kernels", kernels)
+
+
+def _launches(function, arrays, iterations):
+    """The (kernel, milliseconds) of every run, from CUPTI; None where it cannot say."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    run = profiler.measure(function, iterations=iterations, aggregate=False)
+    for _ in range(2):  # it loses a launch now and then
+        try:
+            return run(*arrays)[1]
+        except RuntimeError as error:
+            message = str(error)
+    print(f"timed by the clock on the wall, for CUPTI says: {message}", file=sys.stderr)
+    return None
 
 
 def wall(function, *arrays, iterations: int = 12) -> float:
