@@ -220,7 +220,8 @@ def against_peers(records: timing.Records, row: dict) -> dict:
 
 def bench_torch(records: timing.Records, layers: list[Linear]):
     """torch and its libraries, in a process of their own: a crash or a hang there costs only their rows."""
-    command = [sys.executable, str(Path(__file__).with_name("bench_torch.py"))]
+    # -P: this folder's modules must not stand in for theirs.
+    command = [sys.executable, "-P", str(Path(__file__).with_name("bench_torch.py"))]
     command += [",".join(map(str, layer)) for layer in layers]
     with tempfile.TemporaryFile("w+") as output:
         try:
@@ -246,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     kinds = ("plain", "fused", "mlp", "grid")
     text = "layers, forward and backward; all kinds, or some"
     parser.add_argument("--layer", nargs="*", choices=kinds, metavar="KIND", help=text)
-    parser.add_argument("--recipes", nargs="*", default=RECIPES, help="of the layers")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="of the layers")
     parser.add_argument("--tokens", type=int, default=shapes.TOKENS, help="rows of operations")
     text = "of the transformer block whose operations are timed"
     parser.add_argument("--width", type=int, default=1280, help=text)
@@ -264,7 +265,8 @@ def main(argv: list[str] | None = None) -> int:
         bench_torch(records, layers)  # first: operations are compared with these rows
     if args.ops is not None or everything:
         bench_operations(records, layers, args.ops or CASES)
-    print("\n" + timing.table(records.rows, COLUMNS))
+    if records.rows:
+        print("\n" + timing.table(records.rows, COLUMNS))
     if args.layer is not None or everything:
         from swjax.kernels import bench_layers
 
