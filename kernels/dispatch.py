@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from swjax.kernels import reference, tiles
-from swjax.kernels.reference import QTensor
 
 # {operation: its implementations besides "xla", the preferred one first}. Each is a function of that name
 # in its module, with the signature and the result of the specification in `reference`.
@@ -70,7 +69,7 @@ def choose(operation: str, *arrays, implementation: str | None = None, **options
         return implementation
     if jax.default_backend() != "gpu" or _would_gather():
         return "xla"
-    preferred = tiles.preferred(operation, _shape_key(*arrays))
+    preferred = tiles.preferred(operation, _shape_key(operation, *arrays))
     for name in (*(name for name in known if name == preferred), *known):
         if preferred == "xla":
             break
@@ -182,12 +181,9 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"swjax.kernels.{'triton_gpu' if name == 'triton' else name}")
 
 
-def _shape_key(*arrays) -> str:
-    """What the tuned table calls a shape: all but the number of tokens."""
-    first = arrays[0].values if isinstance(arrays[0], QTensor) else arrays[0]
-    second = arrays[1] if len(arrays) > 1 else None
-    if isinstance(second, QTensor):
-        return f"{second.values.shape[0]}x{first.shape[-1]}"
-    if second is not None and second.ndim == 2:
-        return f"{second.shape[-1]}x{first.shape[-1]}"
-    return str(first.shape[-1])
+def _shape_key(operation: str, *arrays) -> str:
+    """What the tuned table calls a shape: all but the number of tokens. A product's is "{n}x{k}"."""
+    if operation == "matmul":
+        return "x".join(map(str, arrays[1].values.shape))
+    width = arrays[0].shape[-1]
+    return f"{arrays[1].shape[-1]}x{width}" if operation == "weight_gradient" else str(width)

@@ -44,7 +44,7 @@ def matmul(
     a, b = (q.T if axis == 0 else q for q, axis in zip((a, b), contract))
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
-    tile = tile or tiles.mosaic(m, n, k)
+    tile = tile or tiles.mosaic(n, k)
     # Two blocks one above the other share their tile of b: a cluster loads it once (multicast).
     cluster = 2 if m > TILE_M else 1
     grid = pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, TILE_N)

@@ -43,6 +43,7 @@ ALLOWED = {
     "report": set(),
     "environment": set(),
     "interrupt": set(),
+    "bench": {"swjax", "kernels"},
     # ---------------------------------------------------------------------------------
     "config": set(),
     "checkpoint": {"config"},
@@ -68,8 +69,10 @@ ALLOWED = {
 
 
 def part_of(module: str) -> str:
-    """`swjax.optax.rms` belongs to the part `optax`."""
+    """`swjax.optax.rms` belongs to the part `optax`; the benchmark of kernels is a program, not a kernel."""
     names = module.split(".")
+    if names[1:2] == ["kernels"] and names[-1].startswith("bench"):
+        return "bench"
     return names[1] if len(names) > 1 else "swjax"
 
 
