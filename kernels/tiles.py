@@ -77,10 +77,10 @@ def row_rule(width: int) -> RowTile:
     return RowTile(rows=1, chunk=chunk, warps=min(max(_power_above(width // 40) // 32, 1), 16))
 
 
-def row_programs(tile: RowTile) -> int:
-    """Programs of a kernel that also sums columns: each writes one row of partial sums, so that they are to
-    be few, but enough to fill 132 multiprocessors with 32 warps each."""
-    return 132 * 32 // tile.warps
+def row_programs(tile: RowTile, sums: int = 1) -> int:
+    """Programs of a kernel that also sums columns: enough to fill every multiprocessor, and few, since each
+    writes `sums` rows of partial sums."""
+    return multiprocessors() * min(16, 32 // tile.warps) // sums
 
 
 def triton(m: int, n: int, k: int) -> TritonTile:

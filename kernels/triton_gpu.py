@@ -545,7 +545,7 @@ def layer_norm_backward(x, gamma, gradient, *, epsilon, tile=None):
     width = x.shape[-1]
     m = x.size // width
     tile = tile or tiles.row("layer_norm_backward", width)
-    programs = min(triton.cdiv(m, tile.rows), tiles.row_programs(tile))
+    programs = min(triton.cdiv(m, tile.rows), tiles.row_programs(tile, sums=2))
     partial_sums = jax.ShapeDtypeStruct((programs, width), jnp.float32)
     dx, dgamma, dbeta = _call(
         x,
