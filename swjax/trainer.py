@@ -1,7 +1,8 @@
 """The one training loop: CLIP with a config's recipe, optimizer and data, on one device or many.
 
 Read `train` from top to bottom; what it calls stands below it, in that order. A run is a directory:
-config.json  env.txt  metrics.jsonl  tensorboard/  checkpoints/<step>/  results.json  report/
+config.json  env.txt  metrics.jsonl  skipped.log  tensorboard/  checkpoints/<step>/  results.json
+report/
 """
 
 import json
@@ -45,7 +46,8 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
     check(config)
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    with lock(workdir), catch() as interrupt:
+    bad_examples = data.log_to(workdir / "skipped.log")
+    with lock(workdir), catch() as interrupt, bad_examples, blame_data():
         code = 0 if is_finished(config, workdir) else train(config, workdir, interrupt)
         if code == 0 and (workdir / "results.json").exists():
             tell_results(workdir)
@@ -95,9 +97,9 @@ def train(config, workdir: Path, interrupt) -> int:
     log = MetricLog(workdir, config, last_step=step)
     meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
     pending, skipped, previous, rollbacks, stopping = {}, {}, None, 0, False
-    with closing(log), closing(batches), closing(checkpoints), data.log_to(workdir / "skipped.log"):
+    with closing(log), closing(batches), closing(checkpoints):
         while step < total and not stopping:
-            with meter.waiting(), blame_data():
+            with meter.waiting():
                 batch = next(batches)
             state, vector = train_step(state, sharding.shard_batch(batch, mesh))
             step += 1

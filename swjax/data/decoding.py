@@ -14,6 +14,7 @@ import threading
 import numpy as np
 
 from swjax.data.packages import require
+from swjax.data.skipping import BadExample
 
 MOST_PIXELS = 2**26  # of an image; a small file can unfold to any number
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow has parsers of a lot more
@@ -30,7 +31,7 @@ def decode(data: bytes) -> np.ndarray:
       uint8 [h, w, 3].
 
     Raises:
-      ValueError: if it is none of these, or of more than 2**26 pixels.
+      BadExample: if it is none of these, or of more than 2**26 pixels.
       Exception: what Pillow raises of images that are truncated or corrupt: OSError for most.
     """
     if data[:2] == b"\xff\xd8":
@@ -56,15 +57,12 @@ def _decode_with_pillow(data: bytes) -> np.ndarray:
             _check_size(image.height, image.width)
             return np.asarray(image.convert("RGB"))
     except UnidentifiedImageError:
-        raise ValueError(
-            f"no image: {len(data)} bytes that begin with {data[:8]!r}, not as one of "
-            f"{', '.join(_FORMATS)}"
-        ) from None
+        raise BadExample(f"no image: {len(data)} bytes that begin with {data[:8]!r}") from None
 
 
 def _check_size(height: int, width: int) -> None:
     if not 0 < height * width <= MOST_PIXELS:
-        raise ValueError(f"the image has {height} x {width} pixels; at most {MOST_PIXELS} are read")
+        raise BadExample(f"the image has {height} x {width} pixels; at most {MOST_PIXELS} are read")
 
 
 def resize(image: np.ndarray, size: int) -> np.ndarray:

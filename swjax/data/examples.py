@@ -6,7 +6,7 @@ import numpy as np
 
 from swjax.data import decoding
 from swjax.data.images import fit, middle, random_box
-from swjax.data.photographs import BadExample
+from swjax.data.skipping import BadExample
 from swjax.data.sources import Source
 from swjax.data.tokenizer import tokenize
 

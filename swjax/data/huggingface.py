@@ -5,7 +5,8 @@ from pathlib import Path
 
 from swjax.data import files
 from swjax.data.packages import require
-from swjax.data.photographs import BadExample, Photographs, Record, texts
+from swjax.data.photographs import Photographs, Record, texts
+from swjax.data.skipping import BadExample
 
 _LARGEST_IMAGE = 2**28  # bytes
 

@@ -6,12 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from swjax.data.decoding import decode
+from swjax.data.skipping import BadExample
 
 _LONGEST_CAPTION = 2**16  # bytes; what is longer is no caption, and slow to make tokens of
-
-
-class BadExample(ValueError):
-    """An example that cannot be used; the message says why."""
 
 
 class Record(NamedTuple):
@@ -83,7 +80,7 @@ def texts(value) -> tuple[str, ...]:
     """Returns captions without those that are empty.
 
     Args:
-      value: one or several, as str or as UTF-8.
+      value: one, or a list of them, as str or as UTF-8.
 
     Raises:
       BadExample: if none is left, one is not UTF-8, not text or beyond 64 KiB.
@@ -92,7 +89,7 @@ def texts(value) -> tuple[str, ...]:
     ('a cat',)
     """
     values = [value] if isinstance(value, str | bytes) else value
-    if values is None or not all(isinstance(text, str | bytes) for text in values):
+    if not isinstance(values, list) or not all(isinstance(text, str | bytes) for text in values):
         raise BadExample(f"the caption is no text but {type(value).__name__}")
     if any(len(text) > _LONGEST_CAPTION for text in values):
         raise BadExample(f"a caption is longer than {_LONGEST_CAPTION} bytes")

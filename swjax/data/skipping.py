@@ -12,6 +12,10 @@ _SHOWN = 10  # bad examples that are shown singly; after them, each time their n
 logger = logging.getLogger("swjax.data")
 
 
+class BadExample(ValueError):
+    """An example that cannot be used; the message says why."""
+
+
 class BadData(ValueError):
     """More examples than allowed cannot be read; the message has their number and the last key."""
 

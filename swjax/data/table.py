@@ -8,7 +8,8 @@ import numpy as np
 
 from swjax.data import files
 from swjax.data.index import Index, Scan
-from swjax.data.photographs import BadExample, Photographs, Record, json_field, texts
+from swjax.data.photographs import Photographs, Record, json_field, texts
+from swjax.data.skipping import BadExample
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
 _LARGEST_IMAGE = 2**28  # bytes

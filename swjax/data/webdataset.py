@@ -6,7 +6,8 @@ import numpy as np
 
 from swjax.data import files, tar
 from swjax.data.index import Index, Scan
-from swjax.data.photographs import BadExample, Photographs, Record, json_field, texts
+from swjax.data.photographs import Photographs, Record, json_field, texts
+from swjax.data.skipping import BadExample
 
 _LARGEST_SAMPLE = 2**28  # bytes
 _STEP_LOCAL, _STEP_REMOTE = 2**14, 2**23  # bytes read at once when looking for headers
