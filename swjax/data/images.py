@@ -1,5 +1,7 @@
 """From stored pixels to what the image tower reads: on the host to size, on the device to floats."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,10 +130,11 @@ def random_box(
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> tuple[slice, slice]:
     """Returns the rows and columns of the rectangle that `random_resized_crop` cuts out."""
+    narrowest, widest = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
-        aspect = np.exp(rng.uniform(*np.log(ratio)))
-        h, w = round(np.sqrt(area / aspect)), round(np.sqrt(area * aspect))
+        aspect = math.exp(rng.uniform(narrowest, widest))
+        h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < h <= height and 0 < w <= width:
             return _box(rng.integers(height - h + 1), rng.integers(width - w + 1), h, w)
     # No such rectangle fits: the largest in the middle whose shape is within the range.

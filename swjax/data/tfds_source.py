@@ -58,8 +58,12 @@ class TFDS(Photographs):
         return len(self._records)
 
     def key(self, index: int) -> str:
-        """Returns the data set, the split and the index."""
-        return f"{self._arguments['builder']}/{self._split}[{index}]"
+        """Returns the data set, the split, the index and, where there is one, the feature key."""
+        name = f"{self._arguments['builder']}/{self._split}[{index}]"
+        try:
+            return f"{name} {_captions(self._records[index]['key'])[0]}"
+        except Exception:  # no such feature, or nothing of the record can be read
+            return name
 
     def record(self, index: int) -> Record:
         """Reads an example."""

@@ -48,7 +48,7 @@ class WebDataset(Photographs):
         self._index = Index(files.expand(split), scan, kind="webdataset", data_dir=data_dir)
         if not len(self._index):
             raise ValueError(f"there are no samples in the tars {split!r}{self._index.excuse()}")
-        self.shards = self._index.lengths
+        self.paths, self.shards = self._index.paths, self._index.lengths
         self.damage, self.damaged_share = self._index.damage, self._index.damaged_share
 
     def __len__(self) -> int:
@@ -63,12 +63,8 @@ class WebDataset(Photographs):
             return f"{path}: byte {start}"
 
     def record(self, index: int) -> Record:
-        """Reads a sample."""
-        _, found = self.sample(index)
-        image = next((found[name] for name in self._image_keys if name in found), None)
-        if image is None:
-            raise BadExample(f"no {'/'.join(self._image_keys)} but {', '.join(found)}")
-        return Record(image, self._texts(found))
+        """Reads a sample's image and caption."""
+        return self.pick(self.sample(index)[1])
 
     def sample(self, index: int) -> tuple[str, dict[str, bytes]]:
         """Reads a sample; returns its name and its files by extension."""
@@ -86,11 +82,16 @@ class WebDataset(Photographs):
                 found[name[1]] = data[member.start : member.start + member.size]
         return key, found
 
-    def _texts(self, found: dict[str, bytes]) -> tuple[str, ...]:
+    def pick(self, found: dict[str, bytes]) -> Record:
+        """Returns the image and the caption among a sample's files."""
+        image = next((found[name] for name in self._image_keys if name in found), None)
+        if image is None:
+            raise BadExample(f"no {'/'.join(self._image_keys)} but {', '.join(found)}")
         for name in self._text_keys:
             extension, _, field = name.partition("/")
             if extension in found:
-                return texts(json_field(found[extension], field) if field else found[extension])
+                text = json_field(found[extension], field) if field else found[extension]
+                return Record(image, texts(text))
         raise BadExample(f"no {'/'.join(self._text_keys)} but {', '.join(found)}")
 
     def __reduce__(self):
