@@ -157,7 +157,7 @@ def loader(
     >>> [batch["index"][batch["mask"]].tolist() for batch in batches]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
-    require("grain", "PIL")
+    require("grain", "PIL", *(["simplejpeg"] if hasattr(source, "stored") else []))
     import grain
 
     from swjax.data import order

@@ -72,6 +72,7 @@ def convert(out: Path, args: argparse.Namespace) -> None:
     keys = dict(image_key=args.image_key, text_key=args.text_key)
     tars = WebDataset(args.tars, data_dir=str(args.data_dir), **keys)
     with lock(out / ".lock"):
+        _drop_half_line(out / _MANIFEST)
         done = {line["shard"]: line for line in manifest(out) if line["split"] == args.split}
         _check_same(out, done.values(), len(tars.shards))
         skips = Skips(args.on_bad, args.max_bad_share)
@@ -94,9 +95,16 @@ def manifest(out: Path) -> list[dict]:
     """Returns what is known of each file, in the order of splits and files."""
     path = out / _MANIFEST
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    whole = [json.loads(line) for line in lines if line.endswith("}\n")]  # a killed run leaves half
-    latest = {(line["split"], line["shard"]): line for line in whole}
+    known = [json.loads(line) for line in lines if line.endswith("\n")]
+    latest = {(line["split"], line["shard"]): line for line in known}
     return [latest[key] for key in sorted(latest)]
+
+
+def _drop_half_line(path: Path) -> None:
+    """Cuts off what a killed run may have left at the end: what follows would go on in that line."""
+    if path.exists():
+        whole = path.read_bytes()
+        os.truncate(path, whole.rfind(b"\n") + 1)
 
 
 def verify(out: Path) -> int:
