@@ -12,7 +12,7 @@ from swjax.data.images import random_box
 from swjax.data.skipping import BadExample
 
 # Levels of 255: of photographs, whose neighbouring pixels are alike; and of the worst there is, noise.
-TOLERANCE = {"mean": 0.3, "p99.9": 2, "max": 8}
+TOLERANCE = {"mean": 0.3, "p99.9": 2, "max": 16}
 TOLERANCE_NOISE = {"mean": 4, "max": 40}
 
 

@@ -3,8 +3,9 @@
 The reference is Pillow, as torchvision uses it. JPEGs are decoded by libjpeg-turbo through
 simplejpeg, to the same pixels; what it refuses Pillow decides about. Images are scaled by the Rust
 crate fast_image_resize where its wheel (cykooz-resizer) is installed, else by Pillow: the same
-antialiased bicubic filter. The one rounds after columns, the other after rows: of photographs,
-values differ by 0.3 of 255 levels in the mean.
+antialiased bicubic filter. They round between rows and columns, and may take these in another order:
+of photographs, values differ by 0.2 of 255 levels in the mean, 99.9 % of them by at most 2, and
+single ones at sharp edges by up to 10.
 """
 
 import functools
