@@ -1,14 +1,17 @@
 """The command-line tools: conversion that can be killed and checked, and the benchmark."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from photographs import write_tars
+from photographs import jpeg, write_tars
 
-from swjax import data
+from swjax import config as config_lib
+from swjax import data, trainer
 from swjax.data import bench, convert
 
 
@@ -151,3 +154,21 @@ def test_synthetic_photographs_are_as_large_as_real_ones():
     rng = np.random.default_rng(0)
     sizes = [len(bench._photograph(rng)) for _ in range(8)]
     assert 20_000 < np.mean(sizes) < 80_000
+
+
+def test_what_the_page_shows_runs(tmp_path, monkeypatch):
+    root = Path(__file__).parents[1]
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs" / "data.md").read_text(), re.DOTALL)
+    write_tars(tmp_path / "cc12m", [4, 4])
+    (tmp_path / "0.jpg").write_bytes(jpeg(0))
+    (tmp_path / "own.csv").write_text("image,caption\n" + "0.jpg,mine\n" * 8)
+    monkeypatch.chdir(tmp_path)
+    python, config_file = blocks
+    exec(compile(python, "data.md", "exec"), {})
+    (tmp_path / "mixed.py").write_text(config_file)
+    config = config_lib.load("mixed.py", [("data.mixture.own.weight", "1.8")])
+    mixture = trainer.open_source(config, "train")
+    assert (mixture.names, mixture.weights) == (("own", "web"), (1.8, 0.9))
+    assert len(mixture) == 16
+    assert trainer.open_source(config, "val")[3]["captions"] == ("mine",)
+    assert trainer.open_source(config, "test") is None

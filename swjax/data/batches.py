@@ -82,6 +82,11 @@ class TrainBatches(Batches):
         self._at, self._taken = self._at + stop, self._taken + stop
         return {name: array[rows] for name, array in self._chunk.items() if name != "error"}
 
+    def close(self) -> None:
+        """Ends its threads and processes, and lets go of what they have loaded."""
+        super().close()
+        self._chunk = None
+
     @property
     def skipped(self) -> int:
         """How many examples this process has skipped in the run."""
