@@ -65,6 +65,8 @@ def train(config, workdir: Path, interrupt) -> int:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # evaluators' too
     source = open_source(config, "train")
+    for split in ("val", "test"):
+        open_source(config, split)  # a mistake shows now, not at the first evaluation
     sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     total = config_lib.steps(config.train, "", **sizes)
     schedule = make_schedule(config, total, config_lib.steps(config.schedule, "warmup_", **sizes))
@@ -243,6 +245,12 @@ def open_source(config, split: str):
             "config.eval.data='' but a mixture has no val and test splits: name the data set to "
             f"evaluate on, {', '.join(c.mixture)} or another"
         )
+    for part, settings in c.mixture.items():
+        if not {"name", "weight"} <= set(settings):
+            raise ConfigError(
+                f"config.data.mixture.{part} needs a name, of a data set, and a weight; it has "
+                f"{', '.join(settings)}"
+            )
     parts = {part: (open_part(c, part, split), c.mixture[part].weight) for part in c.mixture}
     with blame("data.mixture"):
         return data.Mixture(parts)

@@ -61,8 +61,10 @@ class Run:
 
     def cut(self):
         """Ends; returns the position, as a checkpoint holds it."""
-        states = [loader.position() for loader in self.loaders]
-        own = np.array([[state[k][0] for k in ("taken", "read", "skipped")] for state in states])
+        own = []
+        for loader in self.loaders:
+            with pytest.raises(ValueError, match="needs the counts of all; gather gave 0"):
+                loader.position(lambda counts: own.append(counts) or np.empty((0, 3)))
         positions = [json.dumps(loader.position(lambda _: own)) for loader in self.loaders]
         for loader in self.loaders:
             loader.close()

@@ -172,3 +172,20 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
     assert len(mixture) == 16
     assert trainer.open_source(config, "val")[3]["captions"] == ("mine",)
     assert trainer.open_source(config, "test") is None
+    config.eval.data = ""
+    with pytest.raises(config_lib.ConfigError, match="name the data set to evaluate on, own, web"):
+        trainer.open_source(config, "val")
+    for part, message in (
+        ({"name": "table"}, "mixture.web needs a name, of a data set, and a weight; it has name"),
+        ({"name": "table", "weight": 1.0}, "web.splits.train is empty: name the data to train on"),
+        ({"name": "tabel", "weight": 1.0}, "there is no data set 'tabel'"),
+        ({"name": "table", "weight": 1.0, "splits": {"train": "own.csv"}, "key": ""}, "options of"),
+        (
+            {"name": "table", "weight": 0.0, "splits": {"train": "own.csv"}},
+            "weight of 'web' is 0.0",
+        ),
+    ):
+        config.data.mixture = {"web": part}
+        with pytest.raises(config_lib.ConfigError, match=message) as caught:
+            trainer.open_source(config, "train")
+        assert "\n" not in str(caught.value)

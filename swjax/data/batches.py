@@ -192,7 +192,8 @@ def loader(
         if position:
             state = Progress.of(position, size, process_index, process_count)
         else:
-            state = Progress(size, Position(start=start_step * whole), batches=start_step)
+            start = Position(start=start_step * whole)
+            state = Progress(size, process_count, start, batches=start_step)
         crops = np.random.SeedSequence([seed, _CROPS]).generate_state(1)[0]
         examples = order.order(source, seed=seed, shuffle=shuffle, shards=shuffle_shards)
         examples = examples.random_map(TrainExample(source, context_length, image_size), seed=crops)

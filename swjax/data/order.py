@@ -64,7 +64,14 @@ class ShardShuffle(grain.MapDataset):
 
     def __init__(self, lengths: np.ndarray, *, seed: int, shards: int):
         super().__init__()
-        self._lengths, self._key, self._shards = np.asarray(lengths, np.int64), seed, shards
+        self._lengths, self._seed, self._shards = np.asarray(lengths, np.int64), seed, shards
+        # Where threads and neighbouring processes read now; a mixture has a cache for each part.
+        self._plan = functools.lru_cache(4)(self._make_plan)
+        self._group = functools.lru_cache(4)(self._make_group)
+
+    def __reduce__(self):
+        make = functools.partial(ShardShuffle, seed=self._seed, shards=self._shards)
+        return make, (self._lengths,)
 
     def __len__(self) -> int:
         return int(self._lengths.sum())
@@ -73,33 +80,27 @@ class ShardShuffle(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         epoch, position = divmod(index, len(self))
-        _, ends = _plan(self, epoch)
+        _, ends = self._plan(epoch)
         group = bisect.bisect_right(ends, position)
-        numbers = _group(self, epoch, group)
-        return int(numbers[position - (ends[group - 1] if group else 0)])
+        return int(self._group(epoch, group)[position - (ends[group - 1] if group else 0)])
 
-    def plan(self, epoch: int) -> tuple[np.ndarray, list[int]]:
+    def _make_plan(self, epoch: int) -> tuple[np.ndarray, list[int]]:
         """Returns an epoch's order of files, and the positions at which groups of them end."""
-        files = np.random.default_rng([self._key, epoch]).permutation(len(self._lengths))
+        files = np.random.default_rng([self._seed, epoch]).permutation(len(self._lengths))
         sums = np.cumsum(self._lengths[files])
         last = np.minimum(np.arange(0, len(files), self._shards) + self._shards, len(files)) - 1
         return files, sums[last].tolist()
 
-    def group(self, epoch: int, group: int) -> np.ndarray:
+    def _make_group(self, epoch: int, group: int) -> np.ndarray:
         """Returns the example numbers of a group of files in the order of an epoch."""
         starts = np.cumsum(self._lengths) - self._lengths
-        files = _plan(self, epoch)[0][group * self._shards : (group + 1) * self._shards]
+        files = self._plan(epoch)[0][group * self._shards : (group + 1) * self._shards]
         rows = [
-            starts[file] + np.random.default_rng([self._key, epoch, file]).permutation(n)
+            starts[file] + np.random.default_rng([self._seed, epoch, file]).permutation(n)
             for file, n in zip(files, self._lengths[files])
         ]
-        turns = np.concatenate([np.arange(len(row)) for row in rows])  # stable: file by file
-        return np.concatenate(rows)[np.argsort(turns, kind="stable")]
-
-
-# Kept beside the object, which is sent to processes; the last few serve all threads of one.
-_plan = functools.lru_cache(8)(ShardShuffle.plan)
-_group = functools.lru_cache(8)(ShardShuffle.group)
+        turns = np.concatenate([np.arange(len(row)) for row in rows])
+        return np.concatenate(rows)[np.argsort(turns, kind="stable")]  # file by file in a turn
 
 
 class Share(grain.MapDataset):

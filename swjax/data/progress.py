@@ -49,6 +49,7 @@ class Progress:
 
     Attributes:
       examples: of the source, to notice another one.
+      processes: that share the order.
       base: what had been taken when the number of processes last changed.
       taken: positions that this process has been through since.
       batches: given in the run.
@@ -56,6 +57,7 @@ class Progress:
     """
 
     examples: int
+    processes: int
     base: Position
     taken: int = 0
     batches: int = 0
@@ -82,12 +84,17 @@ class Progress:
                 name: (sum(counts) + process_count - 1 - process_index) // process_count
                 for name, counts in own.items()
             }
-        return cls(examples, base, batches=position["batches"], **own)
+        return cls(examples, process_count, base, batches=position["batches"], **own)
 
     def position(self, gather: Callable) -> dict:
         """See `TrainBatches.position`."""
         own = np.array([self.taken, self.read, self.skipped], np.int64)
         taken, read, skipped = np.asarray(gather(own)).T.tolist()
+        if len(taken) != self.processes:
+            raise ValueError(
+                f"the position of {self.processes} processes needs the counts of all; gather gave "
+                f"{len(taken)}: pass one that collects them"
+            )
         return {
             "examples": self.examples,
             "batches": self.batches,
