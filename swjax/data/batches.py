@@ -14,6 +14,7 @@ from swjax.data.sources import Source
 _THREADS = 2
 _CHUNK = 128  # examples that are loaded as one piece
 _CHUNKS_AHEAD = 4
+_MOST_EXAMPLES = 2**31 - 1  # labels are int32
 _CROPS = 4  # tells the seed of captions and crops from that of the order
 
 
@@ -163,10 +164,6 @@ def loader(
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
     require("grain", "PIL", *(["simplejpeg"] if hasattr(source, "stored") else []))
-    import grain
-
-    from swjax.data import order
-
     if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
         raise ValueError(
             f"batch_size must be positive, workers not negative and process_index below "
@@ -177,54 +174,64 @@ def loader(
             f"start_step must not be negative; it is {start_step}"
             + (", beside a position: one of them says where to start" if position else "")
         )
-    if shuffle not in order.SHUFFLES or shuffle_shards < 1:
-        raise ValueError(
-            f"shuffle must be one of {', '.join(order.SHUFFLES)} and shuffle_shards positive; they "
-            f"are {shuffle!r} and {shuffle_shards}"
-        )
-    size, whole = len(source), batch_size * process_count
-    if train:
-        if whole > size:
-            raise ValueError(
-                f"a batch of {whole} is larger than the data set of {size} examples: lower the batch "
-                "size"
-            )
-        if position:
-            state = Progress.of(position, size, process_index, process_count)
-        else:
-            start = Position(start=start_step * whole)
-            state = Progress(size, process_count, start, batches=start_step)
-        crops = np.random.SeedSequence([seed, _CROPS]).generate_state(1)[0]
-        examples = order.order(source, seed=seed, shuffle=shuffle, shards=shuffle_shards)
-        examples = examples.random_map(TrainExample(source, context_length, image_size), seed=crops)
-        examples = order.Share(examples, state.base, process_index, process_count)[state.taken :]
-        chunk = min(batch_size, _CHUNK)
-        skips = Skips(on_bad, max_bad_share, state.read, state.skipped)
-    else:
-        positions = grain.MapDataset.range(-(-size // whole) * whole)
-        examples = positions[process_index::process_count].map(
-            EvalExample(source, context_length, image_size)
-        )[start_step * batch_size :]
-        chunk, skips = batch_size, Skips(on_bad, max_bad_share)
+    if len(source) > _MOST_EXAMPLES:
+        raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")
+    share = process_index, process_count
+    sizes = {"context_length": context_length, "image_size": image_size}
+    skips = Skips(on_bad, max_bad_share)
     skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
-    chunks = _iterate(examples.batch(chunk, drop_remainder=True), workers, -(-batch_size // chunk))
-    return TrainBatches(chunks, skips, batch_size, state) if train else Batches(chunks, skips)
+    if not train:
+        rows = _evaluation(source, batch_size, share, **sizes)[start_step * batch_size :]
+        return Batches(_iterate(rows, batch_size, batch_size, workers), skips)
+    whole = batch_size * process_count
+    if whole > len(source):
+        raise ValueError(
+            f"a batch of {whole} is larger than the data set of {len(source)} examples: lower the "
+            "batch size"
+        )
+    if position:
+        state = Progress.of(position, len(source), *share)
+    else:
+        start = Position(start=start_step * whole)
+        state = Progress(len(source), process_count, start, batches=start_step)
+    skips.read, skips.skipped = state.read, state.skipped
+    shuffling = {"seed": seed, "shuffle": shuffle, "shards": shuffle_shards}
+    rows = _training(source, state, share, shuffling, **sizes)
+    chunks = _iterate(rows, min(batch_size, _CHUNK), batch_size, workers)
+    return TrainBatches(chunks, skips, batch_size, state)
 
 
-def _iterate(chunks, workers: int, chunks_a_batch: int) -> Iterator:
-    """Reads ahead, in threads or processes."""
+def _training(source: Source, state: Progress, share: tuple, shuffling: dict, **sizes: int):
+    """Returns the examples that this process has still to take, as a Grain dataset without end."""
+    from swjax.data.order import Share, order
+
+    crops = np.random.SeedSequence([shuffling["seed"], _CROPS]).generate_state(1)[0]
+    examples = order(source, **shuffling).random_map(TrainExample(source, **sizes), seed=crops)
+    return Share(examples, state.base, *share)[state.taken :]
+
+
+def _evaluation(source: Source, batch_size: int, share: tuple, **sizes: int):
+    """Returns this process's examples, padded to whole batches, as a Grain dataset."""
+    import grain
+
+    process_index, process_count = share
+    whole = batch_size * process_count
+    positions = grain.MapDataset.range(-(-len(source) // whole) * whole)
+    return positions[process_index::process_count].map(EvalExample(source, **sizes))
+
+
+def _iterate(rows, chunk: int, batch_size: int, workers: int) -> Iterator:
+    """Puts examples together in chunks, and reads ahead in threads or processes."""
     import grain
     from absl import flags
 
+    chunks = rows.batch(chunk, drop_remainder=True)
     if workers == 0:
-        ahead = max(_CHUNKS_AHEAD, 2 * chunks_a_batch)
+        ahead = max(_CHUNKS_AHEAD, 2 * (-(-batch_size // chunk)))
         options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=ahead)
         return iter(chunks.to_iter_dataset(options))
     if not flags.FLAGS.is_parsed():  # grain's processes read flags, even where there is no absl app
         flags.FLAGS.mark_as_parsed()
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_CHUNKS_AHEAD)
-    return iter(
-        chunks.to_iter_dataset(options).mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-        )
-    )
+    processes = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
+    return iter(chunks.to_iter_dataset(options).mp_prefetch(processes))

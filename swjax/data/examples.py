@@ -93,7 +93,7 @@ class EvalExample(_Example):
     """An example with its first caption and its middle."""
 
     def __call__(self, position: int) -> dict:
-        """Returns its arrays, error as in training, and mask: whether it is none after the last."""
+        """Returns its arrays, error as in training, and mask: False for padding after the last."""
         index = min(position, len(self._source) - 1)
         if self._source.photographs:
             arrays = self._photograph(index, middle, lambda captions: captions[0])
@@ -101,4 +101,6 @@ class EvalExample(_Example):
             example = self._drawing(index)
             caption = example["captions"][0]
             arrays = self._arrays(index, example["image"], example["label"], caption)
-        return arrays | {"mask": np.bool_(position < len(self._source))}
+        if position > index:  # what is wrong with the last is counted once
+            arrays["error"] = np.zeros_like(arrays["error"])
+        return arrays | {"mask": np.bool_(position == index)}

@@ -30,7 +30,15 @@ def order(source, *, seed: int, shuffle: str = "global", shards: int = 16) -> gr
         within their file. So N processes, N a divisor of `shards`, read different files. Sources
         that are not in files are shuffled globally.
       shards: files read at a time.
+
+    Raises:
+      ValueError: if there is no such way to shuffle, or no file is to be read.
     """
+    if shuffle not in SHUFFLES or shards < 1:
+        raise ValueError(
+            f"shuffle must be one of {', '.join(SHUFFLES)} and shuffle_shards positive; they are "
+            f"{shuffle!r} and {shards}"
+        )
     if hasattr(source, "parts"):
         parts = [
             order(part, seed=_seed(seed, i), shuffle=shuffle, shards=shards).map(
