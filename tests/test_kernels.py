@@ -12,7 +12,7 @@ import pytest
 import swjax
 from swjax.kernels import dispatch, reference
 
-SMALLEST_SCALE = 2.0**-100
+SMALLEST_SCALE = 2.0**-92
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
