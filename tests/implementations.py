@@ -3,9 +3,11 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from swjax.kernels import dispatch
+from swjax.kernels.reference import QTensor
 
 
 def of(*operations):
@@ -17,11 +19,26 @@ def of(*operations):
     ]
 
 
+# Of a layer, which takes XLA where an operation has no implementation of the name; None chooses.
+OF_LAYERS = [
+    "xla",
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "mosaic_gpu", None)),
+]
+
+
+def require(implementation):
+    """Skips, saying why, where a layer cannot run in it on this machine."""
+    if implementation not in ("xla", None):
+        eye = jnp.eye(16, dtype=jnp.int8)
+        q = QTensor(eye, jnp.ones((16, 1)))
+        if reason := dispatch.why_not(implementation, "matmul", q, q):
+            pytest.skip(f"{implementation} {reason}")
+
+
 def run(operation, *arrays, implementation, **options):
     """The operation, compiled. Skips, saying why, where the implementation is not for these arguments."""
     if implementation not in ("xla", None):
-        reason = dispatch.why_not(implementation, operation, *arrays, **options)
-        if reason:
+        if reason := dispatch.why_not(implementation, operation, *arrays, **options):
             pytest.skip(f"{implementation} {reason}")
     return jax.jit(partial(dispatch.run, operation, implementation=implementation, **options))(
         *arrays
