@@ -137,6 +137,11 @@ def _why_not_mosaic(operation, capability, leaves):
             return f"is for 16-bit operands, got {leaves[0].dtype}: use 'xla'"
         multiple = 8
     else:
+        if leaves[0].dtype != leaves[2].dtype and jax.__version_info__ < (0, 11):
+            return (
+                f"needs jax 0.11 for operands of two types, got {leaves[0].dtype} and "
+                f"{leaves[2].dtype} with jax {jax.__version__}: update jax, or use 'triton'"
+            )
         k, n = leaves[0].shape[-1], leaves[2].shape[0]
         multiple = 16
     if k % multiple or n % 8:
