@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 import pytest
+from kernel_cases import ROW_OPERATIONS, normal, operands, row_arguments
 from numeric import FLOOR_DB, snr_db
-from test_kernel_operations import ROW_OPERATIONS, normal, operands, row_arguments
 
 from swjax.kernels import dispatch, tiles
 from swjax.kernels.reference import QTensor

@@ -4,8 +4,8 @@ import jax
 import kernel_oracle as oracle
 import numpy as np
 import pytest
+from kernel_cases import DTYPES, PRODUCTS, normal, operands
 from numeric import FLOOR_DB, snr_db
-from test_kernel_operations import DTYPES, PRODUCTS, normal, operands
 
 from swjax.kernels import mosaic_gpu
 
