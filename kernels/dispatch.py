@@ -137,9 +137,14 @@ def _why_not_mosaic(operation, capability, leaves, options):
             return f"is for 16-bit operands, got {leaves[0].dtype}: use 'xla'"
         shape, multiples = {"tokens": tokens, "k": k, "n": n}, {"tokens": 8, "k": 64, "n": 64}
     else:
+        if leaves[0].dtype != leaves[2].dtype and jax.__version_info__ < (0, 11):
+            return (
+                f"needs jax 0.11 for operands of two types, got {leaves[0].dtype} and "
+                f"{leaves[2].dtype} with jax {jax.__version__}: update jax, or use 'triton'"
+            )
         along_a, along_b = options.get("contract", (-1, -1))
         k, n = leaves[0].shape[along_a], leaves[2].size // leaves[2].shape[along_b]
-        columns = 32 if options["out_dtype"] == "float32" else 64
+        columns = 32 if options.get("out_dtype") == "float32" else 64
         shape = {"rows": leaves[0].size // k, "k": k, "n": n}
         multiples = {"rows": 8, "k": 128, "n": columns}
     for name, length in shape.items():

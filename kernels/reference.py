@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# An absolute maximum below this counts as this: an all-zero vector gets a positive scale, and neither the
-# scale nor its reciprocal leaves the normal range of fp32.
-SMALLEST_ABSMAX = 2.0**-100
+# An absolute maximum below this counts as this: an all-zero vector gets a positive scale, neither the scale
+# nor its reciprocal leaves the normal range of fp32, and subnormals of fp32, which some platforms read as
+# zeros, round to zero in every quantized type.
+SMALLEST_ABSMAX = 2.0**-92
 
 # The largest magnitude of each quantized type: symmetric int8 and the OCP fp8 formats.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -50,7 +51,7 @@ def quantize(
 ) -> QTensor:
     """Scales `x` so that its absolute maximum over `axes` is the largest value of `dtype`, and rounds.
 
-    ``scale = max(absmax(x), 2**-100) / largest``, ``values = round(x / scale)``, ties to even. Zeros stay
+    ``scale = max(absmax(x), 2**-92) / largest``, ``values = round(x / scale)``, ties to even. Zeros stay
     zeros. A non-finite element makes its scale non-finite, and so every product with it. The values are the
     same on every platform and in every implementation.
 

@@ -20,6 +20,7 @@ IMAGE_TOKENS = {"ViT-B/16": 197, "ViT-L/14": 257, "ViT-H/14": 257}
 RAGGED = {
     "one row": Linear(1, 1280, 5120),
     "one element": Linear(1, 1, 1),
+    "tiles past the edges": Linear(264, 256, 320),
     "ragged tiles": Linear(257, 144, 264),
     "k not a multiple of 16": Linear(130, 1000, 256),
     "all odd": Linear(77, 333, 129),

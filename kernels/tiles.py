@@ -91,9 +91,12 @@ def triton(m: int, n: int, k: int) -> TritonTile:
 
 def triton_rule(m: int) -> TritonTile:
     """128 x 128 x 128: two programs of 96 KiB fit a Hopper multiprocessor, and one multiplies while the other
-    writes. Cards with 100 KiB of shared memory take half the step. Few rows take a smaller tile."""
-    roomy = compute_capability() in ((8, 0), (9, 0), (10, 0))
-    return TritonTile(128 if m > 64 else 64, 128, 128 if roomy else 64, warps=4, stages=3, group=8)
+    writes. Cards with 100 KiB of shared memory take half the step. Few rows take a smaller tile. wgmma reads
+    operands from shared memory; other cards hold them in registers, and with 4 warps would spill."""
+    capability = compute_capability()
+    rows, step = 128 if m > 64 else 64, 128 if capability in ((8, 0), (9, 0), (10, 0)) else 64
+    warps = 4 if rows == 64 or capability in ((9, 0), (10, 0)) else 8
+    return TritonTile(rows, 128, step, warps, stages=3, group=8)
 
 
 # Four stages of 48 KiB leave room for the output's buffers in 227 KiB.

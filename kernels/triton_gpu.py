@@ -31,6 +31,12 @@ def _narrow(x, dtype: tl.constexpr):
         return x.to(dtype)
 
 
+@triton.jit
+def _larger(a, b):
+    """NaN if either is: a row that holds one gets a scale that says so."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
 _BF16_PAIR: tl.constexpr = tl.constexpr("""{
     .reg .b32 low, high;
     cvt.rn.bf16x2.f32 $0, $4, $3;
@@ -240,7 +246,7 @@ def _row_kernel(
                 if WIDE:
                     _store_rows(wide_ptr, narrow, block, i, M, WIDTH, ROWS, CHUNK)
             ys = ys + (y,)
-            absmax = tl.maximum(absmax, tl.abs(y))
+            absmax = _larger(absmax, tl.abs(y))
             if SUM:
                 totals = totals + (sums[i] + tl.sum(y, 0),)
             else:
@@ -248,7 +254,7 @@ def _row_kernel(
         sums = totals
 
         if QUANTIZE:
-            absmax = tl.max(absmax, 1)
+            absmax = tl.reduce(absmax, 1, _larger)
             row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
             tl.store(scale_ptr + row, absmax * INVERSE, mask=row < M)
             factor = tl.div_rn(tl.full((ROWS,), LARGEST, tl.float32), absmax)[:, None]
