@@ -221,7 +221,9 @@ def _backward(settings, residuals: _Residuals, gradient: Gradient, quantize_to=N
         g_q, g_sum = run("quantize_and_sum", g, dtype=dgrad.lhs.dtype)
     if bias_like is not None and g_sum is None:
         g_sum = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
-    dx = _multiply(dgrad, _Operand(g, g_q), w, (-1, 1), out_dtype=settings.dtype, settings=settings)
+    dx = _multiply(
+        dgrad, _Operand(g, g_q), w, (-1, -1), out_dtype=settings.dtype, settings=settings
+    )
     dw = _multiply(
         recipe.wgrad, x, _Operand(g), (0, 0), out_dtype=w_like.dtype.name, settings=settings
     )
@@ -289,7 +291,7 @@ def _multiply(
     out_dtype: str,
     settings: _Settings,
 ) -> jax.Array:
-    """The product that sums over axis contract[0] of a (-1, or 0: all its tokens) and contract[1] of b."""
+    """The product that sums over axis contract[0] of a and contract[1] of b, -1 or 0: all but the last."""
     run = _runner(settings)
     if product is None or product.outlier_threshold:
         wide_a, wide_b = _widen(a, settings.dtype), _widen(b, settings.dtype)
@@ -314,7 +316,7 @@ def _wide_product(a, b, contract, bias, out_dtype, settings):
     if contract == (0, 0):
         run = _runner(settings)
         return run("weight_gradient", _flat(a), _flat(b), out_dtype=out_dtype, precision=precision)
-    axes = ((a.ndim - 1,), (contract[1],))
+    axes = ((a.ndim - 1,), (contract[1] % b.ndim,))
     return reference.dot(a, b, axes, bias, out_dtype=out_dtype, precision=precision)
 
 

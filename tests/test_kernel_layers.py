@@ -14,7 +14,7 @@ import swjax
 from swjax import checkpoint_policies
 from swjax.recipes import RECIPES
 
-TOKENS, WIDTH = (4, 48), 128
+TOKENS, WIDTH = (4, 64), 128
 # A value on the edge between two roundings may go either way, and then flips one quantized value after it.
 AGREE_DB = {recipe: FP8_SUM_DB if "fp8" in recipe else FLOOR_DB["bfloat16"] for recipe in RECIPES}
 
