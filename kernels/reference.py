@@ -244,7 +244,7 @@ def layer_norm_backward(
       dx [..., n] in the dtype of x; dgamma and dbeta [n] in float32.
     """
     centred, deviation = _moments(x, epsilon)
-    normalized, wide = centred / deviation, gradient.astype(jnp.float32)
+    normalized, wide = centred / deviation, _widen(gradient)
     v = wide * _along_rows(gamma, x.ndim)
     slope = jnp.mean(v * normalized, axis=-1, keepdims=True)
     dx = (v - jnp.mean(v, axis=-1, keepdims=True) - normalized * slope) / deviation
@@ -252,7 +252,7 @@ def layer_norm_backward(
 
 
 def _moments(x, epsilon):
-    wide = x.astype(jnp.float32)
+    wide = _widen(x)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     return centred, jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon)
 
@@ -274,7 +274,7 @@ def gelu(
     Returns:
       (the result or None, the result quantized or None).
     """
-    y = jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+    y = jax.nn.gelu(_widen(x), approximate=approximate).astype(x.dtype)
     return _outputs(y, quantize_to, wide)
 
 
@@ -297,13 +297,13 @@ def gelu_backward(
       dx [..., n] in the dtype of x; dx quantized or None; the sum of dx over all axes but the last, [n] in
       float32: the gradient of that layer's bias.
     """
-    wide = x.astype(jnp.float32)
+    wide, gradient = _widen(x), _widen(gradient)
     if approximate:
         _, vjp = jax.vjp(jax.nn.gelu, wide)
-        (dx,) = vjp(gradient.astype(jnp.float32))
+        (dx,) = vjp(gradient)
     else:
         density = jnp.exp(-0.5 * wide**2) * jnp.float32(1 / math.sqrt(2 * math.pi))
-        dx = gradient.astype(jnp.float32) * (jax.scipy.special.ndtr(wide) + wide * density)
+        dx = gradient * (jax.scipy.special.ndtr(wide) + wide * density)
     dx = dx.astype(x.dtype)
     return dx, _outputs(dx, quantize_to, False)[1], _row_sum(dx)
 
@@ -331,7 +331,10 @@ def _widen(x: jax.Array) -> jax.Array:
         return wide
     kind = jnp.finfo(x.dtype)
     rounded = lax.reduce_precision(wide, kind.nexp, kind.nmant)
-    return jnp.where(jnp.abs(wide) < float(kind.smallest_normal), wide, rounded)  # it drops those
+    if x.dtype == jnp.float16:  # whose subnormals reduce_precision takes for zero
+        subnormal = jnp.abs(wide) < 2.0**-14
+        rounded = jnp.where(subnormal, jnp.round(wide * 2.0**24) * 2.0**-24, rounded)
+    return rounded
 
 
 def scale_of(absmax: jax.Array, dtype: str) -> jax.Array:
