@@ -21,7 +21,7 @@ So int8 values, and the integer sums, are those of one device.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,7 +34,10 @@ from jax.sharding import PartitionSpec as P
 from swjax.kernels.reference import QTensor
 
 Axes = tuple[str, ...]  # mesh axes that split one dimension of an array, the slowest first
-Spec = tuple[Axes, ...]  # one for each dimension
+
+
+class Spec(tuple[Axes, ...]):
+    """The axes that split each dimension of an array. As a subclass of tuple it is a leaf of trees."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +68,18 @@ class Plan(NamedTuple):
     """
 
     mesh: AbstractMesh | None
-    tokens: Spec
+    tokens: tuple[Axes, ...]
     k: Axes = ()
     n: Axes = ()
-    w: Spec = ((), ())
+    w: Spec = Spec(((), ()))
 
     @property
     def x(self) -> Spec:
-        return (*self.tokens, self.k)
+        return Spec((*self.tokens, self.k))
 
     @property
     def y(self) -> Spec:
-        return (*self.tokens, self.n)
+        return Spec((*self.tokens, self.n))
 
     @property
     def token_axes(self) -> Axes:
@@ -93,7 +96,7 @@ class Plan(NamedTuple):
             return array
         return jax.reshard(array, jax.NamedSharding(self.mesh, _partition_spec(spec)))
 
-    def run(self, step: Callable, arrays: Sequence, in_specs: Sequence, out_specs):
+    def run(self, step: Callable, arrays: tuple, in_specs: tuple, out_specs):
         """`step` of what each device holds of the arrays.
 
         Args:
@@ -105,13 +108,10 @@ class Plan(NamedTuple):
         if self.mesh is None:
             return step(*arrays)
         in_specs, out_specs = (
-            jax.tree.map(_partition_spec, tuple(specs), is_leaf=_is_spec)
-            for specs in (in_specs, out_specs)
+            jax.tree.map(_partition_spec, specs) for specs in (in_specs, out_specs)
         )
         if AxisType.Explicit in self.mesh.axis_types:
-            arrays = jax.tree.map(
-                self._reshard, in_specs, tuple(arrays), is_leaf=_is_partition_spec
-            )
+            arrays = jax.tree.map(self._reshard, in_specs, arrays)
         return jax.shard_map(
             step,
             mesh=self.mesh,
@@ -162,12 +162,12 @@ class Plan(NamedTuple):
 
     def _gathered(self, spec: Spec) -> Spec:
         tokens = self.token_axes
-        return tuple(self.splits(tuple(a for a in axes if a in tokens)) for axes in spec)
+        return Spec(self.splits(tuple(a for a in axes if a in tokens)) for axes in spec)
 
 
 def contracted_last(spec: Spec, axis: int) -> Spec:
     """The spec of an operand once the axis that a product sums over is the last; 0: all but the last."""
-    return (spec[-1], _union(spec[:-1])) if axis == 0 else spec
+    return Spec((spec[-1], _union(spec[:-1]))) if axis == 0 else spec
 
 
 def plan(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:
@@ -181,7 +181,7 @@ def plan(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:
     elif layout is None or all(mesh.shape[axis] == 1 for axis in _free_axes(mesh)):
         return whole
     else:
-        x_spec = (*_spec(layout.tokens, x.shape[:-1], mesh), ())
+        x_spec = Spec((*_spec(layout.tokens, x.shape[:-1], mesh), ()))
         w_spec = _spec(layout.w, w.shape, mesh)
     return _plan(mesh, x_spec, w_spec, w.shape[0])
 
@@ -204,7 +204,7 @@ def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int) -> Plan:
     cut = tuple(a for a in k if a not in split_n)
     if not split_k and k_size % _devices(mesh, cut + gathered[0]) == 0:
         split_k = cut
-    at_rest = (split_k + gathered[0], split_n + gathered[1])
+    at_rest = Spec((split_k + gathered[0], split_n + gathered[1]))
     return Plan(mesh, tuple(tokens), split_k, split_n, at_rest)
 
 
@@ -224,7 +224,7 @@ def _free_axes(mesh: AbstractMesh) -> Axes:
 def _spec(spec: P, shape: tuple[int, ...], mesh: AbstractMesh) -> Spec:
     """A partition spec as a `Spec` of that rank, without what the mesh lacks or does not divide."""
     entries = (*spec, *(None,) * len(shape))[: len(shape)]
-    return tuple(_fit(entry, size, mesh) for entry, size in zip(entries, shape))
+    return Spec(_fit(entry, size, mesh) for entry, size in zip(entries, shape))
 
 
 def _fit(entry, size: int, mesh: AbstractMesh) -> Axes:
@@ -247,18 +247,7 @@ def _partition_spec(spec: Spec) -> P:
     return P(*(axes or None for axes in spec))
 
 
-def _is_spec(x) -> bool:
-    """A tuple of tuples of names; QTensor and other trees of specs are none."""
-    return type(x) is tuple and all(
-        type(axes) is tuple and all(isinstance(axis, str) for axis in axes) for axes in x
-    )
-
-
-def _is_partition_spec(x) -> bool:
-    return isinstance(x, P)
-
-
 def specs_of(q: QTensor, spec: Spec) -> QTensor:
     """The specs of a quantized array: its scale is split where it has more than one element."""
     sizes = zip(spec, q.scale.shape)
-    return QTensor(spec, tuple(axes if size > 1 else () for axes, size in sizes))
+    return QTensor(spec, Spec(axes if size > 1 else () for axes, size in sizes))

@@ -123,7 +123,7 @@ def mlp(
         _settings(x, recipe, None, precision, implementation, p) for p in (plan, plan2)
     )
     x, w1, b1 = _place(x, w1, b1, prologue, plan)
-    w2, b2 = plan2.place(w2, plan2.w), plan2.place(b2, (plan2.n,))
+    w2, b2 = plan2.place(w2, plan2.w), plan2.place(b2, Spec((plan2.n,)))
     return _mlp(x, w1, b1, w2, b2, prologue, Gelu(approximate), first, second)
 
 
@@ -148,7 +148,7 @@ def _settings(x, recipe, out_dtype, precision, implementation, plan) -> _Setting
 def _place(x, w, bias, prologue, plan):
     """The arguments where the plan wants them: outside of the `custom_vjp`, whose gradients lie alike."""
     x_spec = plan.x if prologue is None else _prologue_spec(prologue, plan)
-    return plan.place(x, x_spec), plan.place(w, plan.w), plan.place(bias, (plan.n,))
+    return plan.place(x, x_spec), plan.place(w, plan.w), plan.place(bias, Spec((plan.n,)))
 
 
 def _check(x, w, bias):
@@ -351,7 +351,7 @@ def _in_shards(name, settings, a, b, bias, out_dtype) -> jax.Array:
         bias = None if bias is None else plan.once(bias, reduced)
         return plan.sum(multiply(a, plan.gather(w, b_spec), bias), reduced)
 
-    return plan.run(step, (a, b, bias), (a_spec, b_spec, (plan.n,)), out_spec)
+    return plan.run(step, (a, b, bias), (a_spec, b_spec, Spec((plan.n,))), out_spec)
 
 
 def _local_product(name, settings, out_dtype, a, b, bias):
@@ -373,7 +373,7 @@ def _narrow(quantizer: Quantizer, t: _Operand, spec: Spec, axis: int, settings) 
             lambda q: QTensor(_flat(q.values).T, _flat(q.scale).T),
             (q,),
             (partition.specs_of(q, spec),),
-            QTensor(partition.contracted_last(spec, 0), ((), ())),
+            QTensor(partition.contracted_last(spec, 0), Spec(((), ()))),
         )
     if q is not None and axis != 0 and q.scale.shape[axis] == 1:
         return q
@@ -400,7 +400,7 @@ def _quantize(quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, setting
         return run("quantize_by", x, absmax, **options)
 
     out = partition.contracted_last(spec, axis)
-    scale = tuple(() for _ in out) if per_tensor else (*out[:-1], ())
+    scale = Spec(() for _ in out) if per_tensor else Spec((*out[:-1], ()))
     return plan.run(step, (x,), (spec,), QTensor(out, scale))
 
 
@@ -411,7 +411,9 @@ def _quantize_and_sum(g: jax.Array, dtype: str, settings):
         q, total = run("quantize_and_sum", g, dtype=dtype)
         return q, plan.sum(total, *plan.tokens)
 
-    return plan.run(step, (g,), (plan.y,), (QTensor(plan.y, (*plan.tokens, ())), (plan.n,)))
+    return plan.run(
+        step, (g,), (plan.y,), (QTensor(plan.y, Spec((*plan.tokens, ()))), Spec((plan.n,)))
+    )
 
 
 def _apply(prologue: Prologue, x, *, quantize_to, wide, settings):
@@ -421,11 +423,11 @@ def _apply(prologue: Prologue, x, *, quantize_to, wide, settings):
         "implementation": settings.implementation,
     }
     spec = _prologue_spec(prologue, settings.plan)
-    q_spec = QTensor(spec, (*spec[:-1], ()))
+    q_spec = QTensor(spec, Spec((*spec[:-1], ())))
     return settings.plan.run(
         lambda prologue, x: prologue.forward(x, **options),
         (prologue, x),
-        ((), spec),
+        (Spec(), spec),
         (spec if wide else None, q_spec if quantize_to else None),
     )
 
@@ -442,14 +444,14 @@ def _apply_backward(prologue: Prologue, x, gradient, quantize_to, settings):
         return (dx, dx_q, total), dprologue
 
     spec = _prologue_spec(prologue, plan)
-    q_spec = QTensor(spec, (*spec[:-1], ())) if quantize_to else None
-    sum_spec = None if prologue.whole_rows else spec[-1:]
-    out_specs = ((spec, q_spec, sum_spec), ())
-    return plan.run(step, (prologue, x, gradient), ((), spec, spec), out_specs)
+    q_spec = QTensor(spec, Spec((*spec[:-1], ()))) if quantize_to else None
+    sum_spec = None if prologue.whole_rows else Spec(spec[-1:])
+    out_specs = ((spec, q_spec, sum_spec), Spec())
+    return plan.run(step, (prologue, x, gradient), (Spec(), spec, spec), out_specs)
 
 
 def _prologue_spec(prologue: Prologue, plan: Plan) -> Spec:
-    return (*plan.tokens, ()) if prologue.whole_rows else plan.x
+    return Spec((*plan.tokens, ())) if prologue.whole_rows else plan.x
 
 
 def _flat(x: jax.Array) -> jax.Array:
