@@ -146,10 +146,12 @@ class Plan(NamedTuple):
         """What this device's products need of an array that lies at rest as `spec` says, or a QTensor."""
         if isinstance(w, QTensor):
             return QTensor(self.gather(w.values, spec.values), self.gather(w.scale, spec.scale))
+        # fp8 moves as bytes: XLA for CPUs would widen it on the way, and older NCCL does not know it.
+        moved = lax.bitcast_convert_type(w, jnp.int8) if w.dtype.itemsize == 1 else w
         for axis, axes in enumerate(self._gathered(spec)):
             if axes:
-                w = lax.all_gather(w, axes, axis=axis, tiled=True)
-        return w
+                moved = lax.all_gather(moved, axes, axis=axis, tiled=True)
+        return lax.bitcast_convert_type(moved, w.dtype)
 
     def scatter_sum(self, dw: jax.Array) -> jax.Array:
         """What this device holds at rest of dw [k, n], summed over everybody's tokens."""
