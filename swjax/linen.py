@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import jax
 from flax import linen as nn
 
+from swjax.partition import Layout
 from swjax.recipes import Recipe, get
 from swjax.switchback import dot_general, switchback
 
@@ -20,6 +21,7 @@ class Dense(nn.Dense):
     Attributes:
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
+      layout: where input and kernel lie, see `swjax.Layout`.
       The others are those of `flax.linen.Dense`.
 
     >>> import jax.numpy as jnp
@@ -31,6 +33,7 @@ class Dense(nn.Dense):
 
     recipe: str | Recipe = "switchback"
     implementation: str | None = None
+    layout: Layout | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -53,6 +56,7 @@ class Dense(nn.Dense):
             recipe=self.recipe,
             precision=self.precision,
             implementation=self.implementation,
+            layout=self.layout,
         )
 
 

@@ -1,11 +1,13 @@
 """SwitchBack for Flax NNX: a drop-in `Linear`, and `quantize_model` for models that exist already."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from swjax.kernels import dispatch
+from swjax.partition import TOKENS, Layout
 from swjax.recipes import Recipe, first_match, get
 from swjax.switchback import dot_general, switchback
 
@@ -21,6 +23,8 @@ class Linear(nnx.Linear):
       in_features, out_features: k and n.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
+      layout: where input and kernel lie, see `swjax.Layout`; None: the kernel where Flax's metadata
+        says (`kernel_metadata={"out_sharding": ("fsdp", "tensor")}`), if it does.
       rngs: as for `flax.nnx.Linear`.
       **kwargs: use_bias, dtype, param_dtype, precision, kernel_init, bias_init, promote_dtype,
         preferred_element_type, kernel_metadata, bias_metadata: as for `flax.nnx.Linear`.
@@ -41,6 +45,7 @@ class Linear(nnx.Linear):
         *,
         recipe: str | Recipe = "switchback",
         implementation: str | None = None,
+        layout: Layout | None = None,
         rngs: nnx.Rngs,
         **kwargs,
     ):
@@ -51,6 +56,7 @@ class Linear(nnx.Linear):
             )
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self.set_recipe(recipe, implementation)
+        self.layout = layout if layout is not None else _layout(self.kernel)
 
     def set_recipe(self, recipe: str | Recipe, implementation: str | None = None):
         """Computes as `recipe` says from now on."""
@@ -70,6 +76,7 @@ class Linear(nnx.Linear):
             out_dtype=self.preferred_element_type,
             precision=self.precision,
             implementation=self.implementation,
+            layout=self.layout,
         )
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
@@ -106,5 +113,40 @@ def quantize_model(
         if isinstance(linears[path], Linear):
             linears[path].set_recipe(recipe, implementation)
         else:
-            linears[path].dot_general = dot_general(recipe, implementation=implementation)
+            linears[path].dot_general = dot_general(
+                recipe, implementation=implementation, layout=_layout(linears[path].kernel)
+            )
     return model
+
+
+def set_layouts(model: nnx.Module, spec_of: Callable[[str], P], tokens: P = TOKENS) -> nnx.Module:
+    """Tells the `Linear` layers of a model where their operands lie, in place.
+
+    For parameters that are put in place by a table of rules rather than by Flax's metadata.
+
+    Args:
+      model: an NNX model; it is changed.
+      spec_of: the partition spec of the parameter with a path, as "blocks/mlp/fc1/kernel". Of kernels that
+        are stacked, as for `jax.lax.scan`, the last two dimensions count.
+      tokens: the spec of the leading dimensions of every layer's input.
+
+    Returns:
+      `model`.
+
+    >>> model = set_layouts(nnx.Dict(fc=Linear(4, 8, rngs=nnx.Rngs(0))), {"fc/kernel": P("fsdp")}.get)
+    >>> model.fc.layout.w
+    P('fsdp', None)
+    """
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Linear):
+            spec = spec_of("/".join(map(str, (*path, "kernel"))))
+            whole = (*spec, *(None,) * module.kernel.ndim)[: module.kernel.ndim]
+            module.layout = Layout(P(*whole[-2:]), tokens)
+    return model
+
+
+def _layout(kernel: nnx.Param) -> Layout | None:
+    """From the kernel's metadata."""
+    if not kernel.get_metadata("out_sharding", None) or kernel.ndim != 2:
+        return None
+    return Layout(nnx.get_partition_spec(kernel).get_value())

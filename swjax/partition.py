@@ -40,6 +40,9 @@ class Spec(tuple[Axes, ...]):
     """The axes that split each dimension of an array. As a subclass of tuple it is a leaf of trees."""
 
 
+TOKENS = P(("data", "fsdp"))  # where swjax's own trainer puts the batch
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the operands of a linear layer lie, for meshes whose axes XLA is free to use (`AxisType.Auto`).
@@ -54,7 +57,7 @@ class Layout:
     """
 
     w: P = field(default=P())
-    tokens: P = field(default=P(("data", "fsdp")))
+    tokens: P = TOKENS
 
 
 class Plan(NamedTuple):
@@ -112,7 +115,7 @@ class Plan(NamedTuple):
         )
         if AxisType.Explicit in self.mesh.axis_types:
             arrays = jax.tree.map(self._reshard, in_specs, arrays)
-        return jax.shard_map(
+        results = jax.shard_map(
             step,
             mesh=self.mesh,
             in_specs=in_specs,
@@ -120,6 +123,9 @@ class Plan(NamedTuple):
             axis_names=set(_free_axes(self.mesh)),
             check_vma=False,
         )(*arrays)
+        # Inside of a shard_map of the user's, results vary over its axes if any argument does.
+        varying = _union(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays))
+        return lax.pcast(results, varying, to="varying") if varying else results
 
     def _reshard(self, spec: P, tree):
         return jax.tree.map(lambda x: jax.reshard(x, jax.NamedSharding(self.mesh, spec)), tree)

@@ -479,7 +479,10 @@ def _split_outliers(x, threshold: float, spec: Spec, plan: Plan):
 
 @cache
 def dot_general(
-    recipe: str | Recipe = "switchback", *, implementation: str | None = None
+    recipe: str | Recipe = "switchback",
+    *,
+    implementation: str | None = None,
+    layout: Layout | None = None,
 ) -> Callable[..., jax.Array]:
     """A `jax.lax.dot_general` that computes as `recipe` says, for modules that take one.
 
@@ -491,6 +494,7 @@ def dot_general(
     Args:
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
+      layout: where the operands lie, both as matrices; see `swjax.Layout`.
 
     Returns:
       A function with the signature of `jax.lax.dot_general`; equal arguments give the same function.
@@ -529,6 +533,7 @@ def dot_general(
             out_dtype=preferred_element_type,
             precision=precision,
             implementation=implementation,
+            layout=layout,
         )
         for _ in batch:
             linear = jax.vmap(linear)

@@ -21,11 +21,13 @@ ALLOWED = {
     "checkpoint_policies": set(),
     "testing": set(),
     "prologues": {"kernels"},
-    "switchback": {"recipes", "kernels", "prologues"},
-    "nnx": {"switchback", "recipes", "kernels"},
-    "linen": {"switchback", "recipes", "kernels"},
+    "partition": {"kernels"},
+    "switchback": {"recipes", "kernels", "prologues", "partition"},
+    "nnx": {"switchback", "recipes", "kernels", "partition"},
+    "linen": {"switchback", "recipes", "kernels", "partition"},
     "swjax": {
         "switchback",
+        "partition",
         "prologues",
         "recipes",
         "kernels",
@@ -111,7 +113,16 @@ def test_allowed_directions_have_no_cycle():
         done |= ready
 
 
-CORE = {"kernels", "fp8", "recipes", "checkpoint_policies", "testing", "prologues", "switchback"}
+CORE = {
+    "kernels",
+    "fp8",
+    "recipes",
+    "checkpoint_policies",
+    "testing",
+    "prologues",
+    "partition",
+    "switchback",
+}
 CORE |= {"nnx", "linen", "swjax", "optax", "models", "losses", "sharding", "diagnostics"}
 NEEDS_EXTRA = {"swjax.kernels.triton_gpu"}  # loaded when an NVIDIA GPU is there
 
