@@ -120,12 +120,11 @@ class Plan(NamedTuple):
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(_free_axes(self.mesh)),
+            # No names stand for all axes but those that an outer vmap maps over.
+            axis_names=set(_free_axes(self.mesh)) if self.mesh.manual_axes else set(),
             check_vma=False,
         )(*arrays)
-        # Inside of a shard_map of the user's, results vary over its axes if any argument does.
-        varying = _union(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays))
-        return lax.pcast(results, varying, to="varying") if varying else results
+        return jax.tree.map(lambda x: _vary(x, _varying(arrays)), results)
 
     def _reshard(self, spec: P, tree):
         return jax.tree.map(lambda x: jax.reshard(x, jax.NamedSharding(self.mesh, spec)), tree)
@@ -171,6 +170,24 @@ class Plan(NamedTuple):
     def _gathered(self, spec: Spec) -> Spec:
         tokens = self.token_axes
         return Spec(self.splits(tuple(a for a in axes if a in tokens)) for axes in spec)
+
+
+def vary_alike(*trees):
+    """Inside of a `jax.shard_map` of the user's: the arrays as varying over its axes where any of them does.
+
+    A `jax.custom_vjp` wants gradients of the types of its arguments. So the sum of a weight's gradient over
+    devices with other tokens happens here, in the transpose of this, as for JAX's own products.
+    """
+    return jax.tree.map(lambda x: _vary(x, _varying(trees)), trees)
+
+
+def _varying(tree) -> Axes:
+    return _union(sorted(jax.typeof(x).manual_axis_type.varying) for x in jax.tree.leaves(tree))
+
+
+def _vary(x: jax.Array, axes: Axes) -> jax.Array:
+    missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def contracted_last(spec: Spec, axis: int) -> Spec:

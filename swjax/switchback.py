@@ -76,7 +76,7 @@ def switchback(
     plan = partition.plan(x, w, layout)
     settings = _settings(x, recipe, out_dtype, precision, implementation, plan)
     x, w, bias = _place(x, w, bias, prologue, plan)
-    return _linear(x, w, bias, prologue, settings)
+    return _linear(*partition.vary_alike(x, w, bias, prologue), settings)
 
 
 def mlp(
@@ -124,7 +124,8 @@ def mlp(
     )
     x, w1, b1 = _place(x, w1, b1, prologue, plan)
     w2, b2 = plan2.place(w2, plan2.w), plan2.place(b2, Spec((plan2.n,)))
-    return _mlp(x, w1, b1, w2, b2, prologue, Gelu(approximate), first, second)
+    args = partition.vary_alike(x, w1, b1, w2, b2, prologue)
+    return _mlp(*args, Gelu(approximate), first, second)
 
 
 class _Settings(NamedTuple):
