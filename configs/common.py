@@ -32,18 +32,35 @@ def get_config() -> ConfigDict:
     config.model.patch_dropout = 0.0  # fraction of the patches left out in training
 
     config.data = ConfigDict()
-    config.data.name = "emoji"  # emoji | synthetic | tfds
+    # emoji | synthetic | tfds | webdataset | table | huggingface | mixture. docs/data.md
+    config.data.name = "emoji"
     # Options of each. Of emoji: mixed | strict, whose test style is never trained on.
     config.data.emoji = ConfigDict({"task": "mixed"})
     config.data.synthetic = ConfigDict({"classes": 1000, "examples": 100_000})  # patterns of noise
     # A TensorFlow Datasets builder, what holds its images and captions, and its splits.
     config.data.tfds = ConfigDict({"builder": "", "image_key": "image", "text_key": "caption"})
     config.data.tfds.splits = ConfigDict({"train": "train", "val": "val", "test": "test"})  # names
+    # Tars, the extensions of images and captions in them, and each split's paths or addresses, as in
+    # "laion/{00000..41455}.tar"; "": there is no such split.
+    config.data.webdataset = ConfigDict({"image_key": "jpg;jpeg;png;webp", "text_key": "txt"})
+    config.data.webdataset.splits = ConfigDict({"train": "", "val": "", "test": ""})  # see above
+    # .csv, .tsv or .jsonl files, and their columns with images' paths and captions.
+    config.data.table = ConfigDict({"image_key": "image", "text_key": "caption"})
+    config.data.table.splits = ConfigDict({"train": "", "val": "", "test": ""})  # paths
+    # Directories that datasets' save_to_disk wrote, and their columns.
+    config.data.huggingface = ConfigDict({"image_key": "image", "text_key": "caption"})
+    config.data.huggingface.splits = ConfigDict({"train": "", "val": "", "test": ""})  # paths
+    # Parts to mix: {any name: {"name": one of the above, "weight": number, and its options}}.
+    config.data.mixture = ConfigDict()
     config.data.dir = "data"  # prepared data sets are kept here
     config.data.image_size = 64  # pixels, height = width
     config.data.context_length = 16  # tokens a caption
     config.data.augment = True  # light augmentation of the training images, on the device
     config.data.workers = 0  # loader processes; 0: threads
+    config.data.shuffle = "global"  # global | shard: files in random order, some at a time
+    config.data.shuffle_shards = 16  # shard: so many files at a time
+    config.data.on_bad = "skip"  # examples that cannot be read: skip | stop at the first
+    config.data.max_bad_share = 0.01  # skip: stop when more than this share is bad
 
     config.optimizer = ConfigDict()
     config.optimizer.name = "stable_adamw"  # stable_adamw | adamw
@@ -75,6 +92,7 @@ def get_config() -> ConfigDict:
     config.train.compilation_cache = ".cache/jax"  # directory; "": compile every time
 
     config.eval = ConfigDict()
+    config.eval.data = ""  # data set, or part of the mixture, to evaluate on; "": that of training
     config.eval.every_steps = 0  # on the validation split; 0: only after the last step
     config.eval.batch_size = 256  # over all devices
     config.eval.captions_per_image = 5  # the first so many, for retrieval; 0: all

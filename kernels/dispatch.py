@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from swjax.kernels import reference, tiles
-from swjax.kernels.reference import QTensor
 
 # {operation: its implementations besides "xla", the preferred one first}. Each is a function of that name
 # in its module, with the signature and the result of the specification in `reference`.
@@ -71,7 +70,7 @@ def choose(operation: str, *arrays, implementation: str | None = None, **options
         return implementation
     if jax.default_backend() != "gpu" or _would_gather():
         return "xla"
-    preferred = tiles.preferred(operation, _shape_key(*arrays))
+    preferred = tiles.preferred(operation, _shape_key(operation, *arrays))
     for name in (*(name for name in known if name == preferred), *known):
         if preferred == "xla":
             break
@@ -108,7 +107,7 @@ def why_not(name: str, operation: str, *arrays, **options) -> str | None:
         return f"needs compute capability 8.9 for fp8, and this GPU has {capability}: use 'xla'"
     if name == "triton":
         return _why_not_triton(operation, capability, leaves, options)
-    return _why_not_mosaic(operation, capability, leaves)
+    return _why_not_mosaic(operation, capability, leaves, options)
 
 
 def _why_not_triton(operation, capability, leaves, options):
@@ -132,21 +131,31 @@ def _why_not_triton(operation, capability, leaves, options):
     return None
 
 
-def _why_not_mosaic(operation, capability, leaves):
+def _why_not_mosaic(operation, capability, leaves, options):
+    remedy = "'xla'" if operation == "weight_gradient" else "'triton'"
     if capability != (9, 0):
         return (
             f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'triton'"
         )
     if operation == "weight_gradient":
-        (_, k), n = leaves[0].shape, leaves[1].shape[1]
+        (tokens, k), n = leaves[0].shape, leaves[1].shape[1]
         if leaves[0].dtype not in (jnp.bfloat16, jnp.float16):
             return f"is for 16-bit operands, got {leaves[0].dtype}: use 'xla'"
-        multiple = 8
+        shape, multiples = {"tokens": tokens, "k": k, "n": n}, {"tokens": 8, "k": 64, "n": 64}
     else:
-        k, n = leaves[0].shape[-1], leaves[2].shape[0]
-        multiple = 16
-    if k % multiple or n % 8:
-        return f"needs k a multiple of {multiple} and n of 8, got k {k} and n {n}: use 'triton'"
+        if leaves[0].dtype != leaves[2].dtype and jax.__version_info__ < (0, 11):
+            return (
+                f"needs jax 0.11 for operands of two types, got {leaves[0].dtype} and "
+                f"{leaves[2].dtype} with jax {jax.__version__}: update jax, or use 'triton'"
+            )
+        along_a, along_b = options.get("contract", (-1, -1))
+        k, n = leaves[0].shape[along_a], leaves[2].size // leaves[2].shape[along_b]
+        columns = 32 if options.get("out_dtype") == "float32" else 64
+        shape = {"rows": leaves[0].size // k, "k": k, "n": n}
+        multiples = {"rows": 8, "k": 128, "n": columns}
+    for name, length in shape.items():
+        if length % multiples[name]:
+            return f"needs {name} to be a multiple of {multiples[name]}, got {length}: use {remedy}"
     return None
 
 
@@ -183,12 +192,9 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"swjax.kernels.{'triton_gpu' if name == 'triton' else name}")
 
 
-def _shape_key(*arrays) -> str:
-    """What the tuned table calls a shape: all but the number of tokens."""
-    first = arrays[0].values if isinstance(arrays[0], QTensor) else arrays[0]
-    second = arrays[1] if len(arrays) > 1 else None
-    if isinstance(second, QTensor):
-        return f"{second.values.shape[0]}x{first.shape[-1]}"
-    if second is not None and second.ndim == 2:
-        return f"{second.shape[-1]}x{first.shape[-1]}"
-    return str(first.shape[-1])
+def _shape_key(operation: str, *arrays) -> str:
+    """What the tuned table calls a shape: all but the number of tokens. A product's is "{n}x{k}"."""
+    if operation == "matmul":
+        return "x".join(map(str, arrays[1].values.shape))
+    width = arrays[0].shape[-1]
+    return f"{arrays[1].shape[-1]}x{width}" if operation == "weight_gradient" else str(width)

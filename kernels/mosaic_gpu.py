@@ -8,7 +8,7 @@ multiply (wgmma), each half of the tile's rows::
     empty[slot]   both are done reading the slot    compute warpgroups -> memory warpgroup
 
 The memory warpgroup runs ahead into the next tile while the others write this one out. Past the edge of an
-array TMA reads zeros and writes nothing, so that any number of rows will do.
+array TMA reads zeros and writes nothing.
 """
 
 from collections.abc import Callable
@@ -35,14 +35,16 @@ def matmul(
     bias: jax.Array | None = None,
     *,
     out_dtype: str,
+    contract: tuple[int, int] = (-1, -1),
     tile: tiles.MosaicTile | None = None,
     multiprocessors: int | None = None,
     interpret=None,
 ) -> jax.Array:
-    """`reference.matmul`, for k a multiple of 16 and n of 8."""
+    """`reference.matmul`, for rows a multiple of 8, k of 128, and n of 64 (of 32 in float32)."""
+    a, b = (q.T if axis == 0 else q for q, axis in zip((a, b), contract))
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
-    tile = tile or tiles.mosaic(m, n, k)
+    tile = tile or tiles.mosaic(n, k)
     # Two blocks one above the other share their tile of b: a cluster loads it once (multicast).
     cluster = 2 if m > TILE_M else 1
     grid = pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, TILE_N)
@@ -137,7 +139,7 @@ def weight_gradient(
     multiprocessors: int | None = None,
     interpret=None,
 ) -> jax.Array:
-    """`reference.weight_gradient` in 16 bits with a float32 result, for k and n multiples of 8.
+    """`reference.weight_gradient` of 16-bit operands, for tokens a multiple of 8, k and n of 64.
 
     The output has few tiles (1280 x 5120 has 200, for 132 multiprocessors), so that whole tiles leave the
     last round half empty. Tokens are cut into slices, one unit of work is one slice of one tile, and units
@@ -153,7 +155,7 @@ def weight_gradient(
     step_tokens = LINE // x.dtype.itemsize
     steps = pl.cdiv(tokens, step_tokens)
     slices = slices or tiles.weight_gradient_slices(tile_count, steps, blocks)
-    piece = LINE // jnp.dtype(out_dtype).itemsize
+    piece = LINE // 4
 
     def body(x_ref, g_ref, out_ref, x_ring, g_ring, *scratch):
         block = lax.axis_index("block")
@@ -210,15 +212,16 @@ def weight_gradient(
         stages = tiles.WEIGHT_GRADIENT_STAGES
         _pipeline(units, span, load, multiply, store, jnp.float32, stages, *scratch)
 
-    return _launch(
+    dw = _launch(
         body,
-        jax.ShapeDtypeStruct((k, n), out_dtype),
+        jax.ShapeDtypeStruct((k, n), jnp.float32),
         rings=[((step_tokens, TILE_M), x.dtype), ((step_tokens, TILE_N), g.dtype)],
         stages=tiles.WEIGHT_GRADIENT_STAGES,
         blocks=blocks,
         cluster=1,
         interpret=interpret,
     )(x, g)
+    return dw.astype(out_dtype)
 
 
 def _pipeline(

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# An absolute maximum below this counts as this: an all-zero vector gets a positive scale, and neither the
-# scale nor its reciprocal leaves the normal range of fp32.
-SMALLEST_ABSMAX = 2.0**-100
+# An absolute maximum below this counts as this: an all-zero vector gets a positive scale, neither the scale
+# nor its reciprocal leaves the normal range of fp32, and subnormals of fp32, which some platforms read as
+# zeros, round to zero in every quantized type.
+SMALLEST_ABSMAX = 2.0**-92
 
 # The largest magnitude of each quantized type: symmetric int8 and the OCP fp8 formats.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -50,7 +51,7 @@ def quantize(
 ) -> QTensor:
     """Scales `x` so that its absolute maximum over `axes` is the largest value of `dtype`, and rounds.
 
-    ``scale = max(absmax(x), 2**-100) / largest``, ``values = round(x / scale)``, ties to even. Zeros stay
+    ``scale = max(absmax(x), 2**-92) / largest``, ``values = round(x / scale)``, ties to even. Zeros stay
     zeros. A non-finite element makes its scale non-finite, and so every product with it. The values are the
     same on every platform and in every implementation.
 
@@ -161,26 +162,36 @@ def dot(
     return _add_bias(product, bias)
 
 
-def matmul(a: QTensor, b: QTensor, bias: jax.Array | None = None, *, out_dtype: str) -> jax.Array:
+def matmul(
+    a: QTensor,
+    b: QTensor,
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: str,
+    contract: tuple[int, int] = (-1, -1),
+) -> jax.Array:
     """The product of two quantized arrays: narrow arithmetic, then scales, bias and `out_dtype`.
 
     ``a bT = (sum_k a.values * b.values) * (a.scale * b.scale) + bias``. int8 values are multiplied as int8
-    and summed in int32. fp8 values are multiplied exactly and summed in fp32. Both operands have their
-    contracted axis last, which is how tensor cores read 8-bit matrices.
+    and summed in int32. fp8 values are multiplied exactly and summed in fp32.
 
     Args:
       a: values [..., k]; scale [..., 1], or of one element.
       b: values [n, k]; scale [n, 1], or of one element.
       bias: [n], or None.
       out_dtype: "float32", "bfloat16" or "float16".
+      contract: the axes of a and b that are summed over. -1 is how tensor cores read 8-bit matrices: an
+        operand contracted along 0, a matrix [k, ...], is transposed first. XLA for CPUs takes either,
+        but multiplies in int32, five times slower, what was transposed before.
 
     Returns:
       [..., n] in `out_dtype`.
     """
-    contract = (((a.values.ndim - 1,), (1,)), ((), ()))
+    axes = tuple(axis % q.values.ndim for axis, q in zip(contract, (a, b)))
+    numbers = (tuple((axis,) for axis in axes), ((), ()))
     if a.values.dtype == jnp.int8:
         accumulator = lax.dot_general(
-            a.values, b.values, contract, preferred_element_type=jnp.int32
+            a.values, b.values, numbers, preferred_element_type=jnp.int32
         ).astype(jnp.float32)
     else:
         # Every fp8 value is exact in bf16 and in fp32; bf16 products are slow on CPUs.
@@ -188,11 +199,12 @@ def matmul(a: QTensor, b: QTensor, bias: jax.Array | None = None, *, out_dtype: 
         accumulator = lax.dot_general(
             a.values.astype(wide),
             b.values.astype(wide),
-            contract,
+            numbers,
             preferred_element_type=jnp.float32,
         )
-    scale_b = b.scale.reshape((1,) * (a.scale.ndim - 1) + (-1,))
-    return _add_bias(accumulator * (a.scale * scale_b), bias).astype(out_dtype)
+    scale_a = jnp.expand_dims(lax.squeeze(a.scale, [axes[0]]), -1)
+    scale_b = b.scale.reshape((1,) * (scale_a.ndim - 1) + (-1,))
+    return _add_bias(accumulator * (scale_a * scale_b), bias).astype(out_dtype)
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, *, out_dtype: str, precision=None) -> jax.Array:

@@ -62,38 +62,51 @@ WIDEST_ROW = 16384
 WEIGHT_GRADIENT_STAGES = 4
 
 
-def row(operation: str, width: int) -> RowTile:
+def row(producer: str, width: int) -> RowTile:
+    """That of a row kernel: "none", "layer_norm", "layer_norm_backward", "gelu" or "gelu_backward"."""
+    tuned = _tuned("rows", producer, width)
+    return RowTile(**tuned) if tuned else row_rule(width)
+
+
+def row_rule(width: int) -> RowTile:
     """One row a program: its sums then need no exchange between rows, and small programs hide each other's
     waiting. Chunks divide the width where a large enough power of two does. About 40 columns a thread, so
     that four 16-byte loads are in flight."""
-    tuned = _tuned("rows", operation, width)
-    if tuned:
-        return RowTile(**tuned)
     divisor = width & -width
     chunk = min(divisor, 1024) if divisor >= 128 else min(_power_above(width), 1024)
     return RowTile(rows=1, chunk=chunk, warps=min(max(_power_above(width // 40) // 32, 1), 16))
 
 
-def row_programs(tile: RowTile) -> int:
-    """Programs of a kernel that also sums columns: each writes one row of partial sums, so that they are to
-    be few, but enough to fill 132 multiprocessors with 32 warps each."""
-    return 132 * 32 // tile.warps
+def row_programs(tile: RowTile, sums: int = 1) -> int:
+    """Programs of a kernel that also sums columns: enough to fill every multiprocessor, and few, since each
+    writes `sums` rows of partial sums."""
+    return multiprocessors() * min(16, 32 // tile.warps) // sums
 
 
 def triton(m: int, n: int, k: int) -> TritonTile:
+    """That of a product [m, k] [n, k]T by Triton."""
+    tuned = _tuned("triton", f"{n}x{k}") if m >= 1024 else None
+    return TritonTile(**tuned) if tuned else triton_rule(m)
+
+
+def triton_rule(m: int) -> TritonTile:
     """128 x 128 x 128: two programs of 96 KiB fit a Hopper multiprocessor, and one multiplies while the other
-    writes. Cards with 100 KiB of shared memory take half the step. Few rows take a smaller tile."""
-    tuned = _tuned("triton", f"{n}x{k}")
-    if tuned and m >= 1024:
-        return TritonTile(**tuned)
-    roomy = compute_capability() in ((8, 0), (9, 0), (10, 0))
-    return TritonTile(128 if m > 64 else 64, 128, 128 if roomy else 64, warps=4, stages=3, group=8)
+    writes. Cards with 100 KiB of shared memory take half the step. Few rows take a smaller tile. wgmma reads
+    operands from shared memory; other cards hold them in registers, and with 4 warps would spill."""
+    capability = compute_capability()
+    rows, step = 128 if m > 64 else 64, 128 if capability in ((8, 0), (9, 0), (10, 0)) else 64
+    warps = 4 if rows == 64 or capability in ((9, 0), (10, 0)) else 8
+    return TritonTile(rows, 128, step, warps, stages=3, group=8)
 
 
-def mosaic(m: int, n: int, k: int) -> MosaicTile:
-    """Four stages of 48 KiB leave room for the output's buffers in 227 KiB."""
-    del m
-    return MosaicTile(**(_tuned("mosaic_gpu", f"{n}x{k}") or {"stages": 4, "width": 8}))
+# Four stages of 48 KiB leave room for the output's buffers in 227 KiB.
+MOSAIC_RULE = MosaicTile(stages=4, width=8)
+
+
+def mosaic(n: int, k: int) -> MosaicTile:
+    """That of a product [m, k] [n, k]T by Mosaic."""
+    tuned = _tuned("mosaic_gpu", f"{n}x{k}")
+    return MosaicTile(**tuned) if tuned else MOSAIC_RULE
 
 
 def weight_gradient_slices(tile_count: int, steps: int, blocks: int) -> int:
@@ -129,9 +142,14 @@ def _tuned(*path):
     return entry or None
 
 
+def table_path(device_kind: str) -> Path:
+    """Where the tuned table of a device is."""
+    return Path(__file__).parent / "tuned" / f"{device_kind.replace(' ', '_')}.json"
+
+
 @cache
 def _table(device_kind: str) -> dict:
-    path = Path(__file__).parent / "tuned" / f"{device_kind.replace(' ', '_')}.json"
+    path = table_path(device_kind)
     return json.loads(path.read_text())["tiles"] if path.exists() else {}
 
 

@@ -31,6 +31,12 @@ def _narrow(x, dtype: tl.constexpr):
         return x.to(dtype)
 
 
+@triton.jit
+def _larger(a, b):
+    """NaN if either is: a row that holds one gets a scale that says so."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
 _BF16_PAIR: tl.constexpr = tl.constexpr("""{
     .reg .b32 low, high;
     cvt.rn.bf16x2.f32 $0, $4, $3;
@@ -240,7 +246,7 @@ def _row_kernel(
                 if WIDE:
                     _store_rows(wide_ptr, narrow, block, i, M, WIDTH, ROWS, CHUNK)
             ys = ys + (y,)
-            absmax = tl.maximum(absmax, tl.abs(y))
+            absmax = _larger(absmax, tl.abs(y))
             if SUM:
                 totals = totals + (sums[i] + tl.sum(y, 0),)
             else:
@@ -248,7 +254,7 @@ def _row_kernel(
         sums = totals
 
         if QUANTIZE:
-            absmax = tl.max(absmax, 1)
+            absmax = tl.reduce(absmax, 1, _larger)
             row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
             tl.store(scale_ptr + row, absmax * INVERSE, mask=row < M)
             factor = tl.div_rn(tl.full((ROWS,), LARGEST, tl.float32), absmax)[:, None]
@@ -553,7 +559,7 @@ def layer_norm_backward(x, gamma, gradient, *, epsilon, tile=None):
     width = x.shape[-1]
     m = x.size // width
     tile = tile or tiles.row("layer_norm_backward", width)
-    programs = min(triton.cdiv(m, tile.rows), tiles.row_programs(tile))
+    programs = min(triton.cdiv(m, tile.rows), tiles.row_programs(tile, sums=2))
     partial_sums = jax.ShapeDtypeStruct((programs, width), jnp.float32)
     dx, dgamma, dbeta = _call(
         x,
@@ -580,9 +586,11 @@ def matmul(
     bias: jax.Array | None = None,
     *,
     out_dtype: str,
+    contract: tuple[int, int] = (-1, -1),
     tile: tiles.TritonTile | None = None,
 ) -> jax.Array:
     """`reference.matmul`."""
+    a, b = (q.T if axis == 0 else q for q, axis in zip((a, b), contract))
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     tile = tile or tiles.triton(m, n, k)

@@ -51,17 +51,17 @@ class Checkpoints:
         """The newest complete checkpoint's step, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state, data_step: int) -> None:
+    def save(self, step: int, state, position: dict) -> None:
         """Starts saving; returns once the state is copied, so that it may be donated.
 
         Args:
           step: the number of finished steps.
           state: tree of arrays.
-          data_step: the number of batches taken from the data.
+          position: of the data, as JSON has it.
         """
         items = {
             "state": ocp.args.StandardSave(state),
-            "position": ocp.args.JsonSave({"data_step": data_step}),
+            "position": ocp.args.JsonSave(position),
         }
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
@@ -72,7 +72,7 @@ class Checkpoints:
           like: tree of ShapeDtypeStructs with shardings.
 
         Returns:
-          (state, data_step) as saved.
+          (state, position) as saved.
 
         Raises:
           ConfigError: it holds other arrays, or other shapes, than `like`.
@@ -82,17 +82,17 @@ class Checkpoints:
         self._check(step, like)
         items = {"state": ocp.args.StandardRestore(like), "position": ocp.args.JsonRestore()}
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        return restored.state, restored.position["data_step"]
+        return restored.state, restored.position
 
-    def restore_params(self, like):
-        """Restores nothing but the parameters of the newest one, see `restore`."""
-        step, like = self.latest_step(), {"params": like}
-        self._check(step, like, within="params/")
+    def restore_params(self, like, name: str = "params"):
+        """Restores nothing but the parameters of the newest one, or their average "ema"; see `restore`."""
+        step, like = self.latest_step(), {name: like}
+        self._check(step, like, within=f"{name}/")
         arguments = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             path = self.directory / str(step) / "state"
-            return checkpointer.restore(path, args=args)["params"]
+            return checkpointer.restore(path, args=args)[name]
 
     def _check(self, step: int, like, within: str = "") -> None:
         """Raises a ConfigError if the arrays of `like` are not those of the checkpoint."""

@@ -167,6 +167,8 @@ def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: in
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "data.emoji.task": ("mixed", "strict"),
+    "data.shuffle": ("global", "shard"),
+    "data.on_bad": ("skip", "stop"),
     "optimizer.name": ("stable_adamw", "adamw"),
     "schedule.name": ("cosine", "constant"),
     "train.loss": ("softmax", "sigmoid"),
@@ -176,7 +178,7 @@ CHOICES = {
 RANGES = (
     (
         "train.batch_size train.accumulation eval.batch_size log.every_steps checkpoint.keep "
-        "data.image_size data.context_length",
+        "data.image_size data.context_length data.shuffle_shards",
         lambda value: value >= 1,
         "must be at least 1",
     ),
@@ -186,6 +188,7 @@ RANGES = (
         lambda value: 0 <= value < 1,
         "must lie in [0, 1)",
     ),
+    ("data.max_bad_share", lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
     (
         "optimizer.weight_decay optimizer.grad_clip_norm optimizer.clip_threshold "
         "eval.every_steps eval.captions_per_image checkpoint.every_steps data.workers",

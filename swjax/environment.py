@@ -20,7 +20,7 @@ def describe() -> str:
         "command": shlex.join(["python", *sys.argv]),
         "commit": _commit(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: version(name) for name in PACKAGES},
         "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         "processes": jax.process_count(),
         "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores"
@@ -31,7 +31,8 @@ def describe() -> str:
     return "".join(f"{name}: {value}\n" for name, value in lines.items())
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Returns a package's version, or that it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import jax
 from flax import linen as nn
 
+from swjax.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.partition import Layout
 from swjax.recipes import Recipe, get
 from swjax.switchback import dot_general, switchback
@@ -65,47 +66,61 @@ def quantize_model(recipes: Mapping[str, str | Recipe], *, implementation: str |
     """Within it, the linear layers of any Linen model compute as recipes say.
 
     A linear layer is a `Dense` or `DenseGeneral`, and so is each projection of an attention module.
-    Parameters stay as they are, and so do checkpoints. It acts while a model is traced: use it inside
-    the function you jit.
+    Parameters stay as they are, and so do checkpoints; outside it, the model computes as ever. It acts
+    while a model is traced: use it inside the function you jit.
 
     Args:
       recipes: {regular expression: recipe}. An expression has to match a module's whole path, written as
         in "encoder/layer_0/mlp/Dense_0"; the first that matches counts. The others stay as they are.
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
+    Yields:
+      A `swjax.conversion.Conversion`, to be printed: what has become of each matrix of the model code
+      that ran. Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves take
+      no `dot_general`, so that no recipe reaches them.
+
     Raises:
-      ValueError: there is no such recipe, or model code ran and an expression matched none of its layers.
+      ValueError: there is no such recipe; model code ran and an expression matched none of its layers,
+        or one that makes its product itself with a `dot_general_cls`.
 
     >>> import jax.numpy as jnp
     >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
     >>> params = model.init(jax.random.key(0), jnp.ones((4, 3)))
     >>> @jax.jit
     ... def predict(params, x):
-    ...     with quantize_model({r"layers_.*": "switchback"}):
-    ...         return model.apply(params, x)
+    ...     with quantize_model({r"layers_0": "switchback"}) as conversion:
+    ...         y = model.apply(params, x)
+    ...     print(conversion)
+    ...     return y
     >>> predict(params, jnp.ones((4, 3))).shape
+    layers_0  Dense.kernel  3 x 8  switchback
+    layers_2  Dense.kernel  8 x 2  -           no expression matches its path
+    1 of 2 matrices converted, 24 of 40 elements (60%)
     (4, 2)
     """
-    products = {
-        pattern: dot_general(get(recipe), implementation=implementation)
-        for pattern, recipe in recipes.items()
-    }
-    seen, unmatched = set(), set(recipes)
+    chosen = {pattern: get(recipe) for pattern, recipe in recipes.items()}
+    conversion, seen, unmatched = Conversion(), set(), set(recipes)
 
     def intercept(call, args, kwargs, context):
-        module = context.module
-        if context.method_name != "__call__" or not isinstance(module, (nn.Dense, nn.DenseGeneral)):
+        module, path = context.module, "/".join(context.module.path)
+        if context.method_name != "__call__":
             return call(*args, **kwargs)
-        path = "/".join(module.path)
-        seen.add(path)
-        for pattern, product in products.items():
-            if re.fullmatch(pattern, path):
-                unmatched.discard(pattern)
-                return _call_with(module, product, call, args, kwargs)
-        return call(*args, **kwargs)
+        if not isinstance(module, (nn.Dense, nn.DenseGeneral)):
+            result, recipe, reason = call(*args, **kwargs), None, "takes no dot_general"
+        else:
+            seen.add(path)
+            matching = [pattern for pattern in chosen if re.fullmatch(pattern, path)]
+            unmatched.difference_update(matching[:1])
+            own = get(module.recipe) if isinstance(module, Dense) else None
+            recipe = chosen[matching[0]] if matching else own
+            reason = UNMATCHED if recipe is None else ""
+            with _computing_as(module, path, recipe if matching else None, implementation):
+                result = call(*args, **kwargs)
+        conversion.note(path, type(module).__name__, _own_shapes(module), recipe, reason)
+        return result
 
     with nn.intercept_methods(intercept):
-        yield
+        yield conversion
     if seen and unmatched:
         raise ValueError(
             f"pattern {min(unmatched)!r} matches no linear layer as a whole: "
@@ -113,11 +128,27 @@ def quantize_model(recipes: Mapping[str, str | Recipe], *, implementation: str |
         )
 
 
-def _call_with(module, product, call, args, kwargs):
-    """Calls a bound module's method while its `dot_general` is another; bound modules are frozen."""
-    before = module.dot_general
-    object.__setattr__(module, "dot_general", product)
+@contextmanager
+def _computing_as(module, path: str, recipe: Recipe | None, implementation: str | None):
+    """Gives a bound module, which is frozen, another recipe for a while; None: leaves it."""
+    if recipe is None:
+        other = {}
+    elif isinstance(module, Dense):
+        other = {"recipe": recipe, "implementation": implementation}
+    else:
+        refuse_dot_general_cls(path, module)
+        other = {"dot_general": dot_general(recipe, implementation=implementation)}
+    before = {name: getattr(module, name) for name in other}
     try:
-        return call(*args, **kwargs)
+        for name, value in other.items():
+            object.__setattr__(module, name, value)
+        yield
     finally:
-        object.__setattr__(module, "dot_general", before)
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
+
+
+def _own_shapes(module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a bound module's own parameters by name."""
+    own = nn.meta.unbox(module.variables.get("params", {}))
+    return {name: value.shape for name, value in own.items() if hasattr(value, "shape")}

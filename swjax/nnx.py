@@ -1,11 +1,13 @@
 """SwitchBack for Flax NNX: a drop-in `Linear`, and `quantize_model` for models that exist already."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from swjax.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.kernels import dispatch
 from swjax.partition import TOKENS, Layout
 from swjax.recipes import Recipe, first_match, get
@@ -55,6 +57,7 @@ class Linear(nnx.Linear):
                 "give it to flax.nnx.Linear, or choose a recipe here"
             )
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+        self.replaced = None  # recipe and implementation before `quantize_model`
         self.set_recipe(recipe, implementation)
         self.layout = layout if layout is not None else _layout(self.kernel)
 
@@ -81,6 +84,18 @@ class Linear(nnx.Linear):
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A `dot_general` in a module of Flax, and the one it stands in for."""
+
+    recipe: Recipe
+    product: Callable
+    replaced: Callable | None
+
+    def __call__(self, *args, **kwargs) -> jax.Array:
+        return self.product(*args, **kwargs)
+
+
 def quantize_model(
     model: nnx.Module, recipes: Mapping[str, str | Recipe], *, implementation: str | None = None
 ) -> nnx.Module:
@@ -88,6 +103,7 @@ def quantize_model(
 
     A linear layer is a module that takes a `dot_general`: `nnx.Linear`, `nnx.LinearGeneral` and so the
     projections of `nnx.MultiHeadAttention`. Parameters stay as they are, and so do checkpoints.
+    `print(describe_model(model))` shows what was converted and what was not; `restore_model` undoes it.
 
     Args:
       model: any NNX model; it is changed.
@@ -99,24 +115,93 @@ def quantize_model(
       `model`.
 
     Raises:
-      ValueError: an expression matches no linear layer, or there is no such recipe.
+      ValueError: an expression matches no linear layer, or one that makes its product itself with a
+        `dot_general_cls`; or there is no such recipe.
 
     >>> mlp = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
-    >>> mlp = quantize_model(mlp, {r"layers/.*": "switchback"})
+    >>> mlp = quantize_model(mlp, {r"layers/0": "switchback"})
+    >>> print(describe_model(mlp))
+    layers/0  Linear.kernel  3 x 8  switchback
+    layers/1  Linear.kernel  8 x 2  -           no expression matches its path
+    1 of 2 matrices converted, 24 of 40 elements (60%)
     """
-    linears = {
-        "/".join(map(str, path)): module
-        for path, module in nnx.iter_modules(model)
-        if hasattr(module, "dot_general")
-    }
-    for path, recipe in first_match(recipes, linears).items():
-        if isinstance(linears[path], Linear):
-            linears[path].set_recipe(recipe, implementation)
+    linears = {path: module for path, module in _modules(model) if hasattr(module, "dot_general")}
+    chosen = {path: get(recipe) for path, recipe in first_match(recipes, linears).items()}
+    for path in chosen:
+        refuse_dot_general_cls(path, linears[path])
+    for path, recipe in chosen.items():
+        layer, before = linears[path], _conversion_of(linears[path])
+        if isinstance(layer, Linear):
+            layer.replaced = before or (layer.recipe, layer.implementation)
+            layer.set_recipe(recipe, implementation)
         else:
-            linears[path].dot_general = dot_general(
-                recipe, implementation=implementation, layout=_layout(linears[path].kernel)
-            )
+            layout = _layout(layer.kernel)
+            product = dot_general(recipe, implementation=implementation, layout=layout)
+            replaced = before.replaced if before else layer.dot_general
+            layer.dot_general = _Product(recipe, product, replaced)
     return model
+
+
+def restore_model(model: nnx.Module) -> nnx.Module:
+    """Undoes `quantize_model`, however often it was called: every layer computes as it first did.
+
+    Args:
+      model: it is changed.
+
+    Returns:
+      `model`.
+
+    >>> layer = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)))
+    >>> restore_model(quantize_model(layer, {".*": "llm_int8"})).layers[0].dot_general.__name__
+    'dot_general'
+    """
+    for _, module in nnx.iter_modules(model):
+        before = _conversion_of(module)
+        if before and isinstance(module, Linear):
+            module.set_recipe(*before)
+            module.replaced = None
+        elif before:
+            module.dot_general = before.replaced
+    return model
+
+
+def _conversion_of(module):
+    """What `quantize_model` has left in a module; None: it has not been there."""
+    if isinstance(module, Linear):
+        return module.replaced
+    product = getattr(module, "dot_general", None)
+    return product if isinstance(product, _Product) else None
+
+
+def describe_model(model: nnx.Module) -> Conversion:
+    """What every matrix of a model is multiplied with: a table to be printed.
+
+    Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves take no
+    `dot_general`, so that no recipe reaches them. An example is under `quantize_model`.
+
+    Args:
+      model: any NNX model, converted or not.
+    """
+    conversion = Conversion()
+    for path, module in _modules(model):
+        own = {name: v.shape for name, v in vars(module).items() if isinstance(v, nnx.Param)}
+        conversion.note(path, type(module).__name__, own, *_recipe_of(module))
+    return conversion
+
+
+def _recipe_of(module: nnx.Module) -> tuple[Recipe | None, str]:
+    """The recipe of a module's product, or None and why there is none."""
+    if isinstance(module, Linear):
+        return module.recipe, ""
+    if not hasattr(module, "dot_general"):
+        return None, "takes no dot_general"
+    product = _conversion_of(module)
+    return (product.recipe, "") if product else (None, UNMATCHED)
+
+
+def _modules(model: nnx.Module):
+    for path, module in nnx.iter_modules(model):
+        yield "/".join(map(str, path)), module
 
 
 def set_layouts(model: nnx.Module, spec_of: Callable[[str], P], tokens: P = TOKENS) -> nnx.Module:

@@ -190,9 +190,10 @@ def _vary(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def contracted_last(spec: Spec, axis: int) -> Spec:
-    """The spec of an operand once the axis that a product sums over is the last; 0: all but the last."""
-    return Spec((spec[-1], _union(spec[:-1]))) if axis == 0 else spec
+def as_matrix(spec: Spec, transpose: bool) -> Spec:
+    """The spec of an array whose leading dimensions have become one."""
+    rows, columns = _union(spec[:-1]), spec[-1]
+    return Spec((columns, rows) if transpose else (rows, columns))
 
 
 def plan(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:

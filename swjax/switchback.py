@@ -171,10 +171,10 @@ def _check(x, w, bias):
 
 
 class _Operand(NamedTuple):
-    """A matrix [rows, columns], with leading axes, in the forms that exist of it."""
+    """A matrix, perhaps with leading axes, in the forms that exist of it."""
 
     wide: jax.Array | None = None
-    rows_quantized: QTensor | None = None  # one scale a row, or one in all
+    quantized: QTensor | None = None
 
 
 class _Residuals(NamedTuple):
@@ -205,7 +205,7 @@ def _forward(x, w, bias, prologue, settings) -> tuple[jax.Array, _Residuals]:
         x_q = QTensor(
             checkpoint_name(x_q.values, "swjax_x_q"), checkpoint_name(x_q.scale, "swjax_x_scale")
         )
-        saved_w = _Operand(rows_quantized=_quantize(fwd.rhs, w, settings.plan.w, 0, settings).T)
+        saved_w = _Operand(quantized=_quantize(fwd.rhs, w, settings.plan.w, 0, settings))
     else:
         saved_w = _Operand(w)
     y = _multiply(
@@ -213,7 +213,7 @@ def _forward(x, w, bias, prologue, settings) -> tuple[jax.Array, _Residuals]:
     )
     residuals = _Residuals(
         inputs=None if prologue is None else inputs,
-        x=_Operand(rows_quantized=x_q) if save_quantized else _Operand(x),
+        x=_Operand(quantized=x_q) if save_quantized else _Operand(x),
         w=saved_w,
         w_like=jnp.empty(0, w.dtype),
         bias_like=None if bias is None else jnp.empty(0, bias.dtype),
@@ -311,37 +311,45 @@ def _multiply(
     if product is None:
         return multiply(wide_a, wide_b, bias, out_dtype)
 
-    a_spec, b_spec, (a_axis, b_axis) = _geometry(name, settings.plan)
+    (a_spec, a_axis), (b_spec, b_axis) = _geometry(name, settings.plan)
+    if product.outlier_threshold:
+        inliers, outliers = _split_outliers(
+            wide_a, product.outlier_threshold, a_spec, settings.plan
+        )
+        a = _Operand(inliers)
+    narrow_a = _narrow(product.lhs, a, a_spec, a_axis, settings)
     narrow_b = _narrow(product.rhs, b, b_spec, b_axis, settings)
     if not product.outlier_threshold:
-        narrow_a = _narrow(product.lhs, a, a_spec, a_axis, settings)
         return multiply(narrow_a, narrow_b, bias, out_dtype)
-
-    inliers, outliers = _split_outliers(wide_a, product.outlier_threshold, a_spec, settings.plan)
-    narrow_a = _narrow(product.lhs, _Operand(inliers), a_spec, a_axis, settings)
     narrow = multiply(narrow_a, narrow_b, bias, "float32")
     return (narrow + multiply(outliers, wide_b, None, "float32")).astype(out_dtype)
 
 
-def _geometry(name: str, plan: Plan) -> tuple[Spec, Spec, tuple[int, int]]:
-    """Where a product's operands lie, and the axis it sums over in each; 0 of x or g: all their tokens."""
+def _geometry(name: str, plan: Plan) -> tuple[tuple[Spec, int], tuple[Spec, int]]:
+    """Where a product's operands lie, and the axis it sums over in each; 0 of x and g: all their tokens."""
     return {
-        "fwd": (plan.x, plan.w, (-1, 0)),
-        "dgrad": (plan.y, plan.w, (-1, 1)),
-        "wgrad": (plan.x, plan.y, (0, 0)),
+        "fwd": ((plan.x, -1), (plan.w, 0)),
+        "dgrad": ((plan.y, -1), (plan.w, -1)),
+        "wgrad": ((plan.x, 0), (plan.y, 0)),
     }[name]
 
 
+class _Narrow(NamedTuple):
+    """A quantized operand of a product."""
+
+    q: QTensor
+    specs: QTensor
+    axis: int  # that is summed over
+
+
 def _in_shards(name, settings, a, b, bias, out_dtype) -> jax.Array:
-    """The product of two operands, both narrow (see `_narrow`) or both wide."""
-    plan, multiply = settings.plan, partial(_local_product, name, settings, out_dtype)
-    a_spec, b_spec, axes = _geometry(name, plan)
-    narrow = isinstance(a, QTensor)
-    if narrow:
-        a_spec, b_spec = (
-            partition.specs_of(q, partition.contracted_last(spec, axis))
-            for q, spec, axis in zip((a, b), (a_spec, b_spec), axes)
-        )
+    """The product of two operands, both narrow or both wide."""
+    plan, contract = settings.plan, None
+    (a_spec, _), (b_spec, _) = _geometry(name, plan)
+    if isinstance(a, _Narrow):
+        (a, a_spec, a_axis), (b, b_spec, b_axis) = a, b
+        contract = a_axis, b_axis
+    multiply = partial(_local_product, name, settings, out_dtype, contract)
     if name == "wgrad":
         return plan.run(
             lambda x, g: plan.scatter_sum(multiply(x, g, None)), (a, b), (a_spec, b_spec), plan.w
@@ -355,10 +363,10 @@ def _in_shards(name, settings, a, b, bias, out_dtype) -> jax.Array:
     return plan.run(step, (a, b, bias), (a_spec, b_spec, Spec((plan.n,))), out_spec)
 
 
-def _local_product(name, settings, out_dtype, a, b, bias):
+def _local_product(name, settings, out_dtype, contract, a, b, bias):
     run = _runner(settings)
     if isinstance(a, QTensor):
-        return run("matmul", a, b, bias, out_dtype=out_dtype)
+        return run("matmul", a, b, bias, out_dtype=out_dtype, contract=contract)
     precision = settings.precision
     if name == "wgrad":
         return run("weight_gradient", _flat(a), _flat(b), out_dtype=out_dtype, precision=precision)
@@ -366,31 +374,27 @@ def _local_product(name, settings, out_dtype, a, b, bias):
     return reference.dot(a, b, axes, bias, out_dtype=out_dtype, precision=precision)
 
 
-def _narrow(quantizer: Quantizer, t: _Operand, spec: Spec, axis: int, settings) -> QTensor:
-    """`t` quantized, for a product that sums over its `axis`, which becomes the last one."""
-    q = t.rows_quantized
-    if q is not None and axis == 0 and math.prod(q.scale.shape[:-1]) == 1:
-        return settings.plan.run(
-            lambda q: QTensor(_flat(q.values).T, _flat(q.scale).T),
-            (q,),
-            (partition.specs_of(q, spec),),
-            QTensor(partition.contracted_last(spec, 0), Spec(((), ()))),
-        )
-    if q is not None and axis != 0 and q.scale.shape[axis] == 1:
-        return q
+def _narrow(quantizer: Quantizer, t: _Operand, spec: Spec, axis: int, settings) -> _Narrow:
+    """`t` quantized, for a product that sums over `axis`."""
+    q = t.quantized
+    if q is not None and (axis == -1 or q.values.ndim == 2) and q.scale.shape[axis] == 1:
+        return _Narrow(q, partition.specs_of(q, spec), axis)
     wide = _widen(t, "float32") if t.wide is None else t.wide
-    return _quantize(quantizer, wide, spec, axis, settings)
+    # Kernels sum over the last axis; XLA for CPUs takes either, and is slow with what was transposed.
+    transpose = axis == 0 and jax.default_backend() == "gpu" and settings.implementation != "xla"
+    q = _quantize(quantizer, wide, spec, axis, settings, transpose)
+    spec = partition.as_matrix(spec, transpose) if axis == 0 else spec
+    return _Narrow(q, partition.specs_of(q, spec), -1 if transpose else axis)
 
 
-def _quantize(quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, settings) -> QTensor:
-    """`x` for a product that sums over its `axis`, 0 (all but the last axis) or the last one.
-
-    Returns:
-      The values with the summed axis last: for axis 0 those of a matrix [last axis, all others].
-    """
+def _quantize(
+    quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, settings, transpose: bool = False
+) -> QTensor:
+    """`x` for a product that sums over `axis`; for axis 0 as a matrix [all but the last axis, the last]."""
     plan, run, per_tensor = settings.plan, _runner(settings), quantizer.scope == "tensor"
-    spanned = spec if per_tensor else spec[:-1] if axis == 0 else spec[-1:]
-    options = {"dtype": quantizer.dtype, "transpose": axis == 0}
+    spec_out = partition.as_matrix(spec, False) if axis == 0 else spec
+    spanned = spec_out if per_tensor else (spec_out[axis],)
+    options = {"dtype": quantizer.dtype, "transpose": transpose}
 
     def step(x):
         x = _flat(x) if axis == 0 else x
@@ -400,9 +404,12 @@ def _quantize(quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, setting
         absmax = plan.maximum(reference.absolute_maximum(x, axes), *spanned)
         return run("quantize_by", x, absmax, **options)
 
-    out = partition.contracted_last(spec, axis)
-    scale = Spec(() for _ in out) if per_tensor else Spec((*out[:-1], ()))
-    return plan.run(step, (x,), (spec,), QTensor(out, scale))
+    whole = range(len(spec_out)) if per_tensor else (axis % len(spec_out),)
+    scale = Spec(() if i in whole else axes for i, axes in enumerate(spec_out))
+    specs = QTensor(spec_out, scale)
+    if transpose:
+        specs = QTensor(*(Spec(reversed(spec)) for spec in specs))
+    return plan.run(step, (x,), (spec,), specs)
 
 
 def _quantize_and_sum(g: jax.Array, dtype: str, settings):
@@ -462,7 +469,7 @@ def _flat(x: jax.Array) -> jax.Array:
 
 def _widen(t: _Operand, dtype: str) -> jax.Array:
     if t.wide is None:
-        return reference.dequantize(t.rows_quantized, dtype)
+        return reference.dequantize(t.quantized, dtype)
     return t.wide.astype(dtype)
 
 

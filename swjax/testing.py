@@ -12,7 +12,10 @@ _INSTRUCTION = re.compile(
     re.MULTILINE,
 )
 _OPERAND = re.compile(r"%([\w.-]+)")
-_LIBRARY_PRODUCT = re.compile(r'custom_call_target="[^"]*(gemm|matmul)')
+# A library's product, or one of swjax's kernels, which `swjax.kernels.dispatch` names by a scope.
+_CALLED_PRODUCT = re.compile(
+    r'custom_call_target="[^"]*(gemm|matmul)|op_name="[^"]*swjax_(matmul|weight_gradient)/'
+)
 _HLO_TYPES = {"int8": ("s8", "s32"), "float8_e4m3fn": ("f8e4m3fn",), "float8_e5m2": ("f8e5m2",)}
 
 
@@ -37,7 +40,10 @@ def matrix_products(fn: Callable, *args, **kwargs) -> Counter:
         instructions = list(_INSTRUCTION.finditer(computation))
         types = {instruction["name"]: instruction["type"] for instruction in instructions}
         for instruction in instructions:
-            if instruction["op"] == "dot" or _LIBRARY_PRODUCT.search(instruction["operands"]):
+            called = instruction["op"] == "custom-call"
+            if instruction["op"] == "dot" or (
+                called and _CALLED_PRODUCT.search(instruction["operands"])
+            ):
                 lhs, rhs = _OPERAND.findall(instruction["operands"])[:2]
                 found[types[lhs], types[rhs]] += 1
     return found

@@ -1,18 +1,21 @@
 """The one training loop: CLIP with a config's recipe, optimizer and data, on one device or many.
 
 Read `train` from top to bottom; what it calls stands below it, in that order. A run is a directory:
-config.json  env.txt  metrics.jsonl  tensorboard/  checkpoints/<step>/  results.json  report/
+config.json  env.txt  metrics.jsonl  skipped.log  tensorboard/  checkpoints/<step>/  results.json
+report/
 """
 
 import json
 import math
 import re
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from swjax import config as config_lib
 from swjax import data, environment, evaluators, recipes, report, sharding
@@ -21,6 +24,7 @@ from swjax.config import ConfigError, blame, choice
 from swjax.interrupt import catch
 from swjax.metrics import Meter, MetricLog, Packer, Progress
 from swjax.models import clip
+from swjax.nnx import set_layouts
 from swjax.train_step import make_optimizer, make_schedule, make_train_step, partition
 
 MAX_ROLLBACKS = 3  # to one checkpoint
@@ -43,7 +47,8 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
     check(config)
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    with lock(workdir), catch() as interrupt:
+    bad_examples = data.log_to(workdir / "skipped.log")
+    with lock(workdir), catch() as interrupt, bad_examples, blame_data():
         code = 0 if is_finished(config, workdir) else train(config, workdir, interrupt)
         if code == 0 and (workdir / "results.json").exists():
             tell_results(workdir)
@@ -61,6 +66,8 @@ def train(config, workdir: Path, interrupt) -> int:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # evaluators' too
     source = open_source(config, "train")
+    for split in ("val", "test"):
+        open_source(config, split)  # a mistake shows now, not at the first evaluation
     sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     total = config_lib.steps(config.train, "", **sizes)
     schedule = make_schedule(config, total, config_lib.steps(config.schedule, "warmup_", **sizes))
@@ -73,7 +80,7 @@ def train(config, workdir: Path, interrupt) -> int:
     init, graphdef = make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
-    state, data_step = init_or_restore(config, checkpoints, init, like)
+    state, position = init_or_restore(config, checkpoints, init, like)
     step = int(state["step"])
     record_setup(config, workdir, progress, step)
     packer = Packer()
@@ -83,23 +90,23 @@ def train(config, workdir: Path, interrupt) -> int:
         out_shardings=(jax.tree.map(lambda x: x.sharding, like), None),
     )
     evaluate = make_evaluate(config, graphdef, mesh)
+    batches = open_batches(config, source, position)
     if config.train.nan_policy == "rollback" and checkpoints.latest_step() is None:
-        checkpoints.save(step, state, data_step)
+        checkpoints.save(step, state, batches.position(gather))
 
     # ---------------------------------------------------------------------------------
     # Train
     # ---------------------------------------------------------------------------------
     log = MetricLog(workdir, config, last_step=step)
-    batches = open_batches(config, source, data_step)
     meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
-    pending, previous, rollbacks, stopping = {}, None, 0, False
+    pending, skipped, previous, rollbacks, stopping = {}, {}, None, 0, False
     with closing(log), closing(batches), closing(checkpoints):
         while step < total and not stopping:
             with meter.waiting():
                 batch = next(batches)
             state, vector = train_step(state, sharding.shard_batch(batch, mesh))
-            step, data_step = step + 1, data_step + 1
-            pending[step] = vector
+            step += 1
+            pending[step], skipped[step] = vector, batches.skipped
             if previous is None:
                 jax.block_until_ready(vector)
                 progress.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
@@ -112,13 +119,14 @@ def train(config, workdir: Path, interrupt) -> int:
             if not (evaluating or saving or is_due(step, config.log.every_steps)):
                 continue
             records = packer.records(jax.device_get(pending))
+            records = [record | {"data/skipped": skipped.pop(record["step"])} for record in records]
             pending = {}
             perf = meter.read()
             bad = first_bad(records) if config.train.nan_policy != "skip" else ""
             if bad and config.train.nan_policy == "rollback" and rollbacks < MAX_ROLLBACKS:
                 rollbacks += 1
                 state, _ = checkpoints.restore(like)
-                step = int(state["step"])  # data_step goes on: the data that led here is left out
+                step = int(state["step"])  # the data that led here is left out: batches go on
                 log.rewind(step)
                 progress.say(f"{bad}: back to step {step}, past the data of these steps")
                 continue
@@ -131,7 +139,7 @@ def train(config, workdir: Path, interrupt) -> int:
                 return 1
             meter.restart()  # throughput leaves evaluation out
             if saving:
-                checkpoints.save(step, state, data_step)
+                checkpoints.save(step, state, batches.position(gather))
                 rollbacks = 0
     if step < total:
         progress.say(f"interrupted: step {step} is saved in {workdir}; the same command goes on")
@@ -190,7 +198,7 @@ def make_init(config, cfg: clip.CLIPConfig, optimizer):
     """
 
     def model():
-        return clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed))
+        return set_layouts(clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed)), sharding.spec_of)
 
     def init():
         params = nnx.to_pure_dict(nnx.state(model(), nnx.Param))
@@ -202,7 +210,7 @@ def make_init(config, cfg: clip.CLIPConfig, optimizer):
 
 
 def init_or_restore(config, checkpoints: Checkpoints, init, like):
-    """The first train state of this process and its data position, which counts batches.
+    """The first train state of this process and its position in the data; None: the beginning.
 
     Looks in this workdir, then in `checkpoint.resume`, then takes parameters from
     `checkpoint.init_from`, then starts from scratch.
@@ -220,54 +228,102 @@ def init_or_restore(config, checkpoints: Checkpoints, init, like):
         state["params"] = other.restore_params(like["params"])
         if "ema" in state:
             state["ema"] = jax.tree.map(jnp.copy, state["params"])
-    return state, 0
+    return state, None
 
 
 def open_source(config, split: str):
-    """The records of a split, "train", "val" or "test": random access, prepared at first use."""
+    """The examples of a split, "train", "val" or "test", by number; prepared at first use.
+
+    Returns:
+      The source; None if the config names no such split, and that is not "train".
+    """
     c = config.data
-    options = c[c.name].to_dict() if c.name in c else {}
-    if c.name == "synthetic":
+    name = c.name if split == "train" else config.eval.data or c.name
+    if name != "mixture":
+        return open_part(c, name, split)
+    if split != "train":
+        raise ConfigError(
+            "config.eval.data='' but a mixture has no val and test splits: name the data set to "
+            f"evaluate on, {', '.join(c.mixture)} or another"
+        )
+    for part, settings in c.mixture.items():
+        if not {"name", "weight"} <= set(settings):
+            raise ConfigError(
+                f"config.data.mixture.{part} needs a name, of a data set, and a weight; it has "
+                f"{', '.join(settings)}"
+            )
+    parts = {part: (open_part(c, part, split), c.mixture[part].weight) for part in c.mixture}
+    with blame("data.mixture"):
+        return data.Mixture(parts)
+
+
+def open_part(c, name: str, split: str):
+    """A split of a data set, or of a part of the mixture; see `open_source`."""
+    part = c.mixture[name].to_dict() if name in c.mixture else {"name": name}
+    kind = part.pop("name")
+    options = c[kind].to_dict() if kind in c else {}
+    splits = options.pop("splits", {}) | part.pop("splits", {})
+    options |= {key: value for key, value in part.items() if key != "weight"}
+    if kind == "synthetic":
         options["image_size"] = c.image_size
-    split = options.pop("splits", {}).get(split, split)
+    where = splits.get(split, split)
+    if not where and split != "train":
+        return None
     with blame("data"):
-        return data.source(c.name, split, data_dir=c.dir, **options)
+        if not where:
+            raise ValueError(f"{name}.splits.{split} is empty: name the data to train on")
+        return data.source(kind, where, data_dir=c.dir, **options)
 
 
-def open_batches(config, source, data_step: int):
-    """This process's part of every training batch, from number `data_step` on."""
-    return data.loader(
-        source,
-        batch_size=config.train.batch_size // jax.process_count(),
-        seed=config.train.seed,
-        start_step=data_step,
-        train=True,
-        context_length=config.data.context_length,
-        image_size=config.data.image_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-        workers=config.data.workers,
-    )
+def open_batches(config, source, position: dict | None):
+    """This process's part of every training batch, from a position on."""
+    c = config.data
+    with blame("data"):
+        return data.loader(
+            source,
+            batch_size=config.train.batch_size // jax.process_count(),
+            seed=config.train.seed,
+            position=position,
+            context_length=c.context_length,
+            image_size=c.image_size,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            workers=c.workers,
+            shuffle=c.shuffle,
+            shuffle_shards=c.shuffle_shards,
+            on_bad=c.on_bad,
+            max_bad_share=c.max_bad_share,
+        )
+
+
+@contextmanager
+def blame_data():
+    """Says in one line that too many examples cannot be read."""
+    try:
+        yield
+    except data.BadData as error:
+        raise ConfigError(
+            f"config.data: {error}; config.data.max_bad_share and on_bad say what is allowed"
+        ) from error
+
+
+def gather(own: np.ndarray) -> np.ndarray:
+    """int64 [n] of every process as [processes, n] on each; JAX would cut it to int32."""
+    return multihost_utils.process_allgather(own.view(np.int32)).view(np.int64)
 
 
 def make_evaluate(config, graphdef, mesh):
     """Returns a function (state, split, examples) -> (scores by name, that many predictions)."""
 
-    @jax.jit
-    def embed(params, batch):
-        model, out = nnx.merge(graphdef, params), {}
-        if "image" in batch:
-            images = data.preprocess(batch["image"], None, config.data.image_size)
-            out["image"], _ = model.encode_image(images)
-        if "text" in batch:
-            out["text"], _ = model.encode_text(batch["text"])
-        return out
+    embed = evaluators.predictor(graphdef, config.data.image_size)
 
     def predict(params, batch):
         return embed(params, sharding.shard_batch(batch, mesh))
 
     def evaluate(state, split, examples=0):
         source, params = open_source(config, split), state.get("ema", state["params"])
+        if source is None:
+            return {}, []
         sizes = {
             "batch_size": config.eval.batch_size,
             "context_length": config.data.context_length,
@@ -287,7 +343,7 @@ def make_evaluate(config, graphdef, mesh):
             predict,
             source,
             templates=source.templates,
-            name=f"{config.data.name}_{split}",
+            name=f"{config.eval.data or config.data.name}_{split}",
             **sizes,
         )
         predictions = zero_shot.predictions(params, count=examples) if examples else []

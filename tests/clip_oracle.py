@@ -27,6 +27,13 @@ def abstract(cfg):
     return nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
 
 
+def shapes(cfg):
+    """The shape of every parameter, by its path as in "text/ln_final/bias"."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(abstract(cfg)[1]))
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    return {name(path): leaf.shape for path, leaf in leaves}
+
+
 def compiled(function, *args):
     """`function` traced under strict promotion, and compiled in little time."""
     traced = jax.jit(function).trace(*args)

@@ -15,7 +15,7 @@ FP8 = {
 def _scaled(x, axis, largest):
     x = x.astype(np.float32)
     absmax = np.max(np.abs(x), axis=axis, keepdims=True)
-    absmax = np.maximum(absmax, np.float32(2.0**-100))
+    absmax = np.maximum(absmax, np.float32(2.0**-92))
     return x * (largest / absmax), absmax.astype(np.float64) / float(largest)
 
 

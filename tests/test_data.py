@@ -274,10 +274,12 @@ def test_preprocess_refuses(images, message):
 
 def test_fit_cuts_the_middle_of_the_longer_side():
     image = np.zeros((10, 30, 3), np.uint8)
-    image[:, 10:20] = 200
+    image[:, 6:24] = 200  # four pixels on each side that only the filter sees
     fitted = pixels.fit(image, 5)
     assert fitted.shape == (5, 5, 3) and (fitted == 200).all()
     np.testing.assert_array_equal(fitted, pixels.fit(image.transpose(1, 0, 2), 5))
+    image[:, 8:22] = 100
+    assert (pixels.fit(image, 10)[:, [0, -1]] == 100).all()
     np.testing.assert_array_equal(pixels.fit(fitted, 5), fitted)
 
 

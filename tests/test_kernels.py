@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,7 +14,7 @@ import pytest
 import swjax
 from swjax.kernels import dispatch, reference
 
-SMALLEST_SCALE = 2.0**-100
+SMALLEST_SCALE = 2.0**-92
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -100,6 +102,82 @@ def test_quantization_is_the_same_jitted_and_not(dtype):
     jax.tree.map(
         np.testing.assert_array_equal, swjax.quantize(x, (-1,), dtype), jitted(x, (-1,), dtype)
     )
+
+
+@pytest.mark.parametrize("numerator", reference.LARGEST.values())
+def test_division_is_correctly_rounded(numerator):
+    """For divisors of every magnitude that an absolute maximum has, and the edges of these."""
+    rng = np.random.default_rng(0)
+    y = np.exp2(rng.uniform(np.log2(reference.SMALLEST_ABSMAX), 127.9, 100_000)).astype(np.float32)
+    largest = np.finfo(np.float32).max
+    y = np.concatenate([y, np.float32([reference.SMALLEST_ABSMAX, 1, 127, 2.0**90, largest])])
+    for divide in (reference.divide, jax.jit(reference.divide)):
+        np.testing.assert_array_equal(divide(numerator, y), np.float32(numerator) / y)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantize_and_sum_is_both(dtype):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 40, 33)), dtype)
+    q, total = reference.quantize_and_sum(x)
+    jax.tree.map(np.testing.assert_array_equal, q, reference.quantize(x))
+    assert total.dtype == jnp.float32
+    np.testing.assert_allclose(
+        total, np.sum(np.asarray(x, np.float64), (0, 1)), rtol=1e-5, atol=1e-5
+    )
+
+
+def vjp_of(function, gradient, *primals):
+    y, vjp = jax.vjp(function, *primals)
+    return y, vjp(gradient)
+
+
+def normal(*shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("shape", [(5, 33), (2, 3, 64), (7,)])
+def test_layer_norm_is_that_of_flax(shape):
+    x, gamma, beta, gradient = normal(shape, shape[-1:], shape[-1:], shape)
+    layer = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False)
+
+    def flax(x, gamma, beta):
+        return layer.apply({"params": {"scale": gamma, "bias": beta}}, x)
+
+    want = vjp_of(flax, gradient, x, gamma, beta)
+    y, none = reference.layer_norm(x, gamma, beta, epsilon=1e-5)
+    got = y, reference.layer_norm_backward(x, gamma, gradient, epsilon=1e-5)
+    assert none is None
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_gelu_is_that_of_jax(approximate):
+    gradient, noise = normal((4, 1000), (4, 1000))
+    x = jnp.linspace(-12, 12, 4000).reshape(4, 1000) + noise
+    want, (want_dx,) = vjp_of(partial(jax.nn.gelu, approximate=approximate), gradient, x)
+    y, _ = reference.gelu(x, approximate=approximate)
+    dx, none, total = reference.gelu_backward(x, gradient, approximate=approximate)
+    assert none is None
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
+    close(y, want)
+    close(dx, want_dx)
+    close(total, np.sum(np.asarray(dx, np.float64), 0))
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("target", reference.LARGEST)
+def test_fused_quantizers_quantize_the_rounded_result(wide, target):
+    x, gamma, beta = (t.astype(jnp.bfloat16) for t in normal((6, 64), (64,), (64,)))
+    layer_norm = partial(reference.layer_norm, x, gamma, beta, epsilon=1e-6)
+    for operation in (layer_norm, partial(reference.gelu, x)):
+        y, q = operation(quantize_to=target, wide=wide)
+        full, _ = operation()
+        assert full.dtype == jnp.bfloat16
+        jax.tree.map(np.testing.assert_array_equal, q, reference.quantize(full, (-1,), target))
+        assert (y is None) == (not wide)
+    dx, q, _ = reference.gelu_backward(x, x, quantize_to=target)
+    jax.tree.map(np.testing.assert_array_equal, q, reference.quantize(dx, (-1,), target))
 
 
 def test_an_unknown_implementation_is_refused_by_name():

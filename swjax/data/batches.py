@@ -1,35 +1,106 @@
-"""Batches of a source, in an order that a seed fixes, from any step on."""
+"""Batches of a source, in an order that a seed fixes, from any position on."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from swjax.data.images import fit, random_resized_crop
+from swjax.data.examples import EvalExample, TrainExample
 from swjax.data.packages import require
+from swjax.data.progress import Position, Progress
+from swjax.data.skipping import Skips
 from swjax.data.sources import Source
-from swjax.data.tokenizer import tokenize
 
 _THREADS = 2
-_BATCHES_AHEAD = 4
-_KEPT_BYTES = 2**30  # sources whose scaled images fit are decoded once
+_CHUNK = 128  # examples that are loaded as one piece
+_CHUNKS_AHEAD = 4
+_MOST_EXAMPLES = 2**31 - 1  # labels are int32
+_CROPS = 4  # tells the seed of captions and crops from that of the order
 
 
 class Batches(Iterator):
-    """Iterator over batches that can be closed."""
+    """Iterator over the batches of an evaluation; it can be closed."""
 
-    def __init__(self, batches: Iterator):
-        self._batches = batches
+    def __init__(self, chunks: Iterator, skips: Skips):
+        self._chunks, self._skips = chunks, skips
 
     def __next__(self) -> dict[str, np.ndarray]:
-        if self._batches is None:
+        if self._chunks is None:
             raise StopIteration
-        return next(self._batches)
+        batch = next(self._chunks)
+        self._count(batch["error"])
+        batch["mask"] = batch["mask"] & (batch.pop("error") == b"")
+        return batch
 
     def close(self) -> None:
         """Ends its threads and processes."""
-        if hasattr(self._batches, "close"):
-            self._batches.close()
-        self._batches = None
+        if hasattr(self._chunks, "close"):
+            self._chunks.close()
+        self._chunks = None
+
+    def _count(self, errors: np.ndarray) -> None:
+        """Counts examples, good and bad, in their order."""
+        after = 0
+        for row in np.flatnonzero(errors != b"").tolist():
+            self._skips.good(row - after)
+            self._skips.bad(errors[row].decode(errors="replace"))
+            after = row + 1
+        self._skips.good(len(errors) - after)
+
+
+class TrainBatches(Batches):
+    """Iterator over batches of training, without end; it knows its position."""
+
+    def __init__(self, chunks: Iterator, skips: Skips, batch_size: int, state: Progress):
+        super().__init__(chunks, skips)
+        self._size, self._state = batch_size, state
+        self._chunk, self._at = {"error": np.empty(0, "S")}, 0  # rows before _at are done with
+        self._taken = state.taken
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._chunks is None:
+            raise StopIteration
+        pieces, missing = [], self._size
+        while missing:
+            pieces.append(self._next_rows(missing))
+            missing -= len(pieces[-1]["index"])
+        done = dict(taken=self._taken, read=self._skips.read, skipped=self._skips.skipped)
+        self._state = dataclasses.replace(self._state, batches=self._state.batches + 1, **done)
+        if len(pieces) == 1:
+            return pieces[0]
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    def _next_rows(self, most: int) -> dict[str, np.ndarray]:
+        """Returns the next good examples of one chunk, at most so many; counts the bad before them."""
+        if self._at == len(self._chunk["error"]):
+            self._chunk, self._at = next(self._chunks), 0
+        errors = self._chunk["error"][self._at :]
+        good = np.flatnonzero(errors == b"")[:most]
+        stop = good[-1] + 1 if len(good) == most else len(errors)
+        self._count(errors[:stop])
+        # A slice is a view; rows that are picked out are copied.
+        rows = slice(self._at, self._at + stop) if len(good) == stop else self._at + good
+        self._at, self._taken = self._at + stop, self._taken + stop
+        return {name: array[rows] for name, array in self._chunk.items() if name != "error"}
+
+    def close(self) -> None:
+        """Ends its threads and processes, and lets go of what they have loaded."""
+        super().close()
+        self._chunk = None
+
+    @property
+    def skipped(self) -> int:
+        """How many examples this process has skipped in the run."""
+        return self._state.skipped
+
+    def position(self, gather: Callable[[np.ndarray], np.ndarray] = lambda own: own[None]) -> dict:
+        """Returns, for JSON, where the batches given so far end; the next loader goes on there.
+
+        Args:
+          gather: int64 [3] of this process -> [processes, 3], in order. All must call it after the
+            same number of batches. The default is for one process.
+        """
+        return self._state.position(gather)
 
 
 def loader(
@@ -38,40 +109,53 @@ def loader(
     batch_size: int,
     seed: int = 0,
     start_step: int = 0,
+    position: dict | None = None,
     train: bool = True,
     context_length: int = 77,
     image_size: int = 224,
     process_index: int = 0,
     process_count: int = 1,
     workers: int = 0,
+    shuffle: str = "global",
+    shuffle_shards: int = 16,
+    on_bad: str = "skip",
+    max_bad_share: float = 0.01,
 ) -> Batches:
     """Returns an iterator over this process's part of every batch.
 
     In training it never ends: epoch after epoch, each in an order of its own, with one caption of
-    each image at random. Batch n depends on the seed and n alone, neither on start_step nor on
-    workers. Otherwise it is one pass in order, each image with its first caption; all processes
-    give the same number of batches, the last ones padded.
+    each image at random. What comes depends on the seed and the position alone: not on the workers,
+    nor on where the run was interrupted. Otherwise it is one pass in order, each image with its first
+    caption; all processes give the same number of batches, the last ones padded.
+
+    An example that cannot be read is counted, logged with its key, and left out: in training the next
+    takes its place, in evaluation it is masked. None is seen twice for it.
 
     Args:
       source: examples by number.
       batch_size: examples in a batch of this process.
       seed: of order, captions and crops.
-      start_step: batches to leave out: a resumed run goes on here.
+      start_step: batches to leave out.
+      position: `position()` of an earlier loader, of any number of processes and any batch size, which
+        this one goes on from; not beside start_step.
       train: see above.
       context_length: tokens of a caption.
       image_size: pixels, height = width.
       process_index: of this process, which takes every process_count-th example.
       process_count: processes that share the examples.
       workers: processes that load; 0: threads.
+      shuffle, shuffle_shards: see `swjax.data.order.order`.
+      on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 
     Returns:
-      An iterator, with close(), over dicts of arrays: image uint8 [b, image_size, image_size,
-      3 or 4], text int32 [b, context_length], label int32 [b], index int64 [b] (in the source),
-      and, unless training, mask bool [b] (False for padding).
+      An iterator, with close() and, in training, position(), over dicts of arrays: image uint8 [b,
+      image_size, image_size, 3 or 4], text int32 [b, context_length], label int32 [b], index int64
+      [b] (in the source), and, unless training, mask bool [b] (False for padding).
 
     Raises:
       ValueError: if the source has fewer examples than a batch of all processes, in training; if
-        a number makes no sense.
+        a number makes no sense; if the position is of another data set.
+      BadData: from the iterator, when too many examples cannot be read.
 
     >>> from swjax.data import source
     >>> patterns = source("synthetic", "train", image_size=8, examples=10)
@@ -79,94 +163,75 @@ def loader(
     >>> [batch["index"][batch["mask"]].tolist() for batch in batches]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
-    require("grain", "PIL")
-    import grain
-    from absl import flags
-
+    require("grain", "PIL", *(["simplejpeg"] if hasattr(source, "stored") else []))
     if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
         raise ValueError(
             f"batch_size must be positive, workers not negative and process_index below "
             f"process_count; they are {batch_size}, {workers}, {process_index}, {process_count}"
         )
-    if start_step < 0:
-        raise ValueError(f"start_step must not be negative; it is {start_step}")
-    size = len(source)
-    if train:
-        if batch_size * process_count > size:
-            raise ValueError(
-                f"a batch of {batch_size * process_count} is larger than the data set of {size} "
-                "examples: lower the batch size"
-            )
-        examples = grain.MapDataset.range(size).seed(seed).shuffle().repeat()
-        examples = examples[process_index::process_count].random_map(
-            _TrainExample(source, context_length, image_size)
+    if start_step < 0 or (start_step and position):
+        raise ValueError(
+            f"start_step must not be negative; it is {start_step}"
+            + (", beside a position: one of them says where to start" if position else "")
         )
+    if len(source) > _MOST_EXAMPLES:
+        raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")
+    share = process_index, process_count
+    sizes = {"context_length": context_length, "image_size": image_size}
+    skips = Skips(on_bad, max_bad_share)
+    skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
+    if not train:
+        rows = _evaluation(source, batch_size, share, **sizes)[start_step * batch_size :]
+        return Batches(_iterate(rows, batch_size, batch_size, workers), skips)
+    whole = batch_size * process_count
+    if whole > len(source):
+        raise ValueError(
+            f"a batch of {whole} is larger than the data set of {len(source)} examples: lower the "
+            "batch size"
+        )
+    if position:
+        state = Progress.of(position, len(source), *share)
     else:
-        whole = batch_size * process_count
-        positions = grain.MapDataset.range(-(-size // whole) * whole)
-        examples = positions[process_index::process_count].map(
-            _EvalExample(source, context_length, image_size)
-        )
-    batches = examples.batch(batch_size, drop_remainder=True)[start_step:]
+        start = Position(start=start_step * whole)
+        state = Progress(len(source), process_count, start, batches=start_step)
+    skips.read, skips.skipped = state.read, state.skipped
+    shuffling = {"seed": seed, "shuffle": shuffle, "shards": shuffle_shards}
+    rows = _training(source, state, share, shuffling, **sizes)
+    chunks = _iterate(rows, min(batch_size, _CHUNK), batch_size, workers)
+    return TrainBatches(chunks, skips, batch_size, state)
+
+
+def _training(source: Source, state: Progress, share: tuple, shuffling: dict, **sizes: int):
+    """Returns the examples that this process has still to take, as a Grain dataset without end."""
+    from swjax.data.order import Share, order
+
+    crops = np.random.SeedSequence([shuffling["seed"], _CROPS]).generate_state(1)[0]
+    examples = order(source, **shuffling).random_map(TrainExample(source, **sizes), seed=crops)
+    return Share(examples, state.base, *share)[state.taken :]
+
+
+def _evaluation(source: Source, batch_size: int, share: tuple, **sizes: int):
+    """Returns this process's examples, padded to whole batches, as a Grain dataset."""
+    import grain
+
+    process_index, process_count = share
+    whole = batch_size * process_count
+    positions = grain.MapDataset.range(-(-len(source) // whole) * whole)
+    return positions[process_index::process_count].map(EvalExample(source, **sizes))
+
+
+def _iterate(rows, chunk: int, batch_size: int, workers: int) -> Iterator:
+    """Puts examples together in chunks, and reads ahead in threads or processes."""
+    import grain
+    from absl import flags
+
+    chunks = rows.batch(chunk, drop_remainder=True)
     if workers == 0:
-        options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
-        return Batches(iter(batches.to_iter_dataset(options)))
+        ahead = max(_CHUNKS_AHEAD, 2 * (-(-batch_size // chunk)))
+        options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=ahead)
+        return iter(chunks.to_iter_dataset(options))
     if not flags.FLAGS.is_parsed():  # grain's processes read flags, even where there is no absl app
         flags.FLAGS.mark_as_parsed()
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_BATCHES_AHEAD)
-    dataset = batches.to_iter_dataset(options).mp_prefetch(
-        grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-    )
-    return Batches(iter(dataset))
-
-
-class _Example:
-    """Reads an example of a source and brings its image to size."""
-
-    def __init__(self, source: Source, context_length: int, image_size: int):
-        self._source = source
-        self._context_length, self._size = context_length, image_size
-        self._kept: dict[int, dict] | None = None
-        if not source.photographs and len(source) * image_size**2 * 4 <= _KEPT_BYTES:
-            self._kept = {}
-
-    def __getstate__(self):
-        return self.__dict__ | {"_kept": None if self._kept is None else {}}
-
-    def _read(self, index: int) -> dict:
-        """Returns an example with its image fitted; decoded once where that can be kept."""
-        if self._kept is not None and index in self._kept:
-            return self._kept[index]
-        example = self._source[index]
-        example = example | {"image": fit(example["image"], self._size)}
-        if self._kept is not None:
-            self._kept[index] = example
-        return example
-
-    def _arrays(self, index: int, image: np.ndarray, label: int, caption: str) -> dict:
-        return {
-            "image": image,
-            "text": tokenize(caption, self._context_length)[0],
-            "label": np.int32(label),
-            "index": np.int64(index),
-        }
-
-
-class _TrainExample(_Example):
-    def __call__(self, index: int, rng: np.random.Generator) -> dict:
-        if self._source.photographs:
-            example = self._source[index]
-            image = random_resized_crop(example["image"], rng, self._size)
-        else:
-            example = self._read(index)
-            image = example["image"]
-        caption = example["captions"][rng.integers(len(example["captions"]))]
-        return self._arrays(index, image, example["label"], caption)
-
-
-class _EvalExample(_Example):
-    def __call__(self, position: int) -> dict:
-        index = min(position, len(self._source) - 1)
-        example = self._read(index)
-        arrays = self._arrays(index, example["image"], example["label"], example["captions"][0])
-        return arrays | {"mask": np.bool_(position < len(self._source))}
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_CHUNKS_AHEAD)
+    processes = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
+    return iter(chunks.to_iter_dataset(options).mp_prefetch(processes))

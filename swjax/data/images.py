@@ -1,8 +1,13 @@
 """From stored pixels to what the image tower reads: on the host to size, on the device to floats."""
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from swjax.data.decoding import resize_with_pillow
 
 # Of OpenAI's CLIP: mean and standard deviation of red, green and blue in its training images.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -76,19 +81,26 @@ def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.clip(jax.vmap(move)(ink, scale, shift) * contrast, 0.0, 1.0)
 
 
-def fit(image: np.ndarray, size: int) -> np.ndarray:
-    """Scales the shorter side to `size`, bicubic and antialiased, and cuts out the middle.
+def fit(
+    image: np.ndarray, size: int, resize: Callable[..., np.ndarray] = resize_with_pillow
+) -> np.ndarray:
+    """Scales the shorter side to `size`, bicubic and antialiased, then cuts out the middle.
+
+    By Pillow these are the pixels that open_clip and torchvision's Resize and CenterCrop give, each of them.
 
     Args:
       image: uint8 [h, w, 3 or 4].
       size: pixels.
+      resize: `decoding.resize_with_pillow`, or the faster `decoding.resize`.
 
     Returns:
       uint8 [size, size, 3 or 4].
     """
-    height, width = image.shape[:2]
-    side = min(height, width)
-    return _crop(image, (height - side) // 2, (width - side) // 2, side, side, size)
+    sides = image.shape[:2]
+    height, width = (int(size * side / min(sides)) for side in sides)
+    scaled = resize(image, height, width)
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    return scaled[top : top + size, left : left + size]
 
 
 def random_resized_crop(
@@ -110,25 +122,29 @@ def random_resized_crop(
     Returns:
       uint8 [size, size, 3 or 4].
     """
-    height, width = image.shape[:2]
+    box = random_box(*image.shape[:2], rng, scale, ratio)
+    return resize_with_pillow(image[box], size)
+
+
+def random_box(
+    height: int,
+    width: int,
+    rng: np.random.Generator,
+    scale: tuple[float, float] = (0.9, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> tuple[slice, slice]:
+    """Returns the rows and columns of the rectangle that `random_resized_crop` cuts out."""
+    narrowest, widest = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
-        aspect = np.exp(rng.uniform(*np.log(ratio)))
-        h, w = round(np.sqrt(area / aspect)), round(np.sqrt(area * aspect))
+        aspect = math.exp(rng.uniform(narrowest, widest))
+        h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < h <= height and 0 < w <= width:
-            top, left = rng.integers(height - h + 1), rng.integers(width - w + 1)
-            return _crop(image, top, left, h, w, size)
+            return _box(rng.integers(height - h + 1), rng.integers(width - w + 1), h, w)
     # No such rectangle fits: the largest in the middle whose shape is within the range.
     h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
-    return _crop(image, (height - h) // 2, (width - w) // 2, h, w, size)
+    return _box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def _crop(image: np.ndarray, top: int, left: int, height: int, width: int, size: int) -> np.ndarray:
-    """Scales a rectangle to a square; opacity weighs colours."""
-    from PIL import Image
-
-    rectangle = image[top : top + height, left : left + width]
-    if rectangle.shape[:2] == (size, size):
-        return rectangle
-    pixels = Image.fromarray(np.ascontiguousarray(rectangle))
-    return np.asarray(pixels.resize((size, size), Image.Resampling.BICUBIC))
+def _box(top: int, left: int, height: int, width: int) -> tuple[slice, slice]:
+    return slice(top, top + height), slice(left, left + width)

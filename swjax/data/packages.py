@@ -3,7 +3,7 @@
 import importlib.util
 
 
-def require(*modules: str) -> None:
+def require(*modules: str, extra: str = "train") -> None:
     """Raises ModuleNotFoundError, in one line with the remedy, if a module is not installed.
 
     >>> require("json", "no_such_module")
@@ -13,5 +13,5 @@ def require(*modules: str) -> None:
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(
-                f'swjax.data needs {module}: pip install "swjax[train]"', name=module
+                f'swjax.data needs {module}: pip install "swjax[{extra}]"', name=module
             )

@@ -26,7 +26,7 @@ def prepared(make_builder: Callable, data_dir: str | Path, name: str):
         builder = make_builder(data_dir)
         if builder.is_prepared():
             return builder
-    with _quiet(), _lock(Path(data_dir) / f".{name}.lock"):
+    with _quiet(), lock(Path(data_dir) / f".{name}.lock"):
         for leftover in Path(builder.data_dir).parent.glob("incomplete.*"):
             shutil.rmtree(leftover)
         # The process waited for may have prepared it: builders look at the disk when made.
@@ -54,7 +54,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def lock(path: Path) -> Iterator[None]:
     """Holds a lock that the system releases when the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

@@ -9,6 +9,9 @@ _SOURCES = {
     "emoji": ("swjax.data.emoji.source", "Emoji"),
     "synthetic": ("swjax.data.synthetic", "Synthetic"),
     "tfds": ("swjax.data.tfds_source", "TFDS"),
+    "webdataset": ("swjax.data.webdataset", "WebDataset"),
+    "table": ("swjax.data.table", "Table"),
+    "huggingface": ("swjax.data.huggingface", "HuggingFace"),
 }
 
 
@@ -40,11 +43,12 @@ def source(name: str, split: str, *, data_dir: str = "data", **options) -> Sourc
     """Opens a split of a data set, and prepares the data set at its first use.
 
     Args:
-      name: emoji, synthetic or tfds.
-      split: train, val or test; of tfds as the data set has it.
+      name: emoji, synthetic, tfds, webdataset, table or huggingface.
+      split: train, val or test; of tfds as the data set has it; of the others the path of tars, of a
+        table, of a directory.
       data_dir: where prepared data sets are kept.
       **options: of emoji: task, config; of synthetic: image_size, classes, examples; of tfds:
-        builder, image_key, text_key.
+        builder, image_key, text_key; of the others: image_key, text_key.
 
     Raises:
       ValueError: if there is no such data set, split or option.

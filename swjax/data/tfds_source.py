@@ -1,28 +1,15 @@
 """Image-text pairs of any prepared TensorFlow Datasets builder, without TensorFlow."""
 
 import functools
-import io
 
 import numpy as np
 
 from swjax.data.packages import require
+from swjax.data.photographs import Photographs, Record, texts
 
 
-class TFDS:
-    """One split of a data set of photographs with captions.
-
-    Every example is a class of its own: nothing but its own captions matches an image.
-
-    Attributes:
-      class_names: (): there are no classes.
-      templates: ().
-      attribution: the data set's citation.
-      photographs: True: the loader crops at random in training, and in the middle otherwise.
-    """
-
-    class_names = ()
-    templates = ()
-    photographs = True
+class TFDS(Photographs):
+    """One split of a data set of photographs with captions; the attribution is its citation."""
 
     def __init__(
         self,
@@ -64,28 +51,27 @@ class TFDS:
                 'gives no access by number: prepare it again with file_format="array_record"'
             ) from None
         self.attribution = opened.info.citation
+        if "[" not in split:
+            self.shards = np.asarray(opened.info.splits[split].shard_lengths, np.int64)
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, index: int) -> dict:
-        """Returns image (uint8 [h, w, 3]), label (the index) and captions."""
-        from PIL import Image
+    def key(self, index: int) -> str:
+        """Returns the data set, the split, the index and, where there is one, the feature key."""
+        name = f"{self._arguments['builder']}/{self._split}[{index}]"
+        try:
+            return f"{name} {_captions(self._records[index]['key'])[0]}"
+        except Exception:  # no such feature, or nothing of the record can be read
+            return name
 
+    def record(self, index: int) -> Record:
+        """Reads an example."""
         record = self._records[index]
-        image = Image.open(io.BytesIO(_at(record, self._image_key))).convert("RGB")
-        return {
-            "image": np.asarray(image),
-            "label": index,
-            "captions": _texts(_at(record, self._text_key)),
-        }
+        return Record(_at(record, self._image_key), _captions(_at(record, self._text_key)))
 
     def __reduce__(self):
         return functools.partial(TFDS, **self._arguments), (self._split,)
-
-    def captions(self, label: int) -> tuple[str, ...]:
-        """Returns the captions of an example."""
-        return _texts(_at(self._records[label], self._text_key))
 
 
 def _open(name: str, data_dir: str):
@@ -128,5 +114,5 @@ def _at(record: dict, path: str):
     return functools.reduce(lambda tree, key: tree[key], path.split("/"), record)
 
 
-def _texts(value) -> tuple[str, ...]:
-    return tuple(text.decode() for text in np.atleast_1d(np.asarray(value, object)))
+def _captions(value) -> tuple[str, ...]:
+    return texts(np.atleast_1d(np.asarray(value, object)).tolist())

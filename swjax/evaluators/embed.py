@@ -16,6 +16,28 @@ from swjax import data
 Predict = Callable[[object, dict], dict]
 
 
+def predictor(graph, image_size: int) -> Predict:
+    """The predict function, jitted, of a CLIP model: its embeddings are unit vectors already.
+
+    Args:
+      graph: of `flax.nnx.split(model)`; the other part are the params of what is returned.
+      image_size: pixels, height = width.
+    """
+    from flax import nnx  # loads Orbax, which scoring alone does not need
+
+    @jax.jit
+    def predict(params, batch):
+        model, out = nnx.merge(graph, params), {}
+        if "image" in batch:
+            images = data.preprocess(batch["image"], None, image_size)
+            out["image"], _ = model.encode_image(images)
+        if "text" in batch:
+            out["text"], _ = model.encode_text(batch["text"])
+        return out
+
+    return predict
+
+
 def texts(
     predict: Predict, params, texts: Iterable[str], *, batch_size: int, context_length: int
 ) -> Iterator[np.ndarray]:
@@ -97,16 +119,17 @@ def images(
     return embeddings[order], labels[order], kept
 
 
-def check_templates(templates: Sequence[str]) -> tuple[str, ...]:
-    """Returns the prompt templates.
+def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the prompt templates; one string is one of them.
 
     Raises:
       ValueError: there are none, or one has no place for the name.
     """
+    templates = (templates,) if isinstance(templates, str) else tuple(templates)
     bad = [t for t in templates if "{}" not in t]
     if bad or not templates:
         raise ValueError(f'prompt templates need a "{{}}" for the name, got {bad or templates}')
-    return tuple(templates)
+    return templates
 
 
 def _local(batch_size: int) -> int:

@@ -123,13 +123,44 @@ class ZeroShot:
         return names, [[position[all_names[label]]] for label in labels]
 
     def _classifier(self, params, names: list[str]) -> np.ndarray:
-        """One unit vector a name [names, e]."""
-        prompts = (template.format(name) for name in names for template in self._templates)
-        total, position = None, 0
-        for part in embed.texts(self._predict, params, prompts, **self._sizes):
-            if total is None:
-                total = np.zeros((len(names), part.shape[1]), np.float32)
-            rows = np.arange(position, position + len(part)) // len(self._templates)
-            np.add.at(total, rows, part)
-            position += len(part)
-        return embed.unit(total)
+        return classifier(self._predict, params, names, self._templates, **self._sizes)
+
+
+def classifier(
+    predict: embed.Predict,
+    params,
+    names: Sequence[str],
+    templates: Sequence[str],
+    *,
+    batch_size: int,
+    context_length: int,
+) -> np.ndarray:
+    """A unit vector for each class: the mean of the unit vectors of its prompts, at length 1.
+
+    Args:
+      predict: see `swjax.evaluators.embed`.
+      params: passed on.
+      names: of the classes.
+      templates: prompts with "{}" for the name.
+      batch_size: prompts embedded at once, over all processes.
+      context_length: tokens a prompt.
+
+    Returns:
+      float32 [len(names), e].
+
+    Raises:
+      ValueError: no name or no template, or a template without a place for the name.
+    """
+    if not names:
+        raise ValueError("a classifier needs the name of at least one class, got none")
+    templates = embed.check_templates(templates)
+    prompts = (template.format(name) for name in names for template in templates)
+    sizes = {"batch_size": batch_size, "context_length": context_length}
+    total, position = None, 0
+    for part in embed.texts(predict, params, prompts, **sizes):
+        if total is None:
+            total = np.zeros((len(names), part.shape[1]), np.float32)
+        rows = np.arange(position, position + len(part)) // len(templates)
+        np.add.at(total, rows, part)
+        position += len(part)
+    return embed.unit(total)

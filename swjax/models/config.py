@@ -238,11 +238,11 @@ CONFIGS = {
 }
 
 
-def config(name: str, **overrides) -> CLIPConfig:
+def config(name: str | CLIPConfig, **overrides) -> CLIPConfig:
     """The configuration of that name with some fields replaced.
 
     Args:
-      name: a key of `CONFIGS`.
+      name: a key of `CONFIGS`, or a configuration.
       **overrides: fields of `CLIPConfig`; `vision` and `text` may be mappings of fields of these.
 
     Raises:
@@ -251,6 +251,8 @@ def config(name: str, **overrides) -> CLIPConfig:
     >>> config("tiny", remat="full", vision={"patch_size": 8}).vision.patches
     64
     """
+    if isinstance(name, CLIPConfig):
+        return _replace(name, overrides)
     if name not in CONFIGS:
         raise ValueError(f"model must be one of {', '.join(CONFIGS)}, got {name!r}")
     return _replace(CONFIGS[name], overrides)

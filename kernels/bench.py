@@ -1,0 +1,294 @@
+"""Times every operation by every implementation, and libraries beside them::
+
+    python -m swjax.kernels.bench --out=bench.json                # everything, most important first
+    python -m swjax.kernels.bench --ops products --seconds=300    # by every implementation, and by XLA
+    python -m swjax.kernels.bench --peers                         # products and layers of torch libraries
+    python -m swjax.kernels.bench --layer plain fused --recipes switchback   # see bench_layers.py
+    python -m swjax.kernels.bench --smoke                         # tiny, on any machine, in seconds
+
+Inputs are random, and those of tokens larger than the L2 cache. Times are medians of kernel times from CUPTI
+(on CPUs: of the clock on the wall). Beside each stands how close the result is to the specification, so that
+a wrong kernel cannot win; a ratio is to the fastest library, which may do less, such as leave out scales.
+The file is complete after every row.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swjax.kernels import dispatch, reference, shapes, timing
+from swjax.kernels.shapes import Linear
+
+COLUMNS = {"op": -33, "shape": -17, "dtype": -13, "implementation": -27, "us": 9, "tops": 7}
+COLUMNS |= {"gbs": 6, "copy_share": 10, "ratio": 6, "peer": -22, "snr_db": 6, "identical": 9}
+COLUMNS |= {"error": -1}
+SMOKE = {"fc1": Linear(256, 64, 256)}
+# Fewer bytes stay in the L2 cache from run to run: no share of the memory's bandwidth.
+CACHED = 128 * 2**20
+# Quantization leaves more than 30 dB of int8 and 20 of e5m2; what is under this is wrong.
+LOWEST_DB = 15
+RECIPES = ("switchback", "switchback_m", "switchback_q", "fp8_switchback", "fp8_tensorwise")
+
+
+class Case(NamedTuple):
+    """One operation on given arrays.
+
+    Attributes:
+      name: of the row in the table.
+      operation: a key of `dispatch.IMPLEMENTATIONS`.
+      peers: {name: (function, its arrays)}: what a library has for it besides the specification.
+      arithmetic: operations of its product, 0 for what only moves bytes.
+    """
+
+    name: str
+    operation: str
+    shape: str
+    arrays: tuple
+    options: dict
+    peers: dict[str, tuple[Callable, tuple]] = {}  # noqa: RUF012, never changed
+    arithmetic: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """The narrow type, where there is one."""
+        names = [leaf.dtype.name for leaf in jax.tree.leaves(self.arrays)]
+        return self.options.get("dtype") or self.options.get("quantize_to") or names[0]
+
+
+def products(layer: Linear) -> Iterator[Case]:
+    """The quantized products of a layer, and the weight gradient."""
+    m, k, n = layer
+    shape = f"{m}x{k}->{n}"
+    x, w, bias = timing.random(m, k), timing.random(k, n, scale=k**-0.5), timing.random(n)
+    bias = bias.astype(jnp.float32)
+    for dtype, w_dtype in (
+        ("int8", "int8"),
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float8_e5m2", "float8_e4m3fn"),  # the input gradient
+    ):
+        a = jax.jit(partial(reference.quantize, dtype=dtype))(x)
+        b = jax.jit(partial(reference.quantize, axes=(0, 1), dtype=w_dtype, transpose=True))(w)
+        peers = {}
+        if dtype == "int8":
+            peers["xla bf16"] = (lambda x, w, bias: x @ w + bias.astype(x.dtype), (x, w, bias))
+        elif dtype == "float8_e4m3fn":
+            peers["xla fp8, no scales"] = (_xla_fp8, (a.values, b.values))
+            peers["xla fp8"] = (_xla_fp8, (a.values, b.values, a.scale, b.scale, bias))
+        options = {"out_dtype": "bfloat16"}
+        yield Case("matmul", "matmul", shape, (a, b, bias), options, peers, 2 * m * k * n)
+        if dtype == "int8":
+            b = jax.jit(partial(reference.quantize, axes=(0,), transpose=True))(w)
+            name = "matmul, a scale a channel"
+            yield Case(name, "matmul", shape, (a, b, bias), options, {}, 2 * m * k * n)
+    options = {"out_dtype": "float32"}
+    arrays = (x, timing.random(m, n))
+    yield Case("weight_gradient", "weight_gradient", shape, arrays, options, {}, 2 * m * k * n)
+
+
+def _xla_fp8(a, b, a_scale=None, b_scale=None, bias=None):
+    """XLA's own fp8 product; the specification multiplies fp8 values as bf16."""
+    y = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+    return y if bias is None else (y * (a_scale * b_scale) + bias).astype(jnp.bfloat16)
+
+
+def passes(layer: Linear) -> Iterator[Case]:
+    """What only moves bytes, for x [tokens, k], w [k, n] and the output's gradient [tokens, n]."""
+    m, k, n = layer
+    yield from row_quantizers(m, k)
+    yield from row_quantizers(m, n)
+    if n == 4 * k:  # the first layer of an MLP: LayerNorm before it, GELU after
+        yield from producers(m, k, n)
+    w = timing.random(k, n, dtype="float32", scale=k**-0.5)
+    for name, axes, transpose in (
+        ("quantize weight", (0, 1), False),
+        ("quantize weight, transpose", (0, 1), True),
+        ("quantize channels, transpose", (0,), True),
+    ):
+        options = {"axes": axes, "dtype": "int8", "transpose": transpose}
+        yield Case(name, "quantize", f"{k}x{n}", (w,), options)
+
+
+def row_quantizers(m: int, width: int) -> Iterator[Case]:
+    x = timing.random(m, width)
+    case = partial(Case, shape=f"{m}x{width}", arrays=(x,))
+    for dtype in ("int8", "float8_e4m3fn"):
+        yield case("quantize rows", "quantize", options={"axes": (-1,), "dtype": dtype})
+    yield case("quantize_and_sum", "quantize_and_sum", options={"dtype": "int8"})
+
+
+def producers(m: int, k: int, n: int) -> Iterator[Case]:
+    x, gradient = timing.random(m, k), timing.random(m, k)
+    gamma, beta = (timing.random(k, dtype="float32") for _ in range(2))
+    case = partial(Case, shape=f"{m}x{k}")
+    outputs = {", both out": True, "": False}
+    for suffix, wide in outputs.items():
+        options = {"epsilon": 1e-6, "quantize_to": "int8", "wide": wide}
+        yield case(
+            f"layer_norm + quantize{suffix}",
+            "layer_norm",
+            arrays=(x, gamma, beta),
+            options=options,
+        )
+    name, options = "layer_norm_backward", {"epsilon": 1e-6}
+    yield case(name, name, arrays=(x, gamma, gradient), options=options)
+
+    x, gradient = timing.random(m, n), timing.random(m, n)
+    case = partial(Case, shape=f"{m}x{n}")
+    for suffix, wide in outputs.items():
+        options = {"quantize_to": "int8", "wide": wide}
+        yield case(f"gelu + quantize{suffix}", "gelu", arrays=(x,), options=options)
+    name, options = "gelu_backward + quantize", {"quantize_to": "int8"}
+    yield case(name, "gelu_backward", arrays=(x, gradient), options=options)
+
+
+CASES = {"products": products, "passes": passes}
+
+
+def bench_operations(records: timing.Records, layers: list[Linear], kinds):
+    """Every case of some `CASES`, each once."""
+    copy_bandwidth(records, layers)
+    seen = set()
+    for kind in kinds:
+        for layer in layers:
+            for case in CASES[kind](layer):
+                key = (case.name, case.shape, case.dtype)
+                if records.seconds_left < 0:
+                    return
+                if key not in seen:
+                    seen.add(key)
+                    bench_case(records, case)
+
+
+def copy_bandwidth(records: timing.Records, layers: list[Linear]):
+    """The ceiling of what moves bytes: negating an array, by XLA."""
+    for width in sorted({width for _, *widths in layers for width in widths}):
+        x = timing.random(layers[0].tokens, width)
+        time = timing.measure(timing.compiled(jnp.negative, x), x)
+        row = {"op": "copy", "shape": f"{x.shape[0]}x{width}", "dtype": "bfloat16"}
+        records.add(**row, implementation="xla", us=time.us, gbs=2 * x.nbytes / time.us / 1e3)
+
+
+def bench_case(records: timing.Records, case: Case):
+    """Peers first, then every implementation; a failure is a row with its reason."""
+    options = dict(case.options)
+    specification = jax.jit(partial(getattr(reference, case.operation), **options))(*case.arrays)
+    add = partial(bench_one, records, case, specification)
+    for name, (function, arrays) in case.peers.items():
+        add(name, function, arrays, peer=True)
+    for name in ("xla", *reversed(dispatch.IMPLEMENTATIONS[case.operation])):
+        reason = name != "xla" and dispatch.why_not(name, case.operation, *case.arrays, **options)
+        if reason:
+            row = {"op": case.name, "shape": case.shape, "dtype": case.dtype}
+            records.add(**row, implementation=name, error=reason)
+            continue
+        run = partial(dispatch.run, case.operation, implementation=name, **options)
+        add(name, run, case.arrays, peer=name == "xla")
+
+
+def bench_one(records, case, specification, name, function, arrays, *, peer):
+    row = {"op": case.name, "shape": case.shape, "dtype": case.dtype, "implementation": name}
+    if peer and arrays is not case.arrays:
+        row["dtype"] = arrays[0].dtype.name
+    try:
+        compiled = timing.compiled(function, *arrays)
+        close = timing.closeness(out := compiled(*arrays), specification)
+        moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arrays, out)))
+        del out
+        time = timing.measure(compiled, *arrays)
+    except Exception as error:  # one that fails must not end the run
+        records.add(**row, error=f"{type(error).__name__}: {str(error)[:300]}")
+        return
+    row |= {"us": time.us, "clock": time.clock, "is_peer": peer, "gbs": moved / time.us / 1e3}
+    if case.arithmetic:
+        row["tops"] = case.arithmetic / time.us / 1e6
+    elif moved > CACHED:
+        row["copy_share"] = row["gbs"] / max(r["gbs"] for r in records.rows if r["op"] == "copy")
+    wrong = not peer and not close["snr_db"] >= LOWEST_DB  # NaN is wrong
+    verdict = {"error": "wrong result"} if wrong else {} if peer else against_peers(records, row)
+    records.add(**row, **close, **verdict)
+
+
+def against_peers(records: timing.Records, row: dict) -> dict:
+    """The fastest library for the same work: for a product in any narrow type."""
+    same = ("op", "shape") if row["op"] == "matmul" else ("op", "shape", "dtype")
+    peers = [
+        r
+        for r in records.rows
+        if r.get("is_peer") and r.get("us") and all(r[key] == row[key] for key in same)
+    ]
+    if not peers:
+        return {}
+    best = min(peers, key=lambda r: r["us"])
+    return {"ratio": best["us"] / row["us"], "peer": f"{best['implementation']} {best['dtype']}"}
+
+
+def bench_torch(records: timing.Records, layers: list[Linear]):
+    """torch and its libraries, in a process of their own: a crash or a hang there costs only their rows."""
+    # -P: this folder's modules must not stand in for theirs.
+    command = [sys.executable, "-P", str(Path(__file__).with_name("bench_torch.py"))]
+    command += [",".join(map(str, layer)) for layer in layers]
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            done = subprocess.run(command, stdout=output, timeout=min(records.seconds_left, 240))
+            error = done.returncode and f"ended with code {done.returncode}"
+        except subprocess.TimeoutExpired as expired:
+            error = f"took longer than {expired.timeout:.0f} s"
+        output.seek(0)
+        for line in output.read().splitlines():
+            if line.startswith("{"):
+                records.add(**json.loads(line))
+        if error:
+            records.add(op="torch", shape="", dtype="", implementation="torch", error=error)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m swjax.kernels.bench", description="Times kernels and layers."
+    )
+    text = "operations, by every implementation; all kinds, or some"
+    parser.add_argument("--ops", nargs="*", choices=CASES, metavar="KIND", help=text)
+    parser.add_argument("--peers", action="store_true", help="torch and its libraries")
+    kinds = ("plain", "fused", "mlp", "grid")
+    text = "layers, forward and backward; all kinds, or some"
+    parser.add_argument("--layer", nargs="*", choices=kinds, metavar="KIND", help=text)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="of the layers")
+    parser.add_argument("--tokens", type=int, default=shapes.TOKENS, help="rows of operations")
+    text = "of the transformer block whose operations are timed"
+    parser.add_argument("--width", type=int, default=1280, help=text)
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, any machine")
+    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
+    parser.add_argument("--plot", type=Path, help="PNG file of the layers' grid")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the GPU
+    everything = args.ops is None and args.layer is None and not args.peers
+    records = timing.Records(args.out, args.seconds)
+    block = SMOKE if args.smoke else shapes.layers(args.width, args.tokens)
+    layers = sorted(block.values(), key=lambda layer: -layer.k * layer.n)
+    if args.peers or everything:
+        bench_torch(records, layers)  # first: operations are compared with these rows
+    if args.ops is not None or everything:
+        bench_operations(records, layers, args.ops or CASES)
+    if records.rows:
+        print("\n" + timing.table(records.rows, COLUMNS))
+    if args.layer is not None or everything:
+        from swjax.kernels import bench_layers
+
+        bench_layers.run(records, args.layer or kinds, args.recipes, smoke=args.smoke)
+        if args.plot:
+            bench_layers.plot(records.rows, args.plot, records.machine["device"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Times layers forward and backward against plain XLA in bfloat16; run by `swjax.kernels.bench --layer`.
+
+Both sides get bf16 activations, fp32 parameters and the gradient of the output, and return the output and
+the gradients of everything. The baseline is what a user writes: ``x @ w.astype(x.dtype) +
+b.astype(x.dtype)``, LayerNorm and exact GELU in fp32. Kinds: "plain", one layer; "fused", with the LayerNorm
+or GELU before it; "mlp", LayerNorm, layer, GELU, layer; "grid", plain layers of the paper's sizes.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import swjax
+from swjax.kernels import shapes, timing
+
+COLUMNS = {"op": -13, "shape": -22, "implementation": -29, "us": 9, "wall_us": 9, "tops": 7}
+COLUMNS |= {"ratio": 6, "outside_products": 16, "snr_db": 6, "error": -1}
+
+# Names of kernels that multiply matrices: cuBLAS's, CUTLASS's, XLA's Triton fusions, ours.
+PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|matmul|mosaic_gpu|kernel_body", re.I)
+
+
+class Layer(NamedTuple):
+    """One layer [tokens, k] -> n, or for "mlp" k -> n -> k.
+
+    Attributes:
+      prologue: "", "layer_norm" or "gelu", before it.
+    """
+
+    kind: str
+    tokens: int
+    k: int
+    n: int
+    prologue: str = ""
+
+    @property
+    def shape(self) -> str:
+        back = f"->{self.k}" if self.kind == "mlp" else ""
+        return f"{self.tokens}x{self.k}->{self.n}{back}"
+
+    @property
+    def arithmetic(self) -> int:
+        """Operations of its products, forward and backward."""
+        return 6 * self.tokens * self.k * self.n * (2 if self.kind == "mlp" else 1)
+
+
+def layers(kind: str, smoke: bool) -> Iterator[Layer]:
+    """Those of a kind, the most important first."""
+    width, tokens = (64, 256) if smoke else (1280, shapes.TOKENS)
+    names = ("fc1", "fc2") if smoke else ("fc1", "fc2", "qkv", "out")
+    vit = [shapes.layers(width, tokens)[name] for name in names]
+    if kind == "plain":
+        yield from (Layer(kind, *shape) for shape in vit)
+    elif kind == "fused":
+        for shape in vit:
+            yield Layer(kind, *shape, "gelu" if shape.k > shape.n else "layer_norm")
+    elif kind == "mlp":
+        yield Layer(kind, tokens, width, 4 * width, "layer_norm")
+    else:
+        for tokens in (128,) if smoke else (65_536, 131_072, 32_768, 16_384):
+            for dim in (32,) if smoke else (1280, 4096, 2048, 1024):
+                yield Layer(kind, tokens, dim, 4 * dim)
+                yield Layer(kind, tokens, 4 * dim, dim)
+
+
+def parameters(layer: Layer) -> dict[str, jax.Array]:
+    """fp32: weights, biases, and those of the LayerNorm."""
+    new = partial(timing.random, dtype="float32")
+    k, n = layer.k, layer.n
+    p = {"w": new(k, n, scale=k**-0.5), "b": new(n)}
+    if layer.kind == "mlp":
+        p |= {"w2": new(n, k, scale=n**-0.5), "b2": new(k)}
+    if layer.prologue == "layer_norm":
+        p |= {"scale": 1 + new(k, scale=0.1), "bias": new(k)}
+    return p
+
+
+# --- both sides ---------------------------------------------------------------------------------------
+
+
+def baseline(layer: Layer, x, p):
+    if layer.prologue == "layer_norm":
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(wide, -1, keepdims=True)
+        variance = jnp.mean(wide**2, -1, keepdims=True) - mean**2  # as Flax computes it
+        wide = (wide - mean) * (jax.lax.rsqrt(variance + 1e-6) * p["scale"]) + p["bias"]
+        x = wide.astype(x.dtype)
+    elif layer.prologue == "gelu":
+        x = _gelu(x)
+    x = x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
+    if layer.kind == "mlp":
+        x = _gelu(x) @ p["w2"].astype(x.dtype) + p["b2"].astype(x.dtype)
+    return x
+
+
+def _gelu(x):
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+def quantized(layer: Layer, recipe: str, x, p):
+    prologue = None
+    if layer.prologue == "layer_norm":
+        prologue = swjax.LayerNorm(p["scale"], p["bias"])
+    elif layer.prologue == "gelu":
+        prologue = swjax.Gelu()
+    options = {"recipe": recipe, "prologue": prologue}
+    if layer.kind == "mlp":
+        return swjax.mlp(x, p["w"], p["b"], p["w2"], p["b2"], **options)
+    return swjax.switchback(x, p["w"], p["b"], **options)
+
+
+def step(function, x, p, g):
+    """The output, and the gradients of x and of every parameter."""
+    y, backward = jax.vjp(function, x, p)
+    return y, *backward(g)
+
+
+# --- measuring ----------------------------------------------------------------------------------------
+
+
+def run(records: timing.Records, kinds, recipes, *, smoke: bool):
+    """Every kind with the first recipe, then with the others, and a table at the end."""
+    passes = [[recipes[0]], recipes[1:]]
+    baselines: dict[Layer, tuple] = {}
+    for names in passes:
+        for layer in (layer for kind in kinds for layer in layers(kind, smoke)):
+            if names and records.seconds_left > 0:
+                bench_layer(records, layer, names, baselines)
+    rows = [row for row in records.rows if row["op"].startswith("layer ")]
+    print("\n" + timing.table(rows, COLUMNS))
+
+
+def bench_layer(records: timing.Records, layer: Layer, recipes, baselines: dict):
+    """The baseline, once, and each recipe beside it on the same arrays."""
+    x, p = timing.random(layer.tokens, layer.k), parameters(layer)
+    g = timing.random(layer.tokens, layer.k if layer.kind == "mlp" else layer.n)
+    row = {"op": f"layer {layer.kind}", "shape": layer.shape, "dtype": "bfloat16"}
+    if layer not in baselines:
+        function = timing.compiled(partial(step, partial(baseline, layer)), x, p, g)
+        time, figures = measure(layer, function, x, p, g)
+        records.add(**row, implementation="xla bf16", is_peer=True, **figures)
+        baselines[layer] = function, time.us
+    function, us = baselines[layer]
+    expected = function(x, p, g)
+    for recipe in recipes:
+        if records.seconds_left < 0:
+            return
+        try:
+            ours = timing.compiled(partial(step, partial(quantized, layer, recipe)), x, p, g)
+            close = timing.closeness(ours(x, p, g), expected)["snr_db"]
+            time, figures = measure(layer, ours, x, p, g)
+        except Exception as error:  # one recipe that fails must not end the run
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            records.add(**row, implementation=recipe, error=reason)
+            continue
+        ratio = {"ratio": us / time.us, "peer": "xla bf16", "snr_db": close}
+        records.add(**row, implementation=recipe, **ratio, **figures)
+
+
+def measure(layer: Layer, function, *arrays) -> tuple[timing.Timing, dict]:
+    """Its time, and what a row says of it.
+
+    What a plain layer does outside its products is to quantize, and to add up the bias gradient.
+    """
+    time = timing.measure(function, *arrays, iterations=10)
+    others = sum(us for name, us in time.kernels.items() if not PRODUCT.search(name))
+    return time, {
+        "us": time.us,
+        "clock": time.clock,
+        "wall_us": timing.wall(function, *arrays, iterations=10),
+        "tops": layer.arithmetic / time.us / 1e6,
+        "outside_products": others / time.us if time.kernels else None,
+        "kernels": {name: round(us, 1) for name, us in time.kernels.items()},
+    }
+
+
+# --- the plot -----------------------------------------------------------------------------------------
+
+
+def plot(rows: list[dict], path, device: str):
+    """Speed-up and time outside the products of dim -> 4 dim and back together, over tokens, a line a dim."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
+    for dim, points in sorted(grid(rows).items()):
+        tokens, speedup, outside = zip(*sorted(points))
+        left.plot(tokens, speedup, "o-", label=f"{dim}")
+        right.plot(tokens, [100 * share for share in outside], "o-", label=f"{dim}")
+    left.axhline(1, color="grey", linewidth=0.8)
+    left.set_ylabel("speed-up over XLA bf16")
+    right.set_ylabel("time outside the products, %")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+        axes.set_xlabel("tokens")
+        axes.legend(title="dim")
+    figure.suptitle(f"SwitchBack, dim -> 4 dim and back, forward and backward, on one {device}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def grid(rows: list[dict], recipe: str = "switchback") -> dict[int, list[tuple]]:
+    """{dim: [(tokens, speed-up, share outside products)]} where both directions were measured."""
+    times: dict[tuple, dict] = {}
+    for row in rows:
+        if row["op"] == "layer grid" and "us" in row:
+            tokens, k, n = (int(size) for size in re.findall(r"\d+", row["shape"]))
+            times.setdefault((min(k, n), tokens), {})[row["implementation"], k < n] = row
+    points: dict[int, list[tuple]] = {}
+    for (dim, tokens), cell in times.items():
+        if sum(name == recipe for name, _ in cell) < 2:
+            continue
+        base, ours = ([cell[name, up] for up in (True, False)] for name in ("xla bf16", recipe))
+        us = sum(row["us"] for row in ours)
+        outside = sum((row["outside_products"] or 0) * row["us"] for row in ours) / us
+        points.setdefault(dim, []).append((tokens, sum(row["us"] for row in base) / us, outside))
+    return points

@@ -1,0 +1,55 @@
+"""The shapes that tests check and benchmarks time: linear layers ``y = x w``, x [tokens, k] and w [k, n]."""
+
+from typing import NamedTuple
+
+
+class Linear(NamedTuple):
+    tokens: int
+    k: int
+    n: int
+
+
+# Where the paper times a layer: 256 images of 256 patches.
+TOKENS = 65_536
+
+# Of the image towers; tokens of one image, the class token included.
+WIDTHS = {"ViT-B/16": 768, "ViT-L/14": 1024, "ViT-H/14": 1280}
+IMAGE_TOKENS = {"ViT-B/16": 197, "ViT-L/14": 257, "ViT-H/14": 257}
+
+# What kernels cut into tiles, and what does not fill them.
+RAGGED = {
+    "one row": Linear(1, 1280, 5120),
+    "one element": Linear(1, 1, 1),
+    "tiles past the edges": Linear(264, 256, 320),
+    "ragged tiles": Linear(257, 144, 264),
+    "k not a multiple of 16": Linear(130, 1000, 256),
+    "all odd": Linear(77, 333, 129),
+    "narrow": Linear(300, 48, 8),
+}
+
+
+def layers(width: int, tokens: int = TOKENS) -> dict[str, Linear]:
+    """The linear layers of a transformer block.
+
+    >>> layers(1280)["fc1"]
+    Linear(tokens=65536, k=1280, n=5120)
+    """
+    return {
+        "qkv": Linear(tokens, width, 3 * width),
+        "out": Linear(tokens, width, width),
+        "fc1": Linear(tokens, width, 4 * width),
+        "fc2": Linear(tokens, 4 * width, width),
+    }
+
+
+def vit(tokens: int | None = None) -> dict[str, Linear]:
+    """Those of every tower, by name; `tokens` None: one image.
+
+    >>> vit()["ViT-B/16 out"]
+    Linear(tokens=197, k=768, n=768)
+    """
+    return {
+        f"{model} {layer}": shape
+        for model, width in WIDTHS.items()
+        for layer, shape in layers(width, tokens or IMAGE_TOKENS[model]).items()
+    }

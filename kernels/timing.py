@@ -1,0 +1,190 @@
+"""How long compiled functions take on this device, how close their results are, and the record of it."""
+
+import datetime
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swjax.kernels import reference
+from swjax.kernels.reference import QTensor
+
+PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "torchao", "transformer-engine")
+# Of outputs: every iteration's stay until the last has run.
+MEMORY = 24 * 2**30
+_keys = itertools.count()
+
+
+class Timing(NamedTuple):
+    """Of one call.
+
+    Attributes:
+      us: the median; on a GPU of the time its kernels take, without the gaps between them.
+      clock: "kernels", from CUPTI, or "wall".
+      kernels: the median of each kernel, by name; empty where only the clock on the wall can be read.
+    """
+
+    us: float
+    clock: str
+    kernels: dict[str, float]
+
+
+def random(*shape: int, dtype="bfloat16", scale: float = 1.0) -> jax.Array:
+    """Normal values, new ones at every call. Zeros and repeated values draw less power, and clock higher."""
+    values = scale * jax.random.normal(jax.random.key(next(_keys)), shape)
+    return jax.block_until_ready(values.astype(dtype))
+
+
+def compiled(function: Callable, *arrays):
+    """`function`, compiled for these arrays."""
+    return jax.jit(function).lower(*arrays).compile()
+
+
+def measure(function, *arrays, iterations: int = 12) -> Timing:
+    """Times a compiled function, after a call that is not counted."""
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(function(*arrays))))
+    iterations = max(3, min(iterations, MEMORY // max(size, 1)))
+    if jax.default_backend() != "gpu":
+        return Timing(wall(function, *arrays, iterations=iterations), "wall", {})
+    runs = _launches(function, arrays, iterations)
+    if runs is None:
+        return Timing(wall(function, *arrays, iterations=iterations), "wall", {})
+    kernels: dict[str, float] = {}
+    for launches in zip(*runs):
+        name = launches[0][0]
+        median = statistics.median(ms for _, ms in launches)
+        kernels[name] = kernels.get(name, 0.0) + 1e3 * median
+    total = statistics.median(sum(ms for _, ms in launches) for launches in runs)
+    return Timing(1e3 * total, "kernels", kernels)
+
+
+def _launches(function, arrays, iterations):
+    """The (kernel, milliseconds) of every run, from CUPTI; None where it cannot say."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    run = profiler.measure(function, iterations=iterations, aggregate=False)
+    for _ in range(2):  # it loses a launch now and then
+        try:
+            return run(*arrays)[1]
+        except RuntimeError as error:
+            message = str(error)
+    print(f"timed by the clock on the wall, for CUPTI says: {message}", file=sys.stderr)
+    return None
+
+
+def wall(function, *arrays, iterations: int = 12) -> float:
+    """Microseconds from call to call when calls are queued, gaps between kernels included."""
+    jax.block_until_ready(function(*arrays))
+    start = time.perf_counter()
+    for _ in range(iterations):
+        out = function(*arrays)
+    jax.block_until_ready(out)
+    return 1e6 * (time.perf_counter() - start) / iterations
+
+
+def closeness(value, specification) -> dict:
+    """How close a result is to the specification's: {"snr_db": of its worst array, "identical": bit for bit}.
+
+    A QTensor counts as the array it stands for. The ratio is at most 200 dB, and NaN where a value is.
+    """
+    ratios, identical = _closeness(value, specification)
+    return {"snr_db": round(min(map(float, ratios)), 1), "identical": bool(identical)}
+
+
+@jax.jit
+def _closeness(value, specification):
+    identical = jax.tree.map(
+        lambda a, b: jnp.array_equal(a, b.astype(a.dtype)), value, specification
+    )
+
+    def ratio(a, b):
+        a, b = (
+            reference.dequantize(t) if isinstance(t, QTensor) else t.astype(jnp.float32)
+            for t in (a, b)
+        )
+        noise, signal = jnp.sum((a - b) ** 2), jnp.sum(b**2)
+        return 10 * jnp.log10(signal / jnp.maximum(noise, 1e-20 * signal))
+
+    ratios = jax.tree.map(ratio, value, specification, is_leaf=lambda t: isinstance(t, QTensor))
+    return jax.tree.leaves(ratios), jnp.all(jnp.stack(jax.tree.leaves(identical)))
+
+
+def machine() -> dict:
+    """What numbers were measured on, and by which command."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    module = Path(sys.argv[0]).stem
+    return {
+        "device": jax.devices()[0].device_kind,
+        "command": shlex.join(["python", "-m", f"swjax.kernels.{module}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": versions,
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+class Records:
+    """Rows of results, in a file from the first one on, within a time limit."""
+
+    def __init__(self, out: Path | None, seconds: float):
+        self.out, self.deadline = out, time.monotonic() + seconds
+        self.machine, self.rows = machine(), []
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def add(self, **row) -> dict:
+        """Appends a row, rounded, and writes the file anew."""
+        row = {
+            key: _round(value) if isinstance(value, float) else value for key, value in row.items()
+        }
+        self.rows.append(row)
+        if self.out:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.out.with_suffix(".partial")
+            partial.write_text(json.dumps(self.machine | {"rows": self.rows}, indent=1) + "\n")
+            partial.replace(self.out)
+        print(f"{self.seconds_left:6.0f} s left ", describe(row), flush=True)
+        return row
+
+
+def describe(row: dict) -> str:
+    """A row on one line."""
+    return "  ".join(
+        f"{key} {value}"
+        for key, value in row.items()
+        if value is not None and not isinstance(value, dict)
+    )
+
+
+def table(rows: list[dict], columns: dict[str, int]) -> str:
+    """Rows as text; `columns` are their names and widths, negative to the left."""
+
+    def line(cells):
+        return "  ".join(
+            f"{'' if cell is None else cell!s:{'<' if width < 0 else '>'}{abs(width)}}"
+            for cell, width in zip(cells, columns.values())
+        ).rstrip()
+
+    return "\n".join([line(columns), *(line(map(row.get, columns)) for row in rows)])
+
+
+def _round(value: float) -> float | None:
+    """To four digits; JSON has no NaN."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None

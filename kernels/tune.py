@@ -1,0 +1,285 @@
+"""Tries how each kernel can cut its work, on this GPU, and writes what beats the rules of `tiles`::
+
+    python -m swjax.kernels.tune                # writes tuned/<device>.json, which `tiles` reads
+    python -m swjax.kernels.tune --dry-run      # what it would try; needs no GPU
+
+An entry is written where it takes more than 2% less time than the rule, measured twice, with the same result.
+The file is complete after every shape; shapes that time does not reach keep the entries they had. Candidates
+compile in threads while others are measured by the times of their kernels.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swjax.kernels import dispatch, reference, shapes, tiles, timing
+from swjax.kernels.reference import QTensor
+from swjax.kernels.tiles import MosaicTile, RowTile, TritonTile
+
+GAIN = 0.02
+# Candidates give the rule's result but for the order of sums.
+LOWEST_DB = 50
+
+
+class Work(NamedTuple):
+    """One entry of the table.
+
+    Attributes:
+      path: of the entry in the table.
+      rule: what holds without an entry: a tile, or the name of an implementation.
+      candidates: what to try beside it.
+      function: candidate -> what computes with it.
+      arrays: its arguments, as shapes; filled at random.
+    """
+
+    path: tuple[str, ...]
+    rule: object
+    candidates: list
+    function: Callable
+    arrays: tuple
+
+
+# --- what to try --------------------------------------------------------------------------------------
+
+
+def works(tokens: int = shapes.TOKENS) -> dict[tuple[str, ...], Work]:
+    """Everything that can be tuned by its path, the most valuable first."""
+    return {work.path: work for work in _works(tokens)}
+
+
+def _works(tokens: int) -> Iterator[Work]:
+    """ViT-H, the other towers, their products by Triton, the paper's grid."""
+    for width in (1280, 1024, 768):
+        for producer, widths in {
+            "none": (width, 4 * width, 3 * width),
+            "layer_norm": (width,),
+            "layer_norm_backward": (width,),
+            "gelu": (4 * width,),
+            "gelu_backward": (4 * width,),
+        }.items():
+            yield from (row_work(producer, tokens, wide) for wide in widths)
+        for _, k, n in shapes.layers(width).values():
+            yield implementation_work("weight_gradient", tokens, k, n)
+        for k, n in products(width):
+            yield mosaic_work(tokens, k, n)
+    for k, n in products(1280) + products(1024) + products(768):
+        yield triton_work(tokens, k, n)
+    for dim in (4096, 2048):
+        yield from (row_work("none", tokens, wide) for wide in (dim, 4 * dim))
+        for k, n in ((dim, 4 * dim), (4 * dim, dim)):
+            yield implementation_work("weight_gradient", tokens, k, n)
+            yield mosaic_work(tokens, k, n)
+
+
+def products(width: int) -> list[tuple[int, int]]:
+    """(k, n) of the narrow products of a block, forward and backward."""
+    forward = [(k, n) for _, k, n in shapes.layers(width).values()]
+    return list(dict.fromkeys(forward + [(n, k) for k, n in forward]))
+
+
+def row_work(producer: str, tokens: int, width: int) -> Work:
+    rule = tiles.row_rule(width)
+    cuts = [
+        RowTile(rows, chunk, warps)
+        for chunk in {rule.chunk, max(rule.chunk // 2, 128)}
+        for rows in (1, 2, 4)
+        for warps in (1, 2, 4, 8, 16)
+        if 16 <= rows * width / (32 * warps) <= 100  # values a thread holds
+        and rows * chunk >= 64 * warps  # no two threads hold the same value
+    ]
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    parameter = jax.ShapeDtypeStruct((width,), jnp.float32)
+    arrays = {
+        "none": (x,),
+        "layer_norm": (x, parameter, parameter),
+        "layer_norm_backward": (x, parameter, x),
+        "gelu": (x,),
+        "gelu_backward": (x, x),
+    }[producer]
+    candidates = [tile for tile in cuts if tile != rule]
+    path = ("rows", producer, str(width))
+    return Work(path, rule, candidates, partial(row_function, producer), arrays)
+
+
+def row_function(producer: str, tile: RowTile) -> Callable:
+    """A row kernel as SwitchBack uses it: with the 16-bit result, which its weight gradient needs."""
+    from swjax.kernels import triton_gpu
+
+    rows = partial(triton_gpu._rows, producer=producer, quantize_to="int8", tile=tile)
+    if producer == "none":
+        return lambda x: (rows(x), rows(x, total=True))  # of activations; of gradients
+    if producer == "layer_norm":
+        return lambda x, gamma, beta: rows(x, gamma=gamma, beta=beta, epsilon=1e-6, wide=True)
+    if producer == "layer_norm_backward":
+        return partial(triton_gpu.layer_norm_backward, epsilon=1e-6, tile=tile)
+    return partial(rows, wide=True, total=producer == "gelu_backward")
+
+
+def mosaic_work(tokens: int, k: int, n: int) -> Work:
+    candidates = [MosaicTile(4, width) for width in (1, 2, 4, 16, 32)] + [MosaicTile(3, 8)]
+    arrays, path = narrow_arrays(tokens, k, n), ("mosaic_gpu", f"{n}x{k}")
+    return Work(path, tiles.MOSAIC_RULE, candidates, partial(narrow_product, "mosaic_gpu"), arrays)
+
+
+def triton_work(tokens: int, k: int, n: int) -> Work:
+    rule = tiles.triton_rule(tokens)
+    cuts = [
+        TritonTile(m, n, k, warps, stages, group)
+        for m, n, k, warps, stages in (
+            *((128, 128, 128, 4, stages) for stages in (2, 3, 4)),
+            (128, 128, 128, 8, 3),
+            *((128, 128, 64, 4, stages) for stages in (3, 4)),
+            *((128, 256, step, 8, stages) for step, stages in ((64, 4), (128, 3), (128, 4))),
+            (256, 128, 128, 8, 3),
+        )
+        for group in ((8, 16) if (m, n, k, warps) == (128, 128, 128, 4) else (8,))
+    ]
+    candidates = [tile for tile in cuts if tile != rule]
+    arrays, path = narrow_arrays(tokens, k, n), ("triton", f"{n}x{k}")
+    return Work(path, rule, candidates, partial(narrow_product, "triton"), arrays)
+
+
+def narrow_arrays(tokens: int, k: int, n: int) -> tuple:
+    shape = jax.ShapeDtypeStruct
+    a = QTensor(shape((tokens, k), jnp.int8), shape((tokens, 1), jnp.float32))
+    b = QTensor(shape((n, k), jnp.int8), shape((1, 1), jnp.float32))
+    return a, b, shape((n,), jnp.float32)
+
+
+def narrow_product(name: str, tile) -> Callable:
+    return partial(dispatch._module(name).matmul, out_dtype="bfloat16", tile=tile)
+
+
+def implementation_work(operation: str, tokens: int, k: int, n: int) -> Work:
+    shape = jax.ShapeDtypeStruct
+    arrays = shape((tokens, k), jnp.bfloat16), shape((tokens, n), jnp.bfloat16)
+    names = [*dispatch.IMPLEMENTATIONS[operation], "xla"]
+    can = [
+        name for name in names if name == "xla" or not dispatch.why_not(name, operation, *arrays)
+    ]
+
+    def function(name):
+        return partial(dispatch.run, operation, implementation=name, out_dtype="float32")
+
+    path = ("implementation", operation, f"{n}x{k}")
+    return Work(path, can[0], can[1:], function, arrays)
+
+
+# --- trying it ----------------------------------------------------------------------------------------
+
+
+def tune(work: Work, compiled: dict) -> object | None:
+    """The candidate that beats the rule, or None; `compiled` maps each to what gives its program."""
+    arrays = jax.tree.map(fill, work.arrays)
+    rule = compiled[work.rule]()
+    expected, at_rule = rule(*arrays), timing.measure(rule, *arrays)
+    times = {work.rule: at_rule.us}
+    for candidate in work.candidates:
+        try:
+            program = compiled[candidate]()
+            close = timing.closeness(program(*arrays), expected)["snr_db"]
+            if not close >= LOWEST_DB:
+                raise ArithmeticError(f"{close} dB from the rule's result")
+            time = timing.measure(program, *arrays)
+            if time.clock != at_rule.clock:
+                raise ArithmeticError(f"timed by {time.clock}, the rule by {at_rule.clock}")
+            times[candidate] = time.us
+        except Exception as error:  # too much shared memory, for one
+            print(f"    {candidate}: {type(error).__name__}: {str(error)[:120]!r}")
+    best = min(times, key=times.get)
+    print(*work.path, f"{times[work.rule]:.1f} us; {best} {times[best]:.1f} us", flush=True)
+    if times[best] >= (1 - GAIN) * times[work.rule]:
+        return None
+    best_again, rule_again = (
+        timing.measure(compiled[each](), *arrays, iterations=24).us for each in (best, work.rule)
+    )
+    return best if best_again < (1 - GAIN) * rule_again else None
+
+
+def fill(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    values = timing.random(*shape.shape, dtype="float32")
+    if shape.dtype == jnp.int8:
+        return jax.jit(reference.quantize)(values).values
+    return jnp.abs(values) + 0.1 if shape.shape[-1] == 1 else values.astype(shape.dtype)
+
+
+def runnable(work: Work) -> bool:
+    """Whether the kernels of a work run here."""
+    if work.path[0] == "implementation":
+        return bool(work.candidates)
+    name = "triton" if work.path[0] == "rows" else work.path[0]
+    operation = "gelu" if work.path[0] == "rows" else "matmul"
+    return dispatch.why_not(name, operation, *work.arrays) is None
+
+
+def enter(table: dict, work: Work, choice: object | None):
+    """Sets the entry of a work, or removes it."""
+    *path, last = work.path
+    for key in path:
+        table = table.setdefault(key, {})
+    table.pop(last, None)
+    if choice is not None:
+        table[last] = choice if isinstance(choice, str) else asdict(choice)
+
+
+def programs(pool: ThreadPoolExecutor, work: Work) -> dict[object, Callable]:
+    """What gives each candidate's program. XLA times products as it compiles them: not in the background."""
+    each = [work.rule, *work.candidates]
+    compile_ = lambda tile: timing.compiled(work.function(tile), *work.arrays)
+    if work.path[0] == "implementation":
+        return {tile: partial(compile_, tile) for tile in each}
+    return {tile: pool.submit(compile_, tile).result for tile in each}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m swjax.kernels.tune", description="Writes the tuned table of this GPU."
+    )
+    parser.add_argument("--seconds", type=float, default=240, help="no shape starts after this")
+    parser.add_argument("--out", type=Path, help="JSON file; default: where `tiles` reads it")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="that compile")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be tried")
+    args = parser.parse_args(argv)
+    if args.dry_run:
+        for work in works().values():
+            print(*work.path, f"rule {work.rule}, {len(work.candidates)} candidates")
+        return 0
+    todo = [work for work in works().values() if runnable(work)]
+    if not todo:
+        print(
+            f"tuning needs an NVIDIA GPU and jax-triton, got {jax.default_backend()}: "
+            "see --dry-run, or install swjax[gpu]",
+            file=sys.stderr,
+        )
+        return 2
+    kind = jax.devices()[0].device_kind
+    out, known = args.out or tiles.table_path(kind), tiles.table_path(kind)
+    table = json.loads(known.read_text())["tiles"] if known.exists() else {}
+    clock = timing.Records(None, args.seconds)
+    with ThreadPoolExecutor(args.threads) as pool:
+        jobs = [(work, programs(pool, work)) for work in todo]
+        for work, compiled in jobs:
+            if clock.seconds_left < 0:
+                pool.shutdown(cancel_futures=True)
+                break
+            try:
+                enter(table, work, tune(work, compiled))
+            except Exception as error:  # a rule that fails must not end the run
+                print(*work.path, f"{type(error).__name__}: {str(error)[:300]}")
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(clock.machine | {"tiles": table}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What `quantize_model` makes of a model: for every matrix its recipe, or why it has none."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from swjax.recipes import RECIPES, Recipe
+
+UNMATCHED = "no expression matches its path"
+_VECTORS = ("bias", "scale")  # whatever the number of their axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A parameter that is, or may be, multiplied with activations.
+
+    Attributes:
+      path: of its module, as expressions have to match it.
+      kind: the class of its module.
+      name: of the parameter in it.
+      shape: of the parameter.
+      recipe: that its products are computed with; None: as ever.
+      reason: why there is no recipe; "" if there is one.
+    """
+
+    path: str
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    recipe: Recipe | None
+    reason: str = ""
+
+
+class Conversion(list[Matrix]):
+    """Every `Matrix` of a model; printed, a table with a line each and a summary.
+
+    >>> conversion = Conversion()
+    >>> conversion.note("mlp/fc1", "Linear", {"kernel": (64, 256)}, RECIPES["switchback"])
+    >>> conversion.note("embed", "Embed", {"embedding": (100, 64)}, None, "takes no dot_general")
+    >>> print(conversion)
+    mlp/fc1  Linear.kernel    64 x 256  switchback
+    embed    Embed.embedding  100 x 64  -           takes no dot_general
+    1 of 2 matrices converted, 16,384 of 22,784 elements (72%)
+    """
+
+    def note(
+        self,
+        path: str,
+        kind: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        recipe: Recipe | None,
+        reason: str = "",
+    ) -> None:
+        """Adds those parameters of a module that are matrices, once.
+
+        Args:
+          path, kind, recipe, reason: see `Matrix`.
+          shapes: of the module's own parameters by name.
+        """
+        for name, shape in shapes.items():
+            matrix = Matrix(path, kind, name, tuple(shape), recipe, reason)
+            if len(shape) >= 2 and name not in _VECTORS and matrix not in self:
+                self.append(matrix)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                m.path or ".",
+                f"{m.kind}.{m.name}",
+                " x ".join(map(str, m.shape)),
+                _name(m.recipe),
+                m.reason,
+            )
+            for m in self
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        converted = [matrix for matrix in self if matrix.recipe is not None]
+        part, whole = (sum(math.prod(m.shape) for m in those) for those in (converted, self))
+        share = f"{part:,} of {whole:,} elements ({part / max(whole, 1):.0%})"
+        return "\n".join([*lines, f"{len(converted)} of {len(self)} matrices converted, {share}"])
+
+
+def _name(recipe: Recipe | None) -> str:
+    if recipe is None:
+        return "-"
+    return next((name for name, known in RECIPES.items() if known == recipe), "a Recipe")
+
+
+def refuse_dot_general_cls(path: str, module) -> None:
+    """Raises a ValueError if a layer would not look at the `dot_general` that it is given."""
+    if getattr(module, "dot_general_cls", None) is not None:
+        raise ValueError(
+            f"the layer {path!r} has a dot_general_cls, which goes before any dot_general: "
+            f"build it without one, or leave it out of the expressions"
+        )

@@ -1,0 +1,191 @@
+"""Images a second that one core reads, decodes, crops and batches; open_clip's loader beside it.
+
+  python -m swjax.data.bench [--tars 'DIR/{00000..00009}.tar'] [--out FILE.json]
+
+Without --tars it makes JPEGs of 256 to 512 pixels with a photograph's spectrum, and reads those. All
+run in this process, on one core, on the same tars, and take turns: the fastest round of each counts,
+since whatever else the machine does only slows one down.
+"""
+
+import argparse
+import io
+import json
+import os
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from swjax import environment
+from swjax.data import decoding, loader, source
+from swjax.data.images import random_box
+
+_SIZE = 224  # pixels
+_BATCH = 64
+_AHEAD = 8 * _BATCH  # a loader reads fewer ahead
+_PEERS = ("open_clip_torch", "torch", "torchvision", "webdataset")
+
+
+def main(argv: list[str]) -> int:
+    """Prints a table; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="swjax.data.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--tars", help="pattern of WebDataset tars; default: makes some")
+    parser.add_argument("--images", type=int, default=1024, help="in a round")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each runs")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    args = parser.parse_args(argv)
+    if args.images < _BATCH or args.rounds < 1:
+        parser.error(f"--images must be at least {_BATCH}, a batch, and --rounds at least 1")
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with tempfile.TemporaryDirectory() as folder:
+        tars = args.tars or write_tars(Path(folder), args.images)
+        result = measure(tars, folder, args.images, args.rounds)
+    for name, rate in result["images_per_second"].items():
+        print(f"{name:28} {rate:8.0f} images/s on one core")
+    print(result["note"] or f"swjax / open_clip: {result['swjax_over_open_clip']}")
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def measure(tars: str, folder: str, images: int, rounds: int) -> dict:
+    """Runs all in turn.
+
+    Args:
+      tars: pattern of their paths.
+      folder: for what is kept beside them.
+      images: in a round.
+      rounds: how often each runs.
+
+    Returns:
+      What the JSON file holds: rates, versions, machine.
+    """
+    pairs = source("webdataset", tars, data_dir=folder)
+    files = [pairs.stored(i)["image"] for i in range(min(images, len(pairs)))]
+    swjax = loader(pairs, batch_size=_BATCH, image_size=_SIZE)
+    runs: dict[str, Iterator] = {
+        "decode and crop": _crops(files, decoding.decode, decoding.resize),
+        "the same, Pillow": _crops(files, _decode_with_pillow, decoding.resize_with_pillow),
+        "swjax loader": (len(batch["image"]) for batch in swjax),
+    }
+    note = ""
+    try:
+        runs["open_clip loader"] = (len(image) for image, _ in open_clip_loader(tars))
+    except ImportError as error:
+        note = f'without open_clip: {error}; pip install "swjax[bench]"'
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, counts in runs.items():
+            rates[name].append(_rate(counts, images))
+    swjax.close()
+    best = {name: max(found) for name, found in rates.items()}
+    ours, theirs = best["swjax loader"], best.get("open_clip loader")
+    return {
+        "images_per_second": best,
+        "swjax_over_open_clip": round(ours / theirs, 2) if theirs else None,
+        "note": note,
+        "images_per_second_of_each_round": rates,
+        "images_a_round": images,
+        "mean_bytes_of_an_image": round(float(np.mean([len(data) for data in files]))),
+        "tars": tars if not tars.startswith(folder) else "made here",
+        "scaled_by": "fast_image_resize" if decoding.has_fast_resize() else "Pillow",
+        "machine": [
+            line for line in environment.describe().splitlines() if not line.startswith("command")
+        ],
+        "peers": {} if note else {name: environment.version(name) for name in _PEERS},
+    }
+
+
+def _rate(counts: Iterator[int], images: int) -> float:
+    """Returns images a second; what was prepared while another ran is taken first."""
+    ready = 0
+    while ready < _AHEAD:
+        ready += next(counts)
+    start, done = time.perf_counter(), 0
+    while done < images:
+        done += next(counts)
+    return round(done / (time.perf_counter() - start), 1)
+
+
+def _crops(files: list[bytes], decode, resize) -> Iterator[int]:
+    rng = np.random.default_rng(0)
+    while True:
+        for data in files:
+            image = decode(data)
+            resize(image[random_box(*image.shape[:2], rng)], _SIZE)
+            yield 1
+
+
+def _decode_with_pillow(data: bytes) -> np.ndarray:
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def open_clip_loader(tars: str) -> Iterator:
+    """Returns open_clip's training batches (image, text), without end, in this process.
+
+    Args:
+      tars: pattern of their paths.
+
+    Raises:
+      ImportError: if a package that it needs is not installed.
+    """
+    import open_clip
+    import torch
+    from open_clip_train.data import get_wds_dataset
+
+    torch.set_num_threads(1)
+    args = argparse.Namespace(
+        train_data=tars,
+        train_num_samples=10**9,  # one epoch: each begins by filling a buffer
+        train_data_upsampling_factors=None,
+        dataset_resampled=True,
+        workers=0,
+        batch_size=_BATCH,
+        world_size=1,
+        seed=0,
+    )
+    transform = open_clip.image_transform(_SIZE, is_train=True, aug_cfg={"scale": (0.9, 1.0)})
+    tokenizer = open_clip.SimpleTokenizer()
+    batches = get_wds_dataset(args, transform, is_train=True, tokenizer=tokenizer).dataloader
+    return iter(batches)
+
+
+def write_tars(folder: Path, images: int) -> str:
+    """Writes two tars of JPEGs with captions; returns the pattern of their paths."""
+    rng = np.random.default_rng(0)
+    for shard in range(2):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
+            for number in range(images // 2):
+                caption = f"photograph {number} with a caption of a usual length, say ten words"
+                for end, data in (("jpg", _photograph(rng)), ("txt", caption.encode())):
+                    info = tarfile.TarInfo(f"{shard:05d}{number:04d}.{end}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    return f"{folder}/{{00000..00001}}.tar"
+
+
+def _photograph(rng: np.random.Generator) -> bytes:
+    """Returns a JPEG whose spectrum falls as a photograph's does, about as 1/f."""
+    from PIL import Image
+
+    height, width = rng.integers(256, 513, 2)
+    f = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
+    f[0, 0] = 1.0
+    waves = rng.normal(size=(3, height, width)) + 1j * rng.normal(size=(3, height, width))
+    light, red, blue = np.fft.ifft2(waves / f**1.4).real
+    layers = np.stack([light + 0.3 * red, light, light + 0.3 * blue], axis=-1)
+    pixels = np.clip(55 * layers / layers.std() + 120, 0, 255).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

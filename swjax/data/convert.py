@@ -1,0 +1,269 @@
+"""WebDataset tars to array_record: a TensorFlow Datasets data set, which the source tfds opens.
+
+  python -m swjax.data.convert --tars 'laion/{00000..41455}.tar' --name laion --data_dir data
+  python train.py --config.data.name=tfds --config.data.tfds.builder=laion ...
+
+Each tar becomes one file. Images are copied as they are, not decoded. A file is read again after it is
+written, and counts as done only if it holds what the tar does; so the same command goes on where it
+was interrupted. --verify checks all files against the checksums written then.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from swjax.data import files
+from swjax.data.packages import require
+from swjax.data.photographs import texts
+from swjax.data.preparation import lock
+from swjax.data.skipping import POLICIES, BadData, Skips
+from swjax.data.webdataset import WebDataset
+
+_VERSION = "1.0.0"
+_MANIFEST = "converted.jsonl"  # one line for each file that is done
+
+
+def main(argv: list[str]) -> int:
+    """Converts, or verifies; returns the exit code: 1 if a file is not what it should be."""
+    parser = argparse.ArgumentParser(prog="swjax.data.convert", description=__doc__.splitlines()[0])
+    parser.add_argument("--tars", help="pattern of their paths or addresses")
+    parser.add_argument("--name", required=True, help="of the new data set")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--data_dir", type=Path, default=Path("data"))
+    parser.add_argument("--image_key", default="jpg;jpeg;png;webp", help="extension of images")
+    parser.add_argument("--text_key", default="txt", help='extension, or "json/FIELD"')
+    parser.add_argument("--on_bad", default="skip", choices=POLICIES, help="no image or caption")
+    parser.add_argument("--max_bad_share", type=float, default=0.01, help="stop beyond it")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--verify", action="store_true", help="check what was converted")
+    args = parser.parse_args(argv)
+    out = args.data_dir / args.name / _VERSION
+    if args.verify:
+        return verify(out)
+    if not args.tars:
+        parser.error("--tars is missing: name the tars to convert, or --verify what is there")
+    try:
+        convert(out, args)
+    except (BadData, ValueError, ModuleNotFoundError, OSError) as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def convert(out: Path, args: argparse.Namespace) -> None:
+    """Writes the files that are not there yet, then the data set's description.
+
+    Args:
+      out: directory of the data set.
+      args: see `main`.
+
+    Raises:
+      BadData: if too many samples have no image or no caption.
+      OSError: if a file does not hold what was written.
+    """
+    require("tensorflow_datasets", "array_record", "importlib_resources")
+    keys = dict(image_key=args.image_key, text_key=args.text_key)
+    tars = WebDataset(args.tars, data_dir=str(args.data_dir), **keys)
+    with lock(out / ".lock"):
+        _drop_half_line(out / _MANIFEST)
+        done = {line["shard"]: line for line in manifest(out) if line["split"] == args.split}
+        _check_same(out, done.values(), len(tars.shards))
+        skips = Skips(args.on_bad, args.max_bad_share)
+        skips.damage(tars.damage, tars.damaged_share)
+        work = functools.partial(_shard, tars, out, args.name, args.split, args.on_bad, done)
+        with open(out / _MANIFEST, "a") as log:
+            for line in _in_processes(args.jobs, work, range(len(tars.shards))):
+                skips.good(line["examples"])
+                for reason in line["skipped"]:
+                    skips.bad(reason)
+                if done.get(line["shard"]) != line:
+                    log.write(json.dumps(line) + "\n")
+                    log.flush()
+                    os.fsync(log.fileno())
+                    print(f"{line['file']}: {line['examples']} examples", flush=True)
+        _describe(out, args.name)
+
+
+def manifest(out: Path) -> list[dict]:
+    """Returns what is known of each file, in the order of splits and files."""
+    path = out / _MANIFEST
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    known = [json.loads(line) for line in lines if line.endswith("\n")]
+    latest = {(line["split"], line["shard"]): line for line in known}
+    return [latest[key] for key in sorted(latest)]
+
+
+def _drop_half_line(path: Path) -> None:
+    """Cuts off what a killed run may have left at the end: what follows would go on in that line."""
+    if path.exists():
+        whole = path.read_bytes()
+        os.truncate(path, whole.rfind(b"\n") + 1)
+
+
+def verify(out: Path) -> int:
+    """Compares every file with its checksum; returns 1, having named those that differ, or 0."""
+    lines = manifest(out)
+    bad = [line["file"] for line in lines if _sha256(out / line["file"]) != line["sha256"]]
+    for file in bad:
+        print(f"convert: {out / file} is missing or has changed: remove it and convert again")
+    print(f"{len(lines) - len(bad)} of {len(lines)} files are as they were written")
+    return 1 if bad or not lines else 0
+
+
+def _of(shards: int) -> str:
+    return f"-of-{shards:05d}"
+
+
+def _check_same(out: Path, lines: Iterable[dict], shards: int) -> None:
+    other = [line["file"] for line in lines if not line["file"].endswith(_of(shards))]
+    if other:
+        raise ValueError(
+            f"{out} has {other[0]}, from another number of tars than these {shards}: use another --name"
+        )
+
+
+def _in_processes(jobs: int, work, shards: range) -> Iterator[dict]:
+    if jobs == 1:
+        yield from map(work, shards)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(work, shards)
+
+
+def _shard(tars: WebDataset, out: Path, name: str, split: str, on_bad: str, done: dict, shard: int):
+    """Returns the manifest's line of a tar, converting it unless that was done."""
+    path = tars.paths[shard]
+    known = done.get(shard)
+    file = f"{name}-{split}.array_record-{shard:05d}{_of(len(tars.shards))}"
+    source = {"tar": path, "tar_version": files.size_and_version(path)[1]}
+    if known and known["file"] == file and source.items() <= known.items():
+        if (out / file).exists() and (out / file).stat().st_size == known["bytes"]:
+            return known
+    part, skipped = out / f"{file}.part", []
+    start = int(tars.shards[:shard].sum())
+    examples = _read(tars, range(start, start + int(tars.shards[shard])), skipped, on_bad)
+    count, digest = _write(part, examples)
+    if (count, digest) != _digest(_read_back(part)):
+        raise OSError(f"{part} does not hold what was written to it: is the disk in order?")
+    line = {"split": split, "shard": shard, "file": file, **source, "examples": count,
+            "skipped": skipped, "content_sha256": digest, "bytes": part.stat().st_size,
+            "sha256": _sha256(part)}  # fmt: skip
+    os.replace(part, out / file)
+    return line
+
+
+def _read(tars: WebDataset, indices: range, skipped: list[str], on_bad: str) -> Iterator[dict]:
+    """Yields examples; writes down why others are none."""
+    for index in indices:
+        try:
+            key, found = tars.sample(index)
+            image, captions = tars.pick(found)
+        except (ValueError, OSError) as error:
+            skipped.append(f"{tars.key(index)}: {error}")
+            if on_bad == "stop":
+                raise BadData(f"cannot read {skipped[-1]}") from None
+            continue
+        yield {"key": key, "image": image, "caption": list(captions)}
+
+
+def _features():
+    import tensorflow_datasets as tfds
+
+    text = tfds.features.Text()
+    image = tfds.features.Image(shape=(None, None, 3))
+    return tfds.features.FeaturesDict(
+        {"key": text, "image": image, "caption": tfds.features.Sequence(text)}
+    )
+
+
+def _write(path: Path, examples: Iterator[dict]) -> tuple[int, str]:
+    """Writes a file of records, each of which can be read alone; returns their `_digest`."""
+    import tensorflow_datasets as tfds
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    features = _features()
+    serializer = tfds.core.example_serializer.ExampleSerializer(features.get_serialized_info())
+    writer = ArrayRecordWriter(str(path), "group_size:1,uncompressed")  # JPEGs do not get smaller
+
+    def written():
+        for example in examples:
+            writer.write(serializer.serialize_example(features.encode_example(example)))
+            yield example
+
+    counted = _digest(written())
+    writer.close()
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    return counted
+
+
+def _read_back(path: Path) -> Iterator[dict]:
+    import tensorflow_datasets as tfds
+    from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+    features, undecoded = _features(), {"image": tfds.decode.SkipDecoding()}
+    with ArrayRecordDataSource([str(path)]) as records:
+        for index in range(len(records)):
+            record = features.deserialize_example_np(records[index], decoders=undecoded)
+            captions = list(texts(list(record["caption"])))
+            yield {"key": record["key"].decode(), "image": record["image"], "caption": captions}
+
+
+def _digest(examples: Iterator[dict]) -> tuple[int, str]:
+    """Returns how many examples there are, and a checksum of all they hold."""
+    count, total = 0, hashlib.sha256()
+    for example in examples:
+        count += 1
+        for field in (
+            example["key"].encode(),
+            example["image"],
+            *map(str.encode, example["caption"]),
+        ):
+            total.update(len(field).to_bytes(8, "little") + field)
+    return count, total.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _describe(out: Path, name: str) -> None:
+    """Writes the metadata by which TensorFlow Datasets finds features, splits and files."""
+    import tensorflow_datasets as tfds
+
+    splits: dict[str, list[dict]] = {}
+    for line in manifest(out):
+        splits.setdefault(line["split"], []).append(line)
+    template = tfds.core.ShardedFileTemplate(
+        data_dir=out, dataset_name=name, filetype_suffix="array_record"
+    )
+    tfds.folder_dataset.write_metadata(
+        data_dir=out,
+        features=_features(),
+        split_infos=[
+            tfds.core.SplitInfo(
+                name=split,
+                shard_lengths=[line["examples"] for line in lines],
+                num_bytes=sum(line["bytes"] for line in lines),
+                filename_template=template,
+            )
+            for split, lines in splits.items()
+        ],
+        version=_VERSION,
+        filename_template=template,
+        check_data=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""Files of a data set: named by patterns, read in ranges of bytes, on disk or behind fsspec."""
+
+import functools
+import glob
+import itertools
+import os
+import re
+from pathlib import Path
+
+from swjax.data.packages import require
+
+_OPEN_FILES = 256  # in a process
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def expand(pattern: str) -> list[str]:
+    """Returns the paths that a pattern names, in order.
+
+    Args:
+      pattern: a path or an fsspec address, in which {000..041} counts, {a,b} lists, and *, ? and
+        [...] stand for what there is.
+
+    Raises:
+      ValueError: if a wildcard finds nothing, or a file is named twice.
+
+    >>> expand("gs://bucket/{train,more}/{08..10}.tar")[:4]
+    ['gs://bucket/train/08.tar', 'gs://bucket/train/09.tar', 'gs://bucket/train/10.tar', 'gs://bucket/more/08.tar']
+    """
+    parts = _BRACES.split(pattern)  # literal, inside of braces, literal, ...
+    choices = [_inside(part) if i % 2 else [part] for i, part in enumerate(parts)]
+    named = ["".join(chosen) for chosen in itertools.product(*choices)]
+    paths = [path for name in named for path in (_found(name) if glob.has_magic(name) else [name])]
+    if not paths:
+        raise ValueError(f"no file matches {pattern!r}: is the path right?")
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(f"{pattern!r} names {twice!r} twice: its examples would be seen twice")
+    return paths
+
+
+def _inside(braces: str) -> list[str]:
+    counted = re.fullmatch(r"(\d+)\.\.(\d+)", braces)
+    if not counted:
+        return braces.split(",")
+    first, last = counted.groups()
+    return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+
+
+def _found(path: str) -> list[str]:
+    if not is_remote(path):
+        return sorted(glob.glob(path, recursive=True))
+    fs, inside = _filesystem(path)
+    return sorted(fs.unstrip_protocol(found) for found in fs.glob(inside))
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is an fsspec address.
+
+    >>> is_remote("s3://bucket/00000.tar"), is_remote("/disk/00000.tar")
+    (True, False)
+    """
+    return "://" in path
+
+
+def beside(path: str, of: str) -> str:
+    """Returns a path that is relative to the directory of another file, as one from here.
+
+    >>> beside("images/1.jpg", of="/disk/train.csv")
+    '/disk/images/1.jpg'
+    """
+    if is_remote(path) or Path(path).is_absolute():
+        return path
+    return f"{of.rpartition('/')[0]}/{path}" if "/" in of else path
+
+
+def size_and_version(path: str) -> tuple[int, str]:
+    """Returns a file's size in bytes, and what changes when the file does.
+
+    Raises:
+      OSError: if there is no such file.
+    """
+    if not is_remote(path):
+        status = os.stat(path)
+        return status.st_size, f"{status.st_size} {status.st_mtime_ns}"
+    fs, inside = _filesystem(path)
+    return fs.size(inside), fs.ukey(inside)
+
+
+def read(path: str, start: int, stop: int) -> bytes:
+    """Returns the bytes from start to stop; from any thread, since there is no file position.
+
+    Raises:
+      OSError: if the file is missing, unreadable or shorter.
+    """
+    if is_remote(path):
+        fs, inside = _filesystem(path)
+        data = fs.cat_file(inside, start, stop)
+    else:
+        handle = _open(path)  # held until read, whoever pushes it out of the cache
+        data = os.pread(handle.descriptor, stop - start, start)
+    if len(data) < stop - start:
+        raise OSError(f"{path} ends before byte {stop}")
+    return data
+
+
+def read_whole(path: str, most: int) -> bytes:
+    """Returns all bytes of a file that has at most so many.
+
+    Raises:
+      OSError: if the file is missing, unreadable or larger.
+    """
+    if is_remote(path):
+        fs, inside = _filesystem(path)
+        data = fs.cat_file(inside, 0, most + 1)
+    else:
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(f"{path} is larger than {most} bytes")
+    return data
+
+
+class Window:
+    """Reads a file forward in few large steps: calls are as those of `read`.
+
+    Args:
+      path: of the file.
+      size: of the file, in bytes.
+      step: bytes read at once, and forgotten at the next.
+    """
+
+    def __init__(self, path: str, size: int, step: int):
+        self._path, self._size, self._step = path, size, step
+        self._start, self._data = 0, b""
+
+    def __call__(self, start: int, stop: int) -> bytes:
+        if not self._start <= start <= stop <= self._start + len(self._data):
+            self._data = read(self._path, start, max(stop, min(start + self._step, self._size)))
+            self._start = start
+        return self._data[start - self._start : stop - self._start]
+
+
+class _Handle:
+    def __init__(self, path: str):
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self):
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+@functools.lru_cache(_OPEN_FILES)
+def _open(path: str) -> _Handle:
+    return _Handle(path)
+
+
+def _filesystem(path: str):
+    require("fsspec")
+    import fsspec
+
+    return fsspec.core.url_to_fs(path)

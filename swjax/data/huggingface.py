@@ -1,0 +1,76 @@
+"""Image-text pairs of a Hugging Face data set on disk (Arrow)."""
+
+import functools
+from pathlib import Path
+
+from swjax.data import files
+from swjax.data.packages import require
+from swjax.data.photographs import Photographs, Record, texts
+from swjax.data.skipping import BadExample
+
+_LARGEST_IMAGE = 2**28  # bytes
+
+
+class HuggingFace(Photographs):
+    """A data set that `datasets.Dataset.save_to_disk` wrote; its attribution is the citation.
+
+    Nothing is downloaded, and no code of the data set's is run.
+    """
+
+    def __init__(self, split: str, *, image_key: str = "image", text_key: str = "caption"):
+        """Opens the data set.
+
+        Args:
+          split: its directory; of a saved `DatasetDict`, the directory of one of its splits.
+          image_key: column of images: of the feature Image, or of bytes.
+          text_key: column with one caption, or with a list of them.
+
+        Raises:
+          ValueError: if there is no such data set, no such column or no rows.
+          ModuleNotFoundError: if the package datasets is not installed.
+        """
+        require("datasets", extra="huggingface")
+        import datasets
+
+        self._split, self._image_key, self._text_key = split, image_key, text_key
+        if not (Path(split) / "state.json").is_file():
+            raise ValueError(
+                f"{split!r} holds no Hugging Face data set: name a directory that save_to_disk "
+                "wrote, and in that of a DatasetDict the split's"
+            )
+        rows = datasets.Dataset.load_from_disk(split)
+        for key in (image_key, text_key):
+            if key not in rows.column_names:
+                raise ValueError(
+                    f"{split!r} has no column {key!r}; it has {', '.join(rows.column_names)}"
+                )
+        if not len(rows):
+            raise ValueError(f"there are no rows in {split!r}")
+        rows = rows.select_columns([image_key, text_key])
+        if isinstance(rows.features[image_key], datasets.Image):
+            rows = rows.cast_column(image_key, datasets.Image(decode=False))
+        self._rows, self.attribution = rows, rows.info.citation
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def key(self, index: int) -> str:
+        """Returns the directory and the row."""
+        return f"{self._split}[{index}]"
+
+    def record(self, index: int) -> Record:
+        """Reads a row, and the image if the row holds its path."""
+        row = self._rows[index]
+        image = row[self._image_key]
+        if isinstance(image, dict):
+            path = image["path"]
+            image = image["bytes"]
+            if image is None and path:
+                image = files.read_whole(path, _LARGEST_IMAGE)
+        if not isinstance(image, bytes):
+            raise BadExample(f"the image is no bytes but {type(image).__name__}")
+        return Record(image, texts(row[self._text_key]))
+
+    def __reduce__(self):
+        keys = dict(image_key=self._image_key, text_key=self._text_key)
+        return functools.partial(HuggingFace, **keys), (self._split,)

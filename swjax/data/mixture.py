@@ -1,0 +1,88 @@
+"""Several data sets as one, drawn from in given proportions."""
+
+import numpy as np
+
+from swjax.data.decoding import decode
+from swjax.data.photographs import Photographs
+
+
+class Mixture(Photographs):
+    """The examples of several sources, one source after the other; the loader draws by weight.
+
+    Attributes:
+      parts: the sources.
+      weights: how often each is drawn from, relative to the others.
+      starts: the number of the first example of each.
+    """
+
+    def __init__(self, parts: dict):
+        """Puts sources together.
+
+        Args:
+          parts: {name: (source, weight)}.
+
+        Raises:
+          ValueError: if there are none, a weight is not positive, or a source's images are drawings,
+            which do not go into one batch with photographs.
+
+        >>> from swjax.data import source
+        >>> few, many = (source("synthetic", "train", examples=n) for n in (10, 1000))
+        >>> mixture = Mixture({"few": (few, 3.0), "many": (many, 1.0)})
+        >>> len(mixture), mixture.key(12)
+        (1010, 'many: 2')
+        """
+        if not parts:
+            raise ValueError("a mixture needs sources; it has none")
+        for name, (_, weight) in parts.items():
+            if not weight > 0:
+                raise ValueError(f"the weight of {name!r} is {weight}; it must be positive")
+        self.names = tuple(parts)
+        self.parts = tuple(part for part, _ in parts.values())
+        self.weights = tuple(float(weight) for _, weight in parts.values())
+        kinds = {name: _kind(part) for name, (part, _) in parts.items()}
+        if len(set(kinds.values())) > 1:
+            listed = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+            raise ValueError(f"sources of a mixture must have images of one kind; here {listed}")
+        self.photographs = self.parts[0].photographs
+        self.starts = np.cumsum([0, *(len(part) for part in self.parts)])
+        damaged = [part for part in self.parts if getattr(part, "damage", ())]
+        self.damage = tuple(file for part in damaged for file in part.damage)
+        self.damaged_share = max((part.damaged_share for part in damaged), default=0.0)
+        self.attribution = "\n".join(filter(None, (part.attribution for part in self.parts)))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def stored(self, index: int) -> dict:
+        """Returns an example of a source's; labels of one source follow those of another."""
+        number, i = self._find(index)
+        part = self.parts[number]
+        example = part.stored(i) if hasattr(part, "stored") else part[i]
+        return example | {"label": int(self.starts[number]) + example["label"]}
+
+    def __getitem__(self, index: int) -> dict:
+        """Returns an example, with its image decoded."""
+        example = self.stored(index)
+        image = example["image"]
+        return example | {"image": decode(image) if isinstance(image, bytes) else image}
+
+    def key(self, index: int) -> str:
+        """Returns the source and what it calls the example."""
+        part, i = self._find(index)
+        key = self.parts[part].key(i) if hasattr(self.parts[part], "key") else i
+        return f"{self.names[part]}: {key}"
+
+    def captions(self, label: int) -> tuple[str, ...]:
+        """Returns the captions of a label."""
+        part, i = self._find(label)
+        return self.parts[part].captions(i)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return part, index - int(self.starts[part])
+
+
+def _kind(source) -> str:
+    if source.photographs:
+        return "photographs"
+    return f"images of {source[0]['image'].shape[-1]} channels"

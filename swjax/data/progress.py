@@ -1,0 +1,106 @@
+"""How far a run is in its data, in a few numbers that any number of processes can go on from."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+
+class Position:
+    """Which positions of an order have been taken.
+
+    All before `start` but those `left`. Since processes skip what they cannot read, one may be ahead
+    of another by a few examples: when their number changes, these are left, and come first.
+
+    Attributes:
+      left: positions before start that are still to be taken, in order.
+      start: the first position after which none has been taken.
+    """
+
+    def __init__(self, left: tuple[int, ...] = (), start: int = 0):
+        self.left, self.start = tuple(left), start
+
+    def of(self, turn: int) -> int:
+        """Returns the position that comes after `turn` others, all processes together."""
+        beyond = turn - len(self.left)
+        return self.left[turn] if beyond < 0 else self.start + beyond
+
+    def after(self, taken: list[int]) -> "Position":
+        """Returns the position after processes have taken so many each, in turn.
+
+        >>> after = Position().after([3, 1])  # process 0 took 0, 2, 4 and process 1 took 1
+        >>> after.left, after.start
+        ((3,), 5)
+        """
+        count = len(taken)
+        turns = max(0, *(process + (n - 1) * count + 1 for process, n in enumerate(taken)))
+        passed_over = [
+            self.of(turn)
+            for turn in range(min(taken) * count, turns)
+            if turn // count >= taken[turn % count]
+        ]
+        beyond = max(0, turns - len(self.left))
+        return Position((*passed_over, *self.left[turns:]), self.start + beyond)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a process is in its share of an order.
+
+    Attributes:
+      examples: of the source, to notice another one.
+      processes: that share the order.
+      base: what had been taken when the number of processes last changed.
+      taken: positions that this process has been through since.
+      batches: given in the run.
+      read, skipped: examples of the run that this process answers for.
+    """
+
+    examples: int
+    processes: int
+    base: Position
+    taken: int = 0
+    batches: int = 0
+    read: int = 0
+    skipped: int = 0
+
+    @classmethod
+    def of(
+        cls, position: dict, examples: int, process_index: int, process_count: int
+    ) -> "Progress":
+        """Goes on from what `position` returned."""
+        if position["examples"] != examples:
+            raise ValueError(
+                f"the data set has {examples} examples; when this run was saved it had "
+                f"{position['examples']}: give it the same data"
+            )
+        base, taken = Position(position["left"], position["start"]), position["taken"]
+        own = {name: position[name] for name in ("taken", "read", "skipped")}
+        if len(taken) == process_count:
+            own = {name: counts[process_index] for name, counts in own.items()}
+        else:
+            base, own["taken"] = base.after(taken), [0]
+            own = {  # the sum, shared out
+                name: (sum(counts) + process_count - 1 - process_index) // process_count
+                for name, counts in own.items()
+            }
+        return cls(examples, process_count, base, batches=position["batches"], **own)
+
+    def position(self, gather: Callable) -> dict:
+        """See `TrainBatches.position`."""
+        own = np.array([self.taken, self.read, self.skipped], np.int64)
+        taken, read, skipped = np.asarray(gather(own)).T.tolist()
+        if len(taken) != self.processes:
+            raise ValueError(
+                f"the position of {self.processes} processes needs the counts of all; gather gave "
+                f"{len(taken)}: pass one that collects them"
+            )
+        return {
+            "examples": self.examples,
+            "batches": self.batches,
+            "left": list(self.base.left),
+            "start": self.base.start,
+            "taken": taken,
+            "read": read,
+            "skipped": skipped,
+        }

@@ -1,0 +1,139 @@
+"""Image-text pairs listed in a CSV, TSV or JSONL file, whose images are files."""
+
+import csv
+import functools
+import io
+
+import numpy as np
+
+from swjax.data import files
+from swjax.data.index import Index, Scan
+from swjax.data.photographs import Photographs, Record, json_field, texts
+from swjax.data.skipping import BadExample
+
+_SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
+_LARGEST_IMAGE = 2**28  # bytes
+_STEP = 2**23  # bytes read at once
+
+
+class Table(Photographs):
+    """The rows of a table. They stay on disk: what is held in memory does not grow with them."""
+
+    def __init__(
+        self,
+        split: str,
+        *,
+        data_dir: str = "data",
+        image_key: str = "image",
+        text_key: str = "caption",
+    ):
+        """Opens the table.
+
+        Args:
+          split: path or fsspec address of a UTF-8 file: .csv (commas), .tsv (tabs), the names of
+            the columns in its first row; or .jsonl, an object in each line.
+          data_dir: where is kept what lies where.
+          image_key: column with the image's path, from the table's directory, or its address.
+          text_key: column with the caption; in JSONL, with one or a list of them.
+
+        Raises:
+          ValueError: if there is no such file, it has another ending, no such column or no rows.
+        """
+        self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
+        self._path, self._image_key, self._text_key = split, image_key, text_key
+        self._separator = next((s for end, s in _SEPARATORS.items() if split.endswith(end)), None)
+        if self._separator is None:
+            raise ValueError(f"a table ends in {', '.join(_SEPARATORS)}; this is {split!r}")
+        scan = functools.partial(_scan, separator=self._separator)
+        self._index = Index([split], scan, kind=f"rows{self._separator}", data_dir=data_dir)
+        self._columns, self._first = self._header() if self._separator else ([], 0)
+        if len(self) < 1:
+            raise ValueError(f"there are no rows in the table {split!r}{self._index.excuse()}")
+        self.damage, self.damaged_share = self._index.damage, self._index.damaged_share
+
+    def __len__(self) -> int:
+        return len(self._index) - self._first
+
+    def key(self, index: int) -> str:
+        """Returns the image's path, or where the row begins if that cannot be read."""
+        try:
+            return str(self._row(index)[0])
+        except (OSError, ValueError):
+            return f"{self._path}: byte {self._index[index + self._first][1]}"
+
+    def record(self, index: int) -> Record:
+        """Reads a row, and the image that it names."""
+        image, text = self._row(index)
+        captions = texts(text)
+        if not isinstance(image, str) or not image:
+            raise BadExample("the row names no image")
+        return Record(
+            files.read_whole(files.beside(image, of=self._path), _LARGEST_IMAGE), captions
+        )
+
+    def captions(self, label: int) -> tuple[str, ...]:
+        """Returns the captions of a row."""
+        return texts(self._row(label)[1])
+
+    def _row(self, index: int) -> tuple:
+        data = files.read(*self._index[index + self._first])
+        if not self._separator:
+            return json_field(data, self._image_key), json_field(data, self._text_key)
+        cells = _cells(data, self._separator)
+        if len(cells) != len(self._columns):
+            raise BadExample(f"{len(cells)} cells in a row, {len(self._columns)} columns")
+        row = dict(zip(self._columns, cells))
+        return row[self._image_key], row[self._text_key]
+
+    def _header(self) -> tuple[list[str], int]:
+        columns = _cells(files.read(*self._index[0]), self._separator) if len(self._index) else []
+        for key in (self._image_key, self._text_key):
+            if key not in columns:
+                raise ValueError(
+                    f"the table {self._path!r} has no column {key!r}; it has {', '.join(columns)}"
+                )
+        return columns, 1
+
+    def __reduce__(self):
+        return functools.partial(Table, **self._arguments), (self._path,)
+
+
+def _cells(data: bytes, separator: str) -> list[str]:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadExample(f"the row is not UTF-8: {error.reason}") from None
+    return next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
+
+
+def _scan(path: str, size: int, separator: str) -> Scan:
+    """Finds where the rows begin. A quoted cell may hold ends of lines."""
+    bounds, ends = [], []
+
+    def lines():
+        # In Latin-1 every byte is a character: rows in another encoding are found out when read.
+        for line in _lines(path, size):
+            ends.append(ends[-1] + len(line) if ends else len(line))
+            yield line.decode("latin-1")
+
+    rows = csv.reader(lines(), delimiter=separator) if separator else lines()
+    trouble, start = "", 0
+    try:
+        for row in rows:
+            if row if separator else row.strip():
+                bounds.append(start)
+            start = ends[-1]
+            ends[:] = ends[-1:]
+    except csv.Error as error:
+        trouble = f"row at byte {start}: {error}"
+    return Scan(np.asarray([*bounds, start], np.int64), trouble)
+
+
+def _lines(path: str, size: int):
+    """Yields the lines of a file as bytes, their ends included."""
+    rest = b""
+    for start in range(0, size, _STEP):
+        *whole, rest = (rest + files.read(path, start, min(start + _STEP, size))).split(b"\n")
+        yield from (line + b"\n" for line in whole)
+    if rest:
+        yield rest

@@ -1,0 +1,136 @@
+"""Reads the members of a tar where they lie: nothing is extracted, no name becomes a path.
+
+Python's tarfile would do, at a quarter of the speed and with unbounded work on forged headers. Here
+every step goes forward and stays within the file, so that any bytes at all end or raise BrokenTar.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+_BLOCK = 512
+_ZEROS = bytes(_BLOCK)
+_MOST_EXTENDED = 2**16  # bytes of a name or of pax records; a path is some hundred
+
+_REGULAR = b"0\0007"
+_WITHOUT_DATA = b"123456"  # links, devices, directories, fifos, whatever size they state
+# "directory/first.second.jpg" has the key "directory/first" and the extension "second.jpg".
+_KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
+
+
+class BrokenTar(ValueError):
+    """The archive is no good from a byte on.
+
+    Attributes:
+      offset: of that byte; members before it are whole.
+    """
+
+    def __init__(self, offset: int, reason: str):
+        super().__init__(f"broken tar at byte {offset}: {reason}")
+        self.offset = offset
+
+
+class Member(NamedTuple):
+    """A regular file in a tar: where its first header and its data lie, in bytes."""
+
+    header: int
+    name: str
+    start: int
+    size: int
+
+
+def members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
+    """Yields the regular files of a tar.
+
+    Args:
+      read: (start, stop) -> those bytes of the file.
+      end: size of the file.
+
+    Raises:
+      BrokenTar: a header that is none, or data that goes on beyond the end.
+    """
+    offset, first, extended = 0, None, {}
+    while offset + _BLOCK <= end:
+        header = read(offset, offset + _BLOCK)
+        if header == _ZEROS:
+            return
+        first = offset if first is None else first
+        kind, size = header[156:157], _size(header, offset)
+        if kind in _REGULAR and "size" in extended:
+            size = extended["size"]
+        start = offset + _BLOCK
+        stop = start + (0 if kind in _WITHOUT_DATA else size)
+        if stop > end:
+            raise BrokenTar(first, f"a member of {size} bytes ends {stop - end} beyond the file")
+        if kind in b"xL":
+            if size > _MOST_EXTENDED:
+                raise BrokenTar(first, f"extended header of {size} bytes")
+            extended |= _extended(kind, read(start, stop), first)
+        else:
+            if kind in _REGULAR:
+                yield Member(first, extended.get("path") or _name(header), start, size)
+            if kind not in b"gK":  # these say nothing of names or sizes, and another header follows
+                first, extended = None, {}
+        offset = start + -(-(stop - start) // _BLOCK) * _BLOCK
+    if first is not None or offset < end:
+        raise BrokenTar(first if first is not None else offset, "ends within a header")
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Returns the sample's key and the extension, or None for a hidden file or none of a sample.
+
+    >>> split_name("shard/000.seg.png"), split_name("shard/.DS_Store")
+    (('shard/000', 'seg.png'), None)
+    """
+    found = _KEY.fullmatch(name)
+    return (found[1], found[2].lower()) if found else None
+
+
+def _size(header: bytes, offset: int) -> int:
+    """Returns the size a header states, having checked the header's sum."""
+    try:
+        stated = int(header[148:156].rstrip(b" \0") or b"-", 8)
+        field = header[124:136]
+        size = (
+            int.from_bytes(field[1:]) if field[0] == 0x80 else int(field.rstrip(b" \0") or b"0", 8)
+        )
+    except ValueError:
+        raise BrokenTar(offset, "no tar header") from None
+    if stated != sum(header) - sum(header[148:156]) + 8 * ord(" ") or size < 0:
+        raise BrokenTar(offset, "no tar header")
+    return size
+
+
+def _name(header: bytes) -> str:
+    name = header[:100].split(b"\0", 1)[0]
+    if header[257:263] == b"ustar\0":
+        prefix = header[345:500].split(b"\0", 1)[0]
+        name = prefix + b"/" + name if prefix else name
+    return _text(name)
+
+
+def _extended(kind: bytes, data: bytes, offset: int) -> dict:
+    """Returns path and size from a GNU long name, or from pax records "<length> <key>=<value>\\n"."""
+    if kind == b"L":
+        return {"path": _text(data.split(b"\0", 1)[0])}
+    found, at = {}, 0
+    while at < len(data) and data[at]:
+        length = re.match(rb"([0-9]{1,5}) ", data[at : at + 6])
+        record = data[at : at + int(length[1])] if length else b""
+        key, equals, value = record[len(length[0]) if length else 0 : -1].partition(b"=")
+        if not equals or record[-1:] != b"\n":
+            raise BrokenTar(offset, "no pax record")
+        if key == b"path":
+            found["path"] = _text(value)
+        if key == b"size":
+            if not re.fullmatch(rb"[0-9]{1,18}", value):
+                raise BrokenTar(offset, "no pax size")
+            found["size"] = int(value)
+        if key.startswith(b"GNU.sparse"):
+            raise BrokenTar(offset, "a sparse file")
+        at += int(length[1])
+    return found
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")

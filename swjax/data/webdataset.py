@@ -1,0 +1,114 @@
+"""Image-text pairs in WebDataset tars, as img2dataset writes them, by number."""
+
+import functools
+
+import numpy as np
+
+from swjax.data import files, tar
+from swjax.data.index import Index, Scan
+from swjax.data.photographs import Photographs, Record, json_field, texts
+from swjax.data.skipping import BadExample
+
+_LARGEST_SAMPLE = 2**28  # bytes
+_STEP_LOCAL, _STEP_REMOTE = 2**14, 2**23  # bytes read at once when looking for headers
+
+
+class WebDataset(Photographs):
+    """The samples of tars: consecutive files that share their name up to the first dot.
+
+    Where each sample begins is found at the first use, by reading the tars' headers, and kept. From
+    then on a sample is one read of its bytes, wherever it lies: local tars need no conversion to be
+    shuffled. Of tars behind an fsspec address, too, every sample is one request.
+
+    Nothing is extracted to disk, and nothing unpickled.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        *,
+        data_dir: str = "data",
+        image_key: str = "jpg;jpeg;png;webp",
+        text_key: str = "txt",
+    ):
+        """Opens the tars.
+
+        Args:
+          split: their paths or addresses: "cc12m/{00000..01242}.tar", "gs://bucket/laion/*.tar".
+          data_dir: where is kept what lies where.
+          image_key: extension of the image; of several, with ";" between them, the first there is.
+          text_key: extension of the caption, likewise; "json/caption" is a field of a JSON file.
+
+        Raises:
+          ValueError: if no tar is found, one is missing, or there is no sample in them.
+        """
+        self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
+        self._split = split
+        self._image_keys, self._text_keys = image_key.split(";"), text_key.split(";")
+        self._index = Index(files.expand(split), scan, kind="webdataset", data_dir=data_dir)
+        if not len(self._index):
+            raise ValueError(f"there are no samples in the tars {split!r}{self._index.excuse()}")
+        self.paths, self.shards = self._index.paths, self._index.lengths
+        self.damage, self.damaged_share = self._index.damage, self._index.damaged_share
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def key(self, index: int) -> str:
+        """Returns the tar and the sample's name, or where it begins if that cannot be read."""
+        path, start, _ = self._index[index]
+        try:
+            return f"{path}:{self.sample(index)[0]}"
+        except (OSError, ValueError):
+            return f"{path}: byte {start}"
+
+    def record(self, index: int) -> Record:
+        """Reads a sample's image and caption."""
+        return self.pick(self.sample(index)[1])
+
+    def sample(self, index: int) -> tuple[str, dict[str, bytes]]:
+        """Reads a sample; returns its name and its files by extension."""
+        path, start, stop = self._index[index]
+        if stop - start > _LARGEST_SAMPLE:
+            raise BadExample(
+                f"a sample of {stop - start} bytes; at most {_LARGEST_SAMPLE} are read"
+            )
+        data = files.read(path, start, stop)
+        key, found = "", {}
+        for member in tar.members(lambda a, b: data[a:b], len(data)):
+            name = tar.split_name(member.name)
+            if name:
+                key = name[0]
+                found[name[1]] = data[member.start : member.start + member.size]
+        return key, found
+
+    def pick(self, found: dict[str, bytes]) -> Record:
+        """Returns the image and the caption among a sample's files."""
+        image = next((found[name] for name in self._image_keys if name in found), None)
+        if image is None:
+            raise BadExample(f"no {'/'.join(self._image_keys)} but {', '.join(found)}")
+        for name in self._text_keys:
+            extension, _, field = name.partition("/")
+            if extension in found:
+                text = json_field(found[extension], field) if field else found[extension]
+                return Record(image, texts(text))
+        raise BadExample(f"no {'/'.join(self._text_keys)} but {', '.join(found)}")
+
+    def __reduce__(self):
+        return functools.partial(WebDataset, **self._arguments), (self._split,)
+
+
+def scan(path: str, size: int) -> Scan:
+    """Finds where the samples of a tar begin, and where what cannot be read does."""
+    step = _STEP_REMOTE if files.is_remote(path) else _STEP_LOCAL
+    bounds, last, end, trouble = [], None, 0, ""
+    try:
+        for member in tar.members(files.Window(path, size, step), size):
+            name = tar.split_name(member.name)
+            if name and name[0] != last:
+                bounds.append(member.header)
+                last = name[0]
+            end = member.start + member.size
+    except tar.BrokenTar as error:
+        trouble = str(error)
+    return Scan(np.asarray([*bounds, end], np.int64), trouble)

@@ -1,0 +1,215 @@
+"""The config files that stand beside weights: open_clip's and Hugging Face's, as `CLIPConfig` and back.
+
+Weights alone do not say how many attention heads there are, nor which GELU. Whatever a config asks for
+that `swjax.models` does not have is refused by name: a model that almost fits computes something else.
+"""
+
+import math
+from collections.abc import Mapping
+
+from swjax.data.images import MEAN, STD
+from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
+
+# What the libraries take where a file says nothing.
+_OPEN_CLIP_VISION = {"layers": 12, "width": 768, "head_width": 64, "mlp_ratio": 4.0,
+                     "patch_size": 16, "image_size": 224, "ls_init_value": None}  # fmt: skip
+_OPEN_CLIP_TEXT = {"layers": 12, "width": 512, "heads": 8, "mlp_ratio": 4.0,
+                   "context_length": 77, "vocab_size": 49408, "ls_init_value": None}  # fmt: skip
+_HUGGING_FACE_VISION = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+                        "num_attention_heads": 12, "image_size": 224, "patch_size": 32,
+                        "hidden_act": "quick_gelu"}  # fmt: skip
+_HUGGING_FACE_TEXT = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
+                      "num_attention_heads": 8, "max_position_embeddings": 77,
+                      "vocab_size": 49408, "hidden_act": "quick_gelu",
+                      "eos_token_id": 2}  # fmt: skip
+
+_ACTIVATIONS = {
+    "exact": "gelu",
+    "quick": "quick_gelu",
+    "tanh": "gelu_pytorch_tanh",
+}  # theirs by ours
+
+
+def from_open_clip(file: Mapping) -> CLIPConfig:
+    """The model that an open_clip_config.json describes.
+
+    Raises:
+      ValueError: it has a part that swjax does not have.
+    """
+    model = file.get("model_cfg", file)
+    known = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_bias"}
+    _refuse("model_cfg", model, known | {"init_logit_scale"}, {})
+    vision = _OPEN_CLIP_VISION | model["vision_cfg"]
+    text = _OPEN_CLIP_TEXT | model["text_cfg"]
+    neutral = {"patch_dropout", "output_tokens", "pad_id", "eos_id", "act_kwargs"}  # no effect here
+    _refuse(
+        "vision_cfg",
+        vision,
+        _OPEN_CLIP_VISION.keys() | neutral,
+        {"pool_type": "tok", "pos_embed_type": "learnable"},
+    )
+    _refuse(
+        "text_cfg",
+        text,
+        _OPEN_CLIP_TEXT.keys() | neutral,
+        {"pool_type": "argmax", "proj_type": "linear"},
+    )
+    for key, ours in (("mean", MEAN), ("std", STD)):
+        theirs = file.get("preprocess_cfg", {}).get(key, ours)
+        _need(f"preprocess_cfg.{key}", tuple(theirs), ours)
+    _need("text_cfg.ls_init_value", text["ls_init_value"], vision["ls_init_value"])
+    return CLIPConfig(
+        vision=VisionConfig(
+            **{key: vision[key] for key in ("width", "layers", "mlp_ratio", "patch_size")},
+            image_size=vision["image_size"],
+            heads=vision["width"] // vision["head_width"],
+        ),
+        text=TextConfig(
+            **{key: text[key] for key in ("width", "layers", "heads", "mlp_ratio")},
+            context_length=text["context_length"],
+            vocab_size=text["vocab_size"],
+        ),
+        embed_dim=model["embed_dim"],
+        gelu=_open_clip_gelu(model, vision, text),
+        layer_scale=vision["ls_init_value"],
+        init_logit_bias=model.get("init_logit_bias"),
+    )
+
+
+def _open_clip_gelu(model: Mapping, vision: Mapping, text: Mapping) -> str:
+    if model.get("quick_gelu"):
+        return "quick"
+    given = vision.get("act_kwargs") or {}
+    _need("text_cfg.act_kwargs", text.get("act_kwargs") or {}, given)
+    _refuse("vision_cfg.act_kwargs", given, {"approximate"}, {})
+    return "tanh" if given.get("approximate") == "tanh" else "exact"
+
+
+def to_open_clip(cfg: CLIPConfig) -> dict:
+    """The open_clip_config.json of a model."""
+    common = {"ls_init_value": cfg.layer_scale} if cfg.layer_scale is not None else {}
+    if cfg.gelu == "tanh":
+        common["act_kwargs"] = {"approximate": "tanh"}
+    vision, text = cfg.vision, cfg.text
+    model = {
+        "embed_dim": cfg.embed_dim,
+        "quick_gelu": cfg.gelu == "quick",
+        "vision_cfg": {
+            "image_size": vision.image_size,
+            "patch_size": vision.patch_size,
+            "width": vision.width,
+            "layers": vision.layers,
+            "head_width": vision.width // vision.heads,
+            "mlp_ratio": vision.mlp_ratio,
+            **common,
+        },
+        "text_cfg": {
+            "context_length": text.context_length,
+            "vocab_size": text.vocab_size,
+            "width": text.width,
+            "heads": text.heads,
+            "layers": text.layers,
+            "mlp_ratio": text.mlp_ratio,
+            **common,
+        },
+    }
+    if cfg.init_logit_bias is not None:
+        model["init_logit_bias"] = cfg.init_logit_bias
+    return {"model_cfg": model, "preprocess_cfg": {"mean": MEAN, "std": STD}}
+
+
+def from_hugging_face(file: Mapping) -> CLIPConfig:
+    """The model that the config.json of a `CLIPModel` describes.
+
+    Raises:
+      ValueError: it is of another kind of model, or has a part that swjax does not have.
+    """
+    _need("model_type", file.get("model_type"), "clip")
+    # Older files say the same once more, and then it is this that counts.
+    vision, text = (
+        defaults | file.get(f"{tower}_config", {}) | (file.get(f"{tower}_config_dict") or {})
+        for tower, defaults in (("vision", _HUGGING_FACE_VISION), ("text", _HUGGING_FACE_TEXT))
+    )
+    for tower, config in (("vision", vision), ("text", text)):
+        _need(f"{tower}_config.layer_norm_eps", config.get("layer_norm_eps", 1e-5), 1e-5)
+    _need("text_config.hidden_act", text["hidden_act"], vision["hidden_act"])
+    gelus = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
+    if vision["hidden_act"] not in gelus:
+        raise ValueError(
+            f"hidden_act must be one of {', '.join(gelus)}, got {vision['hidden_act']!r}"
+        )
+    last = text["vocab_size"] - 1
+    if (
+        text["eos_token_id"] != 2
+    ):  # 2 has stood for the largest id ever since a mistake in old files
+        _need("text_config.eos_token_id", text["eos_token_id"], last)
+    return CLIPConfig(
+        vision=VisionConfig(
+            **_hugging_face_tower(vision),
+            image_size=vision["image_size"],
+            patch_size=vision["patch_size"],
+        ),
+        text=TextConfig(
+            **_hugging_face_tower(text),
+            context_length=text["max_position_embeddings"],
+            vocab_size=text["vocab_size"],
+        ),
+        embed_dim=file.get("projection_dim", 512),
+        gelu=gelus[vision["hidden_act"]],
+    )
+
+
+def _hugging_face_tower(config: Mapping) -> dict:
+    width, hidden = config["hidden_size"], config["intermediate_size"]
+    ratio = hidden / width
+    if int(width * ratio) < hidden:  # rounded down
+        ratio = math.nextafter(ratio, math.inf)
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    return {"width": width, "layers": layers, "heads": heads, "mlp_ratio": ratio}
+
+
+def to_hugging_face(cfg: CLIPConfig) -> dict:
+    """The config.json of a model, for `CLIPModel.from_pretrained`."""
+
+    def tower(part):
+        return {
+            "hidden_size": part.width,
+            "intermediate_size": part.mlp_width,
+            "num_hidden_layers": part.layers,
+            "num_attention_heads": part.heads,
+            "hidden_act": _ACTIVATIONS[cfg.gelu],
+            "layer_norm_eps": 1e-5,
+            "projection_dim": cfg.embed_dim,
+        }
+
+    end = cfg.text.vocab_size - 1
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "projection_dim": cfg.embed_dim,
+        "vision_config": tower(cfg.vision)
+        | {"image_size": cfg.vision.image_size, "patch_size": cfg.vision.patch_size},
+        "text_config": tower(cfg.text)
+        | {
+            "max_position_embeddings": cfg.text.context_length,
+            "vocab_size": cfg.text.vocab_size,
+            "bos_token_id": end - 1,
+            "eos_token_id": end,
+            "pad_token_id": 0,
+        },
+    }
+
+
+def _need(key: str, value, only) -> None:
+    if value != only:
+        raise ValueError(f"{key} must be {only!r}, which is what swjax computes, got {value!r}")
+
+
+def _refuse(section: str, given: Mapping, known, fixed: Mapping) -> None:
+    """Raises a ValueError for a key that asks for something."""
+    for key, value in given.items():
+        if key in known or not value or fixed.get(key) == value:
+            continue
+        raise ValueError(
+            f"{section}.{key}={value!r} is no part of swjax's CLIP: only a model without"
+        )

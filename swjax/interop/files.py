@@ -1,0 +1,190 @@
+"""Reads and writes safetensors files of CLIP models, checking every tensor before any is read."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+from swjax.interop import configs
+from swjax.interop.layouts import LAYOUTS, Layout, tensors
+from swjax.models import clip
+
+_READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hugging_face}
+_WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face}
+_EXACT = ("F32", "F16", "BF16")  # dtypes that float32 holds exactly
+
+
+def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options) -> clip.CLIP:
+    """A CLIP model from safetensors in the layout of open_clip, OpenAI or Hugging Face.
+
+    The layout is told from the tensors' names. Values are read as they are, 16-bit ones widened.
+
+    Args:
+      path: a file, or a folder with one as open_clip or Hugging Face write it.
+      cfg: the model; None: as the config file beside the weights says, in float32 and without
+        quantization, which is what those libraries compute.
+      **options: fields of the configuration to be replaced, such as recipe="switchback".
+
+    Returns:
+      The model, its parameters in float32 on the default device.
+
+    Raises:
+      FileNotFoundError: there is no such file, or the folder has no safetensors.
+      ModuleNotFoundError: safetensors is not installed.
+      ValueError: no config, or one of another kind of model; a tensor is missing, unexpected, or of
+        another shape or dtype. The message is one line that names it.
+
+    >>> import tempfile
+    >>> cfg = clip.config("tiny", vision={"layers": 1}, text={"layers": 1})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(folder, clip.CLIP(cfg, rngs=nnx.Rngs(0)), layout="huggingface")
+    ...     load(folder, recipe="switchback").cfg.vision.layers
+    1
+    """
+    path = _weights_file(Path(path))
+    with _open(path) as file:
+        found = {name: file.get_slice(name) for name in file.keys()}
+        layout = _layout_of(path, found)
+        if cfg is None:
+            cfg = _read_config(path, layout)
+        cfg = clip.config(cfg, **options)
+        graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+        shapes = {name: leaf.shape for name, leaf in _flat(state).items()}
+        expected = list(tensors(LAYOUTS[layout], shapes))
+        _check(path, LAYOUTS[layout], found, expected)
+        parameters = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+        for tensor in expected:
+            tensor.unpack(file.get_tensor(tensor.name), parameters)
+    values = traverse_util.unflatten_dict(parameters, sep="/")
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
+    return nnx.merge(graph, state)
+
+
+def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> None:
+    """Writes a model as float32 safetensors, with its config, for other libraries.
+
+    Args:
+      folder: made if need be; its two files, if there, are replaced. `open_clip.create_model(
+        "local-dir:FOLDER")` or `CLIPModel.from_pretrained(FOLDER)` opens it.
+      model: any CLIP; its recipe and dtype are not saved.
+      layout: "open_clip", which is OpenAI's too, or "huggingface".
+
+    Raises:
+      ModuleNotFoundError: safetensors is not installed.
+      ValueError: there is no such layout, or it has no place for a parameter of this model.
+
+    An example is under `load`.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
+    shapes = {name: value.shape for name, value in parameters.items()}
+    packed = {t.name: t.pack(parameters) for t in tensors(LAYOUTS[layout], shapes)}
+    names, folder = LAYOUTS[layout], Path(folder)
+    _require_safetensors()
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / (names.weights + ".part")
+    save_file(packed, part, metadata={"format": "pt"})  # transformers refuses files without
+    part.rename(folder / names.weights)
+    config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
+    (folder / names.config).write_text(config + "\n")
+
+
+def _flat(tree) -> dict:
+    return traverse_util.flatten_dict(nnx.to_pure_dict(tree), sep="/")
+
+
+def _weights_file(path: Path) -> Path:
+    """The safetensors file that a path means."""
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist: give a safetensors file or its folder")
+    for layout in LAYOUTS.values():
+        if (path / layout.weights).is_file():
+            return path / layout.weights
+    names = " nor ".join(layout.weights for layout in LAYOUTS.values())
+    there = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
+    raise FileNotFoundError(
+        f"{path} holds neither {names}, only {there}: give the file itself; pickled weights (.bin, .pt) "
+        f"are not read, let the library that wrote them save safetensors"
+    )
+
+
+def _require_safetensors() -> None:
+    try:
+        import safetensors  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'swjax.interop needs safetensors: pip install "swjax[train]"', name="safetensors"
+        ) from error
+
+
+def _open(path: Path):
+    _require_safetensors()
+    import safetensors
+
+    try:
+        return safetensors.safe_open(path, framework="np")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _layout_of(path: Path, names: Iterable[str]) -> str:
+    for name, layout in LAYOUTS.items():
+        if layout.marker in names:
+            return name
+    markers = " nor ".join(repr(layout.marker) for layout in LAYOUTS.values())
+    raise ValueError(
+        f"{path} has neither a tensor {markers}: it is no CLIP ViT of open_clip, OpenAI or Hugging Face"
+    )
+
+
+def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
+    """The configuration from the file beside the weights."""
+    file = path.parent / LAYOUTS[layout].config
+    if not file.is_file():
+        raise ValueError(
+            f"{path} has no {file.name} beside it, which tells heads and GELU: pass the model, as in "
+            f'cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
+        )
+    try:
+        described = _READERS[layout](json.loads(file.read_text()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file}: {_one_line(error)}") from error
+    return clip.config(described, recipe="standard", dtype="float32")
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+def _check(path: Path, layout: Layout, found, expected) -> None:
+    """Raises a ValueError about the first tensor that is not as the model has it."""
+    names = {tensor.name for tensor in expected}
+    missing = [tensor.name for tensor in expected if tensor.name not in found]
+    unexpected = sorted(found.keys() - names - layout.buffers)
+    remedy = "pass the configuration of this very model as cfg, see swjax.models.clip.config"
+    for what, which in (("lacks the tensor", missing), ("has an unexpected tensor", unexpected)):
+        if which:
+            more = f" (and {len(which) - 1} more)" if len(which) > 1 else ""
+            raise ValueError(f"{path} {what} {which[0]!r}{more}: {remedy}")
+    for tensor in expected:
+        shape, dtype = tuple(found[tensor.name].get_shape()), found[tensor.name].get_dtype()
+        if shape != tensor.shape:
+            raise ValueError(
+                f"the tensor {tensor.name!r} of {path} must be {list(tensor.shape)}, "
+                f"got {list(shape)}: {remedy}"
+            )
+        if dtype not in _EXACT:
+            raise ValueError(
+                f"the tensor {tensor.name!r} of {path} must be one of {', '.join(_EXACT)}, got {dtype}: "
+                f"convert the file to one of them"
+            )

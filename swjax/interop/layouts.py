@@ -1,0 +1,191 @@
+"""What others call the parameters of a CLIP model, and how they store them.
+
+PyTorch keeps a linear layer's weight as [out, in], Flax its kernel as [in, out]; a convolution's as
+[out, in, h, w] and [h, w, in, out]. open_clip keeps q, k and v as one matrix, one after the other. All
+keep each block by itself, where swjax stacks them. Nothing else differs, so both ways are exact.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a library lays out a model.
+
+    Attributes:
+      weights, config: its file names.
+      names: {name: our paths, separated by blanks, concatenated along the first axis}; "{}" stands for
+        the number of a block.
+      marker: a tensor that only this layout has.
+      buffers: tensors that some files hold and that are no parameters.
+    """
+
+    weights: str
+    config: str
+    names: dict[str, str]
+    marker: str
+    buffers: frozenset[str]
+
+
+def _both(theirs: str, ours: str, weight: str) -> dict[str, str]:
+    """A layer with a weight, which we call `weight`, and a bias."""
+    return {f"{theirs}.weight": f"{ours}/{weight}", f"{theirs}.bias": f"{ours}/bias"}
+
+
+def _under(theirs: str, ours: str, names: dict[str, str]) -> dict[str, str]:
+    """The names with prefixes."""
+    return {
+        theirs + name: " ".join(f"{ours}/{path}" for path in paths.split())
+        for name, paths in names.items()
+    }
+
+
+_OPEN_CLIP_BLOCK = {
+    **_both("ln_1", "ln_1", "scale"),
+    "attn.in_proj_weight": "attn/q/kernel attn/k/kernel attn/v/kernel",
+    "attn.in_proj_bias": "attn/q/bias attn/k/bias attn/v/bias",
+    **_both("attn.out_proj", "attn/out", "kernel"),
+    "ls_1.gamma": "ls_1/gamma",
+    **_both("ln_2", "ln_2", "scale"),
+    **_both("mlp.c_fc", "mlp/fc1", "kernel"),
+    **_both("mlp.c_proj", "mlp/fc2", "kernel"),
+    "ls_2.gamma": "ls_2/gamma",
+}
+
+_HUGGING_FACE_BLOCK = {
+    **_both("layer_norm1", "ln_1", "scale"),
+    **_both("self_attn.q_proj", "attn/q", "kernel"),
+    **_both("self_attn.k_proj", "attn/k", "kernel"),
+    **_both("self_attn.v_proj", "attn/v", "kernel"),
+    **_both("self_attn.out_proj", "attn/out", "kernel"),
+    **_both("layer_norm2", "ln_2", "scale"),
+    **_both("mlp.fc1", "mlp/fc1", "kernel"),
+    **_both("mlp.fc2", "mlp/fc2", "kernel"),
+}
+
+LAYOUTS = {
+    "open_clip": Layout(
+        weights="open_clip_model.safetensors",
+        config="open_clip_config.json",
+        names={
+            "visual.conv1.weight": "vision/patch_embed/kernel",
+            "visual.class_embedding": "vision/class_embedding",
+            "visual.positional_embedding": "vision/position_embedding",
+            **_both("visual.ln_pre", "vision/ln_pre", "scale"),
+            **_under("visual.transformer.resblocks.{}.", "vision/blocks", _OPEN_CLIP_BLOCK),
+            **_both("visual.ln_post", "vision/ln_post", "scale"),
+            "visual.proj": "vision/projection/kernel",
+            "token_embedding.weight": "text/token_embedding/embedding",
+            "positional_embedding": "text/position_embedding",
+            **_under("transformer.resblocks.{}.", "text/blocks", _OPEN_CLIP_BLOCK),
+            **_both("ln_final", "text/ln_final", "scale"),
+            "text_projection": "text/projection/kernel",
+            "logit_scale": "logit_scale",
+            "logit_bias": "logit_bias",
+        },
+        marker="visual.conv1.weight",
+        buffers=frozenset(("input_resolution", "context_length", "vocab_size")),  # OpenAI's files
+    ),
+    "huggingface": Layout(
+        weights="model.safetensors",
+        config="config.json",
+        names={
+            "vision_model.embeddings.patch_embedding.weight": "vision/patch_embed/kernel",
+            "vision_model.embeddings.class_embedding": "vision/class_embedding",
+            "vision_model.embeddings.position_embedding.weight": "vision/position_embedding",
+            **_both("vision_model.pre_layrnorm", "vision/ln_pre", "scale"),  # spelt so
+            **_under("vision_model.encoder.layers.{}.", "vision/blocks", _HUGGING_FACE_BLOCK),
+            **_both("vision_model.post_layernorm", "vision/ln_post", "scale"),
+            "visual_projection.weight": "vision/projection/kernel",
+            "text_model.embeddings.token_embedding.weight": "text/token_embedding/embedding",
+            "text_model.embeddings.position_embedding.weight": "text/position_embedding",
+            **_under("text_model.encoder.layers.{}.", "text/blocks", _HUGGING_FACE_BLOCK),
+            **_both("text_model.final_layer_norm", "text/ln_final", "scale"),
+            "text_projection.weight": "text/projection/kernel",
+            "logit_scale": "logit_scale",
+        },
+        marker="vision_model.embeddings.patch_embedding.weight",
+        buffers=frozenset(
+            ("vision_model.embeddings.position_ids", "text_model.embeddings.position_ids")
+        ),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file.
+
+    Attributes:
+      name: as the file has it.
+      paths: of our parameters that it is made of.
+      block: number within their stacks; None: they are not stacked.
+      axes: the order of its axes among ours.
+      shape: in the file.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    block: int | None
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def pack(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Its value, from our parameters by path."""
+        parts = [parameters[path][self._place].transpose(self.axes) for path in self.paths]
+        return np.asarray(parts[0] if len(parts) == 1 else np.concatenate(parts), order="C")
+
+    def unpack(self, value: np.ndarray, parameters: Mapping[str, np.ndarray]) -> None:
+        """Writes its value into our parameters."""
+        parts = [value] if len(self.paths) == 1 else np.split(value, len(self.paths))
+        inverse = [self.axes.index(axis) for axis in range(len(self.axes))]
+        for path, part in zip(self.paths, parts, strict=True):
+            parameters[path][self._place] = part.transpose(inverse)
+
+    @property
+    def _place(self):
+        return ... if self.block is None else self.block
+
+
+def tensors(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
+    """The tensors that a file of this layout holds.
+
+    Args:
+      layout: whose.
+      shapes: of our parameters, by path.
+
+    Raises:
+      ValueError: the layout has no name for a parameter.
+    """
+    named = {path for paths in layout.names.values() for path in paths.split()}
+    for path in shapes:
+        if path not in named:
+            raise ValueError(
+                f"a file {layout.weights} has no place for the parameter {path!r}: "
+                f"use another layout, or a model without it"
+            )
+    for name, joined in layout.names.items():
+        paths = tuple(joined.split())
+        if paths[0] not in shapes:  # of an option that this model does without
+            continue
+        ours = shapes[paths[0]]
+        if "{}" not in name:
+            yield _tensor(name, paths, None, ours)
+            continue
+        for block in range(ours[0]):
+            yield _tensor(name.format(block), paths, block, ours[1:])
+
+
+def _tensor(name: str, paths: tuple[str, ...], block: int | None, ours: tuple[int, ...]) -> Tensor:
+    axes = tuple(range(len(ours)))
+    if len(ours) == 4:
+        axes = (3, 2, 0, 1)
+    elif name.endswith("weight") and paths[0].endswith("kernel"):
+        axes = (1, 0)
+    shape = [ours[axis] for axis in axes]
+    if len(paths) > 1:
+        shape[0] *= len(paths)
+    return Tensor(name, paths, block, axes, tuple(shape))

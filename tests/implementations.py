@@ -1,0 +1,45 @@
+"""The implementations of each operation of `swjax.kernels` as test parameters, and how tests call one."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from swjax.kernels import dispatch
+from swjax.kernels.reference import QTensor
+
+
+def of(*operations):
+    """(operation, implementation) parameters. XLA runs everywhere, the others on GPUs."""
+    return [
+        pytest.param(operation, name, marks=[pytest.mark.gpu] * (name != "xla"))
+        for operation in operations
+        for name in ("xla", *dispatch.IMPLEMENTATIONS[operation])
+    ]
+
+
+# Of a layer, which takes XLA where an operation has no implementation of the name; None chooses.
+OF_LAYERS = [
+    "xla",
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "mosaic_gpu", None)),
+]
+
+
+def require(implementation):
+    """Skips, saying why, where a layer cannot run in it on this machine."""
+    if implementation not in ("xla", None):
+        eye = jnp.eye(128, dtype=jnp.int8)
+        q = QTensor(eye, jnp.ones((128, 1)))
+        if reason := dispatch.why_not(implementation, "matmul", q, q):
+            pytest.skip(f"{implementation} {reason}")
+
+
+def run(operation, *arrays, implementation, **options):
+    """The operation, compiled. Skips, saying why, where the implementation is not for these arguments."""
+    if implementation not in ("xla", None):
+        if reason := dispatch.why_not(implementation, operation, *arrays, **options):
+            pytest.skip(f"{implementation} {reason}")
+    return jax.jit(partial(dispatch.run, operation, implementation=implementation, **options))(
+        *arrays
+    )

@@ -1,0 +1,50 @@
+"""Shapes, formats and arrays that the tests of kernels share."""
+
+import kernel_oracle as oracle
+import numpy as np
+
+from swjax.kernels import shapes, tiles
+from swjax.kernels.reference import QTensor
+
+DTYPES = ("bfloat16", "float16", "float32")
+TARGETS = ("int8", "float8_e4m3fn", "float8_e5m2")
+PRODUCTS = (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn"))
+
+LAYERS = shapes.vit() | shapes.RAGGED
+ROWS = sorted({(s.tokens, s.k) for s in LAYERS.values()} | {(3, tiles.WIDEST_ROW)})
+RAGGED_ROWS = (77, 333)
+
+# Operations that read rows, with their static arguments.
+ROW_OPERATIONS = {
+    "quantize_and_sum": {},
+    "layer_norm": {"epsilon": 1e-6},
+    "layer_norm_backward": {"epsilon": 1e-6},
+    "gelu": {"approximate": False},
+    "gelu_backward": {"approximate": False},
+}
+
+
+def normal(shape, dtype="float32", seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def row_arguments(operation, x):
+    """The arrays of a row operation that reads x."""
+    vectors = normal((2, x.shape[-1]), seed=1)
+    gradient = normal(x.shape, x.dtype, seed=2)
+    return {
+        "layer_norm": (x, *vectors),
+        "layer_norm_backward": (x, vectors[0], gradient),
+        "gelu_backward": (x, gradient),
+    }.get(operation, (x,))
+
+
+def operands(shape, dtypes=("int8", "int8"), a_scope="row", b_scope="tensor", seed=0):
+    """QTensors a [tokens, k] and b [n, k], from the oracle, that multiply to values around 1."""
+    tokens, k, n = shape
+    rng = np.random.default_rng(seed)
+    pairs = []
+    for rows, dtype, scope in ((tokens, dtypes[0], a_scope), (n, dtypes[1], b_scope)):
+        x = rng.standard_normal((rows, k)) * rng.uniform(0.5, 2, (rows, 1)) / k**0.25
+        pairs.append(oracle.quantize(x, (-1,) if scope != "tensor" else (0, 1), dtype))
+    return [QTensor(*pair) for pair in pairs]

@@ -1,0 +1,82 @@
+"""Every operation of `swjax.kernels` in NumPy: quantizers bit by bit in fp32, all else in float64.
+
+Written from the documented formulas, independently of `reference.py`: no code is shared with it.
+"""
+
+import ml_dtypes  # noqa: F401  # makes NumPy know the names of bfloat16 and fp8
+import numpy as np
+from scipy.special import ndtr
+
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+
+
+def quantize(x, axes=(-1,), dtype="int8", transpose=False):
+    """(values, scale), to be met bit by bit."""
+    x, largest = np.asarray(x).astype(np.float32), np.float32(LARGEST[dtype])
+    absmax = np.max(np.abs(x), axis=axes, keepdims=True, initial=np.float32(2.0**-92))
+    scaled = x * (largest / absmax)
+    values = (np.rint(scaled) if dtype == "int8" else scaled).astype(dtype)
+    scale = absmax * (np.float32(1) / largest)
+    return (values.T, scale.T) if transpose else (values, scale)
+
+
+def matmul(a, b, bias=None):
+    """a bT + bias of two pairs (values, scale)."""
+    (a, a_scale), (b, b_scale) = ((wide(values), wide(scale)) for values, scale in (a, b))
+    y = (a @ b.T) * (a_scale * b_scale.reshape(-1))
+    return y if bias is None else y + wide(bias)
+
+
+def weight_gradient(x, g):
+    return wide(x).T @ wide(g)
+
+
+def quantize_and_sum(x):
+    return None, column_sums(x)
+
+
+def layer_norm(x, gamma, beta, *, epsilon):
+    normalized, _ = _normalize(x, epsilon)
+    return normalized * wide(gamma) + wide(beta), None
+
+
+def layer_norm_backward(x, gamma, gradient, *, epsilon):
+    normalized, deviation = _normalize(x, epsilon)
+    gradient = wide(gradient)
+    v = gradient * wide(gamma)
+    along = np.mean(v * normalized, -1, keepdims=True)
+    dx = (v - np.mean(v, -1, keepdims=True) - along * normalized) / deviation
+    return dx, column_sums(gradient * normalized), column_sums(gradient)
+
+
+def _normalize(x, epsilon):
+    x = wide(x)
+    deviation = np.sqrt(np.var(x, -1, keepdims=True) + epsilon)
+    return (x - np.mean(x, -1, keepdims=True)) / deviation, deviation
+
+
+def gelu(x, *, approximate=False):
+    x = wide(x)
+    return x * (_gate(x) if approximate else ndtr(x)), None
+
+
+def gelu_backward(x, gradient, *, approximate=False):
+    x = wide(x)
+    if approximate:
+        gate = _gate(x)
+        slope = gate + x * gate * (1 - gate) * 2 * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    else:
+        slope = ndtr(x) + x * np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+    return wide(gradient) * slope, None, None  # the sum is that of the rounded dx
+
+
+def _gate(x):
+    return (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def column_sums(x):
+    return wide(x).reshape(-1, x.shape[-1]).sum(0)
+
+
+def wide(x):
+    return np.asarray(x).astype(np.float64)

@@ -1,0 +1,160 @@
+"""The benchmark and the tuner of kernels, on a CPU: tiny shapes, and what is written down."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from swjax.kernels import bench_layers, dispatch, tiles, timing, tune
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(module: str, *flags) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", f"swjax.kernels.{module}", *map(str, flags)]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True
+    )
+
+
+def test_operations(tmp_path):
+    out = tmp_path / "bench.json"
+    done = run("bench", "--smoke", "--ops", "--peers", f"--out={out}")
+    written = json.loads(out.read_text())
+    assert written["versions"]["jax"] and "--smoke" in written["command"]
+    rows = written["rows"]
+    measured = [row for row in rows if row.get("us")]
+    assert {"copy", "matmul", "weight_gradient", "quantize rows"} <= {row["op"] for row in measured}
+    assert all(
+        row["snr_db"] == 200
+        for row in measured
+        if row["implementation"] == "xla" and row["op"] != "copy"
+    )
+    skipped = [row for row in rows if row["implementation"] == "triton"]
+    assert skipped and all("needs an NVIDIA GPU" in row["error"] for row in skipped)
+    assert any(row["implementation"] == "products" for row in rows)  # torch: not here, or no GPU
+    assert "quantize rows" in done.stdout.split("copy_share")[-1]  # the table
+
+
+def test_layers(tmp_path):
+    out, plot = tmp_path / "bench.json", tmp_path / "grid.png"
+    flags = (
+        "--layer",
+        "fused",
+        "grid",
+        "--recipes",
+        "switchback",
+        f"--out={out}",
+        f"--plot={plot}",
+    )
+    run("bench", "--smoke", *flags)
+    rows = json.loads(out.read_text())["rows"]
+    ours = [row for row in rows if row["implementation"] == "switchback"]
+    assert len(ours) == 4 and all(row["snr_db"] > 30 and row["ratio"] > 0 for row in ours)
+    assert plot.stat().st_size > 1000
+    assert bench_layers.grid(rows).keys() == {32}
+
+
+@pytest.mark.gpu
+def test_times_of_kernels():
+    x = timing.random(4096, 1280)
+    time = timing.measure(timing.compiled(jnp.negative, x), x)
+    assert time.clock == "kernels" and time.us == pytest.approx(sum(time.kernels.values()), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nvjet_hsh_128x256", "gemm_fusion_dot_3", "_matmul_kernel", "kernel_body_mosaic_gpu_kernel"],
+)
+def test_names_of_products(name):
+    assert bench_layers.PRODUCT.search(name)
+
+
+@pytest.mark.parametrize("name", ["_row_kernel", "_scale_kernel", "loop_convert_fusion"])
+def test_names_of_others(name):
+    assert not bench_layers.PRODUCT.search(name)
+
+
+# --- the tuner ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """The path of this device's table, in an empty folder."""
+    path = tmp_path / "table.json"
+    monkeypatch.setattr(tiles, "table_path", lambda kind: path)
+    tiles._table.cache_clear()
+    yield path
+    tiles._table.cache_clear()
+
+
+def test_what_is_tuned():
+    works = tune.works()
+    assert ("rows", "none", "1280") in works and ("mosaic_gpu", "5120x1280") in works
+    for work in works.values():
+        assert work.rule not in work.candidates
+        for tile in work.candidates:
+            if isinstance(tile, tiles.RowTile):
+                assert tile.chunk & (tile.chunk - 1) == 0 and tile.warps <= 16
+
+
+def test_entries_are_read_by_the_kernels(table):
+    works, written = tune.works(), {}
+    row, product = works["rows", "gelu", "5120"], works["mosaic_gpu", "5120x1280"]
+    gradient = works["implementation", "weight_gradient", "5120x1280"]
+    for work, choice in (
+        (row, row.candidates[0]),
+        (product, product.candidates[0]),
+        (gradient, "xla"),
+    ):
+        tune.enter(written, work, choice)
+    table.write_text(json.dumps({"tiles": written}))
+    assert tiles.row("gelu", 5120) == row.candidates[0]
+    assert tiles.row("gelu", 4096) == tiles.row_rule(4096)
+    assert tiles.mosaic(n=5120, k=1280) == product.candidates[0]
+    key = dispatch._shape_key("weight_gradient", *gradient.arrays)
+    assert tiles.preferred("weight_gradient", key) == "xla"
+    for work in (row, product, gradient):
+        tune.enter(written, work, None)
+    assert not any(leaf for leaf in jax.tree.leaves(written))
+
+
+@pytest.mark.parametrize(
+    ("operation", "arrays", "key"),
+    [
+        ("matmul", tune.narrow_arrays(64, 128, 256), "256x128"),
+        ("weight_gradient", (jnp.ones((64, 128)), jnp.ones((64, 256))), "256x128"),
+        ("gelu_backward", (jnp.ones((64, 128)), jnp.ones((64, 128))), "128"),
+        ("gelu_backward", (jnp.ones((2, 32, 128)), jnp.ones((2, 32, 128))), "128"),
+        ("layer_norm", (jnp.ones((64, 128)), jnp.ones(128), jnp.ones(128)), "128"),
+    ],
+)
+def test_keys_leave_out_the_tokens(operation, arrays, key):
+    assert dispatch._shape_key(operation, *arrays) == key
+
+
+def test_the_fastest_correct_candidate_wins():
+    def function(name):
+        def product(x):
+            once = lambda _, y: y @ jnp.eye(len(x))  # changes nothing
+            y = x if name == "wrong" else x @ x
+            return jax.lax.fori_loop(0, {"rule": 30, "fast": 1, "wrong": 0}[name], once, y)
+
+        return product
+
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    work = tune.Work(("rows", "none", "256"), "rule", ["wrong", "fast"], function, (x,))
+    with tune.ThreadPoolExecutor(2) as pool:
+        assert tune.tune(work, tune.programs(pool, work)) == "fast"
+
+
+def test_no_gpu_is_one_line(capsys, tmp_path):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    assert tune.main([f"--out={tmp_path / 'tiles.json'}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())

@@ -1,0 +1,130 @@
+"""What a conversion says of itself, and that it can be undone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import swjax.linen
+import swjax.nnx
+from swjax.recipes import RECIPES, Product, Quantizer, Recipe
+
+X = jnp.ones((4, 8))
+OTHER = Recipe(fwd=Product(Quantizer("int8", "row"), Quantizer("int8", "channel")))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.plain = nnx.Linear(8, 8, rngs=rngs)
+        self.ours = swjax.nnx.Linear(8, 8, recipe="switchback_m", rngs=rngs)
+        self.general = nnx.LinearGeneral(8, (2, 4), rngs=rngs)
+        self.own = nnx.Linear(8, 8, dot_general=lax_dot_general, rngs=rngs)
+        self.table = nnx.Embed(5, 8, rngs=rngs)
+        self.mixing = nnx.Param(jnp.eye(8))
+
+    def __call__(self, x):
+        x = self.own(self.ours(self.plain(x))) @ self.mixing[...]
+        return self.general(x).reshape(x.shape) + self.table(jnp.array([1]))
+
+
+def lax_dot_general(*args, **kwargs):
+    return jax.lax.dot_general(*args, **kwargs)
+
+
+def test_a_table_of_every_matrix():
+    model = swjax.nnx.quantize_model(Model(nnx.Rngs(0)), {"plain": "llm_int8", "own": OTHER})
+    table = """
+        general  LinearGeneral.kernel  8 x 2 x 4  -             no expression matches its path
+        ours     Linear.kernel         8 x 8      switchback_m
+        own      Linear.kernel         8 x 8      a Recipe
+        plain    Linear.kernel         8 x 8      llm_int8
+        table    Embed.embedding       5 x 8      -             takes no dot_general
+        .        Model.mixing          8 x 8      -             takes no dot_general
+        3 of 6 matrices converted, 192 of 360 elements (53%)"""
+    assert str(swjax.nnx.describe_model(model)).split() == table.split()
+
+
+def test_undone_however_often_it_was_done():
+    model, plain = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    for recipe in ("switchback", "llm_int8", "switchback_q"):
+        swjax.nnx.quantize_model(model, {".*": recipe})
+        assert model.ours.recipe is RECIPES[recipe]
+        assert nnx.graphdef(model) != nnx.graphdef(plain)
+    assert jnp.any(model(X) != plain(X))
+    for _ in range(2):
+        assert swjax.nnx.restore_model(model) is model
+        assert nnx.graphdef(model) == nnx.graphdef(plain)
+        assert model.own.dot_general is lax_dot_general
+    assert jnp.all(model(X) == plain(X))
+    assert model.ours.recipe is RECIPES["switchback_m"]
+
+
+def test_equal_conversions_share_a_compiled_program():
+    first, second = (Model(nnx.Rngs(seed)) for seed in range(2))
+    for model in (first, second):
+        swjax.nnx.quantize_model(model, {"plain": "switchback"})
+    assert nnx.graphdef(first) == nnx.graphdef(second)
+    assert hash(nnx.graphdef(first)) == hash(nnx.graphdef(second))
+
+
+def test_nothing_is_converted_when_something_is_wrong():
+    class DotGeneral:
+        def __call__(self, *args, **kwargs):
+            return jax.lax.dot_general(*args, **kwargs)
+
+    model = nnx.Sequential(
+        nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
+        nnx.LinearGeneral(8, 8, dot_general_cls=DotGeneral, rngs=nnx.Rngs(0)),
+    )
+    graph = nnx.graphdef(model)
+    message = "layer 'layers/1' has a dot_general_cls, which goes before any dot_general: build it"
+    for rules, error in (
+        ({"layers/.*": "switchback"}, message),
+        ({"layers/0": "switchback", "layers/1": "swichback"}, "recipe must be one of"),
+        (
+            {"layers/0": "switchback", "layers/2": "switchback"},
+            "'layers/2' matches no linear layer",
+        ),
+    ):
+        with pytest.raises(ValueError, match=error):
+            swjax.nnx.quantize_model(model, rules)
+        assert nnx.graphdef(model) == graph
+    dense = nn.Dense(8, dot_general_cls=DotGeneral)
+    params = dense.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="has a dot_general_cls, which goes before"):
+        with swjax.linen.quantize_model({".*": "switchback"}):
+            dense.apply(params, X)
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = swjax.linen.Dense(8, recipe="switchback_m", name="ours")(nn.Dense(8, name="plain")(x))
+        x = nn.DenseGeneral((2, 4), name="general")(x).reshape(x.shape)
+        x = x @ self.param("mixing", nn.initializers.ones, (8, 8))
+        return x + nn.Embed(5, 8, name="table")(jnp.array([1]))
+
+
+@pytest.mark.parametrize("recipe", ["llm_int8", "standard"])
+def test_linen_says_the_same(recipe):
+    model = LinenModel()
+    params = model.init(jax.random.key(0), X)
+    before = model.apply(params, X)
+    with swjax.linen.quantize_model({"plain|ours": recipe}) as conversion:
+        for _ in range(2):  # noted once
+            jax.eval_shape(model.apply, params, X)
+        converted = model.apply(params, X)
+    table = f"""
+        plain    Dense.kernel         8 x 8      {recipe}
+        ours     Dense.kernel         8 x 8      {recipe}
+        general  DenseGeneral.kernel  8 x 2 x 4  -             no expression matches its path
+        table    Embed.embedding      5 x 8      -             takes no dot_general
+        .        LinenModel.mixing    8 x 8      -             takes no dot_general
+        2 of 5 matrices converted, 128 of 296 elements (43%)"""
+    assert str(conversion).split() == table.split()
+    assert jnp.any(converted != before)
+    assert jnp.all(model.apply(params, X) == before)
+    with swjax.linen.quantize_model({"plain": recipe}) as conversion:
+        model.apply(params, X)
+    assert [m.recipe for m in conversion if m.path == "ours"] == [RECIPES["switchback_m"]]

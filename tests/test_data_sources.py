@@ -1,0 +1,371 @@
+"""Tars, tables, Hugging Face data sets and mixtures as sources, whatever bytes they meet."""
+
+import importlib.util
+import io
+import json
+import os
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+from photographs import add, encoded, jpeg, photograph, sample, write_tar, write_tars
+from PIL import Image
+
+from swjax import data
+from swjax.data import files, index, tar, webdataset
+
+
+def open_tars(pattern, tmp_path, **options):
+    return data.source("webdataset", str(pattern), data_dir=str(tmp_path / "data"), **options)
+
+
+def names(path):
+    content = path.read_bytes()
+    found = tar.members(lambda a, b: content[a:b], len(content))
+    return [(m.name, content[m.start : m.start + m.size]) for m in found]
+
+
+# Tars
+
+
+def test_samples_of_tars_by_number(tmp_path):
+    source = open_tars(write_tars(tmp_path, [3, 1, 4]), tmp_path)
+    assert len(source) == 8 and source.shards.tolist() == [3, 1, 4]
+    for i in (0, 2, 3, 7):
+        example = source[i]
+        assert example["captions"] == source.captions(i) == (f"picture {i}",)
+        assert example["label"] == i
+        np.testing.assert_array_equal(example["image"], Image.open(io.BytesIO(jpeg(i))))
+    assert source.key(7) == f"{tmp_path}/00002.tar:000020007"
+
+
+def test_what_lies_where_is_kept_until_a_tar_changes(tmp_path, monkeypatch):
+    pattern, scanned = write_tars(tmp_path, [2, 2]), []
+    scan = webdataset.scan
+    monkeypatch.setattr(webdataset, "scan", lambda *a: scanned.append(a[0]) or scan(*a))
+    assert len(open_tars(pattern, tmp_path)) == len(open_tars(pattern, tmp_path)) == 4
+    assert len(scanned) == 2
+    write_tar(tmp_path / "00001.tar", {f"x{n}": sample(n) for n in range(3)})
+    assert open_tars(pattern, tmp_path)[4]["captions"] == ("picture 2",)
+    assert scanned[2:] == [f"{tmp_path}/00001.tar"]
+
+
+def test_a_killed_preparation_goes_on(tmp_path, monkeypatch):
+    pattern, replace = write_tars(tmp_path, [2, 2, 2]), os.replace
+
+    def full(source, target):
+        if str(target).endswith(".npy"):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(index.os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        open_tars(pattern, tmp_path)
+    monkeypatch.setattr(index.os, "replace", replace)
+    monkeypatch.setattr(webdataset, "scan", None)  # all tars have been looked through
+    assert len(open_tars(pattern, tmp_path)) == 6
+
+
+def test_sources_reach_worker_processes_small(tmp_path):
+    source = open_tars(write_tars(tmp_path, [4]), tmp_path)
+    packed = pickle.dumps(source)
+    assert len(packed) < 1000 and pickle.loads(packed)[3]["captions"] == ("picture 3",)
+
+
+@pytest.mark.parametrize(
+    "tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+)
+def test_tars_of_every_format(tmp_path, tar_format):
+    long = "a" * 90 + "/" + "b" * 90
+    longer = "ä" * 150 if tar_format != tarfile.USTAR_FORMAT else "c"
+    samples = {"short": sample(0), long: sample(1), longer: sample(2)}
+    write_tar(tmp_path / "x.tar", samples, format=tar_format)
+    with tarfile.open(tmp_path / "x.tar") as expected:
+        assert [n for n, _ in names(tmp_path / "x.tar")] == expected.getnames()
+    source = open_tars(tmp_path / "x.tar", tmp_path)
+    assert [source[i]["captions"] for i in range(3)] == [(f"picture {i}",) for i in range(3)]
+    assert [source.key(i).partition("x.tar:")[2] for i in range(3)] == list(samples)
+
+
+def test_what_is_no_sample_is_passed_over(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as out:
+        add(out, "folder", type=tarfile.DIRTYPE)
+        add(out, "folder/1.jpg", jpeg(1))
+        add(out, "folder/._1.jpg", b"what macOS adds")
+        add(out, "folder/1.txt", b"one")
+        add(out, "link.jpg", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+        add(out, "hard.jpg", type=tarfile.LNKTYPE, linkname="../../etc/passwd")
+        add(out, "device.jpg", type=tarfile.CHRTYPE, devmajor=1, devminor=5)
+        add(out, "README", b"no extension")
+        add(out, "folder/2.JPG", jpeg(2))
+        add(out, "folder/2.txt", b"two")
+    source = open_tars(tmp_path / "x.tar", tmp_path)
+    assert [source[i]["captions"] for i in range(len(source))] == [("one",), ("two",)]
+
+
+def test_names_lead_nowhere(tmp_path):
+    """A member's name is a label: nothing is written or read where it points."""
+    home = tmp_path / "home"
+    home.mkdir()
+    with tarfile.open(tmp_path / "x.tar", "w") as out:
+        for name in ("../../evil", "/etc/evil", "home/\x1b[31mevil\n", "~/evil", "a/../../evil"):
+            add(out, f"{name}.jpg", jpeg(1))
+            add(out, f"{name}.txt", b"evil")
+    before = set(tmp_path.rglob("*"))
+    source = open_tars(tmp_path / "x.tar", tmp_path)
+    assert [source[i]["captions"] for i in range(5)] == [("evil",)] * 5
+    written = set(tmp_path.rglob("*")) - before
+    assert written and all(tmp_path / "data" in (path, *path.parents) for path in written)
+
+
+@pytest.mark.parametrize("cut", [1, 511, 700, 5000])
+def test_a_truncated_tar_gives_what_is_whole(tmp_path, cut):
+    pattern = write_tars(tmp_path, [4, 4])
+    path = tmp_path / "00001.tar"
+    size = path.stat().st_size
+    os.truncate(path, cut)
+    source = open_tars(pattern, tmp_path)
+    ((damaged, reason),) = source.damage
+    assert damaged == str(path) and "broken tar at byte" in reason
+    assert 0 < source.damaged_share <= cut / size
+    assert 4 <= len(source) <= 8
+    for i in range(len(source) - 1):  # the last may lack a file
+        assert source[i]["captions"] == (f"picture {i}",)
+
+
+def test_a_tar_without_its_end_mark_is_whole(tmp_path):
+    path = tmp_path / "00000.tar"
+    pattern = write_tars(tmp_path, [4])
+    os.truncate(path, len(path.read_bytes().rstrip(b"\0")))
+    source = open_tars(pattern, tmp_path)
+    assert source.damage == () and source[3]["captions"] == ("picture 3",)
+
+
+def test_any_bytes_for_a_tar_end(tmp_path):
+    """Flipped bytes, forged sizes, noise: members or BrokenTar, in bounded time, within the file."""
+    write_tar(tmp_path / "x.tar", {f"{n}": sample(n) for n in range(2)}, format=tarfile.PAX_FORMAT)
+    good, rng, errors = (tmp_path / "x.tar").read_bytes(), np.random.default_rng(0), []
+    for _ in range(300):
+        content = bytearray(good)
+        for at in rng.integers(0, len(content), rng.integers(1, 40)):
+            content[at] = rng.integers(256)
+        header = int(rng.integers(0, 3)) * 512
+        if rng.integers(2):  # a forged size with a sum that is right
+            content[header + 124 : header + 136] = rng.bytes(12)
+            content[header + 148 : header + 156] = b" " * 8
+            content[header + 148 : header + 155] = b"%06o\0" % sum(content[header : header + 512])
+        content = bytes(content[: rng.integers(1, len(content))])
+
+        def read(start, stop, content=content):
+            assert 0 <= start <= stop <= len(content)
+            return content[start:stop]
+
+        errors.append(error_of(content, read))
+    found = [error for error in errors if error]
+    assert 100 < len(found) < 300 and not any("\n" in str(error) for error in found)
+
+
+def error_of(content, read):
+    """Reads all members; returns the BrokenTar that ends them, or None."""
+    try:
+        for member in tar.members(read, len(content)):
+            assert member.start + member.size <= len(content)
+    except tar.BrokenTar as error:
+        return error if 0 <= error.offset < len(content) else pytest.fail(f"{error.offset}")
+
+
+@pytest.mark.parametrize(
+    "files_of_sample, keys, wanted",
+    [
+        ({"png": encoded(photograph(0), "PNG"), "txt": b" two words \n"}, {}, "two words"),
+        ({"webp": encoded(photograph(0), "WEBP"), "json": b'{"re": "x"}'}, {"text_key": "json/re"}, "x"),
+        ({"jpg": b"no", "seg.png": jpeg(0), "cap": b"y"},
+         {"image_key": "seg.png", "text_key": "txt;cap"}, "y"),
+    ],
+)  # fmt: skip
+def test_keys_choose_image_and_caption(tmp_path, files_of_sample, keys, wanted):
+    write_tar(tmp_path / "x.tar", {"a/0.5": {}, "a/0": files_of_sample})
+    source = open_tars(tmp_path / "x.tar", tmp_path, **keys)
+    assert source[0]["captions"] == (wanted,) and source[0]["image"].shape == (40, 48, 3)
+
+
+def test_tars_behind_an_address(tmp_path):
+    import fsspec
+
+    write_tars(tmp_path, [3, 2])
+    fs = fsspec.filesystem("memory")
+    for name in ("00000.tar", "00001.tar"):
+        fs.pipe_file(f"/bucket/{name}", (tmp_path / name).read_bytes())
+    by_glob = open_tars("memory://bucket/*.tar", tmp_path)
+    assert len(by_glob) == len(open_tars("memory://bucket/{00000..00001}.tar", tmp_path)) == 5
+    assert by_glob[4]["captions"] == ("picture 4",)
+    fs.pipe_file("/bucket/00001.tar", (tmp_path / "00000.tar").read_bytes())
+    assert len(open_tars("memory://bucket/*.tar", tmp_path)) == 6  # another file, another index
+    fs.rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        ("{tmp}/none*.tar", "no file matches .*none"),
+        ("{tmp}/00000.tar{,}", "names .*00000.tar' twice"),
+        ("{tmp}/{00000..00003}.tar", "cannot open .*00001.tar: No such file"),
+        ("{tmp}/empty.tar", "no samples in the tars .*empty.tar"),
+        ("{tmp}/noise.tar", "no samples in the tars .*: .*broken tar at byte 0: no tar header"),
+    ],
+)
+def test_webdataset_refuses(tmp_path, pattern, message):
+    write_tars(tmp_path, [1])
+    (tmp_path / "empty.tar").write_bytes(bytes(10240))
+    (tmp_path / "noise.tar").write_bytes(b"noise" * 1000)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_tars(pattern.replace("{tmp}", str(tmp_path)), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+# Tables
+
+
+def write_images(tmp_path, count):
+    (tmp_path / "images").mkdir()
+    for n in range(count):
+        (tmp_path / "images" / f"{n}.jpg").write_bytes(jpeg(n))
+
+
+def open_table(path, tmp_path, **options):
+    return data.source("table", str(path), data_dir=str(tmp_path / "data"), **options)
+
+
+CSV = '''image,caption\r\nimages/0.jpg,"a ""quoted"" one"\r\n{tmp}/images/1.jpg,"two
+lines, a comma\x85"\n\nimages/2.jpg,"größer"'''
+
+
+def test_rows_of_a_csv(tmp_path):
+    write_images(tmp_path, 3)
+    (tmp_path / "t.csv").write_text("\ufeff" + CSV.replace("{tmp}", str(tmp_path)), newline="")
+    table = open_table(tmp_path / "t.csv", tmp_path)
+    captions = ('a "quoted" one', "two\nlines, a comma", "größer")
+    assert [table[i]["captions"] for i in range(len(table))] == [(c,) for c in captions]
+    assert pickle.loads(pickle.dumps(table)).captions(2) == ("größer",)
+    np.testing.assert_array_equal(table[1]["image"], Image.open(io.BytesIO(jpeg(1))))
+    assert table.key(0) == "images/0.jpg"
+
+
+def test_rows_of_tsv_and_jsonl(tmp_path):
+    write_images(tmp_path, 2)
+    (tmp_path / "t.tsv").write_text("title\tpath\nzero, 0\timages/0.jpg\none\timages/1.jpg\n")
+    tsv = open_table(tmp_path / "t.tsv", tmp_path, image_key="path", text_key="title")
+    assert tsv.captions(0) == ("zero, 0",) and len(tsv) == 2
+    rows = [{"image": f"images/{n}.jpg", "caption": [f"{n}", "", "again"]} for n in range(2)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    jsonl = open_table(tmp_path / "t.jsonl", tmp_path)
+    assert len(jsonl) == 2 and jsonl[1]["captions"] == ("1", "again")
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("t.xls", "", "a table ends in .csv, .tsv, .jsonl; this is .*t.xls"),
+        ("t.csv", "image;caption\n", "no column 'image'; it has image;caption"),
+        ("t.csv", "image,caption\n", "no rows in the table"),
+        ("t.jsonl", "", "no rows in the table"),
+        ("none/t.csv", None, "cannot open .*none/t.csv: No such file"),
+    ],
+)
+def test_table_refuses(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_table(tmp_path / name, tmp_path)
+
+
+def test_rows_without_end_are_damage(tmp_path):
+    (tmp_path / "t.csv").write_text('image,caption\na.jpg,a\nb.jpg,"never closed' + "x\n" * 100_000)
+    table = open_table(tmp_path / "t.csv", tmp_path)
+    assert len(table) == 1 and table.damaged_share > 0.9
+    assert "row at byte 22: field larger" in table.damage[0][1]
+
+
+# Hugging Face
+
+
+def test_hugging_face_data_set_on_disk(tmp_path):
+    datasets = pytest.importorskip("datasets", reason='needs pip install "swjax[huggingface]"')
+    rows = {"image": [{"bytes": jpeg(n), "path": None} for n in range(3)],
+            "raw": [jpeg(n) for n in range(3)],
+            "caption": [[f"{n}", "more"] for n in range(3)]}  # fmt: skip
+    features = datasets.Features(
+        image=datasets.Image(), raw=datasets.Value("binary"),
+        caption=datasets.Sequence(datasets.Value("string")),
+    )  # fmt: skip
+    split = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": split}).save_to_disk(tmp_path / "set")
+    for image_key in ("image", "raw"):
+        source = data.source("huggingface", str(tmp_path / "set" / "train"), image_key=image_key)
+        source = pickle.loads(pickle.dumps(source))
+        assert len(source) == 3 and source[2]["captions"] == ("2", "more")
+        np.testing.assert_array_equal(source[1]["image"], Image.open(io.BytesIO(jpeg(1))))
+    with pytest.raises(ValueError, match="has no column 'text'; it has image, raw, caption"):
+        data.source("huggingface", str(tmp_path / "set" / "train"), text_key="text")
+    with pytest.raises(ValueError, match="holds no Hugging Face data set"):
+        data.source("huggingface", str(tmp_path / "set"))
+
+
+def test_hugging_face_needs_its_package(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "datasets" else find(name)
+    )
+    with pytest.raises(
+        ModuleNotFoundError, match=r'needs datasets: pip install "swjax\[huggingface\]"'
+    ):
+        data.source("huggingface", "anywhere")
+
+
+# Mixtures
+
+
+def test_a_mixture_counts_its_parts_through(tmp_path):
+    tars = open_tars(write_tars(tmp_path, [3]), tmp_path)
+    more = open_tars(write_tars(tmp_path / "more", [2]), tmp_path)
+    mixture = data.Mixture({"few": (more, 1.0), "many": (tars, 2.0)})
+    assert len(mixture) == 5
+    assert [mixture[i]["captions"][0] for i in range(5)] == [
+        f"picture {n}" for n in (0, 1, 0, 1, 2)
+    ]
+    assert [mixture[i]["label"] for i in range(5)] == list(range(5))
+    assert mixture.captions(4) == ("picture 2",)
+    assert mixture.key(4) == f"many: {tmp_path}/00000.tar:000000002"
+    np.testing.assert_array_equal(mixture[3]["image"], tars[1]["image"])
+
+
+def test_mixture_refuses(tmp_path):
+    tars = open_tars(write_tars(tmp_path, [3]), tmp_path)
+    patterns = data.source("synthetic", "train", image_size=8)
+    for parts, message in (
+        ({}, "needs sources"),
+        ({"a": (tars, 1.0), "b": (tars, 0.0)}, "weight of 'b' is 0.0; it must be positive"),
+        ({"a": (tars, 1.0), "b": (patterns, 1.0)}, "one kind; here a: photographs, b: images of 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            data.Mixture(parts)
+
+
+# Files
+
+
+def test_short_files_and_large_ones_are_errors(tmp_path):
+    (tmp_path / "x").write_bytes(b"12345")
+    assert files.read(f"{tmp_path}/x", 1, 5) == b"2345"
+    with pytest.raises(OSError, match="x ends before byte 6"):
+        files.read(f"{tmp_path}/x", 0, 6)
+    with pytest.raises(OSError, match="larger than 4 bytes"):
+        files.read_whole(f"{tmp_path}/x", 4)
+
+
+def test_few_files_are_open_at_once(tmp_path):
+    for n in range(300):
+        (tmp_path / str(n)).write_bytes(b"x")
+        files.read(f"{tmp_path}/{n}", 0, 1)
+    assert len(os.listdir("/proc/self/fd")) < 290 if os.path.exists("/proc/self/fd") else True

@@ -1,0 +1,191 @@
+"""The command-line tools: conversion that can be killed and checked, and the benchmark."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from photographs import jpeg, write_tars
+
+from swjax import config as config_lib
+from swjax import data, trainer
+from swjax.data import bench, convert
+
+
+def run(tmp_path, *arguments):
+    return convert.main([*arguments, "--name=pairs", f"--data_dir={tmp_path / 'data'}"])
+
+
+def folder(tmp_path):
+    return tmp_path / "data" / "pairs" / "1.0.0"
+
+
+def records(tmp_path):
+    return sorted(path.name for path in folder(tmp_path).glob("*.array_record*"))
+
+
+def test_the_copy_holds_what_the_tars_do(tmp_path, capsys):
+    pattern = write_tars(tmp_path, [3, 0, 4])
+    assert run(tmp_path, f"--tars={pattern}") == 0
+    assert run(tmp_path, f"--tars={write_tars(tmp_path / 'val', [2])}", "--split=val") == 0
+    tars = data.source("webdataset", pattern, data_dir=str(tmp_path / "data"))
+    copy = data.source("tfds", "train", builder="pairs", data_dir=str(tmp_path / "data"))
+    assert len(copy) == 7 and copy.shards.tolist() == [3, 0, 4]
+    for i in range(7):
+        assert copy.stored(i) == tars.stored(i)
+    assert copy.key(6) == "pairs/train[6] 000020006"
+    val = data.source("tfds", "val", builder="pairs", data_dir=str(tmp_path / "data"))
+    assert val[1]["captions"] == ("picture 1",)
+    batches = [
+        next(data.loader(source, batch_size=5, context_length=8, image_size=16))
+        for source in (tars, copy)
+    ]
+    for name in batches[0]:
+        np.testing.assert_array_equal(batches[0][name], batches[1][name])
+    assert capsys.readouterr().out.count("examples") == 4
+
+
+def test_goes_on_where_it_was_killed(tmp_path, monkeypatch):
+    pattern, real, begun = write_tars(tmp_path, [3, 4, 5]), convert._write, []
+
+    def killed(path, examples):
+        begun.append(path.name)
+        if "00001-of" in path.name and begun.count(path.name) == 1:
+            path.write_bytes(b"half a file")
+            raise KeyboardInterrupt
+        return real(path, examples)
+
+    monkeypatch.setattr(convert, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, f"--tars={pattern}")
+    with open(folder(tmp_path) / "converted.jsonl", "a") as log:
+        log.write('{"split": "train", "sha')  # what a kill leaves of a line
+    assert run(tmp_path, f"--tars={pattern}") == run(tmp_path, f"--tars={pattern}") == 0
+    begun = [name.removesuffix(".part")[-14:-9] for name in begun]
+    assert begun == ["00000", "00001", "00001", "00002"]
+    assert records(tmp_path) == [f"pairs-train.array_record-0000{n}-of-00003" for n in range(3)]
+    assert run(tmp_path, "--verify") == 0
+
+
+def test_a_changed_byte_is_found_and_mended(tmp_path, capsys):
+    pattern = write_tars(tmp_path, [3, 4])
+    assert run(tmp_path, f"--tars={pattern}") == 0
+    path = folder(tmp_path) / records(tmp_path)[1]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert run(tmp_path, "--verify") == 1
+    assert "00001-of-00002 is missing or has changed" in capsys.readouterr().out
+    path.unlink()
+    assert run(tmp_path, "--verify") == 1
+    assert run(tmp_path, f"--tars={pattern}") == run(tmp_path, "--verify") == 0
+
+
+def test_what_the_disk_does_not_keep_is_no_success(tmp_path, monkeypatch, capsys):
+    real = convert._read_back
+
+    def flipped(path):
+        for example in real(path):
+            yield example | {"image": example["image"][:-1] + b"?"}
+
+    monkeypatch.setattr(convert, "_read_back", flipped)
+    assert run(tmp_path, f"--tars={write_tars(tmp_path, [2])}") == 1
+    assert "does not hold what was written" in capsys.readouterr().err
+    assert all(name.endswith(".part") for name in records(tmp_path))
+
+
+def test_bad_samples_are_left_out_and_counted(tmp_path, capsys):
+    pattern = write_tars(tmp_path, [9, 9], lambda n, f: f | ({"txt": b""} if n % 6 == 1 else {}))
+    assert run(tmp_path, f"--tars={pattern}", "--jobs=2") == 0
+    copy = data.source("tfds", "train", builder="pairs", data_dir=str(tmp_path / "data"))
+    assert copy.shards.tolist() == [7, 8]
+    (line, _) = convert.manifest(folder(tmp_path))
+    assert line["skipped"][0].endswith("00000.tar:000000001: the caption is empty")
+    for flag in ("--on_bad=stop", "--max_bad_share=0.001"):
+        assert run(tmp_path, f"--tars={pattern}", f"--name={flag[2:5]}", flag) == 1
+        assert "the caption is empty" in capsys.readouterr().err
+    assert run(tmp_path, f"--tars={tmp_path}/00000.tar") == 1
+    assert "from another number of tars than these 1: use another --name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tars=nowhere/*.tar"], "convert: no file matches 'nowhere"),
+        ([], "--tars is missing"),
+    ],
+)
+def test_convert_refuses(tmp_path, arguments, message, capsys):
+    try:
+        code = run(tmp_path, *arguments)
+    except SystemExit as exit:
+        code = exit.code
+    assert code and message in capsys.readouterr().err
+    assert run(tmp_path, "--verify") == 1
+
+
+def test_bench_prints_images_per_second(tmp_path):
+    """In a process of its own, which pins itself to one core."""
+    tars, out = write_tars(tmp_path, [64, 64]), tmp_path / "result.json"
+    command = [
+        sys.executable,
+        "-m",
+        "swjax.data.bench",
+        "--images=64",
+        "--rounds=1",
+        f"--tars={tars}",
+        f"--out={out}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert "swjax loader" in done.stdout and "images/s on one core" in done.stdout
+    assert all(rate > 0 for rate in result["images_per_second"].values())
+    if result["note"]:
+        assert 'pip install "swjax[bench]"' in done.stdout
+    else:
+        assert result["swjax_over_open_clip"] > 0
+
+
+def test_synthetic_photographs_are_as_large_as_real_ones():
+    rng = np.random.default_rng(0)
+    sizes = [len(bench._photograph(rng)) for _ in range(8)]
+    assert 20_000 < np.mean(sizes) < 80_000
+
+
+def test_what_the_page_shows_runs(tmp_path, monkeypatch):
+    root = Path(__file__).parents[1]
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs" / "data.md").read_text(), re.DOTALL)
+    write_tars(tmp_path / "cc12m", [4, 4])
+    (tmp_path / "0.jpg").write_bytes(jpeg(0))
+    (tmp_path / "own.csv").write_text("image,caption\n" + "0.jpg,mine\n" * 8)
+    monkeypatch.chdir(tmp_path)
+    python, config_file = blocks
+    exec(compile(python, "data.md", "exec"), {})
+    (tmp_path / "mixed.py").write_text(config_file)
+    config = config_lib.load("mixed.py", [("data.mixture.own.weight", "1.8")])
+    mixture = trainer.open_source(config, "train")
+    assert (mixture.names, mixture.weights) == (("own", "web"), (1.8, 0.9))
+    assert len(mixture) == 16
+    assert trainer.open_source(config, "val")[3]["captions"] == ("mine",)
+    assert trainer.open_source(config, "test") is None
+    config.eval.data = ""
+    with pytest.raises(config_lib.ConfigError, match="name the data set to evaluate on, own, web"):
+        trainer.open_source(config, "val")
+    for part, message in (
+        ({"name": "table"}, "mixture.web needs a name, of a data set, and a weight; it has name"),
+        ({"name": "table", "weight": 1.0}, "web.splits.train is empty: name the data to train on"),
+        ({"name": "tabel", "weight": 1.0}, "there is no data set 'tabel'"),
+        ({"name": "table", "weight": 1.0, "splits": {"train": "own.csv"}, "key": ""}, "options of"),
+        (
+            {"name": "table", "weight": 0.0, "splits": {"train": "own.csv"}},
+            "weight of 'web' is 0.0",
+        ),
+    ):
+        config.data.mixture = {"web": part}
+        with pytest.raises(config_lib.ConfigError, match=message) as caught:
+            trainer.open_source(config, "train")
+        assert "\n" not in str(caught.value)

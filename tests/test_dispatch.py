@@ -1,0 +1,264 @@
+"""The choice between implementations, by its rules, on a machine that has no GPU: platforms are pretended."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from swjax.kernels import dispatch, tiles
+from swjax.kernels.reference import QTensor
+
+
+def array(shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def quantized(rows, columns, dtype="int8"):
+    return QTensor(array((rows, columns), dtype), array((rows, 1), "float32"))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(capability): one GPU with jax-triton, as the rules see it."""
+
+    def pretend(capability=(9, 0), missing=None, devices=1):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
+        monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
+        monkeypatch.setattr(dispatch, "_missing_triton", lambda: missing)
+        dispatch._warn_once.cache_clear()
+
+    yield pretend
+    dispatch._warn_once.cache_clear()
+
+
+X, A, B = array((128, 256)), quantized(128, 256), quantized(64, 256)
+E5M2 = quantized(128, 256, "float8_e5m2")
+E4M3 = quantized(64, 256, "float8_e4m3fn")
+OLD_JAX = jax.__version_info__ < (0, 11)
+
+
+@pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)
+def test_without_a_gpu_everything_is_xla(operation):
+    arrays = {"matmul": (A, B), "weight_gradient": (X, X)}.get(operation, (X,))
+    assert dispatch.choose(operation, *arrays) == "xla"
+    for name in dispatch.IMPLEMENTATIONS[operation]:
+        with pytest.raises(
+            ValueError, match=f"'{name}' of '{operation}' needs an NVIDIA GPU, .*cpu"
+        ):
+            dispatch.choose(operation, *arrays, implementation=name)
+
+
+@pytest.mark.parametrize(
+    "capability, operation, arrays, options, chosen",
+    [
+        ((9, 0), "matmul", (A, B), {}, "mosaic_gpu"),
+        ((9, 0), "matmul", (E4M3, E4M3), {}, "mosaic_gpu"),
+        ((9, 0), "matmul", (E5M2, E4M3), {}, "triton" if OLD_JAX else "mosaic_gpu"),
+        ((9, 0), "matmul", (quantized(128, 250), quantized(64, 250)), {}, "triton"),
+        ((9, 0), "matmul", (A, quantized(63, 256)), {}, "triton"),
+        ((9, 0), "matmul", (quantized(0, 256), B), {}, "xla"),
+        ((8, 9), "matmul", (A, B), {}, "triton"),
+        ((8, 9), "matmul", (E5M2, E4M3), {}, "triton"),
+        ((8, 0), "matmul", (A, B), {}, "triton"),
+        ((8, 0), "matmul", (E5M2, E4M3), {}, "xla"),
+        ((7, 5), "matmul", (A, B), {}, "xla"),
+        ((9, 0), "weight_gradient", (X, X), {}, "mosaic_gpu"),
+        ((9, 0), "weight_gradient", (array((8, 8), "float32"),) * 2, {}, "xla"),
+        ((9, 0), "weight_gradient", (array((128, 40)), X), {}, "xla"),
+        ((9, 0), "weight_gradient", (array((100, 64)),) * 2, {}, "xla"),
+        ((9, 0), "matmul", (quantized(100, 256), B), {}, "triton"),
+        ((8, 0), "weight_gradient", (X, X), {}, "xla"),
+        ((8, 0), "quantize", (X,), {"dtype": "int8"}, "triton"),
+        ((8, 6), "quantize", (X,), {"dtype": "float8_e4m3fn"}, "xla"),
+        ((9, 0), "quantize", (array((4, 5, 6)),), {"axes": (1,)}, "xla"),
+        ((9, 0), "quantize", (array((4, 5, 6)),), {"axes": (-2, 0)}, "triton"),
+        ((9, 0), "gelu", (array((4, tiles.WIDEST_ROW + 1)),), {}, "xla"),
+        ((8, 6), "layer_norm", (X,), {"quantize_to": "float8_e4m3fn"}, "xla"),
+    ],
+)
+def test_none_falls_back_to_what_can_run(gpu, capability, operation, arrays, options, chosen):
+    gpu(capability)
+    assert dispatch.choose(operation, *arrays, **options) == chosen
+
+
+@pytest.mark.parametrize(
+    "capability, name, operation, arrays, options, reason",
+    [
+        (
+            (8, 0),
+            "mosaic_gpu",
+            "matmul",
+            (A, B),
+            {},
+            r"is for Hopper \(compute capability 9.0\), and this GPU has \(8, 0\): use 'triton'",
+        ),
+        (
+            (9, 0),
+            "mosaic_gpu",
+            "matmul",
+            (quantized(128, 250), quantized(64, 250)),
+            {},
+            "needs k to be a multiple of 128, got 250: use 'triton'",
+        ),
+        (
+            (9, 0),
+            "mosaic_gpu",
+            "weight_gradient",
+            (array((8, 8), "float32"),) * 2,
+            {},
+            "is for 16-bit operands, got float32: use 'xla'",
+        ),
+        (
+            (8, 6),
+            "triton",
+            "matmul",
+            (E5M2, E4M3),
+            {},
+            r"needs compute capability 8.9 for fp8, and this GPU has \(8, 6\): use 'xla'",
+        ),
+        (
+            (7, 5),
+            "triton",
+            "gelu",
+            (X,),
+            {},
+            r"needs compute capability 8.0 \(Ampere\), and this GPU has \(7, 5\): use 'xla'",
+        ),
+        (
+            (9, 0),
+            "triton",
+            "quantize",
+            (array((4, 5, 6)),),
+            {"axes": (1,)},
+            r"takes scales over the last axis, the others or all, got axes \[1\]: use 'xla'",
+        ),
+        (
+            (9, 0),
+            "triton",
+            "gelu",
+            (array((4, 20_000)),),
+            {},
+            "takes rows of up to 16384, got 20000: use 'xla'",
+        ),
+        ((9, 0), "triton", "gelu", (array((0, 8)),), {}, "takes no empty arrays: use 'xla'"),
+    ],
+)
+def test_a_named_implementation_that_cannot_run_says_why(
+    gpu, capability, name, operation, arrays, options, reason
+):
+    gpu(capability)
+    with pytest.raises(ValueError, match=f"^implementation '{name}' of '{operation}' {reason}$"):
+        dispatch.choose(operation, *arrays, implementation=name, **options)
+
+
+@pytest.mark.skipif(not OLD_JAX, reason="newer jax multiplies two fp8 formats")
+def test_two_fp8_formats_need_jax_0_11(gpu):
+    gpu()
+    with pytest.raises(ValueError, match="needs jax 0.11 .* float8_e5m2 and float8_e4m3fn"):
+        dispatch.choose("matmul", E5M2, E4M3, implementation="mosaic_gpu")
+
+
+def test_a_name_that_an_operation_does_not_have_is_xla(gpu):
+    """So that one name can be given to a whole layer."""
+    gpu()
+    assert dispatch.choose("quantize", X, implementation="mosaic_gpu") == "xla"
+    assert dispatch.choose("weight_gradient", X, X, implementation="triton") == "xla"
+    assert dispatch.choose("matmul", A, B, implementation="xla") == "xla"
+
+
+def test_missing_jax_triton_is_said_once_with_the_command(gpu):
+    gpu(missing=f"needs jax-triton, which is not installed: {dispatch.INSTALL}")
+    with pytest.warns(UserWarning, match=r"quantize runs through XLA.* pip install 'swjax\[gpu\]'"):
+        assert dispatch.choose("quantize", X) == "xla"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.choose("quantize", X) == "xla"
+        assert dispatch.choose("matmul", A, B) == "mosaic_gpu"
+    with pytest.raises(ValueError, match=r"'triton' of 'quantize' needs jax-triton.* pip install"):
+        dispatch.choose("quantize", X, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    "installed, version, message",
+    [
+        (False, None, r"needs jax-triton, which is not installed: pip install 'swjax\[gpu\]'"),
+        (True, "3.6.0", r"needs Triton 3.7 or newer, got 3.6.0: .*pip install 'swjax\[gpu\]'"),
+        (True, "3.10.1", None),
+    ],
+)
+def test_what_is_missing_of_triton(monkeypatch, installed, version, message):
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: version)
+    missing = dispatch._missing_triton.__wrapped__()
+    assert missing is None if message is None else re.match(message, missing)
+
+
+def test_several_devices_take_xla_outside_shard_map(gpu):
+    gpu(devices=2)
+    with pytest.warns(UserWarning, match="2 devices, .* inside jax.shard_map, or with one visible"):
+        assert dispatch.choose("matmul", A, B) == "xla"
+    assert dispatch.choose("matmul", A, B, implementation="triton") == "triton"
+
+
+def test_several_devices_take_kernels_inside_shard_map(gpu, monkeypatch):
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
+    gpu(devices=2)
+    chosen = []
+
+    def body(x):
+        chosen.append(dispatch.choose("quantize", x))
+        return x
+
+    spec = PartitionSpec("data")
+    sharded = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    jax.eval_shape(sharded, jnp.ones((4, 8)))
+    assert chosen == ["triton"]
+
+
+def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
+    gpu()
+    for preferred, chosen in {"triton": "triton", "xla": "xla", None: "mosaic_gpu"}.items():
+        monkeypatch.setattr(tiles, "preferred", lambda operation, key, name=preferred: name)
+        assert dispatch.choose("matmul", A, B) == chosen
+
+
+# --- tiles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 8, 77, 333, 768, 1024, 1280, 4096, 5120, tiles.WIDEST_ROW])
+@pytest.mark.parametrize("operation", ["none", "layer_norm", "gelu_backward"])
+def test_row_tiles_are_powers_of_two_that_cover_a_row(operation, width):
+    tile = tiles.row(operation, width)
+    for size in (tile.rows, tile.chunk, tile.warps):
+        assert size >= 1 and size & (size - 1) == 0
+    chunks = -(-width // tile.chunk)
+    assert (chunks - 1) * tile.chunk < width <= chunks * tile.chunk
+    if width % 128 == 0:
+        assert width % tile.chunk == 0  # no lane idles
+    assert tiles.row_programs(tile) == 132 * min(16, 32 // tile.warps)
+
+
+@pytest.mark.parametrize("capability, memory", [((8, 0), 163), ((8, 9), 99), ((9, 0), 227)])
+@pytest.mark.parametrize("m", [1, 64, 65, 65_536])
+def test_product_tiles_fit_shared_memory(monkeypatch, capability, memory, m):
+    monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
+    tile = tiles.triton(m, 5120, 1280)
+    assert (tile.m + tile.n) * tile.k * tile.stages <= memory * 1024
+    assert tile.m == (64 if m <= 64 else 128)
+
+
+@pytest.mark.parametrize(
+    "tile_count, slices",
+    [(200, {5, 6, 7}), (50, {5}), (150, {7}), (132, {1})],
+)
+def test_slices_of_the_weight_gradient_fill_the_last_round(tile_count, slices):
+    assert tiles.weight_gradient_slices(tile_count, 1024, 132) in slices
+
+
+def test_short_sums_are_not_cut():
+    for steps in (1, 7, 15):
+        assert tiles.weight_gradient_slices(50, steps, 132) == 1

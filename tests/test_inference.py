@@ -1,0 +1,181 @@
+"""Encoding and zero-shot classification, from a run and from files; the pixels they start from."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clip_oracle import random_model, small_config
+from flax import nnx
+from PIL import Image
+
+from swjax import config as config_lib
+from swjax import inference, interop, trainer
+from swjax.checkpoint import Checkpoints
+from swjax.data import imagenet, preprocess, tokenize
+
+ROOT = Path(__file__).resolve().parent.parent
+RNG = np.random.default_rng(0)
+IMAGES = [RNG.integers(0, 256, (h, w, 3), np.uint8) for h, w in ((40, 50), (32, 32), (90, 33))]
+NAMES = ["cat", "dog", "Geoffroy's spider monkey"]
+TEMPLATES = ("a photo of a {}.", "{}")
+CFG = small_config(text={"vocab_size": 49408})
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nnx.merge(*random_model(CFG))
+
+
+@pytest.fixture(scope="module")
+def encoder(model):
+    return inference.Encoder(model, batch_size=2)
+
+
+def embed(model, images=IMAGES):
+    """What `encode_image` has to give, one image at a time."""
+    encode = nnx.jit(lambda model, x: model.encode_image(x)[0])
+    batches = (inference.pixels(image, 32)[None] for image in images)
+    return np.concatenate([encode(model, preprocess(batch, image_size=32)) for batch in batches])
+
+
+def test_images_in_batches_are_images_one_by_one(model, encoder):
+    expected = embed(model)
+    np.testing.assert_allclose(encoder.encode_image(IMAGES), expected, atol=1e-6)
+    np.testing.assert_allclose(encoder.encode_image(IMAGES[:1]), expected[:1], atol=1e-6)
+    assert encoder.encode_image([]).shape == (0, CFG.embed_dim)
+    np.testing.assert_allclose(np.linalg.norm(expected, axis=1), 1, atol=1e-6)
+
+
+def test_texts_in_batches_are_texts_one_by_one(model, encoder):
+    tokens = jnp.asarray(tokenize(NAMES, CFG.text.context_length))
+    expected = nnx.jit(lambda model, x: model.encode_text(x)[0])(model, tokens)
+    np.testing.assert_allclose(encoder.encode_text(NAMES), expected, atol=1e-6)
+    np.testing.assert_allclose(encoder.encode_text(NAMES[0]), expected[:1], atol=1e-6)
+    assert encoder.encode_text([]).shape == (0, CFG.embed_dim)
+
+
+def test_classes_are_means_of_their_prompts(model, encoder):
+    classifier = encoder.classifier(NAMES, TEMPLATES)
+    for name, row in zip(NAMES, classifier, strict=True):
+        mean = encoder.encode_text([template.format(name) for template in TEMPLATES]).mean(0)
+        np.testing.assert_allclose(row, mean / np.linalg.norm(mean), atol=1e-6)
+    logits = np.exp(model.logit_scale[...]) * encoder.encode_image(IMAGES) @ classifier.T
+    expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(encoder.classify(IMAGES, classifier), expected, rtol=1e-5)
+    one = encoder.classifier(NAMES, "{}")
+    np.testing.assert_allclose(one, encoder.encode_text(NAMES), atol=1e-6)
+
+
+def test_classifiers_need_names_and_templates(encoder):
+    with pytest.raises(ValueError, match="needs the name of at least one class, got none"):
+        encoder.classifier([])
+    with pytest.raises(ValueError, match='templates need a "{}" for the name, got '):
+        encoder.classifier(NAMES, "a photo")
+
+
+def test_from_safetensors(model, tmp_path):
+    interop.save(tmp_path, model, "huggingface")
+    loaded = inference.load(tmp_path)
+    np.testing.assert_allclose(loaded.encode_image(IMAGES), embed(model), atol=1e-6)
+    int8 = inference.load(tmp_path / "model.safetensors", model.cfg, recipe="switchback")
+    cosine = np.sum(int8.encode_image(IMAGES) * embed(model), axis=1)
+    assert np.all((cosine > 0.98) & (cosine < 0.99999))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of the default config in small, as the trainer leaves it, and its state."""
+
+    def make(ema_decay=0.0):
+        workdir = tmp_path_factory.mktemp("run")
+        overrides = {"model.vision.layers": 1, "model.text.layers": 1, "data.image_size": 32}
+        overrides |= {"train.ema_decay": ema_decay, "train.steps": 1}
+        pairs = [(key, str(value)) for key, value in overrides.items()]
+        config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
+        (workdir / "config.json").write_text(config_lib.to_json(config))
+        cfg = trainer.model_config(config)
+        graph, params = random_model(cfg)
+        state = {"params": nnx.to_pure_dict(params), "step": jnp.int32(1)}
+        if ema_decay:
+            state["ema"] = jax.tree.map(lambda x: x * 0.9, state["params"])
+        checkpoints = Checkpoints(workdir, keep=1)
+        checkpoints.save(1, state, 1)
+        checkpoints.close()
+        return workdir, graph, state
+
+    return make
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+def test_from_a_run(run, ema_decay):
+    workdir, graph, state = run(ema_decay)
+    encoder = inference.load(str(workdir))
+    params = state["ema" if ema_decay else "params"]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(nnx.state(encoder.model)),
+        params,
+    )
+    assert encoder.cfg == trainer.model_config(
+        config_lib.ConfigDict(json.loads((workdir / "config.json").read_text()))
+    )
+    assert encoder.cfg.recipe == "switchback"
+    expected = embed(nnx.merge(graph, params), IMAGES[:1])
+    np.testing.assert_allclose(encoder.encode_image(IMAGES[:1]), expected, atol=1e-6)
+    assert inference.load(workdir, recipe="standard").cfg.recipe == "standard"
+
+
+def test_runs_that_cannot_be_loaded(tmp_path):
+    with pytest.raises(FileNotFoundError, match="runs does not exist"):
+        inference.load(tmp_path / "runs")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="holds no checkpoint yet"):
+        inference.load(tmp_path)
+    with pytest.raises(ValueError, match="is a run and has its own configuration: leave cfg out"):
+        inference.load(tmp_path, CFG)
+
+
+def test_images_of_every_kind(tmp_path):
+    image = Image.fromarray(IMAGES[0])
+    expected = inference.pixels(IMAGES[0], 32)
+    assert expected.shape == (32, 32, 3) and expected.dtype == np.uint8
+    image.save(tmp_path / "image.png")
+    for same in (image, str(tmp_path / "image.png"), tmp_path / "image.png", image.convert("RGBA")):
+        np.testing.assert_array_equal(inference.pixels(same, 32), expected)
+    grey = inference.pixels(image.convert("L"), 32)
+    assert (grey == grey[..., :1]).all()
+    for other in (image.convert("P"), image.convert("CMYK"), image.convert("1")):
+        assert inference.pixels(other, 32).shape == (32, 32, 3)
+    for bad in (IMAGES[0] / 255, IMAGES[0][..., 0], IMAGES[0][None]):
+        with pytest.raises(ValueError, match=r"an image must be uint8 \[h, w, 3 or 4\], got "):
+            inference.pixels(bad, 32)
+
+
+def test_what_is_transparent_is_white_as_in_training():
+    """And so the mean colour of a fading drawing is that which the device lays on white."""
+    drawing = RNG.integers(0, 256, (48, 48, 4), np.uint8)
+    drawing[:8, :, 3] = 0
+    on_host = preprocess(inference.pixels(drawing, 48)[None], image_size=48)
+    on_device = preprocess(drawing[None], image_size=48)
+    assert np.abs(on_host - on_device).max() < 1 / 255 / 0.26
+    assert (inference.pixels(drawing, 48)[:8] == 255).all()
+
+
+def test_imagenet_lists():
+    names, templates = imagenet.class_names(), imagenet.templates()
+    assert len(names) == 1000 and len(set(names)) == 998 and all(n == n.strip() for n in names)
+    assert len(set(templates)) == 80 and all(t.count("{}") == 1 for t in templates)
+
+
+def test_example_of_the_docstring(run, tmp_path, monkeypatch, capsys):
+    """The five lines, as they stand."""
+    workdir, _, _ = run()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "openmoji").symlink_to(workdir)
+    Image.fromarray(IMAGES[0]).save(tmp_path / "picture.png")
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(line[2:] for line in inference.__doc__.splitlines() if line[:2] == "  "), {})
+    assert capsys.readouterr().out.strip() in ("cat", "dog", "violin")

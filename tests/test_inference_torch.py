@@ -1,0 +1,86 @@
+"""From image files and class names to scores, against open_clip doing the same."""
+
+import numpy as np
+import pytest
+import torch_peers
+from clip_oracle import random_model, small_config
+from flax import nnx
+from PIL import Image
+
+from swjax import inference, interop
+from swjax.data import imagenet, preprocess
+
+peers = torch_peers.load()
+torch, open_clip, transforms = peers.torch, peers.open_clip, peers.torchvision.transforms
+
+RNG = np.random.default_rng(0)
+# Larger, smaller, of the right size, odd margins, extreme; width x height.
+SIZES = [
+    (640, 480),
+    (333, 500),
+    (100, 37),
+    (32, 32),
+    (20, 15),
+    (33, 32),
+    (32, 37),
+    (7, 400),
+    (224, 225),
+]
+
+
+def photograph(width, height):
+    """Smooth as a photograph, with edges and noise."""
+    coarse = RNG.integers(0, 256, (4, 5, 3), np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
+    noisy = smooth.astype(int) + RNG.integers(-20, 21, smooth.shape)
+    noisy[height // 3 :, width // 2 :] //= 3
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("side", [32, 224])
+def test_pixels_are_open_clips(side, size, mode):
+    """The same 8-bit pixels, all of them, and normalised the same to float32's rounding."""
+    image = photograph(*size).convert(mode)
+    cut = transforms.Compose(
+        [
+            transforms.Resize(side, interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.CenterCrop(side),
+        ]
+    )
+    ours = inference.pixels(image, side)
+    np.testing.assert_array_equal(ours, np.asarray(cut(image).convert("RGB")), strict=True)
+    expected = open_clip.image_transform(side, is_train=False)(image).permute(1, 2, 0).numpy()
+    normalised = np.asarray(preprocess(ours[None], image_size=side)[0])
+    np.testing.assert_allclose(normalised, expected, rtol=0, atol=1e-6)
+
+
+def test_zero_shot_is_open_clips(tmp_path):
+    """Tokens, prompts, means and softmax, with the model's own files in between."""
+    cfg = small_config(gelu="quick", text={"vocab_size": 49408, "context_length": 20})
+    interop.save(tmp_path, nnx.merge(*random_model(cfg)))
+    names, templates = imagenet.class_names()[200:240:8], imagenet.templates()[:6]
+    images = [photograph(*size) for size in SIZES[:4]]
+
+    theirs = open_clip.create_model(f"local-dir:{tmp_path}").eval()
+    tokenizer = open_clip.SimpleTokenizer(context_length=20)
+    transform = open_clip.image_transform(32, is_train=False)
+    with torch.no_grad():
+        weights = open_clip.build_zero_shot_classifier(
+            theirs, tokenizer, names, [t.format for t in templates]
+        )
+        embedded = theirs.encode_image(torch.stack(list(map(transform, images))), normalize=True)
+        expected = (theirs.logit_scale.exp() * embedded @ weights).softmax(dim=-1)
+
+    encoder = inference.load(tmp_path)
+    classifier = encoder.classifier(names, templates)
+    np.testing.assert_allclose(classifier, weights.T, atol=3e-6)
+    np.testing.assert_allclose(encoder.encode_image(images), embedded, atol=3e-6)
+    np.testing.assert_allclose(encoder.classify(images, classifier), expected, atol=1e-5)
+
+
+def test_imagenet_lists_are_open_clips():
+    assert imagenet.class_names() == tuple(open_clip.IMAGENET_CLASSNAMES)
+    theirs = open_clip.OPENAI_IMAGENET_TEMPLATES
+    assert imagenet.templates() == tuple(template("{}") for template in theirs)

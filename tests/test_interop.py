@@ -1,0 +1,309 @@
+"""Weights in other libraries' layouts: read back bit for bit, and no tensor is overlooked."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from clip_oracle import random_model, shapes, small_config
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from swjax import interop
+from swjax.interop import configs
+from swjax.interop.layouts import LAYOUTS, tensors
+from swjax.models import clip
+
+PLAIN = {"recipe": "standard", "dtype": "float32"}
+# Options that change the parameters or the activation, and who can hold them.
+VARIANTS = {
+    "plain": ({}, LAYOUTS),
+    "quick gelu": ({"gelu": "quick"}, LAYOUTS),
+    "tanh gelu": ({"gelu": "tanh"}, LAYOUTS),
+    "wider mlp": ({"vision": {"mlp_ratio": 49 / 32}}, LAYOUTS),
+    "layer scale": ({"layer_scale": 0.0}, ["open_clip"]),
+    "logit bias": ({"init_logit_bias": -10.0}, ["open_clip"]),
+}
+
+
+def make(**options) -> clip.CLIP:
+    cfg = clip.config(small_config(), **{**PLAIN, **options})
+    return nnx.merge(*random_model(cfg))
+
+
+def same(model, other):
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(other))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
+
+
+def weights(folder, layout):
+    return folder / LAYOUTS[layout].weights
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model as open_clip has it, and a function that changes the tensors of its file."""
+    model = make()
+    interop.save(tmp_path, model)
+    file = weights(tmp_path, "open_clip")
+
+    def change(function):
+        held = load_file(file)
+        function(held)
+        save_file(held, file)
+
+    return model, file, change
+
+
+@pytest.mark.parametrize(
+    "variant, layout", [(v, layout) for v, (_, layouts) in VARIANTS.items() for layout in layouts]
+)
+def test_round_trip_is_bit_exact(tmp_path, variant, layout):
+    model = make(**VARIANTS[variant][0])
+    interop.save(tmp_path, model, layout)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        (LAYOUTS[layout].config, LAYOUTS[layout].weights)
+    )
+    for path in (tmp_path, str(weights(tmp_path, layout))):
+        loaded = interop.load(path)
+        same(loaded, model)
+        assert loaded.cfg == clip.config(model.cfg, layer_scale=loaded.cfg.layer_scale)
+    first = load_file(weights(tmp_path, layout))
+    interop.save(tmp_path / "again", loaded, layout)
+    second = load_file(weights(tmp_path / "again", layout))
+    assert list(first) == list(second)
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, second[name], strict=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", clip.CONFIGS)
+def test_every_parameter_has_one_place(name, layout):
+    """Of the real sizes: all tensors together hold every parameter once."""
+    ours = shapes(clip.CONFIGS[name])
+    held = list(tensors(LAYOUTS[layout], ours))
+    assert len({tensor.name for tensor in held}) == len(held)
+    assert {path for tensor in held for path in tensor.paths} == set(ours)
+    count = lambda shapes: sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
+    assert count(tensor.shape for tensor in held) == count(ours.values())
+
+
+def test_layout_of_one_block_by_hand(tmp_path):
+    """Against the definitions: in_proj is q over k over v, weights are [out, in], kernels [in, out]."""
+    model = make()
+    interop.save(tmp_path, model)
+    held = load_file(weights(tmp_path, "open_clip"))
+    attn = model.text.blocks.attn
+    q, k, v = (np.asarray(linear.kernel[...][1]).T for linear in (attn.q, attn.k, attn.v))
+    np.testing.assert_array_equal(
+        held["transformer.resblocks.1.attn.in_proj_weight"], np.vstack([q, k, v])
+    )
+    conv, kernel = held["visual.conv1.weight"], np.asarray(model.vision.patch_embed.kernel[...])
+    assert conv.shape == (32, 3, 8, 8) and conv[5, 2, 3, 7] == kernel[3, 7, 2, 5]
+    np.testing.assert_array_equal(held["text_projection"], model.text.projection.kernel[...])
+    interop.save(tmp_path, model, "huggingface")
+    held = load_file(weights(tmp_path, "huggingface"))
+    np.testing.assert_array_equal(held["text_model.encoder.layers.1.self_attn.k_proj.weight"], k)
+    np.testing.assert_array_equal(
+        held["text_projection.weight"].T, model.text.projection.kernel[...]
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_16_bits_are_widened_exactly(saved, dtype):
+    model, file, change = saved
+    change(lambda held: held.update({name: value.astype(dtype) for name, value in held.items()}))
+    narrow = jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), nnx.state(model))
+    loaded = interop.load(file)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), narrow)
+
+
+def test_what_openai_and_older_files_hold_besides_parameters(saved, tmp_path):
+    model, file, change = saved
+    change(lambda held: held.update(input_resolution=np.array(32), vocab_size=np.array(60)))
+    same(interop.load(file), model)
+    interop.save(tmp_path / "hf", model, "huggingface")
+    file = weights(tmp_path / "hf", "huggingface")
+    held = load_file(file)
+    held["text_model.embeddings.position_ids"] = np.arange(9)[None]
+    save_file(held, file)
+    same(interop.load(file), model)
+
+
+def test_model_can_be_given_and_changed(saved):
+    model, file, _ = saved
+    (file.parent / LAYOUTS["open_clip"].config).unlink()
+    with pytest.raises(ValueError, match=r"no open_clip_config.json beside it.*clip.config\("):
+        interop.load(file)
+    loaded = interop.load(file, model.cfg, recipe="switchback", dtype="bfloat16")
+    assert loaded.vision.blocks.mlp.fc1.recipe.dgrad is not None
+    assert loaded.cfg.dtype == "bfloat16"
+    same(loaded, model)
+    with pytest.raises(ValueError, match="CLIPConfig has no field 'reciep'"):
+        interop.load(file, model.cfg, reciep="switchback")
+
+
+def test_a_folder_with_both_layouts_is_read_once(tmp_path):
+    model = make()
+    for layout in LAYOUTS:
+        interop.save(tmp_path, model, layout)
+    same(interop.load(tmp_path), model)
+
+
+CHANGES = {
+    "missing": (
+        lambda held: [held.pop("ln_final.bias"), held.pop("visual.proj")],
+        r"lacks the tensor 'visual.proj' \(and 1 more\): pass the configuration",
+    ),
+    "unexpected": (
+        lambda held: held.update({"visual.attn_pool.probe": np.zeros(3, np.float32)}),
+        "has an unexpected tensor 'visual.attn_pool.probe': pass the configuration",
+    ),
+    "another depth": (
+        lambda held: held.update(
+            {n.replace("resblocks.1", "resblocks.3"): v for n, v in held.items() if "visual" in n}
+        ),
+        r"unexpected tensor 'visual.transformer.resblocks.3.attn.in_proj_bias' \(and 11 more\)",
+    ),
+    "shape": (
+        lambda held: held.update({"visual.proj": np.zeros((24, 32), np.float32)}),
+        r"tensor 'visual.proj' of .* must be \[32, 24\], got \[24, 32\]: pass the configuration",
+    ),
+    "dtype": (
+        lambda held: held.update({"visual.proj": np.zeros((32, 24))}),
+        "tensor 'visual.proj' of .* must be one of F32, F16, BF16, got F64: convert",
+    ),
+    "no clip": (
+        lambda held: [held.pop(name) for name in list(held) if name.startswith("visual.conv1")],
+        "has neither a tensor 'visual.conv1.weight' nor 'vision_model.* it is no CLIP ViT",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES.keys())
+def test_every_tensor_is_accounted_for(saved, change, message):
+    _, file, apply = saved
+    apply(change)
+    with pytest.raises(ValueError, match=message) as error:
+        interop.load(file)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_not_there_or_not_whole(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent does not exist: give a safetensors file"):
+        interop.load(tmp_path / "absent")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(FileNotFoundError, match="only pytorch_model.bin: .*pickled weights .* not"):
+        interop.load(tmp_path)
+    interop.save(tmp_path, make())
+    file = weights(tmp_path, "open_clip")
+    for size in (0, 7, 100, file.stat().st_size - 1):
+        (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:size])
+        with pytest.raises(ValueError, match="cut.safetensors is not a whole safetensors file: "):
+            interop.load(tmp_path / "cut.safetensors")
+
+
+def test_what_a_layout_cannot_hold(tmp_path):
+    for options, parameter in (
+        ({"qk_norm": True}, "blocks/attn/ln_k/bias"),
+        ({"layer_scale": 0.0}, "blocks/ls_1/gamma"),
+        ({"init_logit_bias": 0.0}, "logit_bias"),
+    ):
+        with pytest.raises(ValueError, match=f"model.safetensors has no place for .*{parameter}'"):
+            interop.save(tmp_path / "none", make(**options), "huggingface")
+    with pytest.raises(ValueError, match="layout must be one of open_clip, huggingface, got 'hf'"):
+        interop.save(tmp_path / "none", make(), "hf")
+    assert not (tmp_path / "none").exists()
+
+
+# As the libraries publish them, where a file leaves out what is the library's default.
+OPEN_CLIP = {
+    "vit_b32": {"embed_dim": 512, "vision_cfg": {"layers": 12, "width": 768, "patch_size": 32},
+                "text_cfg": {"context_length": 77, "width": 512, "heads": 8, "layers": 12}},
+    "vit_l14": {"embed_dim": 768, "vision_cfg": {"layers": 24, "width": 1024, "patch_size": 14},
+                "text_cfg": {"width": 768, "heads": 12, "layers": 12}},
+    "vit_h14": {"embed_dim": 1024,
+                "vision_cfg": {"layers": 32, "width": 1280, "head_width": 80, "patch_size": 14},
+                "text_cfg": {"width": 1024, "heads": 16, "layers": 24}},
+}  # fmt: skip
+HUGGING_FACE = {
+    "vit_b32": {"projection_dim": 512, "text_config": {}, "vision_config": {}},
+    "vit_b16": {"projection_dim": 512, "text_config": {}, "vision_config": {"patch_size": 16}},
+    "vit_l14": {
+        "projection_dim": 768,
+        "text_config": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+        "vision_config": {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
+                          "num_hidden_layers": 24, "patch_size": 14},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", OPEN_CLIP)
+def test_published_open_clip_configs(name, quick):
+    model = OPEN_CLIP[name] | ({"quick_gelu": True} if quick else {})
+    expected = clip.config(name, gelu="quick" if quick else "exact")
+    assert configs.from_open_clip({"model_cfg": model}) == expected
+    assert configs.from_open_clip(model) == expected  # as in open_clip's own folder of models
+    assert configs.from_open_clip(configs.to_open_clip(expected)) == expected
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_published_hugging_face_configs(name):
+    model = {"model_type": "clip"} | HUGGING_FACE[name]
+    expected = clip.config(name, gelu="quick")
+    assert configs.from_hugging_face(model) == expected
+    older = model | {"text_config": {}, "text_config_dict": model["text_config"]}
+    assert configs.from_hugging_face(older) == expected
+    assert configs.from_hugging_face(configs.to_hugging_face(expected)) == expected
+
+
+@pytest.mark.parametrize("width, hidden", [(1664, 8192), (49, 1), (1280, 5119), (6, 29)])
+def test_hidden_widths_survive_the_ratio(width, hidden):
+    file = configs.to_hugging_face(small_config())
+    file["text_config"] |= {"hidden_size": width, "intermediate_size": hidden}
+    file["text_config"]["num_attention_heads"] = 1
+    assert configs.from_hugging_face(file).text.mlp_width == hidden
+
+
+REFUSED = {
+    "open_clip": [
+        ({"vision_cfg": {"timm_model_name": "vit"}}, "vision_cfg.timm_model_name='vit' is no part"),
+        ({"vision_cfg": {"pool_type": "avg"}}, "vision_cfg.pool_type='avg' is no part"),
+        ({"text_cfg": {"hf_model_name": "roberta"}}, "text_cfg.hf_model_name='roberta'"),
+        ({"text_cfg": {"norm_kwargs": {"eps": 1e-6}}}, "text_cfg.norm_kwargs={'eps': 1e-06}"),
+        ({"custom_text": True}, "model_cfg.custom_text=True"),
+        ({"text_cfg": {"act_kwargs": {"approximate": "tanh"}}}, "text_cfg.act_kwargs must be {}"),
+        ({"vision_cfg": {"layers": "twelve"}}, "TypeError: "),
+        ({"vision_cfg": None}, "TypeError: "),
+    ],
+    "huggingface": [
+        ({"model_type": "siglip"}, "model_type must be 'clip', which is what swjax"),
+        ({"text_config": {"hidden_act": "relu"}}, "text_config.hidden_act must be 'quick_gelu'"),
+        ({"text_config": {"eos_token_id": 7}}, "text_config.eos_token_id must be 59, which"),
+        ({"vision_config": {"layer_norm_eps": 1e-6}}, "vision_config.layer_norm_eps must be 1e-05"),
+        ({"vision_config": {"hidden_size": "x"}}, "TypeError: "),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "layout, change, message",
+    [(layout, *case) for layout, cases in REFUSED.items() for case in cases],
+)
+def test_configs_of_other_models_are_refused(tmp_path, layout, change, message):
+    interop.save(tmp_path, make(gelu="quick"), layout)
+    file = tmp_path / LAYOUTS[layout].config
+    config = json.loads(file.read_text())
+    model = config["model_cfg"] if layout == "open_clip" else config
+    for key, value in change.items():
+        model[key] = model[key] | value if isinstance(value, dict) else value
+    if "act_kwargs" in str(change):
+        del model["quick_gelu"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(f"{file}: ")) as error:
+        interop.load(tmp_path)
+    assert message in str(error.value) and "\n" not in str(error.value)

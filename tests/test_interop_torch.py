@@ -1,0 +1,165 @@
+"""Our CLIP against open_clip's and transformers', on random weights that go both ways through files."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch_peers
+from clip_oracle import compiled, inputs, random_model, shapes, small_config
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from swjax import interop
+from swjax.interop.layouts import LAYOUTS, tensors
+from swjax.models import clip
+
+peers = torch_peers.load()
+torch, open_clip, transformers = peers.torch, peers.open_clip, peers.transformers
+
+ATOL = 3e-6  # of unit vectors in float32, as against the float64 transcription in test_models.py
+PLAIN = {"recipe": "standard", "dtype": "float32"}
+VARIANTS = {
+    "plain": ({}, LAYOUTS),
+    "quick gelu": ({"gelu": "quick"}, LAYOUTS),
+    "tanh gelu": ({"gelu": "tanh"}, LAYOUTS),
+    "wider mlp": ({"vision": {"mlp_ratio": 49 / 32}, "text": {"mlp_ratio": 3.0}}, LAYOUTS),
+    "layer scale": ({"layer_scale": 0.5}, ["open_clip"]),
+    "logit bias": ({"init_logit_bias": -10.0}, ["open_clip"]),
+}
+CASES = [(v, layout) for v, (_, layouts) in VARIANTS.items() for layout in layouts]
+NAMES = {"vit_b32": "ViT-B-32", "vit_b16": "ViT-B-16", "vit_l14": "ViT-L-14", "vit_h14": "ViT-H-14"}
+
+
+def config(variant):
+    return clip.config(small_config(), **PLAIN, **VARIANTS[variant][0])
+
+
+def open_theirs(folder, layout):
+    """The model that the other library opens from a folder; it must take every tensor."""
+    if layout == "open_clip":
+        return open_clip.create_model(f"local-dir:{folder}").eval()
+    model, info = transformers.CLIPModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def make_theirs(cfg, layout, folder):
+    """A model of theirs with random weights, saved by their own code."""
+    interop.save(folder, nnx.merge(*random_model(cfg)), layout)  # for the config file
+    (folder / LAYOUTS[layout].weights).unlink()
+    torch.manual_seed(0)
+    if layout == "huggingface":
+        described = transformers.CLIPConfig.from_pretrained(folder)
+        model = transformers.CLIPModel(described)
+    else:
+        described = json.loads((folder / LAYOUTS[layout].config).read_text())["model_cfg"]
+        model = open_clip.CLIP(**described)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim:  # every bias and scale off 0 and 1
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    if layout == "huggingface":
+        model.save_pretrained(folder)
+    else:
+        from safetensors.torch import save_file as save_torch
+
+        save_torch(model.state_dict(), folder / LAYOUTS[layout].weights)
+    return model.eval()
+
+
+def ours_of(model, images, tokens):
+    """Embeddings and logits per image."""
+
+    def run(state):
+        model = nnx.merge(graph, state)
+        image, text = model.encode_image(images)[0], model.encode_text(tokens)[0]
+        logits = jnp.exp(model.logit_scale[...]) * image @ text.T
+        return image, text, logits + (model.logit_bias[...] if hasattr(model, "logit_bias") else 0)
+
+    graph, state = nnx.split(model)
+    return compiled(run, state)(state)
+
+
+def theirs_of(model, images, tokens):
+    pixels = torch.from_numpy(np.array(images.transpose(0, 3, 1, 2)))
+    ids = torch.from_numpy(np.array(tokens, np.int64))
+    with torch.no_grad():
+        if isinstance(model, transformers.CLIPModel):
+            out = model(input_ids=ids, pixel_values=pixels)
+            results = out.image_embeds, out.text_embeds, out.logits_per_image
+        else:
+            results = (
+                model.encode_image(pixels, normalize=True),
+                model.encode_text(ids, normalize=True),
+                model.get_logits(pixels, ids)[0],
+            )
+    return [result.numpy() for result in results]
+
+
+def assert_parity(ours, theirs):
+    images, tokens = inputs(ours.cfg)
+    mine, other = ours_of(ours, images, tokens), theirs_of(theirs, images, tokens)
+    scale = float(np.exp(ours.logit_scale[...]))
+    for value, expected, atol in zip(mine, other, (ATOL, ATOL, ATOL * scale), strict=True):
+        assert np.linalg.matrix_rank(expected) > 1  # not all alike
+        np.testing.assert_allclose(value, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("variant, layout", CASES)
+def test_our_weights_in_their_model(tmp_path, variant, layout):
+    model = nnx.merge(*random_model(config(variant)))
+    interop.save(tmp_path, model, layout)
+    assert_parity(model, open_theirs(tmp_path, layout))
+
+
+@pytest.mark.parametrize("variant, layout", CASES)
+def test_their_weights_in_our_model(tmp_path, variant, layout):
+    cfg = config(variant)
+    theirs = make_theirs(cfg, layout, tmp_path)
+    ours = interop.load(tmp_path)
+    assert ours.cfg == cfg
+    assert_parity(ours, theirs)
+    interop.save(tmp_path / "back", ours, layout)
+    back = load_file(tmp_path / "back" / LAYOUTS[layout].weights)
+    state = theirs.state_dict()
+    assert back.keys() == state.keys()
+    for name, value in state.items():
+        np.testing.assert_array_equal(back[name], value.numpy(), strict=True)
+
+
+def test_openai_weights(tmp_path):
+    """Their files: 16-bit matrices, 32-bit vectors, three sizes, no config; heads of 64, quick GELU."""
+    sizes = {"vision": {"width": 128, "heads": 2}, "text": {"width": 64, "heads": 1}}
+    cfg = clip.config(small_config(), **PLAIN, gelu="quick", **sizes)
+    interop.save(tmp_path, nnx.merge(*random_model(cfg)))
+    state = load_file(tmp_path / LAYOUTS["open_clip"].weights)
+    build = open_clip.model.build_model_from_openai_state_dict
+    theirs = build({name: torch.from_numpy(value) for name, value in state.items()})
+    held = {name: value.numpy() for name, value in theirs.state_dict().items()}
+    assert {value.dtype for value in held.values()} == {np.dtype("float16"), np.dtype("float32")}
+    for name, size in (("input_resolution", 32), ("context_length", 9), ("vocab_size", 60)):
+        held[name] = np.array(size)
+    save_file(held, tmp_path / "openai.safetensors")
+    (tmp_path / LAYOUTS["open_clip"].config).unlink()
+    assert_parity(interop.load(tmp_path / "openai.safetensors", cfg), theirs.float())
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_real_sizes_hold_the_same_tensors(name, quick):
+    """Shapes only: no weight is allocated."""
+    gelu = "quick" if quick else "exact"
+    cfg = clip.config(name, gelu=gelu)
+    published = open_clip.get_model_config(NAMES[name])
+    with torch.device("meta"):
+        theirs = {
+            "open_clip": open_clip.CLIP(**published, quick_gelu=quick),
+            "huggingface": transformers.CLIPModel(
+                transformers.CLIPConfig(**interop.configs.to_hugging_face(cfg))
+            ),
+        }
+    assert interop.configs.from_open_clip(published | {"quick_gelu": quick}) == cfg
+    for layout, model in theirs.items():
+        expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+        assert {t.name: t.shape for t in tensors(LAYOUTS[layout], shapes(cfg))} == expected

@@ -1,0 +1,174 @@
+"""Layers: every recipe in every implementation of its kernels, and their transformations."""
+
+from functools import partial
+
+import implementations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
+
+import swjax
+from swjax import checkpoint_policies
+from swjax.recipes import RECIPES
+
+TOKENS, WIDTH = (4, 48), 128
+# A value on the edge between two roundings may go either way, and then flips one quantized value after it.
+AGREE_DB = {recipe: FP8_SUM_DB if "fp8" in recipe else FLOOR_DB["bfloat16"] for recipe in RECIPES}
+
+
+def arrays(*shapes, dtype="float32"):
+    rng = np.random.default_rng(0)
+    scales = [shape[0] ** -0.5 if len(shape) == 2 else 1.0 for shape in shapes]
+    return [
+        jnp.asarray(rng.standard_normal(shape) * scale, dtype)
+        for shape, scale in zip(shapes, scales)
+    ]
+
+
+def layer_arguments():
+    """x and the output's gradient in bfloat16, the parameters in fp32."""
+    x, g = arrays((*TOKENS, WIDTH), (*TOKENS, WIDTH), dtype="bfloat16")
+    w1, w2 = arrays((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+    b1, b2, gamma, beta = arrays((4 * WIDTH,), (WIDTH,), (WIDTH,), (WIDTH,))
+    return (x, w1, b1, w2, b2, swjax.LayerNorm(gamma, beta)), g
+
+
+def fused(x, w1, b1, w2, b2, norm, **options):
+    return swjax.mlp(x, w1, b1, w2, b2, prologue=norm, **options)
+
+
+def apart(x, w1, b1, w2, b2, norm, **options):
+    """The same block of layers that know nothing of each other, differentiated by jax."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, -1, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + norm.epsilon)
+    normalized = centred / deviation * norm.scale[None, None] + norm.bias[None, None]
+    h = swjax.switchback(normalized.astype(x.dtype), w1, b1, **options)
+    h = jax.nn.gelu(h.astype(jnp.float32), approximate=False).astype(x.dtype)
+    return swjax.switchback(h, w2, b2, **options)
+
+
+def linear(x, w1, b1, w2, b2, norm, **options):
+    h = swjax.switchback(x, w1, b1, **options)
+    return swjax.switchback(h, w2, b2, prologue=swjax.Gelu(approximate=True), **options)
+
+
+@partial(jax.jit, static_argnames=("block", "recipe", "implementation"))
+def results(arguments, g, *, block, recipe, implementation):
+    y, vjp = jax.vjp(partial(block, recipe=recipe, implementation=implementation), *arguments)
+    return [y, *jax.tree.leaves(vjp(g))]
+
+
+def assert_agree(got, want, floor):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype and snr_db(a, b) > floor
+
+
+@pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_mlp_is_its_layers(recipe, implementation):
+    """Values and all gradients of the fused block, against layers apart, through XLA."""
+    implementations.require(implementation)
+    arguments, g = layer_arguments()
+    got = results(arguments, g, block=fused, recipe=recipe, implementation=implementation)
+    want = results(arguments, g, block=apart, recipe=recipe, implementation="xla")
+    assert_agree(got, want, AGREE_DB[recipe])
+
+
+@pytest.mark.parametrize("implementation", implementations.OF_LAYERS[1:])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_agree_with_xla(recipe, implementation):
+    implementations.require(implementation)
+    arguments, g = layer_arguments()
+    got, want = (
+        results(arguments, g, block=linear, recipe=recipe, implementation=name)
+        for name in (implementation, "xla")
+    )
+    assert_agree(got, want, AGREE_DB[recipe])
+
+
+# --- transformations ----------------------------------------------------------------------------------
+
+
+def loss(x, w, bias, g, implementation):
+    y = swjax.switchback(x, w, bias, implementation=implementation)
+    return jnp.sum(y.astype(jnp.float32) * g)
+
+
+@pytest.fixture(params=implementations.OF_LAYERS)
+def gradients(request):
+    """Of `loss` by x, w and bias, and the loss itself."""
+    implementations.require(request.param)
+    return jax.value_and_grad(partial(loss, implementation=request.param), (0, 1, 2))
+
+
+@pytest.fixture(scope="module")
+def square():
+    """x [4, 48, 128], w [128, 128], bias and g, and three of each weight."""
+    x, g, w, bias = arrays((*TOKENS, WIDTH), (*TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH,))
+    return x.astype(jnp.bfloat16), w, bias, g
+
+
+def test_jit(gradients, square):
+    assert_agree(jax.jit(gradients)(*square), gradients(*square), FLOOR_DB["bfloat16"])
+
+
+def test_vmap_over_layers(gradients, square):
+    x, w, bias, g = square
+    stack, biases = jnp.stack([w, 2 * w[::-1], w.T]), jnp.stack([bias, -bias, 2 * bias])
+    got = jax.jit(jax.vmap(gradients, (None, 0, 0, None)))(x, stack, biases, g)
+    one = jax.jit(gradients)
+    each = [one(x, w, bias, g) for w, bias in zip(stack, biases)]
+    assert_agree(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each), FLOOR_DB["bfloat16"])
+
+
+@pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_m"])
+def test_checkpoint_changes_nothing(recipe, implementation):
+    implementations.require(implementation)
+    arguments, g = layer_arguments()
+    options = {"recipe": recipe, "implementation": implementation}
+    want = results(arguments, g, block=fused, **options)
+    for policy in (checkpoint_policies.save_quantized, checkpoint_policies.save_linear):
+        block = jax.checkpoint(partial(fused, **options), policy=policy)
+        y, vjp = jax.vjp(block, *arguments)
+        assert_agree([y, *jax.tree.leaves(vjp(g))], want, FLOOR_DB["bfloat16"])
+
+
+@pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
+def test_scan_over_layers(implementation, square):
+    implementations.require(implementation)
+    x, w, bias, g = square
+    stack = jnp.stack([w, w[::-1], w.T])
+    layer = partial(swjax.switchback, bias=bias, implementation=implementation)
+
+    def scanned(x, stack):
+        return jax.lax.scan(lambda h, w: (layer(h, w), None), x, stack)[0]
+
+    def unrolled(x, stack):
+        for w in stack:
+            x = layer(x, w)
+        return x
+
+    def both(network):
+        y, vjp = jax.vjp(network, x, stack)
+        return y, vjp(g.astype(y.dtype))
+
+    assert_agree(jax.jit(both, static_argnums=0)(scanned), both(unrolled), FLOOR_DB["bfloat16"])
+
+
+def test_inside_shard_map(gradients, square):
+    """One device, so that every implementation may run; what it computes is what it computes outside."""
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    sharded = jax.shard_map(
+        gradients,
+        mesh=mesh,
+        in_specs=(rows, whole, whole, rows),
+        out_specs=(whole, (rows, whole, whole)),
+        check_vma=False,
+    )
+    assert_agree(jax.jit(sharded)(*square), jax.jit(gradients)(*square), FLOOR_DB["bfloat16"])

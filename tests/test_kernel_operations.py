@@ -1,0 +1,287 @@
+"""Every operation, in every implementation that runs here, against `kernel_oracle`."""
+
+import implementations
+import jax
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import numpy as np
+import pytest
+from implementations import run
+from kernel_cases import (
+    DTYPES,
+    LAYERS,
+    PRODUCTS,
+    RAGGED_ROWS,
+    ROW_OPERATIONS,
+    ROWS,
+    TARGETS,
+    normal,
+    operands,
+    row_arguments,
+)
+from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
+
+from swjax.kernels import shapes
+from swjax.kernels.reference import QTensor
+
+# Kernels widen what they read and narrow what they write, each apart: not every pair is needed.
+FORMATS = (
+    *(("bfloat16", target) for target in TARGETS),
+    ("float32", "int8"),
+    ("float32", "float8_e4m3fn"),
+    ("float16", "float8_e5m2"),
+)
+TANH = {"approximate": True}
+
+
+def assert_same_bits(q, expected):
+    """A QTensor is a (values, scale) pair of NumPy's, every bit of it."""
+    for got, want in zip(q, expected):
+        got = np.asarray(got)
+        assert got.dtype == want.dtype and got.shape == want.shape
+        np.testing.assert_array_equal(got.view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
+
+
+def check_row_operation(operation, implementation, x, quantize_to=None, **options):
+    """Results against float64, column sums and quantized values against the result they are of."""
+    arrays = row_arguments(operation, x)
+    exact = getattr(oracle, operation)(*arrays, **options)
+    if quantize_to:
+        options["dtype" if operation == "quantize_and_sum" else "quantize_to"] = quantize_to
+    got = run(operation, *arrays, implementation=implementation, **options)
+    quantized = x if operation == "quantize_and_sum" else got[0]
+    for value, want in zip(got, exact):
+        if isinstance(value, QTensor):
+            assert_same_bits(value, oracle.quantize(quantized, dtype=quantize_to or "int8"))
+        elif want is not None:
+            assert snr_db(value, want) > FLOOR_DB[value.dtype.name]
+    if operation == "gelu_backward":
+        assert snr_db(got[2], oracle.column_sums(got[0])) > FLOOR_DB["float32"]
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("quantize"))
+@pytest.mark.parametrize("shape", ROWS)
+def test_rows_of_every_layer_quantize_to_the_same_bits(operation, implementation, shape):
+    x = normal(shape, "bfloat16")
+    assert_same_bits(run(operation, x, implementation=implementation), oracle.quantize(x))
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("quantize"))
+@pytest.mark.parametrize("dtype, target", FORMATS)
+@pytest.mark.parametrize("axes", [(-1,), (0,), (0, 1)])
+def test_every_scope_and_format_gives_the_same_bits(operation, implementation, axes, dtype, target):
+    x = normal(RAGGED_ROWS, dtype)
+    for transpose in (False, True):
+        options = {"axes": axes, "dtype": target, "transpose": transpose}
+        got = run(operation, x, implementation=implementation, **options)
+        assert_same_bits(got, oracle.quantize(x, **options))
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("quantize_by"))
+@pytest.mark.parametrize("dtype, target", FORMATS)
+@pytest.mark.parametrize("axes", [(-1,), (0,), (0, 1)])
+def test_known_maxima_give_the_same_bits(operation, implementation, axes, dtype, target):
+    """Of an array in two parts, each quantized by the maxima of the whole."""
+    x = normal(RAGGED_ROWS, dtype)
+    absmax = jnp.max(jnp.abs(x.astype(jnp.float32)), axes, keepdims=True)
+    values, scale = oracle.quantize(x, axes, target)
+    for rows in (slice(0, 3), slice(3, None)):
+        known, wanted = (t if len(t) == 1 else t[rows] for t in (absmax, scale))
+        for transpose in (False, True):
+            options = {"dtype": target, "transpose": transpose}
+            got = run(operation, x[rows], known, implementation=implementation, **options)
+            want = (values[rows].T, wanted.T) if transpose else (values[rows], wanted)
+            assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("quantize"))
+@pytest.mark.parametrize("axes", [(-1,), (0, 1), (0, 1, 2)])
+def test_leading_axes_are_rows(operation, implementation, axes):
+    x = normal((3, 5, 48), "bfloat16")
+    got = run(operation, x, implementation=implementation, axes=axes)
+    assert_same_bits(got, oracle.quantize(x, axes))
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of(*ROW_OPERATIONS))
+@pytest.mark.parametrize("shape", ROWS)
+def test_row_operations_at_the_widths_of_every_layer(operation, implementation, shape):
+    x = normal(shape, "bfloat16")
+    check_row_operation(operation, implementation, x, **ROW_OPERATIONS[operation])
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of(*ROW_OPERATIONS))
+@pytest.mark.parametrize("dtype, target", FORMATS)
+def test_row_operations_in_every_format(operation, implementation, dtype, target):
+    x = normal(RAGGED_ROWS, dtype)
+    to = None if operation == "layer_norm_backward" else target
+    check_row_operation(operation, implementation, x, to, **ROW_OPERATIONS[operation])
+    if "gelu" in operation:
+        check_row_operation(operation, implementation, x, to, **TANH)
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("layer_norm", "gelu"))
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_quantized_does_not_depend_on_what_is_written(operation, implementation, target):
+    arrays = row_arguments(operation, normal((3, 5, 48), "bfloat16"))
+    options = ROW_OPERATIONS[operation] | {"quantize_to": target, "implementation": implementation}
+    wide, q = run(operation, *arrays, **options)
+    nothing, alone = run(operation, *arrays, wide=False, **options)
+    assert nothing is None
+    assert_same_bits(alone, [np.asarray(part) for part in q])
+    only, no_q = run(operation, *arrays, **options | {"quantize_to": None})
+    assert no_q is None
+    np.testing.assert_array_equal(only, wide)
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("gelu", "gelu_backward"))
+@pytest.mark.parametrize("approximate", [False, True])
+def test_gelu_of_every_bfloat16(operation, implementation, approximate):
+    """Within two roundings of the exact value, or of the smallest normal number; infinities follow."""
+    x = np.arange(2**16, dtype=np.uint16).view("bfloat16")
+    # Beyond, the derivative of the tanh form is infinity times zero in fp32.
+    x = np.where(np.abs(x.astype(np.float32)) < 1e12, x, 0).astype("bfloat16").reshape(256, 256)
+    arrays = (x,) if operation == "gelu" else (x, np.ones_like(x))
+    got, *_ = run(operation, *arrays, implementation=implementation, approximate=approximate)
+    want = getattr(oracle, operation)(*arrays, approximate=approximate)[0]
+    # 1 + tanh cancels: the tanh form is as good as fp32 near 1, the exact form as good as its value.
+    atol = 1e-5 if approximate else 1e-36
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-8, atol=atol)
+
+
+# --- products -----------------------------------------------------------------------------------------
+
+
+def check_product(implementation, a, b, bias, out_dtype):
+    y = run("matmul", a, b, bias, implementation=implementation, out_dtype=out_dtype)
+    assert y.dtype == out_dtype
+    floor = FLOOR_DB[out_dtype]
+    if a.values.dtype != np.int8 and implementation != "xla":
+        floor = min(floor, FP8_SUM_DB)
+    assert snr_db(y, oracle.matmul(a, b, bias)) > floor
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("matmul"))
+@pytest.mark.parametrize("layer", LAYERS)
+def test_product_of_every_layer(operation, implementation, layer):
+    shape = LAYERS[layer]
+    check_product(implementation, *operands(shape), normal(shape.n), "bfloat16")
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("matmul"))
+@pytest.mark.parametrize("dtypes", PRODUCTS)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_product_in_every_format(operation, implementation, dtypes, out_dtype):
+    shape = shapes.RAGGED["tiles past the edges"]
+    bias = normal(shape.n, out_dtype)
+    check_product(implementation, *operands(shape, dtypes), bias, out_dtype)
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("matmul"))
+@pytest.mark.parametrize("dtypes", PRODUCTS[:2])
+@pytest.mark.parametrize("scopes", [("row", "channel"), ("tensor", "tensor")])
+def test_product_of_every_scope(operation, implementation, dtypes, scopes):
+    shape = shapes.RAGGED["tiles past the edges"]
+    check_product(implementation, *operands(shape, dtypes, *scopes), None, "bfloat16")
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("matmul"))
+@pytest.mark.parametrize("b_scope", ["tensor", "channel"])
+@pytest.mark.parametrize("shape", [(264, 5120, 320), (130, 1008, 256)])
+def test_int8_products_are_exact(operation, implementation, shape, b_scope):
+    """Sums in int32, one rounding to fp32, one multiplication by the product of the scales."""
+    a, b = operands(shape, b_scope=b_scope)
+    a.values[::3] = 127
+    y = run(operation, a, b, implementation=implementation, out_dtype="float32")
+    total = np.asarray(a.values, np.int64) @ np.asarray(b.values, np.int64).T
+    want = total.astype(np.float32) * (np.asarray(a.scale) * np.asarray(b.scale).reshape(1, -1))
+    np.testing.assert_allclose(y, want, rtol=2.0**-23 if implementation == "mosaic_gpu" else 0)
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("matmul"))
+def test_leading_axes_of_a_product(operation, implementation):
+    a, b = operands((6, 48, 16))
+    options = {"implementation": implementation, "out_dtype": "float32"}
+    flat = run(operation, a, b, **options)
+    stacked = QTensor(a.values.reshape(2, 3, 48), a.scale.reshape(2, 3, 1))
+    np.testing.assert_array_equal(run(operation, stacked, b, **options), flat.reshape(2, 3, 16))
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("weight_gradient"))
+@pytest.mark.parametrize("layer", LAYERS)
+def test_weight_gradient_of_every_layer(operation, implementation, layer):
+    tokens, k, n = LAYERS[layer]
+    x, g = normal((tokens, k), "bfloat16"), normal((tokens, n), "bfloat16", seed=1)
+    dw = run(operation, x, g, implementation=implementation, out_dtype="float32")
+    assert dw.dtype == np.float32
+    assert snr_db(dw, oracle.weight_gradient(x, g)) > FLOOR_DB["float32"]
+
+
+# --- extreme values -----------------------------------------------------------------------------------
+
+
+def extremes(dtype, width=160):
+    """Rows of zeros, of subnormals, of the largest values, of one outlier, of ties; normal ones."""
+    info = jnp.finfo(dtype)
+    x = np.random.default_rng(0).standard_normal((12, width)).astype(dtype)
+    x[0] = 0
+    x[1] = -0.0
+    x[2] = x[2] * info.smallest_subnormal * 4
+    x[3] = info.smallest_normal * np.arange(-80, 80).astype(dtype)
+    x[4] = np.where(x[4] > 0, info.max, info.min)
+    x[5], x[5, 7] = x[5] * np.asarray(1e-3, dtype), 6e4
+    x[6] = np.resize([127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5], width)
+    return x
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("quantize"))
+@pytest.mark.parametrize("dtype, target", FORMATS)
+def test_extreme_values_quantize_to_the_same_bits(operation, implementation, dtype, target):
+    x = extremes(dtype)
+    for axes in ((-1,), (0,), (0, 1)):
+        got = run(operation, x, implementation=implementation, axes=axes, dtype=target)
+        assert_same_bits(got, oracle.quantize(x, axes, target))
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of(*ROW_OPERATIONS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_rows(operation, implementation, dtype):
+    x = extremes(dtype)
+    if "layer_norm" in operation:  # fp32 holds no square of the largest values
+        x[4] = np.sign(x[4]) * 1000
+    for rows in (x[:2], x[4:5], x[5:]):  # a ratio for each magnitude
+        check_row_operation(operation, implementation, rows, **ROW_OPERATIONS[operation])
+
+
+@pytest.mark.parametrize(
+    "operation, implementation", implementations.of("quantize", *ROW_OPERATIONS)
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_row_stays_visible_and_alone(operation, implementation, bad):
+    x = normal((9, 160), "bfloat16")
+    options = dict(ROW_OPERATIONS.get(operation, {}), implementation=implementation)
+    if operation in ("layer_norm", "gelu", "gelu_backward"):
+        options["quantize_to"] = "int8"
+
+    def rows(x):
+        results = run(operation, *row_arguments(operation, x), **options)
+        return [a for a in map(np.asarray, jax.tree.leaves(results)) if a.ndim == 2]
+
+    poisoned = x.copy()
+    poisoned[4, 33] = bad
+    for good, got in zip(rows(x), rows(poisoned)):
+        np.testing.assert_array_equal(np.delete(good, 4, 0), np.delete(got, 4, 0))
+        if got.dtype != np.int8:
+            assert not np.isfinite(got[4]).all()
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("matmul"))
+@pytest.mark.parametrize("dtypes", PRODUCTS)
+def test_a_non_finite_scale_stays_in_its_row(operation, implementation, dtypes):
+    a, b = operands((136, 256, 320), dtypes)
+    options = {"implementation": implementation, "out_dtype": "bfloat16"}
+    good = run(operation, a, b, **options)
+    a.scale[70] = np.nan
+    bad = run(operation, a, b, **options)
+    good, bad = (np.asarray(y, np.float32) for y in (good, bad))
+    assert np.isnan(bad[70]).all()
+    np.testing.assert_array_equal(np.delete(good, 70, 0), np.delete(bad, 70, 0))

@@ -1,0 +1,214 @@
+"""Kernels compile without a GPU: to the instructions that make them fast, for every generation they name.
+
+What is compiled is what the functions of `triton_gpu` and `mosaic_gpu` would launch, tiles included.
+"""
+
+import re
+import subprocess
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from swjax.kernels import mosaic_gpu, shapes, tiles
+from swjax.kernels.reference import QTensor
+
+triton = pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
+triton_gpu = pytest.importorskip("swjax.kernels.triton_gpu")
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+FC1 = shapes.layers(1280)["fc1"]
+TRITON_TYPES = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int8": "*i8",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
+}
+
+
+def array(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def quantized(rows, columns, dtype="int8", scales=None):
+    return QTensor(array((rows, columns), dtype), array((scales or rows, 1)))
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """compiled(capability, function of triton_gpu, *arrays, **options): its one launch, compiled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = []
+
+    def record(*arrays, kernel, out_type, **options):
+        launches.append((kernel, [*arrays, *jax.tree.leaves(out_type)], options))
+        return jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), out_type)
+
+    monkeypatch.setattr(triton_gpu, "_call", record)
+
+    def compile_(capability, function, *arrays, **options):
+        monkeypatch.setattr(tiles, "compute_capability", lambda: divmod(capability, 10))
+        launches.clear()
+        jax.eval_shape(partial(function, **options), *arrays)
+        (launch,) = launches
+        return _compile(capability, *launch)
+
+    return compile_
+
+
+def _compile(capability, kernel, arrays, options):
+    """As jax-triton does: pointers aligned to 16 bytes, everything else a constant, no fused products."""
+    del options["grid"]
+    pointers = [param for param in kernel.params if param.name.endswith("_ptr")]
+    signature = {param.name: "constexpr" for param in kernel.params}
+    signature |= {p.name: TRITON_TYPES[a.dtype.name] for p, a in zip(pointers, arrays, strict=True)}
+    constants = {(p.num,): options.pop(p.name) for p in kernel.params if p not in pointers}
+    aligned = {(param.num,): [["tt.divisibility", 16]] for param in pointers}
+    return triton.compile(
+        triton.compiler.ASTSource(kernel, signature, constants, aligned),
+        target=triton.backends.compiler.GPUTarget("cuda", capability, 32),
+        options={"enable_fp_fusion": False, **options},
+    )
+
+
+def instructions(kernel, pattern) -> Counter:
+    return Counter(
+        re.findall(rf"^\s*(?:@%?\w+ )?((?:{pattern})\S*)", kernel.asm["ptx"], re.MULTILINE)
+    )
+
+
+def assert_wide_loads(product):
+    """Operands go to shared memory 16 bytes at a time (cp.async.cg); scales and bias are single numbers."""
+    loads = instructions(product, r"cp\.async\.c[ag]|ld\.global")
+    assert loads.pop("cp.async.cg.shared.global", 0), loads
+    assert loads.keys() <= {"ld.global.b32", "ld.global.v2.b32"} and loads.total() <= 16, loads
+
+
+def assert_no_spills(kernel, tmp_path):
+    """Registers suffice: nothing lives in local memory, as the assembled program says."""
+    (tmp_path / "cubin").write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", tmp_path / "cubin"]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in usage and "LOCAL:0 " in usage, usage
+
+
+def compiled_product(compiled, capability, dtypes=("int8", "int8"), k=FC1.k, n=FC1.n, m=FC1.tokens):
+    a, b = quantized(m, k, dtypes[0]), quantized(n, k, dtypes[1], scales=1)
+    return compiled(capability, triton_gpu.matmul, a, b, array((n,)), out_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "capability, dtypes, instruction",
+    [
+        (80, ("int8", "int8"), "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"),
+        (89, ("int8", "int8"), "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"),
+        (89, (E5M2, E4M3), "mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32"),
+        (90, ("int8", "int8"), "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8"),
+        (90, (E4M3, E4M3), "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"),
+        (90, (E4M3, E5M2), "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e5m2"),
+    ],
+)
+def test_products_run_on_tensor_cores_with_wide_loads(
+    compiled, capability, dtypes, instruction, tmp_path
+):
+    product = compiled_product(compiled, capability, dtypes)
+    assert instructions(product, r"wgmma\.mma|mma\.sync").keys() == {instruction}
+    assert_wide_loads(product)
+    assert instructions(product, r"st\.global").keys() == {"st.global.v4.b32"}
+    assert_no_spills(product, tmp_path)
+
+
+def test_ragged_products(compiled):
+    """Loads stay wide when only tiles are ragged; what K does not allow, the check sees."""
+    assert_wide_loads(compiled_product(compiled, 90, k=1008, n=264, m=257))
+    for k, narrow in ((1000, "cp.async.ca"), (333, "ld.global.b8")):
+        product = compiled_product(compiled, 90, k=k)
+        with pytest.raises(AssertionError, match=narrow):
+            assert_wide_loads(product)
+
+
+WIDE, NARROW = array((65_536, 1280), "bfloat16"), array((65_536, 5120), "bfloat16")
+VECTOR = array((1280,))
+ROWS = {
+    "quantize": ((WIDE,), {}),
+    "quantize_and_sum": ((NARROW,), {"dtype": E5M2}),
+    "layer_norm": ((WIDE, VECTOR, VECTOR), {"epsilon": 1e-6, "quantize_to": "int8"}),
+    "layer_norm_backward": ((WIDE, VECTOR, WIDE), {"epsilon": 1e-6}),
+    "gelu": ((NARROW,), {"quantize_to": E4M3}),
+    "gelu_backward": ((NARROW, NARROW), {"quantize_to": "int8"}),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("operation", ROWS)
+def test_row_kernels_move_16_bytes_at_a_time(compiled, operation, capability, tmp_path):
+    arrays, options = ROWS[operation]
+    if capability < 89:
+        options = {key: "int8" if str(v).startswith("float8") else v for key, v in options.items()}
+    kernel = compiled(capability, getattr(triton_gpu, operation), *arrays, **options)
+    assert instructions(kernel, r"ld\.global").keys() == {"ld.global.v4.b32"}
+    stores = instructions(kernel, r"st\.global")
+    assert stores.keys() <= {"st.global.v4.b32", "st.global.v2.b32", "st.global.b32"}, stores
+    assert stores["st.global.b32"] <= 1  # a row's scale; 8 bytes are 8 quantized values
+    if operation in ("layer_norm", "layer_norm_backward", "gelu", "gelu_backward"):
+        assert instructions(kernel, r"cvt\.rn\.bf16").keys() == {"cvt.rn.bf16x2.f32"}
+    assert_no_spills(kernel, tmp_path)
+
+
+def test_quantizers_compute_what_is_written(compiled):
+    """No product contracted with a sum, no approximate division, no maximum that drops NaN."""
+    kernel = compiled(90, triton_gpu.quantize, WIDE)
+    arithmetic = instructions(kernel, r"(?:mul|add|fma|div|max)\.(?:\w+\.)*f32")
+    assert arithmetic.keys() == {"mul.rn.f32", "add.rn.f32", "div.rn.f32", "max.NaN.f32"}
+
+
+@pytest.mark.parametrize("options", [{"axes": (0, 1), "transpose": True}, {"axes": (0,)}])
+def test_weights_are_quantized_with_wide_loads_and_stores(compiled, options):
+    kernel = compiled(90, triton_gpu.quantize, array((1280, 5120)), **options)
+    loads = instructions(kernel, r"ld\.global")
+    assert loads.keys() <= {"ld.global.v4.b32", "ld.global.b32"} and loads["ld.global.b32"] <= 1
+    assert instructions(kernel, r"st\.global").keys() == {"st.global.v4.b32"}
+
+
+def test_ragged_rows_compile(compiled):
+    x = array((77, 333), "float16")
+    compiled(80, triton_gpu.gelu_backward, x, x, quantize_to="int8", approximate=True)
+    compiled(89, triton_gpu.quantize, x, dtype=E5M2, axes=(0,), transpose=True)
+
+
+# --- Mosaic -------------------------------------------------------------------------------------------
+
+
+def lowered(function, *arrays, **options) -> str:
+    traced = jax.jit(partial(function, **options)).trace(*arrays)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "dtypes, scales, out_dtype",
+    [
+        (("int8", "int8"), 1, "bfloat16"),
+        (("int8", "int8"), 2560, "float16"),
+        ((E4M3, E4M3), 2560, "float32"),
+        ((E5M2, E4M3), 1, "bfloat16"),
+        ((E4M3, E5M2), 1, "float32"),
+    ],
+)
+def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
+    if jax.__version_info__ < (0, 11) and dtypes[0] != dtypes[1]:
+        pytest.skip("two fp8 formats in one product: needs jax 0.11, as dispatch says")
+    a, b = quantized(1000, 1280, dtypes[0]), quantized(2560, 1280, dtypes[1], scales)
+    for bias in (None, array((2560,))):
+        program = lowered(mosaic_gpu.matmul, a, b, bias, out_dtype=out_dtype)
+        assert "mosaic_gpu" in program
+
+
+@pytest.mark.parametrize("slices", [1, 5])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
+    x, g = array((5000, 1280), dtype), array((5000, 5120), dtype)
+    assert "mosaic_gpu" in lowered(mosaic_gpu.weight_gradient, x, g, slices=slices)

@@ -1,0 +1,124 @@
+"""What only a GPU can show: memory, repetition, sizes, slices, and the choice that is made there."""
+
+from functools import partial
+
+import implementations
+import jax
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import numpy as np
+import pytest
+from kernel_cases import ROW_OPERATIONS, normal, operands, row_arguments
+from numeric import FLOOR_DB, snr_db
+
+from swjax.kernels import dispatch, tiles
+from swjax.kernels.reference import QTensor
+
+pytestmark = pytest.mark.gpu
+
+
+def calls():
+    """{operation: (arrays, options)}: ragged, and large enough for several rounds of blocks."""
+    x, g = normal((1000, 1344), "bfloat16"), normal((1000, 576), "bfloat16", seed=1)
+    cases = {
+        operation: (row_arguments(operation, x), options)
+        for operation, options in ROW_OPERATIONS.items()
+    }
+    for operation in ("layer_norm", "gelu", "gelu_backward"):
+        cases[operation] = (cases[operation][0], cases[operation][1] | {"quantize_to": "int8"})
+    cases["quantize"] = ((x,), {"axes": (0, 1), "transpose": True})
+    cases["matmul"] = (operands((1000, 1280, 576)), {"out_dtype": "bfloat16"})
+    cases["weight_gradient"] = ((x, g), {"out_dtype": "float32"})
+    return cases
+
+
+def poison(results):
+    """Frees memory full of NaN of the sizes of `results`, for the next results to be put in."""
+    nan = [
+        jnp.full(-(-leaf.nbytes // 4), jnp.nan, jnp.float32)
+        for leaf in jax.tree.leaves(results)
+        for _ in range(4)
+    ]
+    jax.block_until_ready(nan)
+    for array in nan:
+        array.delete()
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of(*dispatch.IMPLEMENTATIONS))
+def test_every_run_writes_every_element_the_same(operation, implementation):
+    """From different garbage in the memory of the results come the same bits, all of them finite."""
+    arrays, options = calls()[operation]
+    arrays = jax.device_put(arrays)
+    call = partial(
+        implementations.run, operation, *arrays, implementation=implementation, **options
+    )
+    first = jax.device_get(call())
+    assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(first))
+    for _ in range(5):
+        poison(first)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(call()), first)
+
+
+@pytest.mark.parametrize("slices", [1, 2, 5, 7])
+@pytest.mark.parametrize("shape", [(4104, 192, 320), (8192, 1280, 576), (1000, 768, 3072)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_slices_of_the_weight_gradient_add_up(slices, shape, dtype):
+    implementations.require("mosaic_gpu")
+    from swjax.kernels import mosaic_gpu
+
+    tokens, k, n = shape
+    x, g = normal((tokens, k), dtype), normal((tokens, n), dtype, seed=1)
+    call = jax.jit(partial(mosaic_gpu.weight_gradient, slices=slices))
+    dw = jax.device_get(call(x, g))
+    assert snr_db(dw, oracle.weight_gradient(x, g)) > FLOOR_DB["float32"]
+    poison(dw)
+    np.testing.assert_array_equal(call(x, g), dw)
+
+
+LAST = 100  # rows that are looked at: what lies beyond 2**31 elements
+
+
+def test_rows_beyond_2_to_the_31_elements():
+    tokens, width = 2**31 // tiles.WIDEST_ROW + LAST, tiles.WIDEST_ROW
+    last = normal((LAST, width), "bfloat16")
+    x = jnp.zeros((tokens, width), jnp.bfloat16).at[-LAST:].set(last)
+    q = implementations.run("quantize", x, implementation="triton")
+    np.testing.assert_array_equal(q.values[-LAST:], oracle.quantize(last)[0])
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_products_beyond_2_to_the_31_elements(implementation):
+    n = 4096
+    a, b = operands((2**31 // n + LAST + 4, 128, n))
+    y = implementations.run("matmul", a, b, implementation=implementation, out_dtype="bfloat16")
+    want = oracle.matmul(QTensor(a.values[-LAST:], a.scale[-LAST:]), b)
+    assert snr_db(y[-LAST:], want) > FLOOR_DB["bfloat16"]
+
+
+@pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)
+def test_none_chooses_what_can_run_here(operation):
+    """The first implementation that can, or what the device's tuned table prefers."""
+    if jax.device_count() > 1:
+        pytest.skip("several devices: outside shard_map everything runs through XLA")
+    arrays, options = calls()[operation]
+    arrays = jax.device_put(arrays)
+    able = [
+        name
+        for name in dispatch.IMPLEMENTATIONS[operation]
+        if dispatch.why_not(name, operation, *arrays, **options) is None
+    ]
+    chosen = dispatch.choose(operation, *arrays, **options)
+    preferred = tiles.preferred(operation, dispatch._shape_key(operation, *arrays))
+    assert chosen == (preferred if preferred in ("xla", *able) else (*able, "xla")[0])
+
+
+def test_a_named_implementation_that_cannot_run_says_why():
+    implementations.require("mosaic_gpu")
+    a, b = operands((130, 145, 264))
+    with pytest.raises(
+        ValueError, match="'mosaic_gpu' of 'matmul' needs rows to be a multiple of 8, got 130"
+    ):
+        dispatch.run("matmul", a, b, implementation="mosaic_gpu", out_dtype="float32")
+    x = normal((40, 48))
+    with pytest.raises(ValueError, match="is for 16-bit operands, got float32: use 'xla'"):
+        dispatch.run("weight_gradient", x, x, implementation="mosaic_gpu", out_dtype="float32")

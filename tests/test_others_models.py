@@ -1,0 +1,282 @@
+"""Models that others wrote: converted in one line, described, trained in int8, and converted back.
+
+Flax's own examples are in its source, not in its wheel. Their tests run where FLAX_SOURCE names it.
+"""
+
+import importlib
+import os
+import re
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import swjax
+import swjax.linen
+import swjax.nnx
+from examples import int8_vit
+from swjax.optax import rms_by_path, stable_adamw
+from swjax.recipes import RECIPES
+from swjax.testing import matrix_products
+
+# Their code may promote dtypes, and warn.
+pytestmark = [pytest.mark.usefixtures("as_others_run"), pytest.mark.filterwarnings("ignore")]
+
+RNG = np.random.default_rng(0)
+IMAGES = jnp.asarray(RNG.normal(size=(8, 16, 16, 3)), jnp.float32)
+LABELS = jnp.arange(8)
+TOKENS = jnp.asarray(RNG.integers(1, 20, (4, 32)))
+STEPS = 6
+
+
+@pytest.fixture
+def as_others_run():
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling is what takes time here
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def package(name):
+    name_there = name.replace("_", "-")
+    return pytest.importorskip(name, reason=f"needs {name_there}: pip install {name_there}")
+
+
+def flax_source() -> Path:
+    if "FLAX_SOURCE" not in os.environ:
+        pytest.skip(
+            "needs Flax's source: pip download --no-deps --no-binary flax flax, unpack it, and set "
+            "FLAX_SOURCE to its folder"
+        )
+    return Path(os.environ["FLAX_SOURCE"])
+
+
+def small_vit():
+    model = int8_vit.ViT(nnx.Rngs(0), size=16, width=32, heads=2, layers=2)
+    rules = {r"blocks/\d/attention/(query|key|value)": "switchback", "blocks/.*": "switchback_q"}
+    return model, rules, 12, lambda model: cross_entropy(model(IMAGES), LABELS)
+
+
+def mamba2():
+    """A language model from the package registry; Bonsai, Google's collection, has the same code."""
+    mamba = package("mamba2_jax")
+    model = mamba.Mamba2ForCausalLM(mamba.Mamba2Config.tiny(), rngs=nnx.Rngs(0))
+    rules = {".*mixer/(in|out)_proj": "switchback"}
+    return model, rules, 4, lambda model: model(TOKENS, labels=TOKENS)["loss"]
+
+
+def flax_vit():
+    """The ViT of Flax's documentation."""
+    text = (flax_source() / "docs_nnx/examples/vit_training.md").read_text()
+    cells = re.findall(r"```\{code-cell\} ipython3\n(.*?)```", text, re.DOTALL)
+    sys.modules["flax_vit"] = module = types.ModuleType("flax_vit")  # where its dataclasses look
+    for cell in cells[:2]:
+        exec(cell.split("# We can define and check")[0], vars(module))
+    sizes = dict(num_classes=8, img_size=16, patch_size=8, hidden_size=32, mlp_dim=64)
+    config = module.ModelConfig(**sizes, num_layers=2, num_heads=2, dropout_rate=0.0)
+    model = module.VisionTransformer(config, rngs=nnx.Rngs(0))
+    rules = {r"encoder/layers/\d/mha/.*": "switchback_m", r".*mlp_(up|down)_proj": "switchback"}
+    return (
+        model,
+        rules,
+        12,
+        lambda model: cross_entropy(model(IMAGES, rngs=nnx.Rngs(0)).astype(jnp.float32), LABELS),
+    )
+
+
+def flax_gemma():
+    """The transformer among Flax's examples; its attention is made of nnx.Einsum."""
+    folder = str(flax_source() / "examples/gemma")
+    package("jaxtyping")
+    sys.path.insert(0, folder)
+    try:
+        transformer, cfg = map(importlib.import_module, ("transformer", "transformer_cfg"))
+    finally:
+        sys.path.remove(folder)
+    config = cfg.TransformerConfig(
+        **dict(num_layers=2, num_embed=20, embed_dim=32, hidden_dim=64, num_heads=4, head_dim=8),
+        **dict(num_kv_heads=4, final_logit_softcap=None, use_post_attn_norm=False),
+        **dict(use_post_ffw_norm=False, attention_types=[cfg.AttentionType.GLOBAL] * 2),
+    )
+    model = transformer.Transformer(config, rngs=nnx.Rngs(0))
+    positions = jnp.broadcast_to(jnp.arange(32), TOKENS.shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((32, 32), bool)), (4, 32, 32))
+
+    def loss(model):
+        logits, _ = model(TOKENS, positions, None, mask)
+        return cross_entropy(logits[:, :-1], TOKENS[:, 1:])
+
+    return model, {".*mlp.*": "switchback"}, 6, loss
+
+
+def int8_products(loss, model) -> int:
+    graph, state = nnx.split(model)
+    found = matrix_products(lambda state: loss(nnx.merge(graph, state)), state)
+    return found["s8", "s8"] + found["s32", "s32"]
+
+
+def train_nnx(model, loss) -> list[float]:
+    optimizer = nnx.Optimizer(model, stable_adamw(3e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    return [float(step(model, optimizer)) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("make", [small_vit, mamba2, flax_vit, flax_gemma])
+def test_an_nnx_model_of_others(make):
+    model, rules, count, loss = make()
+    graph, plain = nnx.graphdef(model), train_nnx(make()[0], loss)
+    swjax.nnx.quantize_model(model, rules)
+
+    conversion = swjax.nnx.describe_model(model)
+    assert sum(matrix.recipe is not None for matrix in conversion) == count
+    for matrix in conversion:
+        named = [RECIPES[rules[rule]] for rule in rules if re.fullmatch(rule, matrix.path)]
+        assert matrix.recipe is (named[0] if named else None)
+        assert bool(matrix.reason) == (matrix.recipe is None)
+    assert int8_products(loss, model) == count
+
+    swjax.nnx.restore_model(model)
+    assert nnx.graphdef(model) == graph  # and so the same compiled program
+
+    losses = train_nnx(swjax.nnx.quantize_model(model, rules), loss)
+    assert losses[-1] < 0.9 * losses[0]
+    assert losses != plain
+    np.testing.assert_allclose(losses, plain, rtol=0.03)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(nn.LayerNorm()(x))
+        y = nn.gelu(nn.Dense(64, name="up")(nn.LayerNorm()(x)))
+        return x + nn.Dense(32, name="down")(y)
+
+
+class LinenViT(nn.Module):
+    """As in the paper on vision transformers, with Linen's modules alone."""
+
+    @nn.compact
+    def __call__(self, images):
+        x = nn.Conv(32, (8, 8), strides=8, name="patches")(images)
+        x = x.reshape(len(x), -1, x.shape[-1])
+        shape = (1, x.shape[1], x.shape[2])
+        x = x + self.param("positions", nn.initializers.normal(0.02), shape)
+        for number in range(2):
+            x = LinenBlock(name=f"block_{number}")(x)
+        return nn.Dense(8, name="head")(nn.LayerNorm()(x).mean(axis=1))
+
+
+def linen_vit():
+    rules = {r"block_\d/attention/\w+": "switchback_m", r"block_\d/(up|down)": "switchback"}
+    return LinenViT(), rules, 12, IMAGES, lambda logits: cross_entropy(logits, LABELS)
+
+
+def flax_lm1b():
+    """The language model among Flax's examples, in Linen."""
+    source = flax_source() / "examples/lm1b/models.py"
+    sys.modules["flax_lm1b"] = module = types.ModuleType("flax_lm1b")
+    exec(compile(source.read_text(), str(source), "exec"), vars(module))
+    config = module.TransformerConfig(
+        **dict(vocab_size=20, output_vocab_size=20, emb_dim=32, num_heads=2, num_layers=2),
+        **dict(qkv_dim=32, mlp_dim=64, max_len=32, deterministic=True),
+    )
+    rules = {".*Attention.*": "switchback", ".*MlpBlock.*": "switchback"}
+    loss = lambda logits: cross_entropy(logits, TOKENS)
+    return module.TransformerLM(config), rules, 12, TOKENS, loss
+
+
+@pytest.mark.parametrize("make", [linen_vit, flax_lm1b])
+def test_a_linen_model_of_others(make):
+    """In a plain Flax project: TrainState with stable_adamw; out of the context it is as before."""
+    model, rules, count, inputs, loss = make()
+    state = TrainState.create(
+        apply_fn=model.apply,
+        params=model.init(jax.random.key(0), inputs)["params"],
+        tx=stable_adamw(3e-3),
+    )
+    conversions = []
+
+    def plain(params):
+        return loss(state.apply_fn({"params": params}, inputs))
+
+    def quantized(params):
+        with swjax.linen.quantize_model(rules) as conversion:
+            value = plain(params)
+        conversions.append(conversion)
+        return value
+
+    def train(objective):
+        @jax.jit
+        def step(state):
+            value, grads = jax.value_and_grad(objective)(state.params)
+            return value, state.apply_gradients(grads=grads)
+
+        losses, now = [], state
+        for _ in range(STEPS):
+            value, now = step(now)
+            losses.append(float(value))
+        return losses
+
+    found = matrix_products(quantized, state.params)
+    assert found["s8", "s8"] + found["s32", "s32"] == count
+    described = conversions[0]
+    assert sum(matrix.recipe is not None for matrix in described) == count
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    held = [path for path, leaf in leaves if leaf.ndim >= 2 and "bias" not in str(path)]
+    assert len(described) == len(held)
+    losses, others = train(quantized), train(plain)
+    assert losses[-1] < 0.9 * losses[0]
+    assert losses != others
+    np.testing.assert_allclose(losses, others, rtol=0.03)
+
+
+def test_stable_adamw_in_equinox():
+    eqx = package("equinox")
+    model = eqx.nn.MLP(4, 2, 16, 2, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (32, 4))
+    y = jnp.stack([x[:, 0] * x[:, 1], x[:, 2]], axis=1)
+    optimizer = stable_adamw(1e-2, weight_decay=0.1)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state):
+        loss = lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2)
+        value, grads = eqx.filter_value_and_grad(loss)(model)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = optimizer.update(grads, state, params)
+        return eqx.apply_updates(model, updates), state, value
+
+    losses = []
+    for _ in range(40):
+        model, state, value = step(model, state)
+        losses.append(float(value))
+    assert losses[-1] < 0.4 * losses[0]
+    names = {f"layers/{i}/{name}" for i in range(3) for name in ("weight", "bias")}
+    rms = rms_by_path(state)
+    assert set(rms) == names and all(0 < value < 10 for value in rms.values())
+
+
+def test_the_example_runs(monkeypatch, capsys):
+    monkeypatch.setattr(int8_vit, "STEPS", 1)
+    int8_vit.main()
+    printed = capsys.readouterr().out
+    assert "12 of 15 matrices converted" in printed and "run in float32" in printed
