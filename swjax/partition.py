@@ -17,7 +17,7 @@ dw                  summed and scattered over it      stays split
 
 An axis that splits tokens alone, "data", costs nothing but the sum of dw and the bias's gradient. Scales span
 what they span on one device: their absolute maxima are maxima over devices, a scalar for one scale a tensor.
-So int8 values, and the integer sums, are those of one device.
+So int8 values are those of one device, and so are the products that no axis cuts along their sum.
 """
 
 import math
