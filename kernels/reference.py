@@ -89,7 +89,7 @@ def quantize_by(
     """
     absmax = jnp.maximum(absmax, SMALLEST_ABSMAX)
     # One division a scale, not one an element.
-    scaled = x.astype(jnp.float32) * divide(LARGEST[dtype], absmax)
+    scaled = _widen(x) * divide(LARGEST[dtype], absmax)
     scaled = jnp.round(scaled) if dtype == "int8" else round_to_fp8(scaled, dtype)
     q = QTensor(scaled.astype(dtype), scale_of(absmax, dtype))
     return q.T if transpose else q
@@ -109,7 +109,7 @@ def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Ar
 
 
 def _row_sum(x: jax.Array) -> jax.Array:
-    return jnp.sum(x, axis=tuple(range(x.ndim - 1)), dtype=jnp.float32)
+    return jnp.sum(_widen(x), axis=tuple(range(x.ndim - 1)))
 
 
 def round_to_fp8(x: jax.Array, dtype: str) -> jax.Array:
@@ -263,7 +263,7 @@ def layer_norm_backward(
       dx [..., n] in the dtype of x; dgamma and dbeta [n] in float32.
     """
     centred, deviation = _moments(x, epsilon)
-    normalized, wide = centred / deviation, gradient.astype(jnp.float32)
+    normalized, wide = centred / deviation, _widen(gradient)
     v = wide * _along_rows(gamma, x.ndim)
     slope = jnp.mean(v * normalized, axis=-1, keepdims=True)
     dx = (v - jnp.mean(v, axis=-1, keepdims=True) - normalized * slope) / deviation
@@ -271,7 +271,7 @@ def layer_norm_backward(
 
 
 def _moments(x, epsilon):
-    wide = x.astype(jnp.float32)
+    wide = _widen(x)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     return centred, jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon)
 
@@ -293,7 +293,7 @@ def gelu(
     Returns:
       (the result or None, the result quantized or None).
     """
-    y = jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+    y = jax.nn.gelu(_widen(x), approximate=approximate).astype(x.dtype)
     return _outputs(y, quantize_to, wide)
 
 
@@ -316,13 +316,13 @@ def gelu_backward(
       dx [..., n] in the dtype of x; dx quantized or None; the sum of dx over all axes but the last, [n] in
       float32: the gradient of that layer's bias.
     """
-    wide = x.astype(jnp.float32)
+    wide, gradient = _widen(x), _widen(gradient)
     if approximate:
         _, vjp = jax.vjp(jax.nn.gelu, wide)
-        (dx,) = vjp(gradient.astype(jnp.float32))
+        (dx,) = vjp(gradient)
     else:
         density = jnp.exp(-0.5 * wide**2) * jnp.float32(1 / math.sqrt(2 * math.pi))
-        dx = gradient.astype(jnp.float32) * (jax.scipy.special.ndtr(wide) + wide * density)
+        dx = gradient * (jax.scipy.special.ndtr(wide) + wide * density)
     dx = dx.astype(x.dtype)
     return dx, _outputs(dx, quantize_to, False)[1], _row_sum(dx)
 
@@ -340,7 +340,20 @@ def _add_bias(product: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 def absolute_maximum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """max |x| over `axes` in fp32, its rank kept; 0 for an empty x."""
-    return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes, keepdims=True, initial=0.0)
+    return jnp.max(jnp.abs(_widen(x)), axis=axes, keepdims=True, initial=0.0)
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """x in fp32. XLA for GPUs may skip a rounding to 16 bits just before: here it is made up for."""
+    wide = x.astype(jnp.float32)
+    if x.dtype == jnp.float32:
+        return wide
+    kind = jnp.finfo(x.dtype)
+    rounded = lax.reduce_precision(wide, kind.nexp, kind.nmant)
+    if x.dtype == jnp.float16:  # whose subnormals reduce_precision takes for zero
+        subnormal = jnp.abs(wide) < 2.0**-14
+        rounded = jnp.where(subnormal, jnp.round(wide * 2.0**24) * 2.0**-24, rounded)
+    return rounded
 
 
 def scale_of(absmax: jax.Array, dtype: str) -> jax.Array:

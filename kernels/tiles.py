@@ -70,11 +70,12 @@ def row(producer: str, width: int) -> RowTile:
 
 def row_rule(width: int) -> RowTile:
     """One row a program: its sums then need no exchange between rows, and small programs hide each other's
-    waiting. Chunks divide the width where a large enough power of two does. About 40 columns a thread, so
-    that four 16-byte loads are in flight."""
-    divisor = width & -width
-    chunk = min(divisor, 1024) if divisor >= 128 else min(_power_above(width), 1024)
-    return RowTile(rows=1, chunk=chunk, warps=min(max(_power_above(width // 40) // 32, 1), 16))
+    waiting. The longest chunks that leave less than an eighth of the lanes idle, and about 40 columns a
+    thread: loads of 16 bytes, several in flight."""
+    chunks = (chunk for chunk in (1024, 512, 256, 128) if -width % chunk * 8 <= width)
+    return RowTile(
+        rows=1, chunk=next(chunks, 64), warps=min(max(_power_above(width // 40) // 32, 1), 16)
+    )
 
 
 def row_programs(tile: RowTile, sums: int = 1) -> int:

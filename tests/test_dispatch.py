@@ -237,8 +237,7 @@ def test_row_tiles_are_powers_of_two_that_cover_a_row(operation, width):
         assert size >= 1 and size & (size - 1) == 0
     chunks = -(-width // tile.chunk)
     assert (chunks - 1) * tile.chunk < width <= chunks * tile.chunk
-    if width % 128 == 0:
-        assert width % tile.chunk == 0  # no lane idles
+    assert tile.chunk == 64 or chunks * tile.chunk <= width * 9 / 8  # few lanes idle
     assert tiles.row_programs(tile) == 132 * min(16, 32 // tile.warps)
 
 

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
+from numeric import FLOOR_DB, snr_db
 
 import swjax
 from swjax import checkpoint_policies
 from swjax.recipes import RECIPES
 
-TOKENS, WIDTH = (4, 48), 128
-# A value on the edge between two roundings may go either way, and then flips one quantized value after it.
-AGREE_DB = {recipe: FP8_SUM_DB if "fp8" in recipe else FLOOR_DB["bfloat16"] for recipe in RECIPES}
+TOKENS, WIDTH = (4, 64), 128
+# Where one side's bf16 values are rounded and the other's are not (XLA for GPUs skips roundings between what
+# it fuses), about one quantized value in a hundred flips, which is 46 dB for int8 and 38 for e5m2. Gradients
+# pass two such quantizers. On an H200: outputs from 46.6 dB, of fp8 from 33.0.
+AGREE_DB = {recipe: 28 if "fp8" in recipe else 40 for recipe in RECIPES}
 
 
 def arrays(*shapes, dtype="float32"):
@@ -107,7 +109,7 @@ def gradients(request):
 
 @pytest.fixture(scope="module")
 def square():
-    """x [4, 48, 128], w [128, 128], bias and g, and three of each weight."""
+    """x [4, 64, 128], w [128, 128], bias and g, and three of each weight."""
     x, g, w, bias = arrays((*TOKENS, WIDTH), (*TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH,))
     return x.astype(jnp.bfloat16), w, bias, g
 
@@ -135,7 +137,7 @@ def test_checkpoint_changes_nothing(recipe, implementation):
     for policy in (checkpoint_policies.save_quantized, checkpoint_policies.save_linear):
         block = jax.checkpoint(partial(fused, **options), policy=policy)
         y, vjp = jax.vjp(block, *arguments)
-        assert_agree([y, *jax.tree.leaves(vjp(g))], want, FLOOR_DB["bfloat16"])
+        assert_agree([y, *jax.tree.leaves(vjp(g))], want, AGREE_DB[recipe])
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
