@@ -15,6 +15,7 @@ from swjax.kernels import reference, tiles
 # in its module, with the signature and the result of the specification in `reference`.
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "quantize": ("triton",),
+    "quantize_by": ("triton",),
     "quantize_and_sum": ("triton",),
     "matmul": ("mosaic_gpu", "triton"),
     "weight_gradient": ("mosaic_gpu",),
@@ -115,7 +116,12 @@ def _why_not_triton(operation, capability, leaves, options):
         return missing
     if capability < (8, 0):
         return f"needs compute capability 8.0 (Ampere), and this GPU has {capability}: use 'xla'"
-    if operation == "quantize":
+    if operation == "quantize_by":
+        (*rows, n), absmax = leaves[0].shape, leaves[1].shape
+        ones = (1,) * len(rows)
+        if absmax not in ((*ones, 1), (*rows, 1), (*ones, n)):
+            return f"takes scales of rows, of columns or one, got absmax {absmax}: use 'xla'"
+    elif operation == "quantize":
         ndim = leaves[0].ndim
         axes = sorted(axis % ndim for axis in options.get("axes", (-1,)))
         if axes not in (list(range(ndim)), list(range(ndim - 1)), [ndim - 1]):
@@ -172,7 +178,7 @@ def _would_gather() -> bool:
         return False
     _warn_once(
         f"swjax: {jax.device_count()} devices, so that quantized layers run through XLA, slowly; "
-        "kernels run inside jax.shard_map, or with one visible device"
+        "kernels run where a swjax.Layout says how arrays lie, inside jax.shard_map, or with one visible device"
     )
     return True
 

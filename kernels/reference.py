@@ -68,7 +68,26 @@ def quantize(
     >>> q.values.tolist()
     [[64, -127, 32], [0, 0, 0]]
     """
-    absmax = jnp.maximum(absolute_maximum(x, axes), SMALLEST_ABSMAX)
+    return quantize_by(x, absolute_maximum(x, axes), dtype, transpose=transpose)
+
+
+def quantize_by(
+    x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, transpose: bool = False
+) -> QTensor:
+    """`quantize` with absolute maxima that are known: those of an `x` that lies on several devices.
+
+    Args:
+      x: [...] float16, bfloat16 or float32.
+      absmax: float32 of the rank of x, of length 1 along the axes one scale spans.
+      dtype, transpose: as for `quantize`.
+
+    Returns:
+      A QTensor.
+
+    >>> quantize_by(jnp.array([[1.0, -2.0]]), jnp.array([[4.0]])).values.tolist()
+    [[32, -64]]
+    """
+    absmax = jnp.maximum(absmax, SMALLEST_ABSMAX)
     # One division a scale, not one an element.
     scaled = _widen(x) * divide(LARGEST[dtype], absmax)
     scaled = jnp.round(scaled) if dtype == "int8" else round_to_fp8(scaled, dtype)

@@ -446,9 +446,17 @@ def quantize(
     rowwise = axes == (x.ndim - 1,)
     if rowwise and not transpose and x.shape[-1] <= tiles.WIDEST_ROW:
         return _rows(x, quantize_to=dtype)[1]
-    absmax = jnp.maximum(reference.absolute_maximum(x, axes), SMALLEST_ABSMAX)
+    return quantize_by(x, reference.absolute_maximum(x, axes), dtype, transpose=transpose)
+
+
+def quantize_by(
+    x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, transpose: bool = False
+) -> QTensor:
+    """`reference.quantize_by`, for the same scales."""
+    absmax = jnp.maximum(absmax, SMALLEST_ABSMAX)
     matrix = x.reshape(-1, x.shape[-1])
     m, n = matrix.shape
+    scope = "tensor" if absmax.size == 1 else "row" if absmax.shape[-1] == 1 else "column"
     values = _call(
         matrix,
         absmax.reshape(-1),
@@ -458,7 +466,7 @@ def quantize(
         num_warps=4,
         M=m,
         N=n,
-        SCOPE="row" if rowwise else "tensor" if len(axes) == x.ndim else "column",
+        SCOPE=scope,
         TRANSPOSE=transpose,
         LARGEST=LARGEST[dtype],
         BLOCK_M=64,

@@ -5,6 +5,7 @@ Layers are in `swjax.nnx` and `swjax.linen`, optimizers in `swjax.optax`; both a
 
 from swjax import checkpoint_policies
 from swjax.kernels.reference import QTensor, dequantize, quantize
+from swjax.partition import Layout
 from swjax.prologues import Gelu, LayerNorm
 from swjax.recipes import RECIPES, Recipe
 from swjax.switchback import dot_general, mlp, switchback
@@ -15,6 +16,7 @@ __all__ = [
     "RECIPES",
     "Gelu",
     "LayerNorm",
+    "Layout",
     "QTensor",
     "Recipe",
     "checkpoint_policies",

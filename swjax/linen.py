@@ -8,6 +8,7 @@ import jax
 from flax import linen as nn
 
 from swjax.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
+from swjax.partition import Layout
 from swjax.recipes import Recipe, get
 from swjax.switchback import dot_general, switchback
 
@@ -21,6 +22,7 @@ class Dense(nn.Dense):
     Attributes:
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
+      layout: where input and kernel lie, see `swjax.Layout`.
       The others are those of `flax.linen.Dense`.
 
     >>> import jax.numpy as jnp
@@ -32,6 +34,7 @@ class Dense(nn.Dense):
 
     recipe: str | Recipe = "switchback"
     implementation: str | None = None
+    layout: Layout | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -54,6 +57,7 @@ class Dense(nn.Dense):
             recipe=self.recipe,
             precision=self.precision,
             implementation=self.implementation,
+            layout=self.layout,
         )
 
 

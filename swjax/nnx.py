@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 
 import jax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from swjax.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.kernels import dispatch
+from swjax.partition import TOKENS, Layout
 from swjax.recipes import Recipe, first_match, get
 from swjax.switchback import dot_general, switchback
 
@@ -23,6 +25,8 @@ class Linear(nnx.Linear):
       in_features, out_features: k and n.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
+      layout: where input and kernel lie, see `swjax.Layout`; None: the kernel where Flax's metadata
+        says (`kernel_metadata={"out_sharding": ("fsdp", "tensor")}`), if it does.
       rngs: as for `flax.nnx.Linear`.
       **kwargs: use_bias, dtype, param_dtype, precision, kernel_init, bias_init, promote_dtype,
         preferred_element_type, kernel_metadata, bias_metadata: as for `flax.nnx.Linear`.
@@ -43,6 +47,7 @@ class Linear(nnx.Linear):
         *,
         recipe: str | Recipe = "switchback",
         implementation: str | None = None,
+        layout: Layout | None = None,
         rngs: nnx.Rngs,
         **kwargs,
     ):
@@ -54,6 +59,7 @@ class Linear(nnx.Linear):
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self.replaced = None  # recipe and implementation before `quantize_model`
         self.set_recipe(recipe, implementation)
+        self.layout = layout if layout is not None else _layout(self.kernel)
 
     def set_recipe(self, recipe: str | Recipe, implementation: str | None = None):
         """Computes as `recipe` says from now on."""
@@ -73,6 +79,7 @@ class Linear(nnx.Linear):
             out_dtype=self.preferred_element_type,
             precision=self.precision,
             implementation=self.implementation,
+            layout=self.layout,
         )
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
@@ -123,12 +130,13 @@ def quantize_model(
     for path in chosen:
         refuse_dot_general_cls(path, linears[path])
     for path, recipe in chosen.items():
-        product = dot_general(recipe, implementation=implementation)
         layer, before = linears[path], _conversion_of(linears[path])
         if isinstance(layer, Linear):
             layer.replaced = before or (layer.recipe, layer.implementation)
             layer.set_recipe(recipe, implementation)
         else:
+            layout = _layout(layer.kernel)
+            product = dot_general(recipe, implementation=implementation, layout=layout)
             replaced = before.replaced if before else layer.dot_general
             layer.dot_general = _Product(recipe, product, replaced)
     return model
@@ -194,3 +202,36 @@ def _recipe_of(module: nnx.Module) -> tuple[Recipe | None, str]:
 def _modules(model: nnx.Module):
     for path, module in nnx.iter_modules(model):
         yield "/".join(map(str, path)), module
+
+
+def set_layouts(model: nnx.Module, spec_of: Callable[[str], P], tokens: P = TOKENS) -> nnx.Module:
+    """Tells the `Linear` layers of a model where their operands lie, in place.
+
+    For parameters that are put in place by a table of rules rather than by Flax's metadata.
+
+    Args:
+      model: an NNX model; it is changed.
+      spec_of: the partition spec of the parameter with a path, as "blocks/mlp/fc1/kernel". Of kernels that
+        are stacked, as for `jax.lax.scan`, the last two dimensions count.
+      tokens: the spec of the leading dimensions of every layer's input.
+
+    Returns:
+      `model`.
+
+    >>> model = set_layouts(nnx.Dict(fc=Linear(4, 8, rngs=nnx.Rngs(0))), {"fc/kernel": P("fsdp")}.get)
+    >>> model.fc.layout.w
+    P('fsdp', None)
+    """
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Linear):
+            spec = spec_of("/".join(map(str, (*path, "kernel"))))
+            whole = (*spec, *(None,) * module.kernel.ndim)[: module.kernel.ndim]
+            module.layout = Layout(P(*whole[-2:]), tokens)
+    return model
+
+
+def _layout(kernel: nnx.Param) -> Layout | None:
+    """From the kernel's metadata."""
+    if not kernel.get_metadata("out_sharding", None) or kernel.ndim != 2:
+        return None
+    return Layout(nnx.get_partition_spec(kernel).get_value())

@@ -5,6 +5,7 @@ bits only if the recipe's weight gradient needs that; its backward pass keeps th
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import jax
 
@@ -25,6 +26,7 @@ class LayerNorm:
     scale: jax.Array
     bias: jax.Array
     epsilon: float = field(default=1e-6, metadata={"static": True})
+    whole_rows: ClassVar[bool] = True  # needs all of a row to compute any of it
 
     def forward(self, x, *, quantize_to, wide, implementation):
         return dispatch.run(
@@ -65,6 +67,7 @@ class Gelu:
     """
 
     approximate: bool = field(default=False, metadata={"static": True})
+    whole_rows: ClassVar[bool] = False
 
     def forward(self, x, *, quantize_to, wide, implementation):
         return dispatch.run(

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from swjax import recipes
+from swjax import partition, recipes
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
+from swjax.partition import Layout, Plan, Spec
 from swjax.prologues import Gelu, Gradient, Prologue
 from swjax.recipes import Product, Quantizer, Recipe
 
@@ -30,6 +31,7 @@ def switchback(
     out_dtype: jax.typing.DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
+    layout: Layout | None = None,
 ) -> jax.Array:
     """Linear layer ``y = x w + bias`` with quantized products, forward and backward.
 
@@ -53,6 +55,7 @@ def switchback(
       out_dtype: dtype of y; None is that of x.
       precision: of the products that are not quantized, as for `jax.lax.dot_general`.
       implementation: of the quantized ones, see `swjax.kernels.dispatch`; None chooses.
+      layout: where x and w lie, see `swjax.Layout`; not needed on one device and on explicit meshes.
 
     Returns:
       y: [..., n] in `out_dtype`.
@@ -70,7 +73,10 @@ def switchback(
       NeurIPS 2023, https://arxiv.org/abs/2304.13013
     """
     _check(x, w, bias)
-    return _linear(x, w, bias, prologue, _settings(x, recipe, out_dtype, precision, implementation))
+    plan = partition.plan(x, w, layout)
+    settings = _settings(x, recipe, out_dtype, precision, implementation, plan)
+    x, w, bias = _place(x, w, bias, prologue, plan)
+    return _linear(*partition.vary_alike(x, w, bias, prologue), settings)
 
 
 def mlp(
@@ -85,6 +91,7 @@ def mlp(
     approximate: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
+    layouts: tuple[Layout, Layout] | None = None,
 ) -> jax.Array:
     """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that quantize where the GELU already passes.
 
@@ -96,6 +103,7 @@ def mlp(
       w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None.
       recipe, prologue, precision, implementation: as for `switchback`, for both layers.
       approximate: the tanh form of the GELU.
+      layouts: of x and w1, and of w2; see `swjax.Layout`.
 
     Returns:
       [..., n] in the dtype of x.
@@ -109,8 +117,15 @@ def mlp(
     """
     _check(x, w1, b1)
     _check(jax.ShapeDtypeStruct((*x.shape[:-1], w1.shape[1]), x.dtype), w2, b2)
-    settings = _settings(x, recipe, None, precision, implementation)
-    return _mlp(x, w1, b1, w2, b2, prologue, Gelu(approximate), settings)
+    plan = partition.plan(x, w1, layouts and layouts[0])
+    plan2 = partition.next_plan(plan, w2, layouts and layouts[1])
+    first, second = (
+        _settings(x, recipe, None, precision, implementation, p) for p in (plan, plan2)
+    )
+    x, w1, b1 = _place(x, w1, b1, prologue, plan)
+    w2, b2 = plan2.place(w2, plan2.w), plan2.place(b2, Spec((plan2.n,)))
+    args = partition.vary_alike(x, w1, b1, w2, b2, prologue)
+    return _mlp(*args, Gelu(approximate), first, second)
 
 
 class _Settings(NamedTuple):
@@ -121,12 +136,20 @@ class _Settings(NamedTuple):
     out_dtype: str
     precision: jax.lax.PrecisionLike
     implementation: str | None
+    plan: Plan
 
 
-def _settings(x, recipe, out_dtype, precision, implementation) -> _Settings:
+def _settings(x, recipe, out_dtype, precision, implementation, plan) -> _Settings:
     dispatch.check(implementation)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
-    return _Settings(recipes.get(recipe), x.dtype.name, out_dtype, precision, implementation)
+    recipe = recipes.get(recipe)
+    return _Settings(recipe, x.dtype.name, out_dtype, precision, implementation, plan)
+
+
+def _place(x, w, bias, prologue, plan):
+    """The arguments where the plan wants them: outside of the `custom_vjp`, whose gradients lie alike."""
+    x_spec = plan.x if prologue is None else _prologue_spec(prologue, plan)
+    return plan.place(x, x_spec), plan.place(w, plan.w), plan.place(bias, Spec((plan.n,)))
 
 
 def _check(x, w, bias):
@@ -164,36 +187,29 @@ class _Residuals(NamedTuple):
 
 
 def _forward(x, w, bias, prologue, settings) -> tuple[jax.Array, _Residuals]:
-    recipe, run = settings.recipe, _runner(settings)
-    fwd, save_quantized = recipe.fwd, recipe.save_quantized
-    rowwise = fwd is not None and fwd.lhs.scope == "row" and not fwd.outlier_threshold
+    fwd, save_quantized = settings.recipe.fwd, settings.recipe.save_quantized
     inputs, x_q = x, None
     if prologue is not None:
-        x, x_q = prologue.forward(
+        fused = _rowwise(fwd) and (prologue.whole_rows or not settings.plan.splits(settings.plan.k))
+        x, x_q = _apply(
+            prologue,
             x,
-            quantize_to=fwd.lhs.dtype if rowwise else None,
-            wide=not (rowwise and save_quantized),
-            implementation=settings.implementation,
+            quantize_to=fwd.lhs.dtype if fused else None,
+            wide=not (fused and save_quantized),
+            settings=settings,
         )
         x = None if x is None else checkpoint_name(x, "swjax_x")
-    elif rowwise:
-        x_q = _quantize(fwd.lhs, x, -1, run)
+    if x_q is None and (_rowwise(fwd) or save_quantized):
+        x_q = _quantize(fwd.lhs, x, settings.plan.x, -1, settings)
     if save_quantized:
-        x_q = _quantize(fwd.lhs, x, -1, run) if x_q is None else x_q
         x_q = QTensor(
             checkpoint_name(x_q.values, "swjax_x_q"), checkpoint_name(x_q.scale, "swjax_x_scale")
         )
-        saved_w = _Operand(quantized=_quantize(fwd.rhs, w, 0, run))
+        saved_w = _Operand(quantized=_quantize(fwd.rhs, w, settings.plan.w, 0, settings))
     else:
         saved_w = _Operand(w)
     y = _multiply(
-        fwd,
-        _Operand(x, x_q),
-        saved_w,
-        (-1, 0),
-        bias,
-        out_dtype=settings.out_dtype,
-        settings=settings,
+        "fwd", _Operand(x, x_q), saved_w, bias, out_dtype=settings.out_dtype, settings=settings
     )
     residuals = _Residuals(
         inputs=None if prologue is None else inputs,
@@ -208,32 +224,30 @@ def _forward(x, w, bias, prologue, settings) -> tuple[jax.Array, _Residuals]:
 
 def _backward(settings, residuals: _Residuals, gradient: Gradient, quantize_to=None):
     """(gradient of the input, as `Gradient`), dw, dbias, and the prologue's gradient."""
-    recipe, run = settings.recipe, _runner(settings)
+    dgrad = settings.recipe.dgrad
     inputs, x, w, w_like, bias_like, prologue = residuals
     g, g_q, g_sum = gradient
-    if recipe.save_quantized:
+    if settings.recipe.save_quantized:
         # Without the barrier XLA dequantizes x in the forward pass already, and keeps the wide copy.
         x, g = jax.lax.optimization_barrier((x, g))
 
-    dgrad = recipe.dgrad
-    rowwise = dgrad is not None and dgrad.lhs.scope == "row" and not dgrad.outlier_threshold
-    if g_q is None and rowwise and bias_like is not None and g_sum is None:
-        g_q, g_sum = run("quantize_and_sum", g, dtype=dgrad.lhs.dtype)
     if bias_like is not None and g_sum is None:
-        g_sum = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
-    dx = _multiply(
-        dgrad, _Operand(g, g_q), w, (-1, -1), out_dtype=settings.dtype, settings=settings
-    )
-    dw = _multiply(
-        recipe.wgrad, x, _Operand(g), (0, 0), out_dtype=w_like.dtype.name, settings=settings
-    )
+        if g_q is None and _rowwise(dgrad) and not settings.plan.splits(settings.plan.n):
+            g_q, g_sum = _quantize_and_sum(g, dgrad.lhs.dtype, settings)
+        else:
+            g_sum = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
+    dx = _multiply("dgrad", _Operand(g, g_q), w, out_dtype=settings.dtype, settings=settings)
+    dw = _multiply("wgrad", x, _Operand(g), out_dtype=w_like.dtype.name, settings=settings)
     dbias = None if bias_like is None else g_sum.astype(bias_like.dtype)
     if prologue is None:
         return (dx, None, None), dw, dbias, None
-    input_gradient, dprologue = prologue.backward(
-        inputs, dx, quantize_to=quantize_to, implementation=settings.implementation
-    )
+    input_gradient, dprologue = _apply_backward(prologue, inputs, dx, quantize_to, settings)
     return input_gradient, dw, dbias, dprologue
+
+
+def _rowwise(product: Product | None) -> bool:
+    """Is its left operand quantized by rows, as the fused quantizers do?"""
+    return product is not None and product.lhs.scope == "row" and not product.outlier_threshold
 
 
 def _runner(settings) -> Callable:
@@ -253,25 +267,25 @@ def _linear_backward(settings, residuals, g):
 _linear.defvjp(_forward, _linear_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _mlp(x, w1, b1, w2, b2, prologue, gelu, settings):
-    return _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, settings)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _mlp(x, w1, b1, w2, b2, prologue, gelu, first, second):
+    return _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second)[0]
 
 
-def _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, settings):
-    hidden, first = _forward(x, w1, b1, prologue, settings)
-    y, second = _forward(hidden, w2, b2, gelu, settings)
-    return y, (first, second)
+def _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second):
+    hidden, kept = _forward(x, w1, b1, prologue, first)
+    y, kept_too = _forward(hidden, w2, b2, gelu, second)
+    return y, (kept, kept_too)
 
 
-def _mlp_backward(settings, residuals, g):
-    first, second = residuals
-    dgrad = settings.recipe.dgrad
-    fused = dgrad is not None and dgrad.lhs.scope == "row" and not dgrad.outlier_threshold
+def _mlp_backward(first, second, residuals, g):
+    kept, kept_too = residuals
+    dgrad, plan = first.recipe.dgrad, second.plan
+    fused = _rowwise(dgrad) and not plan.splits(plan.k)
     dhidden, dw2, db2, dgelu = _backward(
-        settings, second, (g, None, None), quantize_to=dgrad.lhs.dtype if fused else None
+        second, kept_too, (g, None, None), quantize_to=dgrad.lhs.dtype if fused else None
     )
-    (dx, _, _), dw1, db1, dprologue = _backward(settings, first, dhidden)
+    (dx, _, _), dw1, db1, dprologue = _backward(first, kept, dhidden)
     return dx, dw1, db1, dw2, db2, dprologue, dgelu
 
 
@@ -282,61 +296,170 @@ _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _multiply(
-    product: Product | None,
+    name: str,
     a: _Operand,
     b: _Operand,
-    contract: tuple[int, int],
     bias: jax.Array | None = None,
     *,
     out_dtype: str,
     settings: _Settings,
 ) -> jax.Array:
-    """The product that sums over axis contract[0] of a and contract[1] of b, -1 or 0: all but the last."""
-    run = _runner(settings)
+    """The product of that name: "fwd" of x and w, "dgrad" of g and w, or "wgrad" of x and g."""
+    product, multiply = getattr(settings.recipe, name), partial(_in_shards, name, settings)
     if product is None or product.outlier_threshold:
         wide_a, wide_b = _widen(a, settings.dtype), _widen(b, settings.dtype)
     if product is None:
-        return _wide_product(wide_a, wide_b, contract, bias, out_dtype, settings)
+        return multiply(wide_a, wide_b, bias, out_dtype)
 
+    (a_spec, a_axis), (b_spec, b_axis) = _geometry(name, settings.plan)
     if product.outlier_threshold:
-        inliers, outliers = _split_outliers(wide_a, product.outlier_threshold)
+        inliers, outliers = _split_outliers(
+            wide_a, product.outlier_threshold, a_spec, settings.plan
+        )
         a = _Operand(inliers)
-    narrow_a, axis_a = _narrow(product.lhs, a, contract[0], run)
-    narrow_b, axis_b = _narrow(product.rhs, b, contract[1], run)
-    matmul = partial(run, "matmul", narrow_a, narrow_b, bias, contract=(axis_a, axis_b))
+    narrow_a = _narrow(product.lhs, a, a_spec, a_axis, settings)
+    narrow_b = _narrow(product.rhs, b, b_spec, b_axis, settings)
     if not product.outlier_threshold:
-        return matmul(out_dtype=out_dtype)
-    narrow = matmul(out_dtype="float32")
-    wide = _wide_product(outliers, wide_b, contract, None, "float32", settings)
-    return (narrow + wide).astype(out_dtype)
+        return multiply(narrow_a, narrow_b, bias, out_dtype)
+    narrow = multiply(narrow_a, narrow_b, bias, "float32")
+    return (narrow + multiply(outliers, wide_b, None, "float32")).astype(out_dtype)
 
 
-def _wide_product(a, b, contract, bias, out_dtype, settings):
+def _geometry(name: str, plan: Plan) -> tuple[tuple[Spec, int], tuple[Spec, int]]:
+    """Where a product's operands lie, and the axis it sums over in each; 0 of x and g: all their tokens."""
+    return {
+        "fwd": ((plan.x, -1), (plan.w, 0)),
+        "dgrad": ((plan.y, -1), (plan.w, -1)),
+        "wgrad": ((plan.x, 0), (plan.y, 0)),
+    }[name]
+
+
+class _Narrow(NamedTuple):
+    """A quantized operand of a product."""
+
+    q: QTensor
+    specs: QTensor
+    axis: int  # that is summed over
+
+
+def _in_shards(name, settings, a, b, bias, out_dtype) -> jax.Array:
+    """The product of two operands, both narrow or both wide."""
+    plan, contract = settings.plan, None
+    (a_spec, _), (b_spec, _) = _geometry(name, plan)
+    if isinstance(a, _Narrow):
+        (a, a_spec, a_axis), (b, b_spec, b_axis) = a, b
+        contract = a_axis, b_axis
+    multiply = partial(_local_product, name, settings, out_dtype, contract)
+    if name == "wgrad":
+        return plan.run(
+            lambda x, g: plan.scatter_sum(multiply(x, g, None)), (a, b), (a_spec, b_spec), plan.w
+        )
+    reduced, out_spec = (plan.k, plan.y) if name == "fwd" else (plan.n, plan.x)
+
+    def step(a, w, bias):
+        bias = None if bias is None else plan.once(bias, reduced)
+        return plan.sum(multiply(a, plan.gather(w, b_spec), bias), reduced)
+
+    return plan.run(step, (a, b, bias), (a_spec, b_spec, Spec((plan.n,))), out_spec)
+
+
+def _local_product(name, settings, out_dtype, contract, a, b, bias):
+    run = _runner(settings)
+    if isinstance(a, QTensor):
+        return run("matmul", a, b, bias, out_dtype=out_dtype, contract=contract)
     precision = settings.precision
-    if contract == (0, 0):
-        run = _runner(settings)
+    if name == "wgrad":
         return run("weight_gradient", _flat(a), _flat(b), out_dtype=out_dtype, precision=precision)
-    axes = ((a.ndim - 1,), (contract[1] % b.ndim,))
+    axes = ((a.ndim - 1,), (0 if name == "fwd" else 1,))
     return reference.dot(a, b, axes, bias, out_dtype=out_dtype, precision=precision)
 
 
-def _narrow(quantizer: Quantizer, t: _Operand, axis: int, run) -> tuple[QTensor, int]:
-    """`t` quantized, for a product that sums over `axis`, and which axis that then is."""
+def _narrow(quantizer: Quantizer, t: _Operand, spec: Spec, axis: int, settings) -> _Narrow:
+    """`t` quantized, for a product that sums over `axis`."""
     q = t.quantized
-    if q is not None and (q.scale.size == 1 or q.scale.shape[axis] == 1):
-        return q, axis
+    if q is not None and (axis == -1 or q.values.ndim == 2) and q.scale.shape[axis] == 1:
+        return _Narrow(q, partition.specs_of(q, spec), axis)
     wide = _widen(t, "float32") if t.wide is None else t.wide
-    if axis == -1:
-        return _quantize(quantizer, wide, axis, run), axis
-    wide = _flat(wide)
-    if _quantize(quantizer, wide, axis, partial(dispatch.choose, **run.keywords)) == "xla":
-        return _quantize(quantizer, wide, axis, run), axis
-    return _quantize(quantizer, wide, axis, run, transpose=True), -1
+    # Kernels sum over the last axis; XLA for CPUs takes either, and is slow with what was transposed.
+    transpose = axis == 0 and jax.default_backend() == "gpu" and settings.implementation != "xla"
+    q = _quantize(quantizer, wide, spec, axis, settings, transpose)
+    spec = partition.as_matrix(spec, transpose) if axis == 0 else spec
+    return _Narrow(q, partition.specs_of(q, spec), -1 if transpose else axis)
 
 
-def _quantize(quantizer: Quantizer, x: jax.Array, axis: int, run, transpose: bool = False):
-    scope = range(x.ndim) if quantizer.scope == "tensor" else [axis % x.ndim]
-    return run("quantize", x, axes=tuple(scope), dtype=quantizer.dtype, transpose=transpose)
+def _quantize(
+    quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, settings, transpose: bool = False
+) -> QTensor:
+    """`x` for a product that sums over `axis`; for axis 0 as a matrix [all but the last axis, the last]."""
+    plan, run, per_tensor = settings.plan, _runner(settings), quantizer.scope == "tensor"
+    spec_out = partition.as_matrix(spec, False) if axis == 0 else spec
+    spanned = spec_out if per_tensor else (spec_out[axis],)
+    options = {"dtype": quantizer.dtype, "transpose": transpose}
+
+    def step(x):
+        x = _flat(x) if axis == 0 else x
+        axes = tuple(range(x.ndim)) if per_tensor else (axis % x.ndim,)
+        if not plan.splits(*spanned):
+            return run("quantize", x, axes=axes, **options)
+        absmax = plan.maximum(reference.absolute_maximum(x, axes), *spanned)
+        return run("quantize_by", x, absmax, **options)
+
+    whole = range(len(spec_out)) if per_tensor else (axis % len(spec_out),)
+    scale = Spec(() if i in whole else axes for i, axes in enumerate(spec_out))
+    specs = QTensor(spec_out, scale)
+    if transpose:
+        specs = QTensor(*(Spec(reversed(spec)) for spec in specs))
+    return plan.run(step, (x,), (spec,), specs)
+
+
+def _quantize_and_sum(g: jax.Array, dtype: str, settings):
+    plan, run = settings.plan, _runner(settings)
+
+    def step(g):
+        q, total = run("quantize_and_sum", g, dtype=dtype)
+        return q, plan.sum(total, *plan.tokens)
+
+    return plan.run(
+        step, (g,), (plan.y,), (QTensor(plan.y, Spec((*plan.tokens, ()))), Spec((plan.n,)))
+    )
+
+
+def _apply(prologue: Prologue, x, *, quantize_to, wide, settings):
+    options = {
+        "quantize_to": quantize_to,
+        "wide": wide,
+        "implementation": settings.implementation,
+    }
+    spec = _prologue_spec(prologue, settings.plan)
+    q_spec = QTensor(spec, Spec((*spec[:-1], ())))
+    return settings.plan.run(
+        lambda prologue, x: prologue.forward(x, **options),
+        (prologue, x),
+        (Spec(), spec),
+        (spec if wide else None, q_spec if quantize_to else None),
+    )
+
+
+def _apply_backward(prologue: Prologue, x, gradient, quantize_to, settings):
+    plan, options = (
+        settings.plan,
+        {"quantize_to": quantize_to, "implementation": settings.implementation},
+    )
+
+    def step(prologue, x, gradient):
+        (dx, dx_q, total), dprologue = prologue.backward(x, gradient, **options)
+        total, dprologue = plan.sum((total, dprologue), *plan.tokens)
+        return (dx, dx_q, total), dprologue
+
+    spec = _prologue_spec(prologue, plan)
+    q_spec = QTensor(spec, Spec((*spec[:-1], ()))) if quantize_to else None
+    sum_spec = None if prologue.whole_rows else Spec(spec[-1:])
+    out_specs = ((spec, q_spec, sum_spec), Spec())
+    return plan.run(step, (prologue, x, gradient), (Spec(), spec, spec), out_specs)
+
+
+def _prologue_spec(prologue: Prologue, plan: Plan) -> Spec:
+    return Spec((*plan.tokens, ())) if prologue.whole_rows else plan.x
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -350,17 +473,24 @@ def _widen(t: _Operand, dtype: str) -> jax.Array:
     return t.wide.astype(dtype)
 
 
-def _split_outliers(x, threshold: float):
+def _split_outliers(x, threshold: float, spec: Spec, plan: Plan):
     """x as a sum of two: the features below `threshold` for every token, and the others."""
-    features = jnp.max(jnp.abs(x), axis=tuple(range(x.ndim - 1)), keepdims=True, initial=0.0)
-    outlier = features >= jnp.asarray(threshold, x.dtype)
-    zero = jnp.zeros((), x.dtype)
-    return jnp.where(outlier, zero, x), jnp.where(outlier, x, zero)
+
+    def step(x):
+        features = jnp.max(jnp.abs(x), axis=tuple(range(x.ndim - 1)), keepdims=True, initial=0.0)
+        outlier = plan.maximum(features, *plan.tokens) >= jnp.asarray(threshold, x.dtype)
+        zero = jnp.zeros((), x.dtype)
+        return jnp.where(outlier, zero, x), jnp.where(outlier, x, zero)
+
+    return plan.run(step, (x,), (spec,), (spec, spec))
 
 
 @cache
 def dot_general(
-    recipe: str | Recipe = "switchback", *, implementation: str | None = None
+    recipe: str | Recipe = "switchback",
+    *,
+    implementation: str | None = None,
+    layout: Layout | None = None,
 ) -> Callable[..., jax.Array]:
     """A `jax.lax.dot_general` that computes as `recipe` says, for modules that take one.
 
@@ -372,6 +502,7 @@ def dot_general(
     Args:
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
+      layout: where the operands lie, both as matrices; see `swjax.Layout`.
 
     Returns:
       A function with the signature of `jax.lax.dot_general`; equal arguments give the same function.
@@ -410,6 +541,7 @@ def dot_general(
             out_dtype=preferred_element_type,
             precision=precision,
             implementation=implementation,
+            layout=layout,
         )
         for _ in batch:
             linear = jax.vmap(linear)

@@ -1,8 +1,9 @@
-"""Checks for your own tests: does a compiled function multiply in int8 where you think it does?"""
+"""Checks for your own tests: does a compiled function multiply, and send, int8 where you think it does?"""
 
 import re
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
@@ -33,8 +34,7 @@ def matrix_products(fn: Callable, *args, **kwargs) -> Counter:
     >>> matrix_products(swjax.switchback, jnp.ones((8, 32)), jnp.ones((32, 16)))
     Counter({('s8', 's8'): 1})
     """
-    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    hlo = jitted.lower(*args, **kwargs).compile().as_text()
+    hlo = _compiled(fn, *args, **kwargs)
     found = Counter()
     for computation in re.split(r"\n\}", hlo):  # names are unique within a computation only
         instructions = list(_INSTRUCTION.finditer(computation))
@@ -74,3 +74,89 @@ def assert_quantized(
         raise AssertionError(
             f"the compiled function must have {wanted} {dtype} x {dtype} matrix product(s), found: {found}"
         )
+
+
+_COLLECTIVE = re.compile(
+    r" = (?P<results>.*) (?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
+    r"(?:-start)?\("
+)
+_RESULT = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+
+
+class Collective(NamedTuple):
+    """One array that the devices of a compiled function exchange.
+
+    Attributes:
+      op: its name in HLO, as "all-gather".
+      dtype: its HLO type, as "s8".
+      shape: of the result on each device.
+    """
+
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def collectives(fn: Callable, *args, **kwargs) -> list[Collective]:
+    """What the devices exchange in the compiled `fn`.
+
+    Args:
+      fn: a function, jitted or not; it is compiled for `args` and not run.
+      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s that lie as in your program.
+
+    Returns:
+      One entry for each array; a combined collective has several.
+
+    >>> import jax.numpy as jnp, swjax
+    >>> collectives(swjax.switchback, jnp.ones((8, 32)), jnp.ones((32, 16)))
+    []
+    """
+    found = []
+    for line in _COLLECTIVE.finditer(_compiled(fn, *args, **kwargs)):
+        for dtype, sizes in _RESULT.findall(line["results"]):
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            found.append(Collective(line["op"], dtype, shape))
+    return found
+
+
+def assert_narrow_gathers(
+    fn: Callable, *args, weights: list[tuple[int, int]], dtype: str = "int8", **kwargs
+) -> None:
+    """Asserts that devices of the compiled `fn` gather weights alone, and those in 8 bits.
+
+    Args:
+      fn: a function, jitted or not; it is compiled for `args` and not run.
+      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s that lie as in your program.
+      weights: the shapes [k, n] of the weights. A gathered array is one of them if its sizes, in either
+        order, are k and n or tensor-parallel parts of these; vectors of scales and biases are let pass.
+      dtype: what they are gathered in: "int8", also for fp8, which moves as bytes; or a name of HLO.
+
+    Raises:
+      AssertionError: an array is gathered in another type or is no weight, or is moved by an all-to-all or
+        a collective-permute: then something lies elsewhere than its layout says.
+
+    >>> import jax.numpy as jnp, swjax
+    >>> x, w = jnp.ones((8, 32)), jnp.ones((32, 16))
+    >>> assert_narrow_gathers(swjax.switchback, x, w, weights=[w.shape])
+    """
+    narrow = {"int8": "s8"}.get(dtype, dtype)
+    for found in collectives(fn, *args, **kwargs):
+        op, found_dtype, shape = found
+        matrix = [size for size in shape if size > 1]
+        if op in ("all-reduce", "reduce-scatter") or len(matrix) < 2:
+            continue
+        fits = any(_is_part(matrix, w) or _is_part(matrix, w[::-1]) for w in weights)
+        if op != "all-gather" or found_dtype != narrow or not fits:
+            raise AssertionError(
+                f"devices must exchange nothing but sums and {narrow} gathers of weights {weights}, "
+                f"found {op} {found_dtype}{list(shape)}: see swjax.Layout for how to say where arrays lie"
+            )
+
+
+def _is_part(shape, whole) -> bool:
+    return len(shape) == 2 and all(size % part == 0 for part, size in zip(shape, whole))
+
+
+def _compiled(fn, *args, **kwargs) -> str:
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    return jitted.lower(*args, **kwargs).compile().as_text()

@@ -24,6 +24,7 @@ from swjax.config import ConfigError, blame, choice
 from swjax.interrupt import catch
 from swjax.metrics import Meter, MetricLog, Packer, Progress
 from swjax.models import clip
+from swjax.nnx import set_layouts
 from swjax.train_step import make_optimizer, make_schedule, make_train_step, partition
 
 MAX_ROLLBACKS = 3  # to one checkpoint
@@ -197,7 +198,7 @@ def make_init(config, cfg: clip.CLIPConfig, optimizer):
     """
 
     def model():
-        return clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed))
+        return set_layouts(clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed)), sharding.spec_of)
 
     def init():
         params = nnx.to_pure_dict(nnx.state(model(), nnx.Param))

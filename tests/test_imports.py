@@ -23,12 +23,14 @@ ALLOWED = {
     "checkpoint_policies": set(),
     "testing": set(),
     "prologues": {"kernels"},
-    "switchback": {"recipes", "kernels", "prologues"},
+    "partition": {"kernels"},
+    "switchback": {"recipes", "kernels", "prologues", "partition"},
     "conversion": {"recipes"},
-    "nnx": {"conversion", "switchback", "recipes", "kernels"},
-    "linen": {"conversion", "switchback", "recipes", "kernels"},
+    "nnx": {"conversion", "switchback", "recipes", "kernels", "partition"},
+    "linen": {"conversion", "switchback", "recipes", "kernels", "partition"},
     "swjax": {
         "switchback",
+        "partition",
         "prologues",
         "recipes",
         "kernels",
@@ -65,7 +67,7 @@ ALLOWED = {
     },
     "trainer": {
         *("checkpoint", "config", "data", "diagnostics", "environment", "evaluators", "interrupt"),
-        *("metrics", "models", "optax", "recipes", "report", "sharding", "train_step"),
+        *("metrics", "models", "nnx", "optax", "recipes", "report", "sharding", "train_step"),
     },
 }
 
@@ -123,6 +125,7 @@ def test_allowed_directions_have_no_cycle():
 
 CORE = {"kernels", "fp8", "recipes", "checkpoint_policies", "testing", "prologues", "switchback"}
 CORE |= {
+    "partition",
     "conversion",
     "nnx",
     "linen",

@@ -77,6 +77,23 @@ def test_every_scope_and_format_gives_the_same_bits(operation, implementation, a
         assert_same_bits(got, oracle.quantize(x, **options))
 
 
+@pytest.mark.parametrize("operation, implementation", implementations.of("quantize_by"))
+@pytest.mark.parametrize("dtype, target", FORMATS)
+@pytest.mark.parametrize("axes", [(-1,), (0,), (0, 1)])
+def test_known_maxima_give_the_same_bits(operation, implementation, axes, dtype, target):
+    """Of an array in two parts, each quantized by the maxima of the whole."""
+    x = normal(RAGGED_ROWS, dtype)
+    absmax = jnp.max(jnp.abs(x.astype(jnp.float32)), axes, keepdims=True)
+    values, scale = oracle.quantize(x, axes, target)
+    for rows in (slice(0, 3), slice(3, None)):
+        known, wanted = (t if len(t) == 1 else t[rows] for t in (absmax, scale))
+        for transpose in (False, True):
+            options = {"dtype": target, "transpose": transpose}
+            got = run(operation, x[rows], known, implementation=implementation, **options)
+            want = (values[rows].T, wanted.T) if transpose else (values[rows], wanted)
+            assert_same_bits(got, want)
+
+
 @pytest.mark.parametrize("operation, implementation", implementations.of("quantize"))
 @pytest.mark.parametrize("axes", [(-1,), (0, 1), (0, 1, 2)])
 def test_leading_axes_are_rows(operation, implementation, axes):

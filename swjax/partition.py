@@ -1,0 +1,279 @@
+"""How one linear layer is spread over devices: what each device holds, and every collective in between.
+
+XLA cannot cut an opaque kernel in pieces: it would gather whole activations to run one. So the layer cuts
+itself: every step of it runs in a `jax.shard_map` of its own, in which kernels see what one device holds.
+Steps stay separate so that `jax.checkpoint` can keep what lies between them.
+
+A `Plan` follows from where x and w lie. A mesh axis that splits w plays one of two parts:
+
+==================  ================================  ==================================================
+the axis            splits tokens too: "fsdp"         splits no tokens: "tensor"
+==================  ================================  ==================================================
+in the products     w is gathered over it, narrow     w stays split
+of w's rows k       ..                                x is split too, and y is summed (row parallel)
+of w's columns n    ..                                y is split too, and dx is summed (column parallel)
+dw                  summed and scattered over it      stays split
+==================  ================================  ==================================================
+
+An axis that splits tokens alone, "data", costs nothing but the sum of dw and the bias's gradient. Scales span
+what they span on one device: their absolute maxima are maxima over devices, a scalar for one scale a tensor.
+So int8 values are those of one device, and so are the products that no axis cuts along their sum.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from swjax.kernels.reference import QTensor
+
+Axes = tuple[str, ...]  # mesh axes that split one dimension of an array, the slowest first
+
+
+class Spec(tuple[Axes, ...]):
+    """The axes that split each dimension of an array. As a subclass of tuple it is a leaf of trees."""
+
+
+TOKENS = P(("data", "fsdp"))  # where swjax's own trainer puts the batch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the operands of a linear layer lie, for meshes whose axes XLA is free to use (`AxisType.Auto`).
+
+    Such arrays do not tell while a function is traced how they are split; this does. On a mesh with explicit
+    axes the types of the arrays tell, and a layout is not looked at. Axes that the mesh does not have, that
+    are manual, or whose size does not divide the dimension, count as not splitting it.
+
+    Attributes:
+      w: spec of the weight [k, n] at rest.
+      tokens: spec of the leading dimensions of x [..., k].
+    """
+
+    w: P = field(default=P())
+    tokens: P = TOKENS
+
+
+class Plan(NamedTuple):
+    """Which mesh axes split which dimension; static.
+
+    Attributes:
+      mesh: None: nothing is split, and each step is just called.
+      tokens: of the leading dimensions of x, y and g.
+      k, n: of the width of x and of y in the products.
+      w: of w [k, n] at rest: k, n and after them the axes that it is gathered over.
+    """
+
+    mesh: AbstractMesh | None
+    tokens: tuple[Axes, ...]
+    k: Axes = ()
+    n: Axes = ()
+    w: Spec = Spec(((), ()))
+
+    @property
+    def x(self) -> Spec:
+        return Spec((*self.tokens, self.k))
+
+    @property
+    def y(self) -> Spec:
+        return Spec((*self.tokens, self.n))
+
+    @property
+    def token_axes(self) -> Axes:
+        return _union(self.tokens)
+
+    def splits(self, *dimensions: Axes) -> Axes:
+        """Those of the axes that have more than one device."""
+        axes = _union(dimensions)
+        return tuple(axis for axis in axes if self.mesh and self.mesh.shape[axis] > 1)
+
+    def place(self, array: jax.Array | None, spec: Spec) -> jax.Array | None:
+        """An array of an explicit mesh, moved where this plan wants it; XLA moves the others itself."""
+        if array is None or self.mesh is None or AxisType.Explicit not in self.mesh.axis_types:
+            return array
+        return jax.reshard(array, jax.NamedSharding(self.mesh, _partition_spec(spec)))
+
+    def run(self, step: Callable, arrays: tuple, in_specs: tuple, out_specs):
+        """`step` of what each device holds of the arrays.
+
+        Args:
+          step: a function of arrays, or of trees of them, that may use the collectives below.
+          arrays: its arguments.
+          in_specs: for each a `Spec`, or a tree of them with that structure.
+          out_specs: the same for the results.
+        """
+        if self.mesh is None:
+            return step(*arrays)
+        in_specs, out_specs = (
+            jax.tree.map(_partition_spec, specs) for specs in (in_specs, out_specs)
+        )
+        if AxisType.Explicit in self.mesh.axis_types:
+            arrays = jax.tree.map(self._reshard, in_specs, arrays)
+        results = jax.shard_map(
+            step,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            # No names stand for all axes but those that an outer vmap maps over.
+            axis_names=set(_free_axes(self.mesh)) if self.mesh.manual_axes else set(),
+            check_vma=False,
+        )(*arrays)
+        return jax.tree.map(lambda x: _vary(x, _varying(arrays)), results)
+
+    def _reshard(self, spec: P, tree):
+        return jax.tree.map(lambda x: jax.reshard(x, jax.NamedSharding(self.mesh, spec)), tree)
+
+    # --- collectives, inside of `run` -----------------------------------------------------------------
+
+    def sum(self, tree, *dimensions: Axes):
+        """The sum over the devices that split these dimensions."""
+        axes = self.splits(*dimensions)
+        return lax.psum(tree, axes) if axes else tree
+
+    def maximum(self, x: jax.Array, *dimensions: Axes) -> jax.Array:
+        """The maximum of x >= 0 over the devices that split these dimensions."""
+        axes = self.splits(*dimensions)
+        # A maximum over GPUs may drop a NaN; an infinity makes scales non-finite as well, and stays.
+        return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), axes) if axes else x
+
+    def once(self, x: jax.Array, *dimensions: Axes) -> jax.Array:
+        """x on one of the devices that split these dimensions, zeros on the others."""
+        axes = self.splits(*dimensions)
+        return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
+
+    def gather(self, w, spec):
+        """What this device's products need of an array that lies at rest as `spec` says, or a QTensor."""
+        if isinstance(w, QTensor):
+            return QTensor(self.gather(w.values, spec.values), self.gather(w.scale, spec.scale))
+        # fp8 moves as bytes: XLA for CPUs would widen it on the way, and older NCCL does not know it.
+        moved = lax.bitcast_convert_type(w, jnp.int8) if w.dtype.itemsize == 1 else w
+        for axis, axes in enumerate(self._gathered(spec)):
+            if axes:
+                moved = lax.all_gather(moved, axes, axis=axis, tiled=True)
+        return lax.bitcast_convert_type(moved, w.dtype)
+
+    def scatter_sum(self, dw: jax.Array) -> jax.Array:
+        """What this device holds at rest of dw [k, n], summed over everybody's tokens."""
+        scattered = self._gathered(self.w)
+        for axis, axes in enumerate(scattered):
+            if axes:
+                dw = lax.psum_scatter(dw, axes, scatter_dimension=axis, tiled=True)
+        rest = tuple(axis for axis in self.token_axes if axis not in _union(scattered))
+        return self.sum(dw, rest)
+
+    def _gathered(self, spec: Spec) -> Spec:
+        tokens = self.token_axes
+        return Spec(self.splits(tuple(a for a in axes if a in tokens)) for axes in spec)
+
+
+def vary_alike(*trees):
+    """Inside of a `jax.shard_map` of the user's: the arrays as varying over its axes where any of them does.
+
+    A `jax.custom_vjp` wants gradients of the types of its arguments. So the sum of a weight's gradient over
+    devices with other tokens happens here, in the transpose of this, as for JAX's own products.
+    """
+    return jax.tree.map(lambda x: _vary(x, _varying(trees)), trees)
+
+
+def _varying(tree) -> Axes:
+    return _union(sorted(jax.typeof(x).manual_axis_type.varying) for x in jax.tree.leaves(tree))
+
+
+def _vary(x: jax.Array, axes: Axes) -> jax.Array:
+    missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def as_matrix(spec: Spec, transpose: bool) -> Spec:
+    """The spec of an array whose leading dimensions have become one."""
+    rows, columns = _union(spec[:-1]), spec[-1]
+    return Spec((columns, rows) if transpose else (rows, columns))
+
+
+def plan(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:
+    """The plan for x [..., k] and w [k, n], from their types on an explicit mesh, else from the layout."""
+    mesh = _mesh(x, w)
+    whole = Plan(None, ((),) * (x.ndim - 1))
+    if mesh is None:
+        return whole
+    if AxisType.Explicit in mesh.axis_types:
+        x_spec, w_spec = (_spec(jax.typeof(a).sharding.spec, a.shape, mesh) for a in (x, w))
+    elif layout is None or all(mesh.shape[axis] == 1 for axis in _free_axes(mesh)):
+        return whole
+    else:
+        x_spec = Spec((*_spec(layout.tokens, x.shape[:-1], mesh), ()))
+        w_spec = _spec(layout.w, w.shape, mesh)
+    return _plan(mesh, x_spec, w_spec, w.shape[0])
+
+
+def next_plan(first: Plan, w: jax.Array, layout: Layout | None) -> Plan:
+    """The plan of a layer whose x is the y of the first one."""
+    if first.mesh is None:
+        return first
+    explicit = AxisType.Explicit in first.mesh.axis_types
+    w_spec = jax.typeof(w).sharding.spec if explicit else (layout or Layout()).w
+    return _plan(first.mesh, first.y, _spec(w_spec, w.shape, first.mesh), w.shape[0])
+
+
+def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int) -> Plan:
+    *tokens, k = x
+    together = _union(tokens)
+    gathered = [tuple(a for a in axes if a in together) for axes in w]
+    split_k, split_n = (tuple(a for a in axes if a not in together) for axes in w)
+    # Where w is whole along k and x is not, w is cut like x: that costs nothing.
+    cut = tuple(a for a in k if a not in split_n)
+    if not split_k and k_size % _devices(mesh, cut + gathered[0]) == 0:
+        split_k = cut
+    at_rest = Spec((split_k + gathered[0], split_n + gathered[1]))
+    return Plan(mesh, tuple(tokens), split_k, split_n, at_rest)
+
+
+def _mesh(*arrays: jax.Array) -> AbstractMesh | None:
+    """The mesh in context, or else that of the arrays; None: there is nothing to split over."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(a).sharding.mesh for a in arrays)]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    return mesh if mesh is not None and _free_axes(mesh) else None
+
+
+def _free_axes(mesh: AbstractMesh) -> Axes:
+    """Those that no `jax.shard_map` around this has taken."""
+    kinds = zip(mesh.axis_names, mesh.axis_types)
+    return tuple(axis for axis, kind in kinds if kind != AxisType.Manual)
+
+
+def _spec(spec: P, shape: tuple[int, ...], mesh: AbstractMesh) -> Spec:
+    """A partition spec as a `Spec` of that rank, without what the mesh lacks or does not divide."""
+    entries = (*spec, *(None,) * len(shape))[: len(shape)]
+    return Spec(_fit(entry, size, mesh) for entry, size in zip(entries, shape))
+
+
+def _fit(entry, size: int, mesh: AbstractMesh) -> Axes:
+    names = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+    axes = tuple(name for name in names if name in _free_axes(mesh))
+    while size % _devices(mesh, axes):
+        axes = axes[:-1]
+    return axes
+
+
+def _devices(mesh: AbstractMesh, axes: Axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _union(spec: Iterable[Axes]) -> Axes:
+    return tuple(dict.fromkeys(axis for axes in spec for axis in axes))
+
+
+def _partition_spec(spec: Spec) -> P:
+    return P(*(axes or None for axes in spec))
+
+
+def specs_of(q: QTensor, spec: Spec) -> QTensor:
+    """The specs of a quantized array: its scale is split where it has more than one element."""
+    sizes = zip(spec, q.scale.shape)
+    return QTensor(spec, Spec(axes if size > 1 else () for axes, size in sizes))

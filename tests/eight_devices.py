@@ -1,0 +1,446 @@
+"""The layer on every mesh of eight devices: the values of one device, and what the devices exchange.
+
+Not collected by itself: tests/test_sharding.py runs it in a process that has eight devices.
+"""
+
+from contextlib import nullcontext
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numeric import floor_db, snr_db
+
+import swjax
+import swjax.nnx
+from swjax import Gelu, LayerNorm, Layout
+from swjax.optax import rms_by_path, stable_adamw
+from swjax.recipes import RECIPES
+from swjax.testing import assert_narrow_gathers, collectives
+
+assert len(jax.devices()) == 8, "run tests/test_sharding.py"
+
+AXES = ("data", "fsdp", "tensor")
+TOKENS, WHOLE = P(("data", "fsdp")), P()
+BATCH, TOKENS_EACH, K, N = 8, 5, 48, 80  # no weight has a part of 5 rows
+
+# name: (data, fsdp, tensor), spec of w [k, n]
+CASES = {
+    "data": ((8, 1, 1), P()),
+    "fsdp_rows": ((1, 8, 1), P("fsdp")),
+    "fsdp_columns": ((1, 8, 1), P(None, "fsdp")),
+    "hybrid": ((2, 4, 1), P("fsdp")),
+    "column": ((2, 1, 4), P(None, "tensor")),
+    "row": ((2, 1, 4), P("tensor")),
+    "fsdp_column": ((2, 2, 2), P("fsdp", "tensor")),
+    "fsdp_row": ((2, 2, 2), P("tensor", "fsdp")),
+    "fsdp_and_row_in_one": ((1, 4, 2), P(("tensor", "fsdp"))),
+}
+ROW, COLUMN = ("row", "fsdp_row", "fsdp_and_row_in_one"), ("column", "fsdp_column")
+INT8 = ("switchback", "switchback_m", "switchback_q", "llm_int8")
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def draw(*shape, seed=0, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def arrays(dtype="float32", k=K, n=N, batch=BATCH):
+    """x, w, bias, g; feature 1 of x an outlier."""
+    x = draw(batch, TOKENS_EACH, k, dtype=dtype).at[..., 1].multiply(8)
+    w, bias = draw(k, n, seed=1) / np.sqrt(k), draw(n, seed=2)
+    return x, w, bias, draw(batch, TOKENS_EACH, n, seed=3, dtype=dtype)
+
+
+def make_mesh(sizes, kind=AxisType.Auto):
+    return jax.make_mesh(sizes, AXES, axis_types=(kind,) * 3)
+
+
+def put(array, mesh, spec=WHOLE):
+    fitting = (
+        axes if axes and size % np.prod([mesh.shape[a] for a in np.atleast_1d(axes)]) == 0 else None
+        for axes, size in zip(spec, array.shape)
+    )
+    return jax.device_put(array, NamedSharding(mesh, P(*fitting)))
+
+
+def gradients(layer, args, g):
+    """y and the gradients of the layer's arguments."""
+    y, vjp = jax.vjp(layer, *args)
+    spec = jax.typeof(y).sharding.spec
+    return y, *vjp(jax.reshard(g, spec) if any(spec) else g)
+
+
+def sharded(case, kind="auto", **changes):
+    """The mesh of a case, its layout, and arguments that lie on it."""
+    sizes, spec = CASES[case]
+    mesh = make_mesh(sizes, KINDS[kind])
+    x, w, bias, g = arrays(**changes)
+    args = (
+        put(x, mesh, TOKENS),
+        put(w, mesh, spec),
+        put(bias, mesh, P(*("tensor" for axis in spec[1:] if axis == "tensor"))),
+    )
+    return mesh, Layout(w=spec), args, put(g, mesh, TOKENS)
+
+
+def compare(got, want, dtype="float32", exact=()):
+    for i, (a, b) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        if i in exact:
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        assert snr_db(a, b) > floor_db(dtype, max(K, N)), i
+
+
+# --- values -------------------------------------------------------------------------------------------
+
+
+@cache
+def one_device(name, **changes):
+    x, w, bias, g = arrays(**changes)
+    return jax.jit(partial(gradients, partial(swjax.switchback, recipe=name)))((x, w, bias), g)
+
+
+@pytest.mark.parametrize(
+    "name, case, kind",
+    [("switchback", case, kind) for case in CASES for kind in KINDS]
+    + [(name, case, "auto") for name in RECIPES for case in ("fsdp_column", "fsdp_row")]
+    + [("llm_int8_outlier6", "fsdp_column", "explicit")],
+)
+def test_values_are_those_of_one_device(name, case, kind):
+    mesh, layout, args, g = sharded(case, kind)
+    layer = partial(swjax.switchback, recipe=name, layout=layout)
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(gradients, layer))(args, g)
+    # Integer sums that no axis cuts: y unless rows of w stay split, dx unless its columns do.
+    exact = [i for i, where in enumerate((ROW, COLUMN)) if case not in where and name in INT8]
+    compare(got, one_device(name), exact=exact)
+    assert got[2].sharding.is_equivalent_to(args[1].sharding, 2)
+
+
+@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
+@pytest.mark.parametrize("odd", [{"k": 47, "n": 83}, {"batch": 3}, {"batch": 1, "k": 1, "n": 1}])
+def test_values_of_odd_sizes(case, odd):
+    """What an axis does not divide stays whole."""
+    mesh, layout, args, g = sharded(case, **odd)
+    layer = partial(swjax.switchback, layout=layout)
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(gradients, layer))(args, g)
+    compare(got, one_device("switchback", **odd))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
+@pytest.mark.parametrize("prologue", ["layer_norm", "gelu"])
+@pytest.mark.parametrize("name", ["switchback", "switchback_m", "standard"])
+def test_values_after_a_prologue(name, prologue, case, kind):
+    if kind == "explicit" and name != "switchback":
+        pytest.skip("how the layer learns of shardings does not depend on the recipe")
+    mesh, layout, args, g = sharded(case, kind)
+    plain = arrays()
+
+    def layer(layout, x, w, bias, affine):
+        before = LayerNorm(*affine) if prologue == "layer_norm" else Gelu()
+        return swjax.switchback(x, w, bias, recipe=name, prologue=before, layout=layout)
+
+    affine = (draw(K, seed=4), draw(K, seed=5)) if prologue == "layer_norm" else ()
+    want = jax.jit(partial(gradients, partial(layer, None)))((*plain[:3], affine), plain[3])
+    with jax.set_mesh(mesh):
+        affine = tuple(put(t, mesh) for t in affine)
+        got = jax.jit(partial(gradients, partial(layer, layout)))((*args, affine), g)
+    compare(got, want)
+
+
+def mlp_arguments(mesh=None, dtype="bfloat16"):
+    x, w1, b1, _ = arrays(dtype)
+    w2, b2 = draw(N, K, seed=6) / np.sqrt(N), draw(K, seed=7)
+    args, g = (
+        (x, w1, b1, w2, b2, draw(K, seed=4), draw(K, seed=5)),
+        draw(*x.shape, seed=8, dtype=dtype),
+    )
+    if mesh is None:
+        return args, g
+    specs = (TOKENS, P("fsdp", "tensor"), P("tensor"), P("tensor", "fsdp"), P(), P(), P())
+    return tuple(put(a, mesh, spec) for a, spec in zip(args, specs)), put(g, mesh, TOKENS)
+
+
+def mlp(layouts, x, w1, b1, w2, b2, scale, shift, recipe="switchback"):
+    prologue = LayerNorm(scale, shift)
+    return swjax.mlp(x, w1, b1, w2, b2, prologue=prologue, layouts=layouts, recipe=recipe)
+
+
+MLP_LAYOUTS = (Layout(P("fsdp", "tensor")), Layout(P("tensor", "fsdp")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 2, 2)], ids=str)
+def test_values_of_an_mlp(sizes, kind):
+    mesh = make_mesh(sizes, KINDS[kind])
+    want = jax.jit(partial(gradients, partial(mlp, None)))(*mlp_arguments())
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(gradients, partial(mlp, MLP_LAYOUTS)))(*mlp_arguments(mesh))
+    compare(got, want, "bfloat16")
+
+
+# --- collectives --------------------------------------------------------------------------------------
+
+
+def ops(found, *names):
+    """Those collectives, without what holds scales and biases only."""
+    return sorted(
+        (op, dtype) for op, dtype, shape in found if op in names and max(shape, default=1) > 1
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_collectives_of_data_parallel(name, kind):
+    mesh, layout, args, g = sharded("data", kind, dtype="bfloat16")
+    layer = partial(swjax.switchback, recipe=name, layout=layout)
+    with jax.set_mesh(mesh):
+        forward = collectives(layer, *args)
+        both = collectives(partial(gradients, layer), args, g)
+    if name in ("llm_int8_outlier6", "fp8_tensorwise"):  # depend on the whole batch: its maxima
+        assert all(op == "all-reduce" and np.prod(shape) <= K for op, _, shape in forward)
+    else:
+        assert not forward
+    assert {op for op, _, _ in both} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("data", "column", "row")])
+@pytest.mark.parametrize("name", ["switchback", "fp8_switchback"])
+def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, case, kind):
+    if kind == "explicit" and name != "switchback":
+        pytest.skip("how the layer learns of shardings does not depend on the recipe")
+    mesh, layout, args, g = sharded(case, kind, dtype="bfloat16")
+    layer = partial(swjax.switchback, recipe=name, layout=layout)
+    with jax.set_mesh(mesh):
+        if kind == "explicit" and "row" in case.split(
+            "_"
+        ):  # so that x is not cut, nor dx put together
+            spec = P(*TOKENS, None, "tensor")
+            args = (jax.device_put(args[0], NamedSharding(mesh, spec)), *args[1:])
+        assert_narrow_gathers(layer, *args, weights=[(K, N)])
+        assert_narrow_gathers(partial(gradients, layer), args, g, weights=[(K, N)])
+        forward = collectives(layer, *args)
+        both = collectives(partial(gradients, layer), args, g)
+    assert ops(forward, "all-gather") == [("all-gather", "s8")]
+    assert ("all-reduce", "f32", (1, 1)) in forward  # the largest weight
+    # Both products may share one gather: w has one scale, and XLA takes it as it lies.
+    assert ops(both, "all-gather") in ([("all-gather", "s8")], [("all-gather", "s8")] * 2)
+    assert ops(both, "reduce-scatter") == [("reduce-scatter", "f32")]
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if n not in ("standard", "llm_int8_outlier6")])
+def test_collectives_of_an_mlp(name):
+    """Gathers of narrow weights, two scattered gradients; tensor parallel sums y and dx alone."""
+    mesh = make_mesh((2, 2, 2))
+    with jax.set_mesh(mesh):
+        fn = partial(gradients, partial(mlp, MLP_LAYOUTS, recipe=name))
+        args = mlp_arguments(mesh)
+        assert_narrow_gathers(fn, *args, weights=[(K, N), (N, K)])
+        found = collectives(fn, *args)
+    assert ops(found, "all-gather").count(("all-gather", "s8")) in (2, 4)
+    assert ops(found, "reduce-scatter") == [("reduce-scatter", "f32")] * 2
+    activations = [shape for op, _, shape in found if shape[-2:] == (TOKENS_EACH, K)]
+    assert len(activations) == 2 and not [
+        1 for _, _, shape in found if shape[-2:] == (TOKENS_EACH, N)
+    ]
+
+
+def test_collectives_check_can_fail():
+    mesh, _, args, _ = sharded("fsdp_rows")
+    with jax.set_mesh(mesh):
+        with pytest.raises(AssertionError, match=r"found all-gather f32\[48, 80\]"):
+            assert_narrow_gathers(
+                partial(swjax.switchback, layout=Layout()), *args, weights=[(K, N)]
+            )
+        with pytest.raises(AssertionError, match="gathers of weights"):
+            assert_narrow_gathers(
+                partial(swjax.switchback, layout=Layout(tokens=P())), *args, weights=[(K, N)]
+            )
+
+
+# --- transformations ----------------------------------------------------------------------------------
+
+
+def loss_of(layer, g):
+    return lambda x, w, bias: jnp.sum(layer(x, w, bias) * g)
+
+
+@pytest.mark.parametrize("policy", [None, "save_quantized", "save_linear"])
+@pytest.mark.parametrize("name", ["switchback", "switchback_m"])
+def test_transformations_remat(name, policy):
+    mesh, layout, args, g = sharded("fsdp_column")
+    policy = policy and getattr(swjax.checkpoint_policies, policy)
+    layer = partial(swjax.switchback, recipe=name, layout=layout)
+    with jax.set_mesh(mesh):
+        fn = jax.jit(partial(gradients, jax.checkpoint(layer, policy=policy)))
+        compare(fn(args, g), one_device(name))
+        assert_narrow_gathers(fn, args, g, weights=[(K, N)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformations_scan_over_stacked_layers(kind):
+    """A column and a row parallel layer a step, rematerialised; auto meshes need no `jax.set_mesh`."""
+    mesh = make_mesh((2, 2, 2), KINDS[kind])
+    w1, w2 = draw(3, K, N, seed=1) / np.sqrt(K), draw(3, N, K, seed=2) / np.sqrt(N)
+    x, g = draw(BATCH, TOKENS_EACH, K), draw(BATCH, TOKENS_EACH, K, seed=3)
+
+    def run(layouts, x, w1, w2):
+        @jax.checkpoint
+        def step(h, w):
+            hidden = swjax.switchback(h, w[0], layout=layouts[0])
+            return h + swjax.switchback(jnp.tanh(hidden), w[1], layout=layouts[1]), None
+
+        return jax.lax.scan(step, x, (w1, w2))[0]
+
+    want = jax.jit(partial(gradients, partial(run, (None, None))))((x, w1, w2), g)
+    args = (
+        put(x, mesh, TOKENS),
+        put(w1, mesh, P(None, "fsdp", "tensor")),
+        put(w2, mesh, P(None, "tensor", "fsdp")),
+    )
+    fn, g = jax.jit(partial(gradients, partial(run, MLP_LAYOUTS))), put(g, mesh, TOKENS)
+    with jax.set_mesh(mesh) if kind == "explicit" else nullcontext():
+        got = fn(args, g)
+        assert_narrow_gathers(fn, args, g, weights=[(K, N), (N, K)])
+    for a, b in zip(got, want):
+        assert snr_db(a, b) > 38  # a later layer may round to another step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformations_vmap(kind):
+    """Over weights (experts) and over tokens; a split mapped axis is named, as for any `jax.shard_map`."""
+    mesh, layout, (x, w, bias), _ = sharded("fsdp_column", kind)
+    plain = arrays()
+    experts = jnp.stack([plain[1], 2 * plain[1]])
+    layer = partial(swjax.switchback, layout=layout)
+    with jax.set_mesh(mesh):
+        stacked = put(experts, mesh, P(None, *layout.w))
+        y = jax.jit(jax.vmap(layer, (None, 0, None)))(x, stacked, bias)
+        compare(y[0], swjax.switchback(*plain[:3]))
+        compare(y[1], swjax.switchback(plain[0], 2 * plain[1], plain[2]))
+        x = put(plain[0], mesh, P("data"))
+        layer = partial(swjax.switchback, layout=Layout(layout.w, P("fsdp")))
+        fn = jax.vmap(layer, (0, None, None), spmd_axis_name="data" if kind == "auto" else None)
+        compare(jax.jit(fn)(x, w, bias), swjax.switchback(*plain[:3]))
+
+
+@pytest.mark.parametrize("taken", [("data",), ("data", "fsdp"), AXES])
+def test_transformations_inside_a_shard_map(taken):
+    """What a user's shard_map has taken is the user's; the layer plans for the other axes."""
+    mesh, layout, args, g = sharded("fsdp_column")
+    given = P(tuple(a for a in taken if a != "tensor"))
+
+    def whole(x, w, bias):
+        one = lambda x, w, bias: swjax.switchback(x, w, bias, layout=layout)
+        return jax.shard_map(
+            one,
+            in_specs=(given, P(), P()),
+            out_specs=given,
+            axis_names=set(taken),
+            check_vma=False,
+        )(x, w, bias)
+
+    with jax.set_mesh(mesh):
+        compare(jax.jit(partial(gradients, whole))(args, g), one_device("switchback"))
+
+
+@pytest.mark.parametrize("taken", [("data",), ("data", "fsdp"), AXES])
+def test_transformations_inside_a_shard_map_that_checks(taken):
+    """Gradients within; the sum over the user's axes comes with w's type, as for JAX's own products."""
+    mesh, layout, args, g = sharded("hybrid")
+    given = P(tuple(a for a in taken if a != "tensor"))
+
+    @partial(
+        jax.shard_map,
+        in_specs=(given, P(), P(), given),
+        out_specs=(given, given, P(), P()),
+        axis_names=set(taken),
+    )
+    def whole(x, w, bias, g):
+        y, vjp = jax.vjp(partial(swjax.switchback, layout=layout), x, w, bias)
+        return y, *vjp(g)
+
+    with jax.set_mesh(mesh):
+        compare(jax.jit(whole)(*args, g), one_device("switchback"))
+
+
+def test_transformations_none_at_all():
+    """Eager calls."""
+    mesh, layout, args, g = sharded("fsdp_column")
+    with jax.set_mesh(mesh):
+        compare(
+            gradients(partial(swjax.switchback, layout=layout), args, g), one_device("switchback")
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
+def test_transformations_of_layers_in_flax(case, kind):
+    """An injected dot_general that nobody told of shardings, and a layer with Flax's metadata."""
+    mesh, layout, (x, w, bias), _ = sharded(case, kind)
+    want = swjax.switchback(*arrays()[:3])
+    unannotated = swjax.dot_general("switchback")
+    with jax.set_mesh(mesh):
+        injected = jax.jit(lambda x, w: unannotated(x, w, (((2,), (0,)), ((), ()))))(x, w)
+        names = (*layout.w, None)[:2]
+        layer = swjax.nnx.Linear(K, N, kernel_metadata={"out_sharding": names}, rngs=nnx.Rngs(0))
+        graph, params = nnx.split(layer)
+        params["kernel"].set_value(w), params["bias"].set_value(bias)
+        call = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
+        compare(injected + bias[None, None], want)
+        compare(call(params, x), want)
+        if "row" not in case:
+            assert_narrow_gathers(call, params, x, weights=[(K, N)])
+
+
+# --- StableAdamW --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "sizes, spec",
+    [
+        ((8, 1, 1), P()),
+        ((1, 8, 1), P("fsdp")),
+        ((1, 8, 1), P(None, "fsdp")),
+        ((2, 2, 2), P("fsdp", "tensor")),
+        ((2, 2, 2), P("tensor", "fsdp")),
+        ((1, 2, 4), P(("tensor", "fsdp"))),
+    ],
+    ids=str,
+)
+def test_stable_adamw_has_the_rms_of_whole_tensors(sizes, spec, kind):
+    """Gradients surge in one corner, which some devices hold; one RMS a layer of the stack."""
+    params = {"blocks": draw(3, 16, 24), "head": draw(16, 24, seed=1), "bias": draw(24, seed=2)}
+    specs = {"blocks": P(None, *spec), "head": spec, "bias": P(*spec[1:])}
+    grads = [jax.tree.map(lambda p, t=t: 0.1 * jnp.cos(3.0**t * p), params) for t in range(4)]
+    grads[-1]["blocks"] = grads[-1]["blocks"].at[1, :8, :12].multiply(1000)
+    grads[-1]["head"] = grads[-1]["head"].at[:8, :12].multiply(1000)
+    optimizer = stable_adamw(0.05, block_axes={"blocks": 0, "head": None, "bias": None})
+
+    def train(params, grads):
+        state = optimizer.init(params)
+        for g in grads:
+            updates, state = optimizer.update(g, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, rms_by_path(state)
+
+    want, want_rms = jax.jit(train)(params, grads)
+    assert want_rms["head"] > 1.1 and want_rms["blocks"][1] > 1.1 > want_rms["blocks"][0]
+    mesh = make_mesh(sizes, KINDS[kind])
+    place = lambda tree: {name: put(x, mesh, specs[name]) for name, x in tree.items()}
+    with jax.set_mesh(mesh):
+        got, rms = jax.jit(train)(place(params), [place(g) for g in grads])
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, rms, want_rms)
+    jax.tree.map(close, got, want)
+    assert got["head"].sharding.is_equivalent_to(place(params)["head"].sharding, 2)

@@ -1,0 +1,32 @@
+"""The layer on eight devices; pytest's own process has two, so that those tests run in another one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("part", ["values", "collectives", "transformations", "stable_adamw"])
+def test_on_eight_devices(part):
+    """Runs those tests of tests/eight_devices.py whose names begin with test_<part>."""
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            HERE / "eight_devices.py",
+            "-k",
+            f"test_{part}",
+        ],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-5000:] + run.stderr[-2000:]
