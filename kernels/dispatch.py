@@ -178,7 +178,8 @@ def _would_gather() -> bool:
         return False
     _warn_once(
         f"swjax: {jax.device_count()} devices, so that quantized layers run through XLA, slowly; "
-        "kernels run where a swjax.Layout says how arrays lie, inside jax.shard_map, or with one visible device"
+        "kernels run where a swjax.Layout says how arrays lie, inside jax.shard_map, or with one "
+        "visible device"
     )
     return True
 
