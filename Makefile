@@ -13,6 +13,7 @@ PYTHON := python3.12 python3.11 python3.13 python3 python
 BIN := .venv/bin
 CREATED := .venv/.created
 READY := .venv/.ready
+KERNELS := .venv/.kernels
 
 # Libraries would else keep these in the home directory.
 export XDG_CACHE_HOME := $(CURDIR)/.cache
@@ -24,7 +25,7 @@ export TFDS_DATA_DIR := $(CURDIR)/data
 train: $(READY)
 	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
-test: $(READY)
+test: $(READY) $(KERNELS)
 	@$(BIN)/python -m pytest $(ARGS)
 
 report: $(READY)
@@ -36,6 +37,12 @@ $(READY): $(CREATED) pyproject.toml requirements/constraints.txt
 	@echo "installing into .venv: about a minute, once"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
 	  --constraint requirements/constraints.txt --editable '.[test]'
+	@touch $@
+
+# Triton, 600 MB, compiles the kernels in their tests; training on a CPU needs none of it.
+$(KERNELS): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
+	  --constraint requirements/constraints.txt --editable '.[test,gpu]'
 	@touch $@
 
 $(CREATED):
