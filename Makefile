@@ -39,7 +39,7 @@ $(READY): $(CREATED) pyproject.toml requirements/constraints.txt
 	  --constraint requirements/constraints.txt --editable '.[test]'
 	@touch $@
 
-# Triton, 600 MB, compiles the kernels in their tests; training on a CPU needs none of it.
+# Triton, 1 GB, compiles the kernels in their tests; training on a CPU needs none of it.
 $(KERNELS): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
 	  --constraint requirements/constraints.txt --editable '.[test,gpu]'
