@@ -23,7 +23,8 @@ from swjax.optax import rms_by_path, stable_adamw
 from swjax.recipes import RECIPES
 from swjax.testing import assert_narrow_gathers, collectives
 
-assert len(jax.devices()) == 8, "run tests/test_sharding.py"
+if len(jax.devices()) != 8:  # looked through for examples in docstrings
+    pytest.skip("tests/test_sharding.py runs these on eight devices", allow_module_level=True)
 
 AXES = ("data", "fsdp", "tensor")
 TOKENS, WHOLE = P(("data", "fsdp")), P()
