@@ -9,6 +9,7 @@ compile in threads while others are measured by the times of their kernels.
 """
 
 import argparse
+import collections
 import json
 import os
 import sys
@@ -241,6 +242,16 @@ def programs(pool: ThreadPoolExecutor, work: Work) -> dict[object, Callable]:
     return {tile: pool.submit(compile_, tile).result for tile in each}
 
 
+def ahead(jobs: Iterator, count: int = 2) -> Iterator:
+    """The jobs, each when `count` more have been begun: all at once, none would be done for minutes."""
+    begun = collections.deque()
+    for job in jobs:
+        begun.append(job)
+        if len(begun) > count:
+            yield begun.popleft()
+    yield from begun
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m swjax.kernels.tune", description="Writes the tuned table of this GPU."
@@ -267,8 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     table = json.loads(known.read_text())["tiles"] if known.exists() else {}
     clock = timing.Records(None, args.seconds)
     with ThreadPoolExecutor(args.threads) as pool:
-        jobs = [(work, programs(pool, work)) for work in todo]
-        for work, compiled in jobs:
+        for work, compiled in ahead((work, programs(pool, work)) for work in todo):
             if clock.seconds_left < 0:
                 pool.shutdown(cancel_futures=True)
                 break
