@@ -15,9 +15,9 @@ from swjax import checkpoint_policies
 from swjax.recipes import RECIPES
 
 TOKENS, WIDTH = (4, 64), 128
-# XLA for GPUs skips roundings to bf16 between what it fuses; where one side is rounded, about one quantized value
-# in a hundred flips. Leaving the roundings out on a CPU costs as much: gradients then agree to 39 dB in int8, to
-# 30 in fp8, to 48 where nothing is quantized.
+# XLA for GPUs skips roundings to bf16 between what it fuses; where one side is rounded, about one quantized
+# value in a hundred flips. Leaving the roundings out on a CPU costs as much: gradients then agree to 39 dB
+# in int8, to 30 in fp8, to 48 where nothing is quantized.
 AGREE_DB = {recipe: 27 if "fp8" in recipe else 36 for recipe in RECIPES} | {"standard": 46}
 
 
