@@ -71,9 +71,11 @@ def choose(operation: str, *arrays, implementation: str | None = None, **options
     if jax.default_backend() != "gpu" or _would_gather():
         return "xla"
     preferred = tiles.preferred(operation, _shape_key(operation, *arrays))
-    for name in (*(name for name in known if name == preferred), *known):
-        if preferred == "xla":
-            break
+    if preferred == "xla":
+        return "xla"
+    for name in sorted(
+        known, key=lambda name: name != preferred
+    ):  # in their order, but for that one
         reason = why_not(name, operation, *arrays, **options)
         if reason is None:
             return name

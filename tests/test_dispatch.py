@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+import swjax
 from swjax.kernels import dispatch, tiles
 from swjax.kernels.reference import QTensor
+from swjax.recipes import RECIPES
 
 
 def array(shape, dtype="bfloat16"):
@@ -261,3 +263,25 @@ def test_slices_of_the_weight_gradient_fill_the_last_round(tile_count, slices):
 def test_short_sums_are_not_cut():
     for steps in (1, 7, 15):
         assert tiles.weight_gradient_slices(50, steps, 132) == 1
+
+
+@pytest.mark.parametrize("implementation", [None, "triton", "mosaic_gpu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
+    """Traced, not run: how kernels want their operands differs from XLA, which is all that runs on CPUs."""
+    pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
+    gpu()
+
+    def loss(x, w1, b1, w2, norm):
+        options = {"recipe": recipe, "prologue": norm, "implementation": implementation}
+        return jnp.sum(swjax.mlp(x, w1, b1, w2, None, **options).astype(jnp.float32))
+
+    vector = array((128,), "float32")
+    norm = swjax.LayerNorm(vector, vector)
+    weights = array((128, 512), "float32"), array((512,), "float32"), array((512, 128), "float32")
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(
+        array((4, 64, 128)), *weights, norm
+    )
+    text = str(traced)
+    assert ("triton_kernel_call" in text) == (implementation != "mosaic_gpu")
+    assert ("mpmd_map" in text) == (implementation != "triton")  # Pallas's
