@@ -7,6 +7,7 @@ code runs on N.
 
 import math
 import re
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -54,6 +55,52 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None) -
             f"device(s) here: change config.mesh, or leave one size -1"
         )
     return Mesh(np.asarray(devices).reshape(sizes), AXES)
+
+
+class Share(NamedTuple):
+    """The part of every batch that a process reads.
+
+    Attributes:
+      index: of the part, from 0, in the order of the batch's rows.
+      readers: for each part one process that reads it, this one for its own. Processes that a "tensor" axis
+        spans need the same rows, and each reads them.
+    """
+
+    index: int
+    readers: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.readers)
+
+
+def batch_share(mesh: Mesh, process: int | None = None) -> Share:
+    """Which part of every batch a process reads, for its devices on this mesh.
+
+    Args:
+      mesh: all devices.
+      process: its index; None: this one.
+
+    Raises:
+      ValueError: devices of one process hold rows that only partly are another's.
+
+    >>> batch_share(make_mesh()).count
+    1
+    """
+    process = jax.process_index() if process is None else process
+    rows: dict[int, set[int]] = {}
+    for row, devices in enumerate(mesh.devices.reshape(-1, mesh.shape["tensor"])):
+        for device in devices:
+            rows.setdefault(device.process_index, set()).add(row)
+    parts = sorted({tuple(sorted(part)) for part in rows.values()})
+    if sum(map(len, parts)) != mesh.shape["data"] * mesh.shape["fsdp"]:
+        raise ValueError(
+            f"mesh {dict(mesh.shape)} splits the batch across processes unevenly: make tensor a divisor or a "
+            f"multiple of the devices of a process, {len(mesh.local_devices)}"
+        )
+    own = tuple(sorted(rows[process]))
+    first = {part: min(p for p in rows if tuple(sorted(rows[p])) == part) for part in parts}
+    return Share(parts.index(own), tuple((first | {own: process})[part] for part in parts))
 
 
 def path_name(path) -> str:

@@ -42,7 +42,7 @@ ALLOWED = {
     "data": {"environment"},
     "sharding": set(),
     "diagnostics": {"optax"},
-    "evaluators": {"data"},
+    "evaluators": {"data", "sharding"},
     "interop": {"data", "models"},
     "report": set(),
     "environment": set(),
@@ -51,6 +51,7 @@ ALLOWED = {
     # ---------------------------------------------------------------------------------
     "config": set(),
     "checkpoint": {"config"},
+    "distributed": {"config"},
     "metrics": {"config"},
     "train_step": {
         "config",
@@ -66,7 +67,8 @@ ALLOWED = {
         *("checkpoint", "data", "evaluators", "interop", "models", "trainer"),
     },
     "trainer": {
-        *("checkpoint", "config", "data", "diagnostics", "environment", "evaluators", "interrupt"),
+        *("checkpoint", "config", "data", "diagnostics", "distributed", "environment"),
+        *("evaluators", "interrupt"),
         *("metrics", "models", "nnx", "optax", "recipes", "report", "sharding", "train_step"),
     },
 }
