@@ -38,7 +38,8 @@ ALLOWED = {
     },  # its __init__
     "optax": set(),
     "models": {"nnx", "recipes", "switchback", "checkpoint_policies"},
-    "losses": set(),
+    "ring": {"partition"},
+    "losses": {"partition", "ring"},
     "data": {"environment"},
     "sharding": set(),
     "diagnostics": {"optax"},
@@ -135,6 +136,7 @@ CORE |= {
     "optax",
     "models",
     "losses",
+    "ring",
     "sharding",
     "diagnostics",
 }
