@@ -5,6 +5,7 @@ the parameters; "tensor" splits the width of the layers. One device is the mesh 
 code runs on N.
 """
 
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -159,6 +160,39 @@ def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
         axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape)
     ]
     return P(*axes)
+
+
+def gather(params, rules=RULES):
+    """Parameters as the forward pass wants them: whole, but for kernels that their layers gather, in 8 bits.
+
+    XLA would else move activations to where the parts of an embedding lie. Gradients are summed and
+    scattered. Nothing changes on one device, or outside of `jax.jit`.
+
+    Args:
+      params: tree of arrays; names as for `spec_of`, from anywhere below the model.
+      rules: see `abstract_state`.
+    """
+
+    def leaf(path, x):
+        mesh, spec = jax.typeof(x).sharding.mesh, spec_of(path_name(path), rules)
+        if mesh.empty or mesh.size == 1 or "blocks/" in path_name(path) or not any(spec):
+            return x
+        return _gather(x, NamedSharding(mesh, _fit(spec, x.shape, mesh)))
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(x, at_rest: NamedSharding):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(at_rest.mesh, P()))
+
+
+def _scatter(at_rest, _, g):
+    # Whole first: else XLA would move activations' gradients to where the parts of an embedding lie.
+    return (jax.lax.with_sharding_constraint(_gather(g, at_rest), at_rest),)
+
+
+_gather.defvjp(lambda x, at_rest: (_gather(x, at_rest), None), _scatter)
 
 
 def shard_batch(batch, mesh: Mesh):

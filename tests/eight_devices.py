@@ -15,14 +15,18 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numeric import floor_db, snr_db
+from test_trainer import MICRO, ROOT
 
 import swjax
 import swjax.losses
 import swjax.nnx
-from swjax import Gelu, LayerNorm, Layout
+from swjax import Gelu, LayerNorm, Layout, sharding, trainer
+from swjax import config as config_lib
+from swjax.metrics import Packer
 from swjax.optax import rms_by_path, stable_adamw
 from swjax.recipes import RECIPES
 from swjax.testing import assert_narrow_gathers, collectives
+from swjax.train_step import make_optimizer, make_schedule, make_train_step
 
 if len(jax.devices()) != 8:  # looked through for examples in docstrings
     pytest.skip("tests/test_sharding.py runs these on eight devices", allow_module_level=True)
@@ -254,6 +258,39 @@ def test_collectives_of_an_mlp(name):
     assert len(activations) == 2 and not [
         1 for _, _, shape in found if shape[-2:] == (TOKENS_EACH, N)
     ]
+
+
+def test_collectives_of_a_train_step():
+    """All gathers are of parameters, in 8 bits where recipes apply, and of what the loss compares."""
+    changes = MICRO | {"train.compilation_cache": "", "mesh.data": 2, "mesh.fsdp": 4}
+    pairs = [(key, str(value)) for key, value in changes.items()]
+    config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
+    mesh, cfg = trainer.check(config)
+    schedule = make_schedule(config, 6, 1)
+    optimizer = make_optimizer(config, schedule)
+    init, graphdef = trainer.make_init(config, cfg, optimizer)
+    like = sharding.abstract_state(jax.eval_shape(init), mesh)
+    shapes = {
+        "image": ((8, 16, 16, 3), "uint8"),
+        "text": ((8, 8), "int32"),
+        "label": ((8,), "int32"),
+    }
+    rows = NamedSharding(mesh, sharding.BATCH)
+    batch = {k: jax.ShapeDtypeStruct(*v, sharding=rows) for k, v in shapes.items()}
+    step = jax.jit(
+        make_train_step(config, graphdef, optimizer, schedule, Packer()),
+        out_shardings=(jax.tree.map(lambda x: x.sharding, like), None),
+    )
+    params = {
+        sharding.path_name(path): x.shape
+        for path, x in jax.tree_util.tree_leaves_with_path(like["params"])
+    }
+    kernels = {shape[1:] for name, shape in params.items() if "blocks" in name and "kernel" in name}
+    others = {shape for name, shape in params.items() if "blocks" not in name}
+    found = [c for c in collectives(step, like, batch) if c.op == "all-gather" and len(c.shape) > 1]
+    assert {shape for _, dtype, shape in found if dtype == "s8"} == kernels
+    embeddings = (config.train.batch_size, cfg.embed_dim)
+    assert {shape for _, dtype, shape in found if dtype != "s8"} <= others | {embeddings}
 
 
 def test_collectives_check_can_fail():

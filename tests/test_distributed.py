@@ -8,9 +8,10 @@ import sys
 import time
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
-from test_trainer import ENVIRONMENT, MICRO, ROOT, cache, micro, records, train  # noqa: F401
+from test_trainer import ENVIRONMENT, MICRO, ROOT, cache, final_state, micro, records, train  # noqa: F401
 
 from swjax import sharding
 from swjax.config import ConfigError
@@ -98,7 +99,7 @@ def test_rows_that_overlap_are_one_line():
         sharding.batch_share(mesh_of(1, 2, 3, 2), 0)
 
 
-# ------------------------------------------------------------------------- two real processes
+# --------------------------------------------------------------------------- other meshes
 
 CHANGES = {
     "model.recipe": "standard",
@@ -114,6 +115,26 @@ def assert_same_losses(got, want):
         np.testing.assert_allclose(
             [r[name] for r in got], [r[name] for r in want], rtol=2e-4, err_msg=name
         )
+
+
+def test_a_run_goes_on_with_another_mesh(micro, tmp_path):  # noqa: F811
+    """Saved with split parameters; the arrays come back bit for bit, the data where it was."""
+    split, whole = CHANGES | {"mesh.data": 1, "mesh.fsdp": 2}, CHANGES
+    straight, first, second = (tmp_path / name for name in ("straight", "first", "second"))
+    train(micro(**split), straight, after=5)
+    train(micro(**split), first, after=2)
+    saved, position = final_state(micro(**split), first)
+    found, same = final_state(micro(**whole), first)
+    assert position == same
+    kernel = lambda state: state["params"]["text"]["blocks"]["mlp"]["fc1"]["kernel"]
+    assert not kernel(saved).sharding.is_fully_replicated
+    assert kernel(found).sharding.is_fully_replicated
+    jax.tree.map(np.testing.assert_array_equal, found, saved)
+    train(micro(**whole, checkpoint__resume=first), second, after=2)
+    assert_same_losses(records(first) + records(second), records(straight))
+
+
+# ------------------------------------------------------------------------- two real processes
 
 
 def test_two_processes_train_stop_and_go_on_as_one(micro, cache, tmp_path):  # noqa: F811

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from swjax import data
+from swjax import data, sharding
 from swjax.sharding import Share
 
 ALONE = Share(0, (0,))
@@ -31,7 +31,7 @@ def predictor(graph, image_size: int) -> Predict:
 
     @jax.jit
     def predict(params, batch):
-        model, out = nnx.merge(graph, params), {}
+        model, out = nnx.merge(graph, sharding.gather(params)), {}
         if "image" in batch:
             images = data.preprocess(batch["image"], None, image_size)
             out["image"], _ = model.encode_image(images)
