@@ -174,10 +174,12 @@ def gather(params, rules=RULES):
     """
 
     def leaf(path, x):
-        mesh, spec = jax.typeof(x).sharding.mesh, spec_of(path_name(path), rules)
-        if mesh.empty or mesh.size == 1 or "blocks/" in path_name(path) or not any(spec):
+        # A leaf of an nnx.State ends in "value".
+        mesh, name = jax.typeof(x).sharding.mesh, path_name(path).removesuffix("/value")
+        if mesh.empty or mesh.size == 1 or "blocks/" in name:
             return x
-        return _gather(x, NamedSharding(mesh, _fit(spec, x.shape, mesh)))
+        spec = spec_of(name, rules)
+        return _gather(x, NamedSharding(mesh, _fit(spec, x.shape, mesh))) if any(spec) else x
 
     return jax.tree_util.tree_map_with_path(leaf, params)
 
