@@ -38,11 +38,12 @@ ALLOWED = {
     },  # its __init__
     "optax": set(),
     "models": {"nnx", "recipes", "switchback", "checkpoint_policies"},
-    "losses": set(),
+    "ring": {"partition"},
+    "losses": {"partition", "ring"},
     "data": {"environment"},
     "sharding": set(),
     "diagnostics": {"optax"},
-    "evaluators": {"data"},
+    "evaluators": {"data", "sharding"},
     "interop": {"data", "models"},
     "report": set(),
     "environment": set(),
@@ -51,6 +52,7 @@ ALLOWED = {
     # ---------------------------------------------------------------------------------
     "config": set(),
     "checkpoint": {"config"},
+    "distributed": {"config"},
     "metrics": {"config"},
     "train_step": {
         "config",
@@ -66,7 +68,8 @@ ALLOWED = {
         *("checkpoint", "data", "evaluators", "interop", "models", "trainer"),
     },
     "trainer": {
-        *("checkpoint", "config", "data", "diagnostics", "environment", "evaluators", "interrupt"),
+        *("checkpoint", "config", "data", "diagnostics", "distributed", "environment"),
+        *("evaluators", "interrupt"),
         *("metrics", "models", "nnx", "optax", "recipes", "report", "sharding", "train_step"),
     },
 }
@@ -106,6 +109,12 @@ def imported(path: Path):
 MODULES = dict(modules())
 
 
+def test_importing_asks_for_no_devices():
+    """`jax.distributed` has to be initialized before the first question for devices."""
+    code = "import swjax.trainer\nfrom jax._src import xla_bridge\nassert not xla_bridge._backends"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_one_way(module):
     part = part_of(module)
@@ -133,6 +142,7 @@ CORE |= {
     "optax",
     "models",
     "losses",
+    "ring",
     "sharding",
     "diagnostics",
 }
