@@ -26,7 +26,7 @@ ALLOWED = {
     "partition": {"kernels"},
     "switchback": {"recipes", "kernels", "prologues", "partition"},
     "conversion": {"recipes"},
-    "nnx": {"conversion", "switchback", "recipes", "kernels", "partition"},
+    "nnx": {"conversion", "switchback", "prologues", "recipes", "kernels", "partition"},
     "linen": {"conversion", "switchback", "recipes", "kernels", "partition"},
     "swjax": {
         "switchback",
@@ -37,7 +37,7 @@ ALLOWED = {
         "checkpoint_policies",
     },  # its __init__
     "optax": set(),
-    "models": {"nnx", "recipes", "switchback", "checkpoint_policies"},
+    "models": {"nnx", "prologues", "recipes", "kernels", "checkpoint_policies"},
     "ring": {"partition"},
     "losses": {"partition", "ring"},
     "data": {"environment"},

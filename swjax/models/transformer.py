@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import swjax
+from swjax import prologues
 from swjax.models.config import POLICIES, Options, TowerConfig
 from swjax.nnx import Linear, linears, mlp
 from swjax.recipes import Recipe
@@ -48,9 +48,9 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return _layer_norm(x, self.scale[...], self.bias[...])
 
-    def prologue(self) -> swjax.LayerNorm:
+    def prologue(self) -> prologues.LayerNorm:
         """The same, for the linear layers that read the result: fused with what they do first."""
-        return swjax.LayerNorm(self.scale[...], self.bias[...], EPSILON)
+        return prologues.LayerNorm(self.scale[...], self.bias[...], EPSILON)
 
 
 @jax.checkpoint  # for the backward pass it keeps x and nothing in float32
