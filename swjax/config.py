@@ -165,11 +165,12 @@ def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: in
 
 
 CHOICES = {
-    "model.dtype": ("float32", "bfloat16"),
+    "model.dtype": ("float32", "bfloat16", "float16"),
     "data.emoji.task": ("mixed", "strict"),
     "data.shuffle": ("global", "shard"),
     "data.on_bad": ("skip", "stop"),
     "optimizer.name": ("stable_adamw", "adamw"),
+    "optimizer.loss_scaling": ("", "per_tensor", "dynamic"),
     "schedule.name": ("cosine", "constant"),
     "train.loss": ("softmax", "sigmoid"),
     "train.nan_policy": ("stop", "skip", "rollback"),
@@ -183,6 +184,12 @@ RANGES = (
         "must be at least 1",
     ),
     ("optimizer.learning_rate optimizer.eps", lambda value: value > 0, "must be positive"),
+    (
+        "optimizer.loss_scale optimizer.loss_scale_growth_steps",
+        lambda value: value >= 1,
+        "must be at least 1",
+    ),
+    ("optimizer.b2_power", lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
     (
         "optimizer.b1 optimizer.b2 train.ema_decay model.patch_dropout",
         lambda value: 0 <= value < 1,
@@ -218,6 +225,16 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
         raise ConfigError(
             f"config.optimizer clips twice, grad_clip_norm={optimizer.grad_clip_norm} and "
             f"clip_threshold={optimizer.clip_threshold}: they are alternatives, set one to 0"
+        )
+    if optimizer.b2_power and optimizer.name != "stable_adamw":
+        raise ConfigError(
+            f"config.optimizer.b2_power={optimizer.b2_power} needs name='stable_adamw', not "
+            f"{optimizer.name!r}: set clip_threshold to 0 for that schedule in plain AdamW"
+        )
+    if config.model.dtype == "float16" and not optimizer.loss_scaling:
+        raise ConfigError(
+            "config.model.dtype='float16' needs its loss scaled, or small gradients are 0: set "
+            "optimizer.loss_scaling to 'per_tensor' or 'dynamic'"
         )
     for pattern in optimizer.freeze:
         try:

@@ -13,7 +13,15 @@ from swjax import data, diagnostics, losses, sharding
 from swjax.config import ConfigError
 from swjax.metrics import Packer
 from swjax.models import clip
-from swjax.optax import stable_adamw
+from swjax.optax import (
+    dynamic_loss_scale,
+    loss_scale,
+    per_tensor_guard,
+    power_decay,
+    skipped_by_path,
+    stable_adamw,
+    unscale,
+)
 
 
 def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
@@ -30,8 +38,12 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
     def train_step(state, batch):
         key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
         trainable, frozen = partition(state["params"], config.optimizer.freeze)
-        loss, aux, grads = loss_and_grad(trainable, frozen, batch, key)
+        scaling = config.optimizer.loss_scaling
+        scale = loss_scale(state["opt_state"]) if scaling else 1.0
+        loss, aux, grads = loss_and_grad(trainable, frozen, batch, key, scale)
         updates, opt_state = optimizer.update(grads, state["opt_state"], trainable)
+        if scaling:
+            aux, grads = aux | measure_scaling(scaling, opt_state), unscale(grads, scale)
         params = clip.clamp_logit_scale(combine(optax.apply_updates(trainable, updates), frozen))
         new = {"params": params, "opt_state": opt_state}
         metrics = aux | {"train/loss": loss, "train/learning_rate": schedule(state["step"])}
@@ -50,8 +62,17 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
     return train_step
 
 
+def measure_scaling(kind: str, opt_state) -> dict[str, jax.Array]:
+    """The loss scale that the step leaves, and the steps skipped so far: of each tensor, or of all."""
+    measured = {"train/loss_scale": loss_scale(opt_state)}
+    if kind == "dynamic":
+        return measured | {"train/scaling_skipped": opt_state.skipped}
+    skipped = skipped_by_path(opt_state)
+    return measured | {f"stability/skipped/{path}": count for path, count in skipped.items()}
+
+
 def make_loss_and_grad(config, graphdef):
-    """Returns a function (trainable, frozen, batch, key) -> (loss, metrics, gradient).
+    """Returns a function (trainable, frozen, batch, key, scale) -> (loss, metrics, scale x gradient).
 
     Args:
       config: the run's.
@@ -60,17 +81,18 @@ def make_loss_and_grad(config, graphdef):
     parts = config.train.accumulation
     embed, contrast = make_embed(config, graphdef), make_contrast(config)
 
-    def loss_and_grad(trainable, frozen, batch, key):
+    def loss_and_grad(trainable, frozen, batch, key, scale=1.0):
         def embed_trainable(trainable, batch, key):
             return embed(combine(trainable, frozen), batch, key)
 
         def loss_of(embeddings, trainable):
-            return contrast(embeddings, combine(trainable, frozen), batch["label"])
+            loss, measured = contrast(embeddings, combine(trainable, frozen), batch["label"])
+            return loss * scale, measured
 
         compute = at_once if parts == 1 else functools.partial(accumulated, parts=parts)
         (loss, measured), outs, grads = compute(embed_trainable, loss_of, trainable, batch, key)
         measured = {f"train/{name}": value for name, value in measured.items()}
-        return loss, measured | diagnostics.feature_magnitude(outs), grads
+        return loss / scale, measured | diagnostics.feature_magnitude(outs), grads
 
     return loss_and_grad
 
@@ -181,22 +203,38 @@ def make_schedule(config, total: int, warmup: int) -> optax.Schedule:
 
 
 def make_optimizer(config, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """StableAdamW, or AdamW; with the gradient's global norm clipped where the config says so."""
+    """StableAdamW or AdamW; gradients clipped by their global norm, and unscaled, as the config says."""
     c = config.optimizer
-    shared = {"b1": c.b1, "b2": c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
+    guarded = c.loss_scaling == "per_tensor"
+    shared = {"b1": c.b1, "eps": c.eps, "weight_decay": c.weight_decay}
+    shared["mask"] = decay_of_blocks if guarded else clip.weight_decay_mask
     if c.name == "adamw":
-        update = optax.adamw(schedule, mask=clip.weight_decay_mask, **shared)
+        update = optax.adamw(schedule, b2=c.b2, **shared)
     else:
         update = stable_adamw(
             schedule,
-            mask=clip.weight_decay_mask,
-            block_axes=clip.block_axes,
+            b2=power_decay(c.b2_power) if c.b2_power else c.b2,
+            block_axes=None if guarded else clip.block_axes,
             clip_threshold=c.clip_threshold or math.inf,
             **shared,
         )
-    if c.grad_clip_norm:
-        return optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
+    clipping = optax.clip_by_global_norm(c.grad_clip_norm) if c.grad_clip_norm else None
+    if guarded:
+        return per_tensor_guard(update, c.loss_scale, across=clipping, block_axes=clip.block_axes)
+    if clipping:
+        update = optax.chain(clipping, update)
+    if c.loss_scaling == "dynamic":
+        return dynamic_loss_scale(update, c.loss_scale, growth_steps=c.loss_scale_growth_steps)
     return update
+
+
+def decay_of_blocks(params):
+    """`clip.weight_decay_mask` of parameters that `per_tensor_guard` shows: one block, not their stack."""
+
+    def stack(path, x):
+        return x[None] if "blocks" in sharding.path_name(path).split("/") else x
+
+    return clip.weight_decay_mask(jax.tree_util.tree_map_with_path(stack, params))
 
 
 def partition(params, patterns):
