@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from swjax.optax.rms import Layout, layout_of, split_by_path
-from swjax.optax.stable_adamw import block_axes_of
+from swjax.optax.stable_adamw import _block_axes
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,7 @@ def per_tensor_guard(
 
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
-        axes = block_axes_of(block_axes, params)
+        axes = _block_axes(block_axes, params)
         layout = layout_of(params, axes)
         tensors = tuple(
             _over_blocks(lambda p, i=i: inner.init(_only(i, p, treedef)), kept)(p)
@@ -109,7 +109,7 @@ def per_tensor_guard(
 
     def update(grads, state, params=None, **extra_args):
         leaves, treedef = jax.tree.flatten(grads)
-        axes = block_axes_of(block_axes, grads)
+        axes = _block_axes(block_axes, grads)
         good = [_finite(g, kept) for g, kept in zip(leaves, axes, strict=True)]
         clean = [
             jnp.where(ok, _wide(g) / state.scale, 0) for g, ok in zip(leaves, good, strict=True)

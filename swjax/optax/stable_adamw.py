@@ -122,7 +122,7 @@ def stable_adamw(
             count=jnp.zeros([], jnp.int32),
             mu=jax.tree.map(lambda p: jnp.zeros_like(p, _mu_dtype(p, mu_dtype)), params),
             nu=jax.tree.map(lambda p: jnp.zeros_like(p, _real(_compute_dtype(p))), params),
-            rms=TensorRMS.zeros(params, block_axes_of(block_axes, params)),
+            rms=TensorRMS.zeros(params, _block_axes(block_axes, params)),
         )
 
     def update(grads, state, params=None, **extra_args):
@@ -141,7 +141,7 @@ def stable_adamw(
 
         leaves, treedef = jax.tree.flatten(params)
         trees = (treedef.flatten_up_to(tree) for tree in (grads, state.mu, state.nu))
-        static = (_decays(mask, params), block_axes_of(block_axes, params))
+        static = (_decays(mask, params), _block_axes(block_axes, params))
         steps = [
             _step(*leaf, scalars, decays, axes, decoupled_lr)
             for *leaf, decays, axes in zip(leaves, *trees, *static, strict=True)
@@ -239,7 +239,7 @@ def _decays(mask, params) -> list[bool]:
     return jax.tree.leaves(jax.tree.broadcast(mask(params) if callable(mask) else mask, params))
 
 
-def block_axes_of(block_axes, params) -> list[tuple[int, ...]]:
+def _block_axes(block_axes, params) -> list[tuple[int, ...]]:
     """The axes of each leaf that enumerate blocks, non-negative and ascending."""
     named = jax.tree_util.tree_leaves_with_path(params)
     if block_axes is None or not named:  # a placeholder of optax.tree.map_params has no leaves
