@@ -65,6 +65,11 @@ ALLOWED = {
     "inference": {
         *("checkpoint", "data", "evaluators", "interop", "models", "trainer"),
     },
+    "layer_errors": {"models", "nnx", "train_step"},
+    "compare_precision": {
+        *("config", "environment", "layer_errors", "metrics", "recipes", "report", "sharding"),
+        *("train_step", "trainer"),
+    },
     "trainer": {
         *("checkpoint", "config", "data", "diagnostics", "environment", "evaluators", "interrupt"),
         *("metrics", "models", "nnx", "optax", "recipes", "report", "sharding", "train_step"),

@@ -1,8 +1,8 @@
 """Many small training runs in few compiled programs: data on the device, steps in a scan, runs in a vmap.
 
-The loss and its gradient are those of the trainer (`swjax.train_step.make_loss_and_grad`), and so are weight decay
-and the clamp of the logit scale. Batches are drawn with replacement, the same ones for the same seed whatever else
-differs. What may differ between the runs of one program is a `Hyper`.
+The loss and its gradient are those of the trainer (`swjax.train_step.make_loss_and_grad`), and so are the
+clamp of the logit scale and what decays. Batches are drawn with replacement, the same ones for the same seed
+whatever else differs. What may differ between the runs of one program is a `Hyper`.
 """
 
 import functools
@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-
 from study import ROOT
+
 from swjax import config as config_lib
 from swjax import data
+from swjax.data.images import MEAN
 from swjax.models import clip
 from swjax.optax import rms_by_path, stable_adamw
 from swjax.train_step import make_loss_and_grad
@@ -24,6 +25,7 @@ from swjax.train_step import make_loss_and_grad
 CONTEXT = 12
 CAPTIONS = 8  # of a label, at most
 CHUNK = 50  # steps of one call
+SURGE = 8.0
 
 
 class Hyper(NamedTuple):
@@ -49,12 +51,14 @@ class Corpus(NamedTuple):
 
 
 def corpora(name: str, side: int, directory: str) -> tuple[Corpus, Corpus, int]:
-    """(to train on, to name, size of the vocabulary): the emoji's train and test splits, or synthetic ones."""
+    """(to train on, to name, vocabulary's size): train and test splits of the emoji, or synthetic ones."""
     options = {"image_size": side, "classes": 30, "examples": 240} if name == "synthetic" else {}
     splits = [data.source(name, s, data_dir=directory, **options) for s in ("train", "test")]
     loaded = [load(source, side) for source in splits]
     ids = np.unique(np.concatenate([corpus.captions.ravel() for corpus in loaded]))
-    renamed = [c._replace(captions=np.searchsorted(ids, c.captions).astype(np.int32)) for c in loaded]
+    renamed = [
+        c._replace(captions=np.searchsorted(ids, c.captions).astype(np.int32)) for c in loaded
+    ]
     return *renamed, len(ids)  # order is kept: padding is 0, end of text the largest
 
 
@@ -94,12 +98,16 @@ class Trainer:
       steps, warmup: of each run; the rate rises linearly, then falls as a cosine, to a tenth: what comes late
         still moves.
       batch: pairs a step.
-      shift: a step from which on drawings have all of their contrast, and before an eighth of it; 0: none.
+      shift: a step up to which the model is given an eighth of each image, see `faded`; 0: none.
+      surge: a step from which on gradients are `SURGE` times as large; 0: none.
       together: whether runs share a program, or follow each other.
     """
 
-    def __init__(self, cfg, corpus: Corpus, *, steps, warmup, batch, shift=0, together=True):
-        self.cfg, self.steps, self.shift, self.batch = cfg, steps, shift, batch
+    def __init__(
+        self, cfg, corpus: Corpus, *, steps, warmup, batch, shift=0, surge=0, together=True
+    ):
+        self.cfg, self.steps, self.batch = cfg, steps, batch
+        self.shift, self.surge = shift, surge
         self.shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warmup, steps, 0.1)
         self.corpus = jax.tree.map(jnp.asarray, corpus)
         side = str(cfg.vision.image_size)
@@ -120,8 +128,10 @@ class Trainer:
           each [steps] or [steps, blocks].
         """
         columns = zip(Hyper._fields, zip(*hypers, strict=True), strict=True)
-        stacked = Hyper(*(jnp.asarray(x, "int32" if n == "seed" else "float32") for n, x in columns))
-            if self.together:
+        stacked = Hyper(
+            *(jnp.asarray(x, "int32" if n == "seed" else "float32") for n, x in columns)
+        )
+        if self.together:
             params, measured = self._train(stacked)
             return params, [{k: v[i] for k, v in measured.items()} for i in range(len(hypers))]
         done = [self._train(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(len(hypers))]
@@ -134,7 +144,9 @@ class Trainer:
             pieces.append(jax.device_get(measured))
         axis = int(self.together)
         joined = {k: np.concatenate([p[k] for p in pieces], axis) for k in pieces[0]}
-        return state[0], {k: v[:, : self.steps] if axis else v[: self.steps] for k, v in joined.items()}
+        return state[0], {
+            k: v[:, : self.steps] if axis else v[: self.steps] for k, v in joined.items()
+        }
 
     def _init(self, hyper):
         network = clip.CLIP(self.cfg, rngs=nnx.Rngs(jax.random.key(hyper.seed)))
@@ -164,6 +176,9 @@ class Trainer:
             key = jax.random.fold_in(jax.random.key(hyper.seed), t)
             batch = self._draw(corpus, key, t)
             loss, aux, grads = self.loss_and_grad(params, none, batch, key)
+            if self.surge:
+                factor = jnp.where(t < self.surge, 1.0, SURGE)
+                grads = jax.tree.map(lambda g: g * factor, grads)
             norm = optax.tree.norm(grads)
             factor = jnp.minimum(1.0, hyper.grad_clip / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: g * factor, grads)
@@ -185,7 +200,7 @@ class Trainer:
         return {"image": image, "text": corpus.captions[label, which], "label": label}
 
     def accuracy(self, params, corpus: Corpus) -> list[float]:
-        """Top-1 of naming the corpus's images among its labels, by each label's first captions; for each run."""
+        """Top-1 of naming images among their labels by the labels' first captions; one for each run."""
         one = functools.partial(self._accuracy, corpus=jax.tree.map(jnp.asarray, corpus))
         return np.asarray(jax.jit(lambda p: jax.lax.map(one, p))(params)).tolist()
 
@@ -200,8 +215,9 @@ class Trainer:
 
 
 def faded(image, share):
-    """uint8 images with a share of their contrast with white."""
-    if image.shape[-1] == 4:  # opacity on white
-        opacity = (image[..., 3:].astype(jnp.float32) * share).astype(jnp.uint8)
-        return jnp.concatenate([image[..., :3], opacity], -1)
-    return (255.0 - (255.0 - image.astype(jnp.float32)) * share).astype(jnp.uint8)
+    """uint8 RGB on white, with a share of what sets it apart from the mean pixel, the model's 0."""
+    wide = image.astype(jnp.float32)
+    if image.shape[-1] == 4:
+        wide = 255.0 - (255.0 - wide[..., :3]) * wide[..., 3:] / 255.0
+    mean = 255.0 * jnp.asarray(MEAN, jnp.float32)[None, None, None]
+    return jnp.round(mean + (wide - mean) * share).astype(jnp.uint8)
