@@ -15,6 +15,7 @@ Everything of the config counts, and --config.section.key=VALUE, but durations a
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from contextlib import closing
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
     from swjax.report import precision  # matplotlib is slow to load
 
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "compare_precision.json").write_text(json.dumps(result, indent=1) + "\n")
+    (workdir / "compare_precision.json").write_text(json.dumps(finite(result), indent=1) + "\n")
     for line in precision.summary(result):
         print(line)
     print(precision.write(result, workdir))
@@ -193,6 +194,13 @@ def losses_of(config, steps: int, seeds: list[int]) -> list[list[float]]:
         return [float(np.asarray(vector)[at]) for vector in vectors]
 
     return [run(changed(config, seed=seed)) for seed in seeds]
+
+
+def finite(tree):
+    """The tree with None for what JSON has no number for."""
+    return jax.tree.map(
+        lambda x: None if isinstance(x, float) and not math.isfinite(x) else x, tree
+    )
 
 
 def late(losses: list[float]) -> float:

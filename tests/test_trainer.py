@@ -242,6 +242,7 @@ def half(micro):
     """(config, init, step) of a run in float16 whose scale is too large for some tensors, not for all."""
     config = micro(
         model__dtype="float16",
+        model__recipe="standard",
         optimizer__loss_scaling="per_tensor",
         optimizer__loss_scale=2.0**HALF_SCALE,
     )

@@ -173,11 +173,20 @@ def table(runs) -> None:
         print(
             f"{' '.join(map(str, names)):40} final loss {mean:.3f} +- {half:.3f}  spikes "
             f"{sum(r['spikes'] for r in results) / len(results):.1f} a run  RMS up to "
-            f"{max(r['largest_rms'] for r in results):.1f}"
+            f"{max(r['largest_rms'] for r in results):.1f}{after_change(names[0], results)}"
         )
     for (part,), some in cells(runs, "part").items():
         for tensor in ("patch", "middle"):
             print(f"{part}, {tensor}: {alignment([run['result'] for run in some], tensor)}")
+
+
+def after_change(part: str, results: list[dict]) -> str:
+    """The mean loss of the 8 steps after the change; all arms see the same batches."""
+    if part not in ("shift", "surge"):
+        return ""
+    middle = len(results[0]["loss"]) // 2
+    mean = sum(sum(r["loss"][middle + 1 : middle + 9]) / 8 for r in results) / len(results)
+    return f"  loss 1-8 steps after the change {mean:.3f}"
 
 
 def alignment(results: list[dict], tensor: str) -> str:
@@ -199,6 +208,9 @@ def draw(figure, runs) -> None:
         left.plot([lr for (lr,) in counts], mean, marker="o", markersize=3, label=f"{arm}, {size}")
     left.set(xscale="log", xlabel="learning rate", title="loss spikes a run, AdamW")
     if sweep:
+        rates = sorted({run["key"]["lr"] for some in cells(sweep, "lr").values() for run in some})
+        left.minorticks_off()
+        left.set_xticks(rates, [f"{rate:g}" for rate in rates])
         left.legend(fontsize=6)
     for i, part in enumerate(("optimizers", "shift", "surge")):
         some = cells([run for run in runs if run["key"]["part"] == part], "arm")
