@@ -26,7 +26,7 @@ import numpy as np
 from swjax import config as config_lib
 from swjax import environment, layer_errors, sharding, trainer
 from swjax.config import CHOICES, ConfigError, choice
-from swjax.metrics import Packer
+from swjax.diagnostics import Packer
 from swjax.recipes import RECIPES
 from swjax.train_step import make_optimizer, make_schedule, make_train_step
 

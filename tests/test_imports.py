@@ -67,7 +67,7 @@ ALLOWED = {
     },
     "layer_errors": {"models", "nnx", "train_step"},
     "compare_precision": {
-        *("config", "environment", "layer_errors", "metrics", "recipes", "report", "sharding"),
+        *("config", "diagnostics", "environment", "layer_errors", "recipes", "report", "sharding"),
         *("train_step", "trainer"),
     },
     "trainer": {

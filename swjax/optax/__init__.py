@@ -6,6 +6,7 @@
 The name `swjax.optax.stable_adamw` is the function, also after `import swjax.optax.stable_adamw`.
 """
 
+from swjax.optax.adamw import adamw_rms_by_path
 from swjax.optax.convert import from_adamw_state
 from swjax.optax.rms import TensorRMS, rms_by_path
 from swjax.optax.scaling import (
@@ -24,6 +25,7 @@ __all__ = [
     "PerTensorGuardState",
     "StableAdamWState",
     "TensorRMS",
+    "adamw_rms_by_path",
     "dynamic_loss_scale",
     "from_adamw_state",
     "loss_scale",
