@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     # What the linear layers of every block compute in: standard | switchback | switchback_m |
     # switchback_q | llm_int8 | llm_int8_outlier6 | fp8_switchback | fp8_tensorwise.
     config.model.recipe = "switchback"
-    config.model.dtype = "bfloat16"  # compute: float32 | bfloat16; parameters are float32
+    config.model.dtype = "bfloat16"  # compute: float32 | bfloat16 | float16; parameters are float32
     config.model.attention = ""  # xla | cudnn; "": the faster that can run
     # What a block keeps for the backward pass: none (no recomputation) | full (its input only) |
     # dots | save_quantized | save_linear.
@@ -67,10 +67,16 @@ def get_config() -> ConfigDict:
     config.optimizer.learning_rate = 2e-3  # peak
     config.optimizer.b1 = 0.9  # decay of the first moment
     config.optimizer.b2 = 0.99  # decay of the second moment
+    config.optimizer.b2_power = 0.0  # stable_adamw: b2 = 1 - t^-this in its place; 0: off
     config.optimizer.eps = 1e-6  # floor of the second moment's root
     config.optimizer.weight_decay = 0.2  # of matrices, but not of positions
     config.optimizer.clip_threshold = 1.0  # stable_adamw: RMS from which an update shrinks; 0: off
     config.optimizer.grad_clip_norm = 0.0  # the alternative: a bound on the gradient's norm; 0: off
+    # float16 needs its loss scaled: per_tensor (a fixed scale; a tensor whose gradient is not finite sits
+    # out the step alone) | dynamic (all sit out, and the scale halves) | "": off.
+    config.optimizer.loss_scaling = ""
+    config.optimizer.loss_scale = 65536.0  # fixed, or the first
+    config.optimizer.loss_scale_growth_steps = 2000  # dynamic: good steps until it doubles
     config.optimizer.freeze = ()  # parameters whose path one of these regular expressions finds
 
     config.schedule = ConfigDict()
@@ -112,6 +118,17 @@ def get_config() -> ConfigDict:
     config.log.every_steps = 20  # how often metrics are fetched and written, each step's
     config.log.tensorboard = True  # in WORKDIR/tensorboard
     config.log.wandb = ""  # Weights & Biases project; "": off
+
+    config.diagnostics = ConfigDict()  # docs/diagnostics.md
+    config.diagnostics.rms = True  # RMS of every tensor's update, at every step
+    config.diagnostics.features = (
+        True  # mean and maximum |x| of every block's output, at every step
+    )
+    config.diagnostics.norms = (
+        True  # of the whole update, at every step; the gradient's is always there
+    )
+    # Of each quantized operand the zeros, saturated values and SQNR, every so many steps; 0: never.
+    config.diagnostics.every_steps = 200
 
     config.report = ConfigDict()
     config.report.enabled = True  # writes WORKDIR/report/index.html at the end

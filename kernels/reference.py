@@ -347,8 +347,12 @@ def _add_bias(product: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def absolute_maximum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """max |x| over `axes` in fp32, its rank kept; 0 for an empty x."""
-    return jnp.max(jnp.abs(_widen(x)), axis=axes, keepdims=True, initial=0.0)
+    """max |x| over `axes` in fp32, its rank kept; 0 for an empty x, NaN where x has one."""
+    # As integers, whose order is that of positive floats with NaN on top: XLA for CPUs loses NaN in a
+    # maximum of floats, and a gradient of NaN would become one of zeros.
+    bits = lax.bitcast_convert_type(jnp.abs(_widen(x)), jnp.int32)
+    largest = jnp.max(bits, axis=axes, keepdims=True, initial=0)
+    return lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def _widen(x: jax.Array) -> jax.Array:

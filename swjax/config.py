@@ -165,11 +165,12 @@ def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: in
 
 
 CHOICES = {
-    "model.dtype": ("float32", "bfloat16"),
+    "model.dtype": ("float32", "bfloat16", "float16"),
     "data.emoji.task": ("mixed", "strict"),
     "data.shuffle": ("global", "shard"),
     "data.on_bad": ("skip", "stop"),
     "optimizer.name": ("stable_adamw", "adamw"),
+    "optimizer.loss_scaling": ("", "per_tensor", "dynamic"),
     "schedule.name": ("cosine", "constant"),
     "train.loss": ("softmax", "sigmoid"),
     "train.nan_policy": ("stop", "skip", "rollback"),
@@ -184,6 +185,12 @@ RANGES = (
     ),
     ("optimizer.learning_rate optimizer.eps", lambda value: value > 0, "must be positive"),
     (
+        "optimizer.loss_scale optimizer.loss_scale_growth_steps",
+        lambda value: value >= 1,
+        "must be at least 1",
+    ),
+    ("optimizer.b2_power", lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
+    (
         "optimizer.b1 optimizer.b2 train.ema_decay model.patch_dropout",
         lambda value: 0 <= value < 1,
         "must lie in [0, 1)",
@@ -191,7 +198,8 @@ RANGES = (
     ("data.max_bad_share", lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
     (
         "optimizer.weight_decay optimizer.grad_clip_norm optimizer.clip_threshold "
-        "eval.every_steps eval.captions_per_image checkpoint.every_steps data.workers",
+        "eval.every_steps eval.captions_per_image checkpoint.every_steps data.workers "
+        "diagnostics.every_steps",
         lambda value: value >= 0,
         "must not be negative",
     ),
@@ -218,6 +226,16 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
         raise ConfigError(
             f"config.optimizer clips twice, grad_clip_norm={optimizer.grad_clip_norm} and "
             f"clip_threshold={optimizer.clip_threshold}: they are alternatives, set one to 0"
+        )
+    if optimizer.b2_power and optimizer.name != "stable_adamw":
+        raise ConfigError(
+            f"config.optimizer.b2_power={optimizer.b2_power} needs name='stable_adamw', not "
+            f"{optimizer.name!r}: set clip_threshold to 0 for that schedule in plain AdamW"
+        )
+    if config.model.dtype == "float16" and not optimizer.loss_scaling:
+        raise ConfigError(
+            "config.model.dtype='float16' needs its loss scaled, or small gradients are 0: set "
+            "optimizer.loss_scaling to 'per_tensor' or 'dynamic'"
         )
     for pattern in optimizer.freeze:
         try:
@@ -262,7 +280,7 @@ def to_json(config: ConfigDict) -> str:
 
 
 # What may change between a run's parts without changing what it computes.
-UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "log.", "mesh.", "report.",
+UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:")  # fmt: skip
 
 

@@ -11,9 +11,17 @@ from flax import nnx
 
 from swjax import data, diagnostics, losses, sharding
 from swjax.config import ConfigError
-from swjax.metrics import Packer
+from swjax.diagnostics import Packer, taps
 from swjax.models import clip
-from swjax.optax import stable_adamw
+from swjax.optax import (
+    dynamic_loss_scale,
+    loss_scale,
+    per_tensor_guard,
+    power_decay,
+    skipped_by_path,
+    stable_adamw,
+    unscale,
+)
 
 
 def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
@@ -30,14 +38,20 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
     def train_step(state, batch):
         key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
         trainable, frozen = partition(state["params"], config.optimizer.freeze)
-        loss, aux, grads = loss_and_grad(trainable, frozen, batch, key)
+        scaling = config.optimizer.loss_scaling
+        scale = loss_scale(state["opt_state"]) if scaling else 1.0
+        loss, aux, grads = loss_and_grad(trainable, frozen, batch, key, scale)
         updates, opt_state = optimizer.update(grads, state["opt_state"], trainable)
+        if scaling:
+            aux, grads = aux | measure_scaling(scaling, opt_state), unscale(grads, scale)
         params = clip.clamp_logit_scale(combine(optax.apply_updates(trainable, updates), frozen))
         new = {"params": params, "opt_state": opt_state}
         metrics = aux | {"train/loss": loss, "train/learning_rate": schedule(state["step"])}
-        metrics |= diagnostics.norms(grad=grads, update=updates)
-        if config.optimizer.name == "stable_adamw":
-            metrics |= diagnostics.rms(opt_state)
+        metrics |= diagnostics.norms(grad=grads)
+        if config.diagnostics.norms:
+            metrics |= diagnostics.norms(update=updates)
+        if config.diagnostics.rms:
+            metrics |= rms(config.optimizer, opt_state, grads)
         if config.train.ema_decay:
             rate = 1 - ema_decay(config.train.ema_decay, state["step"])
             new["ema"] = optax.incremental_update(params, state["ema"], rate)
@@ -50,8 +64,95 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
     return train_step
 
 
+def measure_scaling(kind: str, opt_state) -> dict[str, jax.Array]:
+    """The loss scale that the step leaves, and the steps skipped so far: of each tensor, or of all."""
+    measured = {"train/loss_scale": loss_scale(opt_state)}
+    if kind == "dynamic":
+        return measured | {"train/scaling_skipped": opt_state.skipped}
+    skipped = skipped_by_path(opt_state)
+    return measured | {f"stability/skipped/{path}": count for path, count in skipped.items()}
+
+
+def rms(c, opt_state, grads) -> dict[str, jax.Array]:
+    """The RMS of every tensor's update, whichever of the two optimizers made it.
+
+    Args:
+      c: config.optimizer.
+      opt_state: after the step.
+      grads: of the step, not yet clipped.
+    """
+    if c.name == "stable_adamw":
+        return diagnostics.rms(opt_state)
+    if c.loss_scaling == "per_tensor":
+        return {}  # each tensor has an Adam of its own; stable_adamw with clip_threshold=0 measures it
+    if c.grad_clip_norm:  # what AdamW was given; XLA computes it once
+        grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())
+    return diagnostics.adamw_rms(opt_state, grads, b2=c.b2, eps=c.eps, block_axes=clip.block_axes)
+
+
+class Health:
+    """Quantization health every `diagnostics.every_steps` steps, on the batch and parameters of the step.
+
+    It is a program of its own, so that the train step is the same with and without it.
+
+    Args:
+      config: the run's.
+      graphdef: of the model.
+      params: of the model, or ShapeDtypeStructs like them.
+      steps: of the run.
+    """
+
+    def __init__(self, config, graphdef, params, *, steps: int):
+        self._every, self._packer, self._pending = config.diagnostics.every_steps, Packer(), {}
+        model = nnx.merge(graphdef, params)
+        if self._every > steps or not taps.quantized_layers(model):
+            self._every = 0
+        if not self._every:
+            return
+        tapped, zeros = nnx.split(taps.insert(model))
+        loss_and_grad = make_loss_and_grad(config, tapped)
+
+        def measure(state, batch):
+            key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
+            inserted, frozen = _beside(nnx.to_pure_dict(zeros), state["params"])
+            _, _, sums = loss_and_grad(inserted, frozen, batch, key)
+            return self._packer.pack(taps.read(sums))
+
+        self._measure, self._compiled = jax.jit(measure), None
+
+    def before(self, step: int, state, batch) -> None:
+        """Measures, if the step with this number is one of those; it takes `state` afterwards."""
+        if not self._every:
+            return
+        if (
+            self._compiled is None
+        ):  # at the first step, as the train step is: not in the middle of the run
+            self._compiled = self._measure.lower(state, batch).compile()
+        if step % self._every == 0:
+            self._pending[step] = self._compiled(state, batch)
+
+    def records(self) -> dict[int, dict]:
+        """{step: its measurements} since the last call."""
+        fetched, self._pending = jax.device_get(self._pending), {}
+        return {record["step"]: record for record in self._packer.records(fetched)}
+
+
+def _beside(all_variables, params):
+    """Two trees like `all_variables`: taps, with None for parameters, and parameters, with None for taps."""
+    named = {sharding.path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+
+    def lookup(path, _):
+        return named.get(sharding.path_name(path))
+
+    def tap(path, x):
+        return None if sharding.path_name(path) in named else jnp.zeros(x.shape, x.dtype)
+
+    each = jax.tree_util.tree_map_with_path
+    return each(tap, all_variables), each(lookup, all_variables)
+
+
 def make_loss_and_grad(config, graphdef):
-    """Returns a function (trainable, frozen, batch, key) -> (loss, metrics, gradient).
+    """Returns a function (trainable, frozen, batch, key, scale) -> (loss, metrics, scale x gradient).
 
     Args:
       config: the run's.
@@ -60,17 +161,22 @@ def make_loss_and_grad(config, graphdef):
     parts = config.train.accumulation
     embed, contrast = make_embed(config, graphdef), make_contrast(config)
 
-    def loss_and_grad(trainable, frozen, batch, key):
+    def loss_and_grad(trainable, frozen, batch, key, scale=1.0):
         def embed_trainable(trainable, batch, key):
             return embed(combine(trainable, frozen), batch, key)
 
         def loss_of(embeddings, trainable):
-            return contrast(embeddings, combine(trainable, frozen), batch["label"])
+            loss, measured = contrast(embeddings, combine(trainable, frozen), batch["label"])
+            return loss * scale, measured
 
         compute = at_once if parts == 1 else functools.partial(accumulated, parts=parts)
         (loss, measured), outs, grads = compute(embed_trainable, loss_of, trainable, batch, key)
         measured = {f"train/{name}": value for name, value in measured.items()}
-        return loss, measured | diagnostics.feature_magnitude(outs), grads
+        return loss / scale, measured | diagnostics.feature_magnitude(outs), grads
+
+        if config.diagnostics.features:
+            measured |= diagnostics.feature_magnitude(outs)
+        return loss, measured, grads
 
     return loss_and_grad
 
@@ -181,22 +287,38 @@ def make_schedule(config, total: int, warmup: int) -> optax.Schedule:
 
 
 def make_optimizer(config, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """StableAdamW, or AdamW; with the gradient's global norm clipped where the config says so."""
+    """StableAdamW or AdamW; gradients clipped by their global norm, and unscaled, as the config says."""
     c = config.optimizer
-    shared = {"b1": c.b1, "b2": c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
+    guarded = c.loss_scaling == "per_tensor"
+    shared = {"b1": c.b1, "eps": c.eps, "weight_decay": c.weight_decay}
+    shared["mask"] = decay_of_blocks if guarded else clip.weight_decay_mask
     if c.name == "adamw":
-        update = optax.adamw(schedule, mask=clip.weight_decay_mask, **shared)
+        update = optax.adamw(schedule, b2=c.b2, **shared)
     else:
         update = stable_adamw(
             schedule,
-            mask=clip.weight_decay_mask,
-            block_axes=clip.block_axes,
+            b2=power_decay(c.b2_power) if c.b2_power else c.b2,
+            block_axes=None if guarded else clip.block_axes,
             clip_threshold=c.clip_threshold or math.inf,
             **shared,
         )
-    if c.grad_clip_norm:
-        return optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
+    clipping = optax.clip_by_global_norm(c.grad_clip_norm) if c.grad_clip_norm else None
+    if guarded:
+        return per_tensor_guard(update, c.loss_scale, across=clipping, block_axes=clip.block_axes)
+    if clipping:
+        update = optax.chain(clipping, update)
+    if c.loss_scaling == "dynamic":
+        return dynamic_loss_scale(update, c.loss_scale, growth_steps=c.loss_scale_growth_steps)
     return update
+
+
+def decay_of_blocks(params):
+    """`clip.weight_decay_mask` of parameters that `per_tensor_guard` shows: one block, not their stack."""
+
+    def stack(path, x):
+        return x[None] if "blocks" in sharding.path_name(path).split("/") else x
+
+    return clip.weight_decay_mask(jax.tree_util.tree_map_with_path(stack, params))
 
 
 def partition(params, patterns):

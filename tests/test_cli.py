@@ -72,7 +72,10 @@ def test_command_line_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
 BAD_CONFIGS = {
     "unknown recipe": (["model.recipe=switchbak"], "'switchback'"),
     "unknown model": (["model.name=vit_b33"], "'vit_b32'"),
-    "unknown dtype": (["model.dtype=float16"], "'bfloat16'"),
+    "unknown dtype": (["model.dtype=float61"], "'float16'"),
+    "float16 unscaled": (["model.dtype=float16"], "optimizer.loss_scaling"),
+    "loss scale below 1": (["optimizer.loss_scale=0.5"], "at least 1"),
+    "a schedule AdamW lacks": (["optimizer.name=adamw", "optimizer.b2_power=0.5"], "stable_adamw"),
     "unknown data": (["data.name=emojis"], "emoji"),
     "unknown task": (["data.emoji.task=strickt"], "'strict'"),
     "unknown optimizer": (["optimizer.name=adam"], "'adamw'"),

@@ -67,6 +67,11 @@ ALLOWED = {
     "inference": {
         *("checkpoint", "data", "evaluators", "interop", "models", "trainer"),
     },
+    "layer_errors": {"models", "nnx", "train_step"},
+    "compare_precision": {
+        *("config", "diagnostics", "environment", "layer_errors", "recipes", "report", "sharding"),
+        *("train_step", "trainer"),
+    },
     "trainer": {
         *("checkpoint", "config", "data", "diagnostics", "distributed", "environment"),
         *("evaluators", "interrupt"),

@@ -67,6 +67,13 @@ def test_a_non_finite_value_makes_its_scale_non_finite(bad):
     assert jnp.isfinite(q.scale).ravel().tolist() == [False, True]
 
 
+def test_nan_is_not_lost_among_nan():
+    """XLA for CPUs drops NaN from a maximum of whole vectors of them."""
+    x = jnp.ones((64, 128)).at[3].set(jnp.nan).at[5, ::2].set(jnp.nan)
+    scale = jax.jit(swjax.quantize)(x).scale.ravel()
+    assert jnp.flatnonzero(~jnp.isfinite(scale)).tolist() == [3, 5]
+
+
 def test_fp8_values_are_those_of_ml_dtypes():
     x = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
     for dtype, largest in {"float8_e4m3fn": 448, "float8_e5m2": 57344}.items():

@@ -15,10 +15,16 @@ import numpy as np
 import pytest
 
 from swjax import config as config_lib
-from swjax import metrics, sharding, trainer
+from swjax import diagnostics, metrics, sharding, trainer
 from swjax.checkpoint import Checkpoints, lock
 from swjax.config import ConfigError
-from swjax.train_step import combine, make_loss_and_grad, make_train_step, partition
+from swjax.train_step import (
+    combine,
+    make_loss_and_grad,
+    make_train_step,
+    measure_scaling,
+    partition,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 MICRO = {
@@ -46,6 +52,8 @@ MICRO = {
     "log.tensorboard": "false",
     "report.enabled": "false",
 }
+
+HALF_SCALE = 22  # log2
 
 # Processes compile as this one does, and find what it has compiled.
 ENVIRONMENT = os.environ | {
@@ -129,7 +137,7 @@ def setup(config):
     schedule = trainer.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
     optimizer = trainer.make_optimizer(config, schedule)
     init, graphdef = trainer.make_init(config, trainer.model_config(config), optimizer)
-    packer = metrics.Packer()
+    packer = diagnostics.Packer()
     step = make_train_step(config, graphdef, optimizer, schedule, packer)
 
     def named(state, batch):
@@ -227,6 +235,62 @@ def test_a_step_with_a_bad_gradient_is_skipped(options):
     assert measured["train/skipped"] == 1
     assert new.pop("step") == 2 and state.pop("step") == 1
     assert_same_bits(new, state)
+
+
+@pytest.fixture(scope="module")
+def half(micro):
+    """(config, init, step) of a run in float16 whose scale is too large for some tensors, not for all."""
+    config = micro(
+        model__dtype="float16",
+        model__recipe="standard",
+        optimizer__loss_scaling="per_tensor",
+        optimizer__loss_scale=2.0**HALF_SCALE,
+    )
+    return config, *setup(config)
+
+
+def test_float16_tensors_that_overflow_sit_out_alone(half):
+    config, init, step = half
+    state = init()
+    new, measured = step(state, batch_of(config))
+    assert np.isfinite([measured["train/loss"], measured["train/grad_norm"]]).all()
+    assert measured["train/loss_scale"] == 2.0**HALF_SCALE
+    skipped = {k: v for k, v in measured.items() if k.startswith("stability/skipped/")}
+    assert set(skipped.values()) == {0.0, 1.0}
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), new["params"], state["params"])
+    for path, here in zip(paths(moved), jax.tree.leaves(moved)):
+        blocks = [
+            v for k, v in skipped.items() if k.removeprefix("stability/skipped/").startswith(path)
+        ]
+        assert here == (0.0 in blocks), path
+
+
+def test_float16_resumes_exactly(half, tmp_path):
+    config, init, step = half
+    state = init()
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    saved = Checkpoints(tmp_path, keep=1)
+    for t in range(4):
+        if t == 2:
+            saved.save(t, state, {})
+        state, expected = step(state, batch_of(config, t))
+    resumed = jax.tree.map(np.asarray, saved.restore(like)[0])
+    saved.close()
+    for t in (2, 3):
+        resumed, measured = step(jax.tree.map(jnp.asarray, resumed), batch_of(config, t))
+    assert_same_bits(resumed, state)
+    assert measured == expected
+
+
+def test_a_dynamic_scale_is_the_other_way(micro):
+    config = micro(optimizer__loss_scaling="dynamic", optimizer__loss_scale=1024)
+    optimizer = trainer.make_optimizer(config, lambda count: 1e-3)
+    params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+    _, state = optimizer.update(
+        params | {"bias": jnp.full(3, jnp.inf)}, optimizer.init(params), params
+    )
+    measured = {name: float(x) for name, x in measure_scaling("dynamic", state).items()}
+    assert measured == {"train/loss_scale": 512.0, "train/scaling_skipped": 1.0}
 
 
 def test_partition_and_combine_are_inverse():
@@ -429,7 +493,7 @@ def test_second_interrupt_ends_at_once():
 @pytest.fixture
 def bad_step_4(monkeypatch):
     """Makes the loss of step 4 look like NaN, once."""
-    real, left = metrics.Packer.records, [1]
+    real, left = diagnostics.Packer.records, [1]
 
     def spoiled(self, vectors):
         found = real(self, vectors)
@@ -438,7 +502,7 @@ def bad_step_4(monkeypatch):
                 record["train/loss"] = float("nan")
         return found
 
-    monkeypatch.setattr(metrics.Packer, "records", spoiled)
+    monkeypatch.setattr(diagnostics.Packer, "records", spoiled)
 
 
 def test_nan_stops_the_run(micro, bad_step_4, tmp_path, capsys):

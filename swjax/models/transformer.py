@@ -116,6 +116,9 @@ class Attention(nnx.Module):
         q, k, v = (y.reshape(heads) for y in qkv)
         if self.ln_q is not None:
             q, k = self.ln_q(q), self.ln_k(k)
+        if x.dtype == jnp.float16 and jax.default_backend() == "cpu":
+            # JAX asks for float16 products with float32 sums, which XLA for CPUs does not have.
+            q, k, v = (head.astype(jnp.float32) for head in (q, k, v))
         lengths = None if length == tokens else jnp.full(batch, length, jnp.int32)
         # JAX's own code promotes 16-bit queries to float32 scores, strict promotion or not.
         with jax.numpy_dtype_promotion("standard"):
@@ -128,7 +131,7 @@ class Attention(nnx.Module):
                 key_value_seq_lengths=lengths,
                 implementation=self.implementation,
             )
-        return self.out(mixed.reshape(x.shape)), x
+        return self.out(mixed.reshape(x.shape).astype(x.dtype)), x
 
 
 class Mlp(nnx.Module):

@@ -24,6 +24,10 @@ class Layout(tuple):
     def __hash__(self):
         return hash(Layout)
 
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for _, shape in self)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -49,13 +53,8 @@ class TensorRMS:
           params: tree of arrays.
           axes: for each of its leaves, the axes that enumerate blocks.
         """
-        named = jax.tree_util.tree_leaves_with_path(params)
-        layout = [
-            (path_name(path), tuple(p.shape[axis] for axis in kept))
-            for (path, p), kept in zip(named, axes, strict=True)
-        ]
-        size = sum(math.prod(shape) for _, shape in layout)
-        return cls(jnp.zeros(size, jnp.result_type(float)), Layout(layout))
+        layout = layout_of(params, axes)
+        return cls(jnp.zeros(layout.size, jnp.result_type(float)), layout)
 
     def replace(self, values: list[jax.Array]) -> "TensorRMS":
         """The same layout with the values of each tensor in turn."""
@@ -64,12 +63,26 @@ class TensorRMS:
 
     def by_path(self) -> dict[str, jax.Array]:
         """The values by name, each a scalar or of the shape of the blocks."""
-        named, start = {}, 0
-        for path, shape in self.layout:
-            stop = start + math.prod(shape)
-            named[path] = self.values[start:stop].reshape(shape)
-            start = stop
-        return named
+        return split_by_path(self.values, self.layout)
+
+
+def layout_of(params, axes: list[tuple[int, ...]]) -> Layout:
+    """The layout of one value for each tensor, or for each of its blocks; see `TensorRMS.zeros`."""
+    named = jax.tree_util.tree_leaves_with_path(params)
+    return Layout(
+        (path_name(path), tuple(p.shape[axis] for axis in kept))
+        for (path, p), kept in zip(named, axes, strict=True)
+    )
+
+
+def split_by_path(values: jax.Array, layout: Layout) -> dict[str, jax.Array]:
+    """A vector's values by name. Leading axes, which `jax.vmap` over an optimizer gives, stay in front."""
+    named, start = {}, 0
+    for path, shape in layout:
+        stop = start + math.prod(shape)
+        named[path] = values[..., start:stop].reshape(*values.shape[:-1], *shape)
+        start = stop
+    return named
 
 
 def rms_by_path(opt_state) -> dict[str, jax.Array]:

@@ -6,7 +6,7 @@ A value is a scalar, or a vector with one entry a block, which the log writes as
 import jax
 import jax.numpy as jnp
 
-from swjax.optax import rms_by_path
+from swjax.optax import adamw_rms_by_path, rms_by_path
 
 
 def norms(**trees) -> dict[str, jax.Array]:
@@ -39,6 +39,18 @@ def rms(opt_state) -> dict[str, jax.Array]:
       {"stability/rms/<path of the parameter>": scalar, or [blocks] of a stacked parameter}.
     """
     return {f"stability/rms/{path}": value for path, value in rms_by_path(opt_state).items()}
+
+
+def adamw_rms(opt_state, grads, **options) -> dict[str, jax.Array]:
+    """The same of plain `optax.adamw`.
+
+    Args:
+      opt_state: after the step.
+      grads: of the step, as Adam was given them.
+      **options: b2, eps and block_axes, see `swjax.optax.adamw_rms_by_path`.
+    """
+    found = adamw_rms_by_path(opt_state, grads, **options)
+    return {f"stability/rms/{path}": value for path, value in found.items()}
 
 
 def feature_magnitude(outs: dict[str, dict]) -> dict[str, jax.Array]:

@@ -1,0 +1,223 @@
+"""Many small training runs in few compiled programs: data on the device, steps in a scan, runs in a vmap.
+
+The loss and its gradient are those of the trainer (`swjax.train_step.make_loss_and_grad`), and so are the
+clamp of the logit scale and what decays. Batches are drawn with replacement, the same ones for the same seed
+whatever else differs. What may differ between the runs of one program is a `Hyper`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from study import ROOT
+
+from swjax import config as config_lib
+from swjax import data
+from swjax.data.images import MEAN
+from swjax.models import clip
+from swjax.optax import rms_by_path, stable_adamw
+from swjax.train_step import make_loss_and_grad
+
+CONTEXT = 12
+CAPTIONS = 8  # of a label, at most
+CHUNK = 50  # steps of one call
+SURGE = 8.0
+
+
+class Hyper(NamedTuple):
+    """What differs between runs, a number each, or an array of them."""
+
+    seed: int = 0
+    lr: float = 2e-3
+    b2: float = 0.99
+    power: float = 0.0  # > 0: b2 = 1 - t^-power
+    threshold: float = 1.0  # inf: AdamW
+    grad_clip: float = np.inf
+
+
+class Corpus(NamedTuple):
+    """Drawings or patterns and what is said of them, with ids of a vocabulary of their own.
+
+    image uint8 [n, side, side, channels], label int32 [n], captions int32 [labels, CAPTIONS, CONTEXT].
+    """
+
+    image: np.ndarray
+    label: np.ndarray
+    captions: np.ndarray
+
+
+def corpora(name: str, side: int, directory: str) -> tuple[Corpus, Corpus, int]:
+    """(to train on, to name, vocabulary's size): train and test splits of the emoji, or synthetic ones."""
+    options = {"image_size": side, "classes": 30, "examples": 240} if name == "synthetic" else {}
+    splits = [data.source(name, s, data_dir=directory, **options) for s in ("train", "test")]
+    loaded = [load(source, side) for source in splits]
+    ids = np.unique(np.concatenate([corpus.captions.ravel() for corpus in loaded]))
+    renamed = [
+        c._replace(captions=np.searchsorted(ids, c.captions).astype(np.int32)) for c in loaded
+    ]
+    return *renamed, len(ids)  # order is kept: padding is 0, end of text the largest
+
+
+def load(source, side: int) -> Corpus:
+    batches = data.loader(
+        source, batch_size=64, train=False, image_size=side, context_length=CONTEXT
+    )
+    rows = [{k: batch[k][batch["mask"]] for k in ("image", "label")} for batch in batches]
+    image, label = (np.concatenate([row[k] for row in rows]) for k in ("image", "label"))
+    said = []
+    for index in range(len(source.class_names)):
+        captions = source.captions(index)
+        said += [captions[i % len(captions)] for i in range(CAPTIONS)]
+    tokens = data.tokenize(said, CONTEXT).reshape(-1, CAPTIONS, CONTEXT)
+    return Corpus(image, label.astype(np.int32), tokens)
+
+
+def model(vision: tuple, text: tuple, *, side: int, patch: int, vocabulary: int, **options):
+    """A CLIP; vision and text are (width, layers, heads)."""
+    names = ("width", "layers", "heads")
+    return clip.config(
+        "tiny",
+        vision=dict(zip(names, vision, strict=True)) | {"image_size": side, "patch_size": patch},
+        text=dict(zip(names, text, strict=True))
+        | {"context_length": CONTEXT, "vocab_size": vocabulary},
+        embed_dim=vision[0],
+        **{"gelu": "tanh", "recipe": "standard", "scan_layers": True} | options,
+    )
+
+
+class Trainer:
+    """Runs of one model, batch size and length.
+
+    Args:
+      cfg: of the model.
+      corpus: to train on.
+      steps, warmup: of each run; the rate rises linearly, then falls as a cosine, to a tenth: what comes late
+        still moves.
+      batch: pairs a step.
+      shift: a step up to which the model is given an eighth of each image, see `faded`; 0: none.
+      surge: a step from which on gradients are `SURGE` times as large; 0: none.
+      together: whether runs share a program, or follow each other.
+    """
+
+    def __init__(
+        self, cfg, corpus: Corpus, *, steps, warmup, batch, shift=0, surge=0, together=True
+    ):
+        self.cfg, self.steps, self.batch = cfg, steps, batch
+        self.shift, self.surge = shift, surge
+        self.shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warmup, steps, 0.1)
+        self.corpus = jax.tree.map(jnp.asarray, corpus)
+        side = str(cfg.vision.image_size)
+        pairs = [("data.image_size", side), ("data.augment", "true")]
+        self.config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
+        self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+        self.loss_and_grad = make_loss_and_grad(self.config, self.graphdef)
+        wrap = jax.vmap if together else lambda f, *_: f
+        self.together = together
+        self.init = jax.jit(wrap(self._init))
+        self.chunk = jax.jit(wrap(self._chunk, (0, 0, None, None)), donate_argnums=0)
+
+    def train(self, hypers: list[Hyper]) -> tuple[dict, list[dict]]:
+        """Trains a run for each.
+
+        Returns:
+          The parameters at the end, with a leading axis of runs, and for each run its measurements by name,
+          each [steps] or [steps, blocks].
+        """
+        columns = zip(Hyper._fields, zip(*hypers, strict=True), strict=True)
+        stacked = Hyper(
+            *(jnp.asarray(x, "int32" if n == "seed" else "float32") for n, x in columns)
+        )
+        if self.together:
+            params, measured = self._train(stacked)
+            return params, [{k: v[i] for k, v in measured.items()} for i in range(len(hypers))]
+        done = [self._train(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(len(hypers))]
+        return jax.tree.map(lambda *x: jnp.stack(x), *(p for p, _ in done)), [m for _, m in done]
+
+    def _train(self, hyper):
+        state, pieces = self.init(hyper), []
+        for start in range(0, self.steps, CHUNK):
+            state, measured = self.chunk(state, hyper, start, self.corpus)
+            pieces.append(jax.device_get(measured))
+        axis = int(self.together)
+        joined = {k: np.concatenate([p[k] for p in pieces], axis) for k in pieces[0]}
+        return state[0], {
+            k: v[:, : self.steps] if axis else v[: self.steps] for k, v in joined.items()
+        }
+
+    def _init(self, hyper):
+        network = clip.CLIP(self.cfg, rngs=nnx.Rngs(jax.random.key(hyper.seed)))
+        params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
+        return params, self._optimizer(hyper).init(params)
+
+    def _optimizer(self, hyper):
+        def kept(t):  # b2 as used at step t, which debiases
+            constant = hyper.b2 * (1 - hyper.b2 ** (t - 1)) / (1 - hyper.b2**t)
+            return jnp.where(hyper.power > 0, 1 - t**-hyper.power, constant)
+
+        return stable_adamw(
+            lambda count: hyper.lr * self.shape(count),
+            b2=kept,
+            weight_decay=0.1,
+            mask=clip.weight_decay_mask,
+            block_axes=clip.block_axes,
+            clip_threshold=hyper.threshold,
+        )
+
+    def _chunk(self, state, hyper, start, corpus):
+        none = jax.tree.map(lambda _: None, state[0])
+        optimizer = self._optimizer(hyper)
+
+        def step(state, t):
+            params, opt_state = state
+            key = jax.random.fold_in(jax.random.key(hyper.seed), t)
+            batch = self._draw(corpus, key, t)
+            loss, aux, grads = self.loss_and_grad(params, none, batch, key)
+            if self.surge:
+                factor = jnp.where(t < self.surge, 1.0, SURGE)
+                grads = jax.tree.map(lambda g: g * factor, grads)
+            norm = optax.tree.norm(grads)
+            factor = jnp.minimum(1.0, hyper.grad_clip / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: g * factor, grads)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = clip.clamp_logit_scale(optax.apply_updates(params, updates))
+            features = {k.removeprefix("stability/"): v for k, v in aux.items() if "feature_" in k}
+            rms = {f"rms/{k}": v for k, v in rms_by_path(opt_state).items()}
+            return (params, opt_state), {"loss": loss, "grad_norm": norm, **features, **rms}
+
+        return jax.lax.scan(step, state, start + jnp.arange(CHUNK))
+
+    def _draw(self, corpus, key, t):
+        rows_key, caption_key = jax.random.split(jax.random.fold_in(key, 1))
+        rows = jax.random.randint(rows_key, (self.batch,), 0, len(corpus.label))
+        label, image = corpus.label[rows], corpus.image[rows]
+        which = jax.random.randint(caption_key, (self.batch,), 0, CAPTIONS)
+        if self.shift:
+            image = faded(image, jnp.where(t < self.shift, 0.125, 1.0))
+        return {"image": image, "text": corpus.captions[label, which], "label": label}
+
+    def accuracy(self, params, corpus: Corpus) -> list[float]:
+        """Top-1 of naming images among their labels by the labels' first captions; one for each run."""
+        one = functools.partial(self._accuracy, corpus=jax.tree.map(jnp.asarray, corpus))
+        return np.asarray(jax.jit(lambda p: jax.lax.map(one, p))(params)).tolist()
+
+    def _accuracy(self, params, corpus):
+        network = nnx.merge(self.graphdef, params)
+        images, _ = network.encode_image(data.preprocess(corpus.image, None, corpus.image.shape[1]))
+        prompts = corpus.captions[:, :4]  # the templates of swjax.data.emoji
+        texts, _ = network.encode_text(prompts.reshape(-1, CONTEXT))
+        names = jnp.mean(texts.reshape(*prompts.shape[:2], -1), 1)
+        names /= jnp.linalg.norm(names, axis=-1, keepdims=True)
+        return jnp.mean(jnp.argmax(images @ names.T, -1) == corpus.label)
+
+
+def faded(image, share):
+    """uint8 RGB on white, with a share of what sets it apart from the mean pixel, the model's 0."""
+    wide = image.astype(jnp.float32)
+    if image.shape[-1] == 4:
+        wide = 255.0 - (255.0 - wide[..., :3]) * wide[..., 3:] / 255.0
+    mean = 255.0 * jnp.asarray(MEAN, jnp.float32)[None, None, None]
+    return jnp.round(mean + (wide - mean) * share).astype(jnp.uint8)

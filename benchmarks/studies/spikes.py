@@ -1,0 +1,236 @@
+"""Loss spikes: when they come, whether RMS foretells them, and what each optimizer makes of them.
+
+Command:  python benchmarks/studies/spikes.py --dtype=bfloat16 --out=benchmarks/results/spikes_gpu.json \\
+            --plot=docs/images/spikes_gpu.png --minutes=5
+
+Four parts, all of emoji drawings at 32 pixels:
+  sweep       AdamW over learning rate x b2 x batch x size: how many loss spikes, where RMS events are
+  optimizers  at one high rate: AdamW, lower b2, b2 = 1 - t^-x, gradient clipping, StableAdamW
+  shift       the same, with data that change: pixels an eighth as large until half of the run
+  surge       the same, with a signal that changes and nothing else: gradients 8 times as large from half
+              of the run on. The second moment is stuck in the past; the loss itself is as before.
+
+Events are those of swjax.diagnostics.spikes, whose chance level is exact. Alignment is counted for the patch
+embedding and, for comparison, for an MLP in the middle of the vision tower.
+"""
+
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import study
+
+# (width, layers, heads) of the vision and of the text tower
+SIZES = {
+    "xs": ((32, 2, 2), (32, 1, 2)),
+    "s": ((64, 4, 2), (64, 2, 2)),
+    "m": ((128, 6, 4), (128, 3, 4)),
+    "l": ((256, 12, 8), (256, 6, 8)),
+}
+ARMS = {
+    "adamw 0.999": {"b2": 0.999, "threshold": math.inf},
+    "adamw 0.99": {"b2": 0.99, "threshold": math.inf},
+    "adamw 0.95": {"b2": 0.95, "threshold": math.inf},
+    "adamw 0.9": {"b2": 0.9, "threshold": math.inf},
+    "adamw 0.99, clip 1": {"b2": 0.99, "threshold": math.inf, "grad_clip": 1.0},
+    "adamw 1-t^-0.45": {"power": 0.45, "threshold": math.inf},
+    "adamw 1-t^-0.65": {"power": 0.65, "threshold": math.inf},
+    "stable 0.99": {"b2": 0.99},
+    "stable 0.999": {"b2": 0.999},
+}
+SWEPT = (0.999, 0.99, 0.95)
+PATCH = "vision/patch_embed/kernel"
+
+
+def main(argv=None) -> dict:
+    args = parse(argv)
+    done = study.carry_out(args, runs(args), draw)
+    table(done["runs"])
+    return done
+
+
+def parse(argv):
+    flags = study.parser(__doc__)
+    flags.add_argument("--sizes", nargs="+", default=["m", "s", "l"], choices=SIZES)
+    flags.add_argument("--batches", nargs="+", type=int, default=[256, 64, 1024])
+    flags.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3, 16e-3])
+    flags.add_argument("--rate", type=float, default=4e-3, help="at which optimizers compete")
+    flags.add_argument("--seeds", type=int, default=3)
+    flags.add_argument("--steps", type=int, default=1000)
+    flags.add_argument("--dtype", default="float32", help="of the activations")
+    flags.add_argument("--source", default="emoji", help="or synthetic")
+    flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
+    flags.add_argument("--parts", nargs="+", default=["surge", "shift", "optimizers", "sweep"])
+    args = flags.parse_args(argv)
+    if args.smoke:
+        args.sizes, args.batches = ["xs"], [8]
+        args.seeds, args.steps, args.source, args.parts = 1, 50, "synthetic", ["surge"]
+    return args
+
+
+def runs(args):
+    """One program each: size x batch, with all rates, optimizers and seeds at once."""
+    first = {"size": args.sizes[0], "batch": args.batches[0]}
+    for part in args.parts:
+        if part == "sweep":
+            places = [first | {"size": size} for size in args.sizes]
+            places += [first | {"batch": batch} for batch in args.batches[1:]]
+            arms = [f"adamw {b2}" for b2 in SWEPT]
+            rates = args.rates
+        else:
+            places, arms, rates = [first], list(ARMS), [args.rate]
+        settings = list(itertools.product(arms, rates, range(args.seeds)))
+        for place in places:
+            shared = {"steps": args.steps, "dtype": args.dtype, "source": args.source}
+            key = {"part": part, **place, **shared, "rates": rates, "seeds": args.seeds}
+            yield key, lambda key=key, settings=settings: train(args, key, settings)
+
+
+_CORPORA = {}
+
+
+def train(args, key: dict, settings: list) -> dict:
+    import engine
+
+    if not _CORPORA:
+        side = 16 if args.smoke else 32
+        _CORPORA["all"] = (side, *engine.corpora(args.source, side, args.data))
+    side, corpus, _, vocabulary = _CORPORA["all"]
+    sizes = dict(zip(("vision", "text"), SIZES[key["size"]], strict=True))
+    cfg = engine.model(**sizes, side=side, patch=8, vocabulary=vocabulary, dtype=args.dtype)
+    trainer = engine.Trainer(
+        cfg,
+        corpus,
+        steps=args.steps,
+        warmup=args.steps // 10,
+        batch=key["batch"],
+        **({key["part"]: args.steps // 2} if key["part"] in ("shift", "surge") else {}),
+    )
+    hypers = [engine.Hyper(seed=seed, lr=rate, **ARMS[arm]) for arm, rate, seed in settings]
+    _, measured = trainer.train(hypers)
+    return {
+        "runs": [
+            {"arm": arm, "lr": rate, "seed": seed, **judge(m)}
+            for (arm, rate, seed), m in zip(settings, measured, strict=True)
+        ]
+    }
+
+
+def judge(measured: dict) -> dict:
+    """What a run is judged by, with its curves for the plots."""
+    import numpy as np
+
+    from swjax.diagnostics import spikes
+
+    loss = measured["loss"]
+    steps = len(loss)
+    rms = {}
+    for name, values in measured.items():
+        if name.startswith("rms/"):
+            columns = values.reshape(steps, -1).T
+            name = name.removeprefix("rms/")
+            names = [name] if values.ndim == 1 else [f"{name}/{i}" for i in range(len(columns))]
+            rms |= dict(zip(names, columns, strict=True))
+    middle = measured["rms/vision/blocks/mlp/fc1/kernel"].shape[1] // 2
+    rules = spikes.Rules.of_run(steps, window=min(100, steps // 4))
+    found = spikes.analyse(np.arange(1, steps + 1), loss, rms, rules)
+    return {
+        "final": float(np.mean(loss[-steps // 10 :])),
+        "worst": float(np.max(loss[steps // 4 :])),
+        "spikes": len(found.loss),
+        "alignment": {
+            "patch": aligned(found, PATCH),
+            "middle": aligned(found, f"vision/blocks/mlp/fc1/kernel/{middle}"),
+        },
+        "largest_rms": float(np.max(rms[PATCH][rules.ignore :])),
+        "loss": [float(f"{x:.4g}") for x in loss],
+        "rms": [float(f"{x:.3g}") for x in rms[PATCH]],
+    }
+
+
+def aligned(found, name: str) -> dict:
+    for a in found.alignments:
+        if a.name == name:
+            return {"rms_events": a.rms_events, "followed": a.followed, "chance": a.chance}
+    return {"rms_events": 0, "followed": 0, "chance": 0.0}
+
+
+def cells(runs, *names):
+    """Single runs by some of their settings and of their program's."""
+    flat = [
+        {"key": run["key"] | {k: r[k] for k in ("arm", "lr", "seed")}, "result": r}
+        for run in runs
+        for r in run["result"]["runs"]
+    ]
+    return study.group(flat, *names)
+
+
+def table(runs) -> None:
+    for names, some in cells(runs, "part", "size", "batch", "lr", "arm").items():
+        results = [run["result"] for run in some]
+        mean, half = study.interval(r["final"] for r in results)
+        print(
+            f"{' '.join(map(str, names)):40} final loss {mean:.3f} +- {half:.3f}  spikes "
+            f"{sum(r['spikes'] for r in results) / len(results):.1f} a run  RMS up to "
+            f"{max(r['largest_rms'] for r in results):.1f}{after_change(names[0], results)}"
+        )
+    for (part,), some in cells(runs, "part").items():
+        for tensor in ("patch", "middle"):
+            print(f"{part}, {tensor}: {alignment([run['result'] for run in some], tensor)}")
+
+
+def after_change(part: str, results: list[dict]) -> str:
+    """The mean loss of the 8 steps after the change; all arms see the same batches."""
+    if part not in ("shift", "surge"):
+        return ""
+    middle = len(results[0]["loss"]) // 2
+    mean = sum(sum(r["loss"][middle + 1 : middle + 9]) / 8 for r in results) / len(results)
+    return f"  loss 1-8 steps after the change {mean:.3f}"
+
+
+def alignment(results: list[dict], tensor: str) -> str:
+    events = sum(r["spikes"] for r in results)
+    followed = sum(r["alignment"][tensor]["followed"] for r in results)
+    chance = sum(r["spikes"] * r["alignment"][tensor]["chance"] for r in results)
+    return f"{followed} of {events} loss events follow an RMS event; {chance:.1f} by chance"
+
+
+def draw(figure, runs) -> None:
+    from swjax.report.charts import LIGHT
+
+    figure.set_size_inches(11, 3.6)
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.4, 1.2))
+    sweep = [run for run in runs if run["key"]["part"] == "sweep"]
+    for (arm, size), some in cells(sweep, "arm", "size").items():
+        counts = study.group(some, "lr")
+        mean = [sum(r["result"]["spikes"] for r in c) / len(c) for c in counts.values()]
+        left.plot([lr for (lr,) in counts], mean, marker="o", markersize=3, label=f"{arm}, {size}")
+    left.set(xscale="log", xlabel="learning rate", title="loss spikes a run, AdamW")
+    if sweep:
+        rates = sorted({run["key"]["lr"] for some in cells(sweep, "lr").values() for run in some})
+        left.minorticks_off()
+        left.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        left.legend(fontsize=6)
+    for i, part in enumerate(("optimizers", "shift", "surge")):
+        some = cells([run for run in runs if run["key"]["part"] == part], "arm")
+        for y, arm in enumerate(ARMS):
+            if (arm,) in some:
+                finals = [r["result"]["final"] for r in some[arm,]]
+                middle.plot(finals, [y + 0.2 * (i - 1)] * len(finals), ".", color=LIGHT.series[i])
+    middle.set_yticks(range(len(ARMS)), ARMS)
+    middle.set(xlabel="final loss, each run", title="steady (blue), shift (red), surge (green)")
+    shown = ("adamw 0.99", "stable 0.99")
+    some = cells([run for run in runs if run["key"]["part"] == "surge"], "arm")
+    for arm, color in zip(shown, (LIGHT.series[1], LIGHT.series[0]), strict=True):
+        if (arm,) in some:
+            result = some[arm,][-1]["result"]
+            right.plot(result["loss"], color=color, linewidth=1, label=f"loss, {arm}")
+            right.plot(result["rms"], ":", color=color, linewidth=1, label=f"RMS, {arm}")
+    right.set(xlabel="step", title="gradients surge at half of the run")
+    right.legend(fontsize=7)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main(sys.argv[1:])

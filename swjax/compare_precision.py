@@ -1,0 +1,212 @@
+"""`python -m swjax.compare_precision`: what rounding does to a model, layer by layer and over time.
+
+  python -m swjax.compare_precision --config=configs/openmoji.py --workdir=runs/compare
+  python -m swjax.compare_precision --config=... --workdir=... --arms switchback:bfloat16 llm_int8:bfloat16
+
+Every arm, a recipe and a dtype, starts from the same seed and sees the same batches as float32 without
+quantization, the reference. Written into the workdir: compare_precision.html, one page, and .json.
+
+  layers   one pass over some examples: the relative error of every linear layer's output, of the
+           gradient there, and of every parameter's gradient
+  loss     some steps of training: how far the loss is from the reference's, beside how far other seeds' are
+
+Everything of the config counts, and --config.section.key=VALUE, but durations and evaluation.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from contextlib import closing
+
+import jax
+import numpy as np
+
+from swjax import config as config_lib
+from swjax import environment, layer_errors, sharding, trainer
+from swjax.config import CHOICES, ConfigError, choice
+from swjax.diagnostics import Packer
+from swjax.recipes import RECIPES
+from swjax.train_step import make_optimizer, make_schedule, make_train_step
+
+REFERENCE = "standard:float32"
+
+
+def main(argv: list[str]) -> int:
+    """Runs a command line; returns the exit code."""
+    args, rest = parser().parse_known_args(argv[1:])
+    try:
+        config, workdir = config_lib.parse([argv[0], *rest])
+        result = compare(config, args)
+    except ConfigError as error:
+        print(f"compare_precision: {error}", file=sys.stderr)
+        return 2
+    from swjax.report import precision  # matplotlib is slow to load
+
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "compare_precision.json").write_text(json.dumps(finite(result), indent=1) + "\n")
+    for line in precision.summary(result):
+        print(line)
+    print(precision.write(result, workdir))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        prog="python -m swjax.compare_precision",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own = "the config's recipe and dtype, and standard:bfloat16"
+    flags.add_argument("--arms", nargs="+", metavar="RECIPE:DTYPE", help=f"default: {own}")
+    flags.add_argument("--steps", type=int, default=20, help="of training; 0: layers only")
+    flags.add_argument("--seeds", type=int, default=3, help="of the reference's training")
+    flags.add_argument("--batch-size", type=int, default=32, help="of training; 0: the config's")
+    flags.add_argument(
+        "--examples",
+        type=int,
+        default=8,
+        help="of the layers' pass, which keeps all outputs in memory",
+    )
+    return flags
+
+
+def compare(config, args) -> dict:
+    """Carries out the comparison.
+
+    Returns:
+      {"reference", "environment", "layers": {arm: {name: [relative errors]}}, "losses": {arm: [steps]},
+      "seeds": [[steps] of the reference]}.
+
+    Raises:
+      ConfigError: an arm that does not exist, or numbers that do not fit.
+    """
+    config = prepare(config, args)
+    arms = args.arms or [f"{config.model.recipe}:{config.model.dtype}", "standard:bfloat16"]
+    configs = {arm: of_arm(config, arm) for arm in [REFERENCE, *arms]}
+    others = [arm for arm in configs if arm != REFERENCE]
+    batches = first_batches(config, max(1, args.steps))
+    few = {name: rows[: args.examples] for name, rows in batches[0].items() if name != "index"}
+    reference = observe(configs[REFERENCE], few)
+    layers = {}
+    for arm in others:
+        layers[arm] = layer_errors.errors(reference, observe(configs[arm], few))
+        tell(f"layers of {arm}")
+    del reference
+    seeds, losses = [], {}
+    if args.steps:
+        first = config.train.seed
+        seeds = losses_of(configs[REFERENCE], args.steps, list(range(first, first + args.seeds)))
+        tell(f"{REFERENCE}: loss {', '.join(f'{late(curve):.4f}' for curve in seeds)}")
+        for arm in others:
+            (losses[arm],) = losses_of(configs[arm], args.steps, [first])
+            tell(f"{arm}: loss {late(losses[arm]):.4f}")
+    return {
+        "reference": REFERENCE,
+        "environment": environment.describe().splitlines(),
+        "batch_size": config.train.batch_size,
+        "examples": len(few["text"]),
+        "layers": layers,
+        "losses": losses,
+        "seeds": seeds,
+    }
+
+
+def tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def prepare(config, args):
+    """The config with the comparison's sizes; blocks in a scan, which compiles fast and keeps no more."""
+    if args.steps < 0 or args.seeds < 1 or args.examples < 1 or args.batch_size < 0:
+        raise ConfigError(
+            f"--steps={args.steps} and --batch-size={args.batch_size} must not be negative, "
+            f"--seeds={args.seeds} and --examples={args.examples} not be below 1"
+        )
+    config = changed(config)
+    with config.unlocked():
+        config.train.batch_size = args.batch_size or config.train.batch_size
+        config.train.accumulation = 1
+        config.train.steps, config.train.epochs, config.train.examples = args.steps, 0.0, 0
+        config.schedule.warmup_steps = args.steps // 5
+        config.schedule.warmup_epochs, config.schedule.warmup_examples = 0.0, 0
+        config.model.scan_layers, config.model.attention = True, "xla"
+    return config
+
+
+def changed(config, *, seed: int | None = None):
+    """A copy, with another seed."""
+    config = config.copy_and_resolve_references()
+    if seed is not None:
+        config.train.seed = seed
+    return config.lock()
+
+
+def of_arm(config, arm: str):
+    """The config in the recipe and dtype that an arm names."""
+    recipe, _, dtype = arm.partition(":")
+    choice("model.recipe", recipe, RECIPES)
+    choice("model.dtype", dtype or config.model.dtype, CHOICES["model.dtype"])
+    config = changed(config)
+    config.model.recipe, config.model.dtype = recipe, dtype or config.model.dtype
+    if dtype == "float16" and not config.optimizer.loss_scaling:
+        config.optimizer.loss_scaling = "per_tensor"
+    return config
+
+
+def first_batches(config, count: int) -> list[dict]:
+    """The batches that a run of the config begins with."""
+    source = trainer.open_source(config, "train")
+    with closing(trainer.open_batches(config, source, None)) as batches:
+        return [next(batches) for _ in range(count)]
+
+
+def observe(config, batch: dict) -> dict[str, jax.Array]:
+    _, cfg = trainer.check(config)
+    scale = config.optimizer.loss_scale if config.optimizer.loss_scaling else 1.0
+    return layer_errors.observe(config, cfg, batch, scale=scale)
+
+
+def losses_of(config, steps: int, seeds: list[int]) -> list[list[float]]:
+    """The losses of a short run from each seed: the trainer's step, on the trainer's batches.
+
+    One program serves all seeds: they differ in parameters and batches, not in augmentation and dropout.
+    """
+    mesh, cfg = trainer.check(config)
+    schedule = make_schedule(config, steps, config.schedule.warmup_steps)
+    optimizer, packer = make_optimizer(config, schedule), Packer()
+    _, graphdef = trainer.make_init(config, cfg, optimizer)
+    step = jax.jit(make_train_step(config, graphdef, optimizer, schedule, packer), donate_argnums=0)
+
+    def run(config):
+        init, _ = trainer.make_init(config, cfg, optimizer)
+        like = sharding.abstract_state(jax.eval_shape(init), mesh)
+        shardings = jax.tree.map(lambda x: x.sharding, like)
+        options = {"xla_backend_optimization_level": 0}  # it runs once
+        state = jax.jit(init, out_shardings=shardings, compiler_options=options)()
+        source, vectors = trainer.open_source(config, "train"), []
+        with closing(trainer.open_batches(config, source, None)) as batches:
+            for _ in range(steps):
+                state, vector = step(state, sharding.shard_batch(next(batches), mesh))
+                vectors.append(vector)  # fetched at the end: nothing waits
+        at = packer.names.index("train/loss")
+        return [float(np.asarray(vector)[at]) for vector in vectors]
+
+    return [run(changed(config, seed=seed)) for seed in seeds]
+
+
+def finite(tree):
+    """The tree with None for what JSON has no number for."""
+    return jax.tree.map(
+        lambda x: None if isinstance(x, float) and not math.isfinite(x) else x, tree
+    )
+
+
+def late(losses: list[float]) -> float:
+    """The mean loss of the last quarter, over which batches even out."""
+    return statistics.fmean(losses[-max(1, len(losses) // 4) :])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,24 @@
+"""Why a run is unstable: what to record in any Flax project, spikes, and what led to them.
+
+In the training step, all of it on the device: `norms`, `rms` or `adamw_rms`. Now and then: `measure`. Into a
+file that `python -m swjax.diagnostics report` reads: `Recorder`. While the run goes on: `Detector`.
+"""
+
+from swjax.diagnostics.recorder import Packer, Recorder
+from swjax.diagnostics.spikes import Detector, Rules, Watch, analyse
+from swjax.diagnostics.taps import measure
+from swjax.diagnostics.values import adamw_rms, feature_magnitude, norms, rms
+
+__all__ = [
+    "Detector",
+    "Packer",
+    "Recorder",
+    "Rules",
+    "Watch",
+    "adamw_rms",
+    "analyse",
+    "feature_magnitude",
+    "measure",
+    "norms",
+    "rms",
+]

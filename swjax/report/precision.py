@@ -1,0 +1,179 @@
+"""The page of `python -m swjax.compare_precision`."""
+
+import math
+import statistics
+import string
+from collections.abc import Iterable
+from functools import partial
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from swjax.report import charts, page
+from swjax.report.charts import DARK, LIGHT, Chart, Theme
+
+KINDS = {
+    "output": "Outputs of linear layers",
+    "gradient": "Gradients at these outputs",
+    "weight": "Gradients of parameters",
+}
+
+
+def write(result: dict, workdir: Path) -> Path:
+    """Writes WORKDIR/compare_precision.html, which needs no other file.
+
+    Args:
+      result: see `swjax.compare_precision.compare`.
+      workdir: an existing directory.
+
+    Returns:
+      Path of the page.
+    """
+    layers = [
+        (Chart(kind, title, ""), partial(draw_errors, kind=kind)) for kind, title in KINDS.items()
+    ]
+    losses = [
+        (Chart("loss", "Training loss", ""), draw_losses),
+        (Chart("gap", "Distance from the reference", ""), draw_gap),
+    ]
+    text = string.Template(page.asset("precision.html")).substitute(
+        style=page.asset("page.css"),
+        title=escape(f"{', '.join(result['layers'])} beside {result['reference']}"),
+        subtitle=f"{result['examples']} examples for the layers, batches of {result['batch_size']}",
+        tiles="".join(
+            page.tile(f"{arm}: {kind}", f"{middle(result, arm, kind):.2%}", "median relative error")
+            for arm in result["layers"]
+            for kind in KINDS
+        ),
+        layers="".join(_draw(chart, draw, result, workdir) for chart, draw in layers),
+        losses="".join(_draw(chart, draw, result, workdir) for chart, draw in losses)
+        if result["losses"]
+        else "<p class='missing'>No training: --steps=0.</p>",
+        summary=_rows(["", *result["layers"]], _summary_rows(result)),
+        table=_rows(["", *result["layers"]], _all_rows(result)),
+        environment="<pre>" + escape("\n".join(result["environment"])) + "</pre>",
+    )
+    path = workdir / "compare_precision.html"
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    return part.rename(path)
+
+
+def summary(result: dict) -> Iterable[str]:
+    """The comparison in a few lines of text."""
+    for arm, errors in result["layers"].items():
+        name, worst = max(((n, max(e)) for n, e in errors.items()), key=lambda pair: pair[1])
+        medians = ", ".join(f"{kind} {middle(result, arm, kind):.2%}" for kind in KINDS)
+        yield f"{arm}: median relative error {medians}; largest {worst:.2%}, {name}"
+    for arm in result["losses"]:
+        yield f"{arm}: loss {gap(result, arm):+.4f} from the reference; seeds spread by {spread(result):.4f}"
+
+
+def middle(result: dict, arm: str, kind: str) -> float:
+    """Median of the relative errors of one kind."""
+    return statistics.median(e for _, e in _errors(result, arm, kind))
+
+
+def gap(result: dict, arm: str) -> float:
+    """How much the arm's loss is above the reference's of the same seed, in the last quarter of the steps."""
+    difference = np.subtract(result["losses"][arm], result["seeds"][0])
+    return float(np.mean(difference[-max(1, len(difference) // 4) :]))
+
+
+def spread(result: dict) -> float:
+    """Standard deviation of the reference's loss over seeds, over the last quarter; NaN for one seed."""
+    seeds = np.array(result["seeds"])
+    late = seeds[:, -max(1, seeds.shape[1] // 4) :].mean(1)
+    return float(np.std(late, ddof=1)) if len(late) > 1 else math.nan
+
+
+def draw_errors(figure, result: dict, theme: Theme, *, kind: str) -> str:
+    """Errors of all arrays of a kind, in the model's order, first block to last."""
+    axes = charts.lay_out(figure.subplots(), "array")
+    for arm, color in zip(result["layers"], _colors(theme), strict=False):
+        errors = [e for _, e in _errors(result, arm, kind)]
+        axes.plot(np.maximum(errors, 1e-9), ".", color=color, markersize=4, label=arm)
+    axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=8)
+    return "Relative error of each, by tower, layer and block."
+
+
+def draw_losses(figure, result: dict, theme: Theme) -> str:
+    """Every curve."""
+    axes = charts.lay_out(figure.subplots(), "step")
+    seeds = np.array(result["seeds"])
+    steps = np.arange(1, seeds.shape[1] + 1)
+    axes.fill_between(steps, seeds.min(0), seeds.max(0), color=theme.grid)
+    axes.plot(steps, seeds[0], color=theme.muted, linewidth=1, label=result["reference"])
+    for arm, color in zip(result["losses"], _colors(theme), strict=False):
+        axes.plot(steps, result["losses"][arm], color=color, linewidth=1, label=arm)
+    axes.legend(frameon=False, fontsize=8)
+    return f"Grey: from least to largest of the reference's {len(seeds)} seeds."
+
+
+def draw_gap(figure, result: dict, theme: Theme) -> str:
+    """|loss - reference| for the same seed, beside other seeds'."""
+    axes = charts.lay_out(figure.subplots(), "step")
+    seeds = np.array(result["seeds"])
+    steps = np.arange(1, seeds.shape[1] + 1)
+    for other in seeds[1:]:
+        axes.plot(steps, np.abs(other - seeds[0]), color=theme.grid, linewidth=1)
+    for arm, color in zip(result["losses"], _colors(theme), strict=False):
+        distance = np.abs(np.subtract(result["losses"][arm], seeds[0]))
+        axes.plot(steps, np.maximum(distance, 1e-9), color=color, linewidth=1, label=arm)
+    axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=8)
+    return "Grey: the reference from other seeds, on other batches."
+
+
+def _draw(chart: Chart, draw, result: dict, folder: Path) -> str:
+    """A chart as HTML; its pictures do not stay."""
+    urls = {}
+    for theme in (LIGHT, DARK):
+        png = folder / f"{chart.name}-{theme.name}.png"
+        caption = charts.save(draw, result, theme, png)
+        urls[theme.name] = page.data_url(png)
+        png.unlink()
+    return page.chart(Chart(chart.name, chart.title, caption), urls)
+
+
+def _colors(theme: Theme) -> list[str]:
+    return [*theme.series, theme.ink, theme.muted]
+
+
+def _errors(result: dict, arm: str, kind: str) -> list[tuple[str, float]]:
+    """(name, relative error) of every array of a kind; each block is one."""
+    return [
+        (name if len(errors) == 1 else f"{name}, block {i}", error)
+        for name, errors in result["layers"][arm].items()
+        if name.startswith(f"{kind}/")
+        for i, error in enumerate(errors)
+    ]
+
+
+def _summary_rows(result: dict) -> Iterable[list[str]]:
+    for kind, title in KINDS.items():
+        columns = [[e for _, e in _errors(result, arm, kind)] for arm in result["layers"]]
+        yield [f"{title}, median", *(f"{statistics.median(c):.3%}" for c in columns)]
+        yield [f"{title}, largest", *(f"{max(c):.3%}" for c in columns)]
+    if result["losses"]:
+        yield ["Loss above the reference's", *(f"{gap(result, a):+.4f}" for a in result["losses"])]
+        yield ["Spread of seeds", *(f"{spread(result):.4f}" for _ in result["losses"])]
+
+
+def _all_rows(result: dict) -> Iterable[list[str]]:
+    arms = list(result["layers"])
+    for kind in KINDS:
+        columns = [_errors(result, arm, kind) for arm in arms]
+        for cells in zip(*columns, strict=True):
+            yield [cells[0][0], *(f"{error:.3%}" for _, error in cells)]
+
+
+def _rows(head: list[str], rows: Iterable[list[str]]) -> str:
+    first = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    rest = "".join(
+        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        for name, *cells in rows
+    )
+    return f'<table class="numbers"><tr>{first}</tr>{rest}</table>'

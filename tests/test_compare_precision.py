@@ -1,0 +1,86 @@
+"""Precisions side by side: errors where recipes round and nowhere else; one page and one line a mistake."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_trainer import MICRO, ROOT
+
+from swjax import compare_precision, layer_errors
+from swjax.models import clip
+from swjax.report import precision
+
+FLAGS = [f"--config={ROOT}/configs/openmoji.py", *(f"--config.{k}={v}" for k, v in MICRO.items())]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiling():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_probes_see_outputs_and_their_gradients():
+    cfg = clip.config(
+        "tiny",
+        recipe="standard",
+        vision={"width": 16, "layers": 2, "heads": 2, "image_size": 16, "patch_size": 8},
+        text={"width": 16, "layers": 1, "heads": 2, "context_length": 4},
+    )
+    graphdef, params = layer_errors.probed(cfg, 3, seed=0)
+    images = jax.random.normal(jax.random.key(0), (3, 16, 16, 3))
+
+    def loss(params):
+        embedding, _ = nnx.merge(graphdef, params).encode_image(images)
+        return jnp.sum(embedding[:, 0])
+
+    grads = jax.grad(loss)(params)
+    mlp = grads["vision"]["blocks"]["mlp"]
+    kernel = params["vision"]["blocks"]["mlp"]["fc2"]
+    output, gradient = mlp["fc2"]["probe"][1]  # of the second block
+    hidden, _ = mlp["fc1"]["probe"][1]
+    by_hand = (
+        jax.nn.gelu(hidden, approximate=False) @ kernel["kernel"][1] + kernel["bias"][1][None, None]
+    )
+    np.testing.assert_allclose(output, by_hand, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        jnp.sum(gradient, (0, 1)), mlp["fc2"]["bias"][1], rtol=1e-4, atol=1e-6
+    )
+
+
+def test_layers_training_and_page(tmp_path, capsys):
+    """One arm without quantization: compiling is what takes time here."""
+    command = ["compare_precision", *FLAGS, f"--workdir={tmp_path}", "--arms", "standard:float16"]
+    command += ["--config.optimizer.loss_scale=256"]
+    sizes = ["--steps=2", "--seeds=2", "--batch-size=8", "--examples=4"]
+    assert compare_precision.main([*command, *sizes]) == 0
+    result = json.loads((tmp_path / "compare_precision.json").read_text())
+    (arm,) = result["layers"]
+    for kind in precision.KINDS:
+        assert 1e-5 < precision.middle(result, arm, kind) < 3e-2, kind
+    assert len([name for name in result["layers"][arm] if name.startswith("output/")]) == 12
+    assert len(result["losses"][arm]) == 2
+    assert np.isfinite(precision.gap(result, arm)) and np.ptp(result["seeds"]) > 0
+    page = (tmp_path / "compare_precision.html").read_text()
+    assert page.count("<section") == 5 and 'src="data:image/png' in page
+    assert not re.search(r"\$\w+", page.partition("</style>")[2])
+    assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".json"}
+    assert "standard:float16: median relative error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, hint",
+    [
+        (["--arms", "switchbak:float32"], "'switchback'"),
+        (["--arms", "switchback:float33"], "'float32'"),
+        (["--seeds=0"], "not be below 1"),
+    ],
+)
+def test_mistakes_are_one_line(flags, hint, tmp_path, capsys):
+    assert compare_precision.main(["_", *FLAGS, f"--workdir={tmp_path}", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and hint in error

@@ -1,0 +1,204 @@
+"""Loss scaling: a tensor that overflows sits out alone, as if its step had not been; or all do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from swjax import optax as swoptax
+from swjax.optax import (
+    dynamic_loss_scale,
+    loss_scale,
+    per_tensor_guard,
+    power_decay,
+    rms_by_path,
+    skipped_by_path,
+    stable_adamw,
+    unscale,
+)
+
+SCALE = 256.0
+AXES = {"blocks": 0, "head": None}
+# (step, what is spoiled in the gradient): the second block twice, the head's matrix at the first step.
+SPOILED = {0: ("head", "w", (0, 0)), 2: ("blocks", "w", (1, 2, 1)), 3: ("blocks", "w", (1, 0, 0))}
+
+
+def schedule(count):
+    return 0.1 / (1.0 + jnp.asarray(count, jnp.float32))
+
+
+OPTIMIZERS = {
+    "stable_adamw": lambda: stable_adamw(schedule, weight_decay=0.1),
+    "adamw": lambda: optax.adamw(schedule, weight_decay=0.1),
+    "sgd": lambda: optax.sgd(schedule, momentum=0.9),
+}
+
+
+def problem(steps=6):
+    rng = np.random.default_rng(0)
+    draw = lambda scale: {
+        "blocks": {"w": jnp.asarray(scale * rng.normal(size=(2, 4, 3)), jnp.float32)},
+        "head": {
+            "w": jnp.asarray(scale * rng.normal(size=(4, 2)), jnp.float32),
+            "b": jnp.asarray(scale * rng.normal(size=2), jnp.float32),
+        },
+    }
+    return draw(1.0), [draw(SCALE * 2.0**t) for t in range(steps)]
+
+
+def spoil(grads, bad=(jnp.inf, jnp.nan)):
+    for t, (part, name, place) in SPOILED.items():
+        part = grads[t][part]
+        part[name] = part[name].at[place].set(bad[t % 2])
+    return grads
+
+
+def run(optimizer, params, grads):
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    with jax.numpy_dtype_promotion("standard"):  # optax's own optimizers need it
+        for g in grads:
+            updates, state = update(g, state, params)
+            params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_close(actual, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), actual, expected
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_tensor_fares_as_if_alone_and_without_the_steps_it_sat_out(name):
+    params, grads = problem()
+    optimizer = OPTIMIZERS[name]()
+    guarded = per_tensor_guard(optimizer, SCALE, block_axes=AXES)
+    after, state = run(guarded, params, spoil(grads))
+    assert {path: count.tolist() for path, count in skipped_by_path(state).items()} == {
+        "blocks/w": [0, 2], "head/b": 0, "head/w": 1,
+    }  # fmt: skip
+
+    def alone(pick, left_out=()):
+        kept = [pick(g) / SCALE for t, g in enumerate(grads) if t not in left_out]
+        return run(optimizer, pick(params), kept)[0]
+
+    assert_close(after["blocks"]["w"][0], alone(lambda tree: tree["blocks"]["w"][0]))
+    assert_close(after["blocks"]["w"][1], alone(lambda tree: tree["blocks"]["w"][1], (2, 3)))
+    assert_close(after["head"]["w"], alone(lambda tree: tree["head"]["w"], (0,)))
+    assert_close(after["head"]["b"], alone(lambda tree: tree["head"]["b"]))
+
+
+def test_rms_has_one_value_for_each_block():
+    params, grads = problem()
+    guarded = per_tensor_guard(OPTIMIZERS["stable_adamw"](), SCALE, block_axes=AXES)
+    plain = stable_adamw(schedule, weight_decay=0.1, block_axes=AXES)
+    rms = rms_by_path(run(guarded, params, grads)[1])
+    assert_close(rms, rms_by_path(run(plain, params, [unscale(g, SCALE) for g in grads])[1]))
+    assert rms["blocks/w"].shape == (2,) and rms["head/w"].shape == ()
+
+
+@pytest.mark.parametrize("axis", [1, (0, 2)])
+def test_blocks_lie_along_any_axes(axis):
+    params, grads = problem()
+    params, grads = params["blocks"], [g["blocks"] for g in grads]
+    grads[2]["w"] = grads[2]["w"].at[1, 3, 2].set(jnp.nan)
+    after, state = run(per_tensor_guard(optax.sgd(1.0), SCALE, block_axes=axis), params, grads)
+    skipped = skipped_by_path(state)["w"]
+    where = {1: (3,), (0, 2): (1, 2)}[axis]
+    assert skipped[where] == 1 and skipped.sum() == 1
+    block = {1: np.s_[:, 3], (0, 2): np.s_[1, :, 2]}[axis]
+    expected = params["w"] - sum(unscale(g, SCALE)["w"] for g in grads)
+    others = sum(g["w"][block] / SCALE for t, g in enumerate(grads) if t != 2)
+    expected = expected.at[block].set(params["w"][block] - others)
+    np.testing.assert_allclose(after["w"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_clipped_by_the_norm_of_all_leaves_out_the_bad():
+    params, grads = problem()
+    across = optax.clip_by_global_norm(0.5)
+    guarded = per_tensor_guard(optax.sgd(1.0), SCALE, across=across, block_axes=AXES)
+    after, _ = run(guarded, params, spoil(grads)[:1])
+    moved = jax.tree.map(lambda a, b: a - b, after, params)
+    assert float(optax.tree.norm(moved)) == pytest.approx(0.5, rel=1e-5)
+    assert not jnp.any(moved["head"]["w"])
+
+
+def test_the_guard_works_in_nnx():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, per_tensor_guard(stable_adamw(0.1), SCALE), wrt=nnx.Param)
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        scale = loss_scale(optimizer.opt_state)
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2) * scale)(model)
+        grads["kernel"] = jax.tree.map(lambda g: g.at[0, 0].set(jnp.nan), grads["kernel"])
+        optimizer.update(model, grads)
+
+    step(model, optimizer, jnp.ones((4, 3)))
+    after = nnx.state(model)
+    np.testing.assert_array_equal(after["kernel"][...], before["kernel"][...])
+    assert jnp.all(after["bias"][...] != before["bias"][...])
+
+
+def test_dynamic_scaling_skips_all_and_is_the_inner_optimizer_otherwise():
+    params, grads = problem()
+    optimizer = OPTIMIZERS["stable_adamw"]()
+    scaled = dynamic_loss_scale(optimizer, SCALE, growth_steps=100)
+    after, state = run(scaled, params, grads)
+    assert_close(after, run(optimizer, params, [unscale(g, SCALE) for g in grads])[0])
+    assert float(loss_scale(state)) == SCALE and int(state.skipped) == 0
+    after, state = run(scaled, params, spoil(grads)[:1])
+    jax.tree.map(np.testing.assert_array_equal, after, params)
+    assert int(state.inner.count) == 0
+    assert float(loss_scale(state)) == SCALE / 2 and int(state.skipped) == 1
+
+
+def test_dynamic_scaling_is_what_brings_a_small_gradient_back():
+    """The scale grows until the gradient is no longer 0 in float16, and then no further than it can."""
+    optimizer = dynamic_loss_scale(optax.sgd(1.0), 1.0, growth_steps=1)
+    params = {"w": jnp.zeros(())}
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    scales, changes = [], []
+    for _ in range(60):
+        scales.append(float(loss_scale(state)))
+        g = (jnp.float32(1e-9) * loss_scale(state)).astype(jnp.float16)
+        updates, state = update({"w": g}, state, params)
+        changes.append(-float(updates["w"]))
+    assert changes[0] == 0 and changes[20] == pytest.approx(1e-9, rel=1e-2)
+    largest = max(scales)
+    assert 65504 / 2 < 1e-9 * largest / 2 <= 65504 < 1e-9 * largest
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: per_tensor_guard(optax.sgd(1.0), 0.0), "scale must be positive, got 0.0"),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), 0.5), "scale must be at least 1, got 0.5"),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), factor=1.0), "factor must be above 1, got 1.0"),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=0), "growth_steps .* got 0"),
+        (lambda: loss_scale(optax.sgd(1.0).init({})), "wrap the optimizer"),
+        (lambda: power_decay(1.5), "exponent must lie in .0, 1., got 1.5"),
+    ],
+)
+def test_mistakes_are_one_line(make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("exponent", [0.45, 0.65])
+def test_power_decay_is_the_weight_of_the_old_second_moment(exponent):
+    params, grads = problem(steps=4)
+    state = run(stable_adamw(0.1, b2=power_decay(exponent)), params, grads)[1]
+    v = 0.0
+    for t, g in enumerate(grads, 1):
+        keep = 1 - t**-exponent
+        v = keep * v + (1 - keep) * np.square(g["head"]["w"])
+    np.testing.assert_allclose(state.nu["head"]["w"], v, rtol=1e-5)
+
+
+def test_exports():
+    assert all(hasattr(swoptax, name) for name in swoptax.__all__)

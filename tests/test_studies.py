@@ -1,0 +1,60 @@
+"""The studies in benchmarks/studies: each runs in its shortest form, and goes on where it was cut off."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STUDIES = Path(__file__).resolve().parent.parent / "benchmarks" / "studies"
+
+
+@pytest.fixture
+def study(monkeypatch):
+    monkeypatch.syspath_prepend(str(STUDIES))
+    import study
+
+    return study
+
+
+@pytest.mark.parametrize("name", ["noise", "spikes", "recipes"])
+def test_shortest_form(name, tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "plot.png"
+    command = [sys.executable, STUDIES / f"{name}.py", "--smoke", f"--out={out}", f"--plot={plot}"]
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["finished"] and result["runs"] and plot.stat().st_size > 5000
+    assert f"benchmarks/studies/{name}.py" in result["command"]
+    if name == "noise":
+        ratios = [run["result"]["ratio"] for run in result["runs"]]
+        assert len(ratios) == 12 and all(0.8 < ratio < 1.25 for ratio in ratios)
+
+
+def test_a_study_goes_on_with_what_it_has(study, tmp_path):
+    done = []
+
+    def run(i):
+        done.append(i)
+        if i == 2 and done.count(2) == 1:
+            raise KeyboardInterrupt
+        return {"i": i}
+
+    def carry_out(*flags):
+        args = study.parser("").parse_args([f"--out={tmp_path}/out.json", *flags])
+        return study.carry_out(args, [({"i": i}, lambda i=i: run(i)) for i in range(4)], None)
+
+    assert carry_out("--minutes=0")["finished"] is False and done == []
+    with pytest.raises(KeyboardInterrupt):
+        carry_out()
+    result = carry_out()
+    assert done == [0, 1, 2, 2, 3] and result["finished"]
+    assert [run["result"]["i"] for run in result["runs"]] == [0, 1, 2, 3]
+
+
+def test_interval_is_students(study):
+    mean, half = study.interval([0.1, 0.2, 0.3])
+    assert mean == pytest.approx(0.2) and half == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)
