@@ -1,0 +1,342 @@
+"""Loss spikes, RMS events, and whether the ones follow the others: as a run goes, or in its log.
+
+Needs numpy alone. The rules are those of arXiv 2304.13013, where 28 of 30 loss spikes follow an RMS event
+of the patch embedding by 1 to 8 steps; what the paper leaves open is marked in `Rules`.
+"""
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What counts as an event, all in steps but for the first two.
+
+    Attributes:
+      rms: an RMS from which on a step belongs to an RMS event.
+      sigmas: a loss deviates above running mean + `sigmas` running standard deviations.
+      window: the running statistics are those of so many losses before the step; our choice.
+      deviations: so many deviations within `merge` steps make a loss event; the paper's "multiple".
+      merge: events at most so far apart are one.
+      ignore: steps at the beginning in which nothing counts.
+      lead: how far after the start of an RMS event a loss event follows it, first and last.
+    """
+
+    rms: float = 2.3
+    sigmas: float = 3.2
+    window: int = 100
+    deviations: int = 2
+    merge: int = 10
+    ignore: int = 1000
+    lead: tuple[int, int] = (1, 8)
+
+    @classmethod
+    def of_run(cls, steps: int, **changes) -> "Rules":
+        """The rules for a run of so many steps: the paper's share, 1 in 20, of it is ignored.
+
+        >>> Rules.of_run(20_000).ignore, Rules.of_run(600).ignore
+        (1000, 30)
+        """
+        return cls(**{"ignore": min(1000, steps // 20)} | changes)
+
+
+@dataclasses.dataclass
+class Event:
+    """Steps of one series that deviate, close to each other.
+
+    Attributes:
+      name: of the series, "loss" or a tensor.
+      start, end: first and last step that deviates.
+      peak: the largest finite value in it; infinity if there is none.
+      leaders: of a loss event: (tensor, largest RMS in the steps before, its step), largest first.
+    """
+
+    name: str
+    start: int
+    end: int
+    peak: float
+    leaders: list[tuple[str, float, int]] = dataclasses.field(default_factory=list)
+
+
+class Detector:
+    """Finds events while a run goes on.
+
+    Args:
+      rules: what counts as an event.
+
+    Attributes:
+      loss: loss events so far, oldest first.
+      rms: {tensor: its RMS events so far}.
+
+    >>> detector = Detector(Rules(ignore=0, window=20))
+    >>> for step in range(1, 61):
+    ...     spike = step in (50, 51)
+    ...     loss = 5.0 if spike else 1.0 + 0.01 * (step % 7)
+    ...     rms = {"patch_embed": 3.1 if step == 47 else 0.9, "head": 1.1}
+    ...     for event in detector.update(step, loss, rms):
+    ...         print(event.name, event.start, event.leaders[:1])
+    patch_embed 47 []
+    loss 50 [('patch_embed', 3.1, 47)]
+    """
+
+    def __init__(self, rules: Rules | None = None):
+        self.rules = rules or Rules()
+        self.loss: list[Event] = []
+        self.rms: dict[str, list[Event]] = {}
+        self._losses = _Losses(self.rules)
+        self._merging = _Merging("loss", self.rules, self.rules.deviations, self.loss)
+        self._merging_rms: dict[str, _Merging] = {}
+        self._recent: deque[tuple[int, Mapping[str, float]]] = deque(
+            maxlen=self.rules.merge + self.rules.lead[1]
+        )
+        self._last = -math.inf
+
+    def update(self, step: int, loss: float, rms: Mapping[str, float] | None = None) -> list[Event]:
+        """Takes the values of one step.
+
+        Args:
+          step: its number, larger than that of the step before.
+          loss: NaN counts as a deviation.
+          rms: {tensor: RMS}.
+
+        Returns:
+          Events that this step has completed or begun: a loss event needs several deviations, so that
+          it may have started some steps before. They grow as further steps deviate.
+
+        Raises:
+          ValueError: the steps do not rise.
+        """
+        if step <= self._last:
+            raise ValueError(
+                f"steps must rise, got {step} after {self._last}: begin a new Detector where a run "
+                f"goes back"
+            )
+        self._last, rms = step, rms or {}
+        found = [] if step <= self.rules.ignore else self._rms_events(step, rms)
+        self._recent.append((step, rms))
+        if self._losses.deviates(step, loss) and (event := self._merging.add(step, loss)):
+            event.leaders = leaders(self._recent, event.start, self.rules)
+            found.append(event)
+        return found
+
+    def _rms_events(self, step: int, rms: Mapping[str, float]) -> list[Event]:
+        found = []
+        for name, value in rms.items():
+            if not value >= self.rules.rms:
+                continue
+            if name not in self._merging_rms:
+                self.rms[name] = []
+                self._merging_rms[name] = _Merging(name, self.rules, 1, self.rms[name])
+            found.append(self._merging_rms[name].add(step, value))
+        return [event for event in found if event]
+
+
+class _Losses:
+    """Which losses deviate from those before them."""
+
+    def __init__(self, rules: Rules):
+        self._rules, self._window = rules, deque(maxlen=rules.window)
+
+    def deviates(self, step: int, loss: float) -> bool:
+        judged = step > self._rules.ignore and len(self._window) == self._rules.window
+        before = np.array(self._window)
+        if math.isfinite(loss):
+            self._window.append(loss)
+        elif step > self._rules.ignore:
+            return True
+        return judged and loss > before.mean() + self._rules.sigmas * before.std()
+
+
+class _Merging:
+    """Puts the deviating steps of a series together."""
+
+    def __init__(self, name: str, rules: Rules, needed: int, events: list[Event]):
+        self._name, self._rules, self._needed = name, rules, needed
+        self._events, self._waiting = events, []
+
+    def add(self, step: int, value: float) -> Event | None:
+        """Takes a deviating step; returns the event that it completes, if it is a new one."""
+        merge = self._rules.merge
+        if self._events and step - self._events[-1].end <= merge:
+            last = self._events[-1]
+            last.end, last.peak = step, _peak([last.peak, value])
+            return None
+        waiting = [(s, v) for s, v in self._waiting if step - s < merge]
+        self._waiting = [*waiting, (step, value)]
+        if len(self._waiting) < self._needed:
+            return None
+        steps, values = zip(*self._waiting)
+        self._waiting = []
+        self._events.append(Event(self._name, steps[0], step, _peak(values)))
+        return self._events[-1]
+
+
+def _peak(values: Iterable[float]) -> float:
+    return max((value for value in values if math.isfinite(value)), default=math.inf)
+
+
+def leaders(
+    recent: Iterable[tuple[int, Mapping[str, float]]], start: int, rules: Rules, most: int = 5
+) -> list[tuple[str, float, int]]:
+    """The tensors whose RMS was largest before a loss event.
+
+    Args:
+      recent: (step, {tensor: RMS}) of at least the steps that `rules.lead` names.
+      start: of the loss event.
+      rules: how many steps before count.
+      most: tensors.
+
+    Returns:
+      (tensor, its largest RMS, at which step), largest first.
+    """
+    first, last = rules.lead
+    best: dict[str, tuple[float, int]] = {}
+    for step, rms in recent:
+        if start - last <= step <= start - first:
+            for name, value in rms.items():
+                if math.isfinite(value) and value > best.get(name, (-math.inf,))[0]:
+                    best[name] = (value, step)
+    ranked = sorted(best.items(), key=lambda item: -item[1][0])
+    return [(name, value, step) for name, (value, step) in ranked[:most]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alignment:
+    """How often loss events follow the RMS events of one tensor, beside chance.
+
+    Attributes:
+      name: of the tensor.
+      rms_events: how many it has.
+      followed: loss events that start `Rules.lead` steps after one of them.
+      loss_events: of the run.
+      chance: the share of the loss events that would be `followed` if the RMS events were elsewhere.
+      p_value: how likely chance alone gives `followed` or more.
+    """
+
+    name: str
+    rms_events: int
+    followed: int
+    loss_events: int
+    chance: float
+    p_value: float
+
+
+def align(
+    name: str, rms: Iterable[int], losses: Iterable[int], steps: tuple[int, int], rules: Rules
+) -> Alignment:
+    """Compares where RMS events and loss events start.
+
+    Chance is exact, not sampled: the RMS events are shifted, around the end of the run back to its
+    beginning, by every number of steps there is. So both series keep their own clusters. The p-value
+    is the share of the shifts that give as many followed loss events as there are; no shift is one.
+
+    Args:
+      name: of the tensor.
+      rms, losses: steps at which events start.
+      steps: the first and the last that count.
+      rules: for `lead`.
+
+    >>> align("patch_embed", [100, 500], [103, 700], (1, 1000), Rules())
+    Alignment(name='patch_embed', rms_events=2, followed=1, loss_events=2, chance=0.016, p_value=0.027)
+    """
+    first, last = steps
+    length, rms, losses = last - first + 1, list(rms), list(losses)
+    covered = np.zeros(max(length, 1), bool)
+    for lead in range(rules.lead[0], rules.lead[1] + 1):
+        covered[[(step + lead - first) % length for step in rms]] = True
+    shifts = np.arange(len(covered))
+    counts = sum(
+        (covered[(step - first - shifts) % length].astype(int) for step in losses), 0 * shifts
+    )
+    followed = int(counts[0])
+    return Alignment(
+        name=name,
+        rms_events=len(rms),
+        followed=followed,
+        loss_events=len(losses),
+        chance=float(covered.mean()),
+        p_value=float(np.mean(counts >= followed)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """What `analyse` found.
+
+    Attributes:
+      rules: that it followed.
+      steps: the first and the last that count.
+      loss: loss events, oldest first.
+      rms: {tensor: its RMS events}, of those that have some.
+      alignments: of these tensors, the least likely by chance first.
+    """
+
+    rules: Rules
+    steps: tuple[int, int]
+    loss: list[Event]
+    rms: dict[str, list[Event]]
+    alignments: list[Alignment]
+
+
+def analyse(
+    step: np.ndarray,
+    loss: np.ndarray,
+    rms: Mapping[str, np.ndarray] | None = None,
+    rules: Rules | None = None,
+) -> Analysis:
+    """Finds the events of a whole run, and which tensors' RMS the loss follows.
+
+    Args:
+      step: int [n], rising.
+      loss: float [n]; NaN is a deviation.
+      rms: {tensor: float [n]}; NaN at steps without an RMS.
+      rules: what counts; default `Rules.of_run` of the last step.
+
+    Raises:
+      ValueError: the steps do not rise, or lengths differ.
+
+    >>> step = np.arange(1, 401)
+    >>> loss = 1 + 0.01 * np.sin(step)
+    >>> patch = np.full(400, 0.9)
+    >>> for spike in (150, 300):
+    ...     loss[spike : spike + 3] += 1
+    ...     patch[spike - 4] = 2.9
+    >>> found = analyse(step, loss, {"patch_embed": patch})
+    >>> [event.start for event in found.loss], found.alignments[0].followed
+    ([151, 301], 2)
+    """
+    rms = rms or {}
+    for name, values in {"loss": loss, **rms}.items():
+        if len(values) != len(step):
+            raise ValueError(f"{name!r} must have one value a step, {len(step)}, got {len(values)}")
+    rules = rules or Rules.of_run(int(step[-1]) if len(step) else 0)
+    detector = Detector(rules)
+    high = {i: {} for i in range(len(step))}  # what no rule looks at is not fed: most of a long log
+    for name, values in rms.items():
+        for i in np.flatnonzero(np.asarray(values) >= rules.rms):
+            high[int(i)][name] = float(values[i])
+    for i in range(len(step)):
+        for event in detector.update(int(step[i]), float(loss[i]), high[i]):
+            if event.name == "loss":
+                event.leaders = _leaders(step, rms, event.start, rules)
+    last = int(step[-1]) if len(step) else 0
+    judged = (min(rules.ignore + 1, last), last)
+    starts = [event.start for event in detector.loss]
+    alignments = [
+        align(name, [event.start for event in events], starts, judged, rules)
+        for name, events in detector.rms.items()
+    ]
+    alignments.sort(key=lambda a: (a.p_value, -a.followed, -a.rms_events))
+    return Analysis(rules, judged, detector.loss, detector.rms, alignments)
+
+
+def _leaders(step, rms, start: int, rules: Rules):
+    near = np.flatnonzero((step >= start - rules.lead[1]) & (step <= start - rules.lead[0]))
+    recent = [
+        (int(step[i]), {name: float(values[i]) for name, values in rms.items()}) for i in near
+    ]
+    return leaders(recent, start, rules)

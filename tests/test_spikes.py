@@ -1,0 +1,138 @@
+"""Spike detection on series whose events are planted, and the paper's count of what precedes what."""
+
+import math
+
+import numpy as np
+import pytest
+
+from swjax.diagnostics.spikes import Detector, Rules, align, analyse
+
+PATCH, MIDDLE = "vision/patch_embed/kernel", "vision/blocks/attn/q/kernel/14"
+
+
+def run(steps=20_000, seed=0):
+    """(steps, loss) of a run like the paper's without spikes: a falling, noisy loss."""
+    rng = np.random.default_rng(seed)
+    step = np.arange(1, steps + 1)
+    return step, 1 + 8 * np.exp(-step / 4000) + 0.05 * rng.standard_normal(steps)
+
+
+def planted(loss_spikes=30, followed=28, seed=0):
+    """The paper's picture: loss spikes at random, most of them 1 to 8 steps after an RMS event."""
+    rng = np.random.default_rng(seed)
+    step, loss = run(seed=seed)
+    patch, middle = (rng.uniform(0.7, 1.2, len(step)) for _ in range(2))
+    starts = rng.choice(np.arange(1200, 19_900, 60), loss_spikes, replace=False)
+    for i, start in enumerate(starts):
+        loss[start - 1 : start + 4] += 0.6
+        if i < followed:
+            patch[start - 1 - rng.integers(1, 9)] = rng.uniform(2.4, 6)
+    middle[rng.choice(np.arange(1200, 19_900, 60) + 30, 30, replace=False)] = 3.0
+    return step, loss, {PATCH: patch, MIDDLE: middle}, np.sort(starts)
+
+
+def test_the_papers_count():
+    """28 of 30 loss spikes follow the patch embedding, where chance gives about 1%; no other layer."""
+    step, loss, rms, starts = planted()
+    found = analyse(step, loss, rms)
+    assert [event.start for event in found.loss] == starts.tolist()
+    patch, middle = found.alignments
+    assert (patch.name, patch.followed, patch.loss_events) == (PATCH, 28, 30)
+    assert patch.rms_events == 28
+    assert 0.005 < patch.chance < 0.02
+    assert patch.p_value == 1 / 19_000  # the smallest there is: no shift does as well
+    assert (middle.name, middle.followed) == (MIDDLE, 0) and middle.p_value == 1
+    led = [event for event in found.loss if event.leaders[0][0] == PATCH]
+    assert len(led) >= 28
+
+
+def test_no_events_in_noise():
+    found = analyse(*run())
+    assert found.loss == [] and found.rms == {} and found.alignments == []
+    assert found.rules == Rules() and found.steps == (1001, 20_000)
+
+
+def test_chance_is_what_random_placement_gives():
+    """The share that `align` computes is the mean over RMS events put anywhere."""
+    rng = np.random.default_rng(0)
+    losses = rng.choice(np.arange(1, 2001), 40, replace=False).tolist()
+    rms = np.arange(50, 2000, 100).tolist()
+    expected = align("x", rms, losses, (1, 2000), Rules()).chance
+    placed = [
+        align("x", rng.choice(1990, 20).tolist(), losses, (1, 2000), Rules()) for _ in range(200)
+    ]
+    counts = [a.followed / a.loss_events for a in placed]
+    assert expected == 20 * 8 / 2000
+    assert abs(np.mean(counts) - expected) < 4 * np.std(counts) / math.sqrt(len(counts)) + 0.002
+    assert (
+        np.mean([a.p_value < 0.05 for a in placed]) <= 0.1
+    )  # false alarms are as rare as they say
+
+
+@pytest.mark.parametrize(
+    ("deviating", "events"),
+    [
+        ([500], []),  # once is noise
+        ([500, 509], [(500, 509)]),
+        ([500, 510], []),  # not within 10 steps
+        ([500, 501, 511], [(500, 511)]),  # events within 10 steps are one
+        ([500, 501, 512, 513], [(500, 501), (512, 513)]),
+    ],
+)
+def test_several_deviations_make_a_loss_event_and_near_ones_merge(deviating, events):
+    loss = 1 + 0.01 * np.sin(np.arange(1, 801))
+    loss[np.array(deviating) - 1] = 2
+    found = analyse(np.arange(1, 801), loss)
+    assert [(event.start, event.end) for event in found.loss] == events
+
+
+@pytest.mark.parametrize(("step", "follows"), [(499, 1), (492, 1), (491, 0), (500, 0)])
+def test_what_follows_lies_one_to_eight_steps_later(step, follows):
+    loss = 1 + 0.01 * np.sin(np.arange(1, 801))
+    loss[499:502] = 2
+    rms = np.ones(800)
+    rms[step - 1] = 2.3
+    (alignment,) = analyse(np.arange(1, 801), loss, {"a": rms}).alignments
+    assert alignment.followed == follows
+
+
+def test_the_beginning_is_ignored():
+    step, loss, rms, _ = planted()
+    loss[500:505] += 5
+    rms[PATCH][495] = 9
+    found = analyse(step, loss, rms)
+    assert min(event.start for event in found.loss) > 1000
+    assert min(event.start for event in found.rms[PATCH]) > 1000
+
+
+def test_a_loss_that_is_not_finite_is_an_event_and_leaves_the_statistics_alone():
+    loss = 1 + 0.01 * np.sin(np.arange(1, 801))
+    loss[[400, 402]] = np.nan, np.inf
+    loss[600:603] = 2
+    found = analyse(np.arange(1, 801), loss)
+    assert [(event.start, event.peak) for event in found.loss] == [(401, math.inf), (601, 2.0)]
+
+
+def test_online_finds_what_the_log_shows():
+    step, loss, rms, _ = planted(seed=1)
+    detector, reported = Detector(), []
+    for i in range(len(step)):
+        values = {name: float(column[i]) for name, column in rms.items()}
+        reported += detector.update(int(step[i]), float(loss[i]), values)
+    found = analyse(step, loss, rms)
+    assert detector.loss == found.loss and detector.rms == found.rms
+    assert sorted(e.start for e in reported if e.name == "loss") == [e.start for e in found.loss]
+
+
+def test_mistakes_are_said_in_one_line():
+    detector = Detector()
+    detector.update(5, 1.0)
+    with pytest.raises(ValueError, match=r"^steps must rise, got 5 after 5: .*"):
+        detector.update(5, 1.0)
+    with pytest.raises(ValueError, match=r"^'x' must have one value a step, 3, got 2$"):
+        analyse(np.arange(3), np.ones(3), {"x": np.ones(2)})
+
+
+def test_a_log_without_steps():
+    found = analyse(np.array([], int), np.array([]))
+    assert found.loss == [] and found.alignments == []
