@@ -7,17 +7,15 @@ never waits for its own log.
 import contextlib
 import hashlib
 import json
-import os
 import re
 import sys
 import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from swjax.config import ConfigError
+from swjax.diagnostics.recorder import number, truncate
 
 # Dense 16-bit peak, FLOP/s. int8 and fp8 runs are held against it too, so that recipes compare.
 PEAK_FLOPS = (
@@ -39,34 +37,6 @@ PEAK_FLOPS = (
 def peak_flops(device) -> float | None:
     """The device's 16-bit peak in FLOP/s, or None where the table has none (a CPU)."""
     return next((peak for kind, peak in PEAK_FLOPS if re.search(kind, device.device_kind)), None)
-
-
-class Packer:
-    """One step's metrics as one float32 vector: one array to fetch, whatever their number.
-
-    >>> packer = Packer()
-    >>> vector = jax.jit(packer.pack)({"loss": jnp.float32(2), "rms": jnp.ones(2)})
-    >>> packer.records({7: np.asarray(vector)})
-    [{'step': 7, 'loss': 2.0, 'rms/0': 1.0, 'rms/1': 1.0}]
-    """
-
-    def __init__(self):
-        self.names: list[str] = []  # known once `pack` has been traced
-
-    def pack(self, metrics: dict) -> jax.Array:
-        """Scalars and vectors, by name; element i of a vector is named "<name>/<i>"."""
-        self.names = []
-        for name in sorted(metrics):
-            scalar, size = metrics[name].ndim == 0, metrics[name].size
-            self.names += [name] if scalar else [f"{name}/{i}" for i in range(size)]
-        return jnp.concatenate([jnp.ravel(metrics[n]).astype(jnp.float32) for n in sorted(metrics)])
-
-    def records(self, vectors: dict[int, np.ndarray]) -> list[dict]:
-        """One record {"step": int, name: number, ...} for each step's vector."""
-        return [
-            {"step": step} | dict(zip(self.names, vector.tolist(), strict=True))
-            for step, vector in vectors.items()
-        ]
 
 
 class MetricLog:
@@ -127,7 +97,7 @@ class MetricLog:
         line = {}
         for record in records:
             line = {"step": record["step"], "time": seconds}
-            line |= {name: _number(value) for name, value in record.items() if name != "step"}
+            line |= {name: number(value) for name, value in record.items() if name != "step"}
             self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         shown = {
@@ -148,29 +118,6 @@ class MetricLog:
             self._board.close()
         if self._wandb:
             self._wandb.finish()
-
-
-def _number(value):
-    """The shortest float that is the same float32; None for NaN and infinity, unknown to JSON."""
-    if value is None or isinstance(value, int):
-        return value
-    return float(str(np.float32(value))) if np.isfinite(value) else None
-
-
-def truncate(path: Path, last_step: int) -> float:
-    """Removes records after `last_step` and a half-written line; returns the last one's time."""
-    if not path.exists():
-        return 0.0
-    seconds, part = 0.0, path.with_suffix(".part")
-    with open(path) as old, open(part, "w") as new:
-        for line in old:
-            record = json.loads(line) if line.endswith("}\n") else None
-            if record is None or record["step"] > last_step:
-                break
-            seconds = record["time"]
-            new.write(line)
-    os.replace(part, path)
-    return seconds
 
 
 class Meter:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from swjax import data, diagnostics, losses, sharding
 from swjax.config import ConfigError
-from swjax.metrics import Packer
+from swjax.diagnostics import Packer
 from swjax.models import clip
 from swjax.optax import stable_adamw
 

@@ -22,8 +22,9 @@ from swjax import config as config_lib
 from swjax import data, distributed, environment, evaluators, recipes, report, sharding
 from swjax.checkpoint import Checkpoints, lock
 from swjax.config import ConfigError, blame, choice
+from swjax.diagnostics import Packer
 from swjax.interrupt import catch
-from swjax.metrics import Meter, MetricLog, Packer, Progress
+from swjax.metrics import Meter, MetricLog, Progress
 from swjax.models import clip
 from swjax.nnx import set_layouts
 from swjax.train_step import make_optimizer, make_schedule, make_train_step, partition

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from swjax import config as config_lib
-from swjax import metrics, sharding, trainer
+from swjax import diagnostics, metrics, sharding, trainer
 from swjax.checkpoint import Checkpoints, lock
 from swjax.config import ConfigError
 from swjax.train_step import combine, make_loss_and_grad, make_train_step, partition
@@ -129,7 +129,7 @@ def setup(config):
     schedule = trainer.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
     optimizer = trainer.make_optimizer(config, schedule)
     init, graphdef = trainer.make_init(config, trainer.model_config(config), optimizer)
-    packer = metrics.Packer()
+    packer = diagnostics.Packer()
     step = make_train_step(config, graphdef, optimizer, schedule, packer)
 
     def named(state, batch):
@@ -429,7 +429,7 @@ def test_second_interrupt_ends_at_once():
 @pytest.fixture
 def bad_step_4(monkeypatch):
     """Makes the loss of step 4 look like NaN, once."""
-    real, left = metrics.Packer.records, [1]
+    real, left = diagnostics.Packer.records, [1]
 
     def spoiled(self, vectors):
         found = real(self, vectors)
@@ -438,7 +438,7 @@ def bad_step_4(monkeypatch):
                 record["train/loss"] = float("nan")
         return found
 
-    monkeypatch.setattr(metrics.Packer, "records", spoiled)
+    monkeypatch.setattr(diagnostics.Packer, "records", spoiled)
 
 
 def test_nan_stops_the_run(micro, bad_step_4, tmp_path, capsys):

@@ -1,61 +1,23 @@
-"""Trees of a training step as scalars by name, to be computed inside the step: no host sync.
+"""Why a run is unstable: what to record in any Flax project, spikes, and what led to them.
 
-A value is a scalar, or a vector with one entry a block, which the log writes as "<name>/<block>".
+In the training step, all of it on the device: `norms`, `rms` or `adamw_rms`. Now and then: `measure`. Into a
+file that `python -m swjax.diagnostics report` reads: `Recorder`. While the run goes on: `Detector`.
 """
 
-import jax
-import jax.numpy as jnp
+from swjax.diagnostics.recorder import Packer, Recorder
+from swjax.diagnostics.spikes import Detector, Rules, analyse
+from swjax.diagnostics.taps import measure
+from swjax.diagnostics.values import adamw_rms, feature_magnitude, norms, rms
 
-from swjax.optax import rms_by_path
-
-
-def norms(**trees) -> dict[str, jax.Array]:
-    """Global L2 norms, sqrt of the sum of squares of all entries of a tree.
-
-    Args:
-      **trees: by what the norm is of: grad, update, param.
-
-    Returns:
-      {"train/<name>_norm": float32 scalar}.
-
-    >>> norms(grad={"w": jnp.array([3.0]), "b": jnp.array([4.0])})
-    {'train/grad_norm': Array(5., dtype=float32)}
-    """
-    return {f"train/{name}_norm": _norm(tree) for name, tree in trees.items()}
-
-
-def _norm(tree) -> jax.Array:
-    squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
-
-
-def rms(opt_state) -> dict[str, jax.Array]:
-    """RMS of every parameter's update as StableAdamW saw it: above 1 the second moment lags.
-
-    Args:
-      opt_state: of an optimizer with `swjax.optax.stable_adamw` anywhere in it.
-
-    Returns:
-      {"stability/rms/<path of the parameter>": scalar, or [blocks] of a stacked parameter}.
-    """
-    return {f"stability/rms/{path}": value for path, value in rms_by_path(opt_state).items()}
-
-
-def feature_magnitude(outs: dict[str, dict]) -> dict[str, jax.Array]:
-    """Magnitudes of each block's output.
-
-    Args:
-      outs: by tower, the intermediates that its forward pass returned; their "blocks" are vectors with
-        one entry a block.
-
-    Returns:
-      {"stability/<magnitude>/<tower>": [blocks]}.
-
-    >>> feature_magnitude({"vision": {"blocks": {"feature_mean_abs": jnp.ones(2)}}})
-    {'stability/feature_mean_abs/vision': Array([1., 1.], dtype=float32)}
-    """
-    return {
-        f"stability/{name}/{tower}": value
-        for tower, out in outs.items()
-        for name, value in out["blocks"].items()
-    }
+__all__ = [
+    "Detector",
+    "Packer",
+    "Recorder",
+    "Rules",
+    "adamw_rms",
+    "analyse",
+    "feature_magnitude",
+    "measure",
+    "norms",
+    "rms",
+]

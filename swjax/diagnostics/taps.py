@@ -1,0 +1,279 @@
+"""What flows through the layers of an NNX model, measured inside the step: no change to the model's code.
+
+A tap is an extra variable of a module. Nothing depends on its value; its *gradient* is what was measured
+where the module ran. So measurements leave the model the way gradients do: through `jax.lax.scan`,
+`jax.checkpoint`, `nnx.vmap`, micro-batches and several devices, and without an activation being kept.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from swjax.kernels import reference
+from swjax.nnx import Linear
+from swjax.recipes import Recipe, first_match
+
+QUANTIZATION, FEATURES = "tap_quantization", "tap_features"
+OPERANDS = ("x", "w", "g")
+
+
+class Tap(nnx.Variable):
+    """A measurement's place in a module. As a gradient: sums over the module's calls.
+
+    [..., 3, 5] float32 for quantization: for each operand of `OPERANDS` how many elements are not zero,
+    how many of these quantize to zero and to the largest value, sum of squares, sum of squared errors.
+    [..., 3] for features: calls, mean |y|, max |y|. Leading axes are those that stack the module.
+    """
+
+
+def measure(
+    loss_fn: Callable,
+    model: nnx.Module,
+    *args,
+    quantization: str | None = r".*",
+    features: str | None = None,
+) -> dict[str, jax.Array]:
+    """How the layers of a model do on one batch; costs about a forward and a backward pass.
+
+    The model stays as it is. The weight gradients are not computed.
+
+    Args:
+      loss_fn: (model, *args) -> scalar loss, as for `nnx.grad`.
+      model: any NNX model.
+      *args: of loss_fn.
+      quantization: regular expression that matches the whole path of the linear layers whose operands
+        are measured: those of `swjax.nnx.Linear` and `quantize_model` with a recipe. None: of none.
+      features: the same, of modules of any kind whose output is measured. None: of none.
+
+    Returns:
+      {name: float32 scalar, or [layers] of modules that are stacked}; NaN where nothing flowed.
+
+      quantization/sqnr_db/<path>/<x, w or g>: signal to quantization noise, 10 log10 of power ratios.
+      quantization/zeros/...: the share of the nonzero elements that quantize to zero.
+      quantization/saturated/...: the share of them at the largest value of the format.
+      stability/feature_mean_abs/<path>, stability/feature_max_abs/<path>: of the module's output.
+
+      x and w are operands of the forward product, g is the gradient that the backward pass quantizes.
+
+    Raises:
+      ValueError: an expression matches no module that it could.
+
+    >>> layer = Linear(64, 32, recipe="switchback", rngs=nnx.Rngs(0))
+    >>> x = jax.random.normal(jax.random.key(0), (16, 64))
+    >>> found = measure(lambda model, x: jnp.mean(model(x) ** 2), nnx.Sequential(layer), x)
+    >>> {name: round(float(value)) for name, value in found.items() if "sqnr" in name}
+    {'quantization/sqnr_db/layers/0/x': 44, 'quantization/sqnr_db/layers/0/w': 46,
+     'quantization/sqnr_db/layers/0/g': 46}
+    """
+    tapped = insert(nnx.clone(model), quantization=quantization, features=features)
+    return read(nnx.grad(loss_fn, argnums=nnx.DiffState(0, Tap))(tapped, *args))
+
+
+def insert(
+    model: nnx.Module, *, quantization: str | None = r".*", features: str | None = None
+) -> nnx.Module:
+    """Puts taps into a model, in place; `measure` does so with a copy.
+
+    For code that handles gradients itself: differentiate with respect to the `Tap` variables, and
+    `read` the gradient.
+
+    Args:
+      model: it is changed, and still computes the same.
+      quantization, features: see `measure`.
+
+    Returns:
+      `model`.
+
+    Raises:
+      ValueError: an expression matches no module that it could.
+    """
+    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    quantized = {path: m for path, m in modules.items() if _is_quantized(m)}
+    for path in first_match({quantization: ""} if quantization is not None else {}, quantized):
+        module = quantized[path]
+        call = _call_linear if isinstance(module, Linear) else _call_product
+        _tap(module, call, QUANTIZATION, (*_stacked(module), 3, 5))
+    for path in first_match({features: ""} if features is not None else {}, modules):
+        _tap(modules[path], _call_for_features, FEATURES, (*_stacked(modules[path]), 3))
+    return model
+
+
+def read(gradients) -> dict[str, jax.Array]:
+    """The measurements in a gradient with respect to `Tap` variables; see `measure`.
+
+    Args:
+      gradients: a tree with the model's paths; leaves other than taps' are passed over.
+    """
+    found = {}
+    for path, sums in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(gradients)):
+        *names, tap = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if tap == FEATURES:
+            for i, name in enumerate(("feature_mean_abs", "feature_max_abs"), 1):
+                found["/".join(("stability", name, *names))] = sums[..., i] / sums[..., 0]
+        elif tap == QUANTIZATION:
+            for i, operand in enumerate(OPERANDS):
+                for name, value in _summary(sums[..., i, :]).items():
+                    found["/".join(("quantization", name, *names, operand))] = value
+    return found
+
+
+def _summary(sums: jax.Array) -> dict[str, jax.Array]:
+    nonzero, zeros, largest, signal, noise = jnp.moveaxis(sums, -1, 0)
+    noise = jnp.maximum(noise, 1e-20 * signal)  # at most 200 dB
+    return {
+        "zeros": zeros / nonzero,
+        "saturated": largest / nonzero,
+        "sqnr_db": 10 * jnp.log10(signal / noise),
+    }
+
+
+def operand_sums(x: jax.Array, axes: tuple[int, ...], dtype: str, kept=None) -> jax.Array:
+    """The five sums of one operand, see `Tap`.
+
+    Args:
+      x: the operand.
+      axes, dtype: as for `swjax.quantize`.
+      kept: bool, broadcast to x: elements that stay out of quantization. None: none.
+
+    Returns:
+      [5] float32.
+    """
+    wide = x.astype(jnp.float32)
+    wide = wide if kept is None else jnp.where(kept, 0.0, wide)
+    q = reference.quantize(wide, axes, dtype)
+    magnitude = jnp.abs(q.values.astype(jnp.float32))
+    nonzero = wide != 0
+    counts = (nonzero, nonzero & (magnitude == 0), magnitude >= reference.LARGEST[dtype])
+    squares = (jnp.square(x.astype(jnp.float32)), jnp.square(wide - reference.dequantize(q)))
+    return jnp.stack([jnp.sum(a, dtype=jnp.float32) for a in (*counts, *squares)])
+
+
+# ----------------------------------------------------------------------------------- how taps work
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _report(of_gradient: Callable, y: jax.Array, tap: jax.Array, seen: jax.Array) -> jax.Array:
+    """y; the gradient of `tap` is of_gradient(seen, gradient of y)."""
+    return y
+
+
+def _report_forward(of_gradient, y, tap, seen):
+    return y, seen
+
+
+def _report_backward(of_gradient, seen, g):
+    return g, of_gradient(seen, g), jnp.zeros_like(seen)
+
+
+_report.defvjp(_report_forward, _report_backward)
+
+
+def _report_product(y, x, w, tap, recipe: Recipe, x_axes, w_axes, g_axes):
+    """`y`, the product of x and w; all three operands are reported.
+
+    Args:
+      x_axes, w_axes, g_axes: the axes that a product sums over in x, w (forward) and g (input gradient).
+    """
+    fwd, dgrad = recipe.fwd, recipe.dgrad
+    seen = jnp.zeros((2, 5), jnp.float32)
+    if fwd is not None:
+        x, w = jax.lax.stop_gradient((x, w))
+        kept = None
+        if fwd.outlier_threshold:
+            tokens = tuple(i for i in range(x.ndim) if i not in {a % x.ndim for a in x_axes})
+            kept = jnp.max(jnp.abs(x), tokens, keepdims=True) >= fwd.outlier_threshold
+        seen = jnp.stack(
+            [
+                operand_sums(x, _spanned(fwd.lhs, x, x_axes), fwd.lhs.dtype, kept),
+                operand_sums(w, _spanned(fwd.rhs, w, w_axes), fwd.rhs.dtype),
+            ]
+        )
+
+    def of_gradient(seen, g):
+        third = jnp.zeros(5, jnp.float32)
+        if dgrad is not None:
+            third = operand_sums(g, _spanned(dgrad.lhs, g, g_axes), dgrad.lhs.dtype)
+        return jnp.concatenate([seen, third[None]])
+
+    return _report(of_gradient, y, tap, seen)
+
+
+def _spanned(quantizer, x: jax.Array, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes that one scale spans."""
+    return tuple(range(x.ndim)) if quantizer.scope == "tensor" else axes
+
+
+def _call_linear(self, call: Callable, inputs, *args, **kwargs):
+    """`swjax.nnx.Linear` quantizes its kernel as it is."""
+    y, kernel = call(self, inputs, *args, **kwargs), self.kernel[...]
+    (x,) = self.promote_dtype((inputs,), dtype=self.dtype)
+    tap = getattr(self, QUANTIZATION)[...]
+    return _report_product(y, x, kernel, tap, self.recipe, (-1,), (0,), (-1,))
+
+
+def _call_product(self, call: Callable, *args, **kwargs):
+    """Modules that `quantize_model` gave a `dot_general` multiply what that is given."""
+    product, tap = self.dot_general, getattr(self, QUANTIZATION)[...]
+
+    def tapped(x, w, dimension_numbers, *args, **kwargs):
+        y = product(x, w, dimension_numbers, *args, **kwargs)
+        (x_axes, w_axes), (_, w_batch) = dimension_numbers
+        free = w.ndim - len(w_axes) - len(w_batch)
+        g_axes = tuple(range(y.ndim - free, y.ndim))
+        return _report_product(y, x, w, tap, product.recipe, x_axes, w_axes, g_axes)
+
+    self.dot_general = tapped
+    try:
+        return call(self, *args, **kwargs)
+    finally:
+        self.dot_general = product
+
+
+def _call_for_features(self, call: Callable, *args, **kwargs):
+    y = call(self, *args, **kwargs)
+    if not isinstance(y, jax.Array):
+        raise ValueError(
+            f"features can be measured where a module returns an array, got {type(y).__name__} of "
+            f"{type(self).__name__}: match a module inside of it"
+        )
+    magnitude = jnp.abs(jax.lax.stop_gradient(y).astype(jnp.float32))
+    seen = jnp.stack([jnp.ones(()), jnp.mean(magnitude), jnp.max(magnitude)])
+    return _report(_ignore_gradient, y, getattr(self, FEATURES)[...], seen)
+
+
+def _ignore_gradient(seen, g):
+    return seen
+
+
+@cache  # equal graphs, so that compiled functions are found again
+def _subclass(kind: type, tapped_call: Callable) -> type:
+    """The class of a tapped module."""
+
+    def __call__(self, *args, **kwargs):
+        return tapped_call(self, kind.__call__, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": __name__})
+
+
+def _tap(module: nnx.Module, call: Callable, name: str, shape: tuple[int, ...]) -> None:
+    object.__setattr__(module, "__class__", _subclass(type(module), call))
+    setattr(module, name, Tap(jnp.zeros(shape, jnp.float32)))
+
+
+def _is_quantized(module: nnx.Module) -> bool:
+    holder = module if isinstance(module, Linear) else getattr(module, "dot_general", None)
+    recipe = getattr(holder, "recipe", None)
+    return recipe is not None and (recipe.fwd is not None or recipe.dgrad is not None)
+
+
+def _stacked(module: nnx.Module) -> tuple[int, ...]:
+    """The leading axes of a stack of modules, seen from the first linear layer in it: () if it is none."""
+    for _, layer in nnx.iter_modules(module):
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
+            own = np.size(layer.in_features), np.size(layer.out_features)  # numbers or tuples
+            return layer.kernel.shape[: layer.kernel.ndim - sum(own)]
+    return ()

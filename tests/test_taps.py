@@ -1,0 +1,222 @@
+"""What taps measure, against the same computed by hand, in models with and without a stack of layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import swjax.nnx
+from swjax import diagnostics
+from swjax.diagnostics import taps
+from swjax.optax import adamw_rms_by_path, rms_by_path, stable_adamw
+from swjax.testing import matrix_products
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(12, 64)) * RNG.uniform(0.1, 9, (12, 1)), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler():
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling is what takes time here
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def measured(loss, model, *args, **which):
+    return jax.jit(lambda *args: diagnostics.measure(loss, model, *args, **which))(*args)
+
+
+def two_layers(recipe="switchback"):
+    first, second = ((64, 32), (32, 8))
+    return nnx.Sequential(
+        swjax.nnx.Linear(*first, recipe=recipe, rngs=nnx.Rngs(0)),
+        jnp.sin,
+        nnx.Linear(*second, rngs=nnx.Rngs(1)),
+    )
+
+
+def loss(model, x):
+    return jnp.mean(jnp.square(model(x)))
+
+
+def by_hand(x, axes, kept=None):
+    """Shares of zeros and of the largest, and SQNR in dB, of int8."""
+    x = np.asarray(x, np.float64)
+    inside = x if kept is None else np.where(kept, 0, x)
+    scale = np.max(np.abs(inside), axis=axes, keepdims=True) / 127
+    values = np.rint(inside / scale)
+    nonzero = np.sum(inside != 0)
+    noise = np.sum(np.square(inside - values * scale))
+    return {
+        "zeros": np.sum((values == 0) & (inside != 0)) / nonzero,
+        "saturated": np.sum(np.abs(values) == 127) / nonzero,
+        "sqnr_db": 10 * np.log10(np.sum(np.square(x)) / noise),
+    }
+
+
+@pytest.mark.parametrize(("recipe", "w_axes"), [("switchback", (0, 1)), ("switchback_q", (0,))])
+def test_health_is_that_of_the_operands(recipe, w_axes):
+    model = two_layers(recipe)
+    found = measured(loss, model, X)
+    layer, rest = model.layers[0], lambda y: jnp.mean(jnp.square(model.layers[2](jnp.sin(y))))
+    operands = {
+        "x": (X, (1,)),
+        "w": (layer.kernel[...], w_axes),
+        "g": (jax.grad(rest)(layer(X)), (1,)),
+    }
+    expected = {
+        f"quantization/{name}/layers/0/{operand}": value
+        for operand, (array, axes) in operands.items()
+        for name, value in by_hand(array, axes).items()
+    }
+    assert found.keys() == expected.keys()  # the second layer is not quantized
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+def test_outliers_stay_out():
+    found = measured(loss, two_layers("llm_int8_outlier6"), X)
+    kept = np.max(np.abs(X), 0, keepdims=True) >= 6
+    assert 0 < kept.sum() < 64
+    for name, value in by_hand(X, (1,), kept).items():
+        np.testing.assert_allclose(found[f"quantization/{name}/layers/0/x"], value, rtol=1e-3)
+
+
+def test_fp8_keeps_what_int8_loses():
+    def zeros(recipe):
+        small = X.at[:, 1:].multiply(1e-3)
+        return measured(loss, two_layers(recipe), small)["quantization/zeros/layers/0/x"]
+
+    assert zeros("switchback") > 0.5 > 0.01 > zeros("fp8_switchback")
+
+
+def test_converted_attention_is_measured_through_its_dot_general():
+    model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
+    swjax.nnx.quantize_model(model, {"query|out": "switchback"})
+    x = X.reshape(3, 16, 16)
+    found = measured(loss, model, x)
+    assert {name.split("/")[2] for name in found} == {"query", "out"}
+    for name, value in by_hand(x, (2,)).items():
+        np.testing.assert_allclose(found[f"quantization/{name}/query/x"], value, rtol=1e-3)
+    assert 30 < found["quantization/sqnr_db/out/g"] < 60
+    assert type(model) is nnx.MultiHeadAttention and not nnx.state(model, taps.Tap)
+
+
+class Stack(nnx.Module):
+    """Three equal layers with their parameters stacked, as models for many layers have them."""
+
+    def __init__(self, scanned: bool):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def layers(rngs):
+            return swjax.nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+        self.layers, self.scanned = layers(nnx.Rngs(0)), scanned
+
+    def __call__(self, x):
+        graph, stacked = nnx.split(self.layers)
+
+        @jax.checkpoint
+        def step(x, parameters):
+            return x + nnx.merge(graph, parameters)(x), None
+
+        if self.scanned:
+            return jax.lax.scan(step, x, stacked)[0]
+        for i in range(3):
+            x, _ = step(x, jax.tree.map(lambda p, i=i: p[i], stacked))
+        return x
+
+
+def test_stacks_have_a_value_for_each_layer():
+    which = {"features": "layers"}
+    scanned, unrolled = (measured(loss, Stack(scanned), X, **which) for scanned in (True, False))
+    assert {value.shape for value in scanned.values()} == {(3,)}
+    assert len(scanned) == 3 * 3 + 2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), scanned, unrolled)
+    first = swjax.nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    first.kernel[...] = Stack(True).layers.kernel[0]
+    np.testing.assert_allclose(
+        scanned["stability/feature_mean_abs/layers"][0], jnp.mean(jnp.abs(first(X))), rtol=1e-5
+    )
+
+
+def test_weight_gradients_are_not_computed():
+    model = two_layers()
+    products = matrix_products(lambda x: diagnostics.measure(loss, model, x), X)
+    assert sum(products.values()) == 3  # forward, forward, and the input gradient of the second
+
+
+def test_layers_used_twice_are_averaged():
+    layer = swjax.nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    once, twice = (
+        diagnostics.measure(
+            lambda m, x, n=n: sum(loss(m, x) for _ in range(n)), layer, X, features=""
+        )
+        for n in (1, 2)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), once, twice)
+
+
+def test_mistakes_are_said_in_one_line():
+    with pytest.raises(ValueError, match="matches no linear layer"):
+        diagnostics.measure(loss, two_layers(), X, quantization="layers/2")
+    model = Pair()
+    with pytest.raises(ValueError, match="^features can be measured .* got tuple of Pair: .*"):
+        diagnostics.measure(lambda m, x: m(x)[0].sum(), model, X, quantization=None, features="")
+
+
+class Pair(nnx.Module):
+    def __call__(self, x):
+        return x, x
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
+def test_adamw_has_the_rms_of_stable_adamw(clip_norm):
+    """As it is without clipping its updates; after the gradient's clipping where there is some."""
+    params = {"w": jnp.ones((4, 5)), "blocks": jnp.ones((3, 7))}
+    axes = {"w": None, "blocks": 0}
+    first = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
+    with jax.numpy_dtype_promotion("standard"):
+        adamw = optax.chain(first, optax.adamw(1e-3, b2=0.99, eps=1e-6))
+        stable = optax.chain(
+            first, stable_adamw(1e-3, b2=0.99, clip_threshold=jnp.inf, block_axes=axes)
+        )
+        updates = [jax.jit(optimizer.update) for optimizer in (adamw, stable)]
+        states = adamw.init(params), stable.init(params)
+        for step in range(8):
+            grads = jax.tree.map(lambda p, s=step: (10.0**s) * jnp.cos(p + p.size), params)
+            states = tuple(update(grads, s, params)[1] for update, s in zip(updates, states))
+            given, _ = first.update(grads, first.init(params))
+            found = adamw_rms_by_path(states[0], given, b2=0.99, eps=1e-6, block_axes=axes)
+            expected = rms_by_path(states[1])
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+    assert found["blocks"].shape == (3,) and (clip_norm or found["w"] > 2.3)
+
+
+def test_adamw_of_an_nnx_optimizer():
+    model = two_layers()
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    with jax.numpy_dtype_promotion("standard"):
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            grads = nnx.grad(loss)(model, x)
+            optimizer.update(model, grads)
+            return diagnostics.adamw_rms(optimizer.opt_state, grads)
+
+        found = step(model, optimizer, X)
+    assert set(found) == {
+        f"stability/rms/layers/{i}/{n}" for i in (0, 2) for n in ("kernel", "bias")
+    }
+    np.testing.assert_allclose(list(found.values()), 1, rtol=1e-5)
+
+
+def test_adamw_rms_needs_the_state_of_the_whole_gradient():
+    params = {"w": jnp.ones(3), "b": jnp.ones(1)}
+    with pytest.raises(
+        ValueError, match="^opt_state must hold one .* of the 1 tensors .* found 1: "
+    ):
+        adamw_rms_by_path(optax.adamw(1e-3).init(params), {"w": jnp.ones(3)})
