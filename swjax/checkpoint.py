@@ -51,6 +51,16 @@ class Checkpoints:
         """The newest complete checkpoint's step, or None."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, rising."""
+        return sorted(self._manager.all_steps())
+
+    def position(self, step: int) -> dict:
+        """That of the data in one of them."""
+        return self._manager.restore(
+            step, args=ocp.args.Composite(position=ocp.args.JsonRestore())
+        ).position
+
     def save(self, step: int, state, position: dict) -> None:
         """Starts saving; returns once the state is copied, so that it may be donated.
 
@@ -65,11 +75,12 @@ class Checkpoints:
         }
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
-    def restore(self, like):
-        """Restores the newest one.
+    def restore(self, like, step: int | None = None):
+        """Restores one of them.
 
         Args:
           like: tree of ShapeDtypeStructs with shardings.
+          step: which; None: the newest.
 
         Returns:
           (state, position) as saved.
@@ -78,7 +89,7 @@ class Checkpoints:
           ConfigError: it holds other arrays, or other shapes, than `like`.
         """
         self._manager.wait_until_finished()
-        step = self.latest_step()
+        step = self.latest_step() if step is None else step
         self._check(step, like)
         items = {"state": ocp.args.StandardRestore(like), "position": ocp.args.JsonRestore()}
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))

@@ -191,7 +191,8 @@ RANGES = (
     ("data.max_bad_share", lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
     (
         "optimizer.weight_decay optimizer.grad_clip_norm optimizer.clip_threshold "
-        "eval.every_steps eval.captions_per_image checkpoint.every_steps data.workers",
+        "eval.every_steps eval.captions_per_image checkpoint.every_steps data.workers "
+        "diagnostics.every_steps",
         lambda value: value >= 0,
         "must not be negative",
     ),
@@ -262,7 +263,7 @@ def to_json(config: ConfigDict) -> str:
 
 
 # What may change between a run's parts without changing what it computes.
-UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "log.", "mesh.", "report.",
+UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:")  # fmt: skip
 
 

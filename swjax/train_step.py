@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from swjax import data, diagnostics, losses, sharding
 from swjax.config import ConfigError
-from swjax.diagnostics import Packer
+from swjax.diagnostics import Packer, taps
 from swjax.models import clip
 from swjax.optax import stable_adamw
 
@@ -35,9 +37,11 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
         params = clip.clamp_logit_scale(combine(optax.apply_updates(trainable, updates), frozen))
         new = {"params": params, "opt_state": opt_state}
         metrics = aux | {"train/loss": loss, "train/learning_rate": schedule(state["step"])}
-        metrics |= diagnostics.norms(grad=grads, update=updates)
-        if config.optimizer.name == "stable_adamw":
-            metrics |= diagnostics.rms(opt_state)
+        metrics |= diagnostics.norms(grad=grads)
+        if config.diagnostics.norms:
+            metrics |= diagnostics.norms(update=updates)
+        if config.diagnostics.rms:
+            metrics |= rms(config.optimizer, opt_state, grads)
         if config.train.ema_decay:
             rate = 1 - ema_decay(config.train.ema_decay, state["step"])
             new["ema"] = optax.incremental_update(params, state["ema"], rate)
@@ -48,6 +52,84 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
         return new | {"step": state["step"] + 1}, packer.pack(metrics)
 
     return train_step
+
+
+def rms(c, opt_state, grads) -> dict[str, jax.Array]:
+    """The RMS of every tensor's update, whichever of the two optimizers made it.
+
+    Args:
+      c: config.optimizer.
+      opt_state: after the step.
+      grads: of the step, not yet clipped.
+    """
+    if c.name == "stable_adamw":
+        return diagnostics.rms(opt_state)
+    if c.grad_clip_norm:  # what AdamW was given; XLA computes it once
+        grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())
+    return diagnostics.adamw_rms(opt_state, grads, b2=c.b2, eps=c.eps, block_axes=clip.block_axes)
+
+
+class Health:
+    """Quantization health every `diagnostics.every_steps` steps, on the batch and parameters of the step.
+
+    It is a program of its own, so that the train step is the same with and without it.
+
+    Args:
+      config: the run's.
+      graphdef: of the model.
+      params: of the model, or ShapeDtypeStructs like them, with shardings.
+      steps: of the run.
+    """
+
+    def __init__(self, config, graphdef, params, *, steps: int):
+        self._every, self._packer, self._pending = config.diagnostics.every_steps, Packer(), {}
+        model = nnx.merge(graphdef, params)
+        if self._every > steps or not taps.quantized_layers(model):
+            self._every = 0
+        if not self._every:
+            return
+        tapped, zeros = nnx.split(taps.insert(model))
+        loss_and_grad = make_loss_and_grad(config, tapped)
+
+        def measure(state, batch):
+            key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
+            inserted, frozen = _beside(nnx.to_pure_dict(zeros), state["params"])
+            _, _, sums = loss_and_grad(inserted, frozen, batch, key)
+            return self._packer.pack(taps.read(sums))
+
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        everywhere = NamedSharding(mesh, P())  # so that every process can read it
+        self._measure, self._compiled = jax.jit(measure, out_shardings=everywhere), None
+
+    def before(self, step: int, state, batch) -> None:
+        """Measures, if the step with this number is one of those; it takes `state` afterwards."""
+        if not self._every:
+            return
+        if (
+            self._compiled is None
+        ):  # at the first step, as the train step is: not in the middle of the run
+            self._compiled = self._measure.lower(state, batch).compile()
+        if step % self._every == 0:
+            self._pending[step] = self._compiled(state, batch)
+
+    def records(self) -> dict[int, dict]:
+        """{step: its measurements} since the last call."""
+        fetched, self._pending = jax.device_get(self._pending), {}
+        return {record["step"]: record for record in self._packer.records(fetched)}
+
+
+def _beside(all_variables, params):
+    """Two trees like `all_variables`: taps, with None for parameters, and parameters, with None for taps."""
+    named = {sharding.path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+
+    def lookup(path, _):
+        return named.get(sharding.path_name(path))
+
+    def tap(path, x):
+        return None if sharding.path_name(path) in named else jnp.zeros(x.shape, x.dtype)
+
+    each = jax.tree_util.tree_map_with_path
+    return each(tap, all_variables), each(lookup, all_variables)
 
 
 def make_loss_and_grad(config, graphdef):
@@ -70,7 +152,9 @@ def make_loss_and_grad(config, graphdef):
         compute = at_once if parts == 1 else functools.partial(accumulated, parts=parts)
         (loss, measured), outs, grads = compute(embed_trainable, loss_of, trainable, batch, key)
         measured = {f"train/{name}": value for name, value in measured.items()}
-        return loss, measured | diagnostics.feature_magnitude(outs), grads
+        if config.diagnostics.features:
+            measured |= diagnostics.feature_magnitude(outs)
+        return loss, measured, grads
 
     return loss_and_grad
 

@@ -22,12 +22,12 @@ from swjax import config as config_lib
 from swjax import data, distributed, environment, evaluators, recipes, report, sharding
 from swjax.checkpoint import Checkpoints, lock
 from swjax.config import ConfigError, blame, choice
-from swjax.diagnostics import Packer
+from swjax.diagnostics import Packer, Rules, Watch
 from swjax.interrupt import catch
 from swjax.metrics import Meter, MetricLog, Progress
 from swjax.models import clip
 from swjax.nnx import set_layouts
-from swjax.train_step import make_optimizer, make_schedule, make_train_step, partition
+from swjax.train_step import Health, make_optimizer, make_schedule, make_train_step, partition
 
 MAX_ROLLBACKS = 3  # to one checkpoint
 PREDICTIONS = 24  # unseen images in the report
@@ -69,17 +69,11 @@ def train(config, workdir: Path, interrupt) -> int:
     # Devices, data, model, optimizer
     # ---------------------------------------------------------------------------------
     mesh, cfg = check(config)
-    if config.train.compilation_cache:
-        cache = str(Path(config.train.compilation_cache).absolute())
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # evaluators' too
+    use_compilation_cache(config)
     source = open_source(config, "train")
     for split in ("val", "test"):
         open_source(config, split)  # a mistake shows now, not at the first evaluation
-    sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
-    total = config_lib.steps(config.train, "", **sizes)
-    schedule = make_schedule(config, total, config_lib.steps(config.schedule, "warmup_", **sizes))
-    optimizer = make_optimizer(config, schedule)
+    total, schedule, optimizer = plan(config, source)
     progress = Progress(total)
 
     # ---------------------------------------------------------------------------------
@@ -92,11 +86,8 @@ def train(config, workdir: Path, interrupt) -> int:
     step = int(state["step"])
     distributed.first_does(lambda: record_setup(config, workdir, progress, step))
     packer = Packer()
-    train_step = jax.jit(
-        make_train_step(config, graphdef, optimizer, schedule, packer),
-        donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda x: x.sharding, like), NamedSharding(mesh, P())),
-    )
+    train_step = compile_step(make_train_step(config, graphdef, optimizer, schedule, packer), like)
+    health = Health(config, graphdef, like["params"], steps=total)
     evaluate = make_evaluate(config, graphdef, mesh)
     share = sharding.batch_share(mesh)
     batches = open_batches(config, source, position, share)
@@ -108,13 +99,16 @@ def train(config, workdir: Path, interrupt) -> int:
     # Train
     # ---------------------------------------------------------------------------------
     log = MetricLog(workdir, config, last_step=step)
+    watch = Watch(Rules.of_run(total))
     meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
     pending, skipped, previous, rollbacks, stopping = {}, {}, None, 0, False
     with closing(log), closing(batches), closing(checkpoints):
         while step < total and not stopping:
             with meter.waiting():
                 batch = next(batches)
-            state, vector = train_step(state, sharding.shard_batch(batch, mesh))
+            batch = sharding.shard_batch(batch, mesh)
+            health.before(step + 1, state, batch)
+            state, vector = train_step(state, batch)
             step += 1
             pending[step], skipped[step] = vector, batches.skipped
             if previous is None:
@@ -131,7 +125,8 @@ def train(config, workdir: Path, interrupt) -> int:
             records = packer.records(jax.device_get(pending))
             bad_examples = gather(np.array(list(skipped.values()), np.int64)).sum(axis=0).tolist()
             records = [record | {"data/skipped": bad} for record, bad in zip(records, bad_examples)]
-            pending, skipped = {}, {}
+            pending, skipped, measured = {}, {}, health.records()
+            records = [record | measured.get(record["step"], {}) for record in records]
             perf = meter.read()
             bad = first_bad(records) if config.train.nan_policy != "skip" else ""
             if bad and config.train.nan_policy == "rollback" and rollbacks < MAX_ROLLBACKS:
@@ -139,11 +134,14 @@ def train(config, workdir: Path, interrupt) -> int:
                 state, _ = checkpoints.restore(like)
                 step = int(state["step"])  # the data that led here is left out: batches go on
                 log.rewind(step)
+                watch.restart()
                 progress.say(f"{bad}: back to step {step}, past the data of these steps")
                 continue
             if evaluating and not bad:
                 records[-1] |= evaluate(state, "val")[0]
             log.write([record | perf for record in records])
+            for event in watch.update(records):
+                progress.say(event)
             progress.update(records[-1] | perf)
             if bad:
                 progress.say(f"{bad}: stopped; config.train.nan_policy={config.train.nan_policy!r}")
@@ -170,6 +168,14 @@ def train(config, workdir: Path, interrupt) -> int:
 
     distributed.first_does(write)
     return 0
+
+
+def use_compilation_cache(config) -> None:
+    """Keeps compiled programs where the config says; a program found there computes the same bits."""
+    if config.train.compilation_cache:
+        cache = str(Path(config.train.compilation_cache).absolute())
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # evaluators' too
 
 
 def check(config) -> tuple[jax.sharding.Mesh, clip.CLIPConfig]:
@@ -206,6 +212,24 @@ def model_config(config) -> clip.CLIPConfig:
         )
 
 
+def plan(config, source):
+    """How many steps a run has, its learning rate at each, and its optimizer."""
+    sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
+    total = config_lib.steps(config.train, "", **sizes)
+    schedule = make_schedule(config, total, config_lib.steps(config.schedule, "warmup_", **sizes))
+    return total, schedule, make_optimizer(config, schedule)
+
+
+def compile_step(train_step, like):
+    """The step as it is run: the state's memory is used again, and the new state lies like the old.
+
+    Metrics are on every device, so that every process can read them.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, P())
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, everywhere))
+
+
 def make_init(config, cfg: clip.CLIPConfig, optimizer):
     """Returns a function () -> the first train state, and the model's graph definition.
 
@@ -235,6 +259,11 @@ def init_or_restore(config, checkpoints: Checkpoints, init, like):
         return checkpoints.restore(like)
     if config.checkpoint.resume:
         return Checkpoints.of("checkpoint.resume", config.checkpoint.resume).restore(like)
+    return first_state(config, init, like), None
+
+
+def first_state(config, init, like):
+    """The train state of step 0."""
     shardings = jax.tree.map(lambda x: x.sharding, like)
     # It runs once: optimizing it would take longer.
     options = {"xla_backend_optimization_level": 0}
@@ -244,7 +273,7 @@ def init_or_restore(config, checkpoints: Checkpoints, init, like):
         state["params"] = other.restore_params(like["params"])
         if "ema" in state:
             state["ema"] = jax.tree.map(jnp.copy, state["params"])
-    return state, None
+    return state
 
 
 def open_source(config, split: str):

@@ -5,7 +5,7 @@ file that `python -m swjax.diagnostics report` reads: `Recorder`. While the run 
 """
 
 from swjax.diagnostics.recorder import Packer, Recorder
-from swjax.diagnostics.spikes import Detector, Rules, analyse
+from swjax.diagnostics.spikes import Detector, Rules, Watch, analyse
 from swjax.diagnostics.taps import measure
 from swjax.diagnostics.values import adamw_rms, feature_magnitude, norms, rms
 
@@ -14,6 +14,7 @@ __all__ = [
     "Packer",
     "Recorder",
     "Rules",
+    "Watch",
     "adamw_rms",
     "analyse",
     "feature_magnitude",

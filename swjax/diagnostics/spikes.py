@@ -135,6 +135,46 @@ class Detector:
         return [event for event in found if event]
 
 
+RMS = "stability/rms/"  # how RMS is named in records, before the tensor's path
+
+
+class Watch:
+    """Says in a line what happened, for the loss events of a run as its records come.
+
+    Args:
+      rules: what counts as an event.
+    """
+
+    def __init__(self, rules: Rules):
+        self._rules = rules
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was, for a run that goes back."""
+        self._detector = Detector(self._rules)
+
+    def update(self, records: Iterable[Mapping[str, float]]) -> list[str]:
+        """Takes records {"step", "train/loss", "stability/rms/<tensor>", ...}; a line for each event."""
+        lines = []
+        for record in records:
+            rms = {name.removeprefix(RMS): x for name, x in record.items() if name.startswith(RMS)}
+            found = self._detector.update(record["step"], record["train/loss"], rms)
+            lines += [describe(event) for event in found if event.name == "loss"]
+        return lines
+
+
+def describe(event: Event) -> str:
+    """A loss event in a line.
+
+    >>> describe(Event("loss", 512, 514, 6.25, [("vision/patch_embed/kernel", 4.1, 509)]))
+    'loss spike at step 512, up to 6.25; before it the RMS of vision/patch_embed/kernel was 4.1 (step 509)'
+    """
+    text = f"loss spike at step {event.start}, up to {event.peak:.3g}"
+    for name, rms, step in event.leaders[:1]:
+        text += f"; before it the RMS of {name} was {rms:.2g} (step {step})"
+    return text
+
+
 class _Losses:
     """Which losses deviate from those before them."""
 

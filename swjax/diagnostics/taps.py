@@ -15,6 +15,7 @@ from flax import nnx
 
 from swjax.kernels import reference
 from swjax.nnx import Linear
+from swjax.optax.rms import path_name
 from swjax.recipes import Recipe, first_match
 
 QUANTIZATION, FEATURES = "tap_quantization", "tap_features"
@@ -91,8 +92,7 @@ def insert(
     Raises:
       ValueError: an expression matches no module that it could.
     """
-    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    quantized = {path: m for path, m in modules.items() if _is_quantized(m)}
+    modules, quantized = _modules(model), quantized_layers(model)
     for path in first_match({quantization: ""} if quantization is not None else {}, quantized):
         module = quantized[path]
         call = _call_linear if isinstance(module, Linear) else _call_product
@@ -102,6 +102,15 @@ def insert(
     return model
 
 
+def quantized_layers(model: nnx.Module) -> dict[str, nnx.Module]:
+    """{path: module} of the linear layers with a recipe whose forward or backward pass is quantized."""
+    return {path: module for path, module in _modules(model).items() if _is_quantized(module)}
+
+
+def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
+    return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+
+
 def read(gradients) -> dict[str, jax.Array]:
     """The measurements in a gradient with respect to `Tap` variables; see `measure`.
 
@@ -109,8 +118,8 @@ def read(gradients) -> dict[str, jax.Array]:
       gradients: a tree with the model's paths; leaves other than taps' are passed over.
     """
     found = {}
-    for path, sums in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(gradients)):
-        *names, tap = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    for path, sums in jax.tree_util.tree_leaves_with_path(gradients):
+        *names, tap = path_name(path).split("/")
         if tap == FEATURES:
             for i, name in enumerate(("feature_mean_abs", "feature_max_abs"), 1):
                 found["/".join(("stability", name, *names))] = sums[..., i] / sums[..., 0]

@@ -3,7 +3,6 @@
 `python -m swjax.report WORKDIR` makes the page again, for a run that has ended or goes on.
 """
 
-import base64
 import json
 import re
 from collections.abc import Sequence
@@ -52,19 +51,18 @@ def write(
         config=_json(workdir / "config.json"),
         environment=_environment(workdir / "env.txt"),
         metrics=metrics,
-        charts=[(chart, {k: data_url(p) for k, p in paths.items()}) for chart, paths in pictures],
+        charts=[
+            (chart, {k: page.data_url(p) for k, p in paths.items()}) for chart, paths in pictures
+        ],
         results=final["results"],
-        predictions=[p | {"image": data_url(folder / p["image"])} for p in final["predictions"]],
+        predictions=[
+            p | {"image": page.data_url(folder / p["image"])} for p in final["predictions"]
+        ],
         attribution=final["attribution"],
     )
     part = folder / "index.part"
     part.write_text(text, encoding="utf-8")
     return part.rename(folder / "index.html")
-
-
-def data_url(png: Path) -> str:
-    """A picture as a URL that holds it."""
-    return "data:image/png;base64," + base64.b64encode(png.read_bytes()).decode()
 
 
 def _remember(folder: Path, results, predictions, attribution) -> dict:

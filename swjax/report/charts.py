@@ -94,7 +94,7 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, Path
         }
         try:
             for theme in (LIGHT, DARK):
-                caption = _save(draw, metrics, theme, paths[theme.name])
+                caption = save(draw, metrics, theme, paths[theme.name])
         except Missing as reason:
             for path in paths.values():
                 path.unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, Path
     return drawn
 
 
-def _save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
+def save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
     from matplotlib import rc_context  # here: slow to load, and only the report needs it
     from matplotlib.figure import Figure
 
@@ -138,7 +138,7 @@ def _save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
 def draw_loss(figure, metrics: Metrics, theme: Theme) -> str:
     """The training loss of every step, and its running mean."""
     loss = _need(metrics, "train/loss", "the run has written no step yet")
-    axes = _axes(figure.subplots(), "step")
+    axes = lay_out(figure.subplots(), "step")
     mean = smooth(loss.value, window=max(5, len(loss.value) // 40))
     axes.plot(loss.step, loss.value, color=theme.series[0], alpha=0.3, linewidth=0.8)
     axes.plot(loss.step, mean, color=theme.series[0])
@@ -164,10 +164,10 @@ def draw_accuracy(figure, metrics: Metrics, theme: Theme) -> str:
             "No evaluation during training in metrics.jsonl: set config.eval.every_steps to see "
             "accuracy rise."
         )
-    axes = _axes(figure.subplots(), "step")
+    axes = lay_out(figure.subplots(), "step")
     for (label, series), color in zip(shown.items(), theme.series, strict=False):
         axes.plot(series.step, 100 * series.value, color=color, marker="o", markersize=3.5)
-        _note(axes, (series.step[-1], 100 * series.last), f"{label}\n{series.last:.1%}", color)
+        note(axes, (series.step[-1], 100 * series.last), f"{label}\n{series.last:.1%}", color)
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_ylim(bottom=0)
     chance = [metrics[name].last for name in metrics if "chance_top1" in name]
@@ -178,14 +178,14 @@ def draw_accuracy(figure, metrics: Metrics, theme: Theme) -> str:
 def draw_rms(figure, metrics: Metrics, theme: Theme) -> str:
     """RMS of the patch embedding's update, with the thresholds of clipping and of an event."""
     rms = _need(metrics, PATCH_RMS, "only optimizer.name=stable_adamw measures it")
-    axes = _axes(figure.subplots(), "step")
+    axes = lay_out(figure.subplots(), "step")
     axes.plot(rms.step, rms.value, color=theme.series[0], linewidth=1.0)
     events = rms.value >= RMS_EVENT
     axes.plot(rms.step[events], rms.value[events], ".", color=theme.series[1], markersize=5)
     axes.set_ylim(0, max(3.0, 1.08 * np.nanmax(rms.value, initial=0.0)))
     for level, text in ((1.0, "lags\nabove 1"), (RMS_EVENT, f"RMS event\nfrom {RMS_EVENT}")):
         axes.axhline(level, color=theme.muted, linewidth=1, linestyle=(0, (4, 3)))
-        _note(axes, (1, level), text, theme.muted, xycoords=("axes fraction", "data"))
+        note(axes, (1, level), text, theme.muted, xycoords=("axes fraction", "data"))
     return (
         f"Above 1 the second moment lags behind the gradient. RMS reached {RMS_EVENT} in "
         f"{int(events.sum())} of {len(events)} steps."
@@ -199,7 +199,7 @@ def draw_features(figure, metrics: Metrics, theme: Theme) -> str:
     series = blocks(metrics, FEATURES)
     if not series:
         raise Missing(f"No {FEATURES}/<block> in metrics.jsonl: the model did not report it.")
-    axes = _axes(figure.subplots(), "step")
+    axes = lay_out(figure.subplots(), "step")
     ramp = LinearSegmentedColormap.from_list("blocks", theme.ramp)
     window = max(1, len(series[0].value) // 100)
     ends = [smooth(s.value, window) for s in series]
@@ -207,7 +207,7 @@ def draw_features(figure, metrics: Metrics, theme: Theme) -> str:
         axes.plot(block.step, values, color=ramp(i / max(1, len(series) - 1)), linewidth=1.4)
     labels = {0: "first block", len(series) - 1: "last block"} if len(series) > 1 else {0: "block"}
     for i, text in labels.items():
-        _note(axes, (series[i].step[-1], ends[i][-1]), text, theme.ink)
+        note(axes, (series[i].step[-1], ends[i][-1]), text, theme.ink)
     axes.set_ylim(bottom=0)
     return (
         f"Mean |x| of the output of each of the {len(series)} vision blocks, pale to strong from first "
@@ -229,7 +229,7 @@ def draw_optimizer(figure, metrics: Metrics, theme: Theme) -> str:
         )
     rows = np.ravel(figure.subplots(len(shown), sharex=True))
     for axes, (label, series) in zip(rows, shown.items(), strict=True):
-        _axes(axes, "step" if axes is rows[-1] else "")
+        lay_out(axes, "step" if axes is rows[-1] else "")
         axes.plot(series.step, series.value, color=theme.series[0], linewidth=1.2)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink, pad=3)
         axes.locator_params(axis="y", nbins=3)
@@ -239,7 +239,7 @@ def draw_optimizer(figure, metrics: Metrics, theme: Theme) -> str:
 def draw_throughput(figure, metrics: Metrics, theme: Theme) -> str:
     """Samples a second and device, and the share of time spent waiting for data."""
     rate = _need(metrics, "perf/samples_per_sec_per_device", "the run was too short to measure")
-    axes = _axes(figure.subplots(), "step")
+    axes = lay_out(figure.subplots(), "step")
     axes.plot(rate.step, rate.value, color=theme.series[0], drawstyle="steps-post")
     axes.set_ylim(bottom=0)
     text = "Samples a second and device; compilation and evaluation are left out."
@@ -257,14 +257,14 @@ CHARTS = {
 }
 
 
-def _axes(axes, label: str):
+def lay_out(axes, label: str):
     """Axes whose x axis is labelled in its corner, where it takes no line of its own."""
     axes.margins(x=0.02)
     axes.set_xlabel(label, loc="right")
     return axes
 
 
-def _note(axes, point, text: str, color: str, **kwargs) -> None:
+def note(axes, point, text: str, color: str, **kwargs) -> None:
     """Text right of a point, outside the axes if the point is at their edge."""
     axes.annotate(
         text,

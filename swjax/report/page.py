@@ -1,10 +1,12 @@
 """The report as one HTML page."""
 
+import base64
 import re
 import string
 from collections.abc import Iterable
 from html import escape
 from importlib import resources
+from pathlib import Path
 
 from swjax.report.charts import Chart, Metrics
 
@@ -32,14 +34,14 @@ def render(
       predictions: {"image": URL, "name", "guesses"} each.
       attribution: who made the data, and under which licence.
     """
-    template = string.Template(_asset("page.html"))
+    template = string.Template(asset("page.html"))
     return template.substitute(
-        style=_asset("page.css"),
+        style=asset("page.css"),
         title=escape(_title(config)),
         subtitle=escape(_subtitle(config, metrics)),
         tiles="".join(_tiles(results, metrics)),
         predictions=_predictions(predictions),
-        charts="".join(_chart(chart, urls) for chart, urls in charts),
+        charts="".join(chart(shown, urls) for shown, urls in charts),
         scores=_scores(results),
         command=escape(environment.get("command", "unknown: the run has no env.txt")),
         environment=_table((k, v) for k, v in environment.items() if k != "command" and v),
@@ -71,12 +73,12 @@ def _tiles(results: dict[str, float], metrics: Metrics) -> Iterable[str]:
             if name.endswith(ending) and "chance" not in name:
                 chance = results.get(chance_name(name))
                 note = f"chance {percent(chance)}" if chance else ""
-                yield _tile(label(name), percent(value), note)
+                yield tile(label(name), percent(value), note)
     if rate := metrics.get("perf/samples_per_sec_per_device"):
-        yield _tile("Throughput", f"{rate.last:,.0f}", "samples a second and device")
+        yield tile("Throughput", f"{rate.last:,.0f}", "samples a second and device")
 
 
-def _tile(title: str, value: str, note: str) -> str:
+def tile(title: str, value: str, note: str) -> str:
     return (
         f'<div class="tile"><div class="what">{escape(title)}</div>'
         f'<div class="value">{escape(value)}</div><div class="note">{escape(note)}</div></div>'
@@ -112,15 +114,25 @@ def _prediction(prediction: dict) -> str:
     )
 
 
-def _chart(chart: Chart, urls: dict[str, str]) -> str:
-    title, caption = escape(chart.title), escape(chart.caption)
+def chart(shown: Chart, urls: dict[str, str]) -> str:
+    """A chart as a card; without pictures, why there are none."""
+    title, caption = escape(shown.title), escape(shown.caption)
     if not urls:
         return f'<section class="card"><h3>{title}</h3><p class="missing">{caption}</p></section>'
+    return f'<section class="card"><h3>{title}</h3>{picture(urls, shown.title)}<p>{caption}</p></section>'
+
+
+def picture(urls: dict[str, str], title: str) -> str:
+    """A picture in the colours of the page."""
     return (
-        f'<section class="card"><h3>{title}</h3><picture>'
-        f'<source media="(prefers-color-scheme: dark)" srcset="{urls["dark"]}">'
-        f'<img src="{urls["light"]}" alt="{title}"></picture><p>{caption}</p></section>'
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{urls["dark"]}">'
+        f'<img src="{urls["light"]}" alt="{escape(title)}"></picture>'
     )
+
+
+def data_url(png: Path) -> str:
+    """A picture as a URL that holds it."""
+    return "data:image/png;base64," + base64.b64encode(png.read_bytes()).decode()
 
 
 def _scores(results: dict[str, float]) -> str:
@@ -204,5 +216,5 @@ def _paragraphs(text: str) -> str:
     return lines or "<p class='missing'>Not recorded.</p>"
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return resources.files("swjax.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,64 @@
+"""Which examples a batch of a run had: the order is fixed by a seed, so that nothing needs recording."""
+
+import numpy as np
+
+from swjax.data.order import order
+from swjax.data.progress import Position
+from swjax.data.sources import Source
+
+
+def batch_indices(
+    source: Source,
+    number: int,
+    *,
+    batch_size: int,
+    seed: int,
+    shuffle: str = "global",
+    shuffle_shards: int = 16,
+    position: dict | None = None,
+) -> np.ndarray:
+    """The examples of one batch of a run, of all processes together; no example is read.
+
+    It holds while none was skipped for being unreadable: the position of a checkpoint knows of those
+    before it.
+
+    Args:
+      source: what the run trains on.
+      number: of the batch, from 0; with a position, of the batches after it.
+      batch_size: over all processes.
+      seed, shuffle, shuffle_shards: of the run, see `loader`.
+      position: `position()` of the loader at an earlier batch, in a checkpoint; None: the beginning.
+
+    Returns:
+      int64 [batch_size], numbers of examples in the source; processes take them in turn.
+
+    Raises:
+      ValueError: the position is of processes that have skipped different numbers of examples.
+
+    >>> from swjax.data import loader, source
+    >>> patterns = source("synthetic", "train", image_size=8, examples=10)
+    >>> batches = loader(patterns, batch_size=4, seed=3, image_size=8, context_length=6)
+    >>> given = [next(batches)["index"].tolist() for _ in range(5)]
+    >>> given[4] == batch_indices(patterns, 4, batch_size=4, seed=3).tolist()
+    True
+    """
+    base, before = Position(), 0
+    if position is not None:
+        base, taken = Position(position["left"], position["start"]), position["taken"]
+        if len(set(taken)) > 1:
+            raise ValueError(
+                f"processes have taken {taken} examples each, for want of some that could be read: "
+                f"replay the step to see its batch"
+            )
+        before = sum(taken)
+    numbers = order(source, seed=seed, shuffle=shuffle, shards=shuffle_shards)
+    turns = before + number * batch_size + np.arange(batch_size)
+    return np.array([numbers[base.of(int(turn))] for turn in turns], np.int64)
+
+
+def key(source: Source, index: int) -> str:
+    """What a person finds an example by: its key where the source has keys, else number and caption."""
+    if hasattr(source, "key"):
+        return str(source.key(index))
+    example = source[index]
+    return " ".join(filter(None, (f"{index}:", example["captions"][0], example.get("style"))))

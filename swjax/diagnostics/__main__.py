@@ -1,0 +1,96 @@
+"""What led to a run's loss spikes.
+
+python -m swjax.diagnostics report WORKDIR
+    writes WORKDIR/report/spikes.html: events, what they follow, the tensors and batches that led
+python -m swjax.diagnostics replay WORKDIR --step=N
+    trains from the nearest checkpoint to step N again and shows every tensor's RMS and gradient
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from swjax.diagnostics.spikes import Rules
+
+USED = ("rms", "sigmas", "window", "deviations", "merge", "ignore")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    args = parse(argv)
+    try:
+        return args.run(args)
+    except ModuleNotFoundError as error:
+        print(f"swjax.diagnostics: {error}: pip install 'swjax[train]'", file=sys.stderr)
+    except ValueError as error:  # ConfigError is one
+        print(f"swjax.diagnostics: {error}", file=sys.stderr)
+    return 2
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m swjax.diagnostics",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="report | replay")
+    report = commands.add_parser("report", help="write WORKDIR/report/spikes.html")
+    report.add_argument("workdir", type=Path)
+    for name in USED:
+        kind, default = type(getattr(Rules(), name)), getattr(Rules(), name)
+        shown = "1 in 20 steps, at most 1000" if name == "ignore" else default
+        report.add_argument(f"--{name}", type=kind, help=f"see swjax.diagnostics.Rules; {shown}")
+    report.set_defaults(run=run_report)
+    replay = commands.add_parser("replay", help="train up to a step again")
+    replay.add_argument("workdir", type=Path)
+    replay.add_argument("--step", type=int, required=True)
+    replay.add_argument("--tensors", type=int, default=15, help="shown, by RMS; 0: all")
+    replay.set_defaults(run=run_replay)
+    return parser.parse_args(argv)
+
+
+def run_report(args) -> int:
+    from swjax.report import spikes
+
+    changes = {name: getattr(args, name) for name in USED if getattr(args, name) is not None}
+    page, analysis = spikes.write(args.workdir, examples=_examples(args.workdir), **changes)
+    for line in spikes.summary(analysis):
+        print(line)
+    print(f"report: {page}")
+    return 0
+
+
+def _examples(workdir: Path):
+    """A function from a step to its examples; for a run that is not of train.py, None."""
+    if not (workdir / "config.json").exists():
+        return None
+    from swjax import replay
+
+    try:
+        return replay.batch_examples(workdir)
+    except ValueError as error:  # the rest of the report does without the data
+        print(f"swjax.diagnostics: no batches in the report: {error}", file=sys.stderr)
+        return None
+
+
+def run_replay(args) -> int:
+    from swjax import replay
+
+    found = replay.replay(args.workdir, args.step, say=print)
+    shown = {k: v for k, v in found.metrics.items() if k.startswith("train/")}
+    print("  ".join(f"{name.removeprefix('train/')} {value:.6g}" for name, value in shown.items()))
+    rows = found.tensors()[: args.tensors or None]
+    width = max(len(row[0]) for row in rows)
+    print(f"{'tensor':{width}}  {'RMS':>9}  {'|gradient|':>10}  {'largest':>9}")
+    for name, rms, norm, largest in rows:
+        print(f"{name:{width}}  {rms:9.4f}  {norm:10.3g}  {largest:9.3g}")
+    print(f"batch of {len(found.examples)}: {', '.join(found.examples)}")
+    for difference in found.differences[:5]:
+        print(difference)
+    if found.compared and not found.differences:
+        print(f"the {found.compared} steps replayed are those of metrics.jsonl, bit for bit")
+    return 1 if found.differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

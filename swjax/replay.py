@@ -1,0 +1,222 @@
+"""A step of a run once more: from the nearest checkpoint, bit for bit, with every tensor looked at.
+
+For `python -m swjax.diagnostics`: what a spike's batch was, and what its gradients were.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from swjax import sharding, trainer
+from swjax.checkpoint import Checkpoints
+from swjax.config import ConfigError
+from swjax.data import history
+from swjax.diagnostics import Packer
+from swjax.diagnostics.recorder import number
+from swjax.models import clip
+from swjax.train_step import Health, make_loss_and_grad, make_train_step, partition
+
+RMS = "stability/rms/"
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What a step was.
+
+    Attributes:
+      step: its number.
+      start: of the checkpoint that it was replayed from; 0: from the beginning.
+      metrics: all that the run records at a step, quantization health included.
+      gradients: {tensor or block of one: (norm, largest |g|)}.
+      examples: what the batch was made of, a key each.
+      compared: steps from `start` on that metrics.jsonl has too.
+      differences: "step: name: value there, value here" of those metrics that are not the same.
+    """
+
+    step: int
+    start: int
+    metrics: dict[str, float]
+    gradients: dict[str, tuple[float, float]]
+    examples: list[str]
+    compared: int
+    differences: list[str]
+
+    def tensors(self) -> list[tuple[str, float, float, float]]:
+        """(tensor, RMS, gradient's norm, largest |g|), the largest RMS first; NaN: not recorded."""
+        rows = [
+            (name, self.metrics.get(RMS + name, np.nan), norm, largest)
+            for name, (norm, largest) in self.gradients.items()
+        ]
+        return sorted(rows, key=lambda row: -np.nan_to_num(row[1], nan=-1.0))
+
+
+def replay(
+    workdir: str | Path, step: int, say: Callable[[str], None] = lambda text: None
+) -> Replay:
+    """Restores the nearest checkpoint before a step and trains up to it; the run is only read.
+
+    On the kind of device that the run had, metrics are those of metrics.jsonl in every bit.
+
+    Args:
+      workdir: directory of the run.
+      step: from 1 on; the one that made this record.
+      say: is told how it goes.
+
+    Raises:
+      ConfigError: there is no such run or step, or its data cannot be opened.
+    """
+    workdir = Path(workdir)
+    config, log = load_config(workdir), dict(_log(workdir))
+    mesh, cfg = trainer.check(config)
+    trainer.use_compilation_cache(config)
+    source = trainer.open_source(config, "train")
+    total, schedule, optimizer = trainer.plan(config, source)
+    if not 1 <= step <= total:
+        raise ConfigError(f"--step={step} must be one of the run's steps, 1 to {total}")
+    init, graphdef = trainer.make_init(config, cfg, optimizer)
+    like = sharding.abstract_state(jax.eval_shape(init), mesh)
+    state, position = _state_before(config, workdir, step, init, like)
+    start = int(state["step"])
+    say(
+        f"from {'the beginning' if start == 0 else f'the checkpoint of step {start}'} to step {step}"
+    )
+
+    packer = Packer()
+    train_step = trainer.compile_step(
+        make_train_step(config, graphdef, optimizer, schedule, packer), like
+    )
+    vectors = {}
+    with closing(trainer.open_batches(config, source, position, sharding.batch_share(mesh))) as batches:
+        for now in range(start + 1, step + 1):
+            host = next(batches)
+            batch = sharding.shard_batch(host, mesh)
+            if now == step:
+                gradients = _gradients(config, graphdef, state, batch)
+                with config.unlocked():
+                    config.diagnostics.every_steps = step
+                health = Health(config, graphdef, like["params"], steps=step)
+                health.before(step, state, batch)
+            state, vectors[now] = train_step(state, batch)
+    records = packer.records(jax.device_get(vectors))
+    differences = [text for record in records for text in _differences(record, log)]
+    return Replay(
+        step=step,
+        start=start,
+        metrics=records[-1] | health.records().get(step, {}),
+        gradients=gradients,
+        examples=[history.key(source, int(i)) for i in np.sort(host["index"])],
+        compared=sum(record["step"] in log for record in records),
+        differences=differences,
+    )
+
+
+def load_config(workdir: Path) -> ConfigDict:
+    """The config of a run.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ConfigError(f"{workdir} holds no config.json: name the workdir of a run of train.py")
+    return ConfigDict(json.loads(path.read_text())).lock()
+
+
+def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
+    """A function from a step to its batch's examples, a key each, without reading the others.
+
+    Args:
+      workdir: directory of a run.
+
+    Raises:
+      ConfigError: the run or its data cannot be opened. The function: nobody knows without a `replay`,
+        because unreadable examples were skipped or the run went back.
+    """
+    workdir = Path(workdir)
+    config, log = load_config(workdir), dict(_log(workdir))
+    source = trainer.open_source(config, "train")
+    settings = {
+        "batch_size": config.train.batch_size,
+        "seed": config.train.seed,
+        "shuffle": config.data.shuffle,
+        "shuffle_shards": config.data.shuffle_shards,
+    }
+
+    def examples(step: int) -> list[str]:
+        start, position = _position_before(workdir, step)
+        skipped = [log.get(s, {}).get("data/skipped", 0) for s in (start, step)]
+        if skipped[0] != skipped[1] or (position is None and config.train.nan_policy == "rollback"):
+            raise ConfigError(f"what step {step} was given depends on what was skipped before it")
+        number = step - 1 - start
+        indices = history.batch_indices(source, number, position=position, **settings)
+        return [history.key(source, int(i)) for i in np.sort(indices)]
+
+    return examples
+
+
+def _state_before(config, workdir: Path, step: int, init, like):
+    """The train state and the position in the data of the nearest checkpoint, or of the beginning."""
+    if any((workdir / "checkpoints").glob("[0-9]*")):
+        with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
+            if earlier := [s for s in checkpoints.steps() if s < step]:
+                return checkpoints.restore(like, earlier[-1])
+    if config.checkpoint.resume:
+        return Checkpoints.of("checkpoint.resume", config.checkpoint.resume).restore(like)
+    return trainer.first_state(config, init, like), None
+
+
+def _position_before(workdir: Path, step: int) -> tuple[int, dict | None]:
+    if any((workdir / "checkpoints").glob("[0-9]*")):
+        with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
+            if earlier := [s for s in checkpoints.steps() if s < step]:
+                return earlier[-1], checkpoints.position(earlier[-1])
+    return 0, None
+
+
+def _gradients(config, graphdef, state, batch) -> dict[str, tuple[float, float]]:
+    """Norm and largest |g| of every tensor's gradient, by the names of its RMS."""
+    loss_and_grad, packer = make_loss_and_grad(config, graphdef), Packer()
+
+    def measure(state, batch):
+        key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
+        trainable, frozen = partition(state["params"], config.optimizer.freeze)
+        _, _, grads = loss_and_grad(trainable, frozen, batch, key)
+        stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=lambda axis: axis is None)
+        found = {}
+        for (path, g), axis in zip(
+            jax.tree_util.tree_leaves_with_path(grads), stacked, strict=True
+        ):
+            reduced = tuple(range(0 if axis is None else 1, g.ndim))
+            magnitude, name = jnp.abs(g), sharding.path_name(path)
+            found["norm:" + name] = jnp.sqrt(jnp.sum(jnp.square(magnitude), reduced))
+            found["largest:" + name] = jnp.max(magnitude, reduced)
+        return packer.pack(found)
+
+    (values,) = packer.records({0: np.asarray(jax.jit(measure)(state, batch))})
+    names = [name.removeprefix("norm:") for name in values if name.startswith("norm:")]
+    return {name: (values["norm:" + name], values["largest:" + name]) for name in names}
+
+
+def _log(workdir: Path) -> Iterator[tuple[int, dict]]:
+    """(step, record) of metrics.jsonl, up to a line that was cut off."""
+    path = workdir / "metrics.jsonl"
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("}\n"):
+            record = json.loads(line)
+            yield record["step"], record
+
+
+def _differences(record: dict, log: dict[int, dict]) -> list[str]:
+    there = log.get(record["step"], {})
+    return [
+        f"step {record['step']}: {name}: {there[name]} there, {number(value)} here"
+        for name, value in record.items()
+        if name in there and there[name] != number(value)
+    ]

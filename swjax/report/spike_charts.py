@@ -1,0 +1,191 @@
+"""The charts of the page about spikes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from swjax.diagnostics.spikes import Analysis, Event
+from swjax.report.charts import Missing, Theme, lay_out, note
+from swjax.report.records import Series, smooth
+
+AROUND = 30  # steps before and after an event
+PATCH = "vision/patch_embed/kernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What is drawn.
+
+    Attributes:
+      loss: of every step.
+      rms: {tensor: RMS at the steps of the loss}.
+      metrics: other columns of the log.
+      analysis: of both.
+    """
+
+    loss: Series
+    rms: dict[str, np.ndarray]
+    metrics: dict[str, Series]
+    analysis: Analysis
+
+
+def draw_loss(figure, data: Data, theme: Theme) -> str:
+    """The loss, with its spikes."""
+    axes, loss = lay_out(figure.subplots(), "step"), data.loss
+    mean = smooth(loss.value, window=max(5, len(loss.value) // 40))
+    axes.plot(loss.step, loss.value, color=theme.series[0], alpha=0.35, linewidth=0.8)
+    axes.plot(loss.step, mean, color=theme.series[0])
+    events = data.analysis.loss
+    for event in events:
+        axes.axvline(event.start, color=theme.series[1], linewidth=0.8, alpha=0.55, zorder=0)
+    finite = [event for event in events if np.isfinite(event.peak)]
+    axes.plot([e.start for e in finite], [e.peak for e in finite], ".", color=theme.series[1])
+    _ignored(axes, data, theme)
+    return f"Every step, and a running mean. Loss spikes in orange: {len(events)}."
+
+
+def draw_rms(figure, data: Data, theme: Theme) -> str:
+    """RMS of the tensor that the loss follows most, and of the patch embedding if it is another."""
+    if not data.rms:
+        raise Missing(
+            "No stability/rms/ in metrics.jsonl: set config.diagnostics.rms, or record "
+            "swjax.diagnostics.rms(opt_state)."
+        )
+    name = _watched(data)
+    axes, rms, rules = lay_out(figure.subplots(), "step"), data.rms[name], data.analysis.rules
+    for event in data.analysis.loss:
+        axes.axvline(event.start, color=theme.series[1], linewidth=0.8, alpha=0.55, zorder=0)
+    axes.plot(data.loss.step, rms, color=theme.series[0], linewidth=0.9)
+    axes.axhline(rules.rms, color=theme.muted, linewidth=1, linestyle=(0, (4, 3)))
+    note(
+        axes,
+        (1, rules.rms),
+        f"event\nfrom {rules.rms}",
+        theme.muted,
+        xycoords=("axes fraction", "data"),
+    )
+    axes.set_ylim(0, max(3.0, 1.08 * np.nanmax(rms, initial=0.0)))
+    _ignored(axes, data, theme)
+    count = len(data.analysis.rms.get(name, ()))
+    return f"{name}. RMS events: {count}. Loss spikes in orange."
+
+
+def draw_tensors(figure, data: Data, theme: Theme) -> str:
+    """How many spikes follow each tensor, beside chance."""
+    shown = [a for a in data.analysis.alignments if a.loss_events][:10][::-1]
+    if not shown:
+        raise Missing("No loss spike, or no RMS event that one could follow.")
+    axes = figure.subplots()
+    lay_out(axes, "share of the loss spikes")
+    axes.grid(axis="x")
+    axes.grid(visible=False, axis="y")
+    rows = np.arange(len(shown))
+    share = [a.followed / a.loss_events for a in shown]
+    axes.barh(rows, share, height=0.62, color=theme.series[0])
+    axes.plot([a.chance for a in shown], rows, "|", color=theme.series[1], markersize=11, mew=2)
+    axes.set_yticks(rows, [_short(a.name) for a in shown], fontsize=7.5)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    return "Spikes that follow an RMS event of the tensor; orange: by chance."
+
+
+def draw_quantization(figure, data: Data, theme: Theme) -> str:
+    """The worst layer's signal to quantization noise, of each operand."""
+    prefix = "quantization/sqnr_db/"
+    names = [name for name in data.metrics if name.startswith(prefix)]
+    axes, worst = None, {}
+    for operand, color in zip("xwg", theme.series, strict=True):
+        own = [name for name in names if _operand(name) == operand]
+        if not own:
+            continue
+        axes = axes or lay_out(figure.subplots(), "step")
+        values = np.array([data.metrics[name].value for name in own])
+        lowest = np.min(np.where(np.isfinite(values), values, np.inf), axis=0)
+        step = data.metrics[own[0]].step
+        axes.plot(step, lowest, color=color, marker="o", markersize=3)
+        note(axes, (step[-1], lowest[-1]), operand, color)
+        worst[operand] = own[int(np.argmin(values[:, -1]))].removeprefix(prefix)
+    if axes is None:
+        raise Missing(
+            "No quantization/ in metrics.jsonl: set config.diagnostics.every_steps, or record "
+            "swjax.diagnostics.measure(...)."
+        )
+    axes.set_ylabel("dB")
+    listed = ", ".join(worst.values())
+    return f"SQNR of the layer where it is lowest, by operand. At the end: {listed}."
+
+
+CHARTS = (
+    ("loss", "Training loss", draw_loss),
+    ("rms", "RMS", draw_rms),
+    ("tensors", "What the loss follows", draw_tensors),
+    ("quantization", "Quantization noise", draw_quantization),
+)
+
+
+def draw_event(event: Event) -> Callable:
+    """A drawing of the steps around an event: the loss, and below it the RMS of what led."""
+
+    def draw(figure, data: Data, theme: Theme) -> str:
+        step = data.loss.step
+        near = (step >= event.start - AROUND) & (step <= event.end + AROUND)
+        names = [name for name, _, _ in event.leaders[:3]]
+        rows = np.ravel(figure.subplots(2 if names else 1, sharex=True))
+        lay_out(rows[0], "" if names else "step")
+        rows[0].plot(step[near], data.loss.value[near], color=theme.series[0])
+        rows[0].set_title("loss", loc="left", fontsize=9.5, color=theme.ink, pad=3)
+        for axes in rows:
+            axes.axvspan(
+                event.start - 0.5, event.end + 0.5, color=theme.series[1], alpha=0.18, lw=0
+            )
+        if names:
+            axes = lay_out(rows[1], "step")
+            for name, color in zip(names, theme.series, strict=False):
+                axes.plot(step[near], data.rms[name][near], color=color, label=_short(name))
+            axes.axhline(data.analysis.rules.rms, color=theme.muted, lw=1, ls=(0, (4, 3)))
+            axes.set_title("RMS", loc="left", fontsize=9.5, color=theme.ink, pad=3)
+            axes.legend(fontsize=7, frameon=False, loc="upper left", labelcolor=theme.ink)
+        return ""
+
+    return draw
+
+
+def usual(data: Data, step: int) -> float:
+    """The mean loss of the steps before."""
+    loss, window = data.loss, data.analysis.rules.window
+    before = loss.value[(loss.step < step) & (loss.step >= step - window)]
+    return float(np.mean(before[np.isfinite(before)])) if np.isfinite(before).any() else np.nan
+
+
+def _watched(data: Data) -> str:
+    """The tensor whose RMS the page shows: what the loss follows, else the patch embedding."""
+    if data.analysis.loss and data.analysis.alignments:
+        return data.analysis.alignments[0].name
+    return PATCH if PATCH in data.rms else max(data.rms, key=lambda name: np.nanmax(data.rms[name]))
+
+
+def _ignored(axes, data: Data, theme: Theme) -> None:
+    axes.axvspan(0, data.analysis.rules.ignore, color=theme.muted, alpha=0.12, lw=0)
+
+
+def _short(name: str) -> str:
+    """A tensor's path without what many have in common.
+
+    >>> _short("vision/blocks/mlp/fc1/kernel/11")
+    'vision mlp/fc1/kernel 11'
+    """
+    tower, _, rest = name.partition("/blocks/")
+    if not rest:
+        return name
+    path, _, block = rest.rpartition("/")
+    return f"{tower} {path} {block}" if block.isdigit() else f"{tower} {rest}"
+
+
+def _operand(name: str) -> str:
+    """
+    >>> _operand("quantization/sqnr_db/vision/blocks/mlp/fc1/g/3"), _operand("quantization/sqnr_db/fc/x")
+    ('g', 'x')
+    """
+    *_, before, last = name.split("/")
+    return before if last.isdigit() else last

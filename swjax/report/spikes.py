@@ -1,0 +1,239 @@
+"""The page about a run's loss spikes: where they are, what they follow, and what led to each.
+
+It needs a metrics.jsonl with train/loss and stability/rms/<tensor>, of train.py or of
+`swjax.diagnostics.Recorder`.
+"""
+
+import re
+import shlex
+import string
+from collections.abc import Callable, Iterable
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from swjax.diagnostics.spikes import RMS, Alignment, Analysis, Event, Rules, analyse
+from swjax.report import charts, page, records, spike_charts
+from swjax.report.charts import DARK, LIGHT, Chart
+
+METRICS = re.compile(rf"train/loss$|{RMS}|quantization/sqnr_db/")
+MOST_EVENTS = 12  # that are shown with plots
+MOST_ROWS = 12  # tensors in the table
+
+Examples = Callable[[int], list[str]]
+
+
+def write(
+    workdir: str | Path, *, examples: Examples | None = None, **rules
+) -> tuple[Path, Analysis]:
+    """Writes WORKDIR/report/spikes.html, which needs no other file.
+
+    Args:
+      workdir: directory of a run.
+      examples: step -> what its batch was made of; raises a ValueError if nobody knows. None: no run
+        of train.py, and nothing to replay.
+      **rules: changes to `swjax.diagnostics.Rules.of_run`.
+
+    Returns:
+      Path of the page, and what it shows.
+
+    Raises:
+      ValueError: there is no loss to look at.
+    """
+    workdir = Path(workdir)
+    metrics = records.read(workdir / "metrics.jsonl", METRICS)
+    if "train/loss" not in metrics:
+        raise ValueError(
+            f"{workdir}/metrics.jsonl holds no train/loss: name the workdir of a run, or record one "
+            f"with swjax.diagnostics.Recorder"
+        )
+    loss = metrics["train/loss"]
+    rms = {
+        name.removeprefix(RMS): _at(loss.step, series)
+        for name, series in metrics.items()
+        if name.startswith(RMS)
+    }
+    analysis = analyse(loss.step, loss.value, rms, Rules.of_run(int(loss.step[-1]), **rules))
+    folder = workdir / "report"
+    folder.mkdir(exist_ok=True)
+    shown = spike_charts.Data(loss, rms, metrics, analysis)
+    part = folder / "spikes.part"
+    part.write_text(_render(workdir, folder / "spikes", shown, examples), encoding="utf-8")
+    return part.rename(folder / "spikes.html"), analysis
+
+
+def summary(analysis: Analysis) -> list[str]:
+    """The findings in a few lines."""
+    loss, lead = analysis.loss, _lead(analysis.rules)
+    first, last = analysis.steps
+    lines = [f"{len(loss)} loss spike{'' if len(loss) == 1 else 's'} in steps {first} to {last}"]
+    if loss and analysis.alignments:
+        lines += [f"  {_sentence(a, lead)}" for a in analysis.alignments[:3]]
+    return lines
+
+
+def _sentence(a: Alignment, lead: str) -> str:
+    return (
+        f"{a.followed} of {a.loss_events} follow an RMS event of {a.name} by {lead} steps "
+        f"(chance {a.chance:.1%} each, p = {a.p_value:.2g})"
+    )
+
+
+def _lead(rules: Rules) -> str:
+    return f"{rules.lead[0]} to {rules.lead[1]}"
+
+
+def _at(steps: np.ndarray, series: records.Series) -> np.ndarray:
+    """A metric at those steps; NaN at others than it was recorded at."""
+    if np.array_equal(steps, series.step):
+        return series.value
+    values = np.full(len(steps), np.nan)
+    _, here, there = np.intersect1d(steps, series.step, return_indices=True)
+    values[here] = series.value[there]
+    return values
+
+
+# ------------------------------------------------------------------------------------- the page
+
+
+def _render(workdir: Path, pictures: Path, data: spike_charts.Data, examples) -> str:
+    analysis = data.analysis
+    pictures.mkdir(exist_ok=True)
+    for old in pictures.glob("*.png"):
+        old.unlink()
+    events = sorted(analysis.loss, key=lambda event: -event.peak)[:MOST_EVENTS]
+    cards = [
+        _event(workdir, pictures, data, event, examples)
+        for event in sorted(events, key=lambda event: event.start)
+    ]
+    if len(analysis.loss) > len(cards):
+        rest = [str(event.start) for event in analysis.loss if event not in events]
+        cards.append(
+            f"<p>The {len(cards)} highest are shown; others begin at steps {', '.join(rest)}.</p>"
+        )
+    template = string.Template(page.asset("spikes.html"))
+    return template.substitute(
+        style=page.asset("page.css"),
+        title=escape(f"Loss spikes of {workdir.resolve().name}"),
+        subtitle=escape(_subtitle(data)),
+        tiles="".join(_tiles(analysis)),
+        charts="".join(_chart(pictures, data, *chart) for chart in spike_charts.CHARTS),
+        alignments=_alignments(analysis),
+        events="".join(cards) or "<p class='missing'>None by these rules.</p>",
+        rules=_rules(analysis.rules),
+    )
+
+
+def _subtitle(data: spike_charts.Data) -> str:
+    first, last = data.analysis.steps
+    return f"steps {first:,} to {last:,} · RMS of {len(data.rms)} tensors"
+
+
+def _tiles(analysis: Analysis) -> Iterable[str]:
+    yield page.tile("Loss spikes", str(len(analysis.loss)), "")
+    tensors = len(analysis.rms)
+    total = sum(map(len, analysis.rms.values()))
+    yield page.tile("RMS events", str(total), f"in {tensors} tensor{'' if tensors == 1 else 's'}")
+    if analysis.loss and analysis.alignments:
+        best = analysis.alignments[0]
+        note = f"an RMS event of {best.name} by {_lead(analysis.rules)} steps"
+        yield page.tile("Spikes that follow", f"{best.followed} of {best.loss_events}", note)
+        yield page.tile("By chance", page.percent(best.chance), f"of them; p = {best.p_value:.2g}")
+
+
+def _chart(pictures: Path, data, name: str, title: str, draw: Callable) -> str:
+    paths = {theme.name: pictures / f"{name}-{theme.name}.png" for theme in (LIGHT, DARK)}
+    try:
+        for theme in (LIGHT, DARK):
+            caption = charts.save(draw, data, theme, paths[theme.name])
+    except charts.Missing as reason:
+        return page.chart(Chart(name, title, str(reason)), {})
+    return page.chart(Chart(name, title, caption), {k: page.data_url(p) for k, p in paths.items()})
+
+
+def _alignments(analysis: Analysis) -> str:
+    rules = analysis.rules
+    if not analysis.loss:
+        return "<p class='missing'>There is no loss spike to follow anything.</p>"
+    if not analysis.alignments:
+        return f"<p class='missing'>No tensor's RMS reached {rules.rms}.</p>"
+    head = "".join(
+        f"<th>{text}</th>" for text in ("Tensor", "RMS events", "Spikes that follow", "Chance", "p")
+    )
+    rows = "".join(
+        f"<tr{' class=chance' if a.p_value > 0.05 else ''}><td class='name'>{escape(a.name)}</td>"
+        f"<td>{a.rms_events}</td><td>{a.followed} of {a.loss_events}</td>"
+        f"<td>{a.chance:.1%}</td><td>{a.p_value:.2g}</td></tr>"
+        for a in analysis.alignments[:MOST_ROWS]
+    )
+    tested = len(analysis.alignments)
+    return (
+        f"<p>How many of the {len(analysis.loss)} loss spikes begin {_lead(rules)} steps after an RMS "
+        f"event of a tensor, the least likely by chance first. Chance is exact: the tensor's events "
+        f"shifted around the run by every number of steps. {tested} tensors had events; among so many "
+        f"a p below {0.05 / tested:.1g} is remarkable. Grey: p above 0.05.</p>"
+        f'<div class="wide"><table class="numbers"><tr>{head}</tr>{rows}</table></div>'
+        + (f"<p>{tested - MOST_ROWS} more are less likely still.</p>" if tested > MOST_ROWS else "")
+    )
+
+
+def _event(workdir: Path, pictures: Path, data, event: Event, examples: Examples | None) -> str:
+    paths = {t.name: pictures / f"event-{event.start}-{t.name}.png" for t in (LIGHT, DARK)}
+    for theme in (LIGHT, DARK):
+        charts.save(spike_charts.draw_event(event), data, theme, paths[theme.name])
+    picture = page.picture(
+        {k: page.data_url(p) for k, p in paths.items()}, f"loss and RMS around step {event.start}"
+    )
+    steps = f"Step {event.start}" + (f" to {event.end}" if event.end > event.start else "")
+    peak = "not finite" if np.isinf(event.peak) else f"up to {event.peak:.3g}"
+    before = spike_charts.usual(data, event.start)
+    return (
+        f'<section class="card event"><h3>{steps}: loss {peak}, {before:.3g} before</h3>'
+        f"<div>{picture}</div><div>{_leaders(event, data.analysis.rules)}"
+        f"{_batches(workdir, event, examples)}</div></section>"
+    )
+
+
+def _leaders(event: Event, rules: Rules) -> str:
+    if not event.leaders:
+        return "<p class='missing'>No RMS was recorded before it.</p>"
+    rows = "".join(
+        f"<tr><td class='name'>{escape(name)}</td><td>{rms:.2f}</td><td>{step}</td></tr>"
+        for name, rms, step in event.leaders
+    )
+    return (
+        f'<table class="numbers"><tr><th>Largest RMS {_lead(rules)} steps before</th><th>RMS</th>'
+        f"<th>Step</th></tr>{rows}</table>"
+    )
+
+
+def _batches(workdir: Path, event: Event, examples: Examples | None) -> str:
+    """What the batches were, of the step that led and of the first high loss; and how to replay it."""
+    if examples is None:
+        return ""
+    led = event.leaders[0][2] if event.leaders else event.start
+    command = f"python -m swjax.diagnostics replay {shlex.quote(str(workdir))} --step={led}"
+    text = f"<pre>{escape(command)}</pre>"
+    for step in dict.fromkeys((led, event.start)):
+        try:
+            keys = examples(step)
+        except ValueError as error:
+            text += f"<p class='missing'>{escape(str(error))}: replay it to see.</p>"
+            continue
+        items = "".join(f"<li>{escape(key)}</li>" for key in keys)
+        text += (
+            f"<details><summary>Batch of step {step}: {len(keys)} examples</summary>"
+            f"<ul>{items}</ul></details>"
+        )
+    return text
+
+
+def _rules(rules: Rules) -> str:
+    return (
+        f"<p>An RMS event: RMS of at least {rules.rms}. A loss spike: the loss above its running mean by "
+        f"{rules.sigmas} running standard deviations, of the {rules.window} steps before, "
+        f"{rules.deviations} times within {rules.merge} steps. Events within {rules.merge} steps are "
+        f"one. The first {rules.ignore:,} steps do not count. These are the rules of arXiv 2304.13013, "
+        f"section 3.4 and appendix D; window and the number of times are ours.</p>"
+    )
