@@ -101,6 +101,10 @@ class Health:
         everywhere = NamedSharding(mesh, P())  # so that every process can read it
         self._measure, self._compiled = jax.jit(measure, out_shardings=everywhere), None
 
+    def compile(self, state, batch):
+        """The program (state, batch) -> measurements as one vector."""
+        return self._measure.lower(state, batch).compile()
+
     def before(self, step: int, state, batch) -> None:
         """Measures, if the step with this number is one of those; it takes `state` afterwards."""
         if not self._every:
