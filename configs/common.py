@@ -120,13 +120,9 @@ def get_config() -> ConfigDict:
     config.log.wandb = ""  # Weights & Biases project; "": off
 
     config.diagnostics = ConfigDict()  # docs/diagnostics.md
-    config.diagnostics.rms = True  # RMS of every tensor's update, at every step
-    config.diagnostics.features = (
-        True  # mean and maximum |x| of every block's output, at every step
-    )
-    config.diagnostics.norms = (
-        True  # of the whole update, at every step; the gradient's is always there
-    )
+    config.diagnostics.rms = True  # RMS of every tensor's update, each step
+    config.diagnostics.features = True  # mean and maximum |x| of every block's output, each step
+    config.diagnostics.norms = True  # of the update, each step; the gradient's is always there
     # Of each quantized operand the zeros, saturated values and SQNR, every so many steps; 0: never.
     config.diagnostics.every_steps = 200
 

@@ -164,7 +164,8 @@ def _alike(*layers: Linear, but: str | None = None) -> bool:
         (layer.dtype, *(value for name, value in layer._options().items() if name != but))
         for layer in layers
     }
-    return len(seen) == 1
+    # A subclass with a call of its own, as a tapped layer has, wants to be called.
+    return len(seen) == 1 and all(type(layer).__call__ is Linear.__call__ for layer in layers)
 
 
 @dataclasses.dataclass(frozen=True)

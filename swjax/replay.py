@@ -93,7 +93,9 @@ def replay(
         make_train_step(config, graphdef, optimizer, schedule, packer), like
     )
     vectors = {}
-    with closing(trainer.open_batches(config, source, position)) as batches:
+    with closing(
+        trainer.open_batches(config, source, position, sharding.batch_share(mesh))
+    ) as batches:
         for now in range(start + 1, step + 1):
             host = next(batches)
             batch = sharding.shard_batch(host, mesh)
@@ -105,7 +107,7 @@ def replay(
                 health.before(step, state, batch)
             state, vectors[now] = train_step(state, batch)
     records = packer.records(jax.device_get(vectors))
-    differences = [text for record in records for text in _differences(record, log)]
+    changed = [text for record in records for text in differences(record, log)]
     return Replay(
         step=step,
         start=start,
@@ -113,7 +115,7 @@ def replay(
         gradients=gradients,
         examples=[history.key(source, int(i)) for i in np.sort(host["index"])],
         compared=sum(record["step"] in log for record in records),
-        differences=differences,
+        differences=changed,
     )
 
 
@@ -213,7 +215,7 @@ def _log(workdir: Path) -> Iterator[tuple[int, dict]]:
             yield record["step"], record
 
 
-def _differences(record: dict, log: dict[int, dict]) -> list[str]:
+def differences(record: dict, log: dict[int, dict]) -> list[str]:
     there = log.get(record["step"], {})
     return [
         f"step {record['step']}: {name}: {there[name]} there, {number(value)} here"

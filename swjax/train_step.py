@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from swjax import data, diagnostics, losses, sharding
 from swjax.config import ConfigError
@@ -98,7 +100,7 @@ class Health:
     Args:
       config: the run's.
       graphdef: of the model.
-      params: of the model, or ShapeDtypeStructs like them.
+      params: of the model, or ShapeDtypeStructs like them, with shardings.
       steps: of the run.
     """
 
@@ -118,7 +120,13 @@ class Health:
             _, _, sums = loss_and_grad(inserted, frozen, batch, key)
             return self._packer.pack(taps.read(sums))
 
-        self._measure, self._compiled = jax.jit(measure), None
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        everywhere = NamedSharding(mesh, P())  # so that every process can read it
+        self._measure, self._compiled = jax.jit(measure, out_shardings=everywhere), None
+
+    def compile(self, state, batch):
+        """The program (state, batch) -> measurements as one vector."""
+        return self._measure.lower(state, batch).compile()
 
     def before(self, step: int, state, batch) -> None:
         """Measures, if the step with this number is one of those; it takes `state` afterwards."""
@@ -172,11 +180,9 @@ def make_loss_and_grad(config, graphdef):
         compute = at_once if parts == 1 else functools.partial(accumulated, parts=parts)
         (loss, measured), outs, grads = compute(embed_trainable, loss_of, trainable, batch, key)
         measured = {f"train/{name}": value for name, value in measured.items()}
-        return loss / scale, measured | diagnostics.feature_magnitude(outs), grads
-
         if config.diagnostics.features:
             measured |= diagnostics.feature_magnitude(outs)
-        return loss, measured, grads
+        return loss / scale, measured, grads
 
     return loss_and_grad
 

@@ -42,10 +42,10 @@ ALLOWED = {
     "losses": {"partition", "ring"},
     "data": {"environment"},
     "sharding": set(),
-    "diagnostics": {"optax"},
+    "diagnostics": {"optax", "nnx", "recipes", "kernels"},
     "evaluators": {"data", "sharding"},
     "interop": {"data", "models"},
-    "report": set(),
+    "report": {"diagnostics"},
     "environment": set(),
     "interrupt": set(),
     "bench": {"swjax", "kernels"},
@@ -53,13 +53,12 @@ ALLOWED = {
     "config": set(),
     "checkpoint": {"config"},
     "distributed": {"config"},
-    "metrics": {"config"},
+    "metrics": {"config", "diagnostics"},
     "train_step": {
         "config",
         "data",
         "diagnostics",
         "losses",
-        "metrics",
         "models",
         "optax",
         "sharding",
@@ -77,12 +76,19 @@ ALLOWED = {
         *("evaluators", "interrupt"),
         *("metrics", "models", "nnx", "optax", "recipes", "report", "sharding", "train_step"),
     },
+    "replay": {
+        *("checkpoint", "config", "data", "diagnostics", "models", "sharding", "trainer"),
+        "train_step",
+    },
+    "commands": {"diagnostics", "replay", "report"},
 }
 
 
 def part_of(module: str) -> str:
     """`swjax.optax.rms` belongs to the part `optax`; the benchmark of kernels is a program, not a kernel."""
     names = module.split(".")
+    if module in ("swjax.__main__", "swjax.diagnostics.__main__"):
+        return "commands"
     if names[1:2] == ["kernels"] and names[-1].startswith("bench"):
         return "bench"
     return names[1] if len(names) > 1 else "swjax"

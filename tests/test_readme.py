@@ -1,4 +1,4 @@
-"""What the README shows runs."""
+"""What the README and other pages show runs."""
 
 import re
 from pathlib import Path
@@ -10,10 +10,21 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_python_blocks_run(block):
+PAGES = ("README.md", "docs/diagnostics.md")
+BLOCKS = [
+    pytest.param(block, id=f"{page}-{i}")
+    for page in PAGES
+    for i, block in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    )
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # what they write goes there
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, "page", "exec"), {})
 
 
 def test_files_it_names_exist():

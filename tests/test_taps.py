@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
+import swjax
 import swjax.nnx
 from swjax import diagnostics
 from swjax.diagnostics import taps
@@ -141,6 +142,30 @@ def test_stacks_have_a_value_for_each_layer():
     np.testing.assert_allclose(
         scanned["stability/feature_mean_abs/layers"][0], jnp.mean(jnp.abs(first(X))), rtol=1e-5
     )
+
+
+class Fused(nnx.Module):
+    """Layers that are computed several at a time, behind a LayerNorm and around a GELU."""
+
+    def __init__(self):
+        layers = (swjax.nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(4))
+        self.q, self.k, self.fc1, self.fc2 = layers
+
+    def __call__(self, x):
+        norm = swjax.LayerNorm(jnp.ones(64), jnp.zeros(64))
+        (q, k), x = swjax.nnx.linears((self.q, self.k), x, prologue=norm, residual=True)
+        return swjax.nnx.mlp(self.fc1, self.fc2, x + q * k)
+
+
+def test_fused_layers_are_measured_one_by_one():
+    model = Fused()
+    found = measured(loss, model, X)
+    assert {name.split("/")[2] for name in found} == {"q", "k", "fc1", "fc2"}
+    assert all(np.isfinite(value) for value in found.values())
+    centred = X - X.mean(1, keepdims=True)
+    normalised = centred / np.sqrt(X.var(1, keepdims=True) + 1e-6)
+    for name, value in by_hand(normalised, (1,)).items():
+        np.testing.assert_allclose(found[f"quantization/{name}/k/x"], value, rtol=1e-2)
 
 
 def test_weight_gradients_are_not_computed():

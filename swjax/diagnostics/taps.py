@@ -216,10 +216,12 @@ def _spanned(quantizer, x: jax.Array, axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(range(x.ndim)) if quantizer.scope == "tensor" else axes
 
 
-def _call_linear(self, call: Callable, inputs, *args, **kwargs):
-    """`swjax.nnx.Linear` quantizes its kernel as it is."""
-    y, kernel = call(self, inputs, *args, **kwargs), self.kernel[...]
+def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
+    """`swjax.nnx.Linear` quantizes its kernel as it is, and what a prologue makes of its inputs."""
+    y, kernel = call(self, inputs, *args, prologue=prologue, **kwargs), self.kernel[...]
     (x,) = self.promote_dtype((inputs,), dtype=self.dtype)
+    if prologue is not None:
+        x, _ = prologue.forward(x, quantize_to=None, wide=True, implementation="xla")
     tap = getattr(self, QUANTIZATION)[...]
     return _report_product(y, x, kernel, tap, self.recipe, (-1,), (0,), (-1,))
 

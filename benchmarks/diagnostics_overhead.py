@@ -1,0 +1,135 @@
+"""What diagnostics cost: the train step with each of them beside the step with none, on the same batch.
+
+  python benchmarks/diagnostics_overhead.py --out=benchmarks/results/diagnostics_overhead_cpu.json
+  python benchmarks/diagnostics_overhead.py --config=configs/vitb16_int8.py --set train.batch_size=256 \\
+      --out=benchmarks/results/diagnostics_overhead_gpu.json
+
+Variants take turns in random order, so that a slow moment of the machine meets all alike; the cost is the
+median over the rounds, beside that of the step with none. On a CPU time is that of all cores, which other
+programs disturb less than the clock on the wall. "none again" is the same program once more: how far it is
+from 0 says what the numbers can tell. Quantization health is a program of its own: its time is divided by
+`config.diagnostics.every_steps`. What XLA counts, "bytes" and "flops", has no noise; "bytes" are before
+caches. Exits with 1 if all together cost 2% or more.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+
+from swjax import config as config_lib  # noqa: E402
+from swjax import environment, sharding, trainer  # noqa: E402
+from swjax.diagnostics import Packer  # noqa: E402
+from swjax.train_step import Health, make_train_step  # noqa: E402
+
+VARIANTS = {
+    "none": set(),
+    "rms": {"rms"},
+    "features": {"features"},
+    "norms": {"norms"},
+    "all": {"rms", "features", "norms"},
+    "none again": set(),
+}
+LIMIT = 0.02
+CLOCK = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+
+
+def main() -> int:
+    args = parse()
+    overrides = [tuple(text.split("=", 1)) for text in args.set]
+    config = config_lib.load(args.config, [("data.name", "synthetic"), *overrides])
+    every = config.diagnostics.every_steps
+    programs, state, batch = compile_all(config)
+    seconds = measure(programs, state, batch, args.rounds)
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    overhead = {name: middle[name] / middle["none"] - 1 for name in VARIANTS if name != "none"}
+    overhead["quantization"] = middle["quantization"] / middle["none"] / every
+    total = overhead["all"] + overhead["quantization"]
+    result = {
+        "command": ["python", *sys.argv],
+        "environment": environment.describe().splitlines(),
+        "date": time.strftime("%Y-%m-%d"),
+        "model": config.model.name,
+        "optimizer": config.optimizer.name,
+        "recipe": config.model.recipe,
+        "batch_size": config.train.batch_size,
+        "every_steps": every,
+        "rounds": args.rounds,
+        "clock": CLOCK.__name__,
+        "median_seconds": middle,
+        "overhead": overhead,
+        "total_overhead": total,
+        "limit": LIMIT,
+        "bytes": counted(programs, "bytes accessed"),
+        "flops": counted(programs, "flops"),
+    }
+    for name, value in overhead.items():
+        print(f"{name:13} {value:+.2%}")
+    print(
+        f"together      {total:+.2%} of a step of {middle['none'] * 1e3:.1f} ms (limit {LIMIT:.0%})"
+    )
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(total >= LIMIT)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=str(ROOT / "configs" / "openmoji.py"))
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other settings")
+    parser.add_argument("--rounds", type=int, default=40, help="steps of each variant")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser.parse_args()
+
+
+def compile_all(config):
+    """({variant, or "quantization": compiled program}, a state, a batch)."""
+    mesh, cfg = trainer.check(config)
+    source = trainer.open_source(config, "train")
+    _, schedule, optimizer = trainer.plan(config, source)
+    init, graphdef = trainer.make_init(config, cfg, optimizer)
+    like = sharding.abstract_state(jax.eval_shape(init), mesh)
+    state = trainer.first_state(config, init, like)
+    with closing(trainer.open_batches(config, source, None, sharding.batch_share(mesh))) as batches:
+        batch = sharding.shard_batch(next(batches), mesh)
+    programs = {}
+    for name, on in VARIANTS.items():
+        with config.unlocked():
+            for key in ("rms", "features", "norms"):
+                config.diagnostics[key] = key in on
+        step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+        # The state is not donated: all variants start from this one.
+        programs[name] = jax.jit(step).lower(state, batch).compile()
+    health = Health(config, graphdef, like["params"], steps=config.diagnostics.every_steps)
+    return programs | {"quantization": health.compile(state, batch)}, state, batch
+
+
+def measure(programs, state, batch, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each program in each round."""
+    seconds, names = {name: [] for name in programs}, list(programs)
+    for program in programs.values():
+        jax.block_until_ready(program(state, batch))
+    for _ in range(rounds):
+        random.shuffle(names)
+        for name in names:
+            start = CLOCK()
+            jax.block_until_ready(programs[name](state, batch))
+            seconds[name].append(CLOCK() - start)
+    return seconds
+
+
+def counted(programs, what: str) -> dict[str, float]:
+    return {name: program.cost_analysis()[what] for name, program in programs.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
