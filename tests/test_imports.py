@@ -28,6 +28,7 @@ ALLOWED = {
     "conversion": {"recipes"},
     "nnx": {"conversion", "switchback", "recipes", "kernels", "partition"},
     "linen": {"conversion", "switchback", "recipes", "kernels", "partition"},
+    "serving": {"nnx", "recipes", "switchback", "kernels"},
     "swjax": {
         "switchback",
         "partition",
@@ -63,7 +64,8 @@ ALLOWED = {
         "sharding",
     },
     "inference": {
-        *("checkpoint", "data", "evaluators", "interop", "models", "trainer"),
+        *("checkpoint", "data", "evaluators", "interop", "models", "recipes", "serving"),
+        "trainer",
     },
     "trainer": {
         *("checkpoint", "config", "data", "diagnostics", "environment", "evaluators", "interrupt"),
