@@ -10,7 +10,9 @@ throughput of calls that are queued.
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -96,7 +98,7 @@ def write(out: Path | None, rows: list[dict]) -> None:
         machine = [
             line for line in environment.describe().splitlines() if not line.startswith("command:")
         ]
-        command = "python benchmarks/serving.py --out benchmarks/results/serving.json"
+        command = shlex.join(["python", *sys.argv])
         out.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"command": command, "machine": machine, "rows": rows}, indent=1)
         out.write_text(text + "\n")
