@@ -52,7 +52,9 @@ def matmul(
     piece = LINE // jnp.dtype(out_dtype).itemsize
     per_tensor = b.scale.size == 1
 
-    def body(a_ref, b_ref, a_scale_ref, b_scale_ref, bias_ref, out_ref, a_ring, b_ring, *scratch):
+    def matmul_kernel(
+        a_ref, b_ref, a_scale_ref, b_scale_ref, bias_ref, out_ref, a_ring, b_ring, *scratch
+    ):
         block = lax.axis_index("block")
 
         def corner(i):
@@ -103,7 +105,10 @@ def matmul(
         units = (grid[0] * grid[1] - block + blocks - 1) // blocks
         steps = pl.cdiv(k, LINE)
         dtype = jnp.int32 if a_ref.dtype == jnp.int8 else jnp.float32
-        _pipeline(units, lambda i: (0, steps), load, multiply, store, dtype, tile.stages, *scratch)
+        lag = min(tile.lag, steps - 1)
+        _pipeline(
+            units, lambda i: (0, steps), load, multiply, store, dtype, tile.stages, lag, *scratch
+        )
 
     def padded(scale, length):
         """One element for each row of each tile: registers are loaded without bounds."""
@@ -112,7 +117,7 @@ def matmul(
     columns = grid[1] * TILE_N
     a_scale = jnp.broadcast_to(a.scale.reshape(-1), (m,))
     y = _launch(
-        body,
+        matmul_kernel,
         jax.ShapeDtypeStruct((m, n), out_dtype),
         rings=[((TILE_M, LINE), a.values.dtype), ((TILE_N, LINE), b.values.dtype)],
         stages=tile.stages,
@@ -157,7 +162,7 @@ def weight_gradient(
     slices = slices or tiles.weight_gradient_slices(tile_count, steps, blocks)
     piece = LINE // 4
 
-    def body(x_ref, g_ref, out_ref, x_ring, g_ring, *scratch):
+    def weight_gradient_kernel(x_ref, g_ref, out_ref, x_ring, g_ring, *scratch):
         block = lax.axis_index("block")
         if slices > 1:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((tile_count, 2)))
@@ -210,10 +215,10 @@ def weight_gradient(
 
         units = (tile_count * slices - block + blocks - 1) // blocks
         stages = tiles.WEIGHT_GRADIENT_STAGES
-        _pipeline(units, span, load, multiply, store, jnp.float32, stages, *scratch)
+        _pipeline(units, span, load, multiply, store, jnp.float32, stages, 0, *scratch)
 
     dw = _launch(
-        body,
+        weight_gradient_kernel,
         jax.ShapeDtypeStruct((k, n), jnp.float32),
         rings=[((step_tokens, TILE_M), x.dtype), ((step_tokens, TILE_N), g.dtype)],
         stages=tiles.WEIGHT_GRADIENT_STAGES,
@@ -232,13 +237,17 @@ def _pipeline(
     store: Callable,
     total_dtype: jnp.dtype,
     stages: int,
+    lag: int,
     out_ring,
     full,
     empty,
+    begun,
 ):
     """What each warpgroup does: for each of its `units`, steps `start` to `start + count`, then `store`.
 
-    `used` counts the steps over all units: step `used` lives in slot `used % stages` of the ring.
+    `used` counts the steps over all units: step `used` lives in slot `used % stages` of the ring. The second
+    of the two that multiply begins `lag` steps after the first (fewer than `stages`, and than a unit has) and
+    stays behind: while one writes, the other has the tensor cores to itself.
     """
     warpgroup = lax.axis_index("warpgroup")
 
@@ -270,6 +279,11 @@ def _pipeline(
     @pl.when(warpgroup < MEMORY)
     def _():
         plgpu.set_max_registers(232, action="increase")
+        if lag:
+
+            @pl.when((warpgroup == 1) & (units > 0))
+            def _():
+                plgpu.barrier_wait(begun)
 
         def unit(i, used):
             _, count = span(i)
@@ -280,6 +294,12 @@ def _pipeline(
                     slot = lax.rem(used + s, stages)
                     plgpu.barrier_wait(full.at[slot])
                     multiply(total, slot, warpgroup)
+                    if lag:
+
+                        @pl.when((warpgroup == 0) & (used + s == lag))
+                        def _():
+                            plgpu.barrier_arrive(begun)
+
                     plgpu.wgmma_wait(1)  # the step before this one is done
 
                     @pl.when(s > 0)
@@ -334,6 +354,7 @@ def _launch(body, out, *, rings, stages, blocks, cluster, interpret):
             buffer((2, 2, HALF, piece), out.dtype),
             plgpu.Barrier(**arrivals),
             empty,
+            plgpu.Barrier(num_arrivals=1),
         ],
         grid=(blocks,),
         grid_names=("block",),
