@@ -52,9 +52,7 @@ def matmul(
     piece = LINE // jnp.dtype(out_dtype).itemsize
     per_tensor = b.scale.size == 1
 
-    def matmul_kernel(
-        a_ref, b_ref, a_scale_ref, b_scale_ref, bias_ref, out_ref, a_ring, b_ring, *scratch
-    ):
+    def matmul_kernel(a_ref, b_ref, a_scale_ref, b_scale_ref, bias_ref, out_ref, a_ring, b_ring, *scratch):
         block = lax.axis_index("block")
 
         def corner(i):
@@ -105,10 +103,7 @@ def matmul(
         units = (grid[0] * grid[1] - block + blocks - 1) // blocks
         steps = pl.cdiv(k, LINE)
         dtype = jnp.int32 if a_ref.dtype == jnp.int8 else jnp.float32
-        lag = min(tile.lag, steps - 1)
-        _pipeline(
-            units, lambda i: (0, steps), load, multiply, store, dtype, tile.stages, lag, *scratch
-        )
+        _pipeline(units, lambda i: (0, steps), load, multiply, store, dtype, tile.stages, *scratch)
 
     def padded(scale, length):
         """One element for each row of each tile: registers are loaded without bounds."""
@@ -215,7 +210,7 @@ def weight_gradient(
 
         units = (tile_count * slices - block + blocks - 1) // blocks
         stages = tiles.WEIGHT_GRADIENT_STAGES
-        _pipeline(units, span, load, multiply, store, jnp.float32, stages, 0, *scratch)
+        _pipeline(units, span, load, multiply, store, jnp.float32, stages, *scratch)
 
     dw = _launch(
         weight_gradient_kernel,
@@ -237,17 +232,13 @@ def _pipeline(
     store: Callable,
     total_dtype: jnp.dtype,
     stages: int,
-    lag: int,
     out_ring,
     full,
     empty,
-    begun,
 ):
     """What each warpgroup does: for each of its `units`, steps `start` to `start + count`, then `store`.
 
-    `used` counts the steps over all units: step `used` lives in slot `used % stages` of the ring. The second
-    of the two that multiply begins `lag` steps after the first (fewer than `stages`, and than a unit has) and
-    stays behind: while one writes, the other has the tensor cores to itself.
+    `used` counts the steps over all units: step `used` lives in slot `used % stages` of the ring.
     """
     warpgroup = lax.axis_index("warpgroup")
 
@@ -279,11 +270,6 @@ def _pipeline(
     @pl.when(warpgroup < MEMORY)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        if lag:
-
-            @pl.when((warpgroup == 1) & (units > 0))
-            def _():
-                plgpu.barrier_wait(begun)
 
         def unit(i, used):
             _, count = span(i)
@@ -294,12 +280,6 @@ def _pipeline(
                     slot = lax.rem(used + s, stages)
                     plgpu.barrier_wait(full.at[slot])
                     multiply(total, slot, warpgroup)
-                    if lag:
-
-                        @pl.when((warpgroup == 0) & (used + s == lag))
-                        def _():
-                            plgpu.barrier_arrive(begun)
-
                     plgpu.wgmma_wait(1)  # the step before this one is done
 
                     @pl.when(s > 0)
@@ -354,7 +334,6 @@ def _launch(body, out, *, rings, stages, blocks, cluster, interpret):
             buffer((2, 2, HALF, piece), out.dtype),
             plgpu.Barrier(**arrivals),
             empty,
-            plgpu.Barrier(num_arrivals=1),
         ],
         grid=(blocks,),
         grid_names=("block",),

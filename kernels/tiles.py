@@ -50,12 +50,10 @@ class MosaicTile:
     Attributes:
       stages: slots of the ring of operands.
       width: columns of tiles that run side by side, and share rows of a in the L2 cache.
-      lag: steps by which one half of a tile is behind the other.
     """
 
     stages: int
     width: int
-    lag: int = 0
 
 
 # Rows of more columns than this do not fit into the registers of a program.
