@@ -52,7 +52,9 @@ def matmul(
     piece = LINE // jnp.dtype(out_dtype).itemsize
     per_tensor = b.scale.size == 1
 
-    def matmul_kernel(a_ref, b_ref, a_scale_ref, b_scale_ref, bias_ref, out_ref, a_ring, b_ring, *scratch):
+    def matmul_kernel(
+        a_ref, b_ref, a_scale_ref, b_scale_ref, bias_ref, out_ref, a_ring, b_ring, *scratch
+    ):
         block = lax.axis_index("block")
 
         def corner(i):
