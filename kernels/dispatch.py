@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import warnings
 from types import ModuleType
 
@@ -47,6 +48,8 @@ def run(operation: str, *arrays, implementation: str | None = None, **options):
     """
     name = choose(operation, *arrays, implementation=implementation, **options)
     if name == "xla":
+        if operation == "matmul":
+            _warn_of_split_sums()
         return getattr(reference, operation)(*arrays, **options)
     return _kernel(name, operation, **options)(*arrays)
 
@@ -191,6 +194,19 @@ def _would_gather() -> bool:
         "visible device"
     )
     return True
+
+
+SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
+
+
+def _warn_of_split_sums():
+    """XLA cuts the sums of small int8 products in pieces, of which its Triton generator may count columns
+    twice: seen with jax 0.11.2 on an H200, [256, 512] x [512, 128] twice as large. No API turns that off."""
+    if jax.default_backend() == "gpu" and SAFE_XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        _warn_once(
+            "swjax: an int8 product runs through XLA, which on GPUs may sum small ones wrongly: "
+            f"set XLA_FLAGS={SAFE_XLA_FLAG} before JAX starts, or use {INSTALL}"
+        )
 
 
 @functools.cache

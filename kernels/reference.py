@@ -250,23 +250,31 @@ def layer_norm(
 
 
 def layer_norm_backward(
-    x: jax.Array, gamma: jax.Array, gradient: jax.Array, *, epsilon: float
+    x: jax.Array,
+    gamma: jax.Array,
+    gradient: jax.Array | tuple[jax.Array, ...],
+    residual: jax.Array | None = None,
+    *,
+    epsilon: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of `layer_norm` from its input alone: mean and deviation are computed again.
 
     Args:
       x: [..., n], the input; gamma: [n].
-      gradient: [..., n], of the output.
+      gradient: [..., n], of the output; a tuple stands for its sum.
+      residual: [..., n] or None: the gradient that x gets from elsewhere, added to dx.
       epsilon: as in the forward pass.
 
     Returns:
       dx [..., n] in the dtype of x; dgamma and dbeta [n] in float32.
     """
+    gradients = gradient if isinstance(gradient, tuple) else (gradient,)
     centred, deviation = _moments(x, epsilon)
-    normalized, wide = centred / deviation, _widen(gradient)
+    normalized, wide = centred / deviation, sum(map(_widen, gradients[1:]), _widen(gradients[0]))
     v = wide * _along_rows(gamma, x.ndim)
     slope = jnp.mean(v * normalized, axis=-1, keepdims=True)
     dx = (v - jnp.mean(v, axis=-1, keepdims=True) - normalized * slope) / deviation
+    dx = dx if residual is None else dx + _widen(residual)
     return dx.astype(x.dtype), _row_sum(wide * normalized), _row_sum(wide)
 
 

@@ -271,6 +271,9 @@ def _row_kernel(
 def _layer_norm_backward_kernel(
     x_ptr,  # [M, WIDTH]
     gradient_ptr,  # [M, WIDTH]
+    second_ptr,  # [M, WIDTH], as the next two
+    third_ptr,
+    residual_ptr,
     gamma_ptr,  # [WIDTH]
     dx_ptr,  # [M, WIDTH]
     gamma_sums_ptr,  # [programs, WIDTH]
@@ -281,8 +284,11 @@ def _layer_norm_backward_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     EPSILON: tl.constexpr,
+    GRADIENTS: tl.constexpr,  # 1 to 3, whose sum is the gradient
+    RESIDUAL: tl.constexpr,
 ):
-    """dx = (v - mean(v) - n mean(v n)) / deviation, with v = gradient gamma and n the normalized row."""
+    """dx = (v - mean(v) - n mean(v n)) / deviation + residual, with v = gradient gamma and n the normalized
+    row."""
     gamma_sums = ()
     beta_sums = ()
     for _ in tl.static_range(CHUNKS):
@@ -294,7 +300,12 @@ def _layer_norm_backward_kernel(
         gradients = ()
         for i in tl.static_range(CHUNKS):
             xs = xs + (_load_rows(x_ptr, block, i, M, WIDTH, ROWS, CHUNK),)
-            gradients = gradients + (_load_rows(gradient_ptr, block, i, M, WIDTH, ROWS, CHUNK),)
+            gradient = _load_rows(gradient_ptr, block, i, M, WIDTH, ROWS, CHUNK)
+            if GRADIENTS > 1:
+                gradient += _load_rows(second_ptr, block, i, M, WIDTH, ROWS, CHUNK)
+            if GRADIENTS > 2:
+                gradient += _load_rows(third_ptr, block, i, M, WIDTH, ROWS, CHUNK)
+            gradients = gradients + (gradient,)
         xs, inverse = _moments(xs, WIDTH, CHUNK, CHUNKS, EPSILON)
 
         vs = ()
@@ -314,6 +325,8 @@ def _layer_norm_backward_kernel(
         slope = _row_sum(products, CHUNKS) * (1.0 / WIDTH) * inverse * inverse
         for i in tl.static_range(CHUNKS):
             dx = (vs[i] - v_mean - xs[i] * slope) * inverse
+            if RESIDUAL:
+                dx += _load_rows(residual_ptr, block, i, M, WIDTH, ROWS, CHUNK)
             dx = dx.to(dx_ptr.dtype.element_ty)
             _store_rows(dx_ptr, dx, block, i, M, WIDTH, ROWS, CHUNK)
 
@@ -554,8 +567,12 @@ def _rows(
     )
 
 
-def layer_norm_backward(x, gamma, gradient, *, epsilon, tile=None):
+def layer_norm_backward(x, gamma, gradient, residual=None, *, epsilon, tile=None):
     """`reference.layer_norm_backward`."""
+    gradients = gradient if isinstance(gradient, tuple) else (gradient,)
+    if len(gradients) > 3:
+        rest = sum(g.astype(jnp.float32) for g in gradients[2:]).astype(x.dtype)
+        gradients = (*gradients[:2], rest)
     width = x.shape[-1]
     m = x.size // width
     tile = tile or tiles.row("layer_norm_backward", width)
@@ -563,13 +580,16 @@ def layer_norm_backward(x, gamma, gradient, *, epsilon, tile=None):
     partial_sums = jax.ShapeDtypeStruct((programs, width), jnp.float32)
     dx, dgamma, dbeta = _call(
         x,
-        gradient,
+        *(gradients * 3)[:3],  # what a kernel does not read still needs an address
+        x if residual is None else residual,
         gamma,
         kernel=_layer_norm_backward_kernel,
         out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), partial_sums, partial_sums),
         grid=(programs,),
         num_warps=tile.warps,
         EPSILON=epsilon,
+        GRADIENTS=len(gradients),
+        RESIDUAL=residual is not None,
         **_cut(m, width, tile),
     )
     return dx, jnp.sum(dgamma, axis=0), jnp.sum(dbeta, axis=0)

@@ -92,17 +92,22 @@ class Linear(nnx.Linear):
 
 
 def linears(
-    layers: Sequence[Linear], inputs: jax.Array, *, prologue: Prologue | None = None
-) -> tuple[jax.Array, ...]:
+    layers: Sequence[Linear],
+    inputs: jax.Array,
+    *,
+    prologue: Prologue | None = None,
+    residual: bool = False,
+) -> tuple:
     """Several layers of the same inputs, such as queries, keys and values: these are quantized once.
 
     Args:
       layers: those that differ in recipe, dtype, implementation or layout are computed one by one.
       inputs: [..., k].
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` that the inputs go through first.
+      residual: return the inputs as well, see `swjax.switchback`.
 
     Returns:
-      The output [..., n] of each layer: what calling it gives.
+      The output [..., n] of each layer: what calling it gives. With `residual`: (those, inputs).
 
     >>> import jax.numpy as jnp
     >>> q, k = (Linear(3, n, rngs=nnx.Rngs(0)) for n in (4, 2))
@@ -110,9 +115,11 @@ def linears(
     [(2, 4), (2, 2)]
     """
     if not _alike(*layers):
-        return tuple(layer(inputs, prologue=prologue) for layer in layers)
-    xs, ws, biases = zip(*(layer._operands(inputs) for layer in layers))
-    return switchback(xs[0], ws, biases, prologue=prologue, **layers[0]._options())
+        ys = tuple(layer(inputs, prologue=prologue) for layer in layers)
+        return (ys, inputs) if residual else ys
+    (x, *_), ws, biases = zip(*(layer._operands(inputs) for layer in layers))
+    options = {"prologue": prologue, "residual": residual} | layers[0]._options()
+    return switchback(x, ws, biases, **options)
 
 
 def mlp(
@@ -122,17 +129,18 @@ def mlp(
     *,
     prologue: Prologue | None = None,
     approximate: bool = False,
-) -> jax.Array:
+    residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``fc2(gelu(fc1(inputs)))``, quantized where the GELU passes; see `swjax.mlp`.
 
     Args:
       fc1, fc2: layers; where they differ in recipe, dtype or implementation each quantizes by itself.
       inputs: [..., k].
-      prologue: as for `linears`.
+      prologue, residual: as for `linears`.
       approximate: the tanh form of the GELU.
 
     Returns:
-      [..., n].
+      [..., n]; with `residual`, that and the inputs.
 
     >>> import jax.numpy as jnp
     >>> fc1, fc2 = (Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 8), (8, 2)))
@@ -140,10 +148,12 @@ def mlp(
     (5, 2)
     """
     if not _alike(fc1, fc2, but="layout") or fc1.preferred_element_type is not None:
-        return fc2(fc1(inputs, prologue=prologue), prologue=Gelu(approximate))
+        y = fc2(fc1(inputs, prologue=prologue), prologue=Gelu(approximate))
+        return (y, inputs) if residual else y
     x, w1, b1 = fc1._operands(inputs)
     _, w2, b2 = fc2._operands(x)
-    options = {"prologue": prologue, "approximate": approximate} | fc1._options()
+    options = {"prologue": prologue, "approximate": approximate, "residual": residual}
+    options |= fc1._options()
     del options["out_dtype"], options["layout"]
     return fused_mlp(x, w1, b1, w2, b2, layouts=(fc1.layout, fc2.layout), **options)
 

@@ -40,14 +40,15 @@ class LayerNorm:
             implementation=implementation,
         )
 
-    def backward(self, x, gradient, *, quantize_to, implementation):
-        """(dx, None, None) and the gradient of this prologue."""
+    def backward(self, x, gradients, residual, *, quantize_to, implementation):
+        """(dx + residual, None, None) for the sum of gradients, and the gradient of this prologue."""
         del quantize_to  # a residual stream's gradient is added to before any layer multiplies it
         dx, dscale, dbias = dispatch.run(
             "layer_norm_backward",
             x,
             self.scale,
-            gradient,
+            gradients,
+            residual,
             epsilon=self.epsilon,
             implementation=implementation,
         )
@@ -79,16 +80,28 @@ class Gelu:
             implementation=implementation,
         )
 
-    def backward(self, x, gradient, *, quantize_to, implementation):
+    def backward(self, x, gradients, residual, *, quantize_to, implementation):
         """(dx, dx quantized or None, the sum of dx's rows), and the gradient of this prologue."""
+        if residual is not None:  # then what is quantized would not be the input's gradient
+            (dx, _, _), same = self.backward(
+                x, gradients, None, quantize_to=None, implementation=implementation
+            )
+            return (add(dx, residual), None, None), same
         return dispatch.run(
             "gelu_backward",
             x,
-            gradient,
+            add(*gradients),
             approximate=self.approximate,
             quantize_to=quantize_to,
             implementation=implementation,
         ), self
+
+
+def add(*arrays: jax.Array | None) -> jax.Array:
+    """The sum in fp32, rounded once; None counts as nothing."""
+    first, *others = (array for array in arrays if array is not None)
+    wide = sum((other.astype("float32") for other in others), first.astype("float32"))
+    return wide.astype(first.dtype)
 
 
 Prologue = LayerNorm | Gelu

@@ -18,7 +18,7 @@ from swjax import partition, recipes
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
 from swjax.partition import Layout, Plan, Spec
-from swjax.prologues import Gelu, Gradient, Prologue
+from swjax.prologues import Gelu, Gradient, Prologue, add
 from swjax.recipes import Product, Quantizer, Recipe
 
 
@@ -31,9 +31,10 @@ def switchback(
     prologue: Prologue | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
+    residual: bool = False,
     implementation: str | None = None,
     layout: Layout | None = None,
-) -> jax.Array | tuple[jax.Array, ...]:
+) -> jax.Array | tuple:
     """Linear layer ``y = x w + bias`` with quantized products, forward and backward.
 
     With the default recipe, SwitchBack (Alg. 1 of the paper), one scale a token for x and g, one scale
@@ -57,11 +58,13 @@ def switchback(
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` that x goes through first, fused with the quantizer.
       out_dtype: dtype of y; None is that of x.
       precision: of the products that are not quantized, as for `jax.lax.dot_general`.
+      residual: return x as well, for a residual connection to add: the gradient that comes that way is added
+        in the backward pass of the prologue, not in a pass of its own.
       implementation: of the quantized ones, see `swjax.kernels.dispatch`; None chooses.
       layout: where x and w lie, see `swjax.Layout`; not needed on one device and on explicit meshes.
 
     Returns:
-      y: [..., n] in `out_dtype`; a tuple of these if w is one.
+      y: [..., n] in `out_dtype`; a tuple of these if w is one. With `residual`: (y, x).
 
     Raises:
       ValueError: shapes, dtypes, recipe or implementation do not fit.
@@ -87,8 +90,10 @@ def switchback(
     )
     x = _place_input(x, prologue, plans[0])
     ws, biases = zip(*map(_place, ws, biases, plans))
-    ys = _linears(*partition.vary_alike(x, ws, biases, prologue), settings)
-    return ys if several else ys[0]
+    args = partition.vary_alike(x, ws, biases, prologue)
+    ys, x = _linears(*args, settings, residual)
+    y = ys if several else ys[0]
+    return (y, x) if residual else y
 
 
 def mlp(
@@ -102,9 +107,10 @@ def mlp(
     prologue: Prologue | None = None,
     approximate: bool = False,
     precision: jax.lax.PrecisionLike = None,
+    residual: bool = False,
     implementation: str | None = None,
     layouts: tuple[Layout | None, Layout | None] = (None, None),
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that quantize where the GELU already passes.
 
     The same result as the two layers; in the backward pass the GELU's gradient is written once in 16 bits,
@@ -113,12 +119,12 @@ def mlp(
     Args:
       x: [..., k] float16, bfloat16 or float32.
       w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None; weights as for `switchback`.
-      recipe, prologue, precision, implementation: as for `switchback`, for both layers.
+      recipe, prologue, precision, residual, implementation: as for `switchback`, for both layers.
       approximate: the tanh form of the GELU.
       layouts: of x and w1, and of w2; see `swjax.Layout`.
 
     Returns:
-      [..., n] in the dtype of x.
+      [..., n] in the dtype of x; with `residual`, that and x.
 
     Raises:
       ValueError: shapes, dtypes, recipe or implementation do not fit.
@@ -140,7 +146,8 @@ def mlp(
         _place(w2, b2, plan2),
     )
     args = partition.vary_alike(x, w1, b1, w2, b2, prologue)
-    return _mlp(*args, Gelu(approximate), first, second)
+    y, x = _mlp(*args, Gelu(approximate), first, second, residual)
+    return (y, x) if residual else y
 
 
 class _Settings(NamedTuple):
@@ -331,26 +338,25 @@ def _apply_weight(x: _Operand, w, bias, settings) -> tuple[jax.Array, _Weight]:
     return checkpoint_name(y, "swjax_y"), _Weight(w, w_like, bias_like)
 
 
-def _backward(layers: Layers, residuals: _Residuals, gradients: tuple, quantize_to=None):
+def _backward(
+    layers: Layers, residuals: _Residuals, gradients: tuple, residual=None, quantize_to=None
+):
     """(gradient of the input, as `Gradient`), dws, dbiases, and the prologue's gradient.
 
-    `gradients` has a `Gradient` of the output of each layer."""
+    `gradients` has a `Gradient` of the output of each layer, `residual` is what the input's gradient is
+    added to."""
     inputs, x, weights, prologue = residuals
     if layers[0].recipe.save_quantized:
         # Without the barrier XLA dequantizes x in the forward pass already, and keeps the wide copy.
-        x, gradients = jax.lax.optimization_barrier((x, gradients))
+        x, gradients, residual = jax.lax.optimization_barrier((x, gradients, residual))
     each = zip(gradients, weights, layers)
     dxs, dws, dbiases = zip(*(_backward_weight(x, *one) for one in each))
-    dx = dxs[0] if len(dxs) == 1 else _sum(dxs)
     if prologue is None:
-        return (dx, None, None), dws, dbiases, None
-    input_gradient, dprologue = _apply_backward(prologue, inputs, dx, quantize_to, layers[0])
+        return (add(*dxs, residual), None, None), dws, dbiases, None
+    input_gradient, dprologue = _apply_backward(
+        prologue, inputs, dxs, residual, quantize_to, layers[0]
+    )
     return input_gradient, dws, dbiases, dprologue
-
-
-def _sum(arrays):
-    """In fp32, rounded once."""
-    return sum(a.astype(jnp.float32) for a in arrays).astype(arrays[0].dtype)
 
 
 def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings):
@@ -377,39 +383,46 @@ def _runner(settings) -> Callable:
     return partial(dispatch.run, implementation=settings.implementation)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linears(x, ws, biases, prologue, layers):
-    return _forward(x, ws, biases, prologue, layers)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _linears(x, ws, biases, prologue, layers, residual):
+    """The layers' outputs, and x or None."""
+    return _linears_forward(x, ws, biases, prologue, layers, residual)[0]
 
 
-def _linears_backward(layers, residuals, gs):
+def _linears_forward(x, ws, biases, prologue, layers, residual):
+    ys, kept = _forward(x, ws, biases, prologue, layers)
+    return (ys, x if residual else None), kept
+
+
+def _linears_backward(layers, _, residuals, gradients):
+    gs, residual = gradients
     gradients = tuple((g, None, None) for g in gs)
-    (dx, _, _), dws, dbiases, dprologue = _backward(layers, residuals, gradients)
+    (dx, _, _), dws, dbiases, dprologue = _backward(layers, residuals, gradients, residual)
     return dx, dws, dbiases, dprologue
 
 
-_linears.defvjp(_forward, _linears_backward)
+_linears.defvjp(_linears_forward, _linears_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _mlp(x, w1, b1, w2, b2, prologue, gelu, first, second):
-    return _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
+def _mlp(x, w1, b1, w2, b2, prologue, gelu, first, second, residual):
+    return _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second, residual)[0]
 
 
-def _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second):
+def _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second, residual):
     (hidden,), kept = _forward(x, (w1,), (b1,), prologue, (first,))
     (y,), kept_too = _forward(hidden, (w2,), (b2,), gelu, (second,))
-    return y, (kept, kept_too)
+    return (y, x if residual else None), (kept, kept_too)
 
 
-def _mlp_backward(first, second, residuals, g):
-    kept, kept_too = residuals
+def _mlp_backward(first, second, _, residuals, gradients):
+    (kept, kept_too), (g, residual) = residuals, gradients
     dgrad, plan = first.recipe.dgrad, second.plan
     fused = _rowwise(dgrad) and not plan.splits(plan.k)
     dhidden, (dw2,), (db2,), dgelu = _backward(
-        (second,), kept_too, ((g, None, None),), dgrad.lhs.dtype if fused else None
+        (second,), kept_too, ((g, None, None),), None, dgrad.lhs.dtype if fused else None
     )
-    (dx, _, _), (dw1,), (db1,), dprologue = _backward((first,), kept, (dhidden,))
+    (dx, _, _), (dw1,), (db1,), dprologue = _backward((first,), kept, (dhidden,), residual)
     return dx, dw1, db1, dw2, db2, dprologue, dgelu
 
 
@@ -573,14 +586,14 @@ def _apply(prologue: Prologue, x, *, quantize_to, wide, settings):
     )
 
 
-def _apply_backward(prologue: Prologue, x, gradient, quantize_to, settings):
+def _apply_backward(prologue: Prologue, x, gradients, residual, quantize_to, settings):
     plan, options = (
         settings.plan,
         {"quantize_to": quantize_to, "implementation": settings.implementation},
     )
 
-    def step(prologue, x, gradient):
-        (dx, dx_q, total), dprologue = prologue.backward(x, gradient, **options)
+    def step(prologue, x, gradients, residual):
+        (dx, dx_q, total), dprologue = prologue.backward(x, gradients, residual, **options)
         total, dprologue = plan.sum((total, dprologue), *plan.tokens)
         return (dx, dx_q, total), dprologue
 
@@ -588,7 +601,8 @@ def _apply_backward(prologue: Prologue, x, gradient, quantize_to, settings):
     q_spec = QTensor(spec, Spec((*spec[:-1], ()))) if quantize_to else None
     sum_spec = None if prologue.whole_rows else Spec(spec[-1:])
     out_specs = ((spec, q_spec, sum_spec), Spec())
-    return plan.run(step, (prologue, x, gradient), (Spec(), spec, spec), out_specs)
+    arrays = (prologue, x, gradients, residual)
+    return plan.run(step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs)
 
 
 def _prologue_spec(prologue: Prologue, plan: Plan) -> Spec:

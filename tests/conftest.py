@@ -2,7 +2,10 @@
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+# The second flag: without it XLA for GPUs gets some int8 products wrong, see swjax.kernels.dispatch.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_gpu_enable_triton_gemm=false"
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax

@@ -26,7 +26,7 @@ ALLOWED = {
     "partition": {"kernels"},
     "switchback": {"recipes", "kernels", "prologues", "partition"},
     "conversion": {"recipes"},
-    "nnx": {"conversion", "switchback", "recipes", "kernels", "partition"},
+    "nnx": {"conversion", "switchback", "prologues", "recipes", "kernels", "partition"},
     "linen": {"conversion", "switchback", "recipes", "kernels", "partition"},
     "serving": {"nnx", "recipes", "switchback", "kernels"},
     "swjax": {
@@ -38,12 +38,13 @@ ALLOWED = {
         "checkpoint_policies",
     },  # its __init__
     "optax": set(),
-    "models": {"nnx", "recipes", "switchback", "checkpoint_policies"},
-    "losses": set(),
+    "models": {"nnx", "prologues", "recipes", "kernels", "checkpoint_policies"},
+    "ring": {"partition"},
+    "losses": {"partition", "ring"},
     "data": {"environment"},
     "sharding": set(),
     "diagnostics": {"optax"},
-    "evaluators": {"data"},
+    "evaluators": {"data", "sharding"},
     "interop": {"data", "models"},
     "report": set(),
     "environment": set(),
@@ -52,6 +53,7 @@ ALLOWED = {
     # ---------------------------------------------------------------------------------
     "config": set(),
     "checkpoint": {"config"},
+    "distributed": {"config"},
     "metrics": {"config"},
     "train_step": {
         "config",
@@ -68,7 +70,8 @@ ALLOWED = {
         "trainer",
     },
     "trainer": {
-        *("checkpoint", "config", "data", "diagnostics", "environment", "evaluators", "interrupt"),
+        *("checkpoint", "config", "data", "diagnostics", "distributed", "environment"),
+        *("evaluators", "interrupt"),
         *("metrics", "models", "nnx", "optax", "recipes", "report", "sharding", "train_step"),
     },
 }
@@ -108,6 +111,12 @@ def imported(path: Path):
 MODULES = dict(modules())
 
 
+def test_importing_asks_for_no_devices():
+    """`jax.distributed` has to be initialized before the first question for devices."""
+    code = "import swjax.trainer\nfrom jax._src import xla_bridge\nassert not xla_bridge._backends"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_one_way(module):
     part = part_of(module)
@@ -135,6 +144,7 @@ CORE |= {
     "optax",
     "models",
     "losses",
+    "ring",
     "sharding",
     "diagnostics",
 }

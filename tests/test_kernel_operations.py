@@ -285,3 +285,18 @@ def test_a_non_finite_scale_stays_in_its_row(operation, implementation, dtypes):
     good, bad = (np.asarray(y, np.float32) for y in (good, bad))
     assert np.isnan(bad[70]).all()
     np.testing.assert_array_equal(np.delete(good, 70, 0), np.delete(bad, 70, 0))
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("layer_norm_backward"))
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_gradients_that_layer_norm_adds_in_passing(operation, implementation, count):
+    x, gamma = normal((77, 333), "float16"), normal(333, seed=1)
+    *gradients, residual = (normal((77, 333), "float16", seed=seed) for seed in range(2, count + 3))
+    dx, dgamma, dbeta = oracle.layer_norm_backward(
+        x, gamma, np.sum(gradients, 0, np.float64), epsilon=1e-6
+    )
+    got = implementations.run(
+        operation, x, gamma, tuple(gradients), residual, implementation=implementation, epsilon=1e-6
+    )
+    for a, b in zip(got, (dx + residual, dgamma, dbeta), strict=True):
+        assert snr_db(a, b) > FLOOR_DB["float16"]

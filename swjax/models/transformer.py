@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import swjax
+from swjax import prologues
 from swjax.models.config import POLICIES, Options, TowerConfig
 from swjax.nnx import Linear, linears, mlp
 from swjax.recipes import Recipe
@@ -48,9 +48,9 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return _layer_norm(x, self.scale[...], self.bias[...])
 
-    def prologue(self) -> swjax.LayerNorm:
+    def prologue(self) -> prologues.LayerNorm:
         """The same, for the linear layers that read the result: fused with what they do first."""
-        return swjax.LayerNorm(self.scale[...], self.bias[...], EPSILON)
+        return prologues.LayerNorm(self.scale[...], self.bias[...], EPSILON)
 
 
 @jax.checkpoint  # for the backward pass it keeps x and nothing in float32
@@ -108,10 +108,11 @@ class Attention(nnx.Module):
         self.ln_q = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
         self.ln_k = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
 
-    def __call__(self, x: jax.Array, norm: LayerNorm, length: int) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: LayerNorm, length: int) -> tuple[jax.Array, jax.Array]:
+        """(the branch, x to add it to): see `residual` of `swjax.switchback`."""
         batch, tokens, width = x.shape
         heads = (batch, tokens, self.heads, width // self.heads)
-        qkv = linears((self.q, self.k, self.v), x, prologue=norm.prologue())
+        qkv, x = linears((self.q, self.k, self.v), x, prologue=norm.prologue(), residual=True)
         q, k, v = (y.reshape(heads) for y in qkv)
         if self.ln_q is not None:
             q, k = self.ln_q(q), self.ln_k(k)
@@ -127,7 +128,7 @@ class Attention(nnx.Module):
                 key_value_seq_lengths=lengths,
                 implementation=self.implementation,
             )
-        return self.out(mixed.reshape(x.shape))
+        return self.out(mixed.reshape(x.shape)), x
 
 
 class Mlp(nnx.Module):
@@ -158,11 +159,13 @@ class Mlp(nnx.Module):
         self.fc2 = linear("mlp/fc2", cfg.mlp_width, cfg.width, init.fc2)
         self.gelu = options.gelu
 
-    def __call__(self, x: jax.Array, norm: LayerNorm) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
+        """(the branch, x to add it to)."""
+        options = {"prologue": norm.prologue(), "residual": True}
         if self.gelu == "quick":
-            return self.fc2(_quick_gelu(self.fc1(x, prologue=norm.prologue())))
-        tanh = self.gelu == "tanh"
-        return mlp(self.fc1, self.fc2, x, prologue=norm.prologue(), approximate=tanh)
+            (hidden,), x = linears((self.fc1,), x, **options)
+            return self.fc2(_quick_gelu(hidden)), x
+        return mlp(self.fc1, self.fc2, x, approximate=self.gelu == "tanh", **options)
 
 
 @jax.checkpoint  # autodiff alone would keep several arrays of this size
@@ -194,9 +197,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, length: int) -> jax.Array:
         """x [b, t, w] -> [b, t, w]; tokens from `length` on are padding that no other token sees."""
-        branch = self.attn(x, self.ln_1, length)
+        branch, x = self.attn(x, self.ln_1, length)
         x = x + (branch if self.ls_1 is None else self.ls_1(branch))
-        branch = self.mlp(x, self.ln_2)
+        branch, x = self.mlp(x, self.ln_2)
         return x + (branch if self.ls_2 is None else self.ls_2(branch))
 
 
