@@ -1,6 +1,7 @@
 # make train   sets up .venv once, trains the default run and writes its report
 # make test    passes the tests             make test ARGS="tests/test_losses.py -x"
 # make report  makes the page of a run again
+# make docs    builds the documentation in build/site, links checked
 # make clean   removes what setting up and testing made, not runs/ and data/
 # Everything these commands write stays in this folder.
 
@@ -14,13 +15,14 @@ BIN := .venv/bin
 CREATED := .venv/.created
 READY := .venv/.ready
 KERNELS := .venv/.kernels
+DOCS := .venv/.docs
 
 # Libraries would else keep these in the home directory.
 export XDG_CACHE_HOME := $(CURDIR)/.cache
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export TFDS_DATA_DIR := $(CURDIR)/data
 
-.PHONY: train test report clean
+.PHONY: train test report docs clean
 
 train: $(READY)
 	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
@@ -30,6 +32,10 @@ test: $(READY) $(KERNELS)
 
 report: $(READY)
 	@$(BIN)/python -m swjax.report $(WORKDIR)
+
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file .ci/mkdocs.yml
+	@echo "documentation: build/site/index.html"
 
 # Again whenever the requirements change, and after an interruption. Modules are compiled when they are
 # first imported: most never are.
@@ -43,6 +49,11 @@ $(READY): $(CREATED) pyproject.toml requirements/constraints.txt
 $(KERNELS): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
 	  --constraint requirements/constraints.txt --editable '.[test,gpu]'
+	@touch $@
+
+$(DOCS): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
+	  --constraint requirements/constraints.txt --editable '.[docs]'
 	@touch $@
 
 $(CREATED):

@@ -8,7 +8,7 @@ from swjax.kernels.reference import QTensor, dequantize, quantize
 from swjax.partition import Layout
 from swjax.prologues import Gelu, LayerNorm
 from swjax.recipes import RECIPES, Recipe
-from swjax.switchback import dot_general, mlp, switchback
+from swjax.switchback import dot_general, mlp, quantize_weight, switchback
 
 __version__ = "0.1.0"
 
@@ -24,5 +24,6 @@ __all__ = [
     "dot_general",
     "mlp",
     "quantize",
+    "quantize_weight",
     "switchback",
 ]

@@ -7,8 +7,12 @@ Five lines name a picture, with a run of one's own or weights of others:
   names = ["cat", "dog", "violin"]
   probabilities = model.classify(["picture.png"], model.classifier(names))
   print(names[probabilities[0].argmax()])
+
+With `prequantize=True` its int8 layers keep int8 weights alone. `save` writes such a model as one file, which
+`load` opens, and `export` as programs that run with jax alone.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -21,13 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swjax import evaluators, interop
+from swjax import data, evaluators, interop, serving
 from swjax.data.images import fit
 from swjax.data.packages import require
 from swjax.evaluators import embed, zeroshot
 from swjax.models import clip
+from swjax.models.config import TextConfig, VisionConfig
+from swjax.recipes import Product, Quantizer, Recipe
 
-__all__ = ["Encoder", "load", "pixels"]
+__all__ = ["Encoder", "export", "load", "pixels", "save"]
 
 
 class Encoder:
@@ -111,16 +117,25 @@ class Encoder:
         return min(self.batch_size, 1 << max(count - 1, 0).bit_length())
 
 
-def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options) -> Encoder:
-    """The model of a run, or of safetensors by open_clip, OpenAI or Hugging Face.
+def load(
+    path: str | Path,
+    cfg: clip.CLIPConfig | None = None,
+    *,
+    prequantize: bool = False,
+    **options,
+) -> Encoder:
+    """The model of a run, of a file by `save`, or of safetensors by open_clip, OpenAI or Hugging Face.
 
     A run's newest checkpoint is taken, of the averaged parameters if it averages them, and computes as
     in training; weights of others compute in float32.
 
     Args:
-      path: a run's workdir; or what `swjax.interop.load` takes: a safetensors file or its folder.
-      cfg: for `swjax.interop.load`; a run has its own.
-      **options: fields of the configuration to be replaced, such as recipe="standard" or
+      path: a run's workdir; a file by `save`; or what `swjax.interop.load` takes: a safetensors file or
+        its folder.
+      cfg: for `swjax.interop.load`; a run and a file by `save` have their own.
+      prequantize: keep 8-bit weights alone, see `swjax.serving.prequantize`; needs a quantized recipe.
+        A file by `save` is what it was saved as.
+      **options: fields of the configuration to be replaced, such as recipe="switchback" or
         dtype="bfloat16".
 
     Raises:
@@ -128,11 +143,18 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options) -> Enc
         checkpoint.
     """
     path = Path(path)
-    if not (path / "checkpoints").is_dir():
-        return Encoder(interop.load(path, cfg, **options))
-    if cfg is not None:
-        raise ValueError(f"{path} is a run and has its own configuration: leave cfg out")
-    return Encoder(_of_run(path, options))
+    is_run = (path / "checkpoints").is_dir()
+    saved = serving.read_metadata(path) if path.is_file() else None
+    if not is_run and saved is None:
+        model = interop.load(path, cfg, **options)
+    elif cfg is not None:
+        kind = "a run" if is_run else "a file by swjax.inference.save"
+        raise ValueError(f"{path} is {kind} and has its own configuration: leave cfg out")
+    elif is_run:
+        model = _of_run(path, options)
+    else:
+        return Encoder(_of_file(path, saved, options))
+    return Encoder(serving.prequantize(model) if prequantize else model)
 
 
 def _of_run(workdir: Path, options: dict) -> clip.CLIP:
@@ -157,6 +179,107 @@ def _of_run(workdir: Path, options: dict) -> clip.CLIP:
     with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
         nnx.replace_by_pure_dict(state, checkpoints.restore_params(like, name))
     return nnx.merge(graph, state)
+
+
+def save(path: str | Path, encoder: Encoder) -> None:
+    """Writes a model as one safetensors file that `load` opens: int8 weights as int8.
+
+    Args:
+      path: of the file, which is replaced if it is there. `swjax.serving.weights` names its arrays; the
+        configuration is JSON in its metadata.
+      encoder: of any CLIP, prequantized or not.
+
+    Raises:
+      ModuleNotFoundError: safetensors is not installed.
+
+    >>> import tempfile
+    >>> cfg = clip.config("tiny", vision={"layers": 1}, text={"layers": 1})
+    >>> model = serving.prequantize(clip.CLIP(cfg, rngs=nnx.Rngs(0)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/clip.safetensors", Encoder(model))
+    ...     load(f"{folder}/clip.safetensors").cfg == cfg
+    True
+    """
+    prequantized = any(
+        isinstance(leaf, serving.QuantizedKernel) for _, leaf in nnx.iter_graph(encoder.model)
+    )
+    description = {"config": dataclasses.asdict(encoder.cfg), "prequantized": prequantized}
+    metadata = {name: json.dumps(value) for name, value in description.items()}
+    serving.save(path, encoder.model, metadata)
+
+
+def _of_file(path: Path, metadata: dict[str, str], options: dict) -> clip.CLIP:
+    cfg = clip.config(_config(json.loads(metadata["config"])), **options)
+
+    def make():
+        model = clip.CLIP(cfg, rngs=nnx.Rngs(0))
+        return serving.prequantize(model) if json.loads(metadata["prequantized"]) else model
+
+    return serving.load(path, nnx.eval_shape(make))
+
+
+def _config(fields: dict) -> clip.CLIPConfig:
+    """From what `dataclasses.asdict` and JSON have made of it."""
+    vision, text = VisionConfig(**fields["vision"]), TextConfig(**fields["text"])
+    recipe = _recipe(fields["recipe"])
+    return clip.CLIPConfig(**fields | {"vision": vision, "text": text, "recipe": recipe})
+
+
+def _recipe(value):
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return {pattern: _recipe(recipe) for pattern, recipe in value}
+    products = {
+        name: Product(
+            Quantizer(**product["lhs"]), Quantizer(**product["rhs"]), product["outlier_threshold"]
+        )
+        for name, product in value.items()
+        if isinstance(product, dict)
+    }
+    return Recipe(**value | products)
+
+
+def export(
+    folder: str | Path, encoder: Encoder, platforms: Sequence[str] = ("cpu", "cuda")
+) -> None:
+    """Writes a model as programs that run with jax alone, for any number of images or texts.
+
+    `model.safetensors` is by `save`; `encode_image.jax` takes its arrays and uint8 [n, size, size, 3], as
+    `pixels` gives them; `encode_text.jax` int32 [n, context_length], as `swjax.data.tokenize` does. Both
+    give unit vectors [n, embed_dim] float32::
+
+        program = jax.export.deserialize(bytearray(Path("encode_image.jax").read_bytes()))
+        vectors = program.call(safetensors.numpy.load_file("model.safetensors"), images)
+
+    Args:
+      folder: made if need be.
+      encoder: of any CLIP whose layers run through XLA: on a GPU load it with implementation="xla" and
+        attention="xla".
+      platforms: that the programs are to run on, see `swjax.serving.export`.
+
+    Raises:
+      ImportError: safetensors or flatbuffers is not installed.
+      ValueError: as `swjax.serving.export`.
+    """
+    folder, cfg = Path(folder), encoder.cfg
+    size, (n,) = cfg.vision.image_size, jax.export.symbolic_shape("n")
+
+    def encode_image(model, images):
+        return model.encode_image(data.preprocess(images, None, size))[0]
+
+    def encode_text(model, tokens):
+        return model.encode_text(tokens)[0]
+
+    inputs = {
+        encode_image: jax.ShapeDtypeStruct((n, size, size, 3), jnp.uint8),
+        encode_text: jax.ShapeDtypeStruct((n, cfg.text.context_length), jnp.int32),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for function, shape in inputs.items():
+        program = serving.export(function, encoder.model, shape, platforms=platforms)
+        (folder / f"{function.__name__}.jax").write_bytes(program.serialize())
+    save(folder / "model.safetensors", encoder)
 
 
 def pixels(image, size: int) -> np.ndarray:

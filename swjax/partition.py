@@ -289,4 +289,4 @@ def _partition_spec(spec: Spec) -> P:
 def specs_of(q: QTensor, spec: Spec) -> QTensor:
     """The specs of a quantized array: its scale is split where it has more than one element."""
     sizes = zip(spec, q.scale.shape)
-    return QTensor(spec, Spec(axes if size > 1 else () for axes, size in sizes))
+    return QTensor(spec, Spec(axes if size != 1 else () for axes, size in sizes))

@@ -24,7 +24,7 @@ from swjax.recipes import Product, Quantizer, Recipe
 
 def switchback(
     x: jax.Array,
-    w: jax.Array | tuple[jax.Array, ...],
+    w: jax.Array | QTensor | tuple[jax.Array | QTensor, ...],
     bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
     *,
     recipe: str | Recipe = "switchback",
@@ -51,7 +51,8 @@ def switchback(
       x: [..., k] float16, bfloat16 or float32; any leading dimensions, empty ones included. Its dtype is
         that of the products that are not quantized.
       w: [k, n] in any of these dtypes; its gradient has the same. A tuple stands for several layers of the
-        same x, such as queries, keys and values, for which x is quantized once.
+        same x, such as queries, keys and values, for which x is quantized once. What `quantize_weight`
+        made of w has no gradient: y is the same, and so is dx with one scale a tensor.
       bias: [n] or None; a tuple of these if w is one.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` that x goes through first, fused with the quantizer.
@@ -79,11 +80,11 @@ def switchback(
       Wortsman et al., "Stable and low-precision training for large-scale vision-language models",
       NeurIPS 2023, https://arxiv.org/abs/2304.13013
     """
-    several = isinstance(w, tuple)
+    several = isinstance(w, tuple) and not isinstance(w, QTensor)
     ws, biases = (w, bias or (None,) * len(w)) if several else ((w,), (bias,))
     for each in zip(ws, biases, strict=True):
-        _check(x, *each)
-    plans = [partition.plan(x, w, layout) for w in ws]
+        _check(x, *each, recipe)
+    plans = [partition.plan(x, _matrix(w), layout) for w in ws]
     settings = tuple(
         _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
     )
@@ -97,9 +98,9 @@ def switchback(
 
 def mlp(
     x: jax.Array,
-    w1: jax.Array,
+    w1: jax.Array | QTensor,
     b1: jax.Array | None,
-    w2: jax.Array,
+    w2: jax.Array | QTensor,
     b2: jax.Array | None,
     *,
     recipe: str | Recipe = "switchback",
@@ -117,7 +118,7 @@ def mlp(
 
     Args:
       x: [..., k] float16, bfloat16 or float32.
-      w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None.
+      w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None; weights as for `switchback`.
       recipe, prologue, precision, residual, implementation: as for `switchback`, for both layers.
       approximate: the tanh form of the GELU.
       layouts: of x and w1, and of w2; see `swjax.Layout`.
@@ -132,10 +133,10 @@ def mlp(
     >>> mlp(x, w1, None, w2, None).shape
     (2, 3)
     """
-    _check(x, w1, b1)
-    _check(jax.ShapeDtypeStruct((*x.shape[:-1], w1.shape[1]), x.dtype), w2, b2)
-    plan = partition.plan(x, w1, layouts[0])
-    plan2 = partition.next_plan(plan, w2, layouts[1])
+    _check(x, w1, b1, recipe)
+    _check(jax.ShapeDtypeStruct((*x.shape[:-1], _matrix(w1).shape[1]), x.dtype), w2, b2, recipe)
+    plan = partition.plan(x, _matrix(w1), layouts[0])
+    plan2 = partition.next_plan(plan, _matrix(w2), layouts[1])
     first, second = (
         _settings(x, recipe, None, precision, implementation, p) for p in (plan, plan2)
     )
@@ -175,10 +176,24 @@ def _place_input(x, prologue, plan):
 
 
 def _place(w, bias, plan):
-    return plan.place(w, plan.w), plan.place(bias, Spec((plan.n,)))
+    bias = plan.place(bias, Spec((plan.n,)))
+    if not isinstance(w, QTensor):
+        return plan.place(w, plan.w), bias
+    specs = partition.specs_of(w, partition.as_matrix(plan.w, True))
+    return QTensor(*map(plan.place, w, specs)), bias
 
 
-def _check(x, w, bias):
+def _matrix(w: jax.Array | QTensor) -> jax.Array:
+    """[k, n], of the shape and the sharding of a weight."""
+    return w.values.T if isinstance(w, QTensor) else w
+
+
+def _check(x, w, bias, recipe):
+    arrays = {"x": x, "w": w, "bias": bias}
+    if isinstance(w, QTensor):
+        _check_quantized(w, recipe)
+        del arrays["w"]
+    w = _matrix(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(
             f"switchback needs x [..., k] and w [k, n], got x {x.shape} and w {w.shape}: "
@@ -186,11 +201,68 @@ def _check(x, w, bias):
         )
     if bias is not None and bias.shape != w.shape[1:]:
         raise ValueError(f"bias must have the shape {w.shape[1:]} of w's columns, got {bias.shape}")
-    for name, array in {"x": x, "w": w, "bias": bias}.items():
+    for name, array in arrays.items():
         if array is not None and array.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
             raise ValueError(
                 f"{name} must be float16, bfloat16 or float32, got {array.dtype}: cast it first"
             )
+
+
+def _check_quantized(w: QTensor, recipe):
+    quantizer = _weight_quantizer(recipe)
+    columns = 1 if quantizer.scope == "tensor" else w.values.shape[0]
+    if w.values.dtype != quantizer.dtype or w.scale.shape != (columns, 1):
+        raise ValueError(
+            f"a quantized w must be {quantizer.dtype} [n, k] with a scale {(columns, 1)} for this recipe, "
+            f"got {w.values.dtype} {w.values.shape} and {w.scale.shape}: "
+            f"make it by swjax.quantize_weight(w, recipe)"
+        )
+
+
+def _weight_quantizer(recipe: str | Recipe) -> Quantizer:
+    """How the forward product quantizes w, where nothing else is needed of w."""
+    fwd = recipes.get(recipe).fwd
+    if fwd is None or fwd.outlier_threshold:
+        needs = "multiplies w as it is" if fwd is None else "multiplies outliers with w as it is"
+        raise ValueError(f"this recipe {needs}, and has no quantized w: pass w itself")
+    return fwd.rhs
+
+
+def quantize_weight(
+    w: jax.Array, recipe: str | Recipe = "switchback", *, implementation: str | None = None
+) -> QTensor:
+    """`w` as the forward product of that recipe multiplies it: a quarter of fp32's bytes, for inference.
+
+    `switchback` and `mlp` take it in place of w, with the same recipe, and give the same values: it is what
+    they make of w at every call.
+
+    Args:
+      w: [k, n] float16, bfloat16 or float32.
+      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      implementation: see `swjax.kernels.dispatch`; None chooses.
+
+    Returns:
+      values [n, k], the transpose, which is how tensor cores read 8-bit matrices; scale [1, 1], or [n, 1]
+      if the recipe has one for each output channel.
+
+    Raises:
+      ValueError: the recipe's forward product is not quantized, or keeps outliers in 16 bits.
+
+    >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
+    >>> q = quantize_weight(w)
+    >>> q.values.shape, bool(jnp.all(switchback(x, q) == switchback(x, w)))
+    ((4, 3), True)
+    """
+    quantizer = _weight_quantizer(recipe)
+    axes = (0, 1) if quantizer.scope == "tensor" else (0,)
+    return dispatch.run(
+        "quantize",
+        w,
+        axes=axes,
+        dtype=quantizer.dtype,
+        transpose=True,
+        implementation=implementation,
+    )
 
 
 # --- forward and backward -----------------------------------------------------------------------------
@@ -201,13 +273,14 @@ class _Operand(NamedTuple):
 
     wide: jax.Array | None = None
     quantized: QTensor | None = None
+    transposed: QTensor | None = None  # of a matrix: what `quantize_weight` gives
 
 
 class _Weight(NamedTuple):
     """What the backward pass needs of a layer."""
 
     w: _Operand
-    w_like: jax.Array  # empty: carries the dtype that a quantized w no longer shows
+    w_like: jax.Array | None  # empty, of the dtype of w's gradient; None: w has none
     bias_like: jax.Array | None
 
 
@@ -254,8 +327,11 @@ def _read(x, prologue, settings) -> _Operand:
 
 def _apply_weight(x: _Operand, w, bias, settings) -> tuple[jax.Array, _Weight]:
     fwd, save_quantized = settings.recipe.fwd, settings.recipe.save_quantized
-    w_like, w = jnp.empty(0, w.dtype), _Operand(w)
-    if save_quantized:
+    if isinstance(w, QTensor):
+        w_like, w = None, _Operand(transposed=w)
+    else:
+        w_like, w = jnp.empty(0, w.dtype), _Operand(w)
+    if save_quantized and w_like is not None:
         w = _Operand(quantized=_quantize(fwd.rhs, w.wide, settings.plan.w, 0, settings))
     y = _multiply("fwd", x, w, bias, out_dtype=settings.out_dtype, settings=settings)
     bias_like = None if bias is None else jnp.empty(0, bias.dtype)
@@ -292,7 +368,9 @@ def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings)
         else:
             g_sum = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
     dx = _multiply("dgrad", _Operand(g, g_q), w, out_dtype=settings.dtype, settings=settings)
-    dw = _multiply("wgrad", x, _Operand(g), out_dtype=w_like.dtype.name, settings=settings)
+    dw = None
+    if w_like is not None:
+        dw = _multiply("wgrad", x, _Operand(g), out_dtype=w_like.dtype.name, settings=settings)
     return dx, dw, None if bias_like is None else g_sum.astype(bias_like.dtype)
 
 
@@ -438,6 +516,10 @@ def _narrow(quantizer: Quantizer, t: _Operand, spec: Spec, axis: int, settings) 
     q = t.quantized
     if q is not None and (axis == -1 or q.values.ndim == 2) and q.scale.shape[axis] == 1:
         return _Narrow(q, partition.specs_of(q, spec), axis)
+    q = t.transposed
+    if q is not None and (q.values.dtype, q.scale.shape[-1 - axis]) == (quantizer.dtype, 1):
+        specs = partition.specs_of(q, partition.as_matrix(spec, True))
+        return _Narrow(q, specs, -1 - axis)
     wide = _widen(t, "float32") if t.wide is None else t.wide
     # Kernels sum over the last axis; XLA for CPUs takes either, and is slow with what was transposed.
     transpose = axis == 0 and jax.default_backend() == "gpu" and settings.implementation != "xla"
@@ -468,7 +550,12 @@ def _quantize(
     specs = QTensor(spec_out, scale)
     if transpose:
         specs = QTensor(*(Spec(reversed(spec)) for spec in specs))
-    return plan.run(step, (x,), (spec,), specs)
+    q = plan.run(step, (x,), (spec,), specs)
+    if per_tensor:
+        # Before jax 0.12 XLA moves constants from one factor of a product of scales to the other: then the
+        # last bit of y would depend on whether the scale of w is computed here or is an argument.
+        q = q._replace(scale=jax.lax.optimization_barrier(q.scale))
+    return q
 
 
 def _quantize_and_sum(g: jax.Array, dtype: str, settings):
@@ -528,9 +615,9 @@ def _flat(x: jax.Array) -> jax.Array:
 
 
 def _widen(t: _Operand, dtype: str) -> jax.Array:
-    if t.wide is None:
-        return reference.dequantize(t.quantized, dtype)
-    return t.wide.astype(dtype)
+    if t.wide is not None:
+        return t.wide.astype(dtype)
+    return reference.dequantize(t.transposed.T if t.quantized is None else t.quantized, dtype)
 
 
 def _split_outliers(x, threshold: float, spec: Spec, plan: Plan):
@@ -589,12 +676,17 @@ def dot_general(
     ):
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
-        rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
         batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
-        columns, k = _shape(rhs, rhs_free), math.prod(_shape(lhs, lhs_contract))
-        n = math.prod(columns)
+        k = math.prod(_shape(lhs, lhs_contract))
         x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
-        w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, n)
+        if isinstance(rhs, QTensor):  # [n, k] as [*columns, *contracted]
+            columns = rhs.values.shape[: -len(rhs_contract)]
+            w = QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1))
+        else:
+            rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
+            columns = _shape(rhs, rhs_free)
+            w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
+            w = w.reshape(*batch, k, math.prod(columns))
         linear = partial(
             switchback,
             recipe=recipe,

@@ -28,6 +28,7 @@ ALLOWED = {
     "conversion": {"recipes"},
     "nnx": {"conversion", "switchback", "prologues", "recipes", "kernels", "partition"},
     "linen": {"conversion", "switchback", "recipes", "kernels", "partition"},
+    "serving": {"nnx", "recipes", "switchback", "kernels"},
     "swjax": {
         "switchback",
         "partition",
@@ -64,7 +65,8 @@ ALLOWED = {
         "sharding",
     },
     "inference": {
-        *("checkpoint", "data", "evaluators", "interop", "models", "trainer"),
+        *("checkpoint", "data", "evaluators", "interop", "models", "recipes", "serving"),
+        "trainer",
     },
     "layer_errors": {"models", "nnx", "train_step"},
     "compare_precision": {

@@ -1,0 +1,37 @@
+"""What the pages show runs, and the errors they explain are those that are raised."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "docs" / name for name in ("index.md", "serving.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_blocks_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            exec(compile(block, page.name, "exec"), {})
+
+
+def test_errors_are_worded_as_in_the_code():
+    """A part of each that does not differ from case to case."""
+    files = [*(ROOT / "swjax").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
+    code = " ".join(squeeze(path.read_text()) for path in files)
+    page = (ROOT / "docs" / "errors.md").read_text()
+    messages = re.findall(r"^\*\*`(.*)`\*\*$", page, re.MULTILINE)
+    assert len(messages) > 8
+    for message in messages:
+        parts = re.split(r"^w|\.\.\.|'[^']*'|\b\d+\b|[:;()]|\bint8\b|cpu", message)
+        fixed = [squeeze(part) for part in parts if len(part) > 20]
+        assert any(part in code for part in fixed), message
+
+
+def squeeze(text: str) -> str:
+    """Without quotes, line breaks and blanks, which code has elsewhere."""
+    return re.sub(r'[\s"\'`\\]+|\bf(?=["\'])', "", text)

@@ -1,0 +1,63 @@
+"""Qwix as an oracle: Google's quantization library, told by a rule to compute what SwitchBack does.
+
+The rules are those of benchmarks/comparison.py. Both agree to fp32 rounding, not only to quantization noise:
+the same int8 values, scales of the same spans, a weight gradient that is not quantized.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numeric import snr_db
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import comparison
+
+qwix = pytest.importorskip("qwix", reason="needs Qwix: pip install qwix")
+# Its code may promote dtypes, and warn.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RULES = {
+    "switchback": comparison.SWITCHBACK_Q | comparison.PER_TENSOR,
+    "switchback_q": comparison.SWITCHBACK_Q,
+    "llm_int8": None,  # its own int8 training: 127.5 steps, and a weight gradient in int8
+}
+
+
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_q"])
+def test_a_layer_of_qwix_agrees(recipe):
+    theirs, ours = gradients(recipe)
+    for name, value in ours.items():
+        assert snr_db(value, theirs[name]) > 100, name
+    np.testing.assert_array_equal(ours["dw"], theirs["dw"])
+
+
+def test_qwix_agrees_only_as_far_as_its_rule_does():
+    """So that the test above is not passed by any int8."""
+    theirs, ours = gradients("llm_int8")
+    for name, value in ours.items():
+        assert 30 < snr_db(value, theirs[name]) < 50, name
+
+
+def gradients(recipe: str) -> tuple[dict, dict]:
+    rng = np.random.default_rng(0)
+    shapes = {"x": (4, 16, 128), "w": (128, 96), "g": (4, 16, 96)}
+    x, w, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes.values())
+    x = x.at[0, 0].mul(50)  # a token far from the others
+
+    @jax.jit
+    def run(w, x, g):
+        results = []
+        for layer in (
+            comparison.qwix_layer(RULES[recipe], x, w, g),
+            comparison.ours(recipe, x, w, g),
+        ):
+            y, vjp = jax.vjp(layer, w, x)
+            results.append(dict(zip(("y", "dw", "dx"), (y, *vjp(g)))))
+        return tuple(results)
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return run(w, x, g)

@@ -1,0 +1,296 @@
+"""8-bit weights for inference: the same values, a quarter of the bytes, files and programs."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from clip_oracle import random_model, small_config
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import swjax
+import swjax.nnx
+from swjax import inference, serving
+from swjax.recipes import RECIPES, Product, Quantizer, Recipe
+from swjax.testing import assert_narrow_gathers, matrix_products
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype="float32"):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+def same_bits(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# --- one layer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe, dtype",
+    [
+        ("switchback", "float32"),
+        ("switchback_m", "bfloat16"),
+        ("fp8_switchback", "bfloat16"),
+        ("switchback_q", "float32"),
+    ],
+)
+def test_a_layer_computes_the_same(recipe, dtype):
+    x, w, bias = normal(4, 6, 32, dtype=dtype), normal(32, 16), normal(16, dtype=dtype)
+    g = normal(4, 6, 16, dtype=dtype)
+    q = jax.jit(partial(swjax.quantize_weight, recipe=recipe))(w)
+
+    @jax.jit
+    def run(x, w, bias):
+        y, vjp = jax.vjp(lambda x: swjax.switchback(x, w, bias, recipe=recipe), x)
+        return y, vjp(g)[0]
+
+    (y, dx), (y_q, dx_q) = run(x, w, bias), run(x, q, bias)
+    same_bits(y, y_q)
+    if recipe != "switchback_q":
+        same_bits(dx, dx_q)
+    else:  # quantized by its other axis from 8 bits
+        assert jnp.linalg.norm(dx - dx_q) < 0.02 * jnp.linalg.norm(dx)
+
+
+def test_an_mlp_with_its_prologue_computes_the_same():
+    x, w1, w2, b1, b2 = normal(8, 32), normal(32, 64), normal(64, 32), normal(64), normal(32)
+    norm = swjax.LayerNorm(normal(32), normal(32))
+
+    @jax.jit
+    def run(x, w1, w2):
+        return jax.vjp(lambda x: swjax.mlp(x, w1, b1, w2, b2, prologue=norm), x)
+
+    (y, vjp), (y_q, vjp_q) = run(x, w1, w2), run(x, *map(swjax.quantize_weight, (w1, w2)))
+    same_bits(y, y_q)
+    same_bits(vjp(y), vjp_q(y))
+
+
+def test_weights_that_a_recipe_has_no_use_for():
+    x, w = normal(8, 32), normal(32, 16)
+    q = swjax.quantize_weight(w)
+    for recipe, reason in (
+        ("standard", "multiplies w as it is"),
+        ("llm_int8_outlier6", "outliers"),
+    ):
+        with pytest.raises(ValueError, match=reason + r".*pass w itself"):
+            swjax.quantize_weight(w, recipe)
+        with pytest.raises(ValueError, match=reason):
+            swjax.switchback(x, q, recipe=recipe)
+    with pytest.raises(ValueError, match=r"must be int8 \[n, k\] with a scale \(16, 1\)"):
+        swjax.switchback(x, q, recipe="switchback_q")
+    with pytest.raises(ValueError, match=r"must be float8_e4m3fn .* got int8 \(16, 32\)"):
+        swjax.switchback(x, q, recipe="fp8_switchback")
+    with pytest.raises(ValueError, match=r"needs x \[\.\.\., k\] and w \[k, n\], got x \(8, 16\)"):
+        swjax.switchback(x[:, :16], q)
+
+
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_q"])
+@pytest.mark.parametrize(
+    "spec", [P("fsdp", None), P(None, "fsdp"), P("tensor", None), P(None, "tensor")]
+)
+def test_two_devices_compute_the_same(recipe, spec):
+    """Gathered over "fsdp", split over "tensor": the values stay int8 on the way."""
+    axis = "fsdp" if "fsdp" in spec else "tensor"
+    mesh = jax.make_mesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
+    layout = swjax.Layout(spec, P("fsdp"))
+    x, w = normal(8, 32), normal(32, 16)
+    expected = jax.jit(partial(swjax.switchback, recipe=recipe))(x, w)
+    run = jax.jit(partial(swjax.switchback, recipe=recipe, layout=layout))
+    with jax.set_mesh(mesh):
+        q = jax.jit(partial(swjax.quantize_weight, recipe=recipe))(w)
+        values = jax.device_put(q.values, jax.NamedSharding(mesh, P(*reversed(spec))))
+        q = q._replace(values=values)
+        if axis == "fsdp":
+            assert_narrow_gathers(run, x, q, weights=[w.shape])
+        np.testing.assert_allclose(run(x, q), expected, rtol=1e-6, atol=1e-5)
+
+
+# --- models -------------------------------------------------------------------------------------------
+
+
+class Model(nnx.Module):
+    """Every kind of linear layer that can be prequantized, and of those that cannot."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def stack(rngs):
+            return swjax.nnx.Linear(16, 16, recipe="switchback_q", rngs=rngs)
+
+        self.stack = stack(rngs)
+        self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+        self.cast = nnx.Linear(16, 16, dtype=jnp.bfloat16, rngs=rngs)  # its kernel as well
+        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+        self.batched = nnx.LinearGeneral(16, 16, batch_axis={0: 2}, rngs=rngs)
+        self.outliers = swjax.nnx.Linear(16, 16, recipe="llm_int8_outlier6", rngs=rngs)
+        self.untouched = nnx.Linear(16, 4, rngs=rngs)
+        swjax.nnx.quantize_model(self, {"cast|attention/.*|batched": "switchback"})
+
+    def __call__(self, x):
+        graph, state = nnx.split(self.stack)
+        x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, state)
+        x = self.dropout(self.cast(self.attention(x)).astype(x.dtype))
+        return self.untouched(self.outliers(self.batched(x)))
+
+
+KEPT = ("batched", "outliers", "untouched")
+
+
+def test_a_model_computes_the_same():
+    model = Model(nnx.Rngs(0))
+    run, x = nnx.jit(lambda model, x: model(x)), normal(2, 5, 16)
+    before, kernels = run(model, x), len(jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert serving.prequantize(model) is model
+    same_bits(run(model, x), before)
+    quantized = nnx.to_flat_state(nnx.state(model, serving.QuantizedKernel))
+    assert len(list(quantized)) == 6
+    assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == kernels - 6
+    arrays = serving.weights(model)
+    for name, array in arrays.items():
+        if array.ndim > 1 and "bias" not in name and not name.startswith(KEPT):
+            assert array.dtype == jnp.int8 or name.endswith("/scale"), name
+    assert arrays["stack/kernel/scale"].shape == (3, 16, 1)
+    assert arrays["attention/query/kernel/values"].shape == (4, 4, 16)
+    products = matrix_products(run, model, x)
+    assert products["s8", "s8"] + products["s32", "s32"] >= 6
+
+
+def test_a_model_is_prequantized_once():
+    model = serving.prequantize(nnx.Dict(fc=swjax.nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
+    with pytest.raises(ValueError, match="got none that is a float yet: choose their recipes"):
+        serving.prequantize(model)
+    swjax.nnx.quantize_model(model, {"fc": "switchback_q"})
+    with pytest.raises(ValueError, match=r"must be int8 \[n, k\] with a scale \(16, 1\)"):
+        model.fc(normal(2, 16))
+
+
+# --- CLIP ---------------------------------------------------------------------------------------------
+
+OWN = Recipe(fwd=Product(Quantizer("int8", "row"), Quantizer("int8", "channel")))
+CFG = small_config(
+    recipe={"vision/.*": "switchback", "text/.*/mlp/.*": OWN},
+    vision={"width": 32, "layers": 2, "heads": 4, "image_size": 32, "patch_size": 8},
+    text={"layers": 1, "vocab_size": 49408},
+)
+IMAGES = [RNG.integers(0, 256, (32, 32, 3), np.uint8) for _ in range(4)]
+TEXTS = ["a cat", "a dog"]
+
+
+@pytest.fixture(scope="module")
+def embeddings():
+    encoder = inference.Encoder(nnx.merge(*random_model(CFG)), batch_size=4)
+    return encoder.encode_image(IMAGES), encoder.encode_text(TEXTS)
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    model = serving.prequantize(nnx.merge(*random_model(CFG)))
+    return inference.Encoder(model, batch_size=4)
+
+
+def test_clip_embeds_the_same_in_a_quarter_of_the_bytes(encoder, embeddings):
+    same_bits((encoder.encode_image(IMAGES), encoder.encode_text(TEXTS)), embeddings)
+    plain = nnx.merge(*random_model(CFG))
+    ratio = nbytes(encoder.model.vision.blocks) / nbytes(plain.vision.blocks)
+    assert 0.25 < ratio < 0.3
+
+
+def nbytes(model):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+def test_clip_through_a_file(encoder, tmp_path):
+    path = tmp_path / "clip.safetensors"
+    inference.save(path, encoder)
+    loaded = inference.load(path)
+    assert loaded.cfg == encoder.cfg
+    same_bits(serving.weights(loaded.model), serving.weights(encoder.model))
+    assert nnx.graphdef(loaded.model) == nnx.graphdef(encoder.model)
+    assert inference.load(path, attention="xla").cfg.attention == "xla"
+    with pytest.raises(ValueError, match="is a file by swjax.inference.save and has its own"):
+        inference.load(path, CFG)
+
+
+def test_clip_is_prequantized_as_it_is_loaded(encoder, tmp_path):
+    inference.save(tmp_path / "floats", inference.Encoder(nnx.merge(*random_model(CFG))))
+    floats = inference.load(tmp_path / "floats")
+    assert not nnx.state(floats.model, serving.QuantizedKernel)
+    swjax.interop.save(tmp_path / "theirs", floats.model)
+    loaded = inference.load(tmp_path / "theirs", CFG, prequantize=True)
+    same_bits(serving.weights(loaded.model), serving.weights(encoder.model))
+    with pytest.raises(ValueError, match="prequantize needs a model with quantized linear layers"):
+        inference.load(tmp_path / "theirs", CFG, prequantize=True, recipe="standard")
+
+
+def test_files_of_other_models(encoder, tmp_path):
+    path = tmp_path / "clip.safetensors"
+    inference.save(path, encoder)
+    with pytest.raises(
+        ValueError, match=r"'blocks/attn/k/bias' is None there and float32\[2, 32\] here"
+    ):
+        serving.load(path, encoder.model.vision)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        inference.load(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["clip.safetensors"]
+
+
+def test_clip_through_orbax(encoder, tmp_path):
+    """As Orbax's own documentation has it: the QTensors are part of the tree."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", nnx.to_pure_dict(nnx.state(encoder.model)))
+    shapes = nnx.eval_shape(lambda: serving.prequantize(nnx.merge(*random_model(CFG))))
+    graph, state = nnx.split(shapes)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), nnx.to_pure_dict(state)
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        nnx.replace_by_pure_dict(state, checkpointer.restore(tmp_path / "model", like))
+    same_bits(serving.weights(nnx.merge(graph, state)), serving.weights(encoder.model))
+
+
+FRESH = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from safetensors.numpy import load_file
+folder = Path(sys.argv[1])
+inputs = np.load(folder / "inputs.npz")
+weights, vectors = load_file(folder / "model.safetensors"), {}
+for name in ("encode_image", "encode_text"):
+    program = jax.export.deserialize(bytearray((folder / f"{name}.jax").read_bytes()))
+    assert program.platforms == ("cpu", "cuda")
+    assert "i8>, tensor" in program.mlir_module()
+    vectors[name] = program.call(weights, inputs[name])
+assert not {"swjax", "flax"} & sys.modules.keys()
+np.savez(folder / "vectors.npz", **vectors)
+"""
+
+
+def test_a_program_runs_without_this_library(encoder, embeddings, tmp_path):
+    pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
+    inference.export(tmp_path, encoder)
+    tokens = swjax.data.tokenize(TEXTS, CFG.text.context_length)
+    np.savez(tmp_path / "inputs.npz", encode_image=np.stack(IMAGES), encode_text=tokens)
+    subprocess.run([sys.executable, "-c", FRESH, tmp_path], check=True, cwd=tmp_path)
+    images, texts = embeddings
+    with np.load(tmp_path / "vectors.npz") as vectors:
+        same_bits(vectors["encode_image"], images)
+        np.testing.assert_allclose(vectors["encode_text"], texts, rtol=1e-6)  # normalised twice
+
+
+def test_any_recipe_goes_through_json():
+    for recipe in (*RECIPES, *RECIPES.values(), {"text/.*": OWN, ".*": "standard"}):
+        cfg = small_config(recipe=recipe)
+        text = json.dumps(inference.dataclasses.asdict(cfg))
+        assert inference._config(json.loads(text)) == cfg
