@@ -20,6 +20,10 @@ class ConfigError(ValueError):
     """A mistake in a config or on the command line; `str(error)` is one line for the user."""
 
 
+class RunError(RuntimeError):
+    """What a run stands on failed, such as its disk; `str(error)` is one line for the user."""
+
+
 def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
     """Parses `PROGRAM --config=FILE.py[:ARG] --workdir=DIR [--config.section.key=VALUE ...]`.
 

@@ -99,9 +99,7 @@ class MetricLog:
                 config=config.to_dict(),
             )
         if config.log.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=last_step + 1)
+            self._board = Board(workdir / "tensorboard", last_step)
         self._path = workdir / "metrics.jsonl"
         self.rewind(last_step)
 
@@ -128,8 +126,7 @@ class MetricLog:
             if isinstance(v, (int, float)) and k not in ("step", "time")
         }
         if self._board:
-            for name, value in shown.items():
-                self._board.add_scalar(name, value, line["step"])
+            self._board.write(line["step"], shown)
         if self._wandb:
             self._wandb.log(shown, step=line["step"])
 
@@ -139,6 +136,40 @@ class MetricLog:
             self._board.close()
         if self._wandb:
             self._wandb.finish()
+
+
+class Board:
+    """Scalars for TensorBoard, written when they come.
+
+    tensorboardX's own SummaryWriter hands them to a thread, which a full disk ends, and then waits for it.
+
+    Args:
+      directory: of the event files; this process adds one.
+      last_step: what earlier processes wrote of later steps is hidden.
+    """
+
+    def __init__(self, directory: Path, last_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        directory.mkdir(exist_ok=True)
+        self._event = Event
+        self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}")
+        start = SessionLog(status=SessionLog.START)
+        self._add(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        event = self._event(step=step, wall_time=time.time())
+        for name, value in scalars.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._add(event)
+
+    def _add(self, event) -> None:
+        self._writer.write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def _number(value):

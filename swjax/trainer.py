@@ -5,6 +5,7 @@ config.json  env.txt  metrics.jsonl  skipped.log  tensorboard/  checkpoints/<ste
 report/
 """
 
+import errno
 import json
 import math
 import re
@@ -20,13 +21,25 @@ from jax.experimental import multihost_utils
 from swjax import config as config_lib
 from swjax import data, environment, evaluators, recipes, report, sharding
 from swjax.checkpoint import Checkpoints, lock
-from swjax.config import ConfigError, blame, choice
+from swjax.config import ConfigError, RunError, blame, choice
 from swjax.interrupt import catch
 from swjax.metrics import Meter, MetricLog, Packer, Progress
 from swjax.models import clip
 from swjax.nnx import set_layouts
 from swjax.train_step import make_optimizer, make_schedule, make_train_step, partition
 
+# What a disk that is full, read-only or broken answers.
+DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
 MAX_ROLLBACKS = 3  # to one checkpoint
 PREDICTIONS = 24  # unseen images in the report
 
@@ -43,12 +56,12 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
 
     Raises:
       ConfigError: a mistake in the config, in one line.
+      RunError: the disk failed, likewise.
     """
     check(config)
     workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
     bad_examples = data.log_to(workdir / "skipped.log")
-    with lock(workdir), catch() as interrupt, bad_examples, blame_data():
+    with blame_disk(workdir), lock(workdir), catch() as interrupt, bad_examples, blame_data():
         code = 0 if is_finished(config, workdir) else train(config, workdir, interrupt)
         if code == 0 and (workdir / "results.json").exists():
             tell_results(workdir)
@@ -122,6 +135,7 @@ def train(config, workdir: Path, interrupt) -> int:
             records = [record | {"data/skipped": skipped.pop(record["step"])} for record in records]
             pending = {}
             perf = meter.read()
+            checkpoints.check()
             bad = first_bad(records) if config.train.nan_policy != "skip" else ""
             if bad and config.train.nan_policy == "rollback" and rollbacks < MAX_ROLLBACKS:
                 rollbacks += 1
@@ -304,6 +318,20 @@ def blame_data():
     except data.BadData as error:
         raise ConfigError(
             f"config.data: {error}; config.data.max_bad_share and on_bad say what is allowed"
+        ) from error
+
+
+@contextmanager
+def blame_disk(workdir: Path):
+    """Says in one line that something cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        raise RunError(
+            f"cannot write: {error}; make workdir {str(workdir)!r} writable and give it room, and the "
+            f"same command goes on"
         ) from error
 
 
