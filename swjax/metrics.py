@@ -52,6 +52,7 @@ class Packer:
 
     def __init__(self):
         self.names: list[str] = []  # known once `pack` has been traced
+        self.tensors: list[str] = []  # that "train/nonfinite" counts
 
     def pack(self, metrics: dict) -> jax.Array:
         """Scalars and vectors, by name; element i of a vector is named "<name>/<i>"."""
@@ -62,11 +63,19 @@ class Packer:
         return jnp.concatenate([jnp.ravel(metrics[n]).astype(jnp.float32) for n in sorted(metrics)])
 
     def records(self, vectors: dict[int, np.ndarray]) -> list[dict]:
-        """One record {"step": int, name: number, ...} for each step's vector."""
-        return [
-            {"step": step} | dict(zip(self.names, vector.tolist(), strict=True))
-            for step, vector in vectors.items()
-        ]
+        """One record {"step": int, name: number, ...} for each step's vector.
+
+        "train/nonfinite" becomes the name of the first tensor that is not finite, and is left out if
+        there is none.
+        """
+        records = []
+        for step, vector in vectors.items():
+            record = {"step": step} | dict(zip(self.names, vector.tolist(), strict=True))
+            index = int(record.pop("train/nonfinite", -1))
+            records.append(
+                record | ({"train/nonfinite": self.tensors[index]} if index >= 0 else {})
+            )
+        return records
 
 
 class MetricLog:
@@ -173,8 +182,8 @@ class Board:
 
 
 def _number(value):
-    """The shortest float that is the same float32; None for NaN and infinity, unknown to JSON."""
-    if value is None or isinstance(value, int):
+    """A number as the shortest float that is the same float32; None for NaN and infinity, unknown to JSON."""
+    if value is None or isinstance(value, int | str):
         return value
     return float(str(np.float32(value))) if np.isfinite(value) else None
 

@@ -136,7 +136,12 @@ def train(config, workdir: Path, interrupt) -> int:
             pending = {}
             perf = meter.read()
             checkpoints.check()
-            bad = first_bad(records) if config.train.nan_policy != "skip" else ""
+            bad = first_bad(records)
+            if bad and config.train.nan_policy == "skip":
+                progress.say(
+                    f"{bad}: skipped, {sum(r['train/skipped'] for r in records):.0f} in all"
+                )
+                bad = first_bad(records, kind="parameter")  # that no skipping mends
             if bad and config.train.nan_policy == "rollback" and rollbacks < MAX_ROLLBACKS:
                 rollbacks += 1
                 state, _ = checkpoints.restore(like)
@@ -384,12 +389,23 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def first_bad(records: list[dict]) -> str:
-    """Names the first step whose loss or gradient is not finite; "" if there is none."""
+def first_bad(records: list[dict], kind: str = "") -> str:
+    """Names the first step with something not finite, and the tensor where it began; "": there is none.
+
+    Args:
+      records: of steps.
+      kind: looks only for tensors of this kind, as in "parameter".
+    """
     for record in records:
+        tensor, where = record.get("train/nonfinite", ""), f"at step {record['step']}"
+        if kind and not tensor.startswith(kind):
+            continue
         for name in ("train/loss", "train/grad_norm"):
             if not math.isfinite(record[name]):
-                return f"{name} is {record[name]} at step {record['step']}"
+                began = f", where {tensor} is not finite" if tensor else ""
+                return f"{name} is {record[name]} {where}{began}"
+        if tensor:
+            return f"{tensor} is not finite {where}"
     return ""
 
 
