@@ -48,9 +48,16 @@ def run(operation: str, *arrays, implementation: str | None = None, **options):
     name = choose(operation, *arrays, implementation=implementation, **options)
     if name == "xla":
         return getattr(reference, operation)(*arrays, **options)
+    return _kernel(name, operation, **options)(*arrays)
+
+
+@functools.cache
+def _kernel(name: str, operation: str, **options):
+    """One jitted function for each kernel: the layers of a model that call it with arrays of the same shapes
+    share its lowering, which takes about a second."""
     function = functools.partial(getattr(_module(name), operation), **options)
-    with jax.named_scope(f"swjax_{operation}"):
-        return jax.custom_batching.sequential_vmap(function)(*arrays)
+    function.__name__ = f"swjax_{operation}"
+    return jax.jit(jax.custom_batching.sequential_vmap(function))
 
 
 def choose(operation: str, *arrays, implementation: str | None = None, **options) -> str:

@@ -52,7 +52,9 @@ def matmul(
     piece = LINE // jnp.dtype(out_dtype).itemsize
     per_tensor = b.scale.size == 1
 
-    def body(a_ref, b_ref, a_scale_ref, b_scale_ref, bias_ref, out_ref, a_ring, b_ring, *scratch):
+    def matmul_kernel(
+        a_ref, b_ref, a_scale_ref, b_scale_ref, bias_ref, out_ref, a_ring, b_ring, *scratch
+    ):
         block = lax.axis_index("block")
 
         def corner(i):
@@ -112,7 +114,7 @@ def matmul(
     columns = grid[1] * TILE_N
     a_scale = jnp.broadcast_to(a.scale.reshape(-1), (m,))
     y = _launch(
-        body,
+        matmul_kernel,
         jax.ShapeDtypeStruct((m, n), out_dtype),
         rings=[((TILE_M, LINE), a.values.dtype), ((TILE_N, LINE), b.values.dtype)],
         stages=tile.stages,
@@ -157,7 +159,7 @@ def weight_gradient(
     slices = slices or tiles.weight_gradient_slices(tile_count, steps, blocks)
     piece = LINE // 4
 
-    def body(x_ref, g_ref, out_ref, x_ring, g_ring, *scratch):
+    def weight_gradient_kernel(x_ref, g_ref, out_ref, x_ring, g_ring, *scratch):
         block = lax.axis_index("block")
         if slices > 1:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((tile_count, 2)))
@@ -213,7 +215,7 @@ def weight_gradient(
         _pipeline(units, span, load, multiply, store, jnp.float32, stages, *scratch)
 
     dw = _launch(
-        body,
+        weight_gradient_kernel,
         jax.ShapeDtypeStruct((k, n), jnp.float32),
         rings=[((step_tokens, TILE_M), x.dtype), ((step_tokens, TILE_N), g.dtype)],
         stages=tiles.WEIGHT_GRADIENT_STAGES,

@@ -364,14 +364,16 @@ def scale_of(absmax: jax.Array, dtype: str) -> jax.Array:
 def divide(x: float, y: jax.Array) -> jax.Array:
     """x / y in fp32, correctly rounded also where the hardware's division is not (XLA on GPUs).
 
-    One Newton step on an exact remainder: quotient and divisor are cut in halves whose products are exact.
+    One Newton step on an exact remainder: quotient and divisor are cut in halves whose products are exact. A
+    huge divisor is made smaller first, for GPUs flush the halves of its quotient to zero.
     """
+    small = jnp.where(y < 2.0**64, jnp.float32(1), jnp.float32(2.0**-64))
+    y = y * small
     quotient = x / y
     high, low = _halves(quotient)
     y_high, y_low = _halves(y)
     remainder = ((x - high * y_high) - high * y_low - low * y_high) - low * y_low
-    # Of a huge divisor's quotient the low half would be subnormal, which GPUs flush to zero.
-    return jnp.where(y < 2.0**90, quotient + remainder / y, quotient)
+    return (quotient + remainder / y) * small
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -83,6 +84,19 @@ def _launches(function, arrays, iterations):
     return None
 
 
+def launches(run: Callable) -> list[tuple[str, float]]:
+    """The (kernel, milliseconds) of everything that `run()` launches on this GPU, from CUPTI."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready(run())
+    finally:
+        timings = cupti._cupti_get_timings(True)  # and ends its hold on the process
+    return timings
+
+
 def wall(function, *arrays, iterations: int = 12) -> float:
     """Microseconds from call to call when calls are queued, gaps between kernels included."""
     jax.block_until_ready(function(*arrays))
@@ -129,9 +143,10 @@ def machine() -> dict:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     module = Path(sys.argv[0]).stem
+    arguments = [re.sub(r"[^=]*/", "", argument) for argument in sys.argv[1:]]  # no one's folders
     return {
         "device": jax.devices()[0].device_kind,
-        "command": shlex.join(["python", "-m", f"swjax.kernels.{module}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"swjax.kernels.{module}", *arguments]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": versions,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),

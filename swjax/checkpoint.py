@@ -14,8 +14,10 @@ import zlib
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
+from swjax import distributed
 from swjax.checksums import checksums
 from swjax.config import ConfigError, RunError
 
@@ -152,33 +154,41 @@ class Checkpoints:
         """Returns what `read` makes of the newest checkpoint that is not damaged."""
         damaged = []
         for step in sorted(self._manager.all_steps(read=True), reverse=True):
+            found, error = None, None
             try:
                 found = read(step)
             except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
                 raise
-            except Exception as error:  # whatever Orbax and TensorStore make of broken files
-                path = self.directory / str(step)
-                logger.warning("checkpoint %s is damaged: %s", path, _reason(error))
-                damaged.append(step)
-                continue
-            if damaged:
-                logger.warning("using the one before it, of step %d", step)
-            if damaged and not self._read_only:
-                self._set_aside(damaged)
-            return found
+            except Exception as caught:  # whatever Orbax and TensorStore make of broken files
+                error = caught
+            if not np.any(distributed.gather(np.array([error is not None], np.int64))):
+                if damaged:
+                    self._say("using the one before, of step %d", step)
+                    self._set_aside(damaged)
+                return found
+            reason = _reason(error) if error else "another process cannot read it"
+            self._say("checkpoint %s is damaged: %s", self.directory / str(step), reason)
+            damaged.append(step)
         raise ConfigError(
             f"every checkpoint in {self.directory} is damaged (steps {damaged}): put a copy there, or "
             f"remove it to begin again"
         )
 
+    def _say(self, message: str, *args) -> None:
+        logger.log(logging.WARNING if distributed.is_first() else logging.DEBUG, message, *args)
+
     def _set_aside(self, steps: list[int]) -> None:
         """Moves damaged checkpoints out of the way of those that training will write again."""
-        if jax.process_index() == 0:
+
+        def move():
+            aside = self.directory.parent / "damaged"
+            aside.mkdir(exist_ok=True)
             for step in steps:
-                aside = self.directory.parent / "damaged"
-                aside.mkdir(exist_ok=True)
                 (self.directory / str(step)).rename(aside / f"{step}-{time.time_ns()}")
-        self._manager.reload()
+
+        if not self._read_only:
+            distributed.first_does(move)
+            self._manager.reload()
 
     def _read_manifest(self, step: int, like, within: str = "") -> dict:
         """Reads a manifest, and raises a ConfigError if its arrays are not those of `like`."""

@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 
+import jax
+
 
 class Interrupt:
     """Whether SIGTERM or SIGINT (Ctrl-C) has come; a second one ends the process, with code 130."""
@@ -20,9 +22,17 @@ class Interrupt:
         )  # print is unsafe in a handler
 
 
+def pass_on(signum, frame):
+    """Turns this process's Ctrl-C into SIGTERM, which JAX watches for all processes of a run."""
+    signal.signal(signum, signal.SIG_DFL)  # the second ends it
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 @contextlib.contextmanager
 def catch():
     """Gives an `Interrupt` that listens inside the context, where this is the main thread.
+
+    In a run of several processes it never asks for anything: see `swjax.distributed.shall_stop`.
 
     >>> with catch() as interrupt:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -30,9 +40,12 @@ def catch():
     True
     """
     interrupt, old = Interrupt(), {}
+    handlers = {signal.SIGTERM: interrupt, signal.SIGINT: interrupt}
+    if jax.process_count() > 1:
+        handlers = {signal.SIGINT: pass_on}
     with contextlib.suppress(ValueError):  # not the main thread: Python allows no handlers there
-        for number in (signal.SIGTERM, signal.SIGINT):
-            old[number] = signal.signal(number, interrupt)
+        for number, handler in handlers.items():
+            old[number] = signal.signal(number, handler)
     try:
         yield interrupt
     finally:

@@ -1,11 +1,25 @@
 """Contrastive losses over a global batch of image-text pairs, in float32.
 
-Under `jax.jit` with a batch sharded over devices these see the whole batch: every pair of the global batch is
-compared, and XLA places the collectives.
+Every pair of the global batch is compared, wherever its rows lie, and no device holds the matrix of all
+similarities: it sees blocks of it, as `swjax.ring` brings them. The gradient is exact and computed beside
+the loss, so that nothing of size B x B is kept for the backward pass.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from swjax.partition import TOKENS, Spec, batch_plan, vary_alike
+from swjax.ring import Ring, ring
+
+# Similarities that a device holds at once: 1 GiB. The softmax computes those of larger batches twice: one
+# more product to three.
+PAIRS = 2**28
+# Of other devices' embeddings, at once: 256 MiB.
+NUMBERS = 2**26
 
 
 def softmax_contrastive(
@@ -14,6 +28,8 @@ def softmax_contrastive(
     logit_scale: jax.Array,
     *,
     labels: jax.Array | None = None,
+    tokens: P = TOKENS,
+    pairs: int = PAIRS,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """CLIP's loss: find the text of each image among all, and the image of each text.
 
@@ -26,10 +42,13 @@ def softmax_contrastive(
       image_emb, text_emb: [B, e] unit vectors; row i of both is a pair.
       logit_scale: scalar, the logarithm of the inverse temperature.
       labels: int [B]; pairs with equal labels all match each other. None: a pair matches itself only.
+      tokens: how B is split over a mesh whose axes are left to XLA; explicit ones tell.
+      pairs: of these at most so many are held at once on a device, or one row of its own and one other.
 
     Returns:
       The loss, and metrics, float32 scalars all: `logit_scale` (its exponential), `image_to_text_accuracy`
-      and `text_to_image_accuracy`, the fractions of the batch whose best match is one.
+      and `text_to_image_accuracy`, the fractions of the batch whose best match is one. Where others are as
+      good it counts as none. Only the loss has a gradient.
 
     Raises:
       ValueError: shapes do not fit.
@@ -43,20 +62,7 @@ def softmax_contrastive(
       Radford et al., "Learning transferable visual models from natural language supervision", 2021,
       https://arxiv.org/abs/2103.00020
     """
-    labels = _check(image_emb, text_emb, labels)
-    scale = jnp.exp(logit_scale.astype(jnp.float32))
-    logits = scale * _similarity(image_emb, text_emb)
-    match = _matches(labels).astype(jnp.float32)
-    weight = match / jnp.sum(match, axis=1, keepdims=True)
-    # One matrix serves both directions: its rows are images, its columns texts, and `weight` is symmetric.
-    matched = jnp.sum(weight * logits) / jnp.float32(labels.size)
-    normaliser = sum(jnp.mean(jax.nn.logsumexp(logits, axis=axis)) for axis in (0, 1)) / 2
-    metrics = {
-        "logit_scale": scale,
-        "image_to_text_accuracy": _accuracy(logits, labels, axis=1),
-        "text_to_image_accuracy": _accuracy(logits, labels, axis=0),
-    }
-    return normaliser - matched, metrics
+    return _contrast(_softmax, image_emb, text_emb, (logit_scale,), labels, tokens, pairs)
 
 
 def sigmoid_contrastive(
@@ -66,6 +72,8 @@ def sigmoid_contrastive(
     logit_bias: jax.Array,
     *,
     labels: jax.Array | None = None,
+    tokens: P = TOKENS,
+    pairs: int = PAIRS,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """SigLIP's loss: for each image and each text, do they match?
 
@@ -74,7 +82,7 @@ def sigmoid_contrastive(
         loss = -1/B sum_ij log sigmoid(z_ij l_ij)
 
     Args:
-      image_emb, text_emb, logit_scale, labels: as for `softmax_contrastive`.
+      image_emb, text_emb, logit_scale, labels, tokens, pairs: as for `softmax_contrastive`.
       logit_bias: scalar; about -10 makes a random pair no match at the start.
 
     Returns:
@@ -91,45 +99,189 @@ def sigmoid_contrastive(
     References:
       Zhai et al., "Sigmoid loss for language image pre-training", 2023, https://arxiv.org/abs/2303.15343
     """
-    labels = _check(image_emb, text_emb, labels)
-    scale = jnp.exp(logit_scale.astype(jnp.float32))
-    bias = logit_bias.astype(jnp.float32)
-    logits = scale * _similarity(image_emb, text_emb) + bias
-    signed = jnp.where(_matches(labels), logits, -logits)
-    loss = -jnp.sum(jax.nn.log_sigmoid(signed)) / jnp.float32(labels.size)
-    metrics = {
-        "logit_scale": scale,
-        "logit_bias": bias,
-        "image_to_text_accuracy": _accuracy(logits, labels, axis=1),
-        "text_to_image_accuracy": _accuracy(logits, labels, axis=0),
-    }
-    return loss, metrics
+    scalars = (logit_scale, logit_bias)
+    loss, metrics = _contrast(_sigmoid, image_emb, text_emb, scalars, labels, tokens, pairs)
+    return loss, metrics | {"logit_bias": logit_bias.astype(jnp.float32)}
 
 
-def _check(image_emb, text_emb, labels) -> jax.Array:
-    if image_emb.ndim != 2 or image_emb.shape != text_emb.shape:
+def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs: int):
+    """Checks, plans, and calls a loss; `local` is one of the two below."""
+    if images.ndim != 2 or images.shape != texts.shape:
         raise ValueError(
-            f"image_emb and text_emb must both be [B, e], got {image_emb.shape} and {text_emb.shape}"
+            f"image_emb and text_emb must both be [B, e], got {images.shape} and {texts.shape}"
         )
     if labels is None:
-        return jnp.arange(image_emb.shape[0])
-    if labels.shape != image_emb.shape[:1]:
+        labels = jnp.arange(images.shape[0])
+    if labels.shape != images.shape[:1]:
         raise ValueError(
-            f"labels must be [B] with B={image_emb.shape[0]} embeddings, got {labels.shape}"
+            f"labels must be [B] with B={images.shape[0]} embeddings, got {labels.shape}"
         )
-    return labels
+    plan = batch_plan(tokens, images, texts, *scalars)
+    around = ring(plan, *images.shape, pairs=pairs, numbers=NUMBERS)
+    spec = Spec((*plan.tokens, ()))
+    images, texts = (plan.place(x.astype(jnp.float32), spec) for x in (images, texts))
+    scalars = tuple(x.astype(jnp.float32) for x in scalars)
+    images, texts, scalars = vary_alike(images, texts, scalars)
+    loss, metrics = _loss((local, around, plan), images, texts, scalars, labels)
+    return loss, metrics | {"logit_scale": jnp.exp(scalars[0])}
 
 
-def _similarity(image_emb, text_emb) -> jax.Array:
-    """All inner products [B, B], in true float32: the default may be less on a GPU."""
-    image_emb, text_emb = image_emb.astype(jnp.float32), text_emb.astype(jnp.float32)
-    return jnp.matmul(image_emb, text_emb.T, precision=jax.lax.Precision.HIGHEST)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(how: tuple, images, texts, scalars, labels):
+    return _run(how, images, texts, scalars, labels, gradient=False)[0]
 
 
-def _matches(labels) -> jax.Array:
-    return labels[:, None] == labels[None, :]
+def _forward(how, images, texts, scalars, labels):
+    return _run(how, images, texts, scalars, labels, gradient=True)
 
 
-def _accuracy(logits, labels, axis: int) -> jax.Array:
-    best = jnp.argmax(logits, axis=axis)
-    return jnp.mean(labels[best] == labels, dtype=jnp.float32)
+def _backward(how, gradients, cotangents):
+    g, _ = cotangents  # of the loss, and of metrics
+    return *jax.tree.map(lambda x: g * x, gradients), None
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _run(how, images, texts, scalars, labels, *, gradient: bool):
+    """((loss, metrics), gradient of the loss by images, texts and scalars, or None)."""
+    local, around, plan = how
+    rows, scalar = Spec((*plan.tokens, ())), Spec()
+    scalar_specs = (scalar,) * len(scalars)
+    metric_specs = dict.fromkeys(("image_to_text_accuracy", "text_to_image_accuracy"), scalar)
+    return plan.run(
+        partial(local, around, gradient),
+        (images, texts, scalars, labels),
+        (rows, rows, scalar_specs, Spec(plan.tokens)),
+        ((scalar, metric_specs), (rows, rows, scalar_specs) if gradient else None),
+    )
+
+
+# --- what each device does with its rows --------------------------------------------------------------
+
+# Of the logits of each row: how those of two blocks are put together, and those of many.
+_MERGE = {
+    "lse": (jnp.logaddexp, jax.nn.logsumexp),  # log sum_j exp l_ij
+    "match": (jnp.maximum, jnp.max),  # the best that matches
+    "other": (jnp.maximum, jnp.max),  # and that does not
+    "matched": (jnp.add, jnp.sum),  # the sum of those that match
+    "count": (jnp.add, jnp.sum),  # and their number
+}
+_NONE = {"lse": -jnp.inf, "match": -jnp.inf, "other": -jnp.inf, "matched": 0.0, "count": 0.0}
+
+
+def _softmax(around: Ring, gradient: bool, images, texts, scalars, labels):
+    scale = jnp.exp(scalars[0])
+    size = images.shape[0] * around.devices
+    visiting, there = around.start((texts, labels))
+
+    def look(rows, block):
+        text, label, columns = block
+        logits, match = scale * _similarity(images, text), labels[:, None] == label[None]
+        columns = _merge(columns, _summary(logits, match, axis=0))
+        return _merge(rows, _summary(logits, match, axis=1)), (text, label, columns)
+
+    block = (visiting, there, _nothing(visiting))
+    rows, (_, _, columns) = around.visit(look, _nothing(images), block)
+    columns = {name: _MERGE[name][1](x, axis=0) for name, x in around.home(columns).items()}
+    parts = (rows["lse"] + columns["lse"]) / 2 - rows["matched"] / rows["count"]
+    out = around.sum(jnp.sum(parts)) / size, _accuracies(around, rows, columns, size)
+    if not gradient:
+        return out, None
+
+    def pull(d_images, block):
+        text, label, lse, d_text = block
+        # The same product as above. Where the first look was at all pairs, XLA still has it.
+        logits, match = scale * _similarity(images, text), labels[:, None] == label[None]
+        exp_rows, exp_columns = jnp.exp(logits - rows["lse"][:, None]), jnp.exp(logits - lse[None])
+        weight = match.astype(jnp.float32) / rows["count"][:, None]
+        d_logits = ((exp_rows + exp_columns) / 2 - weight) * (scale / size)
+        return d_images + _product(d_logits, text), (
+            text,
+            label,
+            lse,
+            d_text + _product(d_logits.T, images),
+        )
+
+    block = (visiting, there, around.start(columns["lse"]), jnp.zeros_like(visiting))
+    d_images, (*_, d_text) = around.visit(pull, jnp.zeros_like(images), block)
+    d_scale = around.sum(
+        jnp.sum(images * d_images)
+    )  # since l_ij is linear in exp(logit_scale) image_i
+    return out, (d_images, jnp.sum(around.home(d_text), axis=0), (d_scale,))
+
+
+def _sigmoid(around: Ring, gradient: bool, images, texts, scalars, labels):
+    scale, bias = jnp.exp(scalars[0]), scalars[1]
+    size = images.shape[0] * around.devices
+    visiting, there = around.start((texts, labels))
+
+    def look(own, block):
+        rows, loss, d_images, d_bias = own
+        text, label, columns, d_text = block
+        logits = scale * _similarity(images, text) + bias
+        match = labels[:, None] == label[None]
+        best = partial(_summary, logits, match, names=("match", "other"))
+        rows, columns = _merge(rows, best(axis=1)), _merge(columns, best(axis=0))
+        signed = jnp.where(match, logits, -logits)
+        loss = loss - jnp.sum(jax.nn.log_sigmoid(signed), axis=1)
+        if gradient:
+            miss = jax.nn.sigmoid(-signed) / size
+            d_logits = jnp.where(match, -miss, miss)
+            d_images = d_images + scale * _product(d_logits, text)
+            d_text = d_text + scale * _product(d_logits.T, images)
+            d_bias = d_bias + jnp.sum(d_logits, axis=1)
+        return (rows, loss, d_images, d_bias), (text, label, columns, d_text)
+
+    zeros = jnp.zeros_like(images[:, 0])
+    nothing = partial(_nothing, names=("match", "other"))
+    # What has no gradient has nothing to add it to.
+    start = jnp.zeros_like(images) if gradient else None
+    own = nothing(images), zeros, start, zeros
+    block = visiting, there, nothing(visiting), jnp.zeros_like(visiting) if gradient else None
+    own, (_, _, columns, d_text) = around.visit(look, own, block)
+    rows, loss, d_images, d_bias = own
+    columns = {name: jnp.max(x, axis=0) for name, x in around.home(columns).items()}
+    out = around.sum(jnp.sum(loss)) / size, _accuracies(around, rows, columns, size)
+    if not gradient:
+        return out, None
+    sums = around.sum((jnp.sum(images * d_images), jnp.sum(d_bias)))
+    return out, (d_images, jnp.sum(around.home(d_text), axis=0), sums)
+
+
+def _product(a, b) -> jax.Array:
+    """In true float32: the default may be less on a GPU."""
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _similarity(images, texts) -> jax.Array:
+    return _product(images, texts.T)
+
+
+def _summary(logits, match, *, axis: int, names=tuple(_MERGE)) -> dict[str, jax.Array]:
+    """What there is to know of a block's rows (axis 1) or columns (axis 0); see `_MERGE`."""
+    of = {
+        "lse": lambda: jax.nn.logsumexp(logits, axis=axis),
+        "match": lambda: jnp.max(jnp.where(match, logits, -jnp.inf), axis=axis),
+        "other": lambda: jnp.max(jnp.where(match, -jnp.inf, logits), axis=axis),
+        "matched": lambda: jnp.sum(jnp.where(match, logits, 0.0), axis=axis),
+        "count": lambda: jnp.sum(match, axis=axis, dtype=jnp.float32),
+    }
+    return {name: of[name]() for name in names}
+
+
+def _nothing(rows, names=tuple(_MERGE)) -> dict[str, jax.Array]:
+    """The summary of no logits, for each row."""
+    return {name: jnp.full_like(rows[:, 0], _NONE[name]) for name in names}
+
+
+def _merge(a: dict, b: dict) -> dict:
+    return {name: _MERGE[name][0](a[name], b[name]) for name in a}
+
+
+def _accuracies(around: Ring, rows: dict, columns: dict, size: int) -> dict[str, jax.Array]:
+    hits = {
+        name: jnp.sum(seen["match"] > seen["other"], dtype=jnp.float32)
+        for name, seen in (("image_to_text_accuracy", rows), ("text_to_image_accuracy", columns))
+    }
+    return {name: hit / size for name, hit in around.sum(hits).items()}

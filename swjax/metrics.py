@@ -81,6 +81,8 @@ class Packer:
 class MetricLog:
     """Appends one record a step to metrics.jsonl, and the newest to TensorBoard and W&B.
 
+    Process 0 does; in the others it writes nothing.
+
     Args:
       workdir: directory of the run.
       config: the run's; `config.log` chooses the writers.
@@ -92,6 +94,8 @@ class MetricLog:
 
     def __init__(self, workdir: Path, config, *, last_step: int):
         self._board = self._wandb = self._file = None
+        if jax.process_index() != 0:
+            return
         if config.log.wandb:
             try:
                 import wandb
@@ -114,6 +118,8 @@ class MetricLog:
 
     def rewind(self, last_step: int) -> None:
         """Removes the records after `last_step`; the next one written follows it."""
+        if jax.process_index() != 0:
+            return
         if self._file:
             self._file.close()
         self._offset = truncate(self._path, last_step)
@@ -122,6 +128,8 @@ class MetricLog:
 
     def write(self, records: list[dict]) -> None:
         """Writes records {"step": int, name: number or None, ...}, oldest first."""
+        if self._file is None:
+            return
         seconds = round(self._offset + time.perf_counter() - self._start, 3)
         line = {}
         for record in records:
@@ -140,7 +148,8 @@ class MetricLog:
             self._wandb.log(shown, step=line["step"])
 
     def close(self) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
         if self._board:
             self._board.close()
         if self._wandb:

@@ -1,7 +1,7 @@
 """SwitchBack for Flax NNX: a drop-in `Linear`, and `quantize_model` for models that exist already."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from flax import nnx
@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec as P
 from swjax.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.kernels import dispatch
 from swjax.partition import TOKENS, Layout
+from swjax.prologues import Gelu, Prologue
 from swjax.recipes import Recipe, first_match, get
 from swjax.switchback import dot_general, switchback
+from swjax.switchback import mlp as fused_mlp
 
 
 class Linear(nnx.Linear):
@@ -66,22 +68,93 @@ class Linear(nnx.Linear):
         dispatch.check(implementation)
         self.recipe, self.implementation = get(recipe), implementation
 
-    def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
-        """``inputs w + bias``: [..., k] -> [..., n]."""
+    def __call__(
+        self, inputs: jax.Array, out_sharding=None, *, prologue: Prologue | None = None
+    ) -> jax.Array:
+        """``inputs w + bias``: [..., k] -> [..., n]; the inputs go through `prologue` first."""
+        y = switchback(*self._operands(inputs), prologue=prologue, **self._options())
+        return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+    def _operands(self, inputs):
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
         x, _, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
-        y = switchback(
-            x,
-            kernel,
-            bias,
-            recipe=self.recipe,
-            out_dtype=self.preferred_element_type,
-            precision=self.precision,
-            implementation=self.implementation,
-            layout=self.layout,
-        )
-        return y if out_sharding is None else jax.reshard(y, out_sharding)
+        return x, kernel, bias
+
+    def _options(self):
+        return {
+            "recipe": self.recipe,
+            "out_dtype": self.preferred_element_type,
+            "precision": self.precision,
+            "implementation": self.implementation,
+            "layout": self.layout,
+        }
+
+
+def linears(
+    layers: Sequence[Linear], inputs: jax.Array, *, prologue: Prologue | None = None
+) -> tuple[jax.Array, ...]:
+    """Several layers of the same inputs, such as queries, keys and values: these are quantized once.
+
+    Args:
+      layers: those that differ in recipe, dtype, implementation or layout are computed one by one.
+      inputs: [..., k].
+      prologue: a `swjax.LayerNorm` or `swjax.Gelu` that the inputs go through first.
+
+    Returns:
+      The output [..., n] of each layer: what calling it gives.
+
+    >>> import jax.numpy as jnp
+    >>> q, k = (Linear(3, n, rngs=nnx.Rngs(0)) for n in (4, 2))
+    >>> [y.shape for y in linears((q, k), jnp.ones((2, 3)))]
+    [(2, 4), (2, 2)]
+    """
+    if not _alike(*layers):
+        return tuple(layer(inputs, prologue=prologue) for layer in layers)
+    xs, ws, biases = zip(*(layer._operands(inputs) for layer in layers))
+    return switchback(xs[0], ws, biases, prologue=prologue, **layers[0]._options())
+
+
+def mlp(
+    fc1: Linear,
+    fc2: Linear,
+    inputs: jax.Array,
+    *,
+    prologue: Prologue | None = None,
+    approximate: bool = False,
+) -> jax.Array:
+    """``fc2(gelu(fc1(inputs)))``, quantized where the GELU passes; see `swjax.mlp`.
+
+    Args:
+      fc1, fc2: layers; where they differ in recipe, dtype or implementation each quantizes by itself.
+      inputs: [..., k].
+      prologue: as for `linears`.
+      approximate: the tanh form of the GELU.
+
+    Returns:
+      [..., n].
+
+    >>> import jax.numpy as jnp
+    >>> fc1, fc2 = (Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 8), (8, 2)))
+    >>> mlp(fc1, fc2, jnp.ones((5, 3))).shape
+    (5, 2)
+    """
+    if not _alike(fc1, fc2, but="layout") or fc1.preferred_element_type is not None:
+        return fc2(fc1(inputs, prologue=prologue), prologue=Gelu(approximate))
+    x, w1, b1 = fc1._operands(inputs)
+    _, w2, b2 = fc2._operands(x)
+    options = {"prologue": prologue, "approximate": approximate} | fc1._options()
+    del options["out_dtype"], options["layout"]
+    return fused_mlp(x, w1, b1, w2, b2, layouts=(fc1.layout, fc2.layout), **options)
+
+
+def _alike(*layers: Linear, but: str | None = None) -> bool:
+    """Do the layers differ in nothing but their parameters and the option `but`?"""
+    seen = {
+        (layer.dtype, *(value for name, value in layer._options().items() if name != but))
+        for layer in layers
+    }
+    return len(seen) == 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,6 +212,19 @@ def plan(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:
     return _plan(mesh, x_spec, w_spec, w.shape[0])
 
 
+def batch_plan(tokens: P, x: jax.Array, *others: jax.Array) -> Plan:
+    """The plan for x [b, ...] whose rows are split: as its type says on an explicit mesh, else as `tokens`.
+
+    The others are looked at for the mesh alone.
+    """
+    mesh = _mesh(x, *others)
+    explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
+    if mesh is None or (not explicit and all(mesh.shape[axis] == 1 for axis in _free_axes(mesh))):
+        return Plan(None, ((),))
+    spec = jax.typeof(x).sharding.spec if explicit else tokens
+    return Plan(mesh, _spec(spec, x.shape[:1], mesh))
+
+
 def next_plan(first: Plan, w: jax.Array, layout: Layout | None) -> Plan:
     """The plan of a layer whose x is the y of the first one."""
     if first.mesh is None:

@@ -5,8 +5,10 @@ the parameters; "tensor" splits the width of the layers. One device is the mesh 
 code runs on N.
 """
 
+import functools
 import math
 import re
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -54,6 +56,52 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None) -
             f"device(s) here: change config.mesh, or leave one size -1"
         )
     return Mesh(np.asarray(devices).reshape(sizes), AXES)
+
+
+class Share(NamedTuple):
+    """The part of every batch that a process reads.
+
+    Attributes:
+      index: of the part, from 0, in the order of the batch's rows.
+      readers: for each part one process that reads it, this one for its own. Processes that a "tensor" axis
+        spans need the same rows, and each reads them.
+    """
+
+    index: int
+    readers: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.readers)
+
+
+def batch_share(mesh: Mesh, process: int | None = None) -> Share:
+    """Which part of every batch a process reads, for its devices on this mesh.
+
+    Args:
+      mesh: all devices.
+      process: its index; None: this one.
+
+    Raises:
+      ValueError: devices of one process hold rows that only partly are another's.
+
+    >>> batch_share(make_mesh()).count
+    1
+    """
+    process = jax.process_index() if process is None else process
+    rows: dict[int, set[int]] = {}
+    for row, devices in enumerate(mesh.devices.reshape(-1, mesh.shape["tensor"])):
+        for device in devices:
+            rows.setdefault(device.process_index, set()).add(row)
+    parts = sorted({tuple(sorted(part)) for part in rows.values()})
+    if sum(map(len, parts)) != mesh.shape["data"] * mesh.shape["fsdp"]:
+        raise ValueError(
+            f"mesh {dict(mesh.shape)} splits the batch across processes unevenly: make tensor a divisor or a "
+            f"multiple of the devices of a process, {len(mesh.local_devices)}"
+        )
+    own = tuple(sorted(rows[process]))
+    first = {part: min(p for p in rows if tuple(sorted(rows[p])) == part) for part in parts}
+    return Share(parts.index(own), tuple((first | {own: process})[part] for part in parts))
 
 
 def path_name(path) -> str:
@@ -112,6 +160,41 @@ def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
         axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape)
     ]
     return P(*axes)
+
+
+def gather(params, rules=RULES):
+    """Parameters as the forward pass wants them: whole, but for kernels that their layers gather, in 8 bits.
+
+    XLA would else move activations to where the parts of an embedding lie. Gradients are summed and
+    scattered. Nothing changes on one device, or outside of `jax.jit`.
+
+    Args:
+      params: tree of arrays; names as for `spec_of`, from anywhere below the model.
+      rules: see `abstract_state`.
+    """
+
+    def leaf(path, x):
+        # A leaf of an nnx.State ends in "value".
+        mesh, name = jax.typeof(x).sharding.mesh, path_name(path).removesuffix("/value")
+        if mesh.empty or mesh.size == 1 or "blocks/" in name:
+            return x
+        spec = spec_of(name, rules)
+        return _gather(x, NamedSharding(mesh, _fit(spec, x.shape, mesh))) if any(spec) else x
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(x, at_rest: NamedSharding):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(at_rest.mesh, P()))
+
+
+def _scatter(at_rest, _, g):
+    # Whole first: else XLA would move activations' gradients to where the parts of an embedding lie.
+    return (jax.lax.with_sharding_constraint(_gather(g, at_rest), at_rest),)
+
+
+_gather.defvjp(lambda x, at_rest: (_gather(x, at_rest), None), _scatter)
 
 
 def shard_batch(batch, mesh: Mesh):

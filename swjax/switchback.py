@@ -1,7 +1,8 @@
 """SwitchBack: a linear layer whose three matrix products are computed as a recipe says.
 
 The paper once. `swjax.recipes` says what each product is computed in, `swjax.kernels` computes it, and the
-`custom_vjp`s below are the layers between them: `switchback`, one linear layer, and `mlp`, two with a GELU.
+`custom_vjp`s below are the layers between them: `switchback`, one linear layer or several of one input, and
+`mlp`, two with a GELU.
 """
 
 import math
@@ -23,8 +24,8 @@ from swjax.recipes import Product, Quantizer, Recipe
 
 def switchback(
     x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None = None,
+    w: jax.Array | tuple[jax.Array, ...],
+    bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
     *,
     recipe: str | Recipe = "switchback",
     prologue: Prologue | None = None,
@@ -32,7 +33,7 @@ def switchback(
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
     layout: Layout | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Linear layer ``y = x w + bias`` with quantized products, forward and backward.
 
     With the default recipe, SwitchBack (Alg. 1 of the paper), one scale a token for x and g, one scale
@@ -48,8 +49,9 @@ def switchback(
     Args:
       x: [..., k] float16, bfloat16 or float32; any leading dimensions, empty ones included. Its dtype is
         that of the products that are not quantized.
-      w: [k, n] in any of these dtypes; its gradient has the same.
-      bias: [n] or None.
+      w: [k, n] in any of these dtypes; its gradient has the same. A tuple stands for several layers of the
+        same x, such as queries, keys and values, for which x is quantized once.
+      bias: [n] or None; a tuple of these if w is one.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` that x goes through first, fused with the quantizer.
       out_dtype: dtype of y; None is that of x.
@@ -58,7 +60,7 @@ def switchback(
       layout: where x and w lie, see `swjax.Layout`; not needed on one device and on explicit meshes.
 
     Returns:
-      y: [..., n] in `out_dtype`.
+      y: [..., n] in `out_dtype`; a tuple of these if w is one.
 
     Raises:
       ValueError: shapes, dtypes, recipe or implementation do not fit.
@@ -67,16 +69,25 @@ def switchback(
     >>> y = switchback(x, w)
     >>> y.shape, float(y[0, 0, 0])
     ((2, 5, 4), 1.5)
+    >>> [y.shape for y in switchback(x, (w, w[:, :1]), (None, None))]
+    [(2, 5, 4), (2, 5, 1)]
 
     References:
       Wortsman et al., "Stable and low-precision training for large-scale vision-language models",
       NeurIPS 2023, https://arxiv.org/abs/2304.13013
     """
-    _check(x, w, bias)
-    plan = partition.plan(x, w, layout)
-    settings = _settings(x, recipe, out_dtype, precision, implementation, plan)
-    x, w, bias = _place(x, w, bias, prologue, plan)
-    return _linear(*partition.vary_alike(x, w, bias, prologue), settings)
+    several = isinstance(w, tuple)
+    ws, biases = (w, bias or (None,) * len(w)) if several else ((w,), (bias,))
+    for each in zip(ws, biases, strict=True):
+        _check(x, *each)
+    plans = [partition.plan(x, w, layout) for w in ws]
+    settings = tuple(
+        _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
+    )
+    x = _place_input(x, prologue, plans[0])
+    ws, biases = zip(*map(_place, ws, biases, plans))
+    ys = _linears(*partition.vary_alike(x, ws, biases, prologue), settings)
+    return ys if several else ys[0]
 
 
 def mlp(
@@ -91,7 +102,7 @@ def mlp(
     approximate: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
-    layouts: tuple[Layout, Layout] | None = None,
+    layouts: tuple[Layout | None, Layout | None] = (None, None),
 ) -> jax.Array:
     """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that quantize where the GELU already passes.
 
@@ -117,13 +128,16 @@ def mlp(
     """
     _check(x, w1, b1)
     _check(jax.ShapeDtypeStruct((*x.shape[:-1], w1.shape[1]), x.dtype), w2, b2)
-    plan = partition.plan(x, w1, layouts and layouts[0])
-    plan2 = partition.next_plan(plan, w2, layouts and layouts[1])
+    plan = partition.plan(x, w1, layouts[0])
+    plan2 = partition.next_plan(plan, w2, layouts[1])
     first, second = (
         _settings(x, recipe, None, precision, implementation, p) for p in (plan, plan2)
     )
-    x, w1, b1 = _place(x, w1, b1, prologue, plan)
-    w2, b2 = plan2.place(w2, plan2.w), plan2.place(b2, Spec((plan2.n,)))
+    x, (w1, b1), (w2, b2) = (
+        _place_input(x, prologue, plan),
+        _place(w1, b1, plan),
+        _place(w2, b2, plan2),
+    )
     args = partition.vary_alike(x, w1, b1, w2, b2, prologue)
     return _mlp(*args, Gelu(approximate), first, second)
 
@@ -146,10 +160,15 @@ def _settings(x, recipe, out_dtype, precision, implementation, plan) -> _Setting
     return _Settings(recipe, x.dtype.name, out_dtype, precision, implementation, plan)
 
 
-def _place(x, w, bias, prologue, plan):
-    """The arguments where the plan wants them: outside of the `custom_vjp`, whose gradients lie alike."""
-    x_spec = plan.x if prologue is None else _prologue_spec(prologue, plan)
-    return plan.place(x, x_spec), plan.place(w, plan.w), plan.place(bias, Spec((plan.n,)))
+# The arguments where the plan wants them: outside of the `custom_vjp`, whose gradients lie alike.
+
+
+def _place_input(x, prologue, plan):
+    return plan.place(x, plan.x if prologue is None else _prologue_spec(prologue, plan))
+
+
+def _place(w, bias, plan):
+    return plan.place(w, plan.w), plan.place(bias, Spec((plan.n,)))
 
 
 def _check(x, w, bias):
@@ -177,18 +196,36 @@ class _Operand(NamedTuple):
     quantized: QTensor | None = None
 
 
-class _Residuals(NamedTuple):
-    inputs: jax.Array | None  # of the prologue
-    x: _Operand
+class _Weight(NamedTuple):
+    """What the backward pass needs of a layer."""
+
     w: _Operand
     w_like: jax.Array  # empty: carries the dtype that a quantized w no longer shows
     bias_like: jax.Array | None
+
+
+class _Residuals(NamedTuple):
+    inputs: jax.Array | None  # of the prologue
+    x: _Operand
+    weights: tuple[_Weight, ...]
     prologue: Prologue | None
 
 
-def _forward(x, w, bias, prologue, settings) -> tuple[jax.Array, _Residuals]:
+Layers = tuple[_Settings, ...]  # of the layers that share an input, which the first speaks for
+
+
+def _forward(x, ws, biases, prologue, layers: Layers) -> tuple[tuple[jax.Array, ...], _Residuals]:
+    inputs = None if prologue is None else x
+    x = _read(x, prologue, layers[0])
+    ys, weights = zip(*(_apply_weight(x, *each) for each in zip(ws, biases, layers)))
+    x = _Operand(quantized=x.quantized) if layers[0].recipe.save_quantized else _Operand(x.wide)
+    return ys, _Residuals(inputs, x, weights, prologue)
+
+
+def _read(x, prologue, settings) -> _Operand:
+    """The layers' input, through the prologue, in the forms that the products need."""
     fwd, save_quantized = settings.recipe.fwd, settings.recipe.save_quantized
-    inputs, x_q = x, None
+    x_q = None
     if prologue is not None:
         fused = _rowwise(fwd) and (prologue.whole_rows or not settings.plan.splits(settings.plan.k))
         x, x_q = _apply(
@@ -205,32 +242,44 @@ def _forward(x, w, bias, prologue, settings) -> tuple[jax.Array, _Residuals]:
         x_q = QTensor(
             checkpoint_name(x_q.values, "swjax_x_q"), checkpoint_name(x_q.scale, "swjax_x_scale")
         )
-        saved_w = _Operand(quantized=_quantize(fwd.rhs, w, settings.plan.w, 0, settings))
-    else:
-        saved_w = _Operand(w)
-    y = _multiply(
-        "fwd", _Operand(x, x_q), saved_w, bias, out_dtype=settings.out_dtype, settings=settings
-    )
-    residuals = _Residuals(
-        inputs=None if prologue is None else inputs,
-        x=_Operand(quantized=x_q) if save_quantized else _Operand(x),
-        w=saved_w,
-        w_like=jnp.empty(0, w.dtype),
-        bias_like=None if bias is None else jnp.empty(0, bias.dtype),
-        prologue=prologue,
-    )
-    return checkpoint_name(y, "swjax_y"), residuals
+    return _Operand(x, x_q)
 
 
-def _backward(settings, residuals: _Residuals, gradient: Gradient, quantize_to=None):
-    """(gradient of the input, as `Gradient`), dw, dbias, and the prologue's gradient."""
-    dgrad = settings.recipe.dgrad
-    inputs, x, w, w_like, bias_like, prologue = residuals
-    g, g_q, g_sum = gradient
-    if settings.recipe.save_quantized:
+def _apply_weight(x: _Operand, w, bias, settings) -> tuple[jax.Array, _Weight]:
+    fwd, save_quantized = settings.recipe.fwd, settings.recipe.save_quantized
+    w_like, w = jnp.empty(0, w.dtype), _Operand(w)
+    if save_quantized:
+        w = _Operand(quantized=_quantize(fwd.rhs, w.wide, settings.plan.w, 0, settings))
+    y = _multiply("fwd", x, w, bias, out_dtype=settings.out_dtype, settings=settings)
+    bias_like = None if bias is None else jnp.empty(0, bias.dtype)
+    return checkpoint_name(y, "swjax_y"), _Weight(w, w_like, bias_like)
+
+
+def _backward(layers: Layers, residuals: _Residuals, gradients: tuple, quantize_to=None):
+    """(gradient of the input, as `Gradient`), dws, dbiases, and the prologue's gradient.
+
+    `gradients` has a `Gradient` of the output of each layer."""
+    inputs, x, weights, prologue = residuals
+    if layers[0].recipe.save_quantized:
         # Without the barrier XLA dequantizes x in the forward pass already, and keeps the wide copy.
-        x, g = jax.lax.optimization_barrier((x, g))
+        x, gradients = jax.lax.optimization_barrier((x, gradients))
+    each = zip(gradients, weights, layers)
+    dxs, dws, dbiases = zip(*(_backward_weight(x, *one) for one in each))
+    dx = dxs[0] if len(dxs) == 1 else _sum(dxs)
+    if prologue is None:
+        return (dx, None, None), dws, dbiases, None
+    input_gradient, dprologue = _apply_backward(prologue, inputs, dx, quantize_to, layers[0])
+    return input_gradient, dws, dbiases, dprologue
 
+
+def _sum(arrays):
+    """In fp32, rounded once."""
+    return sum(a.astype(jnp.float32) for a in arrays).astype(arrays[0].dtype)
+
+
+def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings):
+    """The gradients of one layer's input, weight and bias."""
+    dgrad, (w, w_like, bias_like), (g, g_q, g_sum) = settings.recipe.dgrad, weight, gradient
     if bias_like is not None and g_sum is None:
         if g_q is None and _rowwise(dgrad) and not settings.plan.splits(settings.plan.n):
             g_q, g_sum = _quantize_and_sum(g, dgrad.lhs.dtype, settings)
@@ -238,11 +287,7 @@ def _backward(settings, residuals: _Residuals, gradient: Gradient, quantize_to=N
             g_sum = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
     dx = _multiply("dgrad", _Operand(g, g_q), w, out_dtype=settings.dtype, settings=settings)
     dw = _multiply("wgrad", x, _Operand(g), out_dtype=w_like.dtype.name, settings=settings)
-    dbias = None if bias_like is None else g_sum.astype(bias_like.dtype)
-    if prologue is None:
-        return (dx, None, None), dw, dbias, None
-    input_gradient, dprologue = _apply_backward(prologue, inputs, dx, quantize_to, settings)
-    return input_gradient, dw, dbias, dprologue
+    return dx, dw, None if bias_like is None else g_sum.astype(bias_like.dtype)
 
 
 def _rowwise(product: Product | None) -> bool:
@@ -255,16 +300,17 @@ def _runner(settings) -> Callable:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear(x, w, bias, prologue, settings):
-    return _forward(x, w, bias, prologue, settings)[0]
+def _linears(x, ws, biases, prologue, layers):
+    return _forward(x, ws, biases, prologue, layers)[0]
 
 
-def _linear_backward(settings, residuals, g):
-    (dx, _, _), dw, dbias, dprologue = _backward(settings, residuals, (g, None, None))
-    return dx, dw, dbias, dprologue
+def _linears_backward(layers, residuals, gs):
+    gradients = tuple((g, None, None) for g in gs)
+    (dx, _, _), dws, dbiases, dprologue = _backward(layers, residuals, gradients)
+    return dx, dws, dbiases, dprologue
 
 
-_linear.defvjp(_forward, _linear_backward)
+_linears.defvjp(_forward, _linears_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(7, 8))
@@ -273,8 +319,8 @@ def _mlp(x, w1, b1, w2, b2, prologue, gelu, first, second):
 
 
 def _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second):
-    hidden, kept = _forward(x, w1, b1, prologue, first)
-    y, kept_too = _forward(hidden, w2, b2, gelu, second)
+    (hidden,), kept = _forward(x, (w1,), (b1,), prologue, (first,))
+    (y,), kept_too = _forward(hidden, (w2,), (b2,), gelu, (second,))
     return y, (kept, kept_too)
 
 
@@ -282,10 +328,10 @@ def _mlp_backward(first, second, residuals, g):
     kept, kept_too = residuals
     dgrad, plan = first.recipe.dgrad, second.plan
     fused = _rowwise(dgrad) and not plan.splits(plan.k)
-    dhidden, dw2, db2, dgelu = _backward(
-        second, kept_too, (g, None, None), quantize_to=dgrad.lhs.dtype if fused else None
+    dhidden, (dw2,), (db2,), dgelu = _backward(
+        (second,), kept_too, ((g, None, None),), dgrad.lhs.dtype if fused else None
     )
-    (dx, _, _), dw1, db1, dprologue = _backward(first, kept, dhidden)
+    (dx, _, _), (dw1,), (db1,), dprologue = _backward((first,), kept, (dhidden,))
     return dx, dw1, db1, dw2, db2, dprologue, dgelu
 
 

@@ -78,7 +78,7 @@ def assert_quantized(
 
 _COLLECTIVE = re.compile(
     r" = (?P<results>.*) (?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
-    r"(?:-start)?\("
+    r"(?P<start>-start)?\("
 )
 _RESULT = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
@@ -101,7 +101,7 @@ def collectives(fn: Callable, *args, **kwargs) -> list[Collective]:
     """What the devices exchange in the compiled `fn`.
 
     Args:
-      fn: a function, jitted or not; it is compiled for `args` and not run.
+      fn: a function, jitted or not; it is compiled for `args` and not run. Or one that is compiled.
       *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s that lie as in your program.
 
     Returns:
@@ -113,7 +113,12 @@ def collectives(fn: Callable, *args, **kwargs) -> list[Collective]:
     """
     found = []
     for line in _COLLECTIVE.finditer(_compiled(fn, *args, **kwargs)):
-        for dtype, sizes in _RESULT.findall(line["results"]):
+        arrays = _RESULT.findall(line["results"])
+        if line["start"] and line["op"] in ("all-gather", "collective-permute"):
+            # Their tuple begins with the operands; a permutation's ends with two counters.
+            arrays = [array for array in arrays if array != ("u32", "")]
+            arrays = arrays[len(arrays) // 2 :]
+        for dtype, sizes in arrays:
             shape = tuple(int(size) for size in sizes.split(",") if size)
             found.append(Collective(line["op"], dtype, shape))
     return found
@@ -158,5 +163,7 @@ def _is_part(shape, whole) -> bool:
 
 
 def _compiled(fn, *args, **kwargs) -> str:
+    if isinstance(fn, jax.stages.Compiled):
+        return fn.as_text()
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     return jitted.lower(*args, **kwargs).compile().as_text()

@@ -9,17 +9,18 @@ import errno
 import json
 import math
 import re
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from swjax import config as config_lib
-from swjax import data, environment, evaluators, recipes, report, sharding
+from swjax import data, distributed, environment, evaluators, recipes, report, sharding
 from swjax.checkpoint import Checkpoints, lock
 from swjax.config import ConfigError, RunError, blame, choice
 from swjax.interrupt import catch
@@ -58,12 +59,19 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
       ConfigError: a mistake in the config, in one line.
       RunError: the disk failed, likewise.
     """
+    distributed.start()
     check(config)
     workdir = Path(workdir)
-    bad_examples = data.log_to(workdir / "skipped.log")
-    with blame_disk(workdir), lock(workdir), catch() as interrupt, bad_examples, blame_data():
+    number = f".{jax.process_index()}" * (not distributed.is_first())
+    bad_examples = data.log_to(workdir / f"skipped{number}.log")
+    with ExitStack() as stack:
+        stack.enter_context(blame_disk(workdir))
+        distributed.first_does(lambda: stack.enter_context(lock(workdir)))
+        interrupt = stack.enter_context(catch())
+        stack.enter_context(bad_examples)
+        stack.enter_context(blame_data())
         code = 0 if is_finished(config, workdir) else train(config, workdir, interrupt)
-        if code == 0 and (workdir / "results.json").exists():
+        if code == 0 and distributed.is_first() and (workdir / "results.json").exists():
             tell_results(workdir)
         return code
 
@@ -95,15 +103,17 @@ def train(config, workdir: Path, interrupt) -> int:
     checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
     state, position = init_or_restore(config, checkpoints, init, like)
     step = int(state["step"])
-    record_setup(config, workdir, progress, step)
+    distributed.first_does(lambda: record_setup(config, workdir, progress, step))
     packer = Packer()
     train_step = jax.jit(
         make_train_step(config, graphdef, optimizer, schedule, packer),
         donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda x: x.sharding, like), None),
+        out_shardings=(jax.tree.map(lambda x: x.sharding, like), NamedSharding(mesh, P())),
     )
     evaluate = make_evaluate(config, graphdef, mesh)
-    batches = open_batches(config, source, position)
+    share = sharding.batch_share(mesh)
+    batches = open_batches(config, source, position, share)
+    gather = make_gather(share)
     if config.train.nan_policy == "rollback" and checkpoints.latest_step() is None:
         checkpoints.save(step, state, batches.position(gather))
 
@@ -126,14 +136,15 @@ def train(config, workdir: Path, interrupt) -> int:
             jax.block_until_ready(previous)  # at most two steps in flight
             previous = vector
 
-            stopping = interrupt.requested
+            stopping = distributed.shall_stop(step, interrupt.requested)
             evaluating = step == total or is_due(step, config.eval.every_steps)
             saving = stopping or step == total or is_due(step, config.checkpoint.every_steps)
             if not (evaluating or saving or is_due(step, config.log.every_steps)):
                 continue
             records = packer.records(jax.device_get(pending))
-            records = [record | {"data/skipped": skipped.pop(record["step"])} for record in records]
-            pending = {}
+            bad_examples = gather(np.array(list(skipped.values()), np.int64)).sum(axis=0).tolist()
+            records = [record | {"data/skipped": bad} for record, bad in zip(records, bad_examples)]
+            pending, skipped = {}, {}
             perf = meter.read()
             checkpoints.check()
             bad = first_bad(records)
@@ -168,11 +179,15 @@ def train(config, workdir: Path, interrupt) -> int:
     # The test split, once
     # ---------------------------------------------------------------------------------
     scores, predictions = evaluate(state, "test", examples=PREDICTIONS)
-    if config.report.enabled:
-        report.write(
-            workdir, results=scores, predictions=predictions, attribution=source.attribution
-        )
-    write_results(workdir, step, scores)
+
+    def write():
+        if config.report.enabled:
+            report.write(
+                workdir, results=scores, predictions=predictions, attribution=source.attribution
+            )
+        write_results(workdir, step, scores)
+
+    distributed.first_does(write)
     return 0
 
 
@@ -180,6 +195,7 @@ def check(config) -> tuple[jax.sharding.Mesh, clip.CLIPConfig]:
     """Checks all that needs no data; returns the devices' mesh and the model's configuration."""
     with blame("mesh"):
         mesh = sharding.make_mesh(**config.mesh)
+        sharding.batch_share(mesh)
     config_lib.validate(config, batch_shards=mesh.shape["data"] * mesh.shape["fsdp"])
     return mesh, model_config(config)
 
@@ -294,19 +310,19 @@ def open_part(c, name: str, split: str):
         return data.source(kind, where, data_dir=c.dir, **options)
 
 
-def open_batches(config, source, position: dict | None):
+def open_batches(config, source, position: dict | None, share: sharding.Share):
     """This process's part of every training batch, from a position on."""
     c = config.data
     with blame("data"):
         return data.loader(
             source,
-            batch_size=config.train.batch_size // jax.process_count(),
+            batch_size=config.train.batch_size // share.count,
             seed=config.train.seed,
             position=position,
             context_length=c.context_length,
             image_size=c.image_size,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=share.index,
+            process_count=share.count,
             workers=c.workers,
             shuffle=c.shuffle,
             shuffle_shards=c.shuffle_shards,
@@ -340,9 +356,9 @@ def blame_disk(workdir: Path):
         ) from error
 
 
-def gather(own: np.ndarray) -> np.ndarray:
-    """int64 [n] of every process as [processes, n] on each; JAX would cut it to int32."""
-    return multihost_utils.process_allgather(own.view(np.int32)).view(np.int64)
+def make_gather(share: sharding.Share):
+    """Returns a function: int64 [n] of every process -> [parts of the batch, n] on each."""
+    return lambda own: distributed.gather(own)[list(share.readers)]
 
 
 def make_evaluate(config, graphdef, mesh):
@@ -361,6 +377,7 @@ def make_evaluate(config, graphdef, mesh):
             "batch_size": config.eval.batch_size,
             "context_length": config.data.context_length,
             "image_size": config.data.image_size,
+            "share": sharding.batch_share(mesh),
         }
         retrieval = evaluators.Retrieval(
             predict,

@@ -1,17 +1,18 @@
-"""One of two processes that evaluate together: python evaluate_worker.py RANK PORT. Prints its scores."""
+"""One of some processes that evaluate together: python evaluate_worker.py TENSOR... Prints its scores.
+
+They find each other as steps of SLURM, by what its srun sets in the environment.
+"""
 
 import json
 import sys
 from pathlib import Path
 
-import jax
-
 if __name__ == "__main__":
-    rank, port = sys.argv[1:]
     sys.path.append(str(Path(__file__).parent.parent))
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank))
+    from swjax import distributed
+
+    distributed.start()
 
     from test_evaluators import evaluate_sharded
 
-    print(json.dumps(evaluate_sharded()))
+    print(json.dumps([evaluate_sharded(int(tensor)) for tensor in sys.argv[1:]]))

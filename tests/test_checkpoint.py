@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_an_array_is_said_with_its_name(saved, caplog):
         params = Checkpoints(saved, keep=0).restore_params(LIKE["params"])
         np.testing.assert_array_equal(params["kernel"], state_of(2)["params"]["kernel"])
     assert "4 is damaged: the checksum of params/embedding is" in caplog.text
-    assert "using the one before it, of step 2" in caplog.text
+    assert "using the one before, of step 2" in caplog.text
 
 
 def test_a_damaged_checkpoint_is_moved_aside_and_written_again(tmp_path):

@@ -1,6 +1,7 @@
 """Zero-shot and retrieval scores against brute force in NumPy; ties, NaNs, duplicates, chance."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -193,36 +194,45 @@ def test_predictions_are_the_nearest_names(source):
         np.testing.assert_allclose(p.cosines, np.sort(cosines)[::-1][:3], rtol=1e-5)
 
 
-def evaluate_sharded():
+def evaluate_sharded(tensor=1):
     """Scores and predictions with embeddings that lie on all devices of all processes."""
-    model, source, mesh = Model(), make_source(), sharding.make_mesh()
+    model, source, mesh = Model(), make_source(), sharding.make_mesh(tensor=tensor)
+    sizes = SIZES | {"share": sharding.batch_share(mesh)}
 
     def predict(params, batch):
         return sharding.shard_batch(jax.device_get(model(params, batch)), mesh)
 
-    scorer, one = zero_shot(predict, source), np.float32(1)
-    scores = scorer.run(one) | evaluators.Retrieval(predict, source, **SIZES).run(one)
+    scorer, one = zero_shot(predict, source, **sizes), np.float32(1)
+    scores = scorer.run(one) | evaluators.Retrieval(predict, source, **sizes).run(one)
     shown = [[int(p.image[0, 0, 0]), p.name, *p.guesses] for p in scorer.predictions(one, count=5)]
     return scores | {"shown": shown}
 
 
 def test_two_processes_score_like_one():
-    """Each reads half of the images; embeddings, labels and shown pixels meet in all."""
+    """Each, with two devices, reads half of the images, then all, for a tensor axis that spans both;
+    embeddings, labels and shown pixels meet in all."""
     with socket.socket() as sock:
         sock.bind(("localhost", 0))
         port = str(sock.getsockname()[1])
     worker = str(Path(__file__).parent / "evaluate_worker.py")
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
     both = [
-        subprocess.Popen([sys.executable, worker, rank, port], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, worker, "1", "4"],
+            env=os.environ | slurm
+            | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "JAX_COORDINATOR_PORT": port},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in "01"
-    ]
+    ]  # fmt: skip
     try:
         printed = [process.communicate(timeout=120)[0] for process in both]
     finally:
         for process in both:
             process.kill()
     alone = evaluate_sharded()
-    assert [json.loads(text.splitlines()[-1]) for text in printed] == [alone, alone]
+    assert [json.loads(text.splitlines()[-1]) for text in printed] == [[alone, alone]] * 2
 
 
 def test_more_predictions_than_images():

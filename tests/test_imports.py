@@ -38,11 +38,12 @@ ALLOWED = {
     },  # its __init__
     "optax": set(),
     "models": {"nnx", "recipes", "switchback", "checkpoint_policies"},
-    "losses": set(),
+    "ring": {"partition"},
+    "losses": {"partition", "ring"},
     "data": {"environment"},
     "sharding": set(),
     "diagnostics": {"optax"},
-    "evaluators": {"data"},
+    "evaluators": {"data", "sharding"},
     "interop": {"data", "models"},
     "report": set(),
     "environment": set(),
@@ -50,7 +51,9 @@ ALLOWED = {
     "bench": {"swjax", "kernels"},
     # ---------------------------------------------------------------------------------
     "config": set(),
-    "checkpoint": {"config"},
+    "checkpoint": {"checksums", "config", "distributed"},
+    "checksums": set(),
+    "distributed": {"config"},
     "metrics": {"config"},
     "train_step": {
         "config",
@@ -66,7 +69,8 @@ ALLOWED = {
         *("checkpoint", "data", "evaluators", "interop", "models", "trainer"),
     },
     "trainer": {
-        *("checkpoint", "config", "data", "diagnostics", "environment", "evaluators", "interrupt"),
+        *("checkpoint", "config", "data", "diagnostics", "distributed", "environment"),
+        *("evaluators", "interrupt"),
         *("metrics", "models", "nnx", "optax", "recipes", "report", "sharding", "train_step"),
     },
 }
@@ -133,6 +137,7 @@ CORE |= {
     "optax",
     "models",
     "losses",
+    "ring",
     "sharding",
     "diagnostics",
 }

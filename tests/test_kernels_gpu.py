@@ -27,6 +27,7 @@ def calls():
     for operation in ("layer_norm", "gelu", "gelu_backward"):
         cases[operation] = (cases[operation][0], cases[operation][1] | {"quantize_to": "int8"})
     cases["quantize"] = ((x,), {"axes": (0, 1), "transpose": True})
+    cases["quantize_by"] = ((x, normal((1000, 1)) ** 2), {})
     cases["matmul"] = (operands((1000, 1280, 576)), {"out_dtype": "bfloat16"})
     cases["weight_gradient"] = ((x, g), {"out_dtype": "float32"})
     return cases

@@ -1,5 +1,7 @@
 """The losses against naive float64 loops, and over a sharded batch."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax import losses
+from swjax.testing import matrix_products
 
 LABELS = {
     "own pair only": None,
@@ -106,6 +109,44 @@ def test_a_batch_over_two_devices_is_one_batch(name):
     assert abs(float(one[0][0]) - float(jnp.mean(jnp.stack(halves)))) > 1e-2
 
 
+@pytest.mark.parametrize("pairs", [8 * 16, 16, 3])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_blocks_of_pairs_give_the_whole(name, pairs):
+    """Also blocks that are smaller than a row."""
+    arguments = [*unit_pairs(16), LOG_SCALE] + ([-5.0] if name == "sigmoid" else [])
+    arguments = [jnp.asarray(x, jnp.float32) for x in arguments]
+    labels = jnp.arange(16) // 2
+    which = range(len(arguments))
+    whole, parts = (
+        jax.jit(jax.value_and_grad(partial(loss_of(name), labels=labels, **options), which, True))
+        for options in ({}, {"pairs": pairs})
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        parts(*arguments), whole(*arguments),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_one_block_costs_no_more_than_the_matrix(name):
+    """Three products: the similarities and two gradients. A loss alone has one."""
+    arguments = [jnp.asarray(x, jnp.float32) for x in arguments_of(name)]
+    loss = lambda *xs: loss_of(name)(*xs)[0]
+    count = lambda fn: sum(matrix_products(fn, *arguments).values())
+    assert count(loss) == 1
+    assert count(jax.grad(loss, argnums=range(len(arguments)))) == 3
+    assert count(jax.grad(lambda *xs: loss_of(name)(*xs, pairs=16)[0], argnums=(0, 1))) == (
+        4 if name == "softmax" else 3  # computed again
+    )
+
+
+def test_ties_are_no_hits():
+    same = jnp.ones((4, 2)) / np.sqrt(2).astype(np.float32)
+    metrics = losses.softmax_contrastive(same, same, jnp.float32(0))[1]
+    assert float(metrics["image_to_text_accuracy"]) == 0
+    assert float(metrics["text_to_image_accuracy"]) == 0
+
+
 def test_half_precision_embeddings_are_compared_in_float32():
     image, text = (jnp.asarray(x, jnp.bfloat16) for x in unit_pairs())
     loss, metrics = losses.softmax_contrastive(image, text, jnp.float32(LOG_SCALE))
@@ -128,7 +169,7 @@ def test_metrics_count_any_positive_as_a_hit():
 
 def test_the_directions_differ_when_one_text_fits_every_image():
     image = jnp.eye(3)
-    text = jnp.stack([jnp.full(3, 0.6), 0.1 * image[1], 0.1 * image[2]])
+    text = jnp.stack([jnp.array([0.61, 0.6, 0.6]), 0.1 * image[1], 0.1 * image[2]])
     metrics = jax.jit(losses.softmax_contrastive)(image, text, jnp.float32(0))[1]
     assert float(metrics["image_to_text_accuracy"]) == pytest.approx(1 / 3)
     assert float(metrics["text_to_image_accuracy"]) == 1.0

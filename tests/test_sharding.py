@@ -10,7 +10,9 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("part", ["values", "collectives", "transformations", "stable_adamw"])
+@pytest.mark.parametrize(
+    "part", ["values", "collectives", "transformations", "losses", "stable_adamw"]
+)
 def test_on_eight_devices(part):
     """Runs those tests of tests/eight_devices.py whose names begin with test_<part>."""
     run = subprocess.run(

@@ -1,6 +1,7 @@
 """Embeds a whole set with a sharded predict function, batch by batch, on one process or many.
 
-Each process reads its own rows of every batch; the embeddings come back to all of them, on the host.
+Each process reads its own rows of every batch, those of its `swjax.sharding.Share`; the embeddings come
+back to all of them, on the host.
 """
 
 import itertools
@@ -10,7 +11,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from swjax import data
+from swjax import data, sharding
+from swjax.sharding import Share
+
+ALONE = Share(0, (0,))
 
 # (params, {"image" or "text": this process's rows}) -> {the same key: embeddings [b, e] of all processes}.
 Predict = Callable[[object, dict], dict]
@@ -27,7 +31,7 @@ def predictor(graph, image_size: int) -> Predict:
 
     @jax.jit
     def predict(params, batch):
-        model, out = nnx.merge(graph, params), {}
+        model, out = nnx.merge(graph, sharding.gather(params)), {}
         if "image" in batch:
             images = data.preprocess(batch["image"], None, image_size)
             out["image"], _ = model.encode_image(images)
@@ -39,7 +43,13 @@ def predictor(graph, image_size: int) -> Predict:
 
 
 def texts(
-    predict: Predict, params, texts: Iterable[str], *, batch_size: int, context_length: int
+    predict: Predict,
+    params,
+    texts: Iterable[str],
+    *,
+    batch_size: int,
+    context_length: int,
+    share: Share = ALONE,
 ) -> Iterator[np.ndarray]:
     """Embeds texts in order.
 
@@ -49,12 +59,13 @@ def texts(
       texts: any number; read as they are needed.
       batch_size: over all processes.
       context_length: tokens a text.
+      share: this process's part of each batch.
 
     Yields:
       Unit vectors [b, e] float32 of the next b texts: `batch_size`, and what is left at the end.
     """
-    local = _local(batch_size)
-    rows = slice(jax.process_index() * local, (jax.process_index() + 1) * local)
+    local = _local(batch_size, share)
+    rows = slice(share.index * local, (share.index + 1) * local)
     texts = iter(texts)
     while part := list(itertools.islice(texts, batch_size)):
         padded = part + [""] * (batch_size - len(part))
@@ -70,6 +81,7 @@ def images(
     batch_size: int,
     context_length: int,
     image_size: int,
+    share: Share = ALONE,
     keep: Sequence[int] = (),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Embeds every image of a source, in order.
@@ -80,6 +92,7 @@ def images(
       source: records, see `swjax.data.source`.
       batch_size: over all processes.
       context_length, image_size: as in training.
+      share: this process's part of each batch.
       keep: indices of images whose pixels are wanted.
 
     Returns:
@@ -93,18 +106,18 @@ def images(
         raise ValueError("the source to evaluate on has no images: choose another split")
     batches = data.loader(
         source,
-        batch_size=_local(batch_size),
+        batch_size=_local(batch_size, share),
         train=False,
         context_length=context_length,
         image_size=image_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=share.index,
+        process_count=share.count,
     )
     parts, kept = [], None
     for batch in batches:
         embedding = predict(params, {"image": batch["image"]})["image"]
-        mask = _gather(batch["mask"])
-        columns = unit(_gather(embedding)), _gather(batch["label"]), _gather(batch["index"])
+        mask, label, index = (_join(batch[name], share) for name in ("mask", "label", "index"))
+        columns = unit(_gather(embedding)), label, index
         parts.append([column[mask] for column in columns])
         if len(keep):
             if kept is None:
@@ -132,18 +145,22 @@ def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
     return templates
 
 
-def _local(batch_size: int) -> int:
-    if batch_size % jax.process_count():
+def _local(batch_size: int, share: Share) -> int:
+    if batch_size % share.count:
         raise ValueError(
-            f"batch_size={batch_size} does not divide into {jax.process_count()} processes: "
-            f"choose a multiple"
+            f"batch_size={batch_size} does not divide into {share.count} processes' parts: choose a multiple"
         )
-    return batch_size // jax.process_count()
+    return batch_size // share.count
 
 
 def _gather(x) -> np.ndarray:
-    """All rows, of all processes, on every host."""
+    """All rows of an array on the devices of all processes; or those of every process, one after another."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def _join(own: np.ndarray, share: Share) -> np.ndarray:
+    """The rows of a whole batch, from this process's."""
+    return _gather(own[None])[list(share.readers)].reshape(-1, *own.shape[1:])
 
 
 def unit(x: np.ndarray) -> np.ndarray:

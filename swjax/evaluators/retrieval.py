@@ -4,6 +4,7 @@ import numpy as np
 
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall
+from swjax.sharding import Share
 
 
 class Retrieval:
@@ -18,6 +19,7 @@ class Retrieval:
       source: labelled images with `captions(label)`, see `swjax.data.source`.
       batch_size: images, and captions, embedded at once, over all processes.
       context_length, image_size: as in training.
+      share: this process's part of each batch, see `swjax.sharding.batch_share`.
       captions_per_image: the first this many of each; None: all.
       name: of the set, for the names of the scores.
 
@@ -34,11 +36,12 @@ class Retrieval:
         batch_size: int,
         context_length: int,
         image_size: int,
+        share: Share = embed.ALONE,
         captions_per_image: int | None = None,
         name: str = "val",
     ):
         self._predict, self._source, self._name = predict, source, name
-        self._sizes = {"batch_size": batch_size, "context_length": context_length}
+        self._sizes = {"batch_size": batch_size, "context_length": context_length, "share": share}
         self._image_size = image_size
         self._captions_per_image = captions_per_image
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
+from swjax.sharding import Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class ZeroShot:
       templates: prompts with "{}" for the name.
       batch_size: images, and prompts, embedded at once, over all processes.
       context_length, image_size: as in training.
+      share: this process's part of each batch, see `swjax.sharding.batch_share`.
       name: of the set, for the names of the scores.
 
     Raises:
@@ -57,13 +59,14 @@ class ZeroShot:
         batch_size: int,
         context_length: int,
         image_size: int,
+        share: Share = embed.ALONE,
         name: str,
     ):
         if not source.class_names:
             raise ValueError("the source has no class names: zero-shot classification needs them")
         self._predict, self._source, self._name = predict, source, name
         self._templates = embed.check_templates(templates)
-        self._sizes = {"batch_size": batch_size, "context_length": context_length}
+        self._sizes = {"batch_size": batch_size, "context_length": context_length, "share": share}
         self._image_size = image_size
 
     def run(self, params) -> dict[str, float]:
@@ -134,6 +137,7 @@ def classifier(
     *,
     batch_size: int,
     context_length: int,
+    share: Share = embed.ALONE,
 ) -> np.ndarray:
     """A unit vector for each class: the mean of the unit vectors of its prompts, at length 1.
 
@@ -144,6 +148,7 @@ def classifier(
       templates: prompts with "{}" for the name.
       batch_size: prompts embedded at once, over all processes.
       context_length: tokens a prompt.
+      share: this process's part of each batch.
 
     Returns:
       float32 [len(names), e].
@@ -155,7 +160,7 @@ def classifier(
         raise ValueError("a classifier needs the name of at least one class, got none")
     templates = embed.check_templates(templates)
     prompts = (template.format(name) for name in names for template in templates)
-    sizes = {"batch_size": batch_size, "context_length": context_length}
+    sizes = {"batch_size": batch_size, "context_length": context_length, "share": share}
     total, position = None, 0
     for part in embed.texts(predict, params, prompts, **sizes):
         if total is None:

@@ -4,7 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+import jax
+
 from swjax import checkpoint_policies, recipes
+from swjax.kernels import tiles
 from swjax.recipes import Recipe
 
 TOWERS = ("vision", "text")
@@ -119,7 +122,8 @@ class Options:
       implementation: of the recipes' kernels, see `swjax.kernels.dispatch`; None chooses.
       dtype: what activations are computed and stored in. Parameters, attention scores, softmax and
         LayerNorm are float32.
-      attention: implementation of `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
+      attention: implementation of `jax.nn.dot_product_attention`: "xla" or "cudnn"; None is cuDNN in 16 bits
+        on NVIDIA GPUs from Ampere on, and XLA otherwise.
       token_multiple: pad the tokens to a multiple of this and mask the padding; None is 8 for cuDNN
         (which needs it) and 1 otherwise.
       gelu: "exact", "tanh" or "quick".
@@ -150,11 +154,11 @@ class Options:
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("gelu", self.gelu, GELUS)
         _check_choice("remat", self.remat, REMAT)
-        multiple = 8 if self.attention == "cudnn" else 1
+        multiple = 8 if self.attention_chosen == "cudnn" else 1
         if self.padded_multiple < 1 or self.padded_multiple % multiple:
             raise ValueError(
                 f"token_multiple must be a positive multiple of {multiple} with "
-                f"attention={self.attention!r}, got {self.token_multiple}: leave it None"
+                f"attention={self.attention_chosen!r}, got {self.token_multiple}: leave it None"
             )
         if self.attention == "cudnn" and self.dtype == "float32":
             raise ValueError(
@@ -165,11 +169,19 @@ class Options:
             self.recipes(tower)  # one that does not exist fails here
 
     @property
+    def attention_chosen(self) -> str:
+        """The implementation of attention: "xla" or "cudnn"."""
+        if self.attention is not None:
+            return self.attention
+        narrow = self.dtype != "float32" and jax.default_backend() == "gpu"
+        return "cudnn" if narrow and tiles.compute_capability() >= (8, 0) else "xla"
+
+    @property
     def padded_multiple(self) -> int:
         """What the number of tokens is padded to a multiple of."""
         if self.token_multiple is not None:
             return self.token_multiple
-        return 8 if self.attention == "cudnn" else 1
+        return 8 if self.attention_chosen == "cudnn" else 1
 
     def recipes(self, tower: str) -> dict[str, Recipe]:
         """The recipe of each linear layer of a tower's blocks: {"attn/q": ..., ...}.

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import swjax
 from swjax.models.config import POLICIES, Options, TowerConfig
-from swjax.nnx import Linear
+from swjax.nnx import Linear, linears, mlp
 from swjax.recipes import Recipe
+
+EPSILON = 1e-5  # PyTorch's, of LayerNorm
 
 
 class BlockInit(NamedTuple):
@@ -45,13 +48,17 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return _layer_norm(x, self.scale[...], self.bias[...])
 
+    def prologue(self) -> swjax.LayerNorm:
+        """The same, for the linear layers that read the result: fused with what they do first."""
+        return swjax.LayerNorm(self.scale[...], self.bias[...], EPSILON)
+
 
 @jax.checkpoint  # for the backward pass it keeps x and nothing in float32
 def _layer_norm(x, scale, bias):
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    normalised = centred * jax.lax.rsqrt(variance + 1e-5)
+    normalised = centred * jax.lax.rsqrt(variance + EPSILON)
     y = normalised * jnp.broadcast_to(scale, x.shape) + jnp.broadcast_to(bias, x.shape)
     return y.astype(x.dtype)
 
@@ -72,7 +79,7 @@ def _layer_scale(x, gamma):
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention; q, k, v and out are separate linear layers."""
+    """Multi-head self-attention of a LayerNorm's result; q, k, v and out are separate linear layers."""
 
     def __init__(
         self,
@@ -84,7 +91,8 @@ class Attention(nnx.Module):
         causal: bool,
         rngs: nnx.Rngs,
     ):
-        self.heads, self.causal, self.implementation = (cfg.heads, causal, options.attention)
+        self.heads, self.causal = cfg.heads, causal
+        self.implementation = options.attention_chosen
         linear = partial(
             Linear,
             cfg.width,
@@ -100,10 +108,11 @@ class Attention(nnx.Module):
         self.ln_q = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
         self.ln_k = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
 
-    def __call__(self, x: jax.Array, length: int) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: LayerNorm, length: int) -> jax.Array:
         batch, tokens, width = x.shape
         heads = (batch, tokens, self.heads, width // self.heads)
-        q, k, v = (linear(x).reshape(heads) for linear in (self.q, self.k, self.v))
+        qkv = linears((self.q, self.k, self.v), x, prologue=norm.prologue())
+        q, k, v = (y.reshape(heads) for y in qkv)
         if self.ln_q is not None:
             q, k = self.ln_q(q), self.ln_k(k)
         lengths = None if length == tokens else jnp.full(batch, length, jnp.int32)
@@ -122,7 +131,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """``fc2(gelu(fc1(x)))``."""
+    """``fc2(gelu(fc1(norm(x))))``."""
 
     def __init__(
         self,
@@ -149,18 +158,17 @@ class Mlp(nnx.Module):
         self.fc2 = linear("mlp/fc2", cfg.mlp_width, cfg.width, init.fc2)
         self.gelu = options.gelu
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.fc2(_gelu(self.fc1(x), self.gelu))
+    def __call__(self, x: jax.Array, norm: LayerNorm) -> jax.Array:
+        if self.gelu == "quick":
+            return self.fc2(_quick_gelu(self.fc1(x, prologue=norm.prologue())))
+        tanh = self.gelu == "tanh"
+        return mlp(self.fc1, self.fc2, x, prologue=norm.prologue(), approximate=tanh)
 
 
-@partial(jax.checkpoint, static_argnums=1)  # autodiff alone would keep five arrays of this size
-def _gelu(x, form: str):
+@jax.checkpoint  # autodiff alone would keep several arrays of this size
+def _quick_gelu(x):
     wide = x.astype(jnp.float32)
-    if form == "quick":
-        y = wide * jax.nn.sigmoid(1.702 * wide)
-    else:
-        y = jax.nn.gelu(wide, approximate=form == "tanh")
-    return y.astype(x.dtype)
+    return (wide * jax.nn.sigmoid(1.702 * wide)).astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -186,9 +194,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, length: int) -> jax.Array:
         """x [b, t, w] -> [b, t, w]; tokens from `length` on are padding that no other token sees."""
-        branch = self.attn(self.ln_1(x), length)
+        branch = self.attn(x, self.ln_1, length)
         x = x + (branch if self.ls_1 is None else self.ls_1(branch))
-        branch = self.mlp(self.ln_2(x))
+        branch = self.mlp(x, self.ln_2)
         return x + (branch if self.ls_2 is None else self.ls_2(branch))
 
 

@@ -1,0 +1,443 @@
+"""The CLIP train step on 1, 2, 4, ... devices: samples/s, collectives, memory; and loss curves side by side.
+
+  python benchmarks/scaling.py --out=scaling.json                          # everything, most important first
+  python benchmarks/scaling.py --models vit_h14 --devices 1 4 --out=scaling.json
+  python benchmarks/scaling.py --losses --out=scaling_losses.json          # one global batch for all
+  python benchmarks/scaling.py --plot=scaling.png --out=scaling.json       # of what the file holds
+  python benchmarks/scaling.py --smoke                                     # tiny, on eight CPU devices
+
+Every case is a process of its own, so that memory is its own and one that hangs or does not fit ends alone.
+The file is complete after every case; cases that it holds are not run again. Weak scaling: the batch of each
+device stays the same. Images and captions are random and lie on the devices: no loader is timed.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+COLLECTIVE = re.compile(r"nccl", re.IGNORECASE)
+NAMES = {"standard": "bf16", "switchback": "int8"}
+# Small enough for eight fake devices on two cores.
+SMOKE = {"model.name": "tiny", "model.vision.layers": 1, "model.text.layers": 1, "model.dtype": "float32",
+         "data.image_size": 32, "data.context_length": 8}  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    if args.case:
+        print(json.dumps(run_case(json.loads(args.case))))
+        return 0
+    found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"rows": []}
+    known = [row["case"] for row in found["rows"]]
+    for case in [case for case in cases(args) if case not in known]:
+        row = in_a_process(case, args.timeout)
+        found |= {key: row.pop(key) for key in ("machine",) if key in row}
+        found["rows"].append({"case": case} | row)
+        found["command"] = command(argv)
+        if args.out:
+            write(args.out, json.dumps(found, indent=1) + "\n")
+        print(describe(case, row), flush=True)
+    print(table(found["rows"]))
+    if args.plot:
+        plot(found["rows"], args.plot)
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["vit_h14", "vit_b16"])
+    parser.add_argument("--recipes", nargs="+", default=["switchback", "standard"])
+    parser.add_argument("--layouts", nargs="+", default=["data", "fsdp"], choices=["data", "fsdp"])
+    parser.add_argument("--devices", nargs="+", type=int, default=[1, 4, 2])
+    parser.add_argument("--batch", type=int, default=256, help="pairs a device")
+    parser.add_argument("--remat", default="none", help="what blocks keep, see configs/common.py")
+    parser.add_argument("--scan", action="store_true", help="scan over layers: compiles faster")
+    parser.add_argument("--steps", type=int, default=20, help="timed; of --losses 200")
+    parser.add_argument("--losses", action="store_true", help="loss curves instead")
+    parser.add_argument("--timeout", type=float, default=280, help="seconds a case")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--plot", type=Path, help="picture of --out")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on eight CPU devices")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.losses and args.steps == parser.get_default("steps"):
+        args.steps = 200
+    if args.smoke:
+        args.models, args.recipes, args.batch, args.steps = ["tiny"], ["switchback"], 4, 3
+        args.devices = [1, 8] if args.devices == parser.get_default("devices") else args.devices
+    return args
+
+
+def cases(args) -> list[dict]:
+    """What there is to run; one device has no layout."""
+    shared = {"steps": args.steps, "smoke": args.smoke}
+    if args.losses:
+        pairs = itertools.product(args.recipes, args.devices)
+        return [{"losses": True, "recipe": r, "devices": n} | shared for r, n in pairs]
+    shared |= {"batch": args.batch, "remat": args.remat, "scan": args.scan}
+    found = []
+    for model, devices in itertools.product(args.models, args.devices):
+        for layout, recipe in itertools.product(args.layouts, args.recipes):
+            layout = layout if devices > 1 else "one"
+            case = {"model": model, "recipe": recipe, "layout": layout, "devices": devices}
+            found += [case | shared] * (case | shared not in found)
+    return found
+
+
+def in_a_process(case: dict, seconds: float) -> dict:
+    """What `run_case` returns, from a process that sees so many devices; or {"error": one line}."""
+    command = [sys.executable, __file__, f"--case={json.dumps(case)}"]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            env=environment(case),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            cwd=ROOT,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {seconds:.0f} s"}
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        told = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+        return {"error": without_paths(told)[:300]}
+    return json.loads(done.stdout.splitlines()[-1]) | {
+        "seconds": round(time.monotonic() - start, 1)
+    }
+
+
+def environment(case: dict) -> dict:
+    count = case["devices"]
+    if case["smoke"]:
+        return os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        }
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(64)))
+    return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
+
+
+def run_case(case: dict) -> dict:
+    import jax
+
+    if len(jax.devices()) != case["devices"]:
+        raise RuntimeError(f"{case['devices']} devices asked for, {len(jax.devices())} are here")
+    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+    return (losses if case.get("losses") else measure)(case) | {"machine": machine()}
+
+
+# --- one case, in its process -------------------------------------------------------------------------
+
+
+def measure(case: dict) -> dict:
+    """Times the train step and reads what its devices exchange."""
+    import jax
+
+    from swjax.models import clip
+
+    start = time.perf_counter()
+    config, cfg, step, state, batch = prepare(case)
+    compiled = step.lower(state, batch).compile()
+    row = {"compile_s": round(time.perf_counter() - start, 1)} | exchanged(compiled)
+    analysis = compiled.memory_analysis()
+    if analysis:
+        sizes = (analysis.temp_size_in_bytes, analysis.argument_size_in_bytes)
+        row["compiled_gib"] = round(sum(sizes) / 2**30, 3)
+
+    def run(state, steps):
+        for _ in range(steps):
+            state, vector = compiled(state, batch)
+        jax.block_until_ready(vector)
+        return state
+
+    state = run(state, 2)
+    start = time.perf_counter()
+    state = run(state, case["steps"])
+    seconds = (time.perf_counter() - start) / case["steps"]
+    rate = config.train.batch_size / seconds
+    flops = 3 * clip.flops_per_example(cfg) * rate / case["devices"]
+    row |= {"step_ms": round(1e3 * seconds, 3), "samples_per_s": round(rate, 2)}
+    row |= {"model_tflops_per_device": round(flops / 1e12, 2)}
+    stats = jax.devices()[0].memory_stats() or {}
+    row["peak_gib"] = round(stats["peak_bytes_in_use"] / 2**30, 3) if stats else None
+    return row | profile(lambda: run(state, 3), steps=3)
+
+
+def prepare(case: dict):
+    """(config, model config, jitted step, state, batch), on a mesh of all devices."""
+    import jax
+    import numpy as np
+
+    from configs import common
+    from swjax import sharding, trainer
+    from swjax.metrics import Packer
+    from swjax.train_step import make_optimizer, make_schedule, make_train_step
+
+    changes = SMOKE if case["smoke"] else {"model.name": case["model"]}
+    changes |= {
+        "model.remat": case["remat"],
+        "model.scan_layers": case["scan"],
+        "mesh.data": 1 if case["layout"] == "fsdp" else -1,
+        "mesh.fsdp": -1 if case["layout"] == "fsdp" else 1,
+        "train.batch_size": case["batch"] * case["devices"],
+        "eval.batch_size": case["devices"],
+    }
+    config = common.paper("vit_b16", case["recipe"])
+    config.update_from_flattened_dict(changes)
+    mesh, cfg = trainer.check(config)
+    schedule = make_schedule(config, 10_000, 100)
+    optimizer = make_optimizer(config, schedule)
+    init, graphdef = trainer.make_init(config, cfg, optimizer)
+    like = sharding.abstract_state(jax.eval_shape(init), mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    options = {"xla_backend_optimization_level": 0} if case["smoke"] else {}
+    state = jax.jit(init, out_shardings=shardings, compiler_options=options)()
+    step = jax.jit(
+        make_train_step(config, graphdef, optimizer, schedule, Packer()),
+        donate_argnums=0,
+        out_shardings=(shardings, jax.NamedSharding(mesh, jax.P())),
+    )
+    rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size
+    tokens = rng.integers(1, 49406, (size, config.data.context_length), np.int32)
+    tokens[:, 0], tokens[:, -1] = 49406, 49407
+    batch = {
+        "image": rng.integers(0, 256, (size, side, side, 3), np.uint8),
+        "text": tokens,
+        "label": np.arange(size, dtype=np.int32),
+    }
+    return config, cfg, step, state, sharding.shard_batch(batch, mesh)
+
+
+def exchanged(compiled) -> dict:
+    """MB of the results of each kind of collective on a device in a step, by HLO type, from the program.
+
+    A gather's result is what all have together. What is in a loop counts once: layers are not, unless
+    --scan.
+    """
+    import math
+
+    from swjax.testing import collectives
+
+    sizes = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2}
+    found = Counter()
+    for op, dtype, shape in collectives(compiled):
+        found[op, dtype] += math.prod(shape) * sizes.get(dtype, 4)
+    ops = sorted({op for op, _ in found})
+    return {
+        "collective_mb": {
+            op: {d: round(n / 1e6, 3) for (o, d), n in sorted(found.items()) if o == op}
+            for op in ops
+        }
+    }
+
+
+def profile(run, steps: int) -> dict:
+    """Milliseconds a step that a device's NCCL kernels take, and in which no other kernel runs.
+
+    From the profiler's trace (CUPTI), the mean of all devices; None where there is none, as on CPUs.
+    """
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        files = list(Path(folder).rglob("*.xplane.pb"))
+        planes = [p for f in files for p in jax.profiler.ProfileData.from_file(str(f)).planes]
+        spans = [device_spans(plane) for plane in planes if "/device:GPU" in plane.name]
+    spans = [both for both in spans if both[0] or both[1]]
+    if not spans:
+        return {"collective_ms": None, "exposed_collective_ms": None}
+    mean = lambda values: round(sum(values) / len(spans) / steps / 1e6, 3)
+    return {
+        "collective_ms": mean([covered(talk) for talk, _ in spans]),
+        "exposed_collective_ms": mean(
+            [covered(talk + work) - covered(work) for talk, work in spans]
+        ),
+    }
+
+
+def device_spans(plane) -> tuple[list, list]:
+    """(start, end) in ns of a device's NCCL kernels, and of its others."""
+    talk, work = [], []
+    for line in plane.lines:
+        if not line.name.startswith("Stream"):
+            continue  # the same again, by operation or module
+        for event in line.events:
+            span = (event.start_ns, event.start_ns + event.duration_ns)
+            (talk if COLLECTIVE.search(event.name) else work).append(span)
+    return talk, work
+
+
+def covered(spans: list) -> float:
+    """The length of the union of intervals.
+
+    >>> covered([(0, 2), (5, 6), (1, 3)])
+    4.0
+    """
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
+
+
+def losses(case: dict) -> dict:
+    """The loss of every step of a small run of train.py, whose batch all devices share."""
+    from swjax import trainer
+    from swjax.config import load
+
+    changes = {"data.name": "synthetic", "model.recipe": case["recipe"], "model.dtype": "float32"}
+    changes |= {"train.steps": case["steps"], "train.batch_size": 64, "schedule.warmup_steps": 1}
+    changes |= {"report.enabled": False, "log.tensorboard": False, "data.synthetic.examples": 2048}
+    changes |= {"data.synthetic.classes": 512, "eval.batch_size": 64}
+    if case["smoke"]:
+        changes |= SMOKE | {"train.batch_size": 16, "data.synthetic.examples": 32}
+    config = load(f"{ROOT}/configs/openmoji.py", [(k, str(v)) for k, v in changes.items()])
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, sys.stdout = sys.stdout, sys.stderr  # the result alone goes to stdout
+        trainer.train_and_evaluate(config, folder)
+        sys.stdout = stdout
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return {"loss": [json.loads(line)["train/loss"] for line in lines]}
+
+
+def machine() -> dict:
+    import datetime
+
+    import jax
+
+    from swjax import environment
+
+    names = ("jax", "jaxlib", "flax", "jax-triton", "triton")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": {name: environment.version(name) for name in names},
+    }
+
+
+# --- what is told -------------------------------------------------------------------------------------
+
+
+def describe(case: dict, row: dict) -> str:
+    name = f"{case.get('model', 'losses')} {case['recipe']} {case.get('layout', '')} x{case['devices']}"
+    told = (
+        "error",
+        "samples_per_s",
+        "step_ms",
+        "collective_ms",
+        "exposed_collective_ms",
+        "peak_gib",
+    )
+    parts = [f"{key} {row[key]}" for key in told if row.get(key) is not None]
+    return f"{name}: {', '.join(parts) or 'last loss ' + str(row.get('loss', [None])[-1])}"
+
+
+def efficiency(rows: list[dict], row: dict) -> float | None:
+    """Samples/s over those of as many single devices; None where one of the two is missing."""
+    unlike = ("devices", "layout")
+    same = {key: value for key, value in row["case"].items() if key not in unlike}
+    for one in rows:
+        single = {key: value for key, value in one["case"].items() if key not in unlike}
+        if one["case"]["devices"] == 1 and single == same and "samples_per_s" in one:
+            return row["samples_per_s"] / (row["case"]["devices"] * one["samples_per_s"])
+    return None
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: throughput, or how far loss curves are apart."""
+    if any(row["case"].get("losses") for row in rows):
+        return "\n".join(differences(rows))
+    head = "model|precision|layout|GPUs|samples/s|efficiency|step ms|NCCL ms|exposed ms|gathers MB|peak GiB"
+    lines = [f"|{head}|", "|" + "---|" * len(head.split("|"))]
+    for row in rows:
+        case, ratio = row["case"], None
+        if "error" in row:
+            cells = [row["error"]] + [""] * 6
+        else:
+            ratio = efficiency(rows, row)
+            moved = row["collective_mb"].get("all-gather", {})
+            gathers = ", ".join(f"{mb:.0f} {dtype}" for dtype, mb in moved.items() if mb >= 0.5)
+            cells = [row["samples_per_s"], f"{ratio:.3f}" if ratio else "", row["step_ms"]]
+            cells += [row["collective_ms"], row["exposed_collective_ms"], gathers, row["peak_gib"]]
+        names = [case["model"], NAMES.get(case["recipe"], case["recipe"]), case["layout"]]
+        lines.append(f"|{'|'.join(map(str, [*names, case['devices'], *cells]))}|")
+    return "\n".join(lines)
+
+
+def differences(rows: list[dict]):
+    """For each recipe how far curves are from that of one device, relatively, up to some steps."""
+    curves = {(r["case"]["recipe"], r["case"]["devices"]): r["loss"] for r in rows if "loss" in r}
+    for (recipe, devices), loss in curves.items():
+        if devices == 1 or (recipe, 1) not in curves:
+            continue
+        far = [abs(a - b) / abs(b) for a, b in zip(loss, curves[recipe, 1], strict=True)]
+        until = [n for n in (1, 10, 50, 100, 200) if n <= len(far)]
+        parts = ", ".join(f"{max(far[:n]):.1e} in {n} steps" for n in until)
+        yield f"{recipe} on {devices} devices and on 1 differ by at most {parts}"
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Efficiency over the number of devices, one line a model, precision and layout; or loss curves."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    lines: dict[str, list] = {}
+    for row in rows:
+        case = row["case"]
+        if "loss" in row:
+            name = f"{case['recipe']}, {case['devices']} devices"
+            lines[name] = list(enumerate(row["loss"], 1))
+        elif case["devices"] > 1 and (
+            ratio := efficiency(rows, row) if "error" not in row else None
+        ):
+            name = f"{case['model']} {NAMES.get(case['recipe'], case['recipe'])} {case['layout']}"
+            lines.setdefault(name, [(1, 1.0)]).append((case["devices"], ratio))
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points)), marker="." if len(points) < 20 else None, label=name)
+    curves = any("loss" in row for row in rows)
+    axes.set(
+        xlabel="step" if curves else "devices",
+        ylabel="loss" if curves else "weak scaling efficiency",
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def command(argv: list[str]) -> str:
+    return without_paths(shlex.join(["python", "benchmarks/scaling.py", *argv]))
+
+
+def without_paths(text: str) -> str:
+    """The text with absolute paths cut to their last name.
+
+    >>> without_paths("--out=/home/someone/scaling.json")
+    '--out=scaling.json'
+    """
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)", r"\1", text)
+
+
+def write(path: Path, text: str) -> None:
+    """In one piece."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,328 @@
+"""Times training on one GPU: a vision tower forward and backward, and whole CLIP steps; beside PyTorch's.
+
+    python benchmarks/train_step.py --out=benchmarks/results/train_step.json    # the most important first
+    python benchmarks/train_step.py --models vit_h14 --kinds encoder --recipes standard switchback
+    python benchmarks/train_step.py --peers                   # timm and open_clip under torch.compile too
+    python benchmarks/train_step.py --smoke                   # tiny, on any machine
+    python benchmarks/train_step.py --plot=step.png --out=FILE   # draws a finished file
+
+"encoder": gradients of all parameters of the image tower, no patch dropout, no optimizer. "step":
+`swjax.train_step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Data are random
+and on the device. Times are of the clock on the wall over calls in a row, those of kernels CUPTI's; memory is
+what XLA planned. A case is in the file as soon as it is measured, and none starts after --seconds.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from configs import common
+from swjax import trainer
+from swjax.kernels import timing
+from swjax.metrics import Packer
+from swjax.models import clip
+from swjax.models.vit import VisionTransformer
+from swjax.train_step import make_optimizer, make_train_step
+
+KINDS = ("encoder", "step")
+MODELS = ("vit_h14", "vit_l14", "vit_b16", "vit_b32")
+RECIPES = ("standard", "switchback", "switchback_m", "fp8_switchback")
+REMATS = ("none", "full")
+BATCHES = {"encoder": dict.fromkeys(MODELS, 128), "step": dict.fromkeys(MODELS, 256)}
+BATCHES["step"]["vit_b32"] = BATCHES["encoder"]["vit_b32"] = 1024
+PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12}  # dense bf16 FLOP/s, for MFU
+COLUMNS = {"kind": -8, "model": -8, "implementation": -22, "remat": -5, "batch": 6, "ms": 8}
+COLUMNS |= {"images_per_second": 17, "ratio": 6, "mfu": 6, "memory_gib": 10, "busy": 6, "error": -1}
+
+# Kernels by what they do; the first that matches counts.
+SORTS = {
+    "attention": r"cudnn|flash|fmha|sdpa|attention",
+    "narrow products": r"matmul_kernel|_matmul",
+    "weight gradients": r"weight_gradient",
+    "quantizers, LayerNorm, GELU": r"_row_kernel|_scale_kernel|layer_norm",
+    "16-bit products": r"nvjet|gemm|cutlass|xmma|cublas|splitk",
+    "copies": r"memcpy|memset",
+}
+
+
+class Case(NamedTuple):
+    kind: str
+    model: str
+    recipe: str
+    remat: str
+    batch: int
+
+    @property
+    def row(self) -> dict:
+        fields = self._asdict()
+        return {
+            "kind": fields.pop("kind"),
+            "implementation": f"swjax {fields.pop('recipe')}",
+        } | fields
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.plot and args.out and args.out.exists():
+        plot(json.loads(args.out.read_text())["rows"], args.plot)
+        return 0
+    records = timing.Records(args.out, args.seconds)
+    if args.peers:
+        bench_peers(records, args)
+    for case in cases(args):
+        if records.seconds_left < 0:
+            break
+        try:
+            bench(records, case, args.smoke)
+        except Exception as error:  # one that does not fit into memory must not end the others
+            records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
+    print("\n" + timing.table(records.rows, COLUMNS))
+    return 0
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description="Times training steps; see the top of the file.")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--remats", nargs="+", default=REMATS)
+    parser.add_argument("--batch", type=int, help="in place of each model's")
+    parser.add_argument("--peers", action="store_true", help="timm and open_clip first")
+    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model in few steps")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
+    parser.add_argument("--plot", type=Path, help="PNG of what --out holds")
+    return parser.parse_args(argv)
+
+
+def cases(args):
+    """Every combination: of each model without and with recomputation, kind by kind."""
+    if args.smoke:
+        yield from (Case(kind, "tiny", "switchback", "none", 4) for kind in args.kinds)
+        return
+    for model in args.models:
+        for kind in args.kinds:
+            for remat in args.remats:
+                for recipe in args.recipes:
+                    batch = args.batch or BATCHES[kind][model]
+                    yield Case(kind, model, recipe, remat, batch)
+
+
+def bench(records: timing.Records, case: Case, smoke: bool):
+    """One row: how fast, how much memory, and where the time goes."""
+    make = {"encoder": encoder, "step": step}[case.kind]
+    run, compiled, flops = make(case)
+    seconds = seconds_per_call(run, at_least=0.1 if smoke else 1.5)
+    memory = compiled.memory_analysis()
+    row = case.row | {
+        "ms": 1e3 * seconds,
+        "images_per_second": case.batch / seconds,
+        "tflops": flops / seconds / 1e12,
+        "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
+        "activations_gib": memory.temp_size_in_bytes / 2**30,
+    }
+    if peak := PEAK.get(records.machine["device"]):
+        row["mfu"] = flops / seconds / peak
+    if jax.default_backend() == "gpu":
+        launches = timing.launches(run)
+        kernels = by_sort(launches)
+        row |= {"kernels_ms": kernels, "busy": sum(kernels.values()) / (1e3 * seconds)}
+        row["top_kernels_ms"] = top_kernels(launches)
+    records.add(**row, **against(records.rows, row))
+
+
+def seconds_per_call(run: Callable, at_least: float) -> float:
+    """Of calls in a row, after two that do not count."""
+    for _ in range(2):
+        jax.block_until_ready(run())
+    start, calls = time.perf_counter(), 0
+    while True:
+        for _ in range(3):
+            out = run()
+        jax.block_until_ready(out)
+        calls += 3
+        if (elapsed := time.perf_counter() - start) > at_least:
+            return elapsed / calls
+
+
+def by_sort(launches) -> dict[str, float]:
+    """Milliseconds of each sort of kernels."""
+    sums: dict[str, float] = {}
+    for name, ms in launches:
+        sort = next((s for s, p in SORTS.items() if re.search(p, name, re.I)), "other elementwise")
+        sums[sort] = sums.get(sort, 0.0) + ms
+    return {sort: round(ms, 3) for sort, ms in sums.items()}
+
+
+def top_kernels(launches, count: int = 25) -> dict[str, list]:
+    """{kernel: [milliseconds, launches]} of those that take longest."""
+    sums: dict[str, list] = {}
+    for name, ms in launches:
+        entry = sums.setdefault(name[:80], [0.0, 0])
+        entry[0], entry[1] = round(entry[0] + ms, 3), entry[1] + 1
+    return dict(sorted(sums.items(), key=lambda item: -item[1][0])[:count])
+
+
+def against(rows: list[dict], row: dict) -> dict:
+    """The speed-up over our own 16 bits, and over PyTorch."""
+    same = ("kind", "model", "remat", "batch")
+    others = [r for r in rows if all(r.get(k) == row[k] for k in same) and r.get("ms")]
+    own = [r for r in others if r["implementation"] == "swjax standard"]
+    torch = [r for r in others if not r["implementation"].startswith("swjax")]
+    ratios = {"ratio": own, "ratio_to_torch": torch}
+    return {k: min(r["ms"] for r in rs) / row["ms"] for k, rs in ratios.items() if rs}
+
+
+# --- what is timed ------------------------------------------------------------------------------------
+
+
+def encoder(case: Case) -> tuple[Callable, jax.stages.Compiled, float]:
+    """(what runs it once, its program, floating-point operations of its products)."""
+    dtype = "float32" if case.model == "tiny" else "bfloat16"
+    cfg = clip.config(case.model, recipe=case.recipe, remat=case.remat, dtype=dtype)
+
+    @jax.jit
+    def init():
+        tower = VisionTransformer(cfg, rngs=nnx.Rngs(0))
+        return nnx.to_pure_dict(nnx.state(tower, nnx.Param))
+
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: VisionTransformer(cfg, rngs=nnx.Rngs(0))))
+
+    def loss(params, images, g):
+        return jnp.sum(nnx.merge(graphdef, params)(images)[0] * g)
+
+    side = cfg.vision.image_size
+    images = timing.random(case.batch, side, side, 3, dtype=dtype)
+    arrays = init(), images, timing.random(case.batch, cfg.embed_dim, dtype="float32")
+    compiled = jax.jit(jax.grad(loss)).lower(*arrays).compile()
+    text = clip._blocks_flops(cfg.text, cfg.text.context_length)
+    flops = clip.flops_per_example(cfg, training=False) - text
+    return partial(compiled, *arrays), compiled, 3 * flops * case.batch
+
+
+def step(case: Case) -> tuple[Callable, jax.stages.Compiled, float]:
+    """The same of a whole training step; its state goes from call to call."""
+    config = common.get_config() if case.model == "tiny" else common.paper(case.model, case.recipe)
+    config.model.recipe, config.model.remat = case.recipe, case.remat
+    config.train.batch_size = case.batch
+    config.data.augment = False
+    cfg = trainer.model_config(config)
+    schedule = lambda count: jnp.float32(1e-4)
+    optimizer = make_optimizer(config, schedule)
+    init, graphdef = trainer.make_init(config, cfg, optimizer)
+    state = jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})()
+    train_step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+    side, length = cfg.vision.image_size, cfg.text.context_length
+    keys = jax.random.split(jax.random.key(0), 2)
+    batch = {
+        "image": jax.random.randint(keys[0], (case.batch, side, side, 3), 0, 256, jnp.uint8),
+        "text": jax.random.randint(keys[1], (case.batch, length), 0, 1000, jnp.int32),
+        "label": jnp.arange(case.batch, dtype=jnp.int32),
+    }
+    compiled = jax.jit(train_step, donate_argnums=0).lower(state, batch).compile()
+    states = [state]
+
+    def run():
+        new, metrics = compiled(states.pop(), batch)
+        states.append(new)
+        return metrics
+
+    return run, compiled, 3 * clip.flops_per_example(cfg) * case.batch
+
+
+def bench_peers(records: timing.Records, args):
+    """PyTorch's rows, from a process of its own: its memory is free again for ours."""
+    command = [sys.executable, str(Path(__file__).with_name("train_step_torch.py"))]
+    command += ["--kinds", *args.kinds, "--models", *args.models, "--remats", *args.remats]
+    if args.batch:
+        command += ["--batch", str(args.batch)]
+    limit = max(records.seconds_left / 2, 60)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=peer_environment()
+    ) as peer:
+        timer = time.monotonic() + limit
+        for line in peer.stdout:
+            if line.startswith("{"):
+                records.add(**json.loads(line))
+            if time.monotonic() > timer:
+                peer.kill()
+
+
+def peer_environment() -> dict:
+    """Without what is on the path for us alone: Triton, of which PyTorch brings its own."""
+    extra = os.environ.get("PEERS_PYTHONPATH")
+    return os.environ | {"PYTHONPATH": extra or ""}
+
+
+# --- pictures -----------------------------------------------------------------------------------------
+
+
+def plot(rows: list[dict], path: Path):
+    """Time by sort of kernel, speed-up by model, memory by recipe."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if row.get("ms")]
+    figure, axes = plt.subplots(1, 3, figsize=(17, 5.5))
+    stack_times(
+        axes[0], [r for r in rows if r.get("kernels_ms") and r["model"] == rows[0]["model"]]
+    )
+    speedups(axes[1], rows)
+    memories(axes[2], [r for r in rows if r.get("memory_gib") and r["model"] == rows[0]["model"]])
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def label(row: dict) -> str:
+    remat = "" if row["remat"] == "none" else ", remat"
+    return f"{row['kind']} {row['implementation'].removeprefix('swjax ')}{remat}"
+
+
+def stack_times(axis, rows):
+    names = [*SORTS, "other elementwise"]
+    left = [0.0] * len(rows)
+    for name in names:
+        widths = [row["kernels_ms"].get(name, 0.0) for row in rows]
+        axis.barh([label(row) for row in rows], widths, left=left, label=name)
+        left = [a + b for a, b in zip(left, widths)]
+    axis.invert_yaxis()
+    axis.set_xlabel("ms of kernels")
+    axis.set_title(rows[0]["model"] if rows else "")
+    axis.legend(fontsize=7)
+
+
+def speedups(axis, rows):
+    lines: dict[str, dict] = {}
+    for row in rows:
+        if row.get("ratio") and row["implementation"] != "swjax standard":
+            lines.setdefault(label(row), {})[row["model"]] = row["ratio"]
+    order = [model for model in reversed(MODELS) if any(model in line for line in lines.values())]
+    for name, line in lines.items():
+        axis.plot(order, [line.get(model) for model in order], "o-", label=name)
+    axis.axhline(1, color="grey", linewidth=0.8)
+    axis.set_ylabel("speed-up over our bf16")
+    axis.legend(fontsize=7)
+
+
+def memories(axis, rows):
+    axis.barh([label(row) for row in rows], [row["memory_gib"] for row in rows])
+    axis.invert_yaxis()
+    axis.set_xlabel("GiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""timm's and open_clip's CLIP under torch.compile in bf16, for comparison; run by train_step.py --peers.
+
+One JSON row a line. What is not installed, or fails, is a row that says so. Timed by CUDA events.
+"""
+
+import argparse
+import json
+import sys
+
+TIMM = {
+    "vit_h14": "vit_huge_patch14_clip_224",
+    "vit_l14": "vit_large_patch14_clip_224",
+    "vit_b16": "vit_base_patch16_clip_224",
+    "vit_b32": "vit_base_patch32_clip_224",
+}
+OPEN_CLIP = {
+    "vit_h14": "ViT-H-14",
+    "vit_l14": "ViT-L-14",
+    "vit_b16": "ViT-B-16",
+    "vit_b32": "ViT-B-32",
+}
+EMBED = {"vit_h14": 1024, "vit_l14": 768, "vit_b16": 512, "vit_b32": 512}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kinds", nargs="+", default=["encoder", "step"])
+    parser.add_argument("--models", nargs="+", default=["vit_h14"])
+    parser.add_argument("--remats", nargs="+", default=["none", "full"])
+    parser.add_argument("--batch", type=int)
+    args = parser.parse_args()
+    for model in args.models:
+        for kind in args.kinds:
+            for remat in args.remats:
+                if remat not in ("none", "full"):
+                    continue
+                batch = args.batch or (
+                    1024 if model == "vit_b32" else {"encoder": 128, "step": 256}[kind]
+                )
+                name = {"encoder": "timm", "step": "open_clip"}[kind]
+                row = {"kind": kind, "model": model, "implementation": f"{name} torch.compile"}
+                row |= {"remat": remat, "batch": batch}
+                try:
+                    row |= {"encoder": encoder, "step": step}[kind](model, remat == "full", batch)
+                except Exception as error:
+                    row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+                print(json.dumps(row), flush=True)
+    return 0
+
+
+def encoder(name: str, remat: bool, batch: int) -> dict:
+    import timm
+    import torch
+
+    model = timm.create_model(TIMM[name], num_classes=EMBED[name]).cuda().train()
+    model.set_grad_checkpointing(remat)
+    compiled = torch.compile(model)
+    images = torch.randn(batch, 3, 224, 224, device="cuda")
+    g = torch.randn(batch, EMBED[name], device="cuda")
+
+    def run():
+        with torch.autocast("cuda", torch.bfloat16):
+            y = compiled(images)
+        torch.sum(y.float() * g).backward()
+        model.zero_grad(set_to_none=True)
+
+    return measure(torch, run, batch)
+
+
+def step(name: str, remat: bool, batch: int) -> dict:
+    import open_clip
+    import torch
+
+    model = open_clip.create_model(OPEN_CLIP[name], force_patch_dropout=0.5).cuda().train()
+    model.set_grad_checkpointing(remat)
+    compiled = torch.compile(model)
+    loss = open_clip.ClipLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.2, fused=True)
+    images = torch.randn(batch, 3, 224, 224, device="cuda")
+    text = torch.randint(1, 1000, (batch, 77), device="cuda")
+
+    def run():
+        with torch.autocast("cuda", torch.bfloat16):
+            image, caption, scale = compiled(images, text)
+            total = loss(image, caption, scale)
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return measure(torch, run, batch)
+
+
+def measure(torch, run, batch: int) -> dict:
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(8):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    ms = start.elapsed_time(end) / 8
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    return {"ms": ms, "images_per_second": 1e3 * batch / ms, "memory_gib": memory}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

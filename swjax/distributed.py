@@ -1,0 +1,144 @@
+"""One run as several processes: how they find each other, and what they have to agree on.
+
+Start the same command once for each GPU (docs/scaling.md). Each process computes on its own devices and
+reads its own part of the data; process 0 alone writes files and speaks.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from swjax.config import ConfigError
+
+# Of launchers whose processes JAX finds itself: the number of them, and by what JAX knows the launcher.
+_DETECTED = (
+    ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),  # a step of srun; a batch script is alone
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_MCA_orte_hnp_uri"),  # Open MPI up to version 4
+)
+# Other MPIs tell less: the package mpi4py asks them.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# Seconds that a process which fails waits for the others; they end with it.
+_SHUTDOWN = 20
+
+
+def start() -> None:
+    """Joins the other processes of this run, if it was started as one of several; else does nothing.
+
+    To be called before anything asks JAX for its devices. Where `jax.distributed` is initialized already,
+    that holds.
+
+    Raises:
+      ConfigError: the environment says that there are several, but not enough to find them.
+    """
+    if jax.distributed.is_initialized():
+        return
+    arguments = read_environment(os.environ)
+    if arguments is not None:
+        jax.distributed.initialize(**arguments, shutdown_timeout_seconds=_SHUTDOWN)
+
+
+def read_environment(environment: Mapping[str, str]) -> dict | None:
+    """What `jax.distributed.initialize` has to be told; None: this process is alone.
+
+    Args:
+      environment: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what SLURM's srun or
+        an MPI sets.
+
+    Raises:
+      ConfigError: something is missing, or is no number.
+
+    >>> read_environment({"SLURM_STEP_NODELIST": "gpu[01-04]", "SLURM_NTASKS": "32"})
+    {}
+    >>> read_environment({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "gpu01"}) is None
+    True
+    """
+    given = [name for name in _PLAIN if environment.get(name)]
+    if "JAX_NUM_PROCESSES" in given or "JAX_PROCESS_ID" in given:
+        return _plain(environment, given)
+    for size, other in _DETECTED:
+        if other in environment and _number(environment, size) > 1:
+            return {}
+    if sizes := [size for size in _MPI_SIZES if _number(environment, size) > 1]:
+        if find_spec("mpi4py") is None:
+            raise ConfigError(
+                f"{sizes[0]}={environment[sizes[0]]} processes of an MPI need the package mpi4py to find "
+                f"each other: pip install mpi4py, or set {', '.join(_PLAIN)} for each"
+            )
+        return {"cluster_detection_method": "mpi4py"}
+    if given:
+        return _plain(environment, given)
+    return None
+
+
+def _plain(environment: Mapping[str, str], given: list[str]) -> dict | None:
+    missing = [name for name in _PLAIN if name not in given]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(given)} set but not {' and '.join(missing)}: every process needs the host:port "
+            f"of process 0, the number of processes, and its own number from 0"
+        )
+    address, *numbers = _PLAIN
+    count, index = (_number(environment, name) for name in numbers)
+    if not 0 <= index < count:
+        raise ConfigError(
+            f"JAX_PROCESS_ID={index} must be at least 0 and below JAX_NUM_PROCESSES={count}"
+        )
+    if count == 1:
+        return None
+    return {
+        "coordinator_address": environment[address],
+        "num_processes": count,
+        "process_id": index,
+        "cluster_detection_method": "deactivate",
+    }
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "0")
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text!r} must be a whole number")
+    return int(text)
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes files and speaks."""
+    return jax.process_index() == 0
+
+
+def first_does(action: Callable[[], None]) -> None:
+    """Runs `action` in process 0 while the others wait; where it fails, all fail.
+
+    Raises:
+      ConfigError: on the others, if process 0 failed: its own error is for process 0 alone to tell.
+    """
+    error = None
+    if is_first():
+        try:
+            action()
+        except Exception as caught:  # whatever it is, the others must not wait
+            error = caught
+    if not all(gather(np.array([error is None], np.int64)).flat):
+        raise error or ConfigError("process 0 could not go on: see its message")
+
+
+def gather(own: np.ndarray) -> np.ndarray:
+    """int64 [n] of every process as [processes, n] on each; JAX would cut it to int32."""
+    return np.asarray(multihost_utils.process_allgather(own.view(np.int32))).view(np.int64)
+
+
+def shall_stop(step: int, requested: bool) -> bool:
+    """Whether all processes stop after this step; all must ask after each.
+
+    Args:
+      step: the number of finished steps.
+      requested: what the only process of a run was told. For several, JAX watches SIGTERM: a second or two
+        after any of them got it, all are told the same step.
+    """
+    if jax.process_count() == 1:
+        return requested
+    return multihost_utils.reached_preemption_sync_point(step)

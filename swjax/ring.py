@@ -1,0 +1,115 @@
+"""All pairs of two batches that lie on many devices, a block of pairs at a time.
+
+Each device keeps its rows of one batch; the rows of the other visit it. Neighbours on the mesh first put
+theirs together, as many as memory allows (`group`); what they have then goes around in a ring. So a few
+devices gather everything at once and thousands take few hops, with buffers that do not grow with them. One
+device is a ring of one: the same loop, without collectives.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax
+
+from swjax.partition import Axes, Plan
+
+
+class Ring(NamedTuple):
+    """Static.
+
+    Attributes:
+      axes: mesh axes that split the batch; its collectives run inside of a `jax.shard_map`.
+      devices: along these axes.
+      group: devices, next to each other, that put their rows together; divides `devices`.
+      parts: in which a device looks at the rows that visit it.
+    """
+
+    axes: Axes
+    devices: int
+    group: int
+    parts: int
+
+    def start(self, tree):
+        """Arrays [b, ...] of each device as the rows [group b, ...] that visit it first."""
+        if self.group == 1:
+            return tree
+        gather = lambda x: lax.all_gather(x, self.axes, axis_index_groups=self._groups, tiled=True)
+        return jax.tree.map(gather, tree)
+
+    def visit(self, see: Callable, own, visiting):
+        """Folds `see` over all blocks of visiting rows; these end where they started.
+
+        Args:
+          see: (own, block) -> (own, block), with the structure and shapes that it was given.
+          own: what stays on this device.
+          visiting: arrays [group b, ...], from `start` or equal in all of a group.
+
+        Returns:
+          (own, visiting), as the last calls left them.
+        """
+        hops = self.devices // self.group
+        if hops == 1:
+            return self._look(see, own, visiting)
+
+        def hop(_, carry):
+            own, visiting = self._look(see, *carry)
+            return own, lax.ppermute(visiting, self.axes, self._next)
+
+        return lax.fori_loop(0, hops, hop, (own, visiting))
+
+    def home(self, tree):
+        """Rows [group b, ...] as [group, b, ...]: what each of the group has for this device's own rows."""
+
+        def exchange(x):
+            x = x.reshape(self.group, -1, *x.shape[1:])
+            if self.group == 1:
+                return x
+            return lax.all_to_all(x, self.axes, 0, 0, axis_index_groups=self._groups)
+
+        return jax.tree.map(exchange, tree)
+
+    def sum(self, tree):
+        """The sum over all devices."""
+        return lax.psum(tree, self.axes) if self.devices > 1 else tree
+
+    def _look(self, see, own, visiting):
+        if self.parts == 1:
+            return see(own, visiting)
+        split = lambda x: x.reshape(self.parts, -1, *x.shape[1:])
+        own, seen = lax.scan(see, own, jax.tree.map(split, visiting))
+        return own, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        starts = range(0, self.devices, self.group)
+        return [list(range(start, start + self.group)) for start in starts]
+
+    @property
+    def _next(self) -> list[tuple[int, int]]:
+        return [(i, (i - self.group) % self.devices) for i in range(self.devices)]
+
+
+def ring(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) -> Ring:
+    """The ring for a batch [rows, width] that lies as the plan says, with blocks as large as allowed.
+
+    Args:
+      plan: see `swjax.partition.batch_plan`.
+      rows, width: of the whole batch.
+      pairs: at most so many at once on a device.
+      numbers: at most so many of visiting rows on a device.
+    """
+    axes = plan.splits(plan.token_axes)
+    devices = math.prod(plan.mesh.shape[axis] for axis in axes) if axes else 1
+    own = rows // devices
+    fits = lambda group: own * own * group <= pairs and own * group * width <= numbers
+    group = max(n for n in _divisors(devices) if n == 1 or fits(n))
+    parts = min(
+        n for n in _divisors(own * group) if own * own * group <= n * pairs or n == own * group
+    )
+    return Ring(axes, devices, group, parts)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,186 @@
+"""Several processes that make one run: how they start, agree and stop, and that numbers stay the same."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from test_trainer import ENVIRONMENT, MICRO, ROOT, cache, final_state, micro, records, train  # noqa: F401
+
+from swjax import sharding
+from swjax.config import ConfigError
+from swjax.distributed import read_environment
+
+PLAIN = {
+    "JAX_COORDINATOR_ADDRESS": "node1:1234",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "1",
+}
+SLURM = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
+OPEN_MPI_4 = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}
+
+
+def test_start_is_read_from_the_environment():
+    assert read_environment({}) is None
+    assert read_environment(PLAIN) == {
+        "coordinator_address": "node1:1234",
+        "num_processes": 2,
+        "process_id": 1,
+        "cluster_detection_method": "deactivate",
+    }
+    assert read_environment(SLURM) == read_environment(OPEN_MPI_4) == {}  # JAX finds the rest
+    assert read_environment(SLURM | {"JAX_COORDINATOR_ADDRESS": "node1:1234"}) == {}
+    for alone in ({"SLURM_NTASKS": "4"}, SLURM | {"SLURM_NTASKS": "1"}, {"PMI_SIZE": "1"}):
+        assert read_environment(alone) is None
+    assert read_environment(PLAIN | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"JAX_PROCESS_ID": "0"}, "not JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "not JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
+        (PLAIN | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 must be at least 0 and below"),
+        (PLAIN | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two' must be a whole number"),
+    ],
+)
+def test_start_names_what_is_missing(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        read_environment(environment)
+
+
+def test_start_by_an_mpi_that_only_mpi4py_knows(monkeypatch):
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # Open MPI 5; MPICH, Intel MPI
+        monkeypatch.setattr("swjax.distributed.find_spec", lambda name: object())
+        assert read_environment({name: "8"}) == {"cluster_detection_method": "mpi4py"}
+        monkeypatch.setattr("swjax.distributed.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=f"{name}=8 .* need the package mpi4py"):
+            read_environment({name: "8"})
+
+
+def mesh_of(data, fsdp, tensor, devices_each):
+    """A mesh of processes with so many devices each, of which only the numbers are looked at."""
+    processes = np.arange(data * fsdp * tensor) // devices_each
+    devices = np.array([SimpleNamespace(process_index=int(p)) for p in processes], object)
+    return SimpleNamespace(
+        devices=devices.reshape(data, fsdp, tensor),
+        shape={"data": data, "fsdp": fsdp, "tensor": tensor},
+        local_devices=devices[:devices_each],
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes, devices_each, shares",
+    [
+        ((2, 2, 1), 1, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        ((2, 2, 1), 2, [(0, 2), (1, 2)]),
+        ((1, 2, 2), 2, [(0, 2), (1, 2)]),  # tensor within a process
+        ((1, 2, 2), 1, [(0, 2), (0, 2), (1, 2), (1, 2)]),  # across two, which read the same
+        ((1, 1, 4), 2, [(0, 1), (0, 1)]),
+    ],
+)
+def test_every_process_reads_the_rows_of_its_devices(sizes, devices_each, shares):
+    mesh = mesh_of(*sizes, devices_each)
+    found = [sharding.batch_share(mesh, process) for process in range(len(shares))]
+    assert [(share.index, share.count) for share in found] == shares
+    for process, share in enumerate(found):
+        assert share.readers[share.index] == process
+        assert [found[p].index for p in share.readers] == list(range(share.count))
+
+
+def test_rows_that_overlap_are_one_line():
+    with pytest.raises(ValueError, match="make tensor a divisor or a multiple of the devices"):
+        sharding.batch_share(mesh_of(1, 2, 3, 2), 0)
+
+
+# --------------------------------------------------------------------------- other meshes
+
+CHANGES = {
+    "model.recipe": "standard",
+    "optimizer.learning_rate": 1e-4,
+    "train.steps": 10**6,
+    "checkpoint.every_steps": 0,
+}
+
+
+def assert_same_losses(got, want):
+    assert [r["step"] for r in got] == [r["step"] for r in want]
+    for name in ("train/loss", "train/grad_norm", "train/update_norm", "data/skipped"):
+        np.testing.assert_allclose(
+            [r[name] for r in got], [r[name] for r in want], rtol=2e-4, err_msg=name
+        )
+
+
+def test_a_run_goes_on_with_another_mesh(micro, tmp_path):  # noqa: F811
+    """Saved with split parameters; the arrays come back bit for bit, the data where it was."""
+    split, whole = CHANGES | {"mesh.data": 1, "mesh.fsdp": 2}, CHANGES
+    straight, first, second = (tmp_path / name for name in ("straight", "first", "second"))
+    train(micro(**split), straight, after=5)
+    train(micro(**split), first, after=2)
+    saved, position = final_state(micro(**split), first)
+    found, same = final_state(micro(**whole), first)
+    assert position == same
+    kernel = lambda state: state["params"]["text"]["blocks"]["mlp"]["fc1"]["kernel"]
+    assert not kernel(saved).sharding.is_fully_replicated
+    assert kernel(found).sharding.is_fully_replicated
+    jax.tree.map(np.testing.assert_array_equal, found, saved)
+    train(micro(**whole, checkpoint__resume=first), second, after=2)
+    assert_same_losses(records(first) + records(second), records(straight))
+
+
+# ------------------------------------------------------------------------- two real processes
+
+
+def test_two_processes_train_stop_and_go_on_as_one(micro, cache, tmp_path):  # noqa: F811
+    """SIGTERM reaches one of two; both save the same step, from which one process goes on."""
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        address = f"localhost:{sock.getsockname()[1]}"
+    two, one, rest = (tmp_path / name for name in ("two", "one", "rest"))
+    command = [sys.executable, str(ROOT / "train.py")]
+    command += [f"--config={ROOT}/configs/openmoji.py", f"--workdir={two}"]
+    changes = MICRO | CHANGES | {"train.compilation_cache": cache}
+    command += [f"--config.{key}={value}" for key, value in changes.items()]
+    environment = ENVIRONMENT | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+    }
+    both = [
+        subprocess.Popen(
+            command,
+            env=environment | {"JAX_PROCESS_ID": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        log, deadline = two / "metrics.jsonl", time.monotonic() + 60
+        while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        both[1].send_signal(signal.SIGTERM)
+        printed = [process.communicate(timeout=60)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], printed
+    last = json.loads(log.read_text().splitlines()[-1])["step"]
+    assert (
+        f"interrupted: step {last} is saved" in printed[0]
+        and "step" not in printed[1].split("SIGTERM")[0]
+    )
+    assert sorted(p.name for p in two.iterdir()) == [
+        ".lock", "checkpoints", "config.json", "env.txt", "metrics.jsonl",
+    ]  # fmt: skip
+    train(micro(**CHANGES), one, after=last + 2)  # this process has two devices
+    assert_same_losses(records(two), records(one)[:last])
+    train(micro(**CHANGES, checkpoint__resume=two), rest, after=2)
+    assert_same_losses(records(rest), records(one)[last:])

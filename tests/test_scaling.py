@@ -1,0 +1,82 @@
+"""The scaling benchmark, its arithmetic and its tables; that it runs, on two CPU devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import scaling, scaling_model
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_one_case_runs_and_is_recorded(tmp_path):
+    out = tmp_path / "scaling.json"
+    command = [sys.executable, "benchmarks/scaling.py", "--smoke", "--layouts=fsdp", "--devices=2"]
+    command = [*command, f"--out={out}", "--timeout=100"]
+    kept = {"PYTHONPATH": str(ROOT)} if "PYTHONPATH" in os.environ else {}
+    for _ in range(2):  # the second finds the case in the file
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | kept, capture_output=True, text=True, check=True
+        )
+    assert "tiny" in done.stdout and "samples_per_s" not in done.stdout
+    result = json.loads(out.read_text())
+    (row,) = result["rows"]
+    assert "error" not in row, row
+    assert row["samples_per_s"] > 0 and row["compiled_gib"] > 0
+    assert row["collective_mb"]["all-gather"]["s8"] > 0
+    assert str(tmp_path) not in out.read_text() and "--out=scaling.json" in result["command"]
+
+
+def test_a_case_that_fails_or_hangs_ends_alone():
+    case = {"devices": 1, "smoke": True, "recipe": "nothing", "model": "tiny", "layout": "one", "batch": 4,
+            "remat": "none", "scan": False, "steps": 1}  # fmt: skip
+    assert "unknown" in scaling.in_a_process(case, 100)["error"]
+    assert scaling.in_a_process(case, 0.01) == {"error": "not done after 0 s"}
+
+
+def row(devices, rate, layout="data"):
+    case = {"model": "vit_h14", "recipe": "switchback", "layout": layout, "devices": devices}
+    return {
+        "case": case,
+        "samples_per_s": rate,
+        "step_ms": 1.0,
+        "collective_ms": 0.5,
+        "exposed_collective_ms": 0.1,
+        "collective_mb": {"all-gather": {"s8": 931.0}},
+        "peak_gib": 40.0,
+    }
+
+
+def test_tables_and_pictures(tmp_path):
+    rows = [row(1, 100.0, "one"), row(4, 380.0), row(4, 360.0, "fsdp")]
+    text = scaling.table([*rows, {"case": rows[0]["case"], "error": "not done after 280 s"}])
+    assert "|vit_h14|int8|data|4|380.0|0.950|" in text and "|931 s8|" in text and "280 s" in text
+    curves = [{"case": {"losses": True, "recipe": "switchback", "devices": n}, "loss": [4.0, 2.0 + n / 100]}
+              for n in (1, 2)]  # fmt: skip
+    assert scaling.table(curves).endswith("differ by at most 0.0e+00 in 1 steps")
+    for name, shown in (("rows", rows), ("curves", curves)):
+        scaling.plot(shown, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_exposed_time_is_what_nothing_else_covers():
+    talk, work = [(0, 4), (10, 14)], [(2, 12)]
+    assert scaling.covered(talk) == 8
+    assert scaling.covered(talk + work) - scaling.covered(work) == 4
+
+
+def test_paper_arithmetic():
+    """Sums that can be done by hand: a model of a thousand parameters on a node."""
+    m = scaling_model.Model(kernels=1000, others=0, linear=6.0, rest=0.0, embed_dim=0)
+    step = lambda *how: scaling_model.step(m, *how, 8, 1)
+    assert step("bf16", "data").nvlink == step("bf16", "fsdp").nvlink == 8000 * 7 / 8
+    assert step("int8", "fsdp").nvlink == 6000 * 7 / 8  # two gathers of a byte, a gradient of four
+    assert step("int8", "fsdp").infiniband == 0
+    many = scaling_model.step(m, "int8", "hybrid", 256, 1)
+    assert many.infiniband == 2 * 4000 / 8 * 31 / 32
+    pairs = scaling_model.break_even(m, "int8", "data", 256)
+    short, long = (scaling_model.step(m, "int8", "data", 256, n) for n in (pairs - 1, pairs))
+    assert pairs == 2**16 or long.communication <= pairs * long.pair
+    assert short.communication > (pairs - 1) * short.pair
