@@ -154,12 +154,13 @@ class Options:
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("gelu", self.gelu, GELUS)
         _check_choice("remat", self.remat, REMAT)
-        multiple = 8 if self.attention_chosen == "cudnn" else 1
-        if self.padded_multiple < 1 or self.padded_multiple % multiple:
-            raise ValueError(
-                f"token_multiple must be a positive multiple of {multiple} with "
-                f"attention={self.attention_chosen!r}, got {self.token_multiple}: leave it None"
-            )
+        if self.token_multiple is not None:  # else no device is asked for: none may be ready at import
+            multiple = 8 if self.attention_chosen == "cudnn" else 1
+            if self.token_multiple < 1 or self.token_multiple % multiple:
+                raise ValueError(
+                    f"token_multiple must be a positive multiple of {multiple} with "
+                    f"attention={self.attention_chosen!r}, got {self.token_multiple}: leave it None"
+                )
         if self.attention == "cudnn" and self.dtype == "float32":
             raise ValueError(
                 "attention='cudnn' computes in 16 bits, got dtype='float32': "
