@@ -110,6 +110,12 @@ def imported(path: Path):
 MODULES = dict(modules())
 
 
+def test_importing_asks_for_no_devices():
+    """`jax.distributed` has to be initialized before the first question for devices."""
+    code = "import swjax.trainer\nfrom jax._src import xla_bridge\nassert not xla_bridge._backends"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_one_way(module):
     part = part_of(module)
