@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swjax.config import ConfigError
+from swjax.config import ConfigError, read_json
 
 # Dense 16-bit peak, FLOP/s. int8 and fp8 runs are held against it too, so that recipes compare.
 PEAK_FLOPS = (
@@ -198,19 +198,31 @@ def _number(value):
 
 
 def truncate(path: Path, last_step: int) -> float:
-    """Removes records after `last_step` and a half-written line; returns the last one's time."""
+    """Removes records after `last_step` and a half-written line; returns the last one's time.
+
+    Raises:
+      ConfigError: another line is damaged.
+    """
     if not path.exists():
         return 0.0
     seconds, part = 0.0, path.with_suffix(".part")
-    with open(path) as old, open(part, "w") as new:
-        for line in old:
-            record = json.loads(line) if line.endswith("}\n") else None
-            if record is None or record["step"] > last_step:
+    with open(path, errors="replace") as old, open(part, "w") as new:
+        for number, line in enumerate(old, 1):
+            if not line.endswith("\n"):
                 break
-            seconds = record["time"]
+            step, time_then = _step_and_time(number, line)
+            if step > last_step:
+                break
+            seconds = time_then
             new.write(line)
     os.replace(part, path)
     return seconds
+
+
+def _step_and_time(number: int, line: str) -> tuple[int, float]:
+    what, remedy = f"metrics.jsonl, line {number},", "mend the line, or remove it"
+    record = read_json(what, line, remedy=remedy, step=int, time=int | float)
+    return record["step"], record["time"]
 
 
 class Meter:

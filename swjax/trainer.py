@@ -430,7 +430,7 @@ def record_setup(config, workdir: Path, progress: Progress, step: int) -> None:
     """Writes config.json and env.txt; says what runs, and what changed since the run began."""
     path = workdir / "config.json"
     if step and path.exists():
-        for change in config_lib.changes(path.read_text(), config):
+        for change in config_lib.changes(path.read_text(errors="replace"), config):
             progress.say(f"the config has changed since this run began: {change}")
     path.write_text(config_lib.to_json(config))
     (workdir / "env.txt").write_text(environment.describe())
@@ -449,7 +449,8 @@ def is_finished(config, workdir: Path) -> bool:
     """
     if not (workdir / "results.json").exists():
         return False
-    changed = config_lib.changes((workdir / "config.json").read_text(), config)
+    path = workdir / "config.json"
+    changed = config_lib.changes(path.read_text(errors="replace"), config) if path.exists() else []
     if changed:
         raise ConfigError(
             f"{workdir} holds a finished run with another config ({'; '.join(changed[:3])}): "
@@ -467,11 +468,13 @@ def write_results(workdir: Path, step: int, scores: dict) -> None:
 
 def tell_results(workdir: Path) -> None:
     """Prints the scores on the test split, each beside chance, and where the report is."""
-    results = json.loads((workdir / "results.json").read_text())
+    text = (workdir / "results.json").read_text(errors="replace")
+    remedy = "remove it, and the same command makes it again"
+    results = config_lib.read_json("results.json", text, remedy=remedy, step=int, scores=dict)
     print(f"finished after {results['step']} steps; on unseen images, beside chance:")
     for name, score in results["scores"].items():
         chance = results["scores"].get(re.sub(r"_(top\d+|R@\d+)$", r"_chance_\1", name))
-        if chance is not None:
+        if isinstance(score, float) and isinstance(chance, float):
             print(f"  {name:32} {score:7.2%}   {chance:7.2%}")
     page = workdir / "report" / "index.html"
     if page.exists():

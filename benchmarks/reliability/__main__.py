@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-NAMES = ("kills",)
+NAMES = ("kills", "fuzz")
 
 
 def main(argv: list[str]) -> int:
