@@ -103,6 +103,10 @@ class Checkpoints:
         with self._blame_disk():
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
+    def is_saving(self) -> bool:
+        """Whether one is being written in the background."""
+        return self._manager.is_saving_in_progress()
+
     def check(self) -> None:
         """Looks whether what was saved in the background is on disk, or on its way.
 

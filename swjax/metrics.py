@@ -4,11 +4,13 @@ Metrics stay on the device, one small vector a step, and are fetched many steps 
 never waits for its own log.
 """
 
+import collections
 import contextlib
 import hashlib
 import json
 import os
 import re
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -264,6 +266,67 @@ class Meter:
             "perf/step_seconds": seconds / max(self._steps, 1),
         }
         return metrics if self._steps else dict.fromkeys(metrics)
+
+
+class StepClock:
+    """Times every step, and says why one took longer than 3 times the median of those before it.
+
+    A step lasts from when the one before it was handed to the device to when it is, so that what happens
+    between them (evaluation, a checkpoint, the log) is part of the next one.
+    """
+
+    _LEAST, _MOST = 20, 101  # steps before it that a median needs, and is taken of
+
+    def __init__(self):
+        self._seconds = collections.deque(maxlen=self._MOST)
+        self._cpu = collections.deque(maxlen=self._MOST)
+        self._parts: dict[str, float] = {}
+        self._last = time.perf_counter(), time.process_time()
+
+    @contextlib.contextmanager
+    def part(self, name: str):
+        """Time in this context is known to belong to `name`."""
+        start = time.perf_counter()
+        yield
+        self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - start
+
+    def step(self, *, saving: bool) -> dict:
+        """Ends a step.
+
+        Args:
+          saving: a checkpoint is being written in the background.
+
+        Returns:
+          {"perf/seconds": its time}, and "perf/slow": why it took so long, if it did.
+        """
+        now = time.perf_counter(), time.process_time()
+        seconds, cpu = (b - a for a, b in zip(self._last, now))
+        parts, self._parts, self._last = self._parts, {}, now
+        told = {"perf/seconds": seconds}
+        if len(self._seconds) >= self._LEAST:
+            usual, usual_cpu = statistics.median(self._seconds), statistics.median(self._cpu)
+            if seconds > 3 * usual:
+                more = seconds - usual
+                told["perf/slow"] = _reason(parts, more, saving, cpu - usual_cpu)
+        self._seconds.append(seconds)
+        self._cpu.append(cpu)
+        return told
+
+
+def _reason(parts: dict[str, float], more: float, saving: bool, more_cpu: float) -> str:
+    """Why a step took `more` seconds than usual, `more_cpu` of them computing on this process's cores.
+
+    >>> _reason({"data": 0.9}, 1.0, False, 0.1), _reason({}, 1.0, False, 0.1)
+    ('data', 'waited: other processes had the cores, or the device was busy')
+    """
+    name = max(parts, key=parts.get, default="")
+    if name and parts[name] > more / 2:
+        return name
+    if saving:
+        return "a checkpoint in the background"
+    if more_cpu < more / 2:
+        return "waited: other processes had the cores, or the device was busy"
+    return "this process computed longer"
 
 
 class Progress:

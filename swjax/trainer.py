@@ -24,7 +24,7 @@ from swjax import data, distributed, environment, evaluators, recipes, report, s
 from swjax.checkpoint import Checkpoints, lock
 from swjax.config import ConfigError, RunError, blame, choice
 from swjax.interrupt import catch
-from swjax.metrics import Meter, MetricLog, Packer, Progress
+from swjax.metrics import Meter, MetricLog, Packer, Progress, StepClock
 from swjax.models import clip
 from swjax.nnx import set_layouts
 from swjax.train_step import make_optimizer, make_schedule, make_train_step, partition
@@ -121,11 +121,12 @@ def train(config, workdir: Path, interrupt) -> int:
     # Train
     # ---------------------------------------------------------------------------------
     log = MetricLog(workdir, config, last_step=step)
+    clock = StepClock()
     meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
-    pending, skipped, previous, rollbacks, stopping = {}, {}, None, 0, False
+    pending, timed, skipped, previous, rollbacks, stopping = {}, {}, {}, None, 0, False
     with closing(log), closing(batches), closing(checkpoints):
         while step < total and not stopping:
-            with meter.waiting():
+            with meter.waiting(), clock.part("data"):
                 batch = next(batches)
             state, vector = train_step(state, sharding.shard_batch(batch, mesh))
             step += 1
@@ -135,6 +136,7 @@ def train(config, workdir: Path, interrupt) -> int:
                 progress.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
             jax.block_until_ready(previous)  # at most two steps in flight
             previous = vector
+            timed[step] = clock.step(saving=checkpoints.is_saving())
 
             stopping = distributed.shall_stop(step, interrupt.requested)
             evaluating = step == total or is_due(step, config.eval.every_steps)
@@ -144,7 +146,8 @@ def train(config, workdir: Path, interrupt) -> int:
             records = packer.records(jax.device_get(pending))
             bad_examples = gather(np.array(list(skipped.values()), np.int64)).sum(axis=0).tolist()
             records = [record | {"data/skipped": bad} for record, bad in zip(records, bad_examples)]
-            pending, skipped = {}, {}
+            records = [record | timed[record["step"]] for record in records]
+            pending, timed, skipped = {}, {}, {}
             perf = meter.read()
             checkpoints.check()
             bad = first_bad(records)
@@ -161,15 +164,18 @@ def train(config, workdir: Path, interrupt) -> int:
                 progress.say(f"{bad}: back to step {step}, past the data of these steps")
                 continue
             if evaluating and not bad:
-                records[-1] |= evaluate(state, "val")[0]
-            log.write([record | perf for record in records])
+                with clock.part("evaluation"):
+                    records[-1] |= evaluate(state, "val")[0]
+            with clock.part("log"):
+                log.write([record | perf for record in records])
             progress.update(records[-1] | perf)
             if bad:
                 progress.say(f"{bad}: stopped; config.train.nan_policy={config.train.nan_policy!r}")
                 return 1
             meter.restart()  # throughput leaves evaluation out
             if saving:
-                checkpoints.save(step, state, batches.position(gather))
+                with clock.part("saving"):
+                    checkpoints.save(step, state, batches.position(gather))
                 rollbacks = 0
     if step < total:
         progress.say(f"interrupted: step {step} is saved in {workdir}; the same command goes on")

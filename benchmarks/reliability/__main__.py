@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-NAMES = ("kills", "fuzz")
+NAMES = ("kills", "fuzz", "soak")
 
 
 def main(argv: list[str]) -> int:

@@ -235,8 +235,10 @@ def configs(place: Path, rng: random.Random):
     root = Path(__file__).resolve().parent.parent.parent
     good = config.load(f"{root}/configs/openmoji.py")
     keys = [f"{section}.{key}" for section in good for key in good[section]]
-    values = ("1" + "0" * 15, "", "0", "-1", "nan", "inf", "1e999", "[]", "()", "{}", "True", "None", "../x",
-              "\0", "__import__('os')", "9" * 5000, "\ud800", "standard", "1.5", "(", "a" * 10_000)  # fmt: skip
+    values = ("1" + "0" * 15, "",
+              "0", "-1", "nan", "inf", "1e999", "[]", "()", "{}", "True", "None", "../x",
+              "\0", "__import__('os')", "9" * 5000, "\ud800", "standard", "1.5", "(",
+              "a" * 10_000)  # fmt: skip
 
     def read():
         choice = rng.random()
