@@ -39,6 +39,9 @@ def main(argv: list[str]) -> int:
         print(json.dumps(run_case(json.loads(args.case))))
         return 0
     found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"rows": []}
+    if args.plot:
+        plot(found["rows"], args.plot)
+        return 0
     known = [row["case"] for row in found["rows"]]
     for case in [case for case in cases(args) if case not in known]:
         row = in_a_process(case, args.timeout)
@@ -49,8 +52,6 @@ def main(argv: list[str]) -> int:
             write(args.out, json.dumps(found, indent=1) + "\n")
         print(describe(case, row), flush=True)
     print(table(found["rows"]))
-    if args.plot:
-        plot(found["rows"], args.plot)
     return 0
 
 
@@ -67,7 +68,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--losses", action="store_true", help="loss curves instead")
     parser.add_argument("--timeout", type=float, default=280, help="seconds a case")
     parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--plot", type=Path, help="picture of --out")
+    parser.add_argument("--plot", type=Path, help="only draw what --out holds")
     parser.add_argument("--smoke", action="store_true", help="tiny models on eight CPU devices")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -327,6 +328,7 @@ def machine() -> dict:
         "device": jax.devices()[0].device_kind,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {name: environment.version(name) for name in names},
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
 
 
@@ -386,7 +388,7 @@ def differences(rows: list[dict]):
         if devices == 1 or (recipe, 1) not in curves:
             continue
         far = [abs(a - b) / abs(b) for a, b in zip(loss, curves[recipe, 1], strict=True)]
-        until = [n for n in (1, 10, 50, 100, 200) if n <= len(far)]
+        until = [n for n in (1, 10, 50, 100) if n < len(far)] + [len(far)]
         parts = ", ".join(f"{max(far[:n]):.1e} in {n} steps" for n in until)
         yield f"{recipe} on {devices} devices and on 1 differ by at most {parts}"
 

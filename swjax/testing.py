@@ -111,8 +111,12 @@ def collectives(fn: Callable, *args, **kwargs) -> list[Collective]:
     >>> collectives(swjax.switchback, jnp.ones((8, 32)), jnp.ones((32, 16)))
     []
     """
+    return _collectives(_compiled(fn, *args, **kwargs))
+
+
+def _collectives(hlo: str) -> list[Collective]:
     found = []
-    for line in _COLLECTIVE.finditer(_compiled(fn, *args, **kwargs)):
+    for line in _COLLECTIVE.finditer(hlo):
         arrays = _RESULT.findall(line["results"])
         if line["start"] and line["op"] in ("all-gather", "collective-permute"):
             # Their tuple begins with the operands; a permutation's ends with two counters.

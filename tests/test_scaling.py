@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import scaling, scaling_model
+from swjax.testing import _collectives
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,10 +56,27 @@ def test_tables_and_pictures(tmp_path):
     assert "|vit_h14|int8|data|4|380.0|0.950|" in text and "|931 s8|" in text and "280 s" in text
     curves = [{"case": {"losses": True, "recipe": "switchback", "devices": n}, "loss": [4.0, 2.0 + n / 100]}
               for n in (1, 2)]  # fmt: skip
-    assert scaling.table(curves).endswith("differ by at most 0.0e+00 in 1 steps")
+    assert scaling.table(curves).endswith("by at most 0.0e+00 in 1 steps, 5.0e-03 in 2 steps")
     for name, shown in (("rows", rows), ("curves", curves)):
         scaling.plot(shown, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_results_of_asynchronous_collectives_are_counted_once():
+    """As XLA for GPUs writes them; a permutation's tuple ends with two counters."""
+    hlo = """
+  %a = (bf16[32,8]{1,0}, s8[4,8]{1,0}, bf16[64,8]{1,0}, s8[8,8]{1,0}) all-gather-start(%x, %y)
+  %b = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%z)
+  %c = (f32[3]{0}, f32[5]{0}) all-reduce-start(%v, %w)
+  %d = bf16[64,8]{1,0} all-gather-done(%a)
+"""
+    assert [tuple(c) for c in _collectives(hlo)] == [
+        ("all-gather", "bf16", (64, 8)),
+        ("all-gather", "s8", (8, 8)),
+        ("collective-permute", "f32", (4,)),
+        ("all-reduce", "f32", (3,)),
+        ("all-reduce", "f32", (5,)),
+    ]
 
 
 def test_exposed_time_is_what_nothing_else_covers():
