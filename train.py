@@ -42,9 +42,12 @@ def run(argv: list[str]) -> int:
         from swjax import trainer  # nor does a typo wait for the libraries of training
 
         return trainer.train_and_evaluate(config, workdir)
-    except (config_lib.ConfigError, config_lib.RunError) as error:
+    except config_lib.ConfigError as error:
         print(f"train.py: {error}", file=sys.stderr)
-        return 3 if isinstance(error, config_lib.RunError) else 2
+        return 2
+    except config_lib.RunError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return trainer.distributed.leave(3)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
     bad_examples = data.log_to(workdir / f"skipped{number}.log")
     with ExitStack() as stack:
         stack.enter_context(blame_disk(workdir))
+        stack.enter_context(distributed.blame_peers())
         distributed.first_does(lambda: stack.enter_context(lock(workdir)))
         interrupt = stack.enter_context(catch())
         stack.enter_context(bad_examples)

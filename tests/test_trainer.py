@@ -368,26 +368,6 @@ def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
     assert position_a == position_b and position_a["batches"] == 6
 
 
-def test_sigkill_and_resume(micro, tmp_path):
-    """Two processes killed at random, then finished, against one undisturbed: every bit."""
-    flags = [f"--config.{k}={v}" for k, v in MICRO.items() if k not in ("train.steps",)]
-    flags += [f"--config={ROOT}/configs/openmoji.py", "--config.train.steps=12"]
-    flags += [f"--config.train.compilation_cache={micro().train.compilation_cache}"]
-    script = [sys.executable, str(ROOT / "benchmarks" / "resume_check.py")]
-    out = tmp_path / "result.json"
-    done = subprocess.run(
-        [*script, "--points=1", f"--seed={os.getpid()}", f"--out={out}", "--", *flags],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ENVIRONMENT,
-    )
-    assert out.exists(), done.stderr
-    result = json.loads(out.read_text())
-    assert done.returncode == 0 and result["identical"], result
-    assert result["steps_recorded"] == [12, 12] and result["arrays"] > 50
-
-
 def test_sigterm_saves_and_says_how_to_go_on(micro, tmp_path):
     flags = [f"--config.{k}={v}" for k, v in MICRO.items() if k != "train.steps"]
     cache = micro().train.compilation_cache

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-NAMES = ("kills", "fuzz", "soak")
+NAMES = ("kills", "fuzz", "soak", "peers")
 
 
 def main(argv: list[str]) -> int:

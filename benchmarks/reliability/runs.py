@@ -24,16 +24,18 @@ class Run:
     Args:
       workdir: of the run.
       more: keys to set, as in "train.steps=10".
+      name: of the file in place of the workdir's.
+      environment: of the process, if another than this one's.
     """
 
-    def __init__(self, workdir: Path, *more: str):
-        self.output = workdir.with_name(workdir.name + ".txt")
+    def __init__(self, workdir: Path, *more: str, name: str = "", environment: dict | None = None):
+        self.output = workdir.with_name(f"{name or workdir.name}.txt")
         self._said_before = self.output.stat().st_size if self.output.exists() else 0
         keys = [f"--config.{key}" for key in (*TINY, *more)]
         command = [sys.executable, "train.py", "--config=configs/openmoji.py", *keys]
         with open(self.output, "a") as output:
-            streams = {"stdout": output, "stderr": output}
-            self.process = subprocess.Popen([*command, f"--workdir={workdir}"], cwd=ROOT, **streams)
+            options = {"stdout": output, "stderr": output, "cwd": ROOT, "env": environment}
+            self.process = subprocess.Popen([*command, f"--workdir={workdir}"], **options)
 
     def said(self) -> str:
         """What this process has written to stdout and stderr."""
