@@ -16,7 +16,9 @@ SOURCES = [
 
 
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of its processes: they compile faster
+    monkeypatch.setenv(
+        "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
+    )  # of its processes: they compile faster
     from benchmarks.reliability import kills
 
     result = kills.measure(tmp_path, kills=1, terms=0, steps=40, seed=1)

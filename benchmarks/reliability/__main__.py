@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-NAMES = ("kills", "fuzz", "soak", "peers")
+NAMES = ("kills", "disk", "fuzz", "soak", "peers")
 
 
 def main(argv: list[str]) -> int:
