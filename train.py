@@ -15,8 +15,8 @@ Examples:
 configs/common.py lists every key and what it means. The same command resumes an interrupted run,
 bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends; a second Ctrl-C ends at once.
 
-Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 130
-second Ctrl-C.
+Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 3 the
+disk, or another machine of the run, failed: the same command goes on; 130 second Ctrl-C.
 """
 
 import sys
@@ -45,6 +45,9 @@ def run(argv: list[str]) -> int:
     except config_lib.ConfigError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
+    except config_lib.RunError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return trainer.distributed.leave(3)
 
 
 if __name__ == "__main__":

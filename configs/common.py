@@ -93,7 +93,9 @@ def get_config() -> ConfigDict:
     config.train.accumulation = 1  # micro-batches a step; the loss still contrasts the whole batch
     config.train.loss = "softmax"  # softmax (CLIP) | sigmoid (SigLIP)
     config.train.ema_decay = 0.0  # averages the parameters, and evaluates the average; 0: off
-    config.train.nan_policy = "stop"  # on a loss or gradient not finite: stop | skip | rollback
+    # When something is not finite, from the batch to the update, and its name is said: stop | skip (the
+    # step; stop if it is a parameter) | rollback (to the last checkpoint, past the data since).
+    config.train.nan_policy = "stop"
     config.train.seed = 0  # of parameters, data order, augmentation and dropout
     config.train.compilation_cache = ".cache/jax"  # directory; "": compile every time
 

@@ -1,18 +1,49 @@
-"""Checkpoints of a run: the train state and the data position, saved while training goes on."""
+"""Checkpoints of a run: the train state and the data position, saved while training goes on.
 
+Orbax writes and commits them; TensorStore checks few of the bytes that it reads. So each holds a manifest
+with the shape and the checksum of every array, and what does not come back as it was is not used.
+"""
+
+import contextlib
 import fcntl
+import json
 import logging
 import os
+import time
+import zlib
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
-from swjax.config import ConfigError
+from swjax import distributed
+from swjax.checksums import checksums
+from swjax.config import ConfigError, RunError
+
+logger = logging.getLogger("swjax.checkpoint")
+
+
+class DamagedCheckpoint(ValueError):
+    """What a checkpoint gives is not what was saved."""
+
+
+class _SaidOnce(logging.Filter):
+    """Drops the tracebacks that Orbax logs of errors that it also raises, once a thread."""
+
+    def filter(self, record):
+        said = "/orbax/" in record.pathname or "never retrieved" in record.getMessage()
+        return record.levelno < logging.ERROR or not said
+
+
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(_SaidOnce())
 
 
 class Checkpoints:
-    """The checkpoints `workdir`/checkpoints/<step>: asynchronous, atomic, for any mesh.
+    """The checkpoints `workdir`/checkpoints/<step>: asynchronous, atomic, verified, for any mesh.
+
+    One that is damaged is said to be, moved to `workdir`/damaged, and the one before it used.
 
     Args:
       workdir: directory of the run.
@@ -21,12 +52,15 @@ class Checkpoints:
 
     def __init__(self, workdir: str | Path, *, keep: int):
         self.directory = Path(workdir).absolute() / "checkpoints"
+        self._read_only = keep == 0
         self._manager = ocp.CheckpointManager(
             self.directory,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep or None, read_only=keep == 0),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep or None, read_only=self._read_only
+            ),
             item_handlers={
                 "state": ocp.StandardCheckpointHandler(),
-                "position": ocp.JsonCheckpointHandler(),
+                "manifest": ocp.JsonCheckpointHandler(),
             },
         )
 
@@ -57,9 +91,8 @@ class Checkpoints:
 
     def position(self, step: int) -> dict:
         """That of the data in one of them."""
-        return self._manager.restore(
-            step, args=ocp.args.Composite(position=ocp.args.JsonRestore())
-        ).position
+        args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args).manifest["position"]
 
     def save(self, step: int, state, position: dict) -> None:
         """Starts saving; returns once the state is copied, so that it may be donated.
@@ -68,48 +101,118 @@ class Checkpoints:
           step: the number of finished steps.
           state: tree of arrays.
           position: of the data, as JSON has it.
+
+        Raises:
+          RunError: as `check`.
         """
         items = {
             "state": ocp.args.StandardSave(state),
-            "position": ocp.args.JsonSave(position),
+            "manifest": ocp.args.JsonSave(_manifest(state, position)),
         }
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        with self._blame_disk():
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def is_saving(self) -> bool:
+        """Whether one is being written in the background."""
+        return self._manager.is_saving_in_progress()
+
+    def check(self) -> None:
+        """Looks whether what was saved in the background is on disk, or on its way.
+
+        Raises:
+          RunError: it could not be written.
+        """
+        with self._blame_disk():
+            self._manager.check_for_errors()
 
     def restore(self, like, step: int | None = None):
         """Restores one of them.
 
         Args:
           like: tree of ShapeDtypeStructs with shardings.
-          step: which; None: the newest.
+          step: which; None: the newest that is whole.
 
         Returns:
           (state, position) as saved.
 
         Raises:
-          ConfigError: it holds other arrays, or other shapes, than `like`.
+          ConfigError: it holds other arrays, or other shapes, than `like`; all are damaged.
         """
-        self._manager.wait_until_finished()
-        step = self.latest_step() if step is None else step
-        self._check(step, like)
-        items = {"state": ocp.args.StandardRestore(like), "position": ocp.args.JsonRestore()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        return restored.state, restored.position
+
+        def read(step: int):
+            manifest = self._read_manifest(step, like)
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            state = self._manager.restore(step, args=args).state
+            _verify(state, manifest)
+            return state, manifest["position"]
+
+        self._wait()
+        return self._newest(read) if step is None else read(step)
 
     def restore_params(self, like, name: str = "params"):
         """Restores nothing but the parameters of the newest one, or their average "ema"; see `restore`."""
-        step, like = self.latest_step(), {name: like}
-        self._check(step, like, within=f"{name}/")
+        like = {name: like}
         arguments = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            path = self.directory / str(step) / "state"
-            return checkpointer.restore(path, args=args)[name]
 
-    def _check(self, step: int, like, within: str = "") -> None:
-        """Raises a ConfigError if the arrays of `like` are not those of the checkpoint."""
-        saved = _shapes(self._manager.item_metadata(step).state.tree)
-        saved = {name: shape for name, shape in saved.items() if name.startswith(within)}
-        here = _shapes(like)
+        def read(step: int):
+            manifest = self._read_manifest(step, like, within=f"{name}/")
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                found = checkpointer.restore(self.directory / str(step) / "state", args=args)
+            _verify(found, manifest)
+            return found[name]
+
+        return self._newest(read)
+
+    def _newest(self, read):
+        """Returns what `read` makes of the newest checkpoint that is not damaged."""
+        damaged = []
+        for step in sorted(self._manager.all_steps(read=True), reverse=True):
+            found, error = None, None
+            try:
+                found = read(step)
+            except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
+                raise
+            except Exception as caught:  # whatever Orbax and TensorStore make of broken files
+                error = caught
+            if not np.any(distributed.gather(np.array([error is not None], np.int64))):
+                if damaged:
+                    self._say("using the one before, of step %d", step)
+                    self._set_aside(damaged)
+                return found
+            reason = _reason(error) if error else "another process cannot read it"
+            self._say("checkpoint %s is damaged: %s", self.directory / str(step), reason)
+            damaged.append(step)
+        raise ConfigError(
+            f"every checkpoint in {self.directory} is damaged (steps {damaged}): put a copy there, or "
+            f"remove it to begin again"
+        )
+
+    def _say(self, message: str, *args) -> None:
+        logger.log(logging.WARNING if distributed.is_first() else logging.DEBUG, message, *args)
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Moves damaged checkpoints out of the way of those that training will write again."""
+
+        def move():
+            aside = self.directory.parent / "damaged"
+            aside.mkdir(exist_ok=True)
+            for step in steps:
+                (self.directory / str(step)).rename(aside / f"{step}-{time.time_ns()}")
+
+        if not self._read_only:
+            distributed.first_does(move)
+            self._manager.reload()
+
+    def _read_manifest(self, step: int, like, within: str = "") -> dict:
+        """Reads a manifest, and raises a ConfigError if its arrays are not those of `like`."""
+        args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
+        manifest = self._manager.restore(step, args=args).manifest
+        if manifest.pop("crc32", None) != _crc32(manifest):
+            raise DamagedCheckpoint("its manifest is not as it was written")
+        saved, here = manifest["arrays"], _named(like)
+        saved = {n: tuple(x["shape"]) for n, x in saved.items() if n.startswith(within)}
+        here = {name: tuple(x.shape) for name, x in here.items()}
         for name in sorted(saved.keys() | here.keys()):
             if saved.get(name) != here.get(name):
                 raise ConfigError(
@@ -117,20 +220,76 @@ class Checkpoints:
                     f"{name} is {saved.get(name)} there and {here.get(name)} here (None: no such "
                     f"array): use its config, or another --workdir"
                 )
+        return manifest
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits until everything is on disk.
+
+        Raises:
+          RunError: as `check`.
+        """
+        try:
+            self._wait()
+        finally:
+            self._manager.close()
+
+    def _wait(self) -> None:
+        with self._blame_disk():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _blame_disk(self):
+        """Says in one line that a checkpoint could not be written: Orbax removes old ones after new ones."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # TensorStore's are ValueErrors
+            steps = self._manager.all_steps(
+                read=True
+            )  # on disk: it forgets them before removing them
+            kept = f"the one of step {max(steps)} is whole" if steps else "none is whole yet"
+            raise RunError(
+                f"a checkpoint could not be written in {self.directory}, {kept}: {_reason(error)}; "
+                f"mend the disk, and the same command goes on"
+            ) from error
 
 
-def _shapes(tree) -> dict[str, tuple]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): tuple(x.shape) for p, x in leaves}
+def _manifest(state, position: dict) -> dict:
+    arrays = _named(state)
+    sums = checksums(arrays)
+    shapes = {name: list(x.shape) for name, x in arrays.items()}
+    held = {name: {"shape": shapes[name], "checksum": sums[name]} for name in arrays}
+    manifest = {"position": position, "arrays": held}
+    return manifest | {"crc32": _crc32(manifest)}
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, short: TensorStore's messages end with it, after names of files."""
+    if isinstance(error, DamagedCheckpoint):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rpartition('": ')[2][:160]
+
+
+def _crc32(manifest: dict) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _verify(state, manifest: dict) -> None:
+    """Raises a DamagedCheckpoint that names the first array that is not as it was saved."""
+    for name, found in checksums(_named(state)).items():
+        saved = manifest["arrays"][name]["checksum"]
+        if found != saved:
+            raise DamagedCheckpoint(f"the checksum of {name} is {found:08x}, not {saved:08x}")
+
+
+def _named(tree) -> dict:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
 
 
 def lock(workdir: Path):
-    """Takes the workdir for this process; the system frees it when the process ends, however.
+    """Makes the workdir if need be, and takes it for this process.
+
+    The system frees it when the process ends, however that comes.
 
     Returns:
       The open lock file: keep it.
@@ -138,6 +297,7 @@ def lock(workdir: Path):
     Raises:
       ConfigError: another live process holds it.
     """
+    workdir.mkdir(parents=True, exist_ok=True)
     file = open(workdir / ".lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,6 +20,10 @@ class ConfigError(ValueError):
     """A mistake in a config or on the command line; `str(error)` is one line for the user."""
 
 
+class RunError(RuntimeError):
+    """What a run stands on failed, such as its disk; `str(error)` is one line for the user."""
+
+
 def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
     """Parses `PROGRAM --config=FILE.py[:ARG] --workdir=DIR [--config.section.key=VALUE ...]`.
 
@@ -279,6 +283,29 @@ def to_json(config: ConfigDict) -> str:
     return json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
 
 
+def read_json(what: str, text: str, *, remedy: str, **types) -> dict:
+    """The object that a file of a run holds.
+
+    Args:
+      what: names the file.
+      text: what it holds.
+      remedy: against damage.
+      **types: of the keys that must be there.
+
+    Raises:
+      ConfigError: it holds no such object: the file is damaged.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} of this run is damaged: {_one_line(error)}: {remedy}") from error
+    whole = isinstance(found, dict)
+    if not whole or not all(isinstance(found.get(key), kind) for key, kind in types.items()):
+        keys = f" with {' and '.join(types)}" if types else ""
+        raise ConfigError(f"{what} of this run is damaged: it holds no object{keys}: {remedy}")
+    return found
+
+
 # What may change between a run's parts without changing what it computes.
 UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:")  # fmt: skip
@@ -290,8 +317,12 @@ def changes(saved: str, config: ConfigDict) -> list[str]:
     >>> config = ConfigDict({"model": {"recipe": "standard"}, "log": {"every_steps": 2}})
     >>> changes('{"model": {"recipe": "switchback"}, "log": {"every_steps": 1}}', config)
     ["model.recipe: 'switchback' -> 'standard'"]
+
+    Raises:
+      ConfigError: what was saved is no config any more.
     """
-    found = _differences(json.loads(saved), json.loads(to_json(config)), "")
+    old = read_json("config.json", saved, remedy="put a copy there, or remove it")
+    found = _differences(old, json.loads(to_json(config)), "")
     return [change for change in found if not change.startswith(UNCOUNTED)]
 
 

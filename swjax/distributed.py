@@ -4,7 +4,10 @@ Start the same command once for each GPU (docs/scaling.md). Each process compute
 reads its own part of the data; process 0 alone writes files and speaks.
 """
 
+import contextlib
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
@@ -12,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from swjax.config import ConfigError
+from swjax.config import ConfigError, RunError
 
 # Of launchers whose processes JAX finds itself: the number of them, and by what JAX knows the launcher.
 _DETECTED = (
@@ -22,8 +25,13 @@ _DETECTED = (
 # Other MPIs tell less: the package mpi4py asks them.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Seconds that a process which fails waits for the others; they end with it.
-_SHUTDOWN = 20
+# Seconds without a sign of life after which a process counts as dead, and the others end; and that one
+# which fails waits for the others. Together less than a minute.
+_HEARTBEAT, _SHUTDOWN = 30, 20
+# What collectives and JAX's service say when a process is gone.
+_LOST = (
+    r"Gloo|NCCL|nccl|Connection (reset|closed)|UNAVAILABLE|DEADLINE_EXCEEDED|coordination service"
+)
 
 
 def start() -> None:
@@ -39,7 +47,8 @@ def start() -> None:
         return
     arguments = read_environment(os.environ)
     if arguments is not None:
-        jax.distributed.initialize(**arguments, shutdown_timeout_seconds=_SHUTDOWN)
+        timeouts = {"heartbeat_timeout_seconds": _HEARTBEAT, "shutdown_timeout_seconds": _SHUTDOWN}
+        jax.distributed.initialize(**arguments, **timeouts)
 
 
 def read_environment(environment: Mapping[str, str]) -> dict | None:
@@ -103,6 +112,34 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not text.isdigit():
         raise ConfigError(f"{name}={text!r} must be a whole number")
     return int(text)
+
+
+@contextlib.contextmanager
+def blame_peers():
+    """Says in one line that another process of the run is gone."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1 or not re.search(_LOST, str(error)):
+            raise
+        raise RunError(
+            f"process {jax.process_index()} of {jax.process_count()} lost another one: "
+            f"{' '.join(str(error).split())[:160]}; see what the others say, then start all again: they go "
+            f"on from the last checkpoint"
+        ) from error
+
+
+def leave(code: int) -> int:
+    """Ends a process whose run failed at once, if it is one of several: the others may be gone.
+
+    Returns:
+      `code`, if it is alone.
+    """
+    if jax.process_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # an orderly end would wait for all, and abort when they do not come
+    return code
 
 
 def is_first() -> bool:

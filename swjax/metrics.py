@@ -4,17 +4,20 @@ Metrics stay on the device, one small vector a step, and are fetched many steps 
 never waits for its own log.
 """
 
+import collections
 import contextlib
 import hashlib
 import json
+import os
 import re
+import statistics
 import sys
 import time
 from pathlib import Path
 
 import jax
 
-from swjax.config import ConfigError
+from swjax.config import ConfigError, read_json
 from swjax.diagnostics.recorder import number, truncate
 
 # Dense 16-bit peak, FLOP/s. int8 and fp8 runs are held against it too, so that recipes compare.
@@ -73,9 +76,7 @@ class MetricLog:
                 config=config.to_dict(),
             )
         if config.log.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=last_step + 1)
+            self._board = Board(workdir / "tensorboard", last_step)
         self._path = workdir / "metrics.jsonl"
         self.rewind(last_step)
 
@@ -85,7 +86,7 @@ class MetricLog:
             return
         if self._file:
             self._file.close()
-        self._offset = truncate(self._path, last_step)
+        self._offset = truncate(self._path, last_step, _read_line)
         self._start = time.perf_counter()
         self._file = open(self._path, "a")
 
@@ -106,8 +107,7 @@ class MetricLog:
             if isinstance(v, (int, float)) and k not in ("step", "time")
         }
         if self._board:
-            for name, value in shown.items():
-                self._board.add_scalar(name, value, line["step"])
+            self._board.write(line["step"], shown)
         if self._wandb:
             self._wandb.log(shown, step=line["step"])
 
@@ -118,6 +118,45 @@ class MetricLog:
             self._board.close()
         if self._wandb:
             self._wandb.finish()
+
+
+class Board:
+    """Scalars for TensorBoard, written when they come.
+
+    tensorboardX's own SummaryWriter hands them to a thread, which a full disk ends, and then waits for it.
+
+    Args:
+      directory: of the event files; this process adds one.
+      last_step: what earlier processes wrote of later steps is hidden.
+    """
+
+    def __init__(self, directory: Path, last_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        directory.mkdir(exist_ok=True)
+        self._event = Event
+        self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}")
+        start = SessionLog(status=SessionLog.START)
+        self._add(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        event = self._event(step=step, wall_time=time.time())
+        for name, value in scalars.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._add(event)
+
+    def _add(self, event) -> None:
+        self._writer.write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _read_line(number: int, line: str) -> dict:
+    what, remedy = f"metrics.jsonl, line {number},", "mend the line, or remove it"
+    return read_json(what, line, remedy=remedy, step=int, time=int | float)
 
 
 class Meter:
@@ -159,6 +198,67 @@ class Meter:
             "perf/step_seconds": seconds / max(self._steps, 1),
         }
         return metrics if self._steps else dict.fromkeys(metrics)
+
+
+class StepClock:
+    """Times every step, and says why one took longer than 3 times the median of those before it.
+
+    A step lasts from when the one before it was handed to the device to when it is, so that what happens
+    between them (evaluation, a checkpoint, the log) is part of the next one.
+    """
+
+    _LEAST, _MOST = 20, 101  # steps before it that a median needs, and is taken of
+
+    def __init__(self):
+        self._seconds = collections.deque(maxlen=self._MOST)
+        self._cpu = collections.deque(maxlen=self._MOST)
+        self._parts: dict[str, float] = {}
+        self._last = time.perf_counter(), time.process_time()
+
+    @contextlib.contextmanager
+    def part(self, name: str):
+        """Time in this context is known to belong to `name`."""
+        start = time.perf_counter()
+        yield
+        self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - start
+
+    def step(self, *, saving: bool) -> dict:
+        """Ends a step.
+
+        Args:
+          saving: a checkpoint is being written in the background.
+
+        Returns:
+          {"perf/seconds": its time}, and "perf/slow": why it took so long, if it did.
+        """
+        now = time.perf_counter(), time.process_time()
+        seconds, cpu = (b - a for a, b in zip(self._last, now))
+        parts, self._parts, self._last = self._parts, {}, now
+        told = {"perf/seconds": seconds}
+        if len(self._seconds) >= self._LEAST:
+            usual, usual_cpu = statistics.median(self._seconds), statistics.median(self._cpu)
+            if seconds > 3 * usual:
+                more = seconds - usual
+                told["perf/slow"] = _reason(parts, more, saving, cpu - usual_cpu)
+        self._seconds.append(seconds)
+        self._cpu.append(cpu)
+        return told
+
+
+def _reason(parts: dict[str, float], more: float, saving: bool, more_cpu: float) -> str:
+    """Why a step took `more` seconds than usual, `more_cpu` of them computing on this process's cores.
+
+    >>> _reason({"data": 0.9}, 1.0, False, 0.1), _reason({}, 1.0, False, 0.1)
+    ('data', 'waited: other processes had the cores, or the device was busy')
+    """
+    name = max(parts, key=parts.get, default="")
+    if name and parts[name] > more / 2:
+        return name
+    if saving:
+        return "a checkpoint in the background"
+    if more_cpu < more / 2:
+        return "waited: other processes had the cores, or the device was busy"
+    return "this process computed longer"
 
 
 class Progress:

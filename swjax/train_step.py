@@ -33,7 +33,7 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
       config: the run's.
       graphdef: of the model.
       optimizer, schedule: of the trainable parameters.
-      packer: learns the metrics' names.
+      packer: learns the names of metrics and tensors.
     """
     loss_and_grad = make_loss_and_grad(config, graphdef)
 
@@ -52,13 +52,24 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
         metrics |= diagnostics.norms(grad=grads)
         if config.diagnostics.norms:
             metrics |= diagnostics.norms(update=updates)
+        # In the order in which one makes the next: the first is where it began. Of the gradient and the
+        # update these are the sums that the norms need anyway.
+        bad, packer.tensors = diagnostics.first_nonfinite(
+            batch={"image": aux["train/image_mean"]},
+            parameter=state["params"],
+            feature=aux,
+            loss=loss,
+            gradient=diagnostics.squares(grads),
+            update=diagnostics.squares(updates),
+        )
+        metrics["train/nonfinite"] = bad
         if config.diagnostics.rms:
             metrics |= rms(config.optimizer, opt_state, grads)
         if config.train.ema_decay:
             rate = 1 - ema_decay(config.train.ema_decay, state["step"])
             new["ema"] = optax.incremental_update(params, state["ema"], rate)
         if config.train.nan_policy == "skip":
-            good = jnp.isfinite(loss) & jnp.isfinite(metrics["train/grad_norm"])
+            good = (bad < 0) & jnp.isfinite(metrics["train/grad_norm"])
             new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, {k: state[k] for k in new})
             metrics["train/skipped"] = 1 - good.astype(jnp.float32)
         return new | {"step": state["step"] + 1}, packer.pack(metrics)
@@ -179,6 +190,7 @@ def make_loss_and_grad(config, graphdef):
 
         compute = at_once if parts == 1 else functools.partial(accumulated, parts=parts)
         (loss, measured), outs, grads = compute(embed_trainable, loss_of, trainable, batch, key)
+        measured["image_mean"] = outs["vision"]["image_mean"]
         measured = {f"train/{name}": value for name, value in measured.items()}
         if config.diagnostics.features:
             measured |= diagnostics.feature_magnitude(outs)
@@ -198,7 +210,10 @@ def make_embed(config, graphdef):
         )
         image, seen = model.encode_image(images, deterministic=False, dropout_key=dropout_key)
         text, read = model.encode_text(batch["text"])
-        outs = {"vision": {"blocks": seen["blocks"]}, "text": {"blocks": read["blocks"]}}
+        outs = {
+            "vision": {"image_mean": jnp.mean(images), "blocks": seen["blocks"]},
+            "text": {"blocks": read["blocks"]},
+        }
         return (image, text), outs
 
     return embed

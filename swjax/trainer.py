@@ -5,6 +5,7 @@ config.json  env.txt  metrics.jsonl  skipped.log  tensorboard/  checkpoints/<ste
 report/
 """
 
+import errno
 import json
 import math
 import re
@@ -19,14 +20,26 @@ from flax import nnx
 from swjax import config as config_lib
 from swjax import data, distributed, environment, evaluators, recipes, report, sharding
 from swjax.checkpoint import Checkpoints, lock
-from swjax.config import ConfigError, blame, choice
+from swjax.config import ConfigError, RunError, blame, choice
 from swjax.diagnostics import Packer, Rules, Watch
 from swjax.interrupt import catch
-from swjax.metrics import Meter, MetricLog, Progress
+from swjax.metrics import Meter, MetricLog, Progress, StepClock
 from swjax.models import clip
 from swjax.nnx import set_layouts
 from swjax.train_step import Health, make_optimizer, make_schedule, make_train_step, partition
 
+# What a disk that is full, read-only or broken answers.
+DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
 MAX_ROLLBACKS = 3  # to one checkpoint
 PREDICTIONS = 24  # unseen images in the report
 
@@ -43,14 +56,16 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
 
     Raises:
       ConfigError: a mistake in the config, in one line.
+      RunError: the disk failed, likewise.
     """
     distributed.start()
     check(config)
     workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
     number = f".{jax.process_index()}" * (not distributed.is_first())
     bad_examples = data.log_to(workdir / f"skipped{number}.log")
     with ExitStack() as stack:
+        stack.enter_context(blame_disk(workdir))
+        stack.enter_context(distributed.blame_peers())
         distributed.first_does(lambda: stack.enter_context(lock(workdir)))
         interrupt = stack.enter_context(catch())
         stack.enter_context(bad_examples)
@@ -97,12 +112,12 @@ def train(config, workdir: Path, interrupt) -> int:
     # Train
     # ---------------------------------------------------------------------------------
     log = MetricLog(workdir, config, last_step=step)
-    watch = Watch(Rules.of_run(total))
+    watch, clock = Watch(Rules.of_run(total)), StepClock()
     meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
-    pending, skipped, previous, rollbacks, stopping = {}, {}, None, 0, False
+    pending, timed, skipped, previous, rollbacks, stopping = {}, {}, {}, None, 0, False
     with closing(log), closing(batches), closing(checkpoints):
         while step < total and not stopping:
-            with meter.waiting():
+            with meter.waiting(), clock.part("data"):
                 batch = next(batches)
             batch = sharding.shard_batch(batch, mesh)
             health.before(step + 1, state, batch)
@@ -114,6 +129,7 @@ def train(config, workdir: Path, interrupt) -> int:
                 progress.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
             jax.block_until_ready(previous)  # at most two steps in flight
             previous = vector
+            timed[step] = clock.step(saving=checkpoints.is_saving())
 
             stopping = distributed.shall_stop(step, interrupt.requested)
             evaluating = step == total or is_due(step, config.eval.every_steps)
@@ -123,10 +139,17 @@ def train(config, workdir: Path, interrupt) -> int:
             records = packer.records(jax.device_get(pending))
             bad_examples = gather(np.array(list(skipped.values()), np.int64)).sum(axis=0).tolist()
             records = [record | {"data/skipped": bad} for record, bad in zip(records, bad_examples)]
-            pending, skipped, measured = {}, {}, health.records()
-            records = [record | measured.get(record["step"], {}) for record in records]
+            measured = health.records()
+            records = [r | timed[r["step"]] | measured.get(r["step"], {}) for r in records]
+            pending, timed, skipped = {}, {}, {}
             perf = meter.read()
-            bad = first_bad(records) if config.train.nan_policy != "skip" else ""
+            checkpoints.check()
+            bad = first_bad(records)
+            if bad and config.train.nan_policy == "skip":
+                progress.say(
+                    f"{bad}: skipped, {sum(r['train/skipped'] for r in records):.0f} in all"
+                )
+                bad = first_bad(records, kind="parameter")  # that no skipping mends
             if bad and config.train.nan_policy == "rollback" and rollbacks < MAX_ROLLBACKS:
                 rollbacks += 1
                 state, _ = checkpoints.restore(like)
@@ -136,8 +159,10 @@ def train(config, workdir: Path, interrupt) -> int:
                 progress.say(f"{bad}: back to step {step}, past the data of these steps")
                 continue
             if evaluating and not bad:
-                records[-1] |= evaluate(state, "val")[0]
-            log.write([record | perf for record in records])
+                with clock.part("evaluation"):
+                    records[-1] |= evaluate(state, "val")[0]
+            with clock.part("log"):
+                log.write([record | perf for record in records])
             for event in watch.update(records):
                 progress.say(event)
             progress.update(records[-1] | perf)
@@ -146,7 +171,8 @@ def train(config, workdir: Path, interrupt) -> int:
                 return 1
             meter.restart()  # throughput leaves evaluation out
             if saving:
-                checkpoints.save(step, state, batches.position(gather))
+                with clock.part("saving"):
+                    checkpoints.save(step, state, batches.position(gather))
                 rollbacks = 0
     if step < total:
         progress.say(f"interrupted: step {step} is saved in {workdir}; the same command goes on")
@@ -348,6 +374,20 @@ def blame_data():
         ) from error
 
 
+@contextmanager
+def blame_disk(workdir: Path):
+    """Says in one line that something cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        raise RunError(
+            f"cannot write: {error}; make workdir {str(workdir)!r} writable and give it room, and the "
+            f"same command goes on"
+        ) from error
+
+
 def make_gather(share: sharding.Share):
     """Returns a function: int64 [n] of every process -> [parts of the batch, n] on each."""
     return lambda own: distributed.gather(own)[list(share.readers)]
@@ -398,12 +438,23 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def first_bad(records: list[dict]) -> str:
-    """Names the first step whose loss or gradient is not finite; "" if there is none."""
+def first_bad(records: list[dict], kind: str = "") -> str:
+    """Names the first step with something not finite, and the tensor where it began; "": there is none.
+
+    Args:
+      records: of steps.
+      kind: looks only for tensors of this kind, as in "parameter".
+    """
     for record in records:
+        tensor, where = record.get("train/nonfinite", ""), f"at step {record['step']}"
+        if kind and not tensor.startswith(kind):
+            continue
         for name in ("train/loss", "train/grad_norm"):
             if not math.isfinite(record[name]):
-                return f"{name} is {record[name]} at step {record['step']}"
+                began = f", where {tensor} is not finite" if tensor else ""
+                return f"{name} is {record[name]} {where}{began}"
+        if tensor:
+            return f"{tensor} is not finite {where}"
     return ""
 
 
@@ -411,7 +462,7 @@ def record_setup(config, workdir: Path, progress: Progress, step: int) -> None:
     """Writes config.json and env.txt; says what runs, and what changed since the run began."""
     path = workdir / "config.json"
     if step and path.exists():
-        for change in config_lib.changes(path.read_text(), config):
+        for change in config_lib.changes(path.read_text(errors="replace"), config):
             progress.say(f"the config has changed since this run began: {change}")
     path.write_text(config_lib.to_json(config))
     (workdir / "env.txt").write_text(environment.describe())
@@ -430,7 +481,8 @@ def is_finished(config, workdir: Path) -> bool:
     """
     if not (workdir / "results.json").exists():
         return False
-    changed = config_lib.changes((workdir / "config.json").read_text(), config)
+    path = workdir / "config.json"
+    changed = config_lib.changes(path.read_text(errors="replace"), config) if path.exists() else []
     if changed:
         raise ConfigError(
             f"{workdir} holds a finished run with another config ({'; '.join(changed[:3])}): "
@@ -448,11 +500,13 @@ def write_results(workdir: Path, step: int, scores: dict) -> None:
 
 def tell_results(workdir: Path) -> None:
     """Prints the scores on the test split, each beside chance, and where the report is."""
-    results = json.loads((workdir / "results.json").read_text())
+    text = (workdir / "results.json").read_text(errors="replace")
+    remedy = "remove it, and the same command makes it again"
+    results = config_lib.read_json("results.json", text, remedy=remedy, step=int, scores=dict)
     print(f"finished after {results['step']} steps; on unseen images, beside chance:")
     for name, score in results["scores"].items():
         chance = results["scores"].get(re.sub(r"_(top\d+|R@\d+)$", r"_chance_\1", name))
-        if chance is not None:
+        if isinstance(score, float) and isinstance(chance, float):
             print(f"  {name:32} {score:7.2%}   {chance:7.2%}")
     page = workdir / "report" / "index.html"
     if page.exists():

@@ -52,7 +52,8 @@ ALLOWED = {
     "bench": {"swjax", "kernels"},
     # ---------------------------------------------------------------------------------
     "config": set(),
-    "checkpoint": {"config"},
+    "checkpoint": {"checksums", "config", "distributed"},
+    "checksums": set(),
     "distributed": {"config"},
     "metrics": {"config", "diagnostics"},
     "train_step": {

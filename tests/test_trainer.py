@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from swjax import config as config_lib
-from swjax import diagnostics, metrics, sharding, trainer
+from swjax import diagnostics, metrics, sharding, train_step, trainer
 from swjax.checkpoint import Checkpoints, lock
 from swjax.config import ConfigError
 from swjax.train_step import (
@@ -432,26 +432,6 @@ def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
     assert position_a == position_b and position_a["batches"] == 6
 
 
-def test_sigkill_and_resume(micro, tmp_path):
-    """Two processes killed at random, then finished, against one undisturbed: every bit."""
-    flags = [f"--config.{k}={v}" for k, v in MICRO.items() if k not in ("train.steps",)]
-    flags += [f"--config={ROOT}/configs/openmoji.py", "--config.train.steps=12"]
-    flags += [f"--config.train.compilation_cache={micro().train.compilation_cache}"]
-    script = [sys.executable, str(ROOT / "benchmarks" / "resume_check.py")]
-    out = tmp_path / "result.json"
-    done = subprocess.run(
-        [*script, "--points=1", f"--seed={os.getpid()}", f"--out={out}", "--", *flags],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ENVIRONMENT,
-    )
-    assert out.exists(), done.stderr
-    result = json.loads(out.read_text())
-    assert done.returncode == 0 and result["identical"], result
-    assert result["steps_recorded"] == [12, 12] and result["arrays"] > 50
-
-
 def test_sigterm_saves_and_says_how_to_go_on(micro, tmp_path):
     flags = [f"--config.{k}={v}" for k, v in MICRO.items() if k != "train.steps"]
     cache = micro().train.compilation_cache
@@ -527,6 +507,65 @@ def test_first_bad_step_is_named():
     record = {"step": 3, "train/loss": 1.0, "train/grad_norm": float("inf")}
     assert trainer.first_bad([record | {"train/grad_norm": 1.0}]) == ""
     assert trainer.first_bad([record]) == "train/grad_norm is inf at step 3"
+    assert trainer.first_bad([record], kind="parameter") == ""
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """NaN in the batch of step 2 and in a gradient of step 3, infinity in a parameter of step 5."""
+    at = {}
+
+    def spoil(x, step, value=jnp.nan):
+        return jnp.where(at["step"] == step - 1, jnp.full_like(x, value), x)
+
+    def spoil_leaf(tree, *keys, **how):
+        *outer, last = keys
+        part = tree = jax.tree.map(lambda x: x, tree)
+        for key in outer:
+            part = part[key]
+        part[last] = spoil(part[last], **how)
+        return tree
+
+    real = {name: getattr(train_step, name) for name in ("make_train_step", "make_loss_and_grad")}
+    preprocess = train_step.data.preprocess
+
+    def make_train_step(*args):
+        step = real["make_train_step"](*args)
+
+        def with_parameter(state, batch):
+            at["step"] = state["step"]
+            keys = ("params", "text", "ln_final", "bias")
+            return step(spoil_leaf(state, *keys, step=5, value=jnp.inf), batch)
+
+        return with_parameter
+
+    def make_loss_and_grad(*args):
+        loss_and_grad = real["make_loss_and_grad"](*args)
+
+        def with_gradient(*args):
+            loss, aux, grads = loss_and_grad(*args)
+            return loss, aux, spoil_leaf(grads, "vision", "patch_embed", "kernel", step=3)
+
+        return with_gradient
+
+    monkeypatch.setattr(trainer, "make_train_step", make_train_step)
+    monkeypatch.setattr(train_step, "make_loss_and_grad", make_loss_and_grad)
+    monkeypatch.setattr(train_step.data, "preprocess", lambda *a: spoil(preprocess(*a), 2))
+
+
+def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsys):
+    assert train(micro(train__nan_policy="skip", log__every_steps=1), tmp_path) == 1
+    said = capsys.readouterr().out
+    for text in (
+        "train/loss is nan at step 2, where batch image is not finite: skipped",
+        "grad_norm is nan at step 3, where gradient vision/patch_embed/kernel is not finite: skipped",
+        "at step 5, where parameter text/ln_final/bias is not finite: stopped",
+    ):
+        assert text in said
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    named = {line["step"]: line["train/nonfinite"] for line in lines if "train/nonfinite" in line}
+    assert list(named) == [2, 3, 5] and named[2] == "batch image"
+    assert Checkpoints(tmp_path, keep=0).latest_step() == 4  # nothing broken is saved
 
 
 def test_a_finished_run_is_left_alone(reference, capsys):

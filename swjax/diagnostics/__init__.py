@@ -7,7 +7,14 @@ file that `python -m swjax.diagnostics report` reads: `Recorder`. While the run 
 from swjax.diagnostics.recorder import Packer, Recorder
 from swjax.diagnostics.spikes import Detector, Rules, Watch, analyse
 from swjax.diagnostics.taps import measure
-from swjax.diagnostics.values import adamw_rms, feature_magnitude, norms, rms
+from swjax.diagnostics.values import (
+    adamw_rms,
+    feature_magnitude,
+    first_nonfinite,
+    norms,
+    rms,
+    squares,
+)
 
 __all__ = [
     "Detector",
@@ -18,7 +25,9 @@ __all__ = [
     "adamw_rms",
     "analyse",
     "feature_magnitude",
+    "first_nonfinite",
     "measure",
     "norms",
     "rms",
+    "squares",
 ]

@@ -21,6 +21,7 @@ class Packer:
 
     def __init__(self):
         self.names: list[str] = []  # known once `pack` has been traced
+        self.tensors: list[str] = []  # that "train/nonfinite" counts
 
     def pack(self, metrics: dict) -> jax.Array:
         """Scalars and vectors, by name; element i of a vector is named "<name>/<i>"."""
@@ -31,11 +32,18 @@ class Packer:
         return jnp.concatenate([jnp.ravel(metrics[n]).astype(jnp.float32) for n in sorted(metrics)])
 
     def records(self, vectors: dict[int, np.ndarray]) -> list[dict]:
-        """One record {"step": int, name: number, ...} for each step's vector."""
-        return [
-            {"step": step} | dict(zip(self.names, vector.tolist(), strict=True))
-            for step, vector in vectors.items()
-        ]
+        """One record {"step": int, name: number, ...} for each step's vector.
+
+        "train/nonfinite", of `first_nonfinite`, becomes the name of the first tensor that is not finite,
+        and is left out if there is none.
+        """
+        records = []
+        for step, vector in vectors.items():
+            record = {"step": step} | dict(zip(self.names, vector.tolist(), strict=True))
+            index = int(record.pop("train/nonfinite", -1))
+            bad = {"train/nonfinite": self.tensors[index]} if index >= 0 else {}
+            records.append(record | bad)
+        return records
 
 
 class Recorder:
@@ -108,26 +116,33 @@ class Recorder:
         self.close()
 
 
-def number(value) -> float | int | None:
-    """A number for JSON: the shortest that is the same float32; None for NaN and infinity.
+def number(value) -> float | int | str | None:
+    """A number for JSON: the shortest that is the same float32; None for NaN and infinity. Names stay.
 
     >>> number(np.float32(0.1)), number(float("nan"))
     (0.1, None)
     """
-    if value is None or isinstance(value, int):
+    if value is None or isinstance(value, int | str):
         return value
     return float(str(np.float32(value))) if np.isfinite(value) else None
 
 
-def truncate(path: Path, last_step: int) -> float:
+def read_line(number: int, line: str) -> dict:
+    """A record from a line of the file."""
+    return json.loads(line)
+
+
+def truncate(path: Path, last_step: int, read: Callable[[int, str], dict] = read_line) -> float:
     """Removes records after `last_step` and a half-written line; returns the last one's time."""
     if not path.exists():
         return 0.0
     seconds, part = 0.0, path.with_suffix(".part")
-    with open(path) as old, open(part, "w") as new:
-        for line in old:
-            record = json.loads(line) if line.endswith("}\n") else None
-            if record is None or record["step"] > last_step:
+    with open(path, errors="replace") as old, open(part, "w") as new:
+        for number, line in enumerate(old, 1):
+            if not line.endswith("\n"):
+                break
+            record = read(number, line)
+            if record["step"] > last_step:
                 break
             seconds = record.get("time", 0.0)
             new.write(line)

@@ -25,8 +25,37 @@ def norms(**trees) -> dict[str, jax.Array]:
 
 
 def _norm(tree) -> jax.Array:
-    squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+    return jnp.sqrt(sum(jax.tree.leaves(squares(tree)), start=jnp.float32(0)))
+
+
+def squares(tree):
+    """The sum of squares of each leaf, float32: what norms are made of, and finite if the leaf is."""
+    return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))), tree)
+
+
+def first_nonfinite(**trees) -> tuple[jax.Array, list[str]]:
+    """Which leaf, in the order of the arguments, is the first that holds a NaN or an infinity.
+
+    Args:
+      **trees: by what they are: batch, parameter, gradient. Leaves of integers are always finite, and
+        `squares` says the same as a leaf does.
+
+    Returns:
+      Its position, an int32 scalar, in the list of names that comes with it; -1: all are finite.
+
+    >>> index, names = first_nonfinite(parameter={"a": jnp.ones(2), "b": jnp.array([0, jnp.inf])})
+    >>> names[index]
+    'parameter b'
+    """
+    found = [
+        (f"{kind} {jax.tree_util.keystr(path, simple=True, separator='/')}".strip(), leaf)
+        for kind, tree in trees.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    bad = jnp.stack([~jnp.all(jnp.isfinite(leaf)) for _, leaf in found])
+    index = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
+    return index, [name for name, _ in found]
 
 
 def rms(opt_state) -> dict[str, jax.Array]:

@@ -1,11 +1,12 @@
 """Draws emoji: SVG files of the installed packages -> trimmed PNGs, in several styles.
 
-Run as a script it is a worker process: tasks come as pickles on stdin, drawings go to stdout. It
+Run as a script it is a worker process: tasks come as lines of JSON on stdin, drawings go to stdout. It
 imports nothing of swjax, so that workers start fast and need no guarded main module.
 """
 
+import base64
 import io
-import pickle
+import json
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -82,16 +83,14 @@ def _without(root, prefixes: tuple[str, ...]):
 
 
 def main() -> None:
-    """Answers tasks (path, styles) with {style: PNG} until stdin ends."""
-    while True:
-        try:
-            path, styles = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
+    """Answers tasks [path, styles] with {style: PNG in base64}, a line each, until stdin ends."""
+    for line in sys.stdin:
+        path, styles = json.loads(line)
         with open(path, encoding="utf-8") as file:
-            answer = draw(file.read(), styles)
-        pickle.dump(answer, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+            drawings = draw(file.read(), tuple(styles))
+        print(
+            json.dumps({k: base64.b64encode(v).decode() for k, v in drawings.items()}), flush=True
+        )
 
 
 if __name__ == "__main__":

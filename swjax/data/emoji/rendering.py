@@ -1,12 +1,13 @@
 """Renders all drawings of the two emoji sets on every core, in worker processes."""
 
+import base64
 import collections
 import concurrent.futures
 import contextlib
 import hashlib
 import importlib.util
+import json
 import os
-import pickle
 import queue
 import subprocess
 import sys
@@ -67,10 +68,11 @@ def _draw_all(tasks: list[tuple]) -> Iterator[dict[str, bytes]]:
     def draw(task):
         worker = idle.get()
         try:
-            pickle.dump(task[1:], worker.stdin)
+            worker.stdin.write(json.dumps([str(task[1]), task[2]]) + "\n")
             worker.stdin.flush()
-            return pickle.load(worker.stdout)
-        except (EOFError, OSError) as error:
+            answer = json.loads(worker.stdout.readline())
+            return {style: base64.b64decode(png) for style, png in answer.items()}
+        except (ValueError, OSError) as error:
             raise RuntimeError(f"the process that was drawing {task[1]} ended") from error
         finally:
             idle.put(worker)
@@ -78,7 +80,7 @@ def _draw_all(tasks: list[tuple]) -> Iterator[dict[str, bytes]]:
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             # In a session of its own Ctrl-C reaches only this process, which ends the others.
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             worker = subprocess.Popen(command, start_new_session=True, **pipes)
             stack.callback(_end, worker)
             idle.put(worker)

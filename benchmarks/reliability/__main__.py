@@ -1,0 +1,62 @@
+"""Measures what docs/reliability.md states, and writes it as JSON.
+
+  python -m benchmarks.reliability kills --out=benchmarks/results/reliability_kills.json
+  python -m benchmarks.reliability disk | fuzz | soak | peers ...
+
+Runs on a CPU, with a tiny model; exits with 1 if something is not as it must be.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the processes of the runs, too
+
+import argparse
+import importlib
+import inspect
+import json
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+NAMES = ("kills", "disk", "fuzz", "soak", "peers")
+
+
+def main(argv: list[str]) -> int:
+    """Runs one measurement; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="benchmarks.reliability", description=__doc__)
+    commands = parser.add_subparsers(dest="name", required=True)
+    for name in NAMES:
+        measure = importlib.import_module(f"benchmarks.reliability.{name}").measure
+        command = commands.add_parser(name, help=measure.__doc__.splitlines()[0])
+        command.add_argument("--out", type=Path, help="JSON file for the result")
+        for option, parameter in list(inspect.signature(measure).parameters.items())[1:]:
+            command.add_argument(f"--{option}", type=int, default=parameter.default)
+    args = vars(parser.parse_args(argv))
+    name, out = args.pop("name"), args.pop("out")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        measure = importlib.import_module(f"benchmarks.reliability.{name}").measure
+        result = measure(Path(folder), **args)
+    result = {"ok": result.pop("ok")} | result
+    result["seconds"] = round(time.perf_counter() - start)
+    result["machine"] = machine()
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=2))
+    return 0 if result["ok"] else 1
+
+
+def machine() -> dict:
+    """Where and when this ran."""
+    from swjax import environment
+
+    packages = {name: environment.version(name) for name in environment.PACKAGES}
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    cores = len(os.sched_getaffinity(0))
+    return {"date": date, "cores": cores, "python": platform.python_version(), **packages}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Kills runs at random moments, resumes each, and compares its end with a run left alone.
+
+A run is killed and started again until it is finished, then compared in every bit of its last checkpoint
+(parameters, moments), in its position in the data, and in every metric of every step but times; then
+another is begun. Half of the moments are drawn from the whole life of a process, its start included, the
+others from the time when it trains, much of which goes into checkpoints.
+"""
+
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+from benchmarks.reliability.runs import Run, compare, finished_checkpoints, is_saving, records
+
+
+def measure(
+    folder: Path, kills: int = 100, terms: int = 20, steps: int = 300, seed: int = 0
+) -> dict:
+    """Sends that many SIGKILLs and SIGTERMs.
+
+    Args:
+      folder: for the workdirs.
+      kills, terms: how many.
+      steps: of each run, with a checkpoint every five.
+      seed: of the moments.
+    """
+    rng = random.Random(seed)
+    keys = (f"train.steps={steps}", "checkpoint.every_steps=5", "log.every_steps=5",
+            f"train.compilation_cache={folder / 'cache'}")  # fmt: skip
+    alone = folder / "alone"
+    for workdir in (folder / "compiling", alone):
+        start = time.perf_counter()
+        Run(workdir, *keys).to_its_end()
+        life = time.perf_counter() - start
+    signals = [signal.SIGKILL] * kills + [signal.SIGTERM] * terms
+    rng.shuffle(signals)
+    ends, compared = [], []
+    while signals:
+        workdir = folder / f"killed{len(compared)}"
+        while signals:
+            run, trains = Run(workdir, *keys), rng.random() < 0.5
+            if trains:
+                wait_for_records(run, workdir, len(records(workdir)) + 1)
+            time.sleep(rng.uniform(0, 0.6 if trains else life))
+            end = stop(run, workdir, signals[-1])
+            if not end:
+                break  # it was over
+            ends.append(end)
+            signals.pop()
+        Run(workdir, *keys).to_its_end()
+        compared.append(compare(alone, workdir))
+    identical = sum(result["identical"] for result in compared)
+    losses = count_losses(ends)
+    return {
+        "ok": identical == len(compared) and not losses,
+        "kills": kills,
+        "terms": terms,
+        "steps_of_a_run": steps,
+        "runs_compared": len(compared),
+        "runs_identical": identical,
+        "while_a_checkpoint_was_written": sum(end["while_saving"] for end in ends),
+        "before_the_first_step_of_a_process": sum(end["resumed_at"] is None for end in ends),
+        "resumes_from_an_older_checkpoint": losses,
+        "tracebacks_or_damage": sum(end["trouble"] for end in ends),
+        "compared": compared,
+        "ends": ends,
+    }
+
+
+def wait_for_records(run: Run, workdir: Path, count: int) -> None:
+    while run.process.poll() is None and len(records(workdir)) < count:
+        time.sleep(0.02)
+
+
+def stop(run: Run, workdir: Path, signum: int) -> dict | None:
+    """Sends a signal; returns what it met, or None if the run was over."""
+    run.process.send_signal(signal.SIGSTOP)  # what is seen is what is killed
+    seen = {
+        "signal": signal.Signals(signum).name,
+        "workdir": workdir.name,
+        "steps_recorded": len(records(workdir)),
+        "last_finished_checkpoint": max(finished_checkpoints(workdir), default=0),
+        "while_saving": is_saving(workdir),
+    }
+    if run.process.poll() is not None:
+        return None
+    run.process.send_signal(signum)
+    run.process.send_signal(signal.SIGCONT)
+    seen["exit_code"] = run.process.wait()
+    said = run.said()
+    resumed = re.search(r"going on at step (\d+)", said)
+    saved = re.search(r"interrupted: step (\d+) is saved", said)
+    seen["resumed_at"] = int(resumed[1]) if resumed else 0 if "step 1 took" in said else None
+    if saved:
+        seen["last_finished_checkpoint"] = int(saved[1])
+    seen["trouble"] = "Traceback" in said or "damaged" in said
+    return seen
+
+
+def count_losses(ends: list[dict]) -> int:
+    """How often a process went on from an older checkpoint than the last that was finished before."""
+    losses, last = 0, {}
+    for end in ends:
+        before = last.get(end["workdir"], 0)
+        losses += end["resumed_at"] is not None and end["resumed_at"] < before
+        last[end["workdir"]] = max(before, end["last_finished_checkpoint"])
+    return losses

@@ -1,0 +1,57 @@
+"""Checksums of arrays, computed where they lie: the same on any mesh, and read in one pass."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes of an element
+
+
+def checksums(arrays: dict) -> dict[str, int]:
+    """A 32-bit number for each array, which depends on every bit and its place.
+
+    It is the sum, modulo 2**32, over the array of a bijective mix of each element's bits with its index.
+    So a change of one element always shows, another one with probability 1 - 2**-32; and since sums of
+    integers have no order, devices sum their own parts, and another mesh gives the same number.
+
+    Args:
+      arrays: by name; of any shape, dtype of at most 32 bits, and sharding.
+
+    Returns:
+      The checksums by name, on every process.
+
+    >>> sums = checksums({"a": jnp.zeros(3), "b": jnp.array([0.0, -0.0, 0.0])})
+    >>> sums["a"] == sums["b"]
+    False
+    """
+    names = sorted(arrays)
+    sums = _sums([arrays[name] for name in names])
+    return dict(zip(names, map(int, jax.device_get(sums)), strict=True))
+
+
+@jax.jit
+def _sums(arrays: list) -> list:
+    return [_sum(x) for x in arrays]
+
+
+def _sum(x) -> jax.Array:
+    words = jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize]).astype(jnp.uint32)
+    return jnp.sum(_mix(words ^ _mix(_index(words.shape))), dtype=jnp.uint32)
+
+
+def _index(shape: tuple[int, ...]) -> jax.Array:
+    """The position of each element, modulo 2**32; made of one iota an axis, so that it shards as x."""
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+        index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    return index + np.uint32(1)
+
+
+def _mix(x) -> jax.Array:
+    """A bijection of 32-bit words in which every bit moves every other: the end of MurmurHash3."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))

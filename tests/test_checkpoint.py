@@ -1,0 +1,171 @@
+"""Checkpoints on a disk that fails: what is not as it was saved is not used, and the one before it is."""
+
+import gc
+import random
+import resource
+import signal
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from swjax import sharding
+from swjax.checkpoint import Checkpoints
+from swjax.checksums import checksums
+from swjax.config import ConfigError, RunError
+
+# Coroutines that Orbax leaves behind when one of them has failed.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+]
+SHAPES = {"scalar": (), "bias": (7,), "kernel": (16, 8), "embedding": (400, 16)}
+
+
+@pytest.fixture(autouse=True)
+def collect():
+    """So that what Orbax leaves behind shows here, if it does."""
+    yield
+    gc.collect()
+
+
+def state_of(step: int):
+    keys = jax.random.split(jax.random.key(step), len(SHAPES))
+    arrays = {n: jax.random.normal(k, SHAPES[n]) for n, k in zip(SHAPES, keys, strict=True)}
+    return {"params": arrays, "step": jnp.int32(step)}
+
+
+LIKE = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0)
+)
+
+
+def save(workdir, *steps, keep=2):
+    checkpoints = Checkpoints(workdir, keep=keep)
+    for step in steps:
+        checkpoints.save(step, state_of(step), {"batches": step})
+    checkpoints.close()
+
+
+def restored_step(workdir, keep=0) -> int:
+    """Restores; checks every bit; returns of which step it is."""
+    state, position = Checkpoints(workdir, keep=keep).restore(LIKE)
+    step = position["batches"]
+    jax.tree.map(np.testing.assert_array_equal, state, state_of(step))
+    return step
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("saved")
+    save(workdir, 2, 4)
+    return workdir
+
+
+@contextmanager
+def damaged(path, data: bytes):
+    old = path.read_bytes()
+    path.write_bytes(data)
+    yield
+    path.write_bytes(old)
+
+
+def files(workdir, step):
+    found = (p for p in (workdir / "checkpoints" / str(step)).rglob("*") if p.is_file())
+    return sorted(found, key=lambda p: p.stat().st_size)
+
+
+def test_no_flipped_bit_gets_through(saved):
+    rng, seen = random.Random(0), set()
+    for path in files(saved, 4):
+        data = path.read_bytes()
+        for _ in range(3 if len(data) < 10_000 else 12):
+            at = rng.randrange(len(data))
+            flipped = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+            with damaged(path, flipped):
+                seen.add(restored_step(saved))  # of 4, harmless, or of 2: never anything else
+    assert seen == {2, 4}
+
+
+def test_a_flipped_bit_in_an_array_is_said_with_its_name(saved, caplog):
+    path = files(saved, 4)[-1]
+    data = path.read_bytes()
+    with damaged(path, data[:9000] + bytes([data[9000] ^ 1]) + data[9001:]):
+        assert restored_step(saved) == 2
+        params = Checkpoints(saved, keep=0).restore_params(LIKE["params"])
+        np.testing.assert_array_equal(params["kernel"], state_of(2)["params"]["kernel"])
+    assert "4 is damaged: the checksum of params/embedding is" in caplog.text
+    assert "using the one before, of step 2" in caplog.text
+
+
+def test_a_damaged_checkpoint_is_moved_aside_and_written_again(tmp_path):
+    save(tmp_path, 2, 4)
+    path = files(tmp_path, 4)[-1]
+    path.write_bytes(path.read_bytes()[:5000])
+    assert restored_step(tmp_path) == 2
+    assert not (tmp_path / "damaged").exists()  # reading alone changes nothing
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.restore(LIKE)[1] == {"batches": 2}
+    assert [p.name[:2] for p in (tmp_path / "damaged").iterdir()] == ["4-"]
+    checkpoints.save(4, state_of(4), {"batches": 4})
+    checkpoints.close()
+    assert restored_step(tmp_path) == 4
+
+
+def test_when_all_are_damaged_nothing_is_begun_again(tmp_path, caplog):
+    save(tmp_path, 2, 4)
+    for step in (2, 4):
+        (tmp_path / f"checkpoints/{step}/manifest/metadata").write_text("{}")
+    with pytest.raises(ConfigError, match=r"every checkpoint.*damaged \(steps \[4, 2\]\)"):
+        restored_step(tmp_path, keep=2)
+    assert caplog.text.count("its manifest is not as it was written") == 2
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "4"]
+
+
+def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path, caplog):
+    save(tmp_path, 2, keep=1)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    with file_size_limit(8000):
+        checkpoints.save(4, state_of(4), {"batches": 4})
+        with pytest.raises(RunError, match="step 2 is whole.*File too large") as error:
+            checkpoints.close()
+    assert "\n" not in str(error.value) and "Traceback" not in caplog.text
+    assert restored_step(tmp_path) == 2
+    save(tmp_path, 4, keep=1)
+    assert restored_step(tmp_path) == 4
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["4"]
+
+
+@contextmanager
+def file_size_limit(size: int):
+    """Files grow up to here: the failure of a full disk that needs no rights."""
+    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_checksums_see_every_bit_and_place():
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 2**32, 999, np.uint32)
+    first = checksums({"x": jnp.asarray(values)})["x"]
+    for bit in range(32):
+        other = values.copy()
+        other[rng.integers(999)] ^= np.uint32(1 << bit)
+        assert checksums({"x": jnp.asarray(other)})["x"] != first
+    assert checksums({"x": jnp.asarray(values[::-1].copy())})["x"] != first
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.int32])
+def test_checksums_are_those_of_any_mesh(dtype):
+    x = jnp.arange(4 * 6 * 10).reshape(4, 6, 10).astype(dtype)
+    mesh = sharding.make_mesh(1, 2, 1, devices=jax.devices()[:2])
+    specs = (jax.P(), jax.P("fsdp"), jax.P(None, None, "fsdp"))
+    placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for spec in specs]
+    assert len({checksums({"x": x})["x"] for x in [x, *placed]}) == 1

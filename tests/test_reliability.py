@@ -1,0 +1,62 @@
+"""Short forms of benchmarks.reliability, which docs/reliability.md has the long ones of."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = [
+    path
+    for folder in ("swjax", "kernels", "configs")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "swjax/kernels" not in str(path)
+]
+
+
+def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
+    )  # of its processes: they compile faster
+    from benchmarks.reliability import kills
+
+    result = kills.measure(tmp_path, kills=1, terms=0, steps=40, seed=1)
+    assert result["ok"] and result["runs_identical"] == 1, result
+    assert result["compared"][0]["arrays"] > 50
+    assert result["compared"][0]["steps_recorded"] == [40, 40]
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow's of broken images, and what Orbax leaves behind
+def test_malformed_files_are_refused(tmp_path):
+    from benchmarks.reliability import fuzz
+
+    result = fuzz.measure(tmp_path, inputs=120, seed=7)
+    assert result["ok"], result["first_faults"]
+    assert sum(kind.get("refused", 0) for kind in result["results"].values()) > 20
+
+
+def test_the_fuzzer_sees_what_must_not_happen(tmp_path):
+    from benchmarks.reliability.fuzz import attempt, watch
+
+    with watch(tmp_path / "inside") as broken:
+        (tmp_path / "outside.txt").write_text("x")
+        exec("import pickle; pickle.loads(pickle.dumps(ast.parse))", {"ast": ast})
+    assert [event.split()[0] for event in broken] == ["open", "pickle.find_class"]
+
+    def two_lines():
+        raise ValueError("one\ntwo")
+
+    assert attempt(two_lines, (ValueError,)).startswith("fault: not one line")
+    assert attempt(lambda: {}["key"], (ValueError,)).startswith("fault: KeyError")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled_evaluated_or_unpacked(path):
+    """By name, in all code that ships; the fuzzer watches what runs."""
+    text = path.read_text()
+    names = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+    assert not names & {"eval", "exec", "pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    assert not re.search(
+        r"allow_pickle|\.extract(all)?\(|unpack_archive|import pickle|torch\.load", text
+    )
