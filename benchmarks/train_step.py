@@ -149,10 +149,10 @@ def seconds_per_call(run: Callable, at_least: float) -> float:
         jax.block_until_ready(run())
     start, calls = time.perf_counter(), 0
     while True:
-        for _ in range(3):
+        for _ in range(8):
             out = run()
         jax.block_until_ready(out)
-        calls += 3
+        calls += 8
         if (elapsed := time.perf_counter() - start) > at_least:
             return elapsed / calls
 

@@ -142,11 +142,14 @@ def machine() -> dict:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    module = Path(sys.argv[0]).stem
+    script = Path(sys.argv[0])
+    program = ["-m", f"swjax.kernels.{script.stem}"]
+    if script.parent.name == "benchmarks":
+        program = [f"benchmarks/{script.name}"]
     arguments = [re.sub(r"[^=]*/", "", argument) for argument in sys.argv[1:]]  # no one's folders
     return {
         "device": jax.devices()[0].device_kind,
-        "command": shlex.join(["python", "-m", f"swjax.kernels.{module}", *arguments]),
+        "command": shlex.join(["python", *program, *arguments]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": versions,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
