@@ -36,11 +36,11 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
         new = {"params": params, "opt_state": opt_state}
         metrics = aux | {"train/loss": loss, "train/learning_rate": schedule(state["step"])}
         metrics |= diagnostics.norms(grad=grads, update=updates)
-        # In the order in which one makes the next: the first is where it began. Of the gradient and the
-        # update these are the sums that the norms need anyway.
+        # In the order in which one makes the next: the first is where it began. The gradient and the
+        # update are known by the sums that the norms need anyway.
         bad, packer.tensors = diagnostics.first_nonfinite(
+            state["params"],
             batch={"image": aux["train/image_mean"]},
-            parameter=state["params"],
             feature=aux,
             loss=loss,
             gradient=diagnostics.squares(grads),
