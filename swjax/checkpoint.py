@@ -157,7 +157,7 @@ class Checkpoints:
     def _newest(self, read):
         """Returns what `read` makes of the newest checkpoint that is not damaged."""
         damaged = []
-        for step in sorted(self._manager.all_steps(read=True), reverse=True):
+        for step in sorted(self._steps(), reverse=True):
             found, error = None, None
             try:
                 found = read(step)
@@ -178,6 +178,11 @@ class Checkpoints:
             f"remove it to begin again"
         )
 
+    def _steps(self) -> list[int]:
+        """Those on disk: the manager forgets some before it removes them."""
+        self._manager.reload()
+        return list(self._manager.all_steps())
+
     def _say(self, message: str, *args) -> None:
         logger.log(logging.WARNING if distributed.is_first() else logging.DEBUG, message, *args)
 
@@ -192,7 +197,7 @@ class Checkpoints:
 
         if not self._read_only:
             distributed.first_does(move)
-            self._manager.reload()
+            self._steps()
 
     def _read_manifest(self, step: int, like, within: str = "") -> dict:
         """Reads a manifest, and raises a ConfigError if its arrays are not those of `like`."""
