@@ -261,7 +261,8 @@ def _reason(error: Exception) -> str:
     """What went wrong, short: TensorStore's messages end with it, after names of files."""
     if isinstance(error, DamagedCheckpoint):
         return str(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rpartition('": ')[2][:160]
+    text = " ".join(str(error).split()).partition(" See full TensorStore")[0]
+    return f"{type(error).__name__}: {text}".rpartition('": ')[2][:160]
 
 
 def _crc32(manifest: dict) -> int:
