@@ -185,7 +185,7 @@ def prepare(case: dict):
 
     from configs import common
     from swjax import sharding, trainer
-    from swjax.metrics import Packer
+    from swjax.diagnostics import Packer
     from swjax.train_step import make_optimizer, make_schedule, make_train_step
 
     changes = SMOKE if case["smoke"] else {"model.name": case["model"]}
@@ -303,7 +303,9 @@ def losses(case: dict) -> dict:
 
     changes = {"data.name": "synthetic", "model.recipe": case["recipe"], "model.dtype": "float32"}
     changes |= {"train.steps": case["steps"], "train.batch_size": 64, "schedule.warmup_steps": 20}
-    changes |= {"optimizer.learning_rate": 3e-4}  # higher ones fall to chance, where all losses are one
+    changes |= {
+        "optimizer.learning_rate": 3e-4
+    }  # higher ones fall to chance, where all losses are one
     changes |= {"report.enabled": False, "log.tensorboard": False, "data.synthetic.examples": 2048}
     changes |= {"data.synthetic.classes": 512, "eval.batch_size": 64}
     if case["smoke"]:

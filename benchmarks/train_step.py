@@ -30,8 +30,8 @@ from flax import nnx
 
 from configs import common
 from swjax import trainer
+from swjax.diagnostics import Packer
 from swjax.kernels import timing
-from swjax.metrics import Packer
 from swjax.models import clip
 from swjax.models.vit import VisionTransformer
 from swjax.train_step import make_optimizer, make_train_step

@@ -167,7 +167,7 @@ class Checkpoints:
     def _newest(self, read):
         """Returns what `read` makes of the newest checkpoint that is not damaged."""
         damaged = []
-        for step in sorted(self._manager.all_steps(read=True), reverse=True):
+        for step in sorted(self._steps(), reverse=True):
             found, error = None, None
             try:
                 found = read(step)
@@ -188,6 +188,11 @@ class Checkpoints:
             f"remove it to begin again"
         )
 
+    def _steps(self) -> list[int]:
+        """Those on disk: the manager forgets some before it removes them."""
+        self._manager.reload()
+        return list(self._manager.all_steps())
+
     def _say(self, message: str, *args) -> None:
         logger.log(logging.WARNING if distributed.is_first() else logging.DEBUG, message, *args)
 
@@ -202,7 +207,7 @@ class Checkpoints:
 
         if not self._read_only:
             distributed.first_does(move)
-            self._manager.reload()
+            self._steps()
 
     def _read_manifest(self, step: int, like, within: str = "") -> dict:
         """Reads a manifest, and raises a ConfigError if its arrays are not those of `like`."""
@@ -266,7 +271,8 @@ def _reason(error: Exception) -> str:
     """What went wrong, short: TensorStore's messages end with it, after names of files."""
     if isinstance(error, DamagedCheckpoint):
         return str(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rpartition('": ')[2][:160]
+    text = " ".join(str(error).split()).partition(" See full TensorStore")[0]
+    return f"{type(error).__name__}: {text}".rpartition('": ')[2][:160]
 
 
 def _crc32(manifest: dict) -> int:

@@ -157,8 +157,9 @@ def of_arm(config, arm: str):
 
 def first_batches(config, count: int) -> list[dict]:
     """The batches that a run of the config begins with."""
-    source = trainer.open_source(config, "train")
-    with closing(trainer.open_batches(config, source, None)) as batches:
+    mesh, _ = trainer.check(config)
+    source, share = trainer.open_source(config, "train"), sharding.batch_share(mesh)
+    with closing(trainer.open_batches(config, source, None, share)) as batches:
         return [next(batches) for _ in range(count)]
 
 
@@ -182,11 +183,9 @@ def losses_of(config, steps: int, seeds: list[int]) -> list[list[float]]:
     def run(config):
         init, _ = trainer.make_init(config, cfg, optimizer)
         like = sharding.abstract_state(jax.eval_shape(init), mesh)
-        shardings = jax.tree.map(lambda x: x.sharding, like)
-        options = {"xla_backend_optimization_level": 0}  # it runs once
-        state = jax.jit(init, out_shardings=shardings, compiler_options=options)()
-        source, vectors = trainer.open_source(config, "train"), []
-        with closing(trainer.open_batches(config, source, None)) as batches:
+        state, vectors = trainer.first_state(config, init, like), []
+        source, share = trainer.open_source(config, "train"), sharding.batch_share(mesh)
+        with closing(trainer.open_batches(config, source, None, share)) as batches:
             for _ in range(steps):
                 state, vector = step(state, sharding.shard_batch(next(batches), mesh))
                 vectors.append(vector)  # fetched at the end: nothing waits

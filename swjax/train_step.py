@@ -52,15 +52,15 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
         metrics |= diagnostics.norms(grad=grads)
         if config.diagnostics.norms:
             metrics |= diagnostics.norms(update=updates)
-        # In the order in which one makes the next: the first is where it began. Of the gradient and the
-        # update these are the sums that the norms need anyway.
+        # In the order in which one makes the next: the first is where it began. The gradient and the
+        # update are known by the sums that the norms need anyway.
         bad, packer.tensors = diagnostics.first_nonfinite(
+            state["params"],
             batch={"image": aux["train/image_mean"]},
-            parameter=state["params"],
             feature=aux,
             loss=loss,
             gradient=diagnostics.squares(grads),
-            update=diagnostics.squares(updates),
+            update=diagnostics.squares(updates) if config.diagnostics.norms else {},
         )
         metrics["train/nonfinite"] = bad
         if config.diagnostics.rms:

@@ -22,7 +22,7 @@ import swjax.losses
 import swjax.nnx
 from swjax import Gelu, LayerNorm, Layout, sharding, trainer
 from swjax import config as config_lib
-from swjax.metrics import Packer
+from swjax.diagnostics import Packer
 from swjax.optax import rms_by_path, stable_adamw
 from swjax.recipes import RECIPES
 from swjax.testing import assert_narrow_gathers, collectives

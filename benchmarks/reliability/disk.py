@@ -28,17 +28,19 @@ def measure(folder: Path, flips: int = 200, seed: int = 0) -> dict:
     Run(alone, *keys).to_its_end()
     found = {"flipped_bits": damage(alone, flips, seed, flip),
              "cut_files": damage(alone, flips // 5, seed, cut)}  # fmt: skip
-    disk = folder / "disk"
+    disk = folder / "small"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL}M", "tmpfs", disk], check=True)
     try:
-        full = Run(disk / "run", *keys, name="full")
+        full = Run(disk / "run", *keys, name="full", folder=folder)
         said = full.to_its_end(code=3).splitlines()
         kept = finished_checkpoints(disk / "run")
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        refused = Run(disk / "run", *keys, name="readonly").to_its_end(code=3).splitlines()
+        refused = (
+            Run(disk / "run", *keys, name="readonly", folder=folder).to_its_end(code=3).splitlines()
+        )
         subprocess.run(["mount", "-o", "remount,rw,size=100M", disk], check=True)
-        again = Run(disk / "run", *keys, name="again").to_its_end()
+        again = Run(disk / "run", *keys, name="again", folder=folder).to_its_end()
         same = compare(alone, disk / "run")["identical"]
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -60,7 +60,9 @@ def measure(
         "steps_of_a_run": steps,
         "runs_compared": len(compared),
         "runs_identical": identical,
-        "while_a_checkpoint_was_written": sum(end["while_saving"] for end in ends),
+        "while_a_checkpoint_was_written": sum(
+            end["while_saving"] and end["resumed_at"] is not None for end in ends
+        ),
         "before_the_first_step_of_a_process": sum(end["resumed_at"] is None for end in ends),
         "resumes_from_an_older_checkpoint": losses,
         "tracebacks_or_damage": sum(end["trouble"] for end in ends),

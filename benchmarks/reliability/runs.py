@@ -24,12 +24,19 @@ class Run:
     Args:
       workdir: of the run.
       more: keys to set, as in "train.steps=10".
-      name: of the file in place of the workdir's.
+      name, folder: of its output, in place of the workdir's.
       environment: of the process, if another than this one's.
     """
 
-    def __init__(self, workdir: Path, *more: str, name: str = "", environment: dict | None = None):
-        self.output = workdir.with_name(f"{name or workdir.name}.txt")
+    def __init__(
+        self,
+        workdir: Path,
+        *more: str,
+        name: str = "",
+        folder: Path | None = None,
+        environment: dict | None = None,
+    ):
+        self.output = (folder or workdir.parent) / f"{name or workdir.name}.txt"
         self._said_before = self.output.stat().st_size if self.output.exists() else 0
         keys = [f"--config.{key}" for key in (*TINY, *more)]
         command = [sys.executable, "train.py", "--config=configs/openmoji.py", *keys]

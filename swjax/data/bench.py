@@ -5,6 +5,11 @@
 Without --tars it makes JPEGs of 256 to 512 pixels with a photograph's spectrum, and reads those. All
 run in this process, on one core, on the same tars, and take turns: the fastest round of each counts,
 since whatever else the machine does only slows one down.
+
+  python -m swjax.data.bench --rate 5000 --workers 4 8 12 16 [--tars ...]
+
+says instead what part of its time a device that trains so many images a second would wait for so many
+loader processes, on all cores, and how fast they are when nothing holds them up.
 """
 
 import argparse
@@ -37,7 +42,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--images", type=int, default=1024, help="in a round")
     parser.add_argument("--rounds", type=int, default=5, help="how often each runs")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
+    parser.add_argument("--rate", type=float, help="images a second that the device trains")
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[4], help="loader processes to try"
+    )
+    parser.add_argument("--batch_size", type=int, default=1024, help="with --rate")
     args = parser.parse_args(argv)
+    if args.rate:
+        return main_wait(args)
     if args.images < _BATCH or args.rounds < 1:
         parser.error(f"--images must be at least {_BATCH}, a batch, and --rounds at least 1")
     if hasattr(os, "sched_setaffinity"):
@@ -51,6 +63,53 @@ def main(argv: list[str]) -> int:
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
     return 0
+
+
+def main_wait(args: argparse.Namespace) -> int:
+    """Prints a line for each number of processes; returns the exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        tars = args.tars or write_tars(Path(folder), max(args.images, 2 * args.batch_size))
+        pairs = source("webdataset", tars, data_dir=folder)
+        rows = [wait(pairs, args.rate, count, args.batch_size) for count in args.workers]
+    for row in rows:
+        print(
+            "{workers} processes: {images_per_second} images/s, data wait {data_wait:.1%}".format(
+                **row
+            )
+        )
+    result = {"rate": args.rate, "batch_size": args.batch_size, "rows": rows,
+              "machine": environment.describe().splitlines()}  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def wait(pairs, rate: float, workers: int, batch_size: int, steps: int = 30) -> dict:
+    """How a loader keeps up with a device.
+
+    Args:
+      pairs: source of photographs.
+      rate: images a second that the device trains.
+      workers: loader processes.
+      batch_size: images in a batch.
+      steps: batches taken at that rate, and as many as fast as they come.
+    """
+    found = {}
+    for pace in (0.0, batch_size / rate):
+        batches = loader(pairs, batch_size=batch_size, image_size=_SIZE, workers=workers)
+        for _ in range(3):
+            next(batches)
+        start, waited = time.perf_counter(), 0.0
+        for _ in range(steps):
+            asked = time.perf_counter()
+            next(batches)
+            waited += time.perf_counter() - asked
+            time.sleep(pace)
+        found[pace] = waited, time.perf_counter() - start
+        batches.close()
+    (_, fastest), (waited, seconds) = found.values()
+    return {"workers": workers, "images_per_second": round(steps * batch_size / fastest),
+            "data_wait": round(waited / seconds, 4)}  # fmt: skip
 
 
 def measure(tars: str, folder: str, images: int, rounds: int) -> dict:
