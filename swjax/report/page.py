@@ -34,11 +34,10 @@ def render(
       predictions: {"image": URL, "name", "guesses"} each.
       attribution: who made the data, and under which licence.
     """
-    template = string.Template(asset("page.html"))
-    return template.substitute(
-        style=asset("page.css"),
-        title=escape(_title(config)),
-        subtitle=escape(_subtitle(config, metrics)),
+    return fill(
+        "run.html",
+        title=_title(config),
+        subtitle=_subtitle(config, metrics),
         tiles="".join(_tiles(results, metrics)),
         predictions=_predictions(predictions),
         charts="".join(chart(shown, urls) for shown, urls in charts),
@@ -47,6 +46,23 @@ def render(
         environment=_table((k, v) for k, v in environment.items() if k != "command" and v),
         config=_table(_flatten(config)),
         attribution=_paragraphs(attribution),
+    )
+
+
+def fill(body: str, *, title: str, subtitle: str, tiles: str, **parts: str) -> str:
+    """A page of its own: the file `body`, filled with `parts`, under a title and tiles.
+
+    Args:
+      body: name of a file in this folder.
+      title, subtitle: texts, escaped here.
+      tiles, **parts: HTML.
+    """
+    return string.Template(asset("page.html")).substitute(
+        style=asset("page.css"),
+        title=escape(title),
+        subtitle=escape(subtitle),
+        tiles=tiles,
+        body=string.Template(asset(body)).substitute(parts),
     )
 
 

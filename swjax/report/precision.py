@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import string
 from collections.abc import Iterable
 from functools import partial
 from html import escape
@@ -37,9 +36,9 @@ def write(result: dict, workdir: Path) -> Path:
         (Chart("loss", "Training loss", ""), draw_losses),
         (Chart("gap", "Distance from the reference", ""), draw_gap),
     ]
-    text = string.Template(page.asset("precision.html")).substitute(
-        style=page.asset("page.css"),
-        title=escape(f"{', '.join(result['layers'])} beside {result['reference']}"),
+    text = page.fill(
+        "precision.html",
+        title=f"{', '.join(result['layers'])} beside {result['reference']}",
         subtitle=f"{result['examples']} examples for the layers, batches of {result['batch_size']}",
         tiles="".join(
             page.tile(f"{arm}: {kind}", f"{middle(result, arm, kind):.2%}", "median relative error")

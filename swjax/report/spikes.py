@@ -6,7 +6,6 @@ It needs a metrics.jsonl with train/loss and stability/rms/<tensor>, of train.py
 
 import re
 import shlex
-import string
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
@@ -112,11 +111,10 @@ def _render(workdir: Path, pictures: Path, data: spike_charts.Data, examples) ->
         cards.append(
             f"<p>The {len(cards)} highest are shown; others begin at steps {', '.join(rest)}.</p>"
         )
-    template = string.Template(page.asset("spikes.html"))
-    return template.substitute(
-        style=page.asset("page.css"),
-        title=escape(f"Loss spikes of {workdir.resolve().name}"),
-        subtitle=escape(_subtitle(data)),
+    return page.fill(
+        "spikes.html",
+        title=f"Loss spikes of {workdir.resolve().name}",
+        subtitle=_subtitle(data),
         tiles="".join(_tiles(analysis)),
         charts="".join(_chart(pictures, data, *chart) for chart in spike_charts.CHARTS),
         alignments=_alignments(analysis),
