@@ -28,7 +28,7 @@ train: $(READY)
 	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: $(READY) $(KERNELS)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 report: $(READY)
 	@$(BIN)/python -m swjax.report $(WORKDIR)
