@@ -101,8 +101,8 @@ def observe(
 def errors(reference: dict, other: dict) -> dict[str, list[float]]:
     """The relative error of each array, ||other - reference|| / ||reference||; of blocks one each.
 
-    >>> errors({"weight/w": jnp.array([3.0, 4.0])}, {"weight/w": jnp.array([3.0, 4.5])})
-    {'weight/w': [0.1]}
+    >>> errors({"weight/w": jnp.array([3.0, 4.0])}, {"weight/w": jnp.array([3.0, 4.625])})
+    {'weight/w': [0.125]}
     """
     return {
         name: _relative(reference[name], other[name], "blocks" in name.split("/")).tolist()

@@ -86,7 +86,7 @@ class MetricLog:
             return
         if self._file:
             self._file.close()
-        self._offset = truncate(self._path, last_step, _read_line)
+        self._offset = truncate(self._path, last_step, read_line)
         self._start = time.perf_counter()
         self._file = open(self._path, "a")
 
@@ -154,7 +154,7 @@ class Board:
         self._writer.close()
 
 
-def _read_line(number: int, line: str) -> dict:
+def read_line(number: int, line: str) -> dict:
     what, remedy = f"metrics.jsonl, line {number},", "mend the line, or remove it"
     return read_json(what, line, remedy=remedy, step=int, time=int | float)
 

@@ -31,6 +31,8 @@ from swjax.train_step import make_optimizer, make_schedule, make_train_step
 if len(jax.devices()) != 8:  # looked through for examples in docstrings
     pytest.skip("tests/test_sharding.py runs these on eight devices", allow_module_level=True)
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
 AXES = ("data", "fsdp", "tensor")
 TOKENS, WHOLE = P(("data", "fsdp")), P()
 BATCH, TOKENS_EACH, K, N = 8, 5, 48, 80  # no weight has a part of 5 rows
@@ -143,7 +145,7 @@ def test_values_of_odd_sizes(case, odd):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
 @pytest.mark.parametrize("prologue", ["layer_norm", "gelu"])
-@pytest.mark.parametrize("name", ["switchback", "switchback_m", "standard"])
+@pytest.mark.parametrize("name", ["switchback", slow("switchback_m"), slow("standard")])
 def test_values_after_a_prologue(name, prologue, case, kind):
     if kind == "explicit" and name != "switchback":
         pytest.skip("how the layer learns of shardings does not depend on the recipe")
@@ -187,7 +189,7 @@ MLP_LAYOUTS = (Layout(P("fsdp", "tensor")), Layout(P("tensor", "fsdp")))
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 2, 2)], ids=str)
 def test_values_of_an_mlp(sizes, kind):
     mesh = make_mesh(sizes, KINDS[kind])
-    want = jax.jit(partial(gradients, partial(mlp, None)))(*mlp_arguments())
+    want = jax.jit(partial(gradients, partial(mlp, (None, None))))(*mlp_arguments())
     with jax.set_mesh(mesh):
         got = jax.jit(partial(gradients, partial(mlp, MLP_LAYOUTS)))(*mlp_arguments(mesh))
     compare(got, want, "bfloat16")
@@ -220,7 +222,7 @@ def test_collectives_of_data_parallel(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("data", "column", "row")])
-@pytest.mark.parametrize("name", ["switchback", "fp8_switchback"])
+@pytest.mark.parametrize("name", ["switchback", slow("fp8_switchback")])
 def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, case, kind):
     if kind == "explicit" and name != "switchback":
         pytest.skip("how the layer learns of shardings does not depend on the recipe")
@@ -314,7 +316,7 @@ def loss_of(layer, g):
 
 
 @pytest.mark.parametrize("policy", [None, "save_quantized", "save_linear"])
-@pytest.mark.parametrize("name", ["switchback", "switchback_m"])
+@pytest.mark.parametrize("name", [slow("switchback"), "switchback_m"])
 def test_transformations_remat(name, policy):
     mesh, layout, args, g = sharded("fsdp_column")
     policy = policy and getattr(swjax.checkpoint_policies, policy)
@@ -392,7 +394,7 @@ def test_transformations_inside_a_shard_map(taken):
         compare(jax.jit(partial(gradients, whole))(args, g), one_device("switchback"))
 
 
-@pytest.mark.parametrize("taken", [("data",), ("data", "fsdp"), AXES])
+@pytest.mark.parametrize("taken", [slow(("data",)), slow(("data", "fsdp")), AXES])
 def test_transformations_inside_a_shard_map_that_checks(taken):
     """Gradients within; the sum over the user's axes comes with w's type, as for JAX's own products."""
     mesh, layout, args, g = sharded("hybrid")
@@ -422,7 +424,7 @@ def test_transformations_none_at_all():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
+@pytest.mark.parametrize("case", ["hybrid", slow("fsdp_row"), slow("fsdp_column")])
 def test_transformations_of_layers_in_flax(case, kind):
     """An injected dot_general that nobody told of shardings, and a layer with Flax's metadata."""
     mesh, layout, (x, w, bias), _ = sharded(case, kind)

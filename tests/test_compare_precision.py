@@ -52,6 +52,7 @@ def test_probes_see_outputs_and_their_gradients():
     )
 
 
+@pytest.mark.slow
 def test_layers_training_and_page(tmp_path, capsys):
     """One arm without quantization: compiling is what takes time here."""
     command = ["compare_precision", *FLAGS, f"--workdir={tmp_path}", "--arms", "standard:float16"]

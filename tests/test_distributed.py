@@ -117,6 +117,7 @@ def assert_same_losses(got, want):
         )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_mesh(micro, tmp_path):  # noqa: F811
     """Saved with split parameters; the arrays come back bit for bit, the data where it was."""
     split, whole = CHANGES | {"mesh.data": 1, "mesh.fsdp": 2}, CHANGES

@@ -10,11 +10,21 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(
-    "part", ["values", "collectives", "transformations", "losses", "stable_adamw"]
-)
+PARTS = ["values", "collectives", "transformations", "losses", "stable_adamw"]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_on_eight_devices(part):
     """Runs those tests of tests/eight_devices.py whose names begin with test_<part>."""
+    run_on_eight_devices("-k", f"test_{part}")
+
+
+@pytest.mark.slow
+def test_more_on_eight_devices():
+    run_on_eight_devices("-m", "slow")
+
+
+def run_on_eight_devices(*arguments: str):
     run = subprocess.run(
         [
             sys.executable,
@@ -23,8 +33,7 @@ def test_on_eight_devices(part):
             "-q",
             "-x",
             HERE / "eight_devices.py",
-            "-k",
-            f"test_{part}",
+            *arguments,
         ],
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
         cwd=HERE.parent,

@@ -346,7 +346,7 @@ def workdirs(place: Path, rng: random.Random):
         name = rng.choice(list(files))
         (place / name).write_bytes(damage(files[name].encode(), rng))
         with contextlib.redirect_stdout(io.StringIO()):
-            metrics.truncate(place / "metrics.jsonl", 20)
+            metrics.truncate(place / "metrics.jsonl", 20, metrics.read_line)
             trainer.is_finished(good, place)
             trainer.tell_results(place)
         return name
