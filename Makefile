@@ -1,5 +1,6 @@
 # make train   sets up .venv once, trains the default run and writes its report
 # make test    passes the tests             make test ARGS="tests/test_losses.py -x"
+# make torch   installs PyTorch and its CLIPs, 1 GB, which tests then compare ours with; they skip without
 # make report  makes the page of a run again
 # make docs    builds the documentation in build/site, links checked
 # make clean   removes what setting up and testing made, not runs/ and data/
@@ -15,6 +16,7 @@ BIN := .venv/bin
 CREATED := .venv/.created
 READY := .venv/.ready
 KERNELS := .venv/.kernels
+TORCH := .venv/.torch
 DOCS := .venv/.docs
 
 # Libraries would else keep these in the home directory.
@@ -22,13 +24,15 @@ export XDG_CACHE_HOME := $(CURDIR)/.cache
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export TFDS_DATA_DIR := $(CURDIR)/data
 
-.PHONY: train test report docs clean
+.PHONY: train test torch report docs clean
 
 train: $(READY)
 	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: $(READY) $(KERNELS)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+torch: $(TORCH)
 
 report: $(READY)
 	@$(BIN)/python -m swjax.report $(WORKDIR)
@@ -49,6 +53,11 @@ $(READY): $(CREATED) pyproject.toml requirements/constraints.txt
 $(KERNELS): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
 	  --constraint requirements/constraints.txt --editable '.[test,gpu]'
+	@touch $@
+
+$(TORCH): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
+	  --constraint requirements/constraints.txt --editable '.[test,torch]'
 	@touch $@
 
 $(DOCS): $(READY)
