@@ -38,7 +38,7 @@ def test_probes_see_outputs_and_their_gradients():
         embedding, _ = nnx.merge(graphdef, params).encode_image(images)
         return jnp.sum(embedding[:, 0])
 
-    grads = jax.grad(loss)(params)
+    grads = jax.jit(jax.grad(loss))(params)
     mlp = grads["vision"]["blocks"]["mlp"]
     kernel = params["vision"]["blocks"]["mlp"]["fc2"]
     output, gradient = mlp["fc2"]["probe"][1]  # of the second block

@@ -19,7 +19,9 @@ def study(monkeypatch):
     return study
 
 
-@pytest.mark.parametrize("name", ["noise", "spikes", "recipes"])
+@pytest.mark.parametrize(
+    "name", ["noise", "spikes", pytest.param("recipes", marks=pytest.mark.slow)]
+)
 def test_shortest_form(name, tmp_path):
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     command = [sys.executable, STUDIES / f"{name}.py", "--smoke", f"--out={out}", f"--plot={plot}"]

@@ -342,6 +342,7 @@ def test_schedule(micro, name):
 # ------------------------------------------------------------------------------- many devices
 
 
+@pytest.mark.slow
 def test_two_devices_compute_what_one_does(micro):
     results = {}
     for name, sizes, accumulation in (
