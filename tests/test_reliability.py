@@ -28,12 +28,18 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch):
     assert result["compared"][0]["steps_recorded"] == [40, 40]
 
 
+@pytest.fixture
+def collect():
+    """So that what Orbax leaves behind shows here, if it does."""
+    yield
+    gc.collect()
+
+
 @pytest.mark.filterwarnings("ignore")  # Pillow's of broken images, and what Orbax leaves behind
-def test_malformed_files_are_refused(tmp_path):
+def test_malformed_files_are_refused(tmp_path, collect):
     from benchmarks.reliability import fuzz
 
     result = fuzz.measure(tmp_path, inputs=120, seed=7)
-    gc.collect()  # so that no later test is told of coroutines that Orbax dropped
     assert result["ok"], result["first_faults"]
     assert sum(kind.get("refused", 0) for kind in result["results"].values()) > 20
 
