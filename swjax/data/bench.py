@@ -135,7 +135,7 @@ def measure(tars: str, folder: str, images: int, rounds: int) -> dict:
     note = ""
     try:
         runs["open_clip loader"] = (len(image) for image, _ in open_clip_loader(tars))
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # the second: a torchvision of another PyTorch
         note = f'without open_clip: {error}; pip install "swjax[bench]"'
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -194,6 +194,7 @@ def open_clip_loader(tars: str) -> Iterator:
 
     Raises:
       ImportError: if a package that it needs is not installed.
+      RuntimeError: if one does not fit the installed PyTorch.
     """
     import open_clip
     import torch
