@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import scaling, scaling_model
 from swjax.testing import _collectives
 
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_one_case_runs_and_is_recorded(tmp_path):
     out = tmp_path / "scaling.json"
     command = [sys.executable, "benchmarks/scaling.py", "--smoke", "--layouts=fsdp", "--devices=2"]

@@ -19,9 +19,10 @@ def study(monkeypatch):
     return study
 
 
-@pytest.mark.parametrize(
-    "name", ["noise", "spikes", pytest.param("recipes", marks=pytest.mark.slow)]
-)
+slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("spikes", "recipes")]
+
+
+@pytest.mark.parametrize("name", ["noise", *slow])
 def test_shortest_form(name, tmp_path):
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     command = [sys.executable, STUDIES / f"{name}.py", "--smoke", f"--out={out}", f"--plot={plot}"]
