@@ -18,6 +18,8 @@ READY := .venv/.ready
 KERNELS := .venv/.kernels
 TORCH := .venv/.torch
 DOCS := .venv/.docs
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
+  --constraint requirements/constraints.txt --editable
 
 # Libraries would else keep these in the home directory.
 export XDG_CACHE_HOME := $(CURDIR)/.cache
@@ -45,25 +47,17 @@ docs: $(DOCS)
 # first imported: most never are.
 $(READY): $(CREATED) pyproject.toml requirements/constraints.txt
 	@echo "installing into .venv: about a minute, once"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
-	  --constraint requirements/constraints.txt --editable '.[test]'
-	@touch $@
+	@$(INSTALL) '.[test]' && touch $@
 
 # Triton, 1 GB, compiles the kernels in their tests; training on a CPU needs none of it.
 $(KERNELS): $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
-	  --constraint requirements/constraints.txt --editable '.[test,gpu]'
-	@touch $@
+	@$(INSTALL) '.[gpu]' && touch $@
 
 $(TORCH): $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
-	  --constraint requirements/constraints.txt --editable '.[test,torch]'
-	@touch $@
+	@$(INSTALL) '.[torch]' && touch $@
 
 $(DOCS): $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
-	  --constraint requirements/constraints.txt --editable '.[docs]'
-	@touch $@
+	@$(INSTALL) '.[docs]' && touch $@
 
 $(CREATED):
 	@for python in $(PYTHON); do \

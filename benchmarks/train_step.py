@@ -14,9 +14,7 @@ what XLA planned. A case is in the file as soon as it is measured, and none star
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -244,26 +242,11 @@ def step(case: Case) -> tuple[Callable, jax.stages.Compiled, float]:
 
 def bench_peers(records: timing.Records, args):
     """PyTorch's rows, from a process of its own: its memory is free again for ours."""
-    command = [sys.executable, str(Path(__file__).with_name("train_step_torch.py"))]
-    command += ["--kinds", *args.kinds, "--models", *args.models, "--remats", *args.remats]
-    if args.batch:
-        command += ["--batch", str(args.batch)]
-    limit = max(records.seconds_left / 2, 60)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=peer_environment()
-    ) as peer:
-        timer = time.monotonic() + limit
-        for line in peer.stdout:
-            if line.startswith("{"):
-                records.add(**json.loads(line))
-            if time.monotonic() > timer:
-                peer.kill()
-
-
-def peer_environment() -> dict:
-    """Without what is on the path for us alone: Triton, of which PyTorch brings its own."""
-    extra = os.environ.get("PEERS_PYTHONPATH")
-    return os.environ | {"PYTHONPATH": extra or ""}
+    # -E: without what PYTHONPATH adds for us, such as a Triton that is not PyTorch's.
+    command = [sys.executable, "-E", str(Path(__file__).with_name("train_step_torch.py"))]
+    theirs = [{k: v for k, v in case._asdict().items() if k != "recipe"} for case in cases(args)]
+    command += dict.fromkeys(json.dumps(case) for case in theirs if case["remat"] in REMATS)
+    timing.add_rows(records, command, seconds=max(records.seconds_left / 2, 60))
 
 
 # --- pictures -----------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """timm's and open_clip's CLIP under torch.compile in bf16, for comparison; run by train_step.py --peers.
 
-One JSON row a line. What is not installed, or fails, is a row that says so. Timed by CUDA events.
+    python benchmarks/train_step_torch.py '{"kind": "step", "model": "vit_h14", "remat": "none", "batch": 64}'
+
+prints a JSON row a line for each case. What is not installed, or fails, is a row that says so. CUDA events
+time them.
 """
 
-import argparse
 import json
 import sys
 
@@ -22,29 +24,16 @@ OPEN_CLIP = {
 EMBED = {"vit_h14": 1024, "vit_l14": 768, "vit_b16": 512, "vit_b32": 512}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kinds", nargs="+", default=["encoder", "step"])
-    parser.add_argument("--models", nargs="+", default=["vit_h14"])
-    parser.add_argument("--remats", nargs="+", default=["none", "full"])
-    parser.add_argument("--batch", type=int)
-    args = parser.parse_args()
-    for model in args.models:
-        for kind in args.kinds:
-            for remat in args.remats:
-                if remat not in ("none", "full"):
-                    continue
-                batch = args.batch or (
-                    1024 if model == "vit_b32" else {"encoder": 128, "step": 256}[kind]
-                )
-                name = {"encoder": "timm", "step": "open_clip"}[kind]
-                row = {"kind": kind, "model": model, "implementation": f"{name} torch.compile"}
-                row |= {"remat": remat, "batch": batch}
-                try:
-                    row |= {"encoder": encoder, "step": step}[kind](model, remat == "full", batch)
-                except Exception as error:
-                    row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-                print(json.dumps(row), flush=True)
+def main(cases: list[str]) -> int:
+    for case in map(json.loads, cases):
+        name = {"encoder": "timm", "step": "open_clip"}[case["kind"]]
+        row = case | {"implementation": f"{name} torch.compile", "is_peer": True}
+        run = {"encoder": encoder, "step": step}[case["kind"]]
+        try:
+            row |= run(case["model"], case["remat"] == "full", case["batch"])
+        except Exception as error:  # one that fails must not end the others
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        print(json.dumps(row), flush=True)
     return 0
 
 
@@ -107,4 +96,4 @@ def measure(torch, run, batch: int) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

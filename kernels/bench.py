@@ -13,11 +13,8 @@ The file is complete after every row.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -233,22 +230,11 @@ def against_peers(records: timing.Records, row: dict) -> dict:
 
 
 def bench_torch(records: timing.Records, layers: list[Linear]):
-    """torch and its libraries, in a process of their own: a crash or a hang there costs only their rows."""
+    """Products and layers of torch and its libraries."""
     # -P: this folder's modules must not stand in for theirs.
     command = [sys.executable, "-P", str(Path(__file__).with_name("bench_torch.py"))]
     command += [",".join(map(str, layer)) for layer in layers]
-    with tempfile.TemporaryFile("w+") as output:
-        try:
-            done = subprocess.run(command, stdout=output, timeout=min(records.seconds_left, 240))
-            error = done.returncode and f"ended with code {done.returncode}"
-        except subprocess.TimeoutExpired as expired:
-            error = f"took longer than {expired.timeout:.0f} s"
-        output.seek(0)
-        for line in output.read().splitlines():
-            if line.startswith("{"):
-                records.add(**json.loads(line))
-        if error:
-            records.add(op="torch", shape="", dtype="", implementation="torch", error=error)
+    timing.add_rows(records, command, seconds=min(records.seconds_left, 240))
 
 
 def main(argv: list[str] | None = None) -> int:

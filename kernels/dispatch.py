@@ -49,7 +49,7 @@ def run(operation: str, *arrays, implementation: str | None = None, **options):
     name = choose(operation, *arrays, implementation=implementation, **options)
     if name == "xla":
         if operation == "matmul":
-            _warn_of_split_sums()
+            _warn_of_split_sums(*arrays)
         return getattr(reference, operation)(*arrays, **options)
     return _kernel(name, operation, **options)(*arrays)
 
@@ -83,9 +83,7 @@ def choose(operation: str, *arrays, implementation: str | None = None, **options
     preferred = tiles.preferred(operation, _shape_key(operation, *arrays))
     if preferred == "xla":
         return "xla"
-    for name in sorted(
-        known, key=lambda name: name != preferred
-    ):  # in their order, but for that one
+    for name in sorted(known, key=lambda name: name != preferred):  # that one first
         reason = why_not(name, operation, *arrays, **options)
         if reason is None:
             return name
@@ -199,10 +197,12 @@ def _would_gather() -> bool:
 SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
 
 
-def _warn_of_split_sums():
+def _warn_of_split_sums(a, *_):
     """XLA cuts the sums of small int8 products in pieces, of which its Triton generator may count columns
     twice: seen with jax 0.11.2 on an H200, [256, 512] x [512, 128] twice as large. No API turns that off."""
-    if jax.default_backend() == "gpu" and SAFE_XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    if a.values.dtype != jnp.int8 or jax.default_backend() != "gpu":
+        return
+    if SAFE_XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
         _warn_once(
             "swjax: an int8 product runs through XLA, which on GPUs may sum small ones wrongly: "
             f"set XLA_FLAGS={SAFE_XLA_FLAG} before JAX starts, or use {INSTALL}"

@@ -9,7 +9,9 @@ import os
 import re
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +182,22 @@ class Records:
             partial.replace(self.out)
         print(f"{self.seconds_left:6.0f} s left ", describe(row), flush=True)
         return row
+
+
+def add_rows(records: Records, command: list[str], seconds: float):
+    """Adds the rows that a process prints, a JSON object a line: a crash or hang there costs only its own."""
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            done = subprocess.run(command, stdout=output, timeout=seconds)
+            error = done.returncode and f"ended with code {done.returncode}"
+        except subprocess.TimeoutExpired as expired:
+            error = f"took longer than {expired.timeout:.0f} s"
+        output.seek(0)
+        for line in output.read().splitlines():
+            if line.startswith("{"):
+                records.add(**json.loads(line))
+        if error:
+            records.add(op="torch", kind="torch", implementation="torch", error=error)
 
 
 def describe(row: dict) -> str:

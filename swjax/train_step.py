@@ -143,10 +143,8 @@ class Health:
         """Measures, if the step with this number is one of those; it takes `state` afterwards."""
         if not self._every:
             return
-        if (
-            self._compiled is None
-        ):  # at the first step, as the train step is: not in the middle of the run
-            self._compiled = self._measure.lower(state, batch).compile()
+        if self._compiled is None:  # at the first step, like the train step: not in mid-run
+            self._compiled = self.compile(state, batch)
         if step % self._every == 0:
             self._pending[step] = self._compiled(state, batch)
 

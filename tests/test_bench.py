@@ -158,3 +158,21 @@ def test_no_gpu_is_one_line(capsys, tmp_path):
         pytest.skip("there is a GPU")
     assert tune.main([f"--out={tmp_path / 'tiles.json'}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_train_step(tmp_path):
+    """The image tower of the tiny model; peers fail, which is a row that says so."""
+    out = tmp_path / "step.json"
+    script = [sys.executable, ROOT / "benchmarks" / "train_step.py"]
+    command = [*script, "--smoke", "--kinds", "encoder", "--peers", f"--out={out}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, env=environment)
+    written = json.loads(out.read_text())
+    peer, ours = written["rows"]
+    assert "timm" in peer["implementation"] and peer["error"]
+    assert ours["images_per_second"] > 0 and ours["memory_gib"] > ours["activations_gib"] > 0
+    assert written["command"].startswith("python benchmarks/train_step.py --smoke")
+    subprocess.run(
+        [*script, f"--out={out}", f"--plot={tmp_path}/p.png"], check=True, env=environment
+    )
+    assert (tmp_path / "p.png").stat().st_size > 1000

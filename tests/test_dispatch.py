@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import swjax
-from swjax.kernels import dispatch, tiles
+from swjax.kernels import dispatch, reference, tiles
 from swjax.kernels.reference import QTensor
 from swjax.recipes import RECIPES
 
@@ -197,6 +198,21 @@ def test_what_is_missing_of_triton(monkeypatch, installed, version, message):
     monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: version)
     missing = dispatch._missing_triton.__wrapped__()
     assert missing is None if message is None else re.match(message, missing)
+
+
+def test_int8_products_through_xla_on_a_gpu_are_warned_of(gpu, monkeypatch):
+    gpu()
+    run = partial(dispatch.run, "matmul", implementation="xla", out_dtype="float32")
+    a, b = (reference.quantize(jnp.ones((2, 4))) for _ in range(2))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.warns(
+        UserWarning, match=f"sum small ones wrongly: set XLA_FLAGS={dispatch.SAFE_XLA_FLAG}"
+    ):
+        run(a, b)
+    dispatch._warn_once.cache_clear()
+    run(*(reference.quantize(jnp.ones((2, 4)), dtype="float8_e4m3fn") for _ in range(2)))
+    monkeypatch.setenv("XLA_FLAGS", dispatch.SAFE_XLA_FLAG)
+    run(a, b)  # warnings are errors
 
 
 def test_several_devices_take_xla_outside_shard_map(gpu):

@@ -3,10 +3,9 @@
 import numpy as np
 
 from swjax.data.decoding import decode
-from swjax.data.photographs import Photographs
 
 
-class Mixture(Photographs):
+class Mixture:
     """The examples of several sources, one source after the other; the loader draws by weight.
 
     Attributes:
@@ -14,6 +13,10 @@ class Mixture(Photographs):
       weights: how often each is drawn from, relative to the others.
       starts: the number of the first example of each.
     """
+
+    class_names = ()
+    templates = ()
+    shards = None
 
     def __init__(self, parts: dict):
         """Puts sources together.

@@ -1,5 +1,6 @@
 """What data sets of encoded photographs with captions have in common."""
 
+import abc
 import json
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ class Record(NamedTuple):
     captions: tuple[str, ...]
 
 
-class Photographs:
+class Photographs(abc.ABC):
     """A source of photographs with captions; a data set says how to read its records.
 
     Every example is a class of its own: nothing but its own captions matches an image.
@@ -46,20 +47,20 @@ class Photographs:
     damage: tuple[tuple[str, str], ...] = ()
     damaged_share = 0.0
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
 
+    @abc.abstractmethod
     def record(self, index: int) -> Record:
         """Reads an example.
 
         Raises:
           BadExample, OSError, ValueError: if it cannot be read.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def key(self, index: int) -> str:
         """Returns what messages call an example, even one that cannot be read."""
-        raise NotImplementedError
 
     def stored(self, index: int) -> dict:
         """Returns image (its file, as bytes), label (the index) and captions."""

@@ -139,9 +139,7 @@ def from_hugging_face(file: Mapping) -> CLIPConfig:
             f"hidden_act must be one of {', '.join(gelus)}, got {vision['hidden_act']!r}"
         )
     last = text["vocab_size"] - 1
-    if (
-        text["eos_token_id"] != 2
-    ):  # 2 has stood for the largest id ever since a mistake in old files
+    if text["eos_token_id"] != 2:  # which stands for the largest id, by a mistake in old files
         _need("text_config.eos_token_id", text["eos_token_id"], last)
     return CLIPConfig(
         vision=VisionConfig(

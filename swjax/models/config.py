@@ -154,9 +154,7 @@ class Options:
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("gelu", self.gelu, GELUS)
         _check_choice("remat", self.remat, REMAT)
-        if (
-            self.token_multiple is not None
-        ):  # else JAX is not asked for devices, when this is imported
+        if self.token_multiple is not None:  # else no devices are asked for, on import
             multiple = 8 if self.attention_chosen == "cudnn" else 1
             if self.token_multiple < 1 or self.token_multiple % multiple:
                 raise ValueError(
