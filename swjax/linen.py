@@ -1,13 +1,17 @@
 """SwitchBack for Flax Linen: a drop-in `Dense`, and an interceptor for models that exist already."""
 
+import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from swjax.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
+from swjax.kernels.reference import QTensor
 from swjax.partition import Layout
 from swjax.recipes import Recipe, get
 from swjax.switchback import dot_general, switchback
@@ -44,12 +48,16 @@ class Dense(nn.Dense):
                 "swjax.linen.Dense computes its own product and takes no dot_general: "
                 "give it to flax.linen.Dense, or choose a recipe here"
             )
-        shape = (inputs.shape[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        kernel = _quantized_kernel(self)
+        if kernel is None:
+            shape = (inputs.shape[-1], self.features)
+            kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+            _note_kernel(self, get(self.recipe), 1)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        x, _, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        like = jnp.zeros((), self.param_dtype) if isinstance(kernel, QTensor) else kernel
+        x, _, bias = self.promote_dtype(inputs, like, bias, dtype=self.dtype)
         return switchback(
             x,
             kernel,
@@ -114,8 +122,13 @@ def quantize_model(recipes: Mapping[str, str | Recipe], *, implementation: str |
             own = get(module.recipe) if isinstance(module, Dense) else None
             recipe = chosen[matching[0]] if matching else own
             reason = UNMATCHED if recipe is None else ""
-            with _computing_as(module, path, recipe if matching else None, implementation):
-                result = call(*args, **kwargs)
+            kernel = None if isinstance(module, Dense) else _quantized_kernel(module)
+            if matching and kernel is not None:
+                product = dot_general(recipe, implementation=implementation)
+                result = _multiply(module, kernel, product, *args, **kwargs)
+            else:
+                with _computing_as(module, path, recipe if matching else None, implementation):
+                    result = call(*args, **kwargs)
         conversion.note(path, type(module).__name__, _own_shapes(module), recipe, reason)
         return result
 
@@ -138,6 +151,8 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
     else:
         refuse_dot_general_cls(path, module)
         other = {"dot_general": dot_general(recipe, implementation=implementation)}
+        if not _tuple(getattr(module, "batch_dims", ())):
+            _note_kernel(module, recipe, len(_tuple(module.features)))
     before = {name: getattr(module, name) for name in other}
     try:
         for name, value in other.items():
@@ -152,3 +167,68 @@ def _own_shapes(module) -> dict[str, tuple[int, ...]]:
     """The shapes of a bound module's own parameters by name."""
     own = nn.meta.unbox(module.variables.get("params", {}))
     return {name: value.shape for name, value in own.items() if hasattr(value, "shape")}
+
+
+# --- for inference: kernels that are quantized already, see swjax.serving -----------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A parameter "kernel" that was about to be multiplied as a recipe says.
+
+    Attributes:
+      recipe: of the product.
+      shape: [*in_features, *out_features], of one layer where layers are stacked.
+      outs: how many axes are of out_features.
+      dtype: that its module expects of it.
+      cast_to: what Flax casts it to before the product; None: nothing.
+    """
+
+    recipe: Recipe
+    shape: tuple[int, ...]
+    outs: int
+    dtype: jnp.dtype
+    cast_to: jax.typing.DTypeLike | None
+
+
+_kernels: ContextVar[dict[tuple[str, ...], Kernel] | None] = ContextVar("_kernels", default=None)
+
+
+@contextmanager
+def kernels_used():
+    """Yields {path of a module: its `Kernel`}, filled as model code runs, for modules with a recipe."""
+    token = _kernels.set({})
+    try:
+        yield _kernels.get()
+    finally:
+        _kernels.reset(token)
+
+
+def _note_kernel(module, recipe: Recipe, outs: int) -> None:
+    kernels, shape = _kernels.get(), _own_shapes(module).get("kernel")
+    if kernels is not None and shape is not None:
+        cast_to = None if isinstance(module, Dense) else module.dtype
+        kernels[module.path] = Kernel(recipe, shape, outs, jnp.dtype(module.param_dtype), cast_to)
+
+
+def _quantized_kernel(module) -> QTensor | None:
+    """The kernel of a bound module, if it is quantized."""
+    kernel = module.variables.get("params", {}).get("kernel")
+    return kernel if isinstance(kernel, QTensor) else None
+
+
+def _multiply(
+    layer: nn.Dense | nn.DenseGeneral, kernel: QTensor, product: Callable, inputs: jax.Array
+) -> jax.Array:
+    """What a layer of Flax computes, with a kernel for which its own code has no place."""
+    axes = sorted(axis % inputs.ndim for axis in _tuple(getattr(layer, "axis", -1)))
+    bias = nn.meta.unbox(layer.get_variable("params", "bias")) if layer.use_bias else None
+    like = jnp.zeros((), layer.param_dtype)
+    x, _, bias = layer.promote_dtype(inputs, like, bias, dtype=layer.dtype)
+    contracted = (tuple(axes), tuple(range(len(axes))))
+    y = product(x, kernel, (contracted, ((), ())), precision=layer.precision)
+    return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
+def _tuple(sizes) -> tuple[int, ...]:
+    return (sizes,) if isinstance(sizes, int) else tuple(sizes)

@@ -19,14 +19,28 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen as nn
+from flax import nnx, traverse_util
+from flax.core import unfreeze
 
+from swjax import linen, tensor_files
 from swjax.kernels.reference import QTensor
 from swjax.nnx import Linear, describe_model
 from swjax.recipes import Recipe
 from swjax.switchback import quantize_weight
 
-__all__ = ["QuantizedKernel", "export", "load", "prequantize", "read_metadata", "save", "weights"]
+__all__ = [
+    "QuantizedKernel",
+    "export",
+    "load",
+    "prequantize",
+    "prequantize_variables",
+    "read_metadata",
+    "save",
+    "weights",
+]
+
+Model = nnx.Module | Mapping  # a Mapping: the variables of a Linen model
 
 _FORMAT = "swjax"  # in the metadata of our files
 _ARRAYS = nnx.Not(nnx.RngState)
@@ -73,7 +87,9 @@ def prequantize(model: nnx.Module) -> nnx.Module:
     layers = {
         matrix.path: matrix.recipe
         for matrix in describe_model(model)
-        if matrix.name == "kernel" and _is_quantized(matrix.recipe, modules[matrix.path])
+        if matrix.name == "kernel"
+        and _is_linear(modules[matrix.path])
+        and _can_be_quantized(matrix.recipe)
     }
     if not layers:
         raise ValueError(
@@ -85,36 +101,44 @@ def prequantize(model: nnx.Module) -> nnx.Module:
     return model
 
 
-def _is_quantized(recipe: Recipe | None, module: nnx.Module) -> bool:
-    if recipe is None or recipe.fwd is None or recipe.fwd.outlier_threshold:
-        return False
-    return isinstance(module, nnx.Linear | nnx.LinearGeneral) and not getattr(
-        module, "batch_axis", None
-    )
+def _can_be_quantized(recipe: Recipe | None) -> bool:
+    return recipe is not None and recipe.fwd is not None and not recipe.fwd.outlier_threshold
+
+
+def _is_linear(module: nnx.Module) -> bool:
+    kinds = nnx.Linear | nnx.LinearGeneral
+    return isinstance(module, kinds) and not getattr(module, "batch_axis", None)
 
 
 def _prequantize(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> None:
-    kernel = layer.kernel[...]
-    ins, outs = (
-        (features,) if isinstance(features, int) else tuple(features)
-        for features in (layer.in_features, layer.out_features)
-    )
-    stack = kernel.shape[: kernel.ndim - len(ins) - len(outs)]
-    w = kernel.reshape(*stack, math.prod(ins), math.prod(outs))
-    if not isinstance(layer, Linear):  # Flax casts a kernel before its product
-        w = w.astype(layer.dtype or w.dtype)
+    w = layer.kernel[...]
+    cast_to = None if isinstance(layer, Linear) else layer.dtype
+    outs = 1 if isinstance(layer.out_features, int) else len(layer.out_features)
+    ins = 1 if isinstance(layer.in_features, int) else len(layer.in_features)
+    layer.kernel = QuantizedKernel(_quantize(w, w.ndim - ins - outs, outs, cast_to, recipe))
+    layer.promote_dtype = _PromoteOthers(layer.promote_dtype, w.dtype.name)
+
+
+def _quantize(w: jax.Array, stacked: int, outs: int, cast_to, recipe: Recipe) -> QTensor:
+    """A kernel [*stack, *in_features, *out_features] as values [*stack, *out_features, *in_features].
+
+    Args:
+      w: the kernel.
+      stacked, outs: how many of its axes enumerate layers, and are of out_features.
+      cast_to: the dtype that Flax gives a kernel before its product; None: its own.
+      recipe: of the product.
+    """
+    stack, ins, outs = w.shape[:stacked], w.shape[stacked : w.ndim - outs], w.shape[-outs:]
+    w = w.reshape(*stack, math.prod(ins), math.prod(outs)).astype(cast_to or w.dtype)
     quantize = partial(quantize_weight, recipe=recipe)
     for _ in stack:
         quantize = jax.vmap(quantize)
     q = jax.jit(quantize)(w)
     scale_outs = outs if q.scale.shape[-2] > 1 else (1,) * len(outs)
-    layer.kernel = QuantizedKernel(
-        QTensor(
-            q.values.reshape(*stack, *outs, *ins),
-            q.scale.reshape(*stack, *scale_outs, *(1,) * len(ins)),
-        )
+    return QTensor(
+        q.values.reshape(*stack, *outs, *ins),
+        q.scale.reshape(*stack, *scale_outs, *(1,) * len(ins)),
     )
-    layer.promote_dtype = _PromoteOthers(layer.promote_dtype, kernel.dtype.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,67 +155,120 @@ class _PromoteOthers:
         return inputs, kernel, bias
 
 
+def prequantize_variables(function: Callable, variables: Mapping, *inputs) -> dict:
+    """`prequantize` for Linen: variables with 8-bit kernels, which the same function takes.
+
+    For layers that are `swjax.linen.Dense`, and those of Flax that `swjax.linen.quantize_model` converts;
+    what keeps its weights is as for `prequantize`.
+
+    Args:
+      function: of (variables, *inputs): a Linen model's `apply`, within `quantize_model` where recipes are
+        chosen so. It is traced, not run.
+      variables: of the model, {"params": ...}; left as they are. Where layers are stacked, as by `nn.scan`,
+        their first axis has to enumerate them.
+      *inputs: arrays, or `jax.ShapeDtypeStruct`s, of any size that the model takes.
+
+    Returns:
+      The same tree with `swjax.QTensor`s in place of kernels.
+
+    Raises:
+      ValueError: no layer has a recipe whose forward product is quantized; or `function` applies a model to
+        something else than these variables as they are.
+
+    >>> from flax import linen as nn
+    >>> import swjax.linen
+    >>> model, x = nn.Dense(256), jnp.linspace(-1.0, 1.0, 64)[None]
+    >>> def predict(variables, x):
+    ...     with swjax.linen.quantize_model({".*": "switchback"}):
+    ...         return model.apply(variables, x)
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> small = prequantize_variables(predict, variables, x)
+    >>> small["params"]["kernel"].values.dtype, bool(jnp.all(predict(small, x) == predict(variables, x)))
+    (dtype('int8'), True)
+    """
+    with (
+        linen.kernels_used() as kernels,
+        jax.disable_jit(),
+    ):  # no trace of before, which tells nothing
+        jax.eval_shape(lambda *args: function(*args), variables, *inputs)
+    kernels = {path: kernel for path, kernel in kernels.items() if _can_be_quantized(kernel.recipe)}
+    if not kernels:
+        raise ValueError(
+            "prequantize_variables needs a function with quantized linear layers, got none that is a float "
+            "yet: apply the model within swjax.linen.quantize_model"
+        )
+    flat = traverse_util.flatten_dict(unfreeze(variables), keep_empty_nodes=True)
+    for path, kernel in kernels.items():
+        name = ("params", *path, "kernel")
+        w = nn.meta.unbox(flat.get(name))
+        if w is None or (w.shape[-len(kernel.shape) :], w.dtype) != (kernel.shape, kernel.dtype):
+            there = "none" if w is None else _kind(w)
+            raise ValueError(
+                f"{'/'.join(name)!r} must end in {list(kernel.shape)} and be {kernel.dtype} "
+                f"as its module says, got {there}: give the model's own variables as it takes them"
+            )
+        stacked = w.ndim - len(kernel.shape)
+        flat[name] = _quantize(w, stacked, kernel.outs, kernel.cast_to, kernel.recipe)
+    return traverse_util.unflatten_dict(flat)
+
+
 # --- files --------------------------------------------------------------------------------------------
 
 
-def weights(model: nnx.Module) -> dict[str, jax.Array]:
+def weights(model: Model) -> dict[str, jax.Array]:
     """The arrays of a model by name, as its file has them; states of random numbers are left out.
 
     Args:
-      model: any NNX model.
+      model: any NNX model, or variables of a Linen one.
 
     Returns:
       {"blocks/fc/bias": ..., "blocks/fc/kernel/values": ..., "blocks/fc/kernel/scale": ...}. The values of
       a prequantized kernel are [*out_features, *in_features].
     """
-    return _named(nnx.to_pure_dict(nnx.state(model, _ARRAYS)))
-
-
-def _named(tree) -> dict[str, jax.Array]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if isinstance(model, nnx.Module):
+        model = nnx.to_pure_dict(nnx.state(model, _ARRAYS))
+    leaves = jax.tree_util.tree_leaves_with_path(model)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _fill(state, arrays: Mapping[str, jax.Array]):
-    """A state like that one, of arrays by name."""
+def _fill(tree, arrays: Mapping[str, jax.Array]):
+    """A tree like that one, of arrays by name."""
+    return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in weights(tree)])
+
+
+def _fill_state(state, arrays: Mapping[str, jax.Array]):
+    """An NNX state like that one, of arrays by name."""
     state = jax.tree.map(lambda array: array, state)  # a copy
-    own = nnx.to_pure_dict(state)
-    values = jax.tree.unflatten(jax.tree.structure(own), [arrays[name] for name in _named(own)])
-    nnx.replace_by_pure_dict(state, values)
+    nnx.replace_by_pure_dict(state, _fill(nnx.to_pure_dict(state), arrays))
     return state
 
 
-def save(path: str | Path, model: nnx.Module, metadata: Mapping[str, str] | None = None) -> None:
+def save(path: str | Path, model: Model, metadata: Mapping[str, str] | None = None) -> None:
     """Writes a model's arrays as safetensors; see `weights` for their names.
 
     Args:
       path: of the file, which is replaced if it is there.
-      model: any NNX model, prequantized or not.
+      model: any NNX model, or variables of a Linen one, prequantized or not.
       metadata: texts to keep with it.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
     """
-    _require_safetensors()
-    from safetensors.numpy import save_file
-
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
     arrays = {name: np.asarray(array) for name, array in weights(model).items()}
-    save_file(arrays, part, metadata={"format": _FORMAT, **(metadata or {})})
-    part.rename(path)
+    tensor_files.write(Path(path), arrays, {"format": _FORMAT, **(metadata or {})})
 
 
-def load(path: str | Path, model: nnx.Module) -> nnx.Module:
+def load(path: str | Path, model: Model) -> Model:
     """Fills a model with the arrays of a file that `save` wrote.
 
     Args:
       path: of the file.
-      model: like the one that was saved; it is changed. It may be of shapes alone, as of
-        `nnx.eval_shape(lambda: prequantize(Model(...)))`: then no fp32 weight is ever made.
+      model: like the one that was saved; it may be of shapes alone, as of
+        `nnx.eval_shape(lambda: prequantize(Model(...)))`: then no fp32 weight is ever made. An NNX model is
+        changed, variables of a Linen one are not.
 
     Returns:
-      `model`.
+      The NNX model; or variables like those.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
@@ -204,18 +281,22 @@ def load(path: str | Path, model: nnx.Module) -> nnx.Module:
     ...     load(f"{folder}/layer.safetensors", nnx.eval_shape(make))(jnp.ones((2, 3))).shape
     (2, 4)
     """
-    with _open(path) as file:
-        expected, names = weights(model), file.keys()
-        for name in sorted(expected.keys() | names):
-            here = _kind(expected[name]) if name in expected else None
-            there = _kind(file.get_tensor(name)) if name in names else None
-            if here != there:
-                raise ValueError(
-                    f"{path} is of another model: its array {name!r} is {there} there and {here} here "
-                    f"(None: no such array): build the model that was saved"
-                )
-        arrays = {name: jnp.asarray(file.get_tensor(name)) for name in names}
-    nnx.update(model, _fill(nnx.state(model, _ARRAYS), arrays))
+    with tensor_files.open_file(path) as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}
+    expected = weights(model)
+    for name in sorted(expected.keys() | arrays.keys()):
+        here, there = (
+            _kind(those[name]) if name in those else None for those in (expected, arrays)
+        )
+        if here != there:
+            raise ValueError(
+                f"{path} is of another model: its array {name!r} is {there} there and {here} here "
+                f"(None: no such array): build the model that was saved"
+            )
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    if not isinstance(model, nnx.Module):
+        return _fill(model, arrays)
+    nnx.update(model, _fill_state(nnx.state(model, _ARRAYS), arrays))
     return model
 
 
@@ -225,29 +306,9 @@ def _kind(array) -> str:
 
 def read_metadata(path: str | Path) -> dict[str, str] | None:
     """The texts in a file that `save` wrote; None: it is another safetensors file."""
-    with _open(path) as file:
+    with tensor_files.open_file(path) as file:
         metadata = file.metadata() or {}
     return metadata if metadata.get("format") == _FORMAT else None
-
-
-def _open(path: str | Path):
-    _require_safetensors()
-    import safetensors
-
-    try:
-        return safetensors.safe_open(path, framework="np")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-
-
-def _require_safetensors() -> None:
-    try:
-        import safetensors  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'swjax.serving needs safetensors for files: pip install "swjax[train]"',
-            name="safetensors",
-        ) from error
 
 
 # --- programs -----------------------------------------------------------------------------------------
@@ -255,7 +316,7 @@ def _require_safetensors() -> None:
 
 def export(
     function: Callable,
-    model: nnx.Module,
+    model: Model,
     *inputs: jax.ShapeDtypeStruct,
     platforms: Sequence[str] = ("cpu", "cuda"),
 ) -> jax.export.Exported:
@@ -270,7 +331,7 @@ def export(
 
     Args:
       function: of (model, *inputs).
-      model: any NNX model, prequantized or not.
+      model: any NNX model, or variables of a Linen one, prequantized or not.
       *inputs: shapes and dtypes; `jax.export.symbolic_shape("b, 224, 224, 3")` leaves a size open.
       platforms: "cpu", "cuda", "rocm", "tpu": those it is to run on.
 
@@ -280,11 +341,15 @@ def export(
     Raises:
       ValueError: a layer would run one of our kernels: give it implementation="xla".
     """
-    graph, state, others = nnx.split(model, _ARRAYS, ...)
+    if isinstance(model, nnx.Module):
+        graph, state, others = nnx.split(model, _ARRAYS, ...)
+        filled = lambda arrays: nnx.merge(graph, _fill_state(state, arrays), others)
+    else:
+        filled = partial(_fill, model)
 
     @jax.jit
     def program(arrays, *inputs):
-        return function(nnx.merge(graph, _fill(state, arrays), others), *inputs)
+        return function(filled(arrays), *inputs)
 
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weights(model))
     try:

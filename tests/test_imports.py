@@ -28,7 +28,8 @@ ALLOWED = {
     "conversion": {"recipes"},
     "nnx": {"conversion", "switchback", "prologues", "recipes", "kernels", "partition"},
     "linen": {"conversion", "switchback", "recipes", "kernels", "partition"},
-    "serving": {"nnx", "recipes", "switchback", "kernels"},
+    "tensor_files": set(),
+    "serving": {"linen", "nnx", "recipes", "switchback", "kernels", "tensor_files"},
     "swjax": {
         "switchback",
         "partition",
@@ -45,7 +46,7 @@ ALLOWED = {
     "sharding": set(),
     "diagnostics": {"optax", "nnx", "recipes", "kernels"},
     "evaluators": {"data", "sharding"},
-    "interop": {"data", "models"},
+    "interop": {"data", "models", "tensor_files"},
     "report": {"diagnostics"},
     "environment": set(),
     "interrupt": set(),

@@ -11,10 +11,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from clip_oracle import random_model, small_config
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import swjax
+import swjax.linen
 import swjax.nnx
 from swjax import inference, serving
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
@@ -171,6 +173,94 @@ def test_a_model_is_prequantized_once():
     swjax.nnx.quantize_model(model, {"fc": "switchback_q"})
     with pytest.raises(ValueError, match=r"must be int8 \[n, k\] with a scale \(16, 1\)"):
         model.fc(normal(2, 16))
+
+
+# --- Linen --------------------------------------------------------------------------------------------
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return swjax.linen.Dense(16, recipe="switchback_q", name="fc")(x), None
+
+
+class LinenModel(nn.Module):
+    """As `Model`."""
+
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.scan(
+            LinenBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
+        x, _ = stack(name="stack")(x, None)
+        x = x + nn.MultiHeadDotProductAttention(4, name="attention")(x)
+        x = nn.Dense(16, dtype=jnp.bfloat16, use_bias=False, name="cast")(x).astype(x.dtype)
+        x = nn.DenseGeneral(16, axis=-1, batch_dims=0, name="batched")(x)
+        return nn.Dense(4, name="untouched")(
+            swjax.linen.Dense(16, recipe="llm_int8_outlier6", name="outliers")(x)
+        )
+
+
+LINEN = LinenModel()
+
+
+def predict(variables, x):
+    with swjax.linen.quantize_model({"cast|attention/.*|batched": "switchback"}):
+        return LINEN.apply(variables, x)
+
+
+@pytest.fixture(scope="module")
+def linen_variables():
+    return jax.jit(LINEN.init)(jax.random.key(0), jnp.ones((2, 5, 16)))
+
+
+def test_a_linen_model_computes_the_same(linen_variables):
+    x = normal(2, 5, 16)
+    small = serving.prequantize_variables(predict, linen_variables, x)
+    run = jax.jit(predict)
+    same_bits(run(small, x), run(linen_variables, x))
+    changed = {
+        name.removesuffix("/values").removesuffix("/kernel").removeprefix("params/")
+        for name, array in serving.weights(small).items()
+        if array.dtype == jnp.int8
+    }
+    attention = {f"attention/{name}" for name in ("query", "key", "value", "out")}
+    assert changed == {"stack/fc", "cast", *attention}
+    arrays = serving.weights(small)
+    assert arrays["params/stack/fc/kernel/scale"].shape == (3, 16, 1)
+    assert arrays["params/attention/query/kernel/values"].shape == (4, 4, 16)
+    products = matrix_products(run, small, x)
+    assert products["s8", "s8"] + products["s32", "s32"] >= 6
+
+
+def test_linen_through_a_file_and_a_program(linen_variables, tmp_path):
+    pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
+    x = normal(2, 5, 16)
+    prequantize = partial(serving.prequantize_variables, predict)
+    small = prequantize(linen_variables, x)
+    serving.save(tmp_path / "model.safetensors", small)
+    shapes = jax.eval_shape(lambda: prequantize(LINEN.init(jax.random.key(0), x), x))
+    loaded = serving.load(tmp_path / "model.safetensors", shapes)
+    same_bits(loaded, small)
+    program = serving.export(predict, loaded, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    program = jax.export.deserialize(program.serialize())
+    same_bits(program.call(serving.weights(small), x), jax.jit(predict)(linen_variables, x))
+
+
+def test_linen_variables_that_cannot_be_prequantized():
+    x, plain, ours = normal(2, 16), nn.Dense(8), swjax.linen.Dense(8)
+    variables = ours.init(jax.random.key(0), x)
+    small = serving.prequantize_variables(ours.apply, variables, x)
+    cast = jax.tree.map(lambda w: w.astype(jnp.bfloat16), variables)
+    for function, arrays, message in (
+        (plain.apply, variables, "got none that is a float yet: apply the model within"),
+        (ours.apply, small, "got none that is a float yet"),
+        (ours.apply, cast, r"\[16, 8\] and be float32 .*, got bfloat16\[16, 8\]: give the"),
+        (lambda v, x: ours.apply(v["ema"], x), {"ema": variables}, "got none: give the model's"),
+    ):
+        inputs = x.astype(jnp.bfloat16) if arrays is cast else x
+        with pytest.raises(ValueError, match=message):
+            serving.prequantize_variables(function, arrays, inputs)
 
 
 # --- CLIP ---------------------------------------------------------------------------------------------

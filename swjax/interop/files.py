@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
+from swjax import tensor_files
 from swjax.interop import configs
 from swjax.interop.layouts import LAYOUTS, Layout, tensors
 from swjax.models import clip
@@ -46,7 +47,7 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options) -> cli
     1
     """
     path = _weights_file(Path(path))
-    with _open(path) as file:
+    with tensor_files.open_file(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
         layout = _layout_of(path, found)
         if cfg is None:
@@ -85,13 +86,9 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
     shapes = {name: value.shape for name, value in parameters.items()}
     packed = {t.name: t.pack(parameters) for t in tensors(LAYOUTS[layout], shapes)}
     names, folder = LAYOUTS[layout], Path(folder)
-    _require_safetensors()
-    from safetensors.numpy import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / (names.weights + ".part")
-    save_file(packed, part, metadata={"format": "pt"})  # transformers refuses files without
-    part.rename(folder / names.weights)
+    # transformers refuses files without this format.
+    tensor_files.write(folder / names.weights, packed, {"format": "pt"})
     config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
     (folder / names.config).write_text(config + "\n")
 
@@ -115,25 +112,6 @@ def _weights_file(path: Path) -> Path:
         f"{path} holds neither {names}, only {there}: give the file itself; pickled weights (.bin, .pt) "
         f"are not read, let the library that wrote them save safetensors"
     )
-
-
-def _require_safetensors() -> None:
-    try:
-        import safetensors  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'swjax.interop needs safetensors: pip install "swjax[train]"', name="safetensors"
-        ) from error
-
-
-def _open(path: Path):
-    _require_safetensors()
-    import safetensors
-
-    try:
-        return safetensors.safe_open(path, framework="np")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def _layout_of(path: Path, names: Iterable[str]) -> str:
