@@ -54,6 +54,8 @@ class Encoder:
     """
 
     def __init__(self, model: clip.CLIP, *, batch_size: int = 64):
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model, self.cfg, self.batch_size = model, model.cfg, batch_size
         graph, self._params = nnx.split(model)
         self._predict = evaluators.predictor(graph, model.cfg.vision.image_size)
@@ -62,9 +64,9 @@ class Encoder:
         """Unit vectors [n, embed_dim] float32.
 
         Args:
-          images: n of them, see `pixels`; read as they are needed.
+          images: n of them, see `pixels`; read as they are needed. One image is a batch of one.
         """
-        images = iter(images)
+        images = iter([images] if _is_one_image(images) else images)
         parts = [np.zeros((0, self.cfg.embed_dim), np.float32)]
         while part := list(islice(images, self.batch_size)):
             batch = np.stack([pixels(image, self.cfg.vision.image_size) for image in part])
@@ -99,9 +101,18 @@ class Encoder:
         """How likely each image shows each class, among these: [n, classes] float32, rows sum to 1.
 
         Args:
-          images: n of them, see `pixels`.
+          images: n of them, or one, see `pixels`.
           classifier: of `classifier`, [classes, embed_dim].
+
+        Raises:
+          ValueError: `classifier` has another shape.
         """
+        classifier = np.asarray(classifier)
+        if classifier.ndim != 2 or classifier.shape[1] != self.cfg.embed_dim:
+            raise ValueError(
+                f"classifier must be [classes, {self.cfg.embed_dim}], got {list(classifier.shape)}: make it "
+                f"of the names of the classes by Encoder.classifier(names)"
+            )
         cosines = self.encode_image(images) @ classifier.T
         scale = jnp.exp(self.model.logit_scale[...])
         return np.asarray(jax.nn.softmax(scale * cosines, axis=-1))
@@ -115,6 +126,12 @@ class Encoder:
     def _padded(self, count: int) -> int:
         """A power of two, so that few programs are compiled, and one image costs one image."""
         return min(self.batch_size, 1 << max(count - 1, 0).bit_length())
+
+
+def _is_one_image(images) -> bool:
+    if isinstance(images, np.ndarray):
+        return images.ndim == 3
+    return isinstance(images, str) or not isinstance(images, Iterable)
 
 
 def load(

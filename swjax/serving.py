@@ -244,7 +244,7 @@ def _fill_state(state, arrays: Mapping[str, jax.Array]):
 
 
 def save(path: str | Path, model: Model, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a model's arrays as safetensors; see `weights` for their names.
+    """Writes a model's arrays as safetensors; see `weights` for their names. 8-bit floats are uint8 there.
 
     Args:
       path: of the file, which is replaced if it is there.
@@ -254,8 +254,16 @@ def save(path: str | Path, model: Model, metadata: Mapping[str, str] | None = No
     Raises:
       ModuleNotFoundError: safetensors is not installed.
     """
-    arrays = {name: np.asarray(array) for name, array in weights(model).items()}
+    arrays = {
+        name: np.asarray(array).view(_stored(array.dtype)) for name, array in weights(model).items()
+    }
     tensor_files.write(Path(path), arrays, {"format": _FORMAT, **(metadata or {})})
+
+
+def _stored(dtype) -> np.dtype:
+    """The dtype of the same bits in a file: safetensors gives NumPy no 8-bit floats."""
+    is_float8 = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+    return np.dtype(np.uint8) if is_float8 else dtype
 
 
 def load(path: str | Path, model: Model) -> Model:
@@ -285,15 +293,14 @@ def load(path: str | Path, model: Model) -> Model:
         arrays = {name: file.get_tensor(name) for name in file.keys()}
     expected = weights(model)
     for name in sorted(expected.keys() | arrays.keys()):
-        here, there = (
-            _kind(those[name]) if name in those else None for those in (expected, arrays)
-        )
+        here = _kind(expected[name]) if name in expected else None
+        there = _kind(arrays[name]) if name in arrays else None
         if here != there:
             raise ValueError(
                 f"{path} is of another model: its array {name!r} is {there} there and {here} here "
                 f"(None: no such array): build the model that was saved"
             )
-    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    arrays = {name: jnp.asarray(arrays[name].view(like.dtype)) for name, like in expected.items()}
     if not isinstance(model, nnx.Module):
         return _fill(model, arrays)
     nnx.update(model, _fill_state(nnx.state(model, _ARRAYS), arrays))
@@ -301,7 +308,7 @@ def load(path: str | Path, model: Model) -> Model:
 
 
 def _kind(array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+    return f"{_stored(array.dtype)}{list(array.shape)}"
 
 
 def read_metadata(path: str | Path) -> dict[str, str] | None:
@@ -336,7 +343,8 @@ def export(
       platforms: "cpu", "cuda", "rocm", "tpu": those it is to run on.
 
     Returns:
-      A `jax.export.Exported`, a function of (`weights(model)`, *inputs); its `serialize()` are bytes.
+      A `jax.export.Exported`, a function of (arrays of the file by name, *inputs); its `serialize()` are
+      bytes.
 
     Raises:
       ValueError: a layer would run one of our kernels: give it implementation="xla".
@@ -349,9 +357,16 @@ def export(
 
     @jax.jit
     def program(arrays, *inputs):
+        bits = jax.lax.bitcast_convert_type
+        arrays = {name: bits(array, dtypes[name]) for name, array in arrays.items()}
         return function(filled(arrays), *inputs)
 
-    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weights(model))
+    arrays = weights(model)
+    dtypes = {name: array.dtype for name, array in arrays.items()}
+    like = {
+        name: jax.ShapeDtypeStruct(array.shape, _stored(array.dtype))
+        for name, array in arrays.items()
+    }
     try:
         return jax.export.export(program, platforms=platforms)(like, *inputs)
     except ValueError as error:

@@ -45,6 +45,8 @@ def test_images_in_batches_are_images_one_by_one(model, encoder):
     expected = embed(model)
     np.testing.assert_allclose(encoder.encode_image(IMAGES), expected, atol=1e-6)
     np.testing.assert_allclose(encoder.encode_image(IMAGES[:1]), expected[:1], atol=1e-6)
+    for one in (IMAGES[0], Image.fromarray(IMAGES[0])):
+        np.testing.assert_allclose(encoder.encode_image(one), expected[:1], atol=1e-6)
     assert encoder.encode_image([]).shape == (0, CFG.embed_dim)
     np.testing.assert_allclose(np.linalg.norm(expected, axis=1), 1, atol=1e-6)
 
@@ -74,6 +76,12 @@ def test_classifiers_need_names_and_templates(encoder):
         encoder.classifier([])
     with pytest.raises(ValueError, match='templates need a "{}" for the name, got '):
         encoder.classifier(NAMES, "a photo")
+    with pytest.raises(
+        ValueError, match=r"must be \[classes, 24\], got \[3\]: make it of the names"
+    ):
+        encoder.classify(IMAGES, NAMES)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        inference.Encoder(encoder.model, batch_size=0)
 
 
 def test_from_safetensors(model, tmp_path):

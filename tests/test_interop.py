@@ -277,15 +277,15 @@ REFUSED = {
         ({"text_cfg": {"norm_kwargs": {"eps": 1e-6}}}, "text_cfg.norm_kwargs={'eps': 1e-06}"),
         ({"custom_text": True}, "model_cfg.custom_text=True"),
         ({"text_cfg": {"act_kwargs": {"approximate": "tanh"}}}, "text_cfg.act_kwargs must be {}"),
-        ({"vision_cfg": {"layers": "twelve"}}, "TypeError: "),
+        ({"vision_cfg": {"layers": [3, 4, 6, 3]}}, "vision_cfg.layers must be one number"),
         ({"vision_cfg": None}, "TypeError: "),
     ],
     "huggingface": [
+        ({"vision_config": {"hidden_size": "x"}}, "TypeError: "),
         ({"model_type": "siglip"}, "model_type must be 'clip', which is what swjax"),
         ({"text_config": {"hidden_act": "relu"}}, "text_config.hidden_act must be 'quick_gelu'"),
         ({"text_config": {"eos_token_id": 7}}, "text_config.eos_token_id must be 59, which"),
         ({"vision_config": {"layer_norm_eps": 1e-6}}, "vision_config.layer_norm_eps must be 1e-05"),
-        ({"vision_config": {"hidden_size": "x"}}, "TypeError: "),
     ],
 }
 

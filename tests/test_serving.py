@@ -14,6 +14,7 @@ from clip_oracle import random_model, small_config
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
 
 import swjax
 import swjax.linen
@@ -332,6 +333,24 @@ def test_files_of_other_models(encoder, tmp_path):
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
         inference.load(path)
     assert [file.name for file in tmp_path.iterdir()] == ["clip.safetensors"]
+
+
+@pytest.mark.parametrize("recipe", ["switchback", "fp8_switchback"])
+def test_every_dtype_goes_through_a_file_and_a_program(recipe, tmp_path):
+    pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
+    path, x = tmp_path / "model.safetensors", normal(2, 32, dtype="bfloat16")
+
+    def make():
+        fc = swjax.nnx.Linear(32, 16, recipe=recipe, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        half = nnx.Linear(16, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
+        return serving.prequantize(nnx.Sequential(fc, half))
+
+    run = nnx.jit(lambda model, x: model(x))
+    expected = run(make(), x)
+    serving.save(path, make())
+    same_bits(run(serving.load(path, nnx.eval_shape(make)), x), expected)
+    program = serving.export(run, make(), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    same_bits(program.call(load_file(path), x), expected)
 
 
 def test_clip_through_orbax(encoder, tmp_path):

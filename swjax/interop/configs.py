@@ -40,6 +40,11 @@ def from_open_clip(file: Mapping) -> CLIPConfig:
     known = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_bias"}
     _refuse("model_cfg", model, known | {"init_logit_scale"}, {})
     vision = _OPEN_CLIP_VISION | model["vision_cfg"]
+    if not isinstance(vision["layers"], int):
+        raise ValueError(
+            f"vision_cfg.layers must be one number, for swjax has vision transformers alone, "
+            f"got {vision['layers']!r}: that is a ResNet"
+        )
     text = _OPEN_CLIP_TEXT | model["text_cfg"]
     neutral = {"patch_dropout", "output_tokens", "pad_id", "eos_id", "act_kwargs"}  # no effect here
     _refuse(

@@ -141,6 +141,8 @@ def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        return f"lacks the key {text}, is it the config of a CLIP?"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
