@@ -12,6 +12,8 @@ import argparse
 import functools
 import importlib.metadata
 import json
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,9 +82,8 @@ def aqt_layer(drhs_bits: int | None, x, w, g) -> Layer:
     from aqt.jax.v2.flax import aqt_flax
 
     chosen = config.config_v4(fwd_bits=8, dlhs_bits=8, drhs_bits=drhs_bits)
-    config.set_stochastic_rounding(
-        chosen, False, False, "jax.uniform"
-    )  # which all others do without
+    # All others do without it.
+    config.set_stochastic_rounding(chosen, False, False, "jax.uniform")
     product = functools.partial(aqt_flax.AqtDotGeneral, chosen)
     return flax_layer(nn.Dense(w.shape[1], use_bias=False, dot_general_cls=product))
 
@@ -138,7 +139,7 @@ def main() -> None:
         line for line in environment.describe().splitlines() if not line.startswith("command")
     ]
     result = {
-        "command": "python benchmarks/comparison.py --out benchmarks/results/comparison.json",
+        "command": shlex.join(["python", *sys.argv]),
         "machine": machine,
         "shape": dict(zip(("tokens", "k", "n"), args.shape)),
         "rows": rows,
@@ -153,8 +154,8 @@ def measure(name: str, x, w, g, steps: int) -> dict:
     package, lines, make = PEERS[name]
     row = {"layer": name, "lines": lines}
     try:
-        ours = package == "swjax"  # which may run from a checkout
-        row["version"] = swjax.__version__ if ours else importlib.metadata.version(package)
+        is_ours = package == "swjax"  # which may run from a checkout
+        row["version"] = swjax.__version__ if is_ours else importlib.metadata.version(package)
         layer = make(x, w, g)
     except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError):
         row["skipped"] = f"pip install {package}"

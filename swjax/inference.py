@@ -5,7 +5,7 @@ Five lines name a picture, with a run of one's own or weights of others:
   from swjax import inference
   model = inference.load("runs/openmoji")
   names = ["cat", "dog", "violin"]
-  probabilities = model.classify(["picture.png"], model.classifier(names))
+  probabilities = model.classify("picture.png", model.classifier(names))
   print(names[probabilities[0].argmax()])
 
 With `prequantize=True` its int8 layers keep int8 weights alone. `save` writes such a model as one file, which
