@@ -171,10 +171,11 @@ def errors_and_time(layer: Layer, x, w, g, steps: int) -> dict:
         y, vjp = jax.vjp(layer, w, x)
         return y, *vjp(g)
 
+    y, dw, dx = step(w, x, g)
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
-        y, dw, dx = jax.block_until_ready(step(w, x, g))
+        jax.block_until_ready(step(w, x, g))
         seconds.append(time.perf_counter() - start)
     x64, w64, g64 = (np.asarray(array, np.float64) for array in (x, w, g))
     products = matrix_products(step, w, x, g)
@@ -183,7 +184,7 @@ def errors_and_time(layer: Layer, x, w, g, steps: int) -> dict:
         "dx_db": snr_db(dx, g64 @ w64.T),
         "dw_db": snr_db(dw, x64.T @ g64),
         "products": ", ".join(f"{count} {a} x {b}" for (a, b), count in sorted(products.items())),
-        "seconds": round(min(seconds[1:]), 3),
+        "seconds": round(min(seconds), 3),
     }
 
 
