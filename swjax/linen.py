@@ -123,7 +123,12 @@ def quantize_model(recipes: Mapping[str, str | Recipe], *, implementation: str |
             recipe = chosen[matching[0]] if matching else own
             reason = UNMATCHED if recipe is None else ""
             kernel = None if isinstance(module, Dense) else _quantized_kernel(module)
-            if matching and kernel is not None:
+            if kernel is not None:
+                if recipe is None:
+                    raise ValueError(
+                        f"the kernel of {path!r} is quantized and needs its recipe, but no expression "
+                        f"matches: give those that it was quantized with"
+                    )
                 product = dot_general(recipe, implementation=implementation)
                 result = _multiply(module, kernel, product, *args, **kwargs)
             else:

@@ -232,6 +232,11 @@ def test_a_linen_model_computes_the_same(linen_variables):
     assert arrays["params/attention/query/kernel/values"].shape == (4, 4, 16)
     products = matrix_products(run, small, x)
     assert products["s8", "s8"] + products["s32", "s32"] >= 6
+    with pytest.raises(
+        ValueError, match="'attention/query' is quantized and needs its recipe, but"
+    ):
+        with swjax.linen.quantize_model({"cast": "switchback"}):
+            jax.eval_shape(LINEN.apply, small, x)
 
 
 def test_linen_through_a_file_and_a_program(linen_variables, tmp_path):
