@@ -50,6 +50,7 @@ class Corpus(NamedTuple):
     captions: np.ndarray
 
 
+@functools.cache
 def corpora(name: str, side: int, directory: str) -> tuple[Corpus, Corpus, int]:
     """(to train on, to name, vocabulary's size): train and test splits of the emoji, or synthetic ones."""
     options = {"image_size": side, "classes": 30, "examples": 240} if name == "synthetic" else {}

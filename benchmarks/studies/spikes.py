@@ -17,7 +17,6 @@ embedding and, for comparison, for an MLP in the middle of the vision tower.
 import itertools
 import math
 import sys
-from pathlib import Path
 
 import study
 
@@ -45,22 +44,15 @@ PATCH = "vision/patch_embed/kernel"
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    done = study.carry_out(args, runs(args), draw)
-    table(done["runs"])
-    return done
+    return study.carry_out(args, runs(args), draw, table)
 
 
 def parse(argv):
-    flags = study.parser(__doc__)
+    flags = study.training_parser(__doc__, seeds=3, steps=1000)
     flags.add_argument("--sizes", nargs="+", default=["m", "s", "l"], choices=SIZES)
     flags.add_argument("--batches", nargs="+", type=int, default=[256, 64, 1024])
     flags.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3, 16e-3])
     flags.add_argument("--rate", type=float, default=4e-3, help="at which optimizers compete")
-    flags.add_argument("--seeds", type=int, default=3)
-    flags.add_argument("--steps", type=int, default=1000)
-    flags.add_argument("--dtype", default="float32", help="of the activations")
-    flags.add_argument("--source", default="emoji", help="or synthetic")
-    flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
     flags.add_argument("--parts", nargs="+", default=["surge", "shift", "optimizers", "sweep"])
     args = flags.parse_args(argv)
     if args.smoke:
@@ -87,38 +79,31 @@ def runs(args):
             yield key, lambda key=key, settings=settings: train(args, key, settings)
 
 
-_CORPORA = {}
-
-
 def train(args, key: dict, settings: list) -> dict:
     import engine
 
-    if not _CORPORA:
-        side = 16 if args.smoke else 32
-        _CORPORA["all"] = (side, *engine.corpora(args.source, side, args.data))
-    side, corpus, _, vocabulary = _CORPORA["all"]
+    side = 16 if args.smoke else 32
+    corpus, _, vocabulary = engine.corpora(args.source, side, args.data)
     sizes = dict(zip(("vision", "text"), SIZES[key["size"]], strict=True))
     cfg = engine.model(**sizes, side=side, patch=8, vocabulary=vocabulary, dtype=args.dtype)
-    trainer = engine.Trainer(
-        cfg,
-        corpus,
-        steps=args.steps,
-        warmup=args.steps // 10,
-        batch=key["batch"],
-        **({key["part"]: args.steps // 2} if key["part"] in ("shift", "surge") else {}),
-    )
+    change = args.steps // 2 if key["part"] in ("shift", "surge") else 0
+    trainer = engine.Trainer(cfg, corpus, steps=args.steps, warmup=args.steps // 10,
+                             batch=key["batch"], **({key["part"]: change} if change else {}))  # fmt: skip
     hypers = [engine.Hyper(seed=seed, lr=rate, **ARMS[arm]) for arm, rate, seed in settings]
     _, measured = trainer.train(hypers)
     return {
         "runs": [
-            {"arm": arm, "lr": rate, "seed": seed, **judge(m)}
+            {"arm": arm, "lr": rate, "seed": seed, **judge(m, change)}
             for (arm, rate, seed), m in zip(settings, measured, strict=True)
         ]
     }
 
 
-def judge(measured: dict) -> dict:
-    """What a run is judged by, with its curves for the plots."""
+def judge(measured: dict, change: int) -> dict:
+    """What a run is judged by, with its curves for the plots.
+
+    "after" is the mean loss of the 8 steps after the change, if there is one; all arms see the same batches.
+    """
     import numpy as np
 
     from swjax.diagnostics import spikes
@@ -139,13 +124,16 @@ def judge(measured: dict) -> dict:
         "final": float(np.mean(loss[-steps // 10 :])),
         "worst": float(np.max(loss[steps // 4 :])),
         "spikes": len(found.loss),
+        "loss_events": [event.start for event in found.loss],
+        "patch_events": [event.start for event in found.rms.get(PATCH, ())],
         "alignment": {
             "patch": aligned(found, PATCH),
             "middle": aligned(found, f"vision/blocks/mlp/fc1/kernel/{middle}"),
         },
         "largest_rms": float(np.max(rms[PATCH][rules.ignore :])),
-        "loss": [float(f"{x:.4g}") for x in loss],
-        "rms": [float(f"{x:.3g}") for x in rms[PATCH]],
+        "loss": study.thin(loss),
+        "rms": study.thin(rms[PATCH], digits=3),
+        **({"after": float(np.mean(loss[change + 1 : change + 9]))} if change else {}),
     }
 
 
@@ -170,23 +158,18 @@ def table(runs) -> None:
     for names, some in cells(runs, "part", "size", "batch", "lr", "arm").items():
         results = [run["result"] for run in some]
         mean, half = study.interval(r["final"] for r in results)
-        print(
+        text = (
             f"{' '.join(map(str, names)):40} final loss {mean:.3f} +- {half:.3f}  spikes "
             f"{sum(r['spikes'] for r in results) / len(results):.1f} a run  RMS up to "
-            f"{max(r['largest_rms'] for r in results):.1f}{after_change(names[0], results)}"
+            f"{max(r['largest_rms'] for r in results):.1f}"
         )
+        if names[0] in ("shift", "surge"):
+            after, _ = study.interval(r["after"] for r in results)
+            text += f"  loss 1-8 steps after the change {after:.3f}"
+        print(text)
     for (part,), some in cells(runs, "part").items():
         for tensor in ("patch", "middle"):
             print(f"{part}, {tensor}: {alignment([run['result'] for run in some], tensor)}")
-
-
-def after_change(part: str, results: list[dict]) -> str:
-    """The mean loss of the 8 steps after the change; all arms see the same batches."""
-    if part not in ("shift", "surge"):
-        return ""
-    middle = len(results[0]["loss"]) // 2
-    mean = sum(sum(r["loss"][middle + 1 : middle + 9]) / 8 for r in results) / len(results)
-    return f"  loss 1-8 steps after the change {mean:.3f}"
 
 
 def alignment(results: list[dict], tensor: str) -> str:
@@ -225,12 +208,12 @@ def draw(figure, runs) -> None:
     for arm, color in zip(shown, (LIGHT.series[1], LIGHT.series[0]), strict=True):
         if (arm,) in some:
             result = some[arm,][-1]["result"]
-            right.plot(result["loss"], color=color, linewidth=1, label=f"loss, {arm}")
-            right.plot(result["rms"], ":", color=color, linewidth=1, label=f"RMS, {arm}")
+            steps = study.thinned_steps(result["loss"])
+            right.plot(steps, result["loss"], color=color, linewidth=1, label=f"loss, {arm}")
+            right.plot(steps, result["rms"], ":", color=color, linewidth=1, label=f"RMS, {arm}")
     right.set(xlabel="step", title="gradients surge at half of the run")
     right.legend(fontsize=7)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main(sys.argv[1:])
