@@ -96,8 +96,8 @@ class Trainer:
     Args:
       cfg: of the model.
       corpus: to train on.
-      steps, warmup: of each run; the rate rises linearly, then falls as a cosine, to a tenth: what comes late
-        still moves.
+      steps, warmup: of each run; the rate rises linearly, then falls as a cosine.
+      end: its share that is left at the end; 1: it stays.
       batch: pairs a step.
       shift: a step up to which the model is given an eighth of each image, see `faded`; 0: none.
       surge: a step from which on gradients are `SURGE` times as large; 0: none.
@@ -105,11 +105,11 @@ class Trainer:
     """
 
     def __init__(
-        self, cfg, corpus: Corpus, *, steps, warmup, batch, shift=0, surge=0, together=True
+        self, cfg, corpus: Corpus, *, steps, warmup, batch, end=0.1, shift=0, surge=0, together=True
     ):
         self.cfg, self.steps, self.batch = cfg, steps, batch
         self.shift, self.surge = shift, surge
-        self.shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warmup, steps, 0.1)
+        self.shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warmup, steps, end)
         self.corpus = jax.tree.map(jnp.asarray, corpus)
         side = str(cfg.vision.image_size)
         pairs = [("data.image_size", side), ("data.augment", "true")]
