@@ -80,13 +80,14 @@ def load(source, side: int) -> Corpus:
 def model(vision: tuple, text: tuple, *, side: int, patch: int, vocabulary: int, **options):
     """A CLIP; vision and text are (width, layers, heads)."""
     names = ("width", "layers", "heads")
+    usual = {"gelu": "tanh", "recipe": "standard", "attention": "xla", "scan_layers": True}
     return clip.config(
         "tiny",
         vision=dict(zip(names, vision, strict=True)) | {"image_size": side, "patch_size": patch},
         text=dict(zip(names, text, strict=True))
         | {"context_length": CONTEXT, "vocab_size": vocabulary},
         embed_dim=vision[0],
-        **{"gelu": "tanh", "recipe": "standard", "scan_layers": True} | options,
+        **usual | options,
     )
 
 

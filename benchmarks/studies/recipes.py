@@ -1,6 +1,6 @@
 """Accuracy of recipes in towers shaped like ViT-B, L and H; fp8 with and without layer-scale.
 
-Command:  python benchmarks/studies/recipes.py --dtype=bfloat16 --minutes=5 \\
+Command:  python benchmarks/studies/recipes.py --dtype=bfloat16 --minutes=30 \\
             --out=benchmarks/results/recipes_gpu.json --plot=docs/images/recipes_gpu.png
 
 Towers have the paper's depths (12, 24, 32 blocks of vision; 12, 12, 24 of text) and an eighth of its widths;
@@ -167,8 +167,8 @@ def by_length(runs) -> dict[str, list[dict]]:
 
 
 def draw(figure, runs) -> None:
-    figure.set_size_inches(11, 3.8)
-    left, middle, right = figure.subplots(1, 3)
+    figure.set_size_inches(14, 3.8)
+    left, middle, right, last = figure.subplots(1, 4)
     accuracy = [run for run in runs if run["key"]["part"] == "accuracy"]
     used = [run["key"]["shape"] for run in accuracy]
     shapes = [shape for shape in SHAPES if shape in used]
@@ -188,11 +188,13 @@ def draw(figure, runs) -> None:
     middle.set(xlabel="K of wgrad", title="final loss")
     scales = [run for run in runs if run["key"]["part"] == "layer_scale"]
     for (arm, rate), some in study.group(scales, "arm", "rate").items():
-        loss = some[0]["result"]["runs"][0]["loss"]
-        steps = study.thinned_steps(loss)
-        right.plot(steps, loss, linewidth=0.8, label=f"{arm}, lr {rate:g}")
+        result = some[0]["result"]["runs"][0]
+        steps, label = study.thinned_steps(result["loss"]), f"{arm}, lr {rate:g}"
+        right.plot(steps, result["loss"], linewidth=0.8, label=label)
+        last.plot(result["features_last"], linewidth=0.8, label=label)
     right.set(xlabel="step", title="loss, fp8_tensorwise")
-    for axes in (left, middle, right):
+    last.set(xlabel="block of vision", yscale="log", title="mean |x| at the end")
+    for axes in (left, middle, right, last):
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=6)
 

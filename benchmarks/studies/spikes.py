@@ -1,7 +1,7 @@
 """Loss spikes: when they come, whether RMS foretells them, and what each optimizer makes of them.
 
-Command:  python benchmarks/studies/spikes.py --dtype=bfloat16 --out=benchmarks/results/spikes_gpu.json \\
-            --plot=docs/images/spikes_gpu.png --minutes=5
+Command:  python benchmarks/studies/spikes.py --dtype=bfloat16 --end=1 --minutes=8 \\
+            --out=benchmarks/results/spikes_gpu.json --plot=docs/images/spikes_gpu.png
 
 Four parts, all of emoji drawings at 32 pixels:
   optimizers  at one high rate: AdamW, lower b2, b2 = 1 - t^-x, gradient clipping, StableAdamW
