@@ -127,7 +127,7 @@ def judge(measured: dict) -> dict:
             names = [name] if values.ndim == 1 else [f"{name}/{i}" for i in range(len(columns))]
             rms |= dict(zip(names, columns, strict=True))
     middle = measured["rms/vision/blocks/mlp/fc1/kernel"].shape[1] // 2
-    rules = spikes.Rules.of_run(steps, window=min(100, steps // 4))
+    rules = spikes.Rules.of_run(steps, window=max(2, min(100, steps // 4)))
     found = spikes.analyse(np.arange(1, steps + 1), loss, rms, rules)
     return {
         "final": float(np.mean(loss[-steps // 10 :])),
