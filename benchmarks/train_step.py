@@ -184,8 +184,7 @@ def top_kernels(launches, count: int = 25) -> dict[str, list]:
 
 def against(rows: list[dict], row: dict) -> dict:
     """The speed-up over our own 16 bits, and over PyTorch."""
-    same = ("kind", "model", "remat", "batch")
-    others = [r for r in rows if all(r.get(k) == row[k] for k in same) and r.get("ms")]
+    others = [r for r in rows if r.get("ms") and same(r) == same(row)]
     own = [r for r in others if r["implementation"] == "swjax standard"]
     torch = [r for r in others if not r["implementation"].startswith("swjax")]
     ratios = {"ratio": own, "ratio_to_torch": torch}
@@ -278,58 +277,53 @@ def bench_peers(records: timing.Records, args):
 
 
 def plot(rows: list[dict], path: Path):
-    """Time by sort of kernel, speed-up by model, memory by recipe."""
+    """Speed over our own 16 bits, where the time goes, and memory, case by case."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if row.get("ms")]
-    figure, axes = plt.subplots(1, 3, figsize=(17, 5.5))
-    stack_times(
-        axes[0], [r for r in rows if r.get("kernels_ms") and r["model"] == rows[0]["model"]]
-    )
-    speedups(axes[1], rows)
-    memories(axes[2], [r for r in rows if r.get("memory_gib") and r["model"] == rows[0]["model"]])
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    own = {same(row): row["ms"] for row in rows if row["implementation"] == "swjax standard"}
+    rows = [row for row in rows if row.get("ms") and same(row) in own]
+    rows.sort(key=lambda row: list(own).index(same(row)))
+    height = 1.5 + 0.26 * len(rows)
+    figure, axes = plt.subplots(1, 3, figsize=(16, height), sharey=True, layout="constrained")
+    ratios = [own[same(row)] / row["ms"] for row in rows]
+    bars(axes[0], ratios, rows, "times our bf16, %.2f")
+    stack_times(axes[1], rows)
+    bars(axes[2], [row.get("memory_gib", 0) for row in rows], rows, "memory, %.0f GiB")
+    names = (", remat" if row["remat"] == "full" else "" for row in rows)
+    labels = [
+        f"{row['model']} {row['kind']} of {row['batch']}{remat}: {row['implementation']}"
+        for row, remat in zip(rows, names)
+    ]
+    axes[0].set_yticks(range(len(rows)), labels, fontsize=8)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
 
 
-def label(row: dict) -> str:
-    remat = "" if row["remat"] == "none" else ", remat"
-    return f"{row['kind']} {row['implementation'].removeprefix('swjax ')}{remat}"
+def same(row: dict) -> tuple:
+    """What rows that can be compared have in common."""
+    return tuple(row[key] for key in ("model", "kind", "remat", "batch"))
+
+
+def bars(axis, values, rows, title: str):
+    colour = lambda name: {"swjax standard": "C0"}.get(name, "C1" if "swjax" in name else "grey")
+    colours = [colour(row["implementation"]) for row in rows]
+    drawn = axis.barh(range(len(rows)), values, color=colours)
+    axis.bar_label(drawn, fmt=title.split(", ")[1], padding=2, fontsize=7)
+    axis.set_title(title.split(", ")[0])
+    axis.margins(x=0.12)
 
 
 def stack_times(axis, rows):
-    names = [*SORTS, "other elementwise"]
     left = [0.0] * len(rows)
-    for name in names:
-        widths = [row["kernels_ms"].get(name, 0.0) for row in rows]
-        axis.barh([label(row) for row in rows], widths, left=left, label=name)
+    for name in (*SORTS, "other elementwise"):
+        widths = [row.get("kernels_ms", {}).get(name, 0.0) for row in rows]
+        axis.barh(range(len(rows)), widths, left=left, label=name)
         left = [a + b for a, b in zip(left, widths)]
-    axis.invert_yaxis()
-    axis.set_xlabel("ms of kernels")
-    axis.set_title(rows[0]["model"] if rows else "")
-    axis.legend(fontsize=7)
-
-
-def speedups(axis, rows):
-    lines: dict[str, dict] = {}
-    for row in rows:
-        if row.get("ratio") and row["implementation"] != "swjax standard":
-            lines.setdefault(label(row), {})[row["model"]] = row["ratio"]
-    order = [model for model in reversed(MODELS) if any(model in line for line in lines.values())]
-    for name, line in lines.items():
-        axis.plot(order, [line.get(model) for model in order], "o-", label=name)
-    axis.axhline(1, color="grey", linewidth=0.8)
-    axis.set_ylabel("speed-up over our bf16")
-    axis.legend(fontsize=7)
-
-
-def memories(axis, rows):
-    axis.barh([label(row) for row in rows], [row["memory_gib"] for row in rows])
-    axis.invert_yaxis()
-    axis.set_xlabel("GiB")
+    axis.set_title("ms of kernels")
+    axis.legend(fontsize=7, loc="lower right")
 
 
 if __name__ == "__main__":
