@@ -513,7 +513,7 @@ def test_first_bad_step_is_named():
 
 @pytest.fixture
 def planted(monkeypatch):
-    """NaN in the batch of step 2, a gradient of step 3 and an update of step 4, infinity in a parameter of 5."""
+    """NaN in the batch of step 2, a gradient of 3 and an update of 4, infinity in a parameter of 5."""
     at = {}
 
     def spoil(x, step, value=jnp.nan):
