@@ -9,11 +9,13 @@ import fcntl
 import json
 import logging
 import os
+import platform
 import time
 import zlib
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from swjax import distributed
@@ -307,13 +309,13 @@ def lock(workdir: Path):
       The open lock file: keep it.
 
     Raises:
-      ConfigError: another live process holds it.
+      ConfigError: another live process holds it, or the file system has no locks.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     file = open(workdir / ".lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         file.seek(0)
         owner = file.read().strip() or "unknown"
         file.close()
@@ -321,7 +323,30 @@ def lock(workdir: Path):
             f"workdir {str(workdir)!r} is in use by process {owner}: "
             f"wait for it, or use another --workdir"
         ) from error
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"workdir {str(workdir)!r} cannot be locked ({error.strerror}): mount its file system with "
+            f"locks (flock), or use another --workdir"
+        ) from error
     file.truncate(0)
-    file.write(str(os.getpid()))
+    file.write(f"{os.getpid()} on {platform.node()}")
     file.flush()
+    os.fsync(file.fileno())  # for `check_shared` on other machines
     return file
+
+
+def check_shared(workdir: Path) -> None:
+    """Checks that all processes see the workdir that process 0 has locked: they write checkpoints together.
+
+    Raises:
+      ConfigError: one sees another folder, and would wait there for what process 0 writes.
+    """
+    path = workdir / ".lock"
+    own = zlib.crc32(path.read_bytes()) if path.exists() else -1
+    seen = distributed.gather(np.array([own], np.int64))[:, 0]
+    if np.any(seen != seen[0]):
+        raise ConfigError(
+            f"workdir {str(workdir)!r} is another folder for process {np.argmax(seen != seen[0])} than for "
+            f"process 0: give a path on a file system that all share"
+        )

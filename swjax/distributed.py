@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
@@ -130,16 +131,20 @@ def blame_peers():
 
 
 def leave(code: int) -> int:
-    """Ends a process whose run failed at once, if it is one of several: the others may be gone.
+    """Ends a process whose run failed, if it is one of several: the others may be gone.
 
     Returns:
       `code`, if it is alone.
     """
-    if jax.process_count() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # an orderly end would wait for all, and abort when they do not come
-    return code
+    if not jax.distributed.is_initialized():
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if is_first():
+        time.sleep(
+            1
+        )  # when the service that it has ends, JAX aborts those that have not told their error
+    os._exit(code)  # an orderly end would wait for all, and abort when they do not come
 
 
 def is_first() -> bool:

@@ -16,8 +16,15 @@ if __name__ == "__main__":
     from test_checkpoint import state_of
 
     from swjax import sharding
-    from swjax.checkpoint import Checkpoints
+    from swjax.checkpoint import Checkpoints, check_shared, lock
+    from swjax.config import ConfigError
 
+    workdir = Path(sys.argv[1]) / str(jax.process_index())
+    distributed.first_does(lambda: lock(workdir))
+    try:
+        check_shared(workdir)
+    except ConfigError as error:
+        print(error)
     rows = jax.NamedSharding(sharding.make_mesh(1, -1), jax.P("fsdp"))
     everywhere = jax.NamedSharding(rows.mesh, jax.P())
     like = jax.tree.map(
@@ -26,6 +33,5 @@ if __name__ == "__main__":
         ),
         jax.eval_shape(lambda: state_of(0)),
     )
-    checkpoints = Checkpoints(Path(sys.argv[1]) / str(jax.process_index()), keep=0)
-    state, position = checkpoints.restore(like)
+    state, position = Checkpoints(workdir, keep=0).restore(like)
     print("restored", position["batches"], int(state["step"]))

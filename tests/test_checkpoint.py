@@ -129,7 +129,10 @@ def test_when_all_are_damaged_nothing_is_begun_again(tmp_path, caplog):
 
 
 def test_what_one_of_two_processes_cannot_read_neither_uses(saved, tmp_path):
-    """The file of process 1 is cut off: it must not give up while the other waits for it."""
+    """The file of process 1 is cut off: it must not give up while the other waits for it.
+
+    For that each has a workdir of its own, as on disks that machines do not share: trainers refuse that.
+    """
     for rank in "01":
         shutil.copytree(saved, tmp_path / rank)
     largest = files(tmp_path / "1", 4)[-1]
@@ -138,6 +141,7 @@ def test_what_one_of_two_processes_cannot_read_neither_uses(saved, tmp_path):
     with two_processes([sys.executable, worker, str(tmp_path)]) as both:
         printed = [process.communicate(timeout=60)[0] for process in both]
     assert all("restored 2 2\n" in text for text in printed), printed
+    assert all("is another folder for process 1 than for process 0" in text for text in printed)
     assert "damaged: process 1 could not go on: see its message" in printed[0]
     assert "damaged: Requested byte range" in printed[1]
 

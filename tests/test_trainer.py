@@ -604,7 +604,7 @@ def test_a_finished_run_of_another_config_is_not_mistaken(reference, micro):
 
 def test_a_workdir_serves_one_process(micro, tmp_path):
     with lock(tmp_path):
-        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
             trainer.train_and_evaluate(micro(), tmp_path)
     lock(tmp_path).close()  # free again
 
