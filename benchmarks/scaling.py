@@ -204,14 +204,9 @@ def prepare(case: dict):
     optimizer = make_optimizer(config, schedule)
     init, graphdef = trainer.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    options = {"xla_backend_optimization_level": 0} if case["smoke"] else {}
-    state = jax.jit(init, out_shardings=shardings, compiler_options=options)()
-    step = jax.jit(
-        make_train_step(config, graphdef, optimizer, schedule, Packer()),
-        donate_argnums=0,
-        out_shardings=(shardings, jax.NamedSharding(mesh, jax.P())),
-    )
+    state = trainer.first_state(config, init, like)
+    step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+    step = trainer.compile_step(step, like)
     rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size
     tokens = rng.integers(1, 49406, (size, config.data.context_length), np.int32)
     tokens[:, 0], tokens[:, -1] = 49406, 49407

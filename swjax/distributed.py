@@ -174,7 +174,7 @@ def all_or_none():
         raise error
     if kinds.any():
         kind = ConfigError if kinds.max() == 2 else RunError
-        raise kind(f"process {teller} could not go on: see its message") from error
+        raise kind(f"process {teller} could not go on: see there what it says") from error
 
 
 def first_does(action: Callable[[], None]) -> None:

@@ -142,7 +142,7 @@ def test_what_one_of_two_processes_cannot_read_neither_uses(saved, tmp_path):
         printed = [process.communicate(timeout=60)[0] for process in both]
     assert all("restored 2 2\n" in text for text in printed), printed
     assert all("is another folder for process 1 than for process 0" in text for text in printed)
-    assert "damaged: process 1 could not go on: see its message" in printed[0]
+    assert "damaged: process 1 could not go on: see there what it says" in printed[0]
     assert "damaged: Requested byte range" in printed[1]
 
 
