@@ -4,6 +4,7 @@
   python benchmarks/scaling.py --models vit_h14 --devices 1 4 --out=scaling.json
   python benchmarks/scaling.py --losses --out=scaling_losses.json          # one global batch for all
   python benchmarks/scaling.py --plot=scaling.png --out=scaling.json       # of what the file holds
+  python benchmarks/scaling.py --compile        # all at once into JAX's cache: shorter runs afterwards
   python benchmarks/scaling.py --smoke                                     # tiny, on eight CPU devices
 
 Every case is a process of its own, so that memory is its own and one that hangs or does not fit ends alone.
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +43,9 @@ def main(argv: list[str]) -> int:
     found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"rows": []}
     if args.plot:
         plot(found["rows"], args.plot)
+        return 0
+    if args.compile:
+        compile_all(cases(args), args.timeout)
         return 0
     known = [row["case"] for row in found["rows"]]
     for case in [case for case in cases(args) if case not in known]:
@@ -66,6 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--scan", action="store_true", help="scan over layers: compiles faster")
     parser.add_argument("--steps", type=int, default=20, help="timed; of --losses 200")
     parser.add_argument("--losses", action="store_true", help="loss curves instead")
+    parser.add_argument("--compile", action="store_true", help="only, each in a process of its own")
     parser.add_argument("--timeout", type=float, default=280, help="seconds a case")
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="only draw what --out holds")
@@ -94,6 +100,13 @@ def cases(args) -> list[dict]:
             case = {"model": model, "recipe": recipe, "layout": layout, "devices": devices}
             found += [case | shared] * (case | shared not in found)
     return found
+
+
+def compile_all(found: list[dict], seconds: float):
+    with ThreadPool(len(found)) as pool:
+        jobs = [case | {"compile": True} for case in found]
+        for case, row in zip(found, pool.map(lambda job: in_a_process(job, seconds), jobs)):
+            print(describe(case, row), flush=True)
 
 
 def in_a_process(case: dict, seconds: float) -> dict:
@@ -151,9 +164,12 @@ def measure(case: dict) -> dict:
     from swjax.models import clip
 
     start = time.perf_counter()
-    config, cfg, step, state, batch = prepare(case)
-    compiled = step.lower(state, batch).compile()
+    config, cfg, step, init, like, batch = prepare(case)
+    compiled = step.lower(like, batch).compile()
     row = {"compile_s": round(time.perf_counter() - start, 1)} | exchanged(compiled)
+    if case.get("compile"):
+        return row
+    state = init()
     analysis = compiled.memory_analysis()
     if analysis:
         sizes = (analysis.temp_size_in_bytes, analysis.argument_size_in_bytes)
@@ -179,7 +195,7 @@ def measure(case: dict) -> dict:
 
 
 def prepare(case: dict):
-    """(config, model config, jitted step, state, batch), on a mesh of all devices."""
+    """(config, model config, step, what makes the state, its shapes, batch), on a mesh of all devices."""
     import jax
     import numpy as np
 
@@ -204,9 +220,14 @@ def prepare(case: dict):
     optimizer = make_optimizer(config, schedule)
     init, graphdef = trainer.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
-    state = trainer.first_state(config, init, like)
-    step = make_train_step(config, graphdef, optimizer, schedule, Packer())
-    step = trainer.compile_step(step, like)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    options = {"xla_backend_optimization_level": 0} if case["smoke"] else {}
+    init = jax.jit(init, out_shardings=shardings, compiler_options=options)
+    step = jax.jit(
+        make_train_step(config, graphdef, optimizer, schedule, Packer()),
+        donate_argnums=0,
+        out_shardings=(shardings, jax.NamedSharding(mesh, jax.P())),
+    )
     rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size
     tokens = rng.integers(1, 49406, (size, config.data.context_length), np.int32)
     tokens[:, 0], tokens[:, -1] = 49406, 49407
@@ -215,7 +236,7 @@ def prepare(case: dict):
         "text": tokens,
         "label": np.arange(size, dtype=np.int32),
     }
-    return config, cfg, step, state, sharding.shard_batch(batch, mesh)
+    return config, cfg, step, init, like, sharding.shard_batch(batch, mesh)
 
 
 def exchanged(compiled) -> dict:
@@ -338,6 +359,7 @@ def describe(case: dict, row: dict) -> str:
     name = f"{case.get('model', 'losses')} {case['recipe']} {case.get('layout', '')} x{case['devices']}"
     told = (
         "error",
+        "compile_s",
         "samples_per_s",
         "step_ms",
         "collective_ms",

@@ -3,6 +3,7 @@
     python benchmarks/train_step.py --out=benchmarks/results/train_step.json    # the most important first
     python benchmarks/train_step.py --models vit_h14 --kinds encoder --recipes standard switchback
     python benchmarks/train_step.py --peers                   # timm and open_clip under torch.compile too
+    python benchmarks/train_step.py --compile                 # fills JAX_COMPILATION_CACHE_DIR, times nothing
     python benchmarks/train_step.py --smoke                   # tiny, on any machine
     python benchmarks/train_step.py --plot=step.png --out=FILE   # draws a finished file
 
@@ -77,6 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         plot(json.loads(args.out.read_text())["rows"], args.plot)
         return 0
     records = timing.Records(args.out, args.seconds)
+    if args.compile:
+        for case in cases(args):
+            PROGRAMS[case.kind](case).lowered.compile()
+        return 0
     if args.peers:
         bench_peers(records, args)
     for case in cases(args):
@@ -98,6 +103,9 @@ def parse(argv):
     parser.add_argument("--remats", nargs="+", default=REMATS)
     parser.add_argument("--batch", type=int, help="in place of each model's")
     parser.add_argument("--peers", action="store_true", help="timm and open_clip first")
+    parser.add_argument(
+        "--compile", action="store_true", help="only: many may at once, on an idle machine"
+    )
     parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
     parser.add_argument("--smoke", action="store_true", help="a tiny model in few steps")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
@@ -120,19 +128,20 @@ def cases(args):
 
 def bench(records: timing.Records, case: Case, smoke: bool):
     """One row: how fast, how much memory, and where the time goes."""
-    make = {"encoder": encoder, "step": step}[case.kind]
-    run, compiled, flops = make(case)
+    program = PROGRAMS[case.kind](case)
+    compiled = program.lowered.compile()
+    run = program.start(compiled)
     seconds = seconds_per_call(run, at_least=0.1 if smoke else 1.5)
     memory = compiled.memory_analysis()
     row = case.row | {
         "ms": 1e3 * seconds,
         "images_per_second": case.batch / seconds,
-        "tflops": flops / seconds / 1e12,
+        "tflops": program.flops / seconds / 1e12,
         "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
         "activations_gib": memory.temp_size_in_bytes / 2**30,
     }
     if peak := PEAK.get(records.machine["device"]):
-        row["mfu"] = flops / seconds / peak
+        row["mfu"] = program.flops / seconds / peak
     if jax.default_backend() == "gpu":
         launches = timing.launches(run)
         kernels = by_sort(launches)
@@ -175,8 +184,7 @@ def top_kernels(launches, count: int = 25) -> dict[str, list]:
 
 def against(rows: list[dict], row: dict) -> dict:
     """The speed-up over our own 16 bits, and over PyTorch."""
-    same = ("kind", "model", "remat", "batch")
-    others = [r for r in rows if all(r.get(k) == row[k] for k in same) and r.get("ms")]
+    others = [r for r in rows if r.get("ms") and same(r) == same(row)]
     own = [r for r in others if r["implementation"] == "swjax standard"]
     torch = [r for r in others if not r["implementation"].startswith("swjax")]
     ratios = {"ratio": own, "ratio_to_torch": torch}
@@ -186,8 +194,16 @@ def against(rows: list[dict], row: dict) -> dict:
 # --- what is timed ------------------------------------------------------------------------------------
 
 
-def encoder(case: Case) -> tuple[Callable, jax.stages.Compiled, float]:
-    """(what runs it once, its program, floating-point operations of its products)."""
+class Program(NamedTuple):
+    """What is compiled; what runs it once when it is; the floating-point operations of its products."""
+
+    lowered: jax.stages.Lowered
+    start: Callable[[jax.stages.Compiled], Callable]
+    flops: float
+
+
+def encoder(case: Case) -> Program:
+    """Gradients of all parameters of the image tower."""
     dtype = "float32" if case.model == "tiny" else "bfloat16"
     cfg = clip.config(case.model, recipe=case.recipe, remat=case.remat, dtype=dtype)
 
@@ -203,15 +219,16 @@ def encoder(case: Case) -> tuple[Callable, jax.stages.Compiled, float]:
 
     side = cfg.vision.image_size
     images = timing.random(case.batch, side, side, 3, dtype=dtype)
-    arrays = init(), images, timing.random(case.batch, cfg.embed_dim, dtype="float32")
-    compiled = jax.jit(jax.grad(loss)).lower(*arrays).compile()
+    g = timing.random(case.batch, cfg.embed_dim, dtype="float32")
+    lowered = jax.jit(jax.grad(loss)).lower(jax.eval_shape(init), images, g)
     text = clip._blocks_flops(cfg.text, cfg.text.context_length)
     flops = clip.flops_per_example(cfg, training=False) - text
-    return partial(compiled, *arrays), compiled, 3 * flops * case.batch
+    start = lambda compiled: partial(compiled, init(), images, g)
+    return Program(lowered, start, 3 * flops * case.batch)
 
 
-def step(case: Case) -> tuple[Callable, jax.stages.Compiled, float]:
-    """The same of a whole training step; its state goes from call to call."""
+def step(case: Case) -> Program:
+    """A whole training step; its state goes from call to call."""
     config = common.get_config() if case.model == "tiny" else common.paper(case.model, case.recipe)
     config.model.recipe, config.model.remat = case.recipe, case.remat
     config.train.batch_size = case.batch
@@ -220,7 +237,7 @@ def step(case: Case) -> tuple[Callable, jax.stages.Compiled, float]:
     schedule = lambda count: jnp.float32(1e-4)
     optimizer = make_optimizer(config, schedule)
     init, graphdef = trainer.make_init(config, cfg, optimizer)
-    state = jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})()
+    init = jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})
     train_step = make_train_step(config, graphdef, optimizer, schedule, Packer())
     side, length = cfg.vision.image_size, cfg.text.context_length
     keys = jax.random.split(jax.random.key(0), 2)
@@ -229,15 +246,22 @@ def step(case: Case) -> tuple[Callable, jax.stages.Compiled, float]:
         "text": jax.random.randint(keys[1], (case.batch, length), 0, 1000, jnp.int32),
         "label": jnp.arange(case.batch, dtype=jnp.int32),
     }
-    compiled = jax.jit(train_step, donate_argnums=0).lower(state, batch).compile()
-    states = [state]
+    lowered = jax.jit(train_step, donate_argnums=0).lower(jax.eval_shape(init), batch)
 
-    def run():
-        new, metrics = compiled(states.pop(), batch)
-        states.append(new)
-        return metrics
+    def start(compiled):
+        states = [init()]
 
-    return run, compiled, 3 * clip.flops_per_example(cfg) * case.batch
+        def run():
+            new, metrics = compiled(states.pop(), batch)
+            states.append(new)
+            return metrics
+
+        return run
+
+    return Program(lowered, start, 3 * clip.flops_per_example(cfg) * case.batch)
+
+
+PROGRAMS = {"encoder": encoder, "step": step}
 
 
 def bench_peers(records: timing.Records, args):
@@ -253,58 +277,53 @@ def bench_peers(records: timing.Records, args):
 
 
 def plot(rows: list[dict], path: Path):
-    """Time by sort of kernel, speed-up by model, memory by recipe."""
+    """Speed over our own 16 bits, where the time goes, and memory, case by case."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if row.get("ms")]
-    figure, axes = plt.subplots(1, 3, figsize=(17, 5.5))
-    stack_times(
-        axes[0], [r for r in rows if r.get("kernels_ms") and r["model"] == rows[0]["model"]]
-    )
-    speedups(axes[1], rows)
-    memories(axes[2], [r for r in rows if r.get("memory_gib") and r["model"] == rows[0]["model"]])
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    own = {same(row): row["ms"] for row in rows if row["implementation"] == "swjax standard"}
+    rows = [row for row in rows if row.get("ms") and same(row) in own]
+    rows.sort(key=lambda row: list(own).index(same(row)))
+    height = 1.5 + 0.26 * len(rows)
+    figure, axes = plt.subplots(1, 3, figsize=(16, height), sharey=True, layout="constrained")
+    ratios = [own[same(row)] / row["ms"] for row in rows]
+    bars(axes[0], ratios, rows, "times our bf16, %.2f")
+    stack_times(axes[1], rows)
+    bars(axes[2], [row.get("memory_gib", 0) for row in rows], rows, "memory, %.0f GiB")
+    names = (", remat" if row["remat"] == "full" else "" for row in rows)
+    labels = [
+        f"{row['model']} {row['kind']} of {row['batch']}{remat}: {row['implementation']}"
+        for row, remat in zip(rows, names)
+    ]
+    axes[0].set_yticks(range(len(rows)), labels, fontsize=8)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
 
 
-def label(row: dict) -> str:
-    remat = "" if row["remat"] == "none" else ", remat"
-    return f"{row['kind']} {row['implementation'].removeprefix('swjax ')}{remat}"
+def same(row: dict) -> tuple:
+    """What rows that can be compared have in common."""
+    return tuple(row[key] for key in ("model", "kind", "remat", "batch"))
+
+
+def bars(axis, values, rows, title: str):
+    colour = lambda name: {"swjax standard": "C0"}.get(name, "C1" if "swjax" in name else "grey")
+    colours = [colour(row["implementation"]) for row in rows]
+    drawn = axis.barh(range(len(rows)), values, color=colours)
+    axis.bar_label(drawn, fmt=title.split(", ")[1], padding=2, fontsize=7)
+    axis.set_title(title.split(", ")[0])
+    axis.margins(x=0.12)
 
 
 def stack_times(axis, rows):
-    names = [*SORTS, "other elementwise"]
     left = [0.0] * len(rows)
-    for name in names:
-        widths = [row["kernels_ms"].get(name, 0.0) for row in rows]
-        axis.barh([label(row) for row in rows], widths, left=left, label=name)
+    for name in (*SORTS, "other elementwise"):
+        widths = [row.get("kernels_ms", {}).get(name, 0.0) for row in rows]
+        axis.barh(range(len(rows)), widths, left=left, label=name)
         left = [a + b for a, b in zip(left, widths)]
-    axis.invert_yaxis()
-    axis.set_xlabel("ms of kernels")
-    axis.set_title(rows[0]["model"] if rows else "")
-    axis.legend(fontsize=7)
-
-
-def speedups(axis, rows):
-    lines: dict[str, dict] = {}
-    for row in rows:
-        if row.get("ratio") and row["implementation"] != "swjax standard":
-            lines.setdefault(label(row), {})[row["model"]] = row["ratio"]
-    order = [model for model in reversed(MODELS) if any(model in line for line in lines.values())]
-    for name, line in lines.items():
-        axis.plot(order, [line.get(model) for model in order], "o-", label=name)
-    axis.axhline(1, color="grey", linewidth=0.8)
-    axis.set_ylabel("speed-up over our bf16")
-    axis.legend(fontsize=7)
-
-
-def memories(axis, rows):
-    axis.barh([label(row) for row in rows], [row["memory_gib"] for row in rows])
-    axis.invert_yaxis()
-    axis.set_xlabel("GiB")
+    axis.set_title("ms of kernels")
+    axis.legend(fontsize=7, loc="lower right")
 
 
 if __name__ == "__main__":

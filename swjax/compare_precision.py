@@ -86,6 +86,8 @@ def compare(config, args) -> dict:
     arms = args.arms or [f"{config.model.recipe}:{config.model.dtype}", "standard:bfloat16"]
     configs = {arm: of_arm(config, arm) for arm in [REFERENCE, *arms]}
     others = [arm for arm in configs if arm != REFERENCE]
+    if not others:
+        raise ConfigError(f"--arms names {REFERENCE} alone, which is what arms are compared with")
     batches = first_batches(config, max(1, args.steps))
     few = {name: rows[: args.examples] for name, rows in batches[0].items() if name != "index"}
     reference = observe(configs[REFERENCE], few)

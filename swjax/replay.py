@@ -6,7 +6,7 @@ For `python -m swjax.diagnostics`: what a spike's batch was, and what its gradie
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import jax
@@ -152,7 +152,7 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
     }
 
     def examples(step: int) -> list[str]:
-        start, position = _position_before(workdir, step)
+        start, position = _position_before(config, workdir, step)
         skipped = [log.get(s, {}).get("data/skipped", 0) for s in (start, step)]
         if skipped[0] != skipped[1] or (position is None and config.train.nan_policy == "rollback"):
             raise ConfigError(f"what step {step} was given depends on what was skipped before it")
@@ -165,21 +165,40 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
 
 def _state_before(config, workdir: Path, step: int, init, like):
     """The train state and the position in the data of the nearest checkpoint, or of the beginning."""
-    if any((workdir / "checkpoints").glob("[0-9]*")):
-        with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
-            if earlier := [s for s in checkpoints.steps() if s < step]:
-                return checkpoints.restore(like, earlier[-1])
-    if config.checkpoint.resume:
-        return Checkpoints.of("checkpoint.resume", config.checkpoint.resume).restore(like)
+    with _checkpoint_before(config, workdir, step) as found:
+        if found:
+            checkpoints, earlier = found
+            return checkpoints.restore(like, earlier)
     return trainer.first_state(config, init, like), None
 
 
-def _position_before(workdir: Path, step: int) -> tuple[int, dict | None]:
-    if any((workdir / "checkpoints").glob("[0-9]*")):
-        with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
-            if earlier := [s for s in checkpoints.steps() if s < step]:
-                return earlier[-1], checkpoints.position(earlier[-1])
+def _position_before(config, workdir: Path, step: int) -> tuple[int, dict | None]:
+    with _checkpoint_before(config, workdir, step) as found:
+        if found:
+            checkpoints, earlier = found
+            return earlier, checkpoints.position(earlier)
     return 0, None
+
+
+@contextmanager
+def _checkpoint_before(config, workdir: Path, step: int):
+    """(checkpoints, step of the nearest one before a step) of the run, or of that which it goes on with.
+
+    None: there is none, and the run began with no other.
+    """
+    runs = {"workdir": str(workdir), "checkpoint.resume": config.checkpoint.resume}
+    for key, folder in runs.items():
+        if folder and any((Path(folder) / "checkpoints").glob("[0-9]*")):
+            with closing(Checkpoints.of(key, folder)) as checkpoints:
+                if earlier := [s for s in checkpoints.steps() if s < step]:
+                    yield checkpoints, earlier[-1]
+                    return
+    if config.checkpoint.resume:
+        raise ConfigError(
+            f"no checkpoint of {workdir} or config.checkpoint.resume={config.checkpoint.resume!r} is "
+            f"from before step {step}: name a later step"
+        )
+    yield None
 
 
 def _gradients(config, graphdef, state, batch) -> dict[str, tuple[float, float]]:

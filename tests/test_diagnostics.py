@@ -1,9 +1,12 @@
 """Scalars of a training step: right in half precision, named as the log and the report expect."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from swjax import diagnostics
@@ -43,3 +46,22 @@ def test_names_are_those_the_report_reads():
     assert found[charts.PATCH_RMS].shape == ()
     assert found["stability/rms/vision/blocks/mlp/fc1/kernel"].shape == (3,)
     assert found[charts.FEATURES].shape == (3,)
+
+
+def test_a_recorder_goes_on_and_never_goes_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with diagnostics.Recorder(path, fetch_every=2) as recorder:
+        for step in range(1, 6):
+            recorder.add(step, {"train/loss": jnp.float32(np.nan if step == 2 else step)})
+        with pytest.raises(ValueError, match="^steps must not fall, got 3 after 5: "):
+            recorder.add(3, {"train/loss": jnp.float32(0)})
+    with open(path, "a") as file:
+        file.write('{"step": 6, "tr')  # of a run that was killed
+    with diagnostics.Recorder(path, last_step=4) as recorder:
+        with pytest.raises(ValueError, match="^steps must not fall, got 4 after 4: "):
+            recorder.add(4, {"train/loss": jnp.float32(0)})
+        recorder.add(5, {"train/loss": jnp.float32(50)})
+        recorder.add(5, {"quantization/zeros/fc/x": jnp.ones(2)})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["train/loss"] for line in lines] == [1, None, 3, 4, 50]
+    assert lines[-1]["quantization/zeros/fc/x/1"] == 1

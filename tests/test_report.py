@@ -132,7 +132,7 @@ def test_run_without_evaluation_or_stable_adamw(workdir):
     page = Page(path)
     for text in (
         "set config.eval.every_steps",
-        "only optimizer.name=stable_adamw measures it",
+        "set config.diagnostics.rms",
         "No stability/feature_mean_abs/vision/<block>",
         "No perf/samples_per_sec_per_device",
         "No scores: the run has not reached its final evaluation",
@@ -154,7 +154,7 @@ def test_diverged_run_and_a_line_cut_off(workdir):
         for step in (13, 14):
             file.write(json.dumps(record(step) | {"train/loss": None}) + "\n")
         file.write('{"step": 15, "train/lo')
-    assert "Not finite from step 13 on, in 2 steps" in Page(report.write(workdir)).text
+    assert "Not finite in 2 of 14 steps, first at step 13" in Page(report.write(workdir)).text
 
 
 def test_making_the_page_again_keeps_scores_and_predictions(workdir):

@@ -9,7 +9,7 @@ import pytest
 from test_report import Page
 from test_trainer import cache, micro, records, train  # noqa: F401
 
-from swjax import replay
+from swjax import replay, report
 from swjax.config import ConfigError
 from swjax.diagnostics.__main__ import main
 from swjax.report import spikes
@@ -66,12 +66,31 @@ def test_page_says_what_is_missing(tmp_path):
         assert missing in text
 
 
+def test_pages_of_a_log_with_gaps(tmp_path):
+    """NaN losses, the tensor they came from, RMS without a number, layers measured at other steps, damage."""
+    write_log(tmp_path, steps=200)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines[119] |= {"train/loss": None, "train/nonfinite": "gradient patch_embed/kernel"}
+    for line in lines:
+        line |= {name: None for name in line if name.endswith("fc1/kernel/0")}
+        line |= {"quantization/sqnr_db/late/x": 30.0} if line["step"] % 80 == 0 else {}
+    log = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_bytes(log.encode() + b'{"loss": 1}\n\xff\n')
+    path, found = spikes.write(tmp_path)
+    assert found.steps == (11, 200) and [event.start for event in found.loss] == [150]
+    assert "At the end: <fc>/x" in Page(path).text
+    assert "Not finite in 1 of 200 steps, first at step 120" in Page(report.write(tmp_path)).text
+
+
 def test_mistakes_are_one_line(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert main(["replay", str(tmp_path), "--step=3"]) == 2
+    write_log(tmp_path, steps=3)
+    assert main(["report", str(tmp_path), "--window=1"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2
+    assert len(errors) == 3
     assert "holds no train/loss" in errors[0] and "holds no config.json" in errors[1]
+    assert "window must be at least 2, got 1" in errors[2]
 
 
 def test_swjax_is_a_command():
@@ -126,6 +145,15 @@ def test_replay_tells_what_differs():
 def test_a_step_that_is_none(run):
     with pytest.raises(ConfigError, match="^--step=7 must be one of the run's steps, 1 to 6$"):
         replay.replay(run, 7)
+
+
+def test_a_run_that_goes_on_with_another(run, micro, tmp_path):  # noqa: F811
+    """What it began with is in the other's checkpoints."""
+    config = micro(checkpoint__resume=str(run))
+    start, position = replay._position_before(config, tmp_path, 5)
+    assert start == 4 and position["taken"] == [4 * 8]
+    with pytest.raises(ConfigError, match="is from before step 2: name a later step$"):
+        replay._position_before(config, tmp_path, 2)
 
 
 def test_report_of_a_run_names_examples_and_the_command(run):

@@ -131,6 +131,10 @@ def test_mistakes_are_said_in_one_line():
         detector.update(5, 1.0)
     with pytest.raises(ValueError, match=r"^'x' must have one value a step, 3, got 2$"):
         analyse(np.arange(3), np.ones(3), {"x": np.ones(2)})
+    with pytest.raises(ValueError, match="^Rules: deviations must be at least 1, got 0$"):
+        Rules(deviations=0)
+    with pytest.raises(ValueError, match=r"^Rules: lead must be .*, got \(8, 1\)$"):
+        Rules(lead=(8, 1))
 
 
 def test_a_log_without_steps():

@@ -1,6 +1,7 @@
 """The studies in benchmarks/studies: each runs in its shortest form, and goes on where it was cut off."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -48,7 +49,8 @@ def test_a_study_goes_on_with_what_it_has(study, tmp_path):
 
     def carry_out(*flags):
         args = study.parser("").parse_args([f"--out={tmp_path}/out.json", *flags])
-        return study.carry_out(args, [({"i": i}, lambda i=i: run(i)) for i in range(4)], None)
+        runs = [({"i": i}, lambda i=i: run(i)) for i in range(4)]
+        return study.carry_out(args, runs, None, lambda runs: None)
 
     assert carry_out("--minutes=0")["finished"] is False and done == []
     with pytest.raises(KeyboardInterrupt):
@@ -56,6 +58,23 @@ def test_a_study_goes_on_with_what_it_has(study, tmp_path):
     result = carry_out()
     assert done == [0, 1, 2, 2, 3] and result["finished"]
     assert [run["result"]["i"] for run in result["runs"]] == [0, 1, 2, 3]
+
+
+def test_parts_of_a_study_are_put_together(study, tmp_path):
+    """Each run once; a loss that is not finite comes through a file that any JSON reader takes."""
+    for name, numbers in {"a": (0, 1), "b": (1, 2)}.items():
+        runs = [({"i": i}, lambda i=i: {"loss": [0.5, math.nan], "i": i}) for i in numbers]
+        args = study.parser("").parse_args([f"--out={tmp_path}/{name}.json"])
+        study.carry_out(args, runs, None, lambda runs: None)
+    text = (tmp_path / "a.json").read_text()
+    assert "NaN" not in text and len(text.splitlines()) == 4
+    files = [f"{tmp_path}/a.json", f"{tmp_path}/b.json"]
+    args = study.parser("").parse_args(["--merge", *files, f"--out={tmp_path}/all.json"])
+    seen = []
+    merged = study.carry_out(args, (), None, seen.extend)
+    assert [run["key"]["i"] for run in seen] == [0, 1, 2] and merged["finished"]
+    assert study.load(tmp_path / "all.json")["parts"] == merged["parts"] and len(seen) == 3
+    assert math.isnan(seen[2]["result"]["loss"][1])
 
 
 def test_interval_is_students(study):

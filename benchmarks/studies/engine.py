@@ -50,6 +50,7 @@ class Corpus(NamedTuple):
     captions: np.ndarray
 
 
+@functools.cache
 def corpora(name: str, side: int, directory: str) -> tuple[Corpus, Corpus, int]:
     """(to train on, to name, vocabulary's size): train and test splits of the emoji, or synthetic ones."""
     options = {"image_size": side, "classes": 30, "examples": 240} if name == "synthetic" else {}
@@ -79,13 +80,14 @@ def load(source, side: int) -> Corpus:
 def model(vision: tuple, text: tuple, *, side: int, patch: int, vocabulary: int, **options):
     """A CLIP; vision and text are (width, layers, heads)."""
     names = ("width", "layers", "heads")
+    usual = {"gelu": "tanh", "recipe": "standard", "attention": "xla", "scan_layers": True}
     return clip.config(
         "tiny",
         vision=dict(zip(names, vision, strict=True)) | {"image_size": side, "patch_size": patch},
         text=dict(zip(names, text, strict=True))
         | {"context_length": CONTEXT, "vocab_size": vocabulary},
         embed_dim=vision[0],
-        **{"gelu": "tanh", "recipe": "standard", "scan_layers": True} | options,
+        **usual | options,
     )
 
 
@@ -95,8 +97,8 @@ class Trainer:
     Args:
       cfg: of the model.
       corpus: to train on.
-      steps, warmup: of each run; the rate rises linearly, then falls as a cosine, to a tenth: what comes late
-        still moves.
+      steps, warmup: of each run; the rate rises linearly, then falls as a cosine.
+      end: its share that is left at the end; 1: it stays.
       batch: pairs a step.
       shift: a step up to which the model is given an eighth of each image, see `faded`; 0: none.
       surge: a step from which on gradients are `SURGE` times as large; 0: none.
@@ -104,11 +106,11 @@ class Trainer:
     """
 
     def __init__(
-        self, cfg, corpus: Corpus, *, steps, warmup, batch, shift=0, surge=0, together=True
+        self, cfg, corpus: Corpus, *, steps, warmup, batch, end=0.1, shift=0, surge=0, together=True
     ):
         self.cfg, self.steps, self.batch = cfg, steps, batch
         self.shift, self.surge = shift, surge
-        self.shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warmup, steps, 0.1)
+        self.shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warmup, steps, end)
         self.corpus = jax.tree.map(jnp.asarray, corpus)
         side = str(cfg.vision.image_size)
         pairs = [("data.image_size", side), ("data.augment", "true")]

@@ -37,9 +37,7 @@ def main(argv=None) -> dict:
         for elements in ("normal", "tokens")
         for k in lengths
     ]  # fmt: skip
-    done = study.carry_out(args, runs, draw)
-    table(done["runs"])
-    return done
+    return study.carry_out(args, runs, draw, table)
 
 
 def measure(name: str, elements: str, k: int, seeds: int) -> dict:

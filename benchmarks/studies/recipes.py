@@ -1,13 +1,13 @@
 """Accuracy of recipes in towers shaped like ViT-B, L and H; fp8 with and without layer-scale.
 
-Command:  python benchmarks/studies/recipes.py --dtype=bfloat16 --minutes=5 \\
+Command:  python benchmarks/studies/recipes.py --dtype=bfloat16 --minutes=30 \\
             --out=benchmarks/results/recipes_gpu.json --plot=docs/images/recipes_gpu.png
 
 Towers have the paper's depths (12, 24, 32 blocks of vision; 12, 12, 24 of text) and an eighth of its widths;
 emoji drawings of 32 pixels in patches of 8, so 17 tokens. wgrad contracts batch x 17.
 
   accuracy     every recipe, three seeds: top-1 of naming unseen drawings, less that of "standard"
-  wgrad        standard, switchback and llm_int8 of the B shape at several batches: wgrad's K grows
+  wgrad        standard, switchback and llm_int8 of the first shape at other batches: wgrad's K grows
   layer_scale  fp8_tensorwise plain, with zero-initialised layer-scale, with QK-norm, with gradients clipped,
                and standard: mean |x| of each block's output at the start and the end
 
@@ -17,7 +17,6 @@ fp8 products run on the tensor cores of GPUs that have them, elsewhere as exact 
 import itertools
 import math
 import sys
-from pathlib import Path
 
 import study
 
@@ -27,7 +26,7 @@ SHAPES = {
     "L": ((128, 24, 4), (96, 12, 3)),
     "H": ((160, 32, 4), (128, 24, 4)),
 }
-RECIPES = ("standard", "switchback", "llm_int8", "fp8_switchback", "fp8_tensorwise", "switchback_m",
+RECIPES = ("standard", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback", "switchback_m",
            "switchback_q")  # fmt: skip
 REMEDIES = {
     "standard": ("standard", {}, {}),
@@ -36,32 +35,28 @@ REMEDIES = {
     "qk-norm": ("fp8_tensorwise", {"qk_norm": True}, {}),
     "clipped at 1": ("fp8_tensorwise", {}, {"grad_clip": 1.0}),
 }
+WGRAD = RECIPES[:3]
+COMPARED = ("part", "shape", "batch", "rate", "steps", "seeds", "dtype", "source")  # to be equal
 PARTS = ("accuracy", "layer_scale", "wgrad")
 
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    done = study.carry_out(args, runs(args), draw)
-    table(done["runs"])
-    return done
+    return study.carry_out(args, runs(args), draw, table)
 
 
 def parse(argv):
-    flags = study.parser(__doc__)
+    flags = study.training_parser(__doc__, seeds=3, steps=500)
     flags.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     flags.add_argument("--shapes", nargs="+", default=["B", "L", "H"], choices=SHAPES)
-    flags.add_argument("--recipes", nargs="+", default=RECIPES)
-    flags.add_argument("--seeds", type=int, default=3)
-    flags.add_argument("--steps", type=int, default=500)
+    flags.add_argument("--recipes", nargs="+", default=RECIPES, help="of accuracy and wgrad")
+    flags.add_argument("--remedies", nargs="+", default=list(REMEDIES), choices=REMEDIES)
     flags.add_argument("--batch", type=int, default=256)
-    flags.add_argument("--batches", nargs="+", type=int, default=[64, 256, 1024, 4096])
+    flags.add_argument("--batches", nargs="+", type=int, default=[64, 1024, 4096], help="of wgrad")
     flags.add_argument("--rate", type=float, default=1e-3)
     flags.add_argument(
         "--rates", nargs="+", type=float, default=[2e-3, 8e-3], help="of layer_scale"
     )
-    flags.add_argument("--dtype", default="float32", help="of what is not quantized")
-    flags.add_argument("--source", default="emoji", help="or synthetic")
-    flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
     args = flags.parse_args(argv)
     if args.smoke:
         args.parts, args.shapes, args.recipes = ["layer_scale"], ["smoke"], RECIPES[:2]
@@ -73,20 +68,21 @@ def runs(args):
     """One program each, which all seeds run through one after the other."""
     shared = {"steps": args.steps, "dtype": args.dtype, "source": args.source, "seeds": args.seeds}
     first = {"shape": args.shapes[0], "batch": args.batch, "rate": args.rate}
-    parts = {
+    remedies = args.remedies[: 2 if args.smoke else None]
+    parts = {  # what matters most comes first
         "accuracy": [
             first | {"shape": shape, "arm": recipe}
-            for shape, recipe in itertools.product(args.shapes, args.recipes)
+            for recipe, shape in itertools.product(args.recipes, args.shapes)
         ],
         "wgrad": [
             first | {"batch": batch, "arm": recipe}
-            for batch, recipe in itertools.product(args.batches, RECIPES[:3])
+            for batch in args.batches
+            for recipe in args.recipes
+            if recipe in WGRAD
         ],
         "layer_scale": [
             first | {"shape": args.shapes[-1], "rate": rate, "arm": arm}
-            for rate, arm in itertools.product(
-                args.rates, list(REMEDIES)[: 2 if args.smoke else None]
-            )
+            for rate, arm in itertools.product(args.rates, remedies)
         ],
     }
     for part in args.parts:
@@ -95,17 +91,11 @@ def runs(args):
             yield key, lambda key=key: train(args, key)
 
 
-_CORPORA = {}
-
-
 def train(args, key: dict) -> dict:
     import engine
-    import numpy as np
 
     side = 16 if args.smoke else 32
-    if not _CORPORA:
-        _CORPORA["all"] = engine.corpora(args.source, side, args.data)
-    corpus, unseen, vocabulary = _CORPORA["all"]
+    corpus, unseen, vocabulary = engine.corpora(args.source, side, args.data)
     recipe, options, hyper = key["arm"], {}, {}
     if key["part"] == "layer_scale":
         recipe, options, hyper = REMEDIES[key["arm"]]
@@ -117,19 +107,23 @@ def train(args, key: dict) -> dict:
     hypers = [engine.Hyper(seed=s, lr=key["rate"], **hyper) for s in range(args.seeds)]
     params, measured = trainer.train(hypers)
     accuracy = trainer.accuracy(params, unseen)
-    rounded = lambda values: [float(f"{x:.4g}") for x in np.ravel(values)]
     return {
         "runs": [
-            {
-                "seed": seed,
-                "top1": top1,
-                "final": float(np.mean(m["loss"][-args.steps // 10 :])),
-                "loss": rounded(m["loss"]),
-                "features_first": rounded(m["feature_mean_abs/vision"][0]),
-                "features_last": rounded(m["feature_mean_abs/vision"][-1]),
-            }
+            {"seed": seed, "top1": top1, **judge(m)}
             for seed, (top1, m) in enumerate(zip(accuracy, measured, strict=True))
         ]
+    }
+
+
+def judge(measured: dict) -> dict:
+    """The loss of the last tenth, its curve, and mean |x| of each block's output at both ends."""
+    loss, features = measured["loss"], measured["feature_mean_abs/vision"]
+    tenth = max(1, len(loss) // 10)
+    return {
+        "final": float(loss[-tenth:].mean()),
+        "loss": study.thin(loss),
+        "features_first": study.thin(features[0], every=1),
+        "features_last": study.thin(features[-1], every=1),
     }
 
 
@@ -139,9 +133,7 @@ def values(run: dict, name: str) -> list[float]:
 
 def table(runs) -> None:
     """Each arm's score and loss with 95% intervals, and the difference from standard, seed by seed."""
-    for (part, shape, batch, rate), some in study.group(
-        runs, "part", "shape", "batch", "rate"
-    ).items():
+    for (part, shape, batch, rate, *_), some in study.group(runs, *COMPARED).items():
         base = next((run for run in some if run["key"]["arm"] == "standard"), None)
         for run in some:
             (top1, half), (loss, loss_half) = (
@@ -159,11 +151,27 @@ def table(runs) -> None:
             print(text)
 
 
+def by_length(runs) -> dict[str, list[dict]]:
+    """Runs of each recipe by wgrad's K; "accuracy" has that of the usual batch."""
+    wgrad = [run for run in runs if run["key"]["part"] == "wgrad"]
+    places = [(run["key"]["shape"], run["key"]["rate"]) for run in wgrad]
+    wgrad += [
+        run
+        for run in runs
+        if run["key"]["part"] == "accuracy"
+        and run["key"]["arm"] in WGRAD
+        and (run["key"]["shape"], run["key"]["rate"]) in places
+    ]
+    wgrad.sort(key=lambda run: run["key"]["batch"])
+    return {arm: some for (arm,), some in study.group(wgrad, "arm").items()}
+
+
 def draw(figure, runs) -> None:
-    figure.set_size_inches(11, 3.8)
-    left, middle, right = figure.subplots(1, 3)
+    figure.set_size_inches(14, 3.8)
+    left, middle, right, last = figure.subplots(1, 4)
     accuracy = [run for run in runs if run["key"]["part"] == "accuracy"]
-    shapes = list(dict.fromkeys(run["key"]["shape"] for run in accuracy))
+    used = [run["key"]["shape"] for run in accuracy]
+    shapes = [shape for shape in SHAPES if shape in used]
     for i, (arm, some) in enumerate(study.group(accuracy, "arm").items()):
         for run in some:
             mean, half = study.interval(values(run, "top1"))
@@ -173,24 +181,23 @@ def draw(figure, runs) -> None:
                           label=arm[0] if run is some[0] else None)  # fmt: skip
     left.set_xticks(range(len(shapes)), shapes)
     left.set(title="top-1 (%), 95% intervals")
-    for (arm,), some in study.group(
-        [r for r in runs if r["key"]["part"] == "wgrad"], "arm"
-    ).items():
+    for arm, some in by_length(runs).items():
         k = [17 * run["key"]["batch"] for run in some]
-        middle.semilogx(
-            k, [study.interval(values(run, "final"))[0] for run in some], "o-", label=arm
-        )
+        final = [study.interval(values(run, "final"))[0] for run in some]
+        middle.semilogx(k, final, "o-", label=arm)
     middle.set(xlabel="K of wgrad", title="final loss")
     scales = [run for run in runs if run["key"]["part"] == "layer_scale"]
-    for (arm, rate), (run,) in study.group(scales, "arm", "rate").items():
-        first = run["result"]["runs"][0]
-        right.plot(first["loss"], linewidth=0.8, label=f"{arm}, lr {rate:g}")
+    for (arm, rate), some in study.group(scales, "arm", "rate").items():
+        result = some[0]["result"]["runs"][0]
+        steps, label = study.thinned_steps(result["loss"]), f"{arm}, lr {rate:g}"
+        right.plot(steps, result["loss"], linewidth=0.8, label=label)
+        last.plot(result["features_last"], linewidth=0.8, label=label)
     right.set(xlabel="step", title="loss, fp8_tensorwise")
-    for axes in (left, middle, right):
+    last.set(xlabel="block of vision", yscale="log", title="mean |x| at the end")
+    for axes in (left, middle, right, last):
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=6)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main(sys.argv[1:])

@@ -1,14 +1,16 @@
 """Loss spikes: when they come, whether RMS foretells them, and what each optimizer makes of them.
 
-Command:  python benchmarks/studies/spikes.py --dtype=bfloat16 --out=benchmarks/results/spikes_gpu.json \\
-            --plot=docs/images/spikes_gpu.png --minutes=5
+Command:  python benchmarks/studies/spikes.py --dtype=bfloat16 --end=1 --minutes=8 \\
+            --out=benchmarks/results/spikes_gpu.json --plot=docs/images/spikes_gpu.png
 
 Four parts, all of emoji drawings at 32 pixels:
-  sweep       AdamW over learning rate x b2 x batch x size: how many loss spikes, where RMS events are
   optimizers  at one high rate: AdamW, lower b2, b2 = 1 - t^-x, gradient clipping, StableAdamW
-  shift       the same, with data that change: pixels an eighth as large until half of the run
   surge       the same, with a signal that changes and nothing else: gradients 8 times as large from half
-              of the run on. The second moment is stuck in the past; the loss itself is as before.
+              of the run on. The second moment is stuck in the past; the loss itself is as before: what
+              it has above that of "optimizers" comes from the steps taken.
+  shift       the same, with data that change: pixels an eighth as large until half of the run
+  sweep       AdamW of three b2 and StableAdamW over learning rate x batch x size: how many loss spikes,
+              where RMS events are. Small batches hide spikes in their noise; --end 1 keeps the rate high.
 
 Events are those of swjax.diagnostics.spikes, whose chance level is exact. Alignment is counted for the patch
 embedding and, for comparison, for an MLP in the middle of the vision tower.
@@ -17,7 +19,6 @@ embedding and, for comparison, for an MLP in the middle of the vision tower.
 import itertools
 import math
 import sys
-from pathlib import Path
 
 import study
 
@@ -39,29 +40,25 @@ ARMS = {
     "stable 0.99": {"b2": 0.99},
     "stable 0.999": {"b2": 0.999},
 }
-SWEPT = (0.999, 0.99, 0.95)
+SWEPT = ("adamw 0.999", "adamw 0.99", "adamw 0.95", "stable 0.99")
+CHANGES = ("surge", "shift")
+PARTS = ("surge", "optimizers", "sweep", "shift")  # what matters most comes first
 PATCH = "vision/patch_embed/kernel"
 
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    done = study.carry_out(args, runs(args), draw)
-    table(done["runs"])
-    return done
+    return study.carry_out(args, runs(args), draw, table)
 
 
 def parse(argv):
-    flags = study.parser(__doc__)
-    flags.add_argument("--sizes", nargs="+", default=["m", "s", "l"], choices=SIZES)
-    flags.add_argument("--batches", nargs="+", type=int, default=[256, 64, 1024])
-    flags.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3, 16e-3])
+    flags = study.training_parser(__doc__, seeds=3, steps=1000)
+    flags.add_argument("--sizes", nargs="+", default=["m", "s"], choices=SIZES)
+    flags.add_argument("--batches", nargs="+", type=int, default=[1024, 256, 64])
+    flags.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3])
     flags.add_argument("--rate", type=float, default=4e-3, help="at which optimizers compete")
-    flags.add_argument("--seeds", type=int, default=3)
-    flags.add_argument("--steps", type=int, default=1000)
-    flags.add_argument("--dtype", default="float32", help="of the activations")
-    flags.add_argument("--source", default="emoji", help="or synthetic")
-    flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
-    flags.add_argument("--parts", nargs="+", default=["surge", "shift", "optimizers", "sweep"])
+    flags.add_argument("--end", type=float, default=0.1, help="share of the rate left at the end")
+    flags.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     args = flags.parse_args(argv)
     if args.smoke:
         args.sizes, args.batches = ["xs"], [8]
@@ -76,37 +73,31 @@ def runs(args):
         if part == "sweep":
             places = [first | {"size": size} for size in args.sizes]
             places += [first | {"batch": batch} for batch in args.batches[1:]]
-            arms = [f"adamw {b2}" for b2 in SWEPT]
-            rates = args.rates
+            arms, rates = SWEPT, args.rates
         else:
             places, arms, rates = [first], list(ARMS), [args.rate]
         settings = list(itertools.product(arms, rates, range(args.seeds)))
         for place in places:
-            shared = {"steps": args.steps, "dtype": args.dtype, "source": args.source}
+            shared = {
+                "steps": args.steps,
+                "end": args.end,
+                "dtype": args.dtype,
+                "source": args.source,
+            }
             key = {"part": part, **place, **shared, "rates": rates, "seeds": args.seeds}
             yield key, lambda key=key, settings=settings: train(args, key, settings)
-
-
-_CORPORA = {}
 
 
 def train(args, key: dict, settings: list) -> dict:
     import engine
 
-    if not _CORPORA:
-        side = 16 if args.smoke else 32
-        _CORPORA["all"] = (side, *engine.corpora(args.source, side, args.data))
-    side, corpus, _, vocabulary = _CORPORA["all"]
+    side = 16 if args.smoke else 32
+    corpus, _, vocabulary = engine.corpora(args.source, side, args.data)
     sizes = dict(zip(("vision", "text"), SIZES[key["size"]], strict=True))
     cfg = engine.model(**sizes, side=side, patch=8, vocabulary=vocabulary, dtype=args.dtype)
-    trainer = engine.Trainer(
-        cfg,
-        corpus,
-        steps=args.steps,
-        warmup=args.steps // 10,
-        batch=key["batch"],
-        **({key["part"]: args.steps // 2} if key["part"] in ("shift", "surge") else {}),
-    )
+    change = {key["part"]: args.steps // 2} if key["part"] in CHANGES else {}
+    trainer = engine.Trainer(cfg, corpus, steps=args.steps, warmup=args.steps // 10, end=args.end,
+                             batch=key["batch"], **change)  # fmt: skip
     hypers = [engine.Hyper(seed=seed, lr=rate, **ARMS[arm]) for arm, rate, seed in settings]
     _, measured = trainer.train(hypers)
     return {
@@ -118,7 +109,10 @@ def train(args, key: dict, settings: list) -> dict:
 
 
 def judge(measured: dict) -> dict:
-    """What a run is judged by, with its curves for the plots."""
+    """What a run is judged by, with its curves for the plots.
+
+    "after" is the mean loss of the 8 steps after the middle of the run, where the changes are.
+    """
     import numpy as np
 
     from swjax.diagnostics import spikes
@@ -133,19 +127,22 @@ def judge(measured: dict) -> dict:
             names = [name] if values.ndim == 1 else [f"{name}/{i}" for i in range(len(columns))]
             rms |= dict(zip(names, columns, strict=True))
     middle = measured["rms/vision/blocks/mlp/fc1/kernel"].shape[1] // 2
-    rules = spikes.Rules.of_run(steps, window=min(100, steps // 4))
+    rules = spikes.Rules.of_run(steps, window=max(2, min(100, steps // 4)))
     found = spikes.analyse(np.arange(1, steps + 1), loss, rms, rules)
     return {
         "final": float(np.mean(loss[-steps // 10 :])),
         "worst": float(np.max(loss[steps // 4 :])),
+        "after": float(np.mean(loss[steps // 2 + 1 :][:8])),
         "spikes": len(found.loss),
+        "loss_events": [event.start for event in found.loss],
+        "patch_events": [event.start for event in found.rms.get(PATCH, ())],
         "alignment": {
             "patch": aligned(found, PATCH),
             "middle": aligned(found, f"vision/blocks/mlp/fc1/kernel/{middle}"),
         },
         "largest_rms": float(np.max(rms[PATCH][rules.ignore :])),
-        "loss": [float(f"{x:.4g}") for x in loss],
-        "rms": [float(f"{x:.3g}") for x in rms[PATCH]],
+        "loss": study.thin(loss),
+        "rms": study.thin(rms[PATCH], digits=3),
     }
 
 
@@ -167,26 +164,33 @@ def cells(runs, *names):
 
 
 def table(runs) -> None:
-    for names, some in cells(runs, "part", "size", "batch", "lr", "arm").items():
+    arms = cells(runs, "part", "size", "batch", "steps", "lr", "arm")
+    for (part, *place), some in arms.items():
         results = [run["result"] for run in some]
         mean, half = study.interval(r["final"] for r in results)
-        print(
-            f"{' '.join(map(str, names)):40} final loss {mean:.3f} +- {half:.3f}  spikes "
+        text = (
+            f"{' '.join(map(str, (part, *place))):45} final loss {mean:.3f} +- {half:.3f}  spikes "
             f"{sum(r['spikes'] for r in results) / len(results):.1f} a run  RMS up to "
-            f"{max(r['largest_rms'] for r in results):.1f}{after_change(names[0], results)}"
+            f"{max(r['largest_rms'] for r in results):.1f}"
         )
+        if part in CHANGES:
+            control = arms.get(("optimizers", *place), ()) if part == "surge" else ()
+            text += after_change(results, [run["result"] for run in control])
+        print(text)
     for (part,), some in cells(runs, "part").items():
         for tensor in ("patch", "middle"):
             print(f"{part}, {tensor}: {alignment([run['result'] for run in some], tensor)}")
 
 
-def after_change(part: str, results: list[dict]) -> str:
-    """The mean loss of the 8 steps after the change; all arms see the same batches."""
-    if part not in ("shift", "surge"):
-        return ""
-    middle = len(results[0]["loss"]) // 2
-    mean = sum(sum(r["loss"][middle + 1 : middle + 9]) / 8 for r in results) / len(results)
-    return f"  loss 1-8 steps after the change {mean:.3f}"
+def after_change(results: list[dict], control: list[dict]) -> str:
+    """The loss after the change, and what runs of the same seeds and batches without it have less."""
+    mean, _ = study.interval(r["after"] for r in results)
+    text = f"  loss 1-8 steps after the change {mean:.3f}"
+    if len(control) == len(results):
+        pairs = zip(results, control, strict=True)
+        mean, half = study.interval(r["after"] - c["after"] for r, c in pairs)
+        text += f", {mean:+.3f} +- {half:.3f} by it"
+    return text
 
 
 def alignment(results: list[dict], tensor: str) -> str:
@@ -201,16 +205,16 @@ def draw(figure, runs) -> None:
 
     figure.set_size_inches(11, 3.6)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.4, 1.2))
-    sweep = [run for run in runs if run["key"]["part"] == "sweep"]
-    for (arm, size), some in cells(sweep, "arm", "size").items():
-        counts = study.group(some, "lr")
-        mean = [sum(r["result"]["spikes"] for r in c) / len(c) for c in counts.values()]
-        left.plot([lr for (lr,) in counts], mean, marker="o", markersize=3, label=f"{arm}, {size}")
-    left.set(xscale="log", xlabel="learning rate", title="loss spikes a run, AdamW")
+    sweep = cells([run for run in runs if run["key"]["part"] == "sweep"], "size", "batch", "lr")
+    left.set_title("loss spikes a run")
+    left.set_xticks(range(len(sweep)), [" ".join(map(str, place)) for place in sweep], rotation=90)
+    for i, arm in enumerate(SWEPT):
+        for x, some in enumerate(sweep.values()):
+            counts = [run["result"]["spikes"] for run in some if run["key"]["arm"] == arm]
+            if counts:
+                left.plot(x + 0.1 * i, sum(counts) / len(counts), ".", color=f"C{i}",
+                          label=arm if x == 0 else None)  # fmt: skip
     if sweep:
-        rates = sorted({run["key"]["lr"] for some in cells(sweep, "lr").values() for run in some})
-        left.minorticks_off()
-        left.set_xticks(rates, [f"{rate:g}" for rate in rates])
         left.legend(fontsize=6)
     for i, part in enumerate(("optimizers", "shift", "surge")):
         some = cells([run for run in runs if run["key"]["part"] == part], "arm")
@@ -225,12 +229,12 @@ def draw(figure, runs) -> None:
     for arm, color in zip(shown, (LIGHT.series[1], LIGHT.series[0]), strict=True):
         if (arm,) in some:
             result = some[arm,][-1]["result"]
-            right.plot(result["loss"], color=color, linewidth=1, label=f"loss, {arm}")
-            right.plot(result["rms"], ":", color=color, linewidth=1, label=f"RMS, {arm}")
+            steps = study.thinned_steps(result["loss"])
+            right.plot(steps, result["loss"], color=color, linewidth=1, label=f"loss, {arm}")
+            right.plot(steps, result["rms"], ":", color=color, linewidth=1, label=f"RMS, {arm}")
     right.set(xlabel="step", title="gradients surge at half of the run")
     right.legend(fontsize=7)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main(sys.argv[1:])

@@ -2,10 +2,12 @@
 
 A study is a list of runs, each with a key (its settings) and a function that returns its result. The file
 is written after every run; a run whose key is in it already is not done again, so that a study which was
-cut off, or is extended by more settings, goes on.
+cut off, or is extended by more settings, goes on. Parts of a study that processes wrote to files of their own
+are put together by `--merge`.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -22,6 +24,8 @@ sys.path.insert(0, str(ROOT))  # for configs/, from wherever the study is starte
 # Two-sided 95% points of Student's t by degrees of freedom; SciPy would be one more dependency.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
+THIN = 5  # steps of a point of a curve
+
 Run = tuple[dict, Callable[[], dict]]
 
 
@@ -34,20 +38,44 @@ def parser(doc: str) -> argparse.ArgumentParser:
     flags.add_argument("--plot", type=Path, help="PNG file, drawn from the JSON file or the runs")
     flags.add_argument("--minutes", type=float, default=math.inf, help="no run starts after these")
     flags.add_argument("--smoke", action="store_true", help="the shortest form, seconds on a CPU")
+    flags.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="no run: these files' become --out's"
+    )
     return flags
 
 
-def carry_out(args, runs: Iterable[Run], draw: Callable) -> dict:
-    """Does the runs that are not done yet, saves after each, and draws.
+def training_parser(doc: str, *, seeds: int, steps: int) -> argparse.ArgumentParser:
+    """The flags of the studies that train."""
+    flags = parser(doc)
+    flags.add_argument("--seeds", type=int, default=seeds)
+    flags.add_argument("--steps", type=int, default=steps)
+    flags.add_argument("--dtype", default="float32", help="of what is not quantized")
+    flags.add_argument("--source", default="emoji", help="or synthetic")
+    flags.add_argument("--data", default=str(ROOT / "data"), help="prepared data sets")
+    return flags
+
+
+def carry_out(args, runs: Iterable[Run], draw: Callable, table: Callable) -> dict:
+    """Does the runs that are not done yet, saves after each, draws and prints.
 
     Args:
       args: of `parser`.
       runs: (key, function that returns the result, both for JSON).
       draw: (figure, results) -> None.
+      table: (results) -> None, prints.
 
     Returns:
       {"command", "environment", "finished", "runs": [{"key", "seconds", "result"}]}.
     """
+    study = merge(args.merge) if args.merge else do(args, runs)
+    write(args.out, study)
+    if args.plot and study["runs"]:
+        save(draw, study, args.plot)
+    table(study["runs"])
+    return study
+
+
+def do(args, runs: Iterable[Run]) -> dict:
     start, longest = time.perf_counter(), 0.0
     study = read(args.out)
     done = [run["key"] for run in study["runs"]]
@@ -66,21 +94,67 @@ def carry_out(args, runs: Iterable[Run], draw: Callable) -> dict:
         study["runs"].append({"key": key, "seconds": round(seconds, 2), "result": result})
         print(f"{', '.join(f'{k}={v}' for k, v in key.items())}: {seconds:.1f} s", flush=True)
         write(args.out, study)
-    write(args.out, study)
-    if args.plot and study["runs"]:
-        save(draw, study, args.plot)
     return study
+
+
+def merge(paths: Iterable[Path]) -> dict:
+    """One study of several; a run that more than one holds is taken from the first."""
+    studies = [load(path) for path in paths]
+    runs = []
+    for run in itertools.chain.from_iterable(study["runs"] for study in studies):
+        if run["key"] not in [other["key"] for other in runs]:
+            runs.append(run)
+    parts = [{k: v for k, v in study.items() if k != "runs"} for study in studies]
+    finished = all(study["finished"] for study in studies)
+    return {"parts": parts} | new() | {"finished": finished, "runs": runs}
 
 
 def read(path: Path | None) -> dict:
     """The study in a file, or a new one."""
+    return load(path) if path and path.exists() else new()
+
+
+def new() -> dict:
     from swjax import environment
 
-    if path and path.exists():
-        return json.loads(path.read_text())
     lines = environment.describe().splitlines()
     command = ["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
     return {"command": command, "environment": lines[1:], "finished": False, "runs": []}
+
+
+def load(path: Path) -> dict:
+    return numbers(json.loads(path.read_text()))
+
+
+def numbers(value):
+    """null, a number that was not finite, becomes NaN."""
+    if isinstance(value, dict):
+        return {name: numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [numbers(item) for item in value]
+    return math.nan if value is None else value
+
+
+def dumps(value) -> str:
+    """JSON with a line for each object of a list; numbers that are not finite are null.
+
+    >>> print(dumps({"runs": [{"loss": [1.5, math.nan]}, {"loss": []}]}))
+    {"runs": [
+    {"loss": [1.5, null]},
+    {"loss": []}
+    ]}
+    """
+    if isinstance(value, dict):
+        items = (f"{json.dumps(name)}: {dumps(item)}" for name, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list | tuple):
+        items = [dumps(item) for item in value]
+        if value and isinstance(value[0], dict):
+            return "[\n" + ",\n".join(items) + "\n]"
+        return "[" + ", ".join(items) + "]"
+    if isinstance(value, str | int):
+        return json.dumps(value)
+    return json.dumps(float(value)) if math.isfinite(value) else "null"
 
 
 def write(path: Path | None, study: dict) -> None:
@@ -88,7 +162,7 @@ def write(path: Path | None, study: dict) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(study, indent=1, default=float) + "\n")
+        part.write_text(dumps(study) + "\n")
         part.rename(path)
 
 
@@ -131,6 +205,21 @@ def interval(values: Iterable[float]) -> tuple[float, float]:
         return statistics.fmean(values), math.nan
     t = T_95[min(len(values) - 2, len(T_95) - 1)]
     return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def thin(values, digits: int = 4, every: int = THIN) -> list[float]:
+    """A curve as means over so many steps each, in so many digits.
+
+    >>> thin([1, 2, 3, 4, 5, 6])
+    [3.0, 6.0]
+    """
+    pieces = (values[i : i + every] for i in range(0, len(values), every))
+    return [float(f"{sum(map(float, piece)) / len(piece):.{digits}g}") for piece in pieces]
+
+
+def thinned_steps(curve: list) -> range:
+    """Where the points of a thinned curve lie: at the first of their steps."""
+    return range(0, THIN * len(curve), THIN)
 
 
 def group(runs: Iterable[dict], *names: str) -> dict[tuple, list[dict]]:

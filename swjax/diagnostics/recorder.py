@@ -73,7 +73,7 @@ class Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         truncate(path, last_step)
         self._file = open(path, "a", encoding="utf-8")
-        self._every = fetch_every
+        self._every, self._last = fetch_every, last_step
         self._packers: dict[tuple, tuple[Packer, Callable]] = {}
         self._pending: dict[int, list[tuple[Packer, jax.Array]]] = {}
 
@@ -83,7 +83,16 @@ class Recorder:
         Args:
           step: not below that of the call before.
           metrics: on the device; they are not waited for.
+
+        Raises:
+          ValueError: the step is written already.
         """
+        if step < self._last or (step == self._last and step not in self._pending):
+            raise ValueError(
+                f"steps must not fall, got {step} after {self._last}: where a run goes back, open the file "
+                f"again with last_step"
+            )
+        self._last = step
         if step not in self._pending and len(self._pending) >= self._every:
             self.flush()
         names = tuple(sorted(metrics))

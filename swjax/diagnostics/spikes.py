@@ -34,6 +34,18 @@ class Rules:
     ignore: int = 1000
     lead: tuple[int, int] = (1, 8)
 
+    def __post_init__(self):
+        least = {"window": 2, "deviations": 1, "merge": 1, "ignore": 0}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise ValueError(
+                    f"Rules: {name} must be at least {number}, got {getattr(self, name)}"
+                )
+        if not 0 <= self.lead[0] <= self.lead[1]:
+            raise ValueError(
+                f"Rules: lead must be first and last of so many steps, got {self.lead}"
+            )
+
     @classmethod
     def of_run(cls, steps: int, **changes) -> "Rules":
         """The rules for a run of so many steps: the paper's share, 1 in 20, of it is ignored.
@@ -112,8 +124,8 @@ class Detector:
         """
         if step <= self._last:
             raise ValueError(
-                f"steps must rise, got {step} after {self._last}: begin a new Detector where a run "
-                f"goes back"
+                f"steps must rise, got {step} after {self._last}: where a run goes back, begin a new "
+                f"Detector, and cut its log"
             )
         self._last, rms = step, rms or {}
         found = [] if step <= self.rules.ignore else self._rms_events(step, rms)

@@ -144,7 +144,7 @@ def draw_loss(figure, metrics: Metrics, theme: Theme) -> str:
     axes.plot(loss.step, mean, color=theme.series[0])
     bad = np.flatnonzero(~np.isfinite(loss.value))
     if len(bad):
-        return f"Not finite from step {loss.step[bad[0]]} on, in {len(bad)} steps."
+        return f"Not finite in {len(bad)} of {len(mean)} steps, first at step {loss.step[bad[0]]}."
     return f"Every step, and a running mean. It ends at {mean[-1]:.3g}."
 
 
@@ -177,7 +177,7 @@ def draw_accuracy(figure, metrics: Metrics, theme: Theme) -> str:
 
 def draw_rms(figure, metrics: Metrics, theme: Theme) -> str:
     """RMS of the patch embedding's update, with the thresholds of clipping and of an event."""
-    rms = _need(metrics, PATCH_RMS, "only optimizer.name=stable_adamw measures it")
+    rms = _need(metrics, PATCH_RMS, "set config.diagnostics.rms")
     axes = lay_out(figure.subplots(), "step")
     axes.plot(rms.step, rms.value, color=theme.series[0], linewidth=1.0)
     events = rms.value >= RMS_EVENT
@@ -198,7 +198,7 @@ def draw_features(figure, metrics: Metrics, theme: Theme) -> str:
 
     series = blocks(metrics, FEATURES)
     if not series:
-        raise Missing(f"No {FEATURES}/<block> in metrics.jsonl: the model did not report it.")
+        raise Missing(f"No {FEATURES}/<block> in metrics.jsonl: set config.diagnostics.features.")
     axes = lay_out(figure.subplots(), "step")
     ramp = LinearSegmentedColormap.from_list("blocks", theme.ramp)
     window = max(1, len(series[0].value) // 100)
@@ -209,9 +209,13 @@ def draw_features(figure, metrics: Metrics, theme: Theme) -> str:
     for i, text in labels.items():
         note(axes, (series[i].step[-1], ends[i][-1]), text, theme.ink)
     axes.set_ylim(bottom=0)
-    return (
+    text = (
         f"Mean |x| of the output of each of the {len(series)} vision blocks, pale to strong from first "
-        f"to last. At the end the last is {ends[-1][-1] / ends[0][-1]:.2g} times the first."
+        f"to last."
+    )
+    first, last = ends[0][-1], ends[-1][-1]
+    return text + (
+        f" At the end the last is {last / first:.2g} times the first." if first > 0 else ""
     )
 
 
@@ -244,7 +248,9 @@ def draw_throughput(figure, metrics: Metrics, theme: Theme) -> str:
     axes.set_ylim(bottom=0)
     text = "Samples a second and device; compilation and evaluation are left out."
     wait = metrics.get("perf/data_wait_frac")
-    return text + (f" Waiting for data: {np.nanmean(wait.value):.0%} of the time." if wait else "")
+    if wait and np.isfinite(wait.value).any():
+        text += f" Waiting for data: {np.nanmean(wait.value):.0%} of the time."
+    return text
 
 
 CHARTS = {
@@ -279,8 +285,10 @@ def note(axes, point, text: str, color: str, **kwargs) -> None:
 
 
 def _need(metrics: Metrics, name: str, why: str) -> Series:
-    if name not in metrics or not np.isfinite(metrics[name].value).any():
+    if name not in metrics:
         raise Missing(f"No {name} in metrics.jsonl: {why}.")
+    if not np.isfinite(metrics[name].value).any():
+        raise Missing(f"{name} is not finite at any step.")
     return metrics[name]
 
 

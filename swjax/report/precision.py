@@ -1,7 +1,6 @@
 """The page of `python -m swjax.compare_precision`."""
 
 import math
-import statistics
 from collections.abc import Iterable
 from functools import partial
 from html import escape
@@ -62,16 +61,17 @@ def write(result: dict, workdir: Path) -> Path:
 def summary(result: dict) -> Iterable[str]:
     """The comparison in a few lines of text."""
     for arm, errors in result["layers"].items():
-        name, worst = max(((n, max(e)) for n, e in errors.items()), key=lambda pair: pair[1])
+        names, largest = list(errors), [np.max(e) for e in errors.values()]  # NaN is the largest
+        worst = int(np.argmax(largest))
         medians = ", ".join(f"{kind} {middle(result, arm, kind):.2%}" for kind in KINDS)
-        yield f"{arm}: median relative error {medians}; largest {worst:.2%}, {name}"
+        yield f"{arm}: median relative error {medians}; largest {largest[worst]:.2%}, {names[worst]}"
     for arm in result["losses"]:
         yield f"{arm}: loss {gap(result, arm):+.4f} from the reference; seeds spread by {spread(result):.4f}"
 
 
 def middle(result: dict, arm: str, kind: str) -> float:
-    """Median of the relative errors of one kind."""
-    return statistics.median(e for _, e in _errors(result, arm, kind))
+    """Median of the relative errors of one kind; NaN if one is."""
+    return float(np.median([e for _, e in _errors(result, arm, kind)]))
 
 
 def gap(result: dict, arm: str) -> float:
@@ -138,7 +138,7 @@ def _draw(chart: Chart, draw, result: dict, folder: Path) -> str:
 
 
 def _colors(theme: Theme) -> list[str]:
-    return [*theme.series, theme.ink, theme.muted]
+    return [*theme.series, theme.ink, theme.muted, *(f"C{i}" for i in range(10))]
 
 
 def _errors(result: dict, arm: str, kind: str) -> list[tuple[str, float]]:
@@ -154,8 +154,8 @@ def _errors(result: dict, arm: str, kind: str) -> list[tuple[str, float]]:
 def _summary_rows(result: dict) -> Iterable[list[str]]:
     for kind, title in KINDS.items():
         columns = [[e for _, e in _errors(result, arm, kind)] for arm in result["layers"]]
-        yield [f"{title}, median", *(f"{statistics.median(c):.3%}" for c in columns)]
-        yield [f"{title}, largest", *(f"{max(c):.3%}" for c in columns)]
+        yield [f"{title}, median", *(f"{np.median(c):.3%}" for c in columns)]
+        yield [f"{title}, largest", *(f"{np.max(c):.3%}" for c in columns)]
     if result["losses"]:
         yield ["Loss above the reference's", *(f"{gap(result, a):+.4f}" for a in result["losses"])]
         yield ["Spread of seeds", *(f"{spread(result):.4f}" for _ in result["losses"])]

@@ -28,26 +28,40 @@ class Series:
 def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
     """The metrics whose names `wanted` matches from their beginning, and "time", by name.
 
-    A line that was cut off by a crash ends the log. Without a log there are no metrics.
+    A line that was cut off by a crash ends the log. Without a log there are no metrics. Texts, as the name of
+    a tensor that is not finite, are none.
     """
     columns: dict[str, tuple[list, list]] = {}
     if not path.exists():
         return {}
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+                step = record["step"]
+            except (ValueError, TypeError, KeyError):
                 break
             for name, value in record.items():
-                if name == "time" or wanted.match(name):
+                if (name == "time" or wanted.match(name)) and not isinstance(value, str):
                     steps, values = columns.setdefault(name, ([], []))
-                    steps.append(record["step"])
+                    steps.append(step)
                     values.append(np.nan if value is None else value)
     return {
         name: Series(np.array(steps, np.int64), np.array(values, np.float64))
         for name, (steps, values) in columns.items()
     }
+
+
+def at(steps: np.ndarray, series: Series) -> np.ndarray:
+    """A metric at those steps; NaN at others than it was recorded at.
+
+    >>> at(np.array([1, 2, 3]), Series(np.array([2, 4]), np.array([0.5, 0.7])))
+    array([nan, 0.5, nan])
+    """
+    values = np.full(len(steps), np.nan)
+    _, here, there = np.intersect1d(steps, series.step, return_indices=True)
+    values[here] = series.value[there]
+    return values
 
 
 def blocks(metrics: dict[str, Series], prefix: str) -> list[Series]:

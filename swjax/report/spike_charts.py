@@ -7,7 +7,7 @@ import numpy as np
 
 from swjax.diagnostics.spikes import Analysis, Event
 from swjax.report.charts import Missing, Theme, lay_out, note
-from swjax.report.records import Series, smooth
+from swjax.report.records import Series, at, smooth
 
 AROUND = 30  # steps before and after an event
 PATCH = "vision/patch_embed/kernel"
@@ -47,7 +47,7 @@ def draw_loss(figure, data: Data, theme: Theme) -> str:
 
 def draw_rms(figure, data: Data, theme: Theme) -> str:
     """RMS of the tensor that the loss follows most, and of the patch embedding if it is another."""
-    if not data.rms:
+    if not any(np.isfinite(values).any() for values in data.rms.values()):
         raise Missing(
             "No stability/rms/ in metrics.jsonl: set config.diagnostics.rms, or record "
             "swjax.diagnostics.rms(opt_state)."
@@ -99,13 +99,16 @@ def draw_quantization(figure, data: Data, theme: Theme) -> str:
         own = [name for name in names if _operand(name) == operand]
         if not own:
             continue
-        axes = axes or lay_out(figure.subplots(), "step")
-        values = np.array([data.metrics[name].value for name in own])
-        lowest = np.min(np.where(np.isfinite(values), values, np.inf), axis=0)
-        step = data.metrics[own[0]].step
+        step = np.unique(np.concatenate([data.metrics[name].step for name in own]))
+        values = np.array([at(step, data.metrics[name]) for name in own])
+        measured = np.isfinite(values).any(axis=0)
+        if not measured.any():
+            continue
+        step, values = step[measured], values[:, measured]
+        axes, lowest = axes or lay_out(figure.subplots(), "step"), np.nanmin(values, axis=0)
         axes.plot(step, lowest, color=color, marker="o", markersize=3)
         note(axes, (step[-1], lowest[-1]), operand, color)
-        worst[operand] = own[int(np.argmin(values[:, -1]))].removeprefix(prefix)
+        worst[operand] = own[int(np.nanargmin(values[:, -1]))].removeprefix(prefix)
     if axes is None:
         raise Missing(
             "No quantization/ in metrics.jsonl: set config.diagnostics.every_steps, or record "
@@ -162,7 +165,8 @@ def _watched(data: Data) -> str:
     """The tensor whose RMS the page shows: what the loss follows, else the patch embedding."""
     if data.analysis.loss and data.analysis.alignments:
         return data.analysis.alignments[0].name
-    return PATCH if PATCH in data.rms else max(data.rms, key=lambda name: np.nanmax(data.rms[name]))
+    largest = lambda name: np.nanmax(data.rms[name], initial=0.0)
+    return PATCH if PATCH in data.rms else max(data.rms, key=largest)
 
 
 def _ignored(axes, data: Data, theme: Theme) -> None:

@@ -49,7 +49,7 @@ def write(
         )
     loss = metrics["train/loss"]
     rms = {
-        name.removeprefix(RMS): _at(loss.step, series)
+        name.removeprefix(RMS): records.at(loss.step, series)
         for name, series in metrics.items()
         if name.startswith(RMS)
     }
@@ -81,16 +81,6 @@ def _sentence(a: Alignment, lead: str) -> str:
 
 def _lead(rules: Rules) -> str:
     return f"{rules.lead[0]} to {rules.lead[1]}"
-
-
-def _at(steps: np.ndarray, series: records.Series) -> np.ndarray:
-    """A metric at those steps; NaN at others than it was recorded at."""
-    if np.array_equal(steps, series.step):
-        return series.value
-    values = np.full(len(steps), np.nan)
-    _, here, there = np.intersect1d(steps, series.step, return_indices=True)
-    values[here] = series.value[there]
-    return values
 
 
 # ------------------------------------------------------------------------------------- the page
@@ -186,8 +176,9 @@ def _event(workdir: Path, pictures: Path, data, event: Event, examples: Examples
     steps = f"Step {event.start}" + (f" to {event.end}" if event.end > event.start else "")
     peak = "not finite" if np.isinf(event.peak) else f"up to {event.peak:.3g}"
     before = spike_charts.usual(data, event.start)
+    peak += "" if np.isnan(before) else f", {before:.3g} before"
     return (
-        f'<section class="card event"><h3>{steps}: loss {peak}, {before:.3g} before</h3>'
+        f'<section class="card event"><h3>{steps}: loss {peak}</h3>'
         f"<div>{picture}</div><div>{_leaders(event, data.analysis.rules)}"
         f"{_batches(workdir, event, examples)}</div></section>"
     )
