@@ -122,8 +122,10 @@ def in_a_process(case: dict, seconds: float) -> dict:
             timeout=seconds,
             cwd=ROOT,
         )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {seconds:.0f} s"}
+    except subprocess.TimeoutExpired as late:
+        told = (late.stderr or b"").decode(errors="replace")
+        steps = re.findall(r"^-- (.*)", told, re.MULTILINE) or ["nothing yet"]
+        return {"error": f"not done after {seconds:.0f} s; done: {', '.join(steps)}"}
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         told = next((line for line in reversed(lines) if "Error" in line), lines[-1])
@@ -163,10 +165,15 @@ def measure(case: dict) -> dict:
 
     from swjax.models import clip
 
-    start = time.perf_counter()
+    done = stages()
     config, cfg, step, init, like, batch = prepare(case)
-    compiled = step.lower(like, batch).compile()
-    row = {"compile_s": round(time.perf_counter() - start, 1)} | exchanged(compiled)
+    done("prepared")
+    init = init.lower().compile()
+    done("compiled the start")
+    lowered = step.lower(like, batch)
+    done("lowered")
+    compiled = lowered.compile()
+    row = {"compile_s": done("compiled")} | exchanged(compiled)
     if case.get("compile"):
         return row
     state = init()
@@ -182,6 +189,7 @@ def measure(case: dict) -> dict:
         return state
 
     state = run(state, 2)
+    done("ran")
     start = time.perf_counter()
     state = run(state, case["steps"])
     seconds = (time.perf_counter() - start) / case["steps"]
@@ -192,6 +200,18 @@ def measure(case: dict) -> dict:
     stats = jax.devices()[0].memory_stats() or {}
     row["peak_gib"] = round(stats["peak_bytes_in_use"] / 2**30, 3) if stats else None
     return row | profile(lambda: run(state, 3), steps=3)
+
+
+def stages():
+    """Returns a function (what is done) -> seconds since now, which also says so: for who waits in vain."""
+    start = time.perf_counter()
+
+    def done(what: str) -> float:
+        seconds = round(time.perf_counter() - start, 1)
+        print(f"-- {what} at {seconds} s", file=sys.stderr, flush=True)
+        return seconds
+
+    return done
 
 
 def prepare(case: dict):
@@ -221,7 +241,7 @@ def prepare(case: dict):
     init, graphdef = trainer.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     shardings = jax.tree.map(lambda x: x.sharding, like)
-    options = {"xla_backend_optimization_level": 0} if case["smoke"] else {}
+    options = {"xla_backend_optimization_level": 0}  # it runs once
     init = jax.jit(init, out_shardings=shardings, compiler_options=options)
     step = jax.jit(
         make_train_step(config, graphdef, optimizer, schedule, Packer()),
