@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from swjax import environment  # noqa: E402
+
 COLLECTIVE = re.compile(r"nccl", re.IGNORECASE)
 NAMES = {"standard": "bf16", "switchback": "int8"}
 # Small enough for eight fake devices on two cores.
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> int:
         row = in_a_process(case, args.timeout)
         found |= {key: row.pop(key) for key in ("machine",) if key in row}
         found["rows"].append({"case": case} | row)
-        found["command"] = command(argv)
+        found["command"] = environment.command()
         if args.out:
             write(args.out, json.dumps(found, indent=1) + "\n")
         print(describe(case, row), flush=True)
@@ -116,7 +118,7 @@ def in_a_process(case: dict, seconds: float) -> dict:
     try:
         done = subprocess.run(
             command,
-            env=environment(case),
+            env=variables(case),
             capture_output=True,
             text=True,
             timeout=seconds,
@@ -129,13 +131,13 @@ def in_a_process(case: dict, seconds: float) -> dict:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         told = next((line for line in reversed(lines) if "Error" in line), lines[-1])
-        return {"error": without_paths(told)[:300]}
+        return {"error": environment.without_folders(told)[:300]}
     return json.loads(done.stdout.splitlines()[-1]) | {
         "seconds": round(time.monotonic() - start, 1)
     }
 
 
-def environment(case: dict) -> dict:
+def variables(case: dict) -> dict:
     count = case["devices"]
     if case["smoke"]:
         return os.environ | {
@@ -361,8 +363,6 @@ def machine() -> dict:
 
     import jax
 
-    from swjax import environment
-
     names = ("jax", "jaxlib", "flax", "jax-triton", "triton")
     return {
         "device": jax.devices()[0].device_kind,
@@ -459,19 +459,6 @@ def plot(rows: list[dict], path: Path) -> None:
     )
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
-
-
-def command(argv: list[str]) -> str:
-    return without_paths(shlex.join(["python", "benchmarks/scaling.py", *argv]))
-
-
-def without_paths(text: str) -> str:
-    """The text with absolute paths cut to their last name.
-
-    >>> without_paths("--out=/home/someone/scaling.json")
-    '--out=scaling.json'
-    """
-    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)", r"\1", text)
 
 
 def write(path: Path, text: str) -> None:
