@@ -86,3 +86,13 @@ def test_mistakes_are_one_line(flags, hint, tmp_path, capsys):
     assert compare_precision.main(["_", *FLAGS, f"--workdir={tmp_path}", *flags]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and hint in error
+
+
+def test_what_is_not_finite_is_not_passed_over():
+    errors = {"output/a": [0.1, 0.2], "gradient/b": [0.3, float("nan")], "weight/c": [0.5]}
+    curve = [2.0, 1.0]
+    result = {"layers": {"arm": errors}, "losses": {"arm": curve}, "seeds": [curve]}
+    assert list(precision.summary(result)) == [
+        "arm: median relative error output 15.00%, gradient nan%, weight 50.00%; largest nan%, gradient/b",
+        "arm: loss +0.0000 from the reference",
+    ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -189,6 +190,29 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     # The two differ in the order of float32 sums; some gradients are 0 but for rounding.
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(grads_a))
     assert_close(grads_a, grads_b, rtol=0, atol=1e-6 * largest)
+
+
+def test_micro_batches_share_quantized_weights(micro):
+    """What makes int8 of a weight does not depend on the micro-batch: XLA takes it out of the loops."""
+    config = micro(
+        train__accumulation=2, train__batch_size=10
+    )  # so that no activation has a weight's shape
+    init, graphdef = make_init(config)
+    params = jax.eval_shape(init)["params"]
+    none = jax.tree.map(lambda _: None, params)
+    lowered = jax.jit(make_loss_and_grad(config, graphdef)).lower(
+        params, none, batch_of(config), jax.random.key(0)
+    )
+    program = lowered.compile().as_text()
+    shapes = {leaf.shape[-2:] for leaf in jax.tree.leaves(params["vision"]["blocks"])}
+    made = rf" = s8\[({'|'.join(f'{a},{b}' for a, b in shapes)})\]\S* fusion\("
+    bodies = set(re.findall(r"body=%?([\w.-]+)", program))
+    found = {True: 0, False: 0}
+    for name, text in re.findall(
+        r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", program, re.M | re.S
+    ):
+        found[name in bodies] += len(re.findall(made, text))
+    assert bodies and found[False] and not found[True], found
 
 
 @pytest.fixture(scope="module")

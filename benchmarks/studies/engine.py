@@ -17,7 +17,6 @@ from study import ROOT
 
 from swjax import config as config_lib
 from swjax import data
-from swjax.data.images import MEAN
 from swjax.models import clip
 from swjax.optax import rms_by_path, stable_adamw
 from swjax.train_step import make_loss_and_grad
@@ -100,13 +99,24 @@ class Trainer:
       steps, warmup: of each run; the rate rises linearly, then falls as a cosine.
       end: its share that is left at the end; 1: it stays.
       batch: pairs a step.
-      shift: a step up to which the model is given an eighth of each image, see `faded`; 0: none.
+      shift: whether the model sees half of each patch's rows at first, and one more from each fifth of the
+        run on: weights of what it does not see are 0, and so are their gradients.
       surge: a step from which on gradients are `SURGE` times as large; 0: none.
       together: whether runs share a program, or follow each other.
     """
 
     def __init__(
-        self, cfg, corpus: Corpus, *, steps, warmup, batch, end=0.1, shift=0, surge=0, together=True
+        self,
+        cfg,
+        corpus: Corpus,
+        *,
+        steps,
+        warmup,
+        batch,
+        end=0.1,
+        shift=False,
+        surge=0,
+        together=True,
     ):
         self.cfg, self.steps, self.batch = cfg, steps, batch
         self.shift, self.surge = shift, surge
@@ -152,7 +162,7 @@ class Trainer:
 
     def _init(self, hyper):
         network = clip.CLIP(self.cfg, rngs=nnx.Rngs(jax.random.key(hyper.seed)))
-        params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
+        params = self._seen(nnx.to_pure_dict(nnx.state(network, nnx.Param)), 0)
         return params, self._optimizer(hyper).init(params)
 
     def _optimizer(self, hyper):
@@ -176,8 +186,9 @@ class Trainer:
         def step(state, t):
             params, opt_state = state
             key = jax.random.fold_in(jax.random.key(hyper.seed), t)
-            batch = self._draw(corpus, key, t)
+            batch = self._draw(corpus, key)
             loss, aux, grads = self.loss_and_grad(params, none, batch, key)
+            grads = self._seen(grads, t)
             if self.surge:
                 factor = jnp.where(t < self.surge, 1.0, SURGE)
                 grads = jax.tree.map(lambda g: g * factor, grads)
@@ -192,14 +203,23 @@ class Trainer:
 
         return jax.lax.scan(step, state, start + jnp.arange(CHUNK))
 
-    def _draw(self, corpus, key, t):
+    def _seen(self, tree, t):
+        """Parameters or gradients, 0 where the model does not see the patch at step t."""
+        if not self.shift:
+            return tree
+        kernel = tree["vision"]["patch_embed"]["kernel"]  # [rows, columns, channels, width]
+        rows = len(kernel)
+        visible = rows // 2 + 5 * t // self.steps
+        seen = jnp.where((jnp.arange(rows) < visible)[:, None, None, None], kernel, 0)
+        return tree | {"vision": tree["vision"] | {"patch_embed": {"kernel": seen}}}
+
+    def _draw(self, corpus, key):
         rows_key, caption_key = jax.random.split(jax.random.fold_in(key, 1))
         rows = jax.random.randint(rows_key, (self.batch,), 0, len(corpus.label))
-        label, image = corpus.label[rows], corpus.image[rows]
         which = jax.random.randint(caption_key, (self.batch,), 0, CAPTIONS)
-        if self.shift:
-            image = faded(image, jnp.where(t < self.shift, 0.125, 1.0))
-        return {"image": image, "text": corpus.captions[label, which], "label": label}
+        label = corpus.label[rows]
+        text = corpus.captions[label, which]
+        return {"image": corpus.image[rows], "text": text, "label": label}
 
     def accuracy(self, params, corpus: Corpus) -> list[float]:
         """Top-1 of naming images among their labels by the labels' first captions; one for each run."""
@@ -214,12 +234,3 @@ class Trainer:
         names = jnp.mean(texts.reshape(*prompts.shape[:2], -1), 1)
         names /= jnp.linalg.norm(names, axis=-1, keepdims=True)
         return jnp.mean(jnp.argmax(images @ names.T, -1) == corpus.label)
-
-
-def faded(image, share):
-    """uint8 RGB on white, with a share of what sets it apart from the mean pixel, the model's 0."""
-    wide = image.astype(jnp.float32)
-    if image.shape[-1] == 4:
-        wide = 255.0 - (255.0 - wide[..., :3]) * wide[..., 3:] / 255.0
-    mean = 255.0 * jnp.asarray(MEAN, jnp.float32)[None, None, None]
-    return jnp.round(mean + (wide - mean) * share).astype(jnp.uint8)

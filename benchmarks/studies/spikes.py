@@ -8,7 +8,9 @@ Four parts, all of emoji drawings at 32 pixels:
   surge       the same, with a signal that changes and nothing else: gradients 8 times as large from half
               of the run on. The second moment is stuck in the past; the loss itself is as before: what
               it has above that of "optimizers" comes from the steps taken.
-  shift       the same, with data that change: pixels an eighth as large until half of the run
+  shift       the same, with data that change: half of the rows of each patch are black for the model at
+              first, and one more begins to speak after each fifth of the run. The loss does not see the
+              change; their weights' second moment is 0, and only the patch embedding's.
   sweep       AdamW of three b2 and StableAdamW over learning rate x batch x size: how many loss spikes,
               where RMS events are. Small batches hide spikes in their noise; --end 1 keeps the rate high.
 
@@ -41,8 +43,7 @@ ARMS = {
     "stable 0.999": {"b2": 0.999},
 }
 SWEPT = ("adamw 0.999", "adamw 0.99", "adamw 0.95", "stable 0.99")
-CHANGES = ("surge", "shift")
-PARTS = ("surge", "optimizers", "sweep", "shift")  # what matters most comes first
+PARTS = ("surge", "optimizers", "shift", "sweep")  # what matters most comes first
 PATCH = "vision/patch_embed/kernel"
 
 
@@ -95,9 +96,9 @@ def train(args, key: dict, settings: list) -> dict:
     corpus, _, vocabulary = engine.corpora(args.source, side, args.data)
     sizes = dict(zip(("vision", "text"), SIZES[key["size"]], strict=True))
     cfg = engine.model(**sizes, side=side, patch=8, vocabulary=vocabulary, dtype=args.dtype)
-    change = {key["part"]: args.steps // 2} if key["part"] in CHANGES else {}
+    changes = {"surge": {"surge": args.steps // 2}, "shift": {"shift": True}}
     trainer = engine.Trainer(cfg, corpus, steps=args.steps, warmup=args.steps // 10, end=args.end,
-                             batch=key["batch"], **change)  # fmt: skip
+                             batch=key["batch"], **changes.get(key["part"], {}))  # fmt: skip
     hypers = [engine.Hyper(seed=seed, lr=rate, **ARMS[arm]) for arm, rate, seed in settings]
     _, measured = trainer.train(hypers)
     return {
@@ -111,7 +112,7 @@ def train(args, key: dict, settings: list) -> dict:
 def judge(measured: dict) -> dict:
     """What a run is judged by, with its curves for the plots.
 
-    "after" is the mean loss of the 8 steps after the middle of the run, where the changes are.
+    "after" is the mean loss of the 8 steps after the middle of the run, where gradients surge.
     """
     import numpy as np
 
@@ -173,19 +174,19 @@ def table(runs) -> None:
             f"{sum(r['spikes'] for r in results) / len(results):.1f} a run  RMS up to "
             f"{max(r['largest_rms'] for r in results):.1f}"
         )
-        if part in CHANGES:
-            control = arms.get(("optimizers", *place), ()) if part == "surge" else ()
-            text += after_change(results, [run["result"] for run in control])
+        if part == "surge":
+            control = arms.get(("optimizers", *place), ())
+            text += after_surge(results, [run["result"] for run in control])
         print(text)
     for (part,), some in cells(runs, "part").items():
         for tensor in ("patch", "middle"):
             print(f"{part}, {tensor}: {alignment([run['result'] for run in some], tensor)}")
 
 
-def after_change(results: list[dict], control: list[dict]) -> str:
-    """The loss after the change, and what runs of the same seeds and batches without it have less."""
+def after_surge(results: list[dict], control: list[dict]) -> str:
+    """The loss after the surge, and what runs of the same seeds and batches without it have less."""
     mean, _ = study.interval(r["after"] for r in results)
-    text = f"  loss 1-8 steps after the change {mean:.3f}"
+    text = f"  loss 1-8 steps after the surge {mean:.3f}"
     if len(control) == len(results):
         pairs = zip(results, control, strict=True)
         mean, half = study.interval(r["after"] - c["after"] for r, c in pairs)
@@ -233,7 +234,8 @@ def draw(figure, runs) -> None:
             right.plot(steps, result["loss"], color=color, linewidth=1, label=f"loss, {arm}")
             right.plot(steps, result["rms"], ":", color=color, linewidth=1, label=f"RMS, {arm}")
     right.set(xlabel="step", title="gradients surge at half of the run")
-    right.legend(fontsize=7)
+    if some:
+        right.legend(fontsize=7)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,9 @@ def summary(result: dict) -> Iterable[str]:
         medians = ", ".join(f"{kind} {middle(result, arm, kind):.2%}" for kind in KINDS)
         yield f"{arm}: median relative error {medians}; largest {largest[worst]:.2%}, {names[worst]}"
     for arm in result["losses"]:
-        yield f"{arm}: loss {gap(result, arm):+.4f} from the reference; seeds spread by {spread(result):.4f}"
+        text = f"{arm}: loss {gap(result, arm):+.4f} from the reference"
+        seeds = len(result["seeds"])
+        yield text + (f"; {seeds} seeds spread by {spread(result):.4f}" if seeds > 1 else "")
 
 
 def middle(result: dict, arm: str, kind: str) -> float:
