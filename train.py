@@ -37,17 +37,16 @@ def main(argv: list[str]) -> int:
 def run(argv: list[str]) -> int:
     from swjax import config as config_lib  # not at the top: --help answers without loading jax
 
+    leave = int
     try:
         config, workdir = config_lib.parse(argv)
-        from swjax import trainer  # nor does a typo wait for the libraries of training
+        from swjax import distributed, trainer  # nor does a typo wait for the libraries of training
 
+        leave = distributed.leave
         return trainer.train_and_evaluate(config, workdir)
-    except config_lib.ConfigError as error:
+    except (config_lib.ConfigError, config_lib.RunError) as error:
         print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    except config_lib.RunError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return trainer.distributed.leave(3)
+        return leave(2 if isinstance(error, config_lib.ConfigError) else 3)
 
 
 if __name__ == "__main__":

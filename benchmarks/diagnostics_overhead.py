@@ -55,8 +55,8 @@ def main() -> int:
     overhead["quantization"] = middle["quantization"] / middle["none"] / every
     total, noise = overhead["all"] + overhead["quantization"], abs(overhead["none again"])
     result = {
-        "command": ["python", *sys.argv],
-        "environment": environment.describe().splitlines(),
+        "command": environment.command(),
+        "environment": environment.describe().splitlines()[1:],
         "date": time.strftime("%Y-%m-%d"),
         "model": config.model.name,
         "optimizer": config.optimizer.name,

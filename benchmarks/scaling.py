@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from swjax import environment  # noqa: E402
+
 COLLECTIVE = re.compile(r"nccl", re.IGNORECASE)
 NAMES = {"standard": "bf16", "switchback": "int8"}
 # Small enough for eight fake devices on two cores.
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> int:
         row = in_a_process(case, args.timeout)
         found |= {key: row.pop(key) for key in ("machine",) if key in row}
         found["rows"].append({"case": case} | row)
-        found["command"] = command(argv)
+        found["command"] = environment.command()
         if args.out:
             write(args.out, json.dumps(found, indent=1) + "\n")
         print(describe(case, row), flush=True)
@@ -116,24 +118,26 @@ def in_a_process(case: dict, seconds: float) -> dict:
     try:
         done = subprocess.run(
             command,
-            env=environment(case),
+            env=variables(case),
             capture_output=True,
             text=True,
             timeout=seconds,
             cwd=ROOT,
         )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {seconds:.0f} s"}
+    except subprocess.TimeoutExpired as late:
+        told = (late.stderr or b"").decode(errors="replace")
+        steps = re.findall(r"^-- (.*)", told, re.MULTILINE) or ["nothing yet"]
+        return {"error": f"not done after {seconds:.0f} s; done: {', '.join(steps)}"}
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         told = next((line for line in reversed(lines) if "Error" in line), lines[-1])
-        return {"error": without_paths(told)[:300]}
+        return {"error": environment.without_folders(told)[:300]}
     return json.loads(done.stdout.splitlines()[-1]) | {
         "seconds": round(time.monotonic() - start, 1)
     }
 
 
-def environment(case: dict) -> dict:
+def variables(case: dict) -> dict:
     count = case["devices"]
     if case["smoke"]:
         return os.environ | {
@@ -163,10 +167,15 @@ def measure(case: dict) -> dict:
 
     from swjax.models import clip
 
-    start = time.perf_counter()
+    done = stages()
     config, cfg, step, init, like, batch = prepare(case)
-    compiled = step.lower(like, batch).compile()
-    row = {"compile_s": round(time.perf_counter() - start, 1)} | exchanged(compiled)
+    done("prepared")
+    init = init.lower().compile()
+    done("compiled the start")
+    lowered = step.lower(like, batch)
+    done("lowered")
+    compiled = lowered.compile()
+    row = {"compile_s": done("compiled")} | exchanged(compiled)
     if case.get("compile"):
         return row
     state = init()
@@ -182,6 +191,7 @@ def measure(case: dict) -> dict:
         return state
 
     state = run(state, 2)
+    done("ran")
     start = time.perf_counter()
     state = run(state, case["steps"])
     seconds = (time.perf_counter() - start) / case["steps"]
@@ -192,6 +202,18 @@ def measure(case: dict) -> dict:
     stats = jax.devices()[0].memory_stats() or {}
     row["peak_gib"] = round(stats["peak_bytes_in_use"] / 2**30, 3) if stats else None
     return row | profile(lambda: run(state, 3), steps=3)
+
+
+def stages():
+    """Returns a function (what is done) -> seconds since now, which also says so: for who waits in vain."""
+    start = time.perf_counter()
+
+    def done(what: str) -> float:
+        seconds = round(time.perf_counter() - start, 1)
+        print(f"-- {what} at {seconds} s", file=sys.stderr, flush=True)
+        return seconds
+
+    return done
 
 
 def prepare(case: dict):
@@ -221,7 +243,7 @@ def prepare(case: dict):
     init, graphdef = trainer.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     shardings = jax.tree.map(lambda x: x.sharding, like)
-    options = {"xla_backend_optimization_level": 0} if case["smoke"] else {}
+    options = {"xla_backend_optimization_level": 0}  # it runs once
     init = jax.jit(init, out_shardings=shardings, compiler_options=options)
     step = jax.jit(
         make_train_step(config, graphdef, optimizer, schedule, Packer()),
@@ -341,8 +363,6 @@ def machine() -> dict:
 
     import jax
 
-    from swjax import environment
-
     names = ("jax", "jaxlib", "flax", "jax-triton", "triton")
     return {
         "device": jax.devices()[0].device_kind,
@@ -439,19 +459,6 @@ def plot(rows: list[dict], path: Path) -> None:
     )
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
-
-
-def command(argv: list[str]) -> str:
-    return without_paths(shlex.join(["python", "benchmarks/scaling.py", *argv]))
-
-
-def without_paths(text: str) -> str:
-    """The text with absolute paths cut to their last name.
-
-    >>> without_paths("--out=/home/someone/scaling.json")
-    '--out=scaling.json'
-    """
-    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)", r"\1", text)
 
 
 def write(path: Path, text: str) -> None:

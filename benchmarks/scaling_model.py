@@ -3,26 +3,38 @@
   python benchmarks/scaling_model.py                      # ViT-H/14 on 256 and 4,096 GPUs
   python benchmarks/scaling_model.py --model=vit_b16 --gpus 8 256
 
-Bandwidths are the makers' numbers, rates of products our measurements of whole layers; nothing else is
-timed. Per GPU and step. A ring passes (n - 1) / n of an array's bytes by each GPU, twice to sum and share it.
-What crosses nodes goes through the NICs of all GPUs of a node alike, as NCCL's rings do: an array that every
-GPU of a node wants enters it once.
+Bandwidths are the makers' numbers, rates of products our measurements of a whole layer, from
+benchmarks/results/kernels_h200_layers.json; nothing else is timed. Per GPU and step. A ring passes
+(n - 1) / n of an array's bytes by each GPU, twice to sum and share it. What crosses nodes goes through the
+NICs of all GPUs of a node alike, as NCCL's rings do: an array that every GPU of a node wants enters it once.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 NODE = 8  # GPUs
 NVLINK = 450e9  # bytes/s, each direction of a GPU: H100, H200
 INFINIBAND = 50e9  # bytes/s of a GPU's NIC: NDR
-# Of layers 1280 -> 5120 with their gradients, docs/performance.md: 2.577e12 FLOP in 3,895 and 2,580 us.
-RATES = {"bf16": 2.577e12 / 3895e-6, "int8": 2.577e12 / 2580e-6}
+LAYER = "65536x1280->5120"  # with its gradients
 FP32 = 50e12  # FLOP/s of the loss's products: an assumption, 3/4 of 67e12 by the data sheet
 GATHERED = {"bf16": 2, "int8": 1}  # bytes of a weight on its way
+
+
+def rates() -> dict[str, float]:
+    """FLOP/s of a layer by precision."""
+    rows = json.loads((ROOT / "benchmarks/results/kernels_h200_layers.json").read_text())["rows"]
+    plain = [row for row in rows if row["op"] == "layer plain" and row["shape"] == LAYER]
+    tops = {row["implementation"]: row["tops"] * 1e12 for row in plain}
+    return {"bf16": tops["xla bf16"], "int8": tops["switchback"]}
+
+
+RATES = rates()
 
 
 class Model(NamedTuple):
@@ -76,10 +88,14 @@ def step(m: Model, precision: str, layout: str, gpus: int, pairs: int) -> Step:
     """One step.
 
     Args:
+      m: see `model`.
+      precision: one of `RATES`.
       layout: "data", "fsdp" over all GPUs, or "hybrid": fsdp in a node, data across.
       gpus: a multiple of 8, or up to 8.
       pairs: of a GPU.
     """
+    from swjax import losses
+
     node, nodes = min(gpus, NODE), max(gpus // NODE, 1)
     gathers = 2 * (GATHERED[precision] * m.kernels) + 4 * m.others  # the others once
     gradients = 4 * (m.kernels + m.others)
@@ -92,9 +108,12 @@ def step(m: Model, precision: str, layout: str, gpus: int, pairs: int) -> Step:
     else:
         nvlink = (gathers + gradients) * within
         infiniband = 2 * gradients / node * across
-    loss = 2 * 4 * m.embed_dim * pairs * gpus  # texts gathered, their gradients scattered
+    # Texts that do not fit at once pass by in a ring, again for the gradient, with it: see swjax.ring.
+    again = m.embed_dim * pairs * gpus > losses.NUMBERS
+    loss = (3 if again else 2) * 4 * m.embed_dim * pairs * gpus
+    products = 4 if again else 3
     nvlink, infiniband = nvlink + loss * within, infiniband + loss / node * across
-    compare = 8 * pairs * gpus * m.embed_dim / FP32  # four products
+    compare = products * 2 * pairs * gpus * m.embed_dim / FP32
     seconds = m.linear / RATES[precision] + m.rest / RATES["bf16"] + compare
     return Step(nvlink, infiniband, nvlink / NVLINK + infiniband / INFINIBAND, seconds)
 
@@ -129,14 +148,8 @@ def table(name: str, gpus: list[int], batch: int) -> str:
             for precision in RATES:
                 s = step(m, precision, layout, n, pairs)
                 computing = pairs * s.pair
-                cells = [
-                    n,
-                    pairs,
-                    mesh,
-                    precision,
-                    f"{s.nvlink / 1e9:.2f}",
-                    f"{s.infiniband / 1e9:.2f}",
-                ]
+                cells = [n, pairs, mesh, precision]
+                cells += [f"{s.nvlink / 1e9:.2f}", f"{s.infiniband / 1e9:.2f}"]
                 cells += [f"{1e3 * s.communication:.1f}", f"{1e3 * computing:.1f}"]
                 cells += [f"{s.communication / computing:.2f}", break_even(m, precision, layout, n)]
                 lines.append(f"|{'|'.join(map(str, cells))}|")

@@ -1,13 +1,10 @@
 """How long compiled functions take on this device, how close their results are, and the record of it."""
 
 import datetime
-import importlib.metadata
 import itertools
 import json
 import math
 import os
-import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -20,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from swjax import environment
 from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
 
@@ -138,22 +136,11 @@ def _closeness(value, specification):
 
 def machine() -> dict:
     """What numbers were measured on, and by which command."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    script = Path(sys.argv[0])
-    program = ["-m", f"swjax.kernels.{script.stem}"]
-    if script.parent.name == "benchmarks":
-        program = [f"benchmarks/{script.name}"]
-    arguments = [re.sub(r"[^=]*/", "", argument) for argument in sys.argv[1:]]  # no one's folders
     return {
         "device": jax.devices()[0].device_kind,
-        "command": shlex.join(["python", *program, *arguments]),
+        "command": environment.command(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "versions": versions,
+        "versions": {package: environment.version(package) for package in PACKAGES},
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
 

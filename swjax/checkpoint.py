@@ -9,6 +9,7 @@ import fcntl
 import json
 import logging
 import os
+import platform
 import time
 import zlib
 from pathlib import Path
@@ -71,8 +72,11 @@ class Checkpoints:
         Raises:
           ConfigError: there are none; `key` is the config key that named the run.
         """
-        if not any((Path(workdir) / "checkpoints").glob("[0-9]*")):
-            raise ConfigError(f"config.{key}={workdir!r} holds no checkpoint: give a run's workdir")
+        with distributed.all_or_none():
+            if not any((Path(workdir) / "checkpoints").glob("[0-9]*")):
+                raise ConfigError(
+                    f"config.{key}={workdir!r} holds no checkpoint: give a run's workdir"
+                )
         logger = logging.getLogger("absl")
         level = logger.level
         logger.setLevel(logging.ERROR)  # Orbax warns that what is only read is only read
@@ -83,16 +87,16 @@ class Checkpoints:
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step, or None."""
-        return self._manager.latest_step()
+        return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, rising."""
-        return sorted(self._manager.all_steps())
+        """The steps of all complete checkpoints, rising; as process 0 sees them."""
+        self._manager.reload()  # it forgets some before it removes them
+        return distributed.of_first(sorted(self._manager.all_steps()))
 
     def position(self, step: int) -> dict:
         """That of the data in one of them."""
-        args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=args).manifest["position"]
+        return _read_manifest(self.directory / str(step))["position"]
 
     def save(self, step: int, state, position: dict) -> None:
         """Starts saving; returns once the state is copied, so that it may be donated.
@@ -138,60 +142,51 @@ class Checkpoints:
         Raises:
           ConfigError: it holds other arrays, or other shapes, than `like`; all are damaged.
         """
-
-        def read(step: int):
-            manifest = self._read_manifest(step, like)
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-            state = self._manager.restore(step, args=args).state
-            _verify(state, manifest)
-            return state, manifest["position"]
-
         self._wait()
-        return self._newest(read) if step is None else read(step)
+        return self._newest(like) if step is None else self._load(step, like)
 
     def restore_params(self, like, name: str = "params"):
         """Restores nothing but the parameters of the newest one, or their average "ema"; see `restore`."""
-        like = {name: like}
-        arguments = ocp.checkpoint_utils.construct_restore_args(like)
-        args = ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
+        return self._newest({name: like}, within=f"{name}/")[0][name]
 
-        def read(step: int):
-            manifest = self._read_manifest(step, like, within=f"{name}/")
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                found = checkpointer.restore(self.directory / str(step) / "state", args=args)
-            _verify(found, manifest)
-            return found[name]
-
-        return self._newest(read)
-
-    def _newest(self, read):
-        """Returns what `read` makes of the newest checkpoint that is not damaged."""
+    def _newest(self, like, within: str = ""):
+        """What `_load` gives of the newest checkpoint that is not damaged."""
         damaged = []
-        for step in sorted(self._steps(), reverse=True):
-            found, error = None, None
+        for step in reversed(self.steps()):
             try:
-                found = read(step)
+                found = self._load(step, like, within)
             except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
                 raise
-            except Exception as caught:  # whatever Orbax and TensorStore make of broken files
-                error = caught
-            if not np.any(distributed.gather(np.array([error is not None], np.int64))):
-                if damaged:
-                    self._say("using the one before, of step %d", step)
-                    self._set_aside(damaged)
-                return found
-            reason = _reason(error) if error else "another process cannot read it"
-            self._say("checkpoint %s is damaged: %s", self.directory / str(step), reason)
-            damaged.append(step)
+            except Exception as error:  # whatever Orbax and TensorStore make of broken files
+                # Process 0 speaks, and the one that found it.
+                tell = self._say if isinstance(error, RunError) else logger.warning
+                tell("checkpoint %s is damaged: %s", self.directory / str(step), _reason(error))
+                damaged.append(step)
+                continue
+            if damaged:
+                self._say("using the one before, of step %d", step)
+                self._set_aside(damaged)
+            return found
         raise ConfigError(
             f"every checkpoint in {self.directory} is damaged (steps {damaged}): put a copy there, or "
             f"remove it to begin again"
         )
 
-    def _steps(self) -> list[int]:
-        """Those on disk: the manager forgets some before it removes them."""
-        self._manager.reload()
-        return list(self._manager.all_steps())
+    def _load(self, step: int, like, within: str = ""):
+        """(arrays, position) of one; if one process finds it damaged, none of them uses it.
+
+        Args:
+          step, like: as for `restore`.
+          within: how the names of the arrays in question begin.
+        """
+        path = self.directory / str(step)
+        with distributed.all_or_none():
+            manifest = _read_manifest(path)
+            _compare(path, manifest["arrays"], like, within)
+            arrays = _read_arrays(path / "state", like)
+        with distributed.all_or_none():
+            _verify(arrays, manifest["arrays"])
+        return arrays, manifest["position"]
 
     def _say(self, message: str, *args) -> None:
         logger.log(logging.WARNING if distributed.is_first() else logging.DEBUG, message, *args)
@@ -207,25 +202,7 @@ class Checkpoints:
 
         if not self._read_only:
             distributed.first_does(move)
-            self._steps()
-
-    def _read_manifest(self, step: int, like, within: str = "") -> dict:
-        """Reads a manifest, and raises a ConfigError if its arrays are not those of `like`."""
-        args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
-        manifest = self._manager.restore(step, args=args).manifest
-        if manifest.pop("crc32", None) != _crc32(manifest):
-            raise DamagedCheckpoint("its manifest is not as it was written")
-        saved, here = manifest["arrays"], _named(like)
-        saved = {n: tuple(x["shape"]) for n, x in saved.items() if n.startswith(within)}
-        here = {name: tuple(x.shape) for name, x in here.items()}
-        for name in sorted(saved.keys() | here.keys()):
-            if saved.get(name) != here.get(name):
-                raise ConfigError(
-                    f"{self.directory / str(step)} is of another model or optimizer: the shape of "
-                    f"{name} is {saved.get(name)} there and {here.get(name)} here (None: no such "
-                    f"array): use its config, or another --workdir"
-                )
-        return manifest
+            self._manager.reload()
 
     def close(self) -> None:
         """Waits until everything is on disk.
@@ -248,9 +225,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:  # TensorStore's are ValueErrors
-            steps = self._manager.all_steps(
-                read=True
-            )  # on disk: it forgets them before removing them
+            steps = self._manager.all_steps(read=True)  # what it forgets it may not have removed
             kept = f"the one of step {max(steps)} is whole" if steps else "none is whole yet"
             raise RunError(
                 f"a checkpoint could not be written in {self.directory}, {kept}: {_reason(error)}; "
@@ -269,20 +244,53 @@ def _manifest(state, position: dict) -> dict:
 
 def _reason(error: Exception) -> str:
     """What went wrong, short: TensorStore's messages end with it, after names of files."""
-    if isinstance(error, DamagedCheckpoint):
+    while error.__cause__ is not None and not isinstance(error, RunError):
+        error = error.__cause__
+    if isinstance(error, DamagedCheckpoint | RunError):
         return str(error)
     text = " ".join(str(error).split()).partition(" See full TensorStore")[0]
     return f"{type(error).__name__}: {text}".rpartition('": ')[2][:160]
+
+
+def _read_manifest(path: Path) -> dict:
+    manifest = json.loads((path / "manifest" / "metadata").read_text())
+    if manifest.pop("crc32", None) != _crc32(manifest):
+        raise DamagedCheckpoint("its manifest is not as it was written")
+    return manifest
+
+
+def _compare(path: Path, arrays: dict, like, within: str) -> None:
+    """Raises a ConfigError if the arrays of a manifest are not those of `like`."""
+    saved = {n: tuple(x["shape"]) for n, x in arrays.items() if n.startswith(within)}
+    here = {name: tuple(x.shape) for name, x in _named(like).items()}
+    for name in sorted(saved.keys() | here.keys()):
+        if saved.get(name) != here.get(name):
+            raise ConfigError(
+                f"{path} is of another model or optimizer: the shape of {name} is {saved.get(name)} "
+                f"there and {here.get(name)} here (None: no such array): use its config, or another "
+                f"--workdir"
+            )
+
+
+def _read_arrays(path: Path, like):
+    """Reads this process's parts of arrays, and waits for no other process."""
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    arguments = ocp.checkpoint_utils.construct_restore_args(like)
+    args = ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+        return checkpointer.restore(path, args=args)
 
 
 def _crc32(manifest: dict) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
-def _verify(state, manifest: dict) -> None:
+def _verify(arrays, held: dict) -> None:
     """Raises a DamagedCheckpoint that names the first array that is not as it was saved."""
-    for name, found in checksums(_named(state)).items():
-        saved = manifest["arrays"][name]["checksum"]
+    for name, found in checksums(_named(arrays)).items():
+        saved = held[name]["checksum"]
         if found != saved:
             raise DamagedCheckpoint(f"the checksum of {name} is {found:08x}, not {saved:08x}")
 
@@ -301,13 +309,13 @@ def lock(workdir: Path):
       The open lock file: keep it.
 
     Raises:
-      ConfigError: another live process holds it.
+      ConfigError: another live process holds it, or the file system has no locks.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     file = open(workdir / ".lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         file.seek(0)
         owner = file.read().strip() or "unknown"
         file.close()
@@ -315,7 +323,30 @@ def lock(workdir: Path):
             f"workdir {str(workdir)!r} is in use by process {owner}: "
             f"wait for it, or use another --workdir"
         ) from error
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"workdir {str(workdir)!r} cannot be locked ({error.strerror}): mount its file system with "
+            f"locks (flock), or use another --workdir"
+        ) from error
     file.truncate(0)
-    file.write(str(os.getpid()))
+    file.write(f"{os.getpid()} on {platform.node()}")
     file.flush()
+    os.fsync(file.fileno())  # for `check_shared` on other machines
     return file
+
+
+def check_shared(workdir: Path) -> None:
+    """Checks that all processes see the workdir that process 0 has locked: they write checkpoints together.
+
+    Raises:
+      ConfigError: one sees another folder, and would wait there for what process 0 writes.
+    """
+    path = workdir / ".lock"
+    own = zlib.crc32(path.read_bytes()) if path.exists() else -1
+    seen = distributed.gather(np.array([own], np.int64))[:, 0]
+    if np.any(seen != seen[0]):
+        raise ConfigError(
+            f"workdir {str(workdir)!r} is another folder for process {np.argmax(seen != seen[0])} than for "
+            f"process 0: give a path on a file system that all share"
+        )

@@ -17,7 +17,7 @@ def checksums(arrays: dict) -> dict[str, int]:
     integers have no order, devices sum their own parts, and another mesh gives the same number.
 
     Args:
-      arrays: by name; of any shape, dtype of at most 32 bits, and sharding.
+      arrays: by name; integers and floats of 1 to 8 bytes, of any shape and sharding.
 
     Returns:
       The checksums by name, on every process.

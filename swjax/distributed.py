@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
@@ -130,16 +131,20 @@ def blame_peers():
 
 
 def leave(code: int) -> int:
-    """Ends a process whose run failed at once, if it is one of several: the others may be gone.
+    """Ends a process whose run failed, if it is one of several: the others may be gone.
 
     Returns:
       `code`, if it is alone.
     """
-    if jax.process_count() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # an orderly end would wait for all, and abort when they do not come
-    return code
+    if not jax.distributed.is_initialized():
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if is_first():
+        time.sleep(
+            1
+        )  # when the service that it has ends, JAX aborts those that have not told their error
+    os._exit(code)  # an orderly end would wait for all, and abort when they do not come
 
 
 def is_first() -> bool:
@@ -147,20 +152,43 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def first_does(action: Callable[[], None]) -> None:
-    """Runs `action` in process 0 while the others wait; where it fails, all fail.
+@contextlib.contextmanager
+def all_or_none():
+    """Where its body fails in one process it fails in all, once all have come: nobody is waited for in vain.
+
+    The body itself must not wait for other processes.
 
     Raises:
-      ConfigError: on the others, if process 0 failed: its own error is for process 0 alone to tell.
+      Exception: in the first process that failed, its own: for it alone to tell.
+      ConfigError: in the others, if that one's is; RunError: if it is anything else.
     """
     error = None
-    if is_first():
-        try:
+    try:
+        yield
+    except Exception as caught:  # whatever it is, the others must not wait
+        error = caught
+    own = 0 if error is None else 2 if isinstance(error, ConfigError) else 1
+    kinds = gather(np.array([own], np.int64))[:, 0]
+    teller = int(np.argmax(kinds))
+    if jax.process_index() == teller and error is not None:
+        raise error
+    if kinds.any():
+        kind = ConfigError if kinds.max() == 2 else RunError
+        raise kind(f"process {teller} could not go on: see there what it says") from error
+
+
+def first_does(action: Callable[[], None]) -> None:
+    """Runs `action` in process 0 while the others wait; where it fails, all fail, see `all_or_none`."""
+    with all_or_none():
+        if is_first():
             action()
-        except Exception as caught:  # whatever it is, the others must not wait
-            error = caught
-    if not all(gather(np.array([error is None], np.int64)).flat):
-        raise error or ConfigError("process 0 could not go on: see its message")
+
+
+def of_first(numbers: list[int]) -> list[int]:
+    """The list that process 0 has, on all."""
+    count = int(gather(np.array([len(numbers)], np.int64))[0, 0])
+    padded = (numbers + count * [0])[:count]
+    return gather(np.array(padded, np.int64))[0].tolist() if count else []
 
 
 def gather(own: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -29,6 +30,26 @@ def describe() -> str:
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
     return "".join(f"{name}: {value}\n" for name, value in lines.items())
+
+
+def command() -> str:
+    """The command of this process, for records that others read: without the folders of whoever ran it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec:
+        program = ["-m", spec.name.removesuffix(".__main__")]
+    else:
+        script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+        program = [str(script.relative_to(root)) if script.is_relative_to(root) else script.name]
+    return shlex.join(["python", *program, *map(without_folders, sys.argv[1:])])
+
+
+def without_folders(text: str) -> str:
+    """Returns a text with absolute paths cut to their last name.
+
+    >>> without_folders("--out=/home/someone/scaling.json")
+    '--out=scaling.json'
+    """
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)", r"\1", text)
 
 
 def version(package: str) -> str:

@@ -624,8 +624,10 @@ def _split_outliers(x, threshold: float, spec: Spec, plan: Plan):
     """x as a sum of two: the features below `threshold` for every token, and the others."""
 
     def step(x):
-        features = jnp.max(jnp.abs(x), axis=tuple(range(x.ndim - 1)), keepdims=True, initial=0.0)
-        outlier = plan.maximum(features, *plan.tokens) >= jnp.asarray(threshold, x.dtype)
+        features = reference.absolute_maximum(x, tuple(range(x.ndim - 1)))
+        outlier = ~(
+            plan.maximum(features, *plan.tokens) < threshold
+        )  # NaN is one, on every platform
         zero = jnp.zeros((), x.dtype)
         return jnp.where(outlier, zero, x), jnp.where(outlier, x, zero)
 

@@ -19,7 +19,7 @@ from flax import nnx
 
 from swjax import config as config_lib
 from swjax import data, distributed, environment, evaluators, recipes, report, sharding
-from swjax.checkpoint import Checkpoints, lock
+from swjax.checkpoint import Checkpoints, check_shared, lock
 from swjax.config import ConfigError, RunError, blame, choice
 from swjax.diagnostics import Packer, Rules, Watch
 from swjax.interrupt import catch
@@ -67,6 +67,7 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
         stack.enter_context(blame_disk(workdir))
         stack.enter_context(distributed.blame_peers())
         distributed.first_does(lambda: stack.enter_context(lock(workdir)))
+        check_shared(workdir)
         interrupt = stack.enter_context(catch())
         stack.enter_context(bad_examples)
         stack.enter_context(blame_data())
@@ -83,9 +84,10 @@ def train(config, workdir: Path, interrupt) -> int:
     # ---------------------------------------------------------------------------------
     mesh, cfg = check(config)
     use_compilation_cache(config)
-    source = open_source(config, "train")
-    for split in ("val", "test"):
-        open_source(config, split)  # a mistake shows now, not at the first evaluation
+    with distributed.all_or_none():
+        source = open_source(config, "train")
+        for split in ("val", "test"):
+            open_source(config, split)  # a mistake shows now, not at the first evaluation
     total, schedule, optimizer = plan(config, source)
     progress = Progress(total)
 
@@ -156,6 +158,7 @@ def train(config, workdir: Path, interrupt) -> int:
                 step = int(state["step"])  # the data that led here is left out: batches go on
                 log.rewind(step)
                 watch.restart()
+                meter.restart()
                 progress.say(f"{bad}: back to step {step}, past the data of these steps")
                 continue
             if evaluating and not bad:

@@ -3,13 +3,17 @@
 import gc
 import random
 import resource
+import shutil
 import signal
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import two_processes
 
 from swjax import sharding
 from swjax.checkpoint import Checkpoints
@@ -122,6 +126,24 @@ def test_when_all_are_damaged_nothing_is_begun_again(tmp_path, caplog):
         restored_step(tmp_path, keep=2)
     assert caplog.text.count("its manifest is not as it was written") == 2
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "4"]
+
+
+def test_what_one_of_two_processes_cannot_read_neither_uses(saved, tmp_path):
+    """The file of process 1 is cut off: it must not give up while the other waits for it.
+
+    For that each has a workdir of its own, as on disks that machines do not share: trainers refuse that.
+    """
+    for rank in "01":
+        shutil.copytree(saved, tmp_path / rank)
+    largest = files(tmp_path / "1", 4)[-1]
+    largest.write_bytes(largest.read_bytes()[:5000])
+    worker = str(Path(__file__).parent / "restore_worker.py")
+    with two_processes([sys.executable, worker, str(tmp_path)]) as both:
+        printed = [process.communicate(timeout=60)[0] for process in both]
+    assert all("restored 2 2\n" in text for text in printed), printed
+    assert all("is another folder for process 1 than for process 0" in text for text in printed)
+    assert "damaged: process 1 could not go on: see there what it says" in printed[0]
+    assert "damaged: Requested byte range" in printed[1]
 
 
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path, caplog):

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import socket
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from processes import two_processes
 from test_trainer import ENVIRONMENT, MICRO, ROOT, cache, final_state, micro, records, train  # noqa: F401
 
 from swjax import sharding
@@ -140,38 +139,18 @@ def test_a_run_goes_on_with_another_mesh(micro, tmp_path):  # noqa: F811
 
 def test_two_processes_train_stop_and_go_on_as_one(micro, cache, tmp_path):  # noqa: F811
     """SIGTERM reaches one of two; both save the same step, from which one process goes on."""
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        address = f"localhost:{sock.getsockname()[1]}"
     two, one, rest = (tmp_path / name for name in ("two", "one", "rest"))
     command = [sys.executable, str(ROOT / "train.py")]
     command += [f"--config={ROOT}/configs/openmoji.py", f"--workdir={two}"]
     changes = MICRO | CHANGES | {"train.compilation_cache": cache}
     command += [f"--config.{key}={value}" for key, value in changes.items()]
-    environment = ENVIRONMENT | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": "2",
-    }
-    both = [
-        subprocess.Popen(
-            command,
-            env=environment | {"JAX_PROCESS_ID": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
+    environment = ENVIRONMENT | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    with two_processes(command, environment) as both:
         log, deadline = two / "metrics.jsonl", time.monotonic() + 60
         while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.05)
         both[1].send_signal(signal.SIGTERM)
         printed = [process.communicate(timeout=60)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
     assert [process.returncode for process in both] == [0, 0], printed
     last = json.loads(log.read_text().splitlines()[-1])["step"]
     assert (

@@ -50,7 +50,7 @@ ALLOWED = {
     "report": {"diagnostics"},
     "environment": set(),
     "interrupt": set(),
-    "bench": {"swjax", "kernels"},
+    "bench": {"environment", "swjax", "kernels"},
     # ---------------------------------------------------------------------------------
     "config": set(),
     "checkpoint": {"checksums", "config", "distributed"},
@@ -89,11 +89,11 @@ ALLOWED = {
 
 
 def part_of(module: str) -> str:
-    """`swjax.optax.rms` belongs to the part `optax`; the benchmark of kernels is a program, not a kernel."""
+    """`swjax.optax.rms` belongs to the part `optax`; what times kernels is no kernel."""
     names = module.split(".")
     if module in ("swjax.__main__", "swjax.diagnostics.__main__"):
         return "commands"
-    if names[1:2] == ["kernels"] and names[-1].startswith("bench"):
+    if names[1:2] == ["kernels"] and names[-1].startswith(("bench", "timing", "tune")):
         return "bench"
     return names[1] if len(names) > 1 else "swjax"
 

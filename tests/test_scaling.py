@@ -37,7 +37,7 @@ def test_a_case_that_fails_or_hangs_ends_alone():
     case = {"devices": 1, "smoke": True, "recipe": "nothing", "model": "tiny", "layout": "one", "batch": 4,
             "remat": "none", "scan": False, "steps": 1}  # fmt: skip
     assert "unknown" in scaling.in_a_process(case, 100)["error"]
-    assert scaling.in_a_process(case, 0.01) == {"error": "not done after 0 s"}
+    assert scaling.in_a_process(case, 0.01) == {"error": "not done after 0 s; done: nothing yet"}
 
 
 def row(devices, rate, layout="data"):

@@ -125,8 +125,10 @@ def test_zero_rows_and_zero_weights_give_zeros(name):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_non_finite_token_stays_visible_and_alone(name, bad):
     x, w, _, g = arrays((6, 16), 8)
-    y = products(x.at[2, 3].set(bad), w, g, name)[0]
-    assert not jnp.isfinite(y[2]).all()
+    y, _, dw = products(x.at[2, 3].set(bad), w, g, name)
+    assert not jnp.isfinite(y[2]).all() and not jnp.isfinite(dw[3]).any()
+    _, dx, dw_of_bad = products(x, w, g.at[2, 3].set(bad), name)
+    assert not jnp.isfinite(dx[2]).any() and not jnp.isfinite(dw_of_bad[:, 3]).any()
     if RECIPES[name].fwd is None or RECIPES[name].fwd.lhs.scope == "row":
         others = jnp.delete(y, 2, axis=0)
         assert jnp.isfinite(others).all()

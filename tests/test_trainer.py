@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -189,6 +190,29 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     # The two differ in the order of float32 sums; some gradients are 0 but for rounding.
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(grads_a))
     assert_close(grads_a, grads_b, rtol=0, atol=1e-6 * largest)
+
+
+def test_micro_batches_share_quantized_weights(micro):
+    """What makes int8 of a weight does not depend on the micro-batch: XLA takes it out of the loops."""
+    config = micro(
+        train__accumulation=2, train__batch_size=10
+    )  # so that no activation has a weight's shape
+    init, graphdef = make_init(config)
+    params = jax.eval_shape(init)["params"]
+    none = jax.tree.map(lambda _: None, params)
+    lowered = jax.jit(make_loss_and_grad(config, graphdef)).lower(
+        params, none, batch_of(config), jax.random.key(0)
+    )
+    program = lowered.compile().as_text()
+    shapes = {leaf.shape[-2:] for leaf in jax.tree.leaves(params["vision"]["blocks"])}
+    made = rf" = s8\[({'|'.join(f'{a},{b}' for a, b in shapes)})\]\S* fusion\("
+    bodies = set(re.findall(r"body=%?([\w.-]+)", program))
+    found = {True: 0, False: 0}
+    for name, text in re.findall(
+        r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", program, re.M | re.S
+    ):
+        found[name in bodies] += len(re.findall(made, text))
+    assert bodies and found[False] and not found[True], found
 
 
 @pytest.fixture(scope="module")
@@ -513,7 +537,7 @@ def test_first_bad_step_is_named():
 
 @pytest.fixture
 def planted(monkeypatch):
-    """NaN in the batch of step 2 and in a gradient of step 3, infinity in a parameter of step 5."""
+    """NaN in the batch of step 2, a gradient of 3 and an update of 4, infinity in a parameter of 5."""
     at = {}
 
     def spoil(x, step, value=jnp.nan):
@@ -527,7 +551,8 @@ def planted(monkeypatch):
         part[last] = spoil(part[last], **how)
         return tree
 
-    real = {name: getattr(train_step, name) for name in ("make_train_step", "make_loss_and_grad")}
+    names = ("make_train_step", "make_loss_and_grad", "make_optimizer")
+    real = {name: getattr(train_step, name) for name in names}
     preprocess = train_step.data.preprocess
 
     def make_train_step(*args):
@@ -549,23 +574,35 @@ def planted(monkeypatch):
 
         return with_gradient
 
+    def make_optimizer(*args):
+        optimizer = real["make_optimizer"](*args)
+
+        def update(*args):
+            updates, state = optimizer.update(*args)
+            return spoil_leaf(updates, "text", "ln_final", "scale", step=4), state
+
+        return optimizer._replace(update=update)
+
+    monkeypatch.setattr(trainer, "make_optimizer", make_optimizer)
     monkeypatch.setattr(trainer, "make_train_step", make_train_step)
     monkeypatch.setattr(train_step, "make_loss_and_grad", make_loss_and_grad)
     monkeypatch.setattr(train_step.data, "preprocess", lambda *a: spoil(preprocess(*a), 2))
 
 
 def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsys):
-    assert train(micro(train__nan_policy="skip", log__every_steps=1), tmp_path) == 1
+    options = {"train__nan_policy": "skip", "log__every_steps": 1, "diagnostics__norms": "false"}
+    assert train(micro(**options), tmp_path) == 1
     said = capsys.readouterr().out
     for text in (
         "train/loss is nan at step 2, where batch image is not finite: skipped",
         "grad_norm is nan at step 3, where gradient vision/patch_embed/kernel is not finite: skipped",
+        "update text/ln_final/scale is not finite at step 4: skipped",
         "at step 5, where parameter text/ln_final/bias is not finite: stopped",
     ):
         assert text in said
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     named = {line["step"]: line["train/nonfinite"] for line in lines if "train/nonfinite" in line}
-    assert list(named) == [2, 3, 5] and named[2] == "batch image"
+    assert list(named) == [2, 3, 4, 5] and named[2] == "batch image"
     assert Checkpoints(tmp_path, keep=0).latest_step() == 4  # nothing broken is saved
 
 
@@ -591,7 +628,7 @@ def test_a_finished_run_of_another_config_is_not_mistaken(reference, micro):
 
 def test_a_workdir_serves_one_process(micro, tmp_path):
     with lock(tmp_path):
-        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
             trainer.train_and_evaluate(micro(), tmp_path)
     lock(tmp_path).close()  # free again
 

@@ -10,7 +10,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -79,12 +78,11 @@ def do(args, runs: Iterable[Run]) -> dict:
     start, longest = time.perf_counter(), 0.0
     study = read(args.out)
     done = [run["key"] for run in study["runs"]]
-    study["finished"] = True
+    study["finished"] = False
     for key, function in runs:
         if json.loads(json.dumps(key)) in done:
             continue
         if time.perf_counter() - start + longest > 60 * args.minutes:
-            study["finished"] = False
             print(f"{args.minutes} minutes are over: the same command goes on", flush=True)
             break
         began = time.perf_counter()
@@ -94,6 +92,8 @@ def do(args, runs: Iterable[Run]) -> dict:
         study["runs"].append({"key": key, "seconds": round(seconds, 2), "result": result})
         print(f"{', '.join(f'{k}={v}' for k, v in key.items())}: {seconds:.1f} s", flush=True)
         write(args.out, study)
+    else:
+        study["finished"] = True
     return study
 
 
@@ -118,7 +118,7 @@ def new() -> dict:
     from swjax import environment
 
     lines = environment.describe().splitlines()
-    command = ["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
+    command = environment.command()
     return {"command": command, "environment": lines[1:], "finished": False, "runs": []}
 
 

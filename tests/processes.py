@@ -1,0 +1,25 @@
+"""Two processes that are one run."""
+
+import contextlib
+import os
+import socket
+import subprocess
+
+
+@contextlib.contextmanager
+def two_processes(command: list[str], environment=os.environ):
+    """Starts a command twice, with what `swjax.distributed` reads; kills what is left of them."""
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        address = f"localhost:{sock.getsockname()[1]}"
+    plain = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    both = [
+        subprocess.Popen(command, env=environment | plain | {"JAX_PROCESS_ID": rank}, **output)
+        for rank in "01"
+    ]
+    try:
+        yield both
+    finally:
+        for process in both:
+            process.kill()

@@ -1,0 +1,37 @@
+"""One of two processes that restore a checkpoint: python restore_worker.py FOLDER. Prints its step.
+
+Each reads its own copy, FOLDER/<its number>, as if its disk gave other bytes than the other's.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent.parent))
+    from swjax import distributed
+
+    distributed.start()
+
+    import jax
+    from test_checkpoint import state_of
+
+    from swjax import sharding
+    from swjax.checkpoint import Checkpoints, check_shared, lock
+    from swjax.config import ConfigError
+
+    workdir = Path(sys.argv[1]) / str(jax.process_index())
+    distributed.first_does(lambda: lock(workdir))
+    try:
+        check_shared(workdir)
+    except ConfigError as error:
+        print(error)
+    rows = jax.NamedSharding(sharding.make_mesh(1, -1), jax.P("fsdp"))
+    everywhere = jax.NamedSharding(rows.mesh, jax.P())
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=rows if x.ndim == 2 else everywhere
+        ),
+        jax.eval_shape(lambda: state_of(0)),
+    )
+    state, position = Checkpoints(workdir, keep=0).restore(like)
+    print("restored", position["batches"], int(state["step"]))
