@@ -12,8 +12,6 @@ import argparse
 import functools
 import importlib.metadata
 import json
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -135,12 +133,9 @@ def main() -> None:
     shapes = ((tokens, k, 1.0), (k, n, k**-0.5), (tokens, n, 1.0))
     x, w, g = (jnp.asarray(scale * rng.normal(size=(a, b)), jnp.float32) for a, b, scale in shapes)
     rows = [measure(name, x, w, g, args.steps) for name in PEERS]
-    machine = [
-        line for line in environment.describe().splitlines() if not line.startswith("command")
-    ]
     result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine,
+        "command": environment.command(),
+        "machine": environment.describe().splitlines()[1:],
         "shape": dict(zip(("tokens", "k", "n"), args.shape)),
         "rows": rows,
     }

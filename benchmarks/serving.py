@@ -10,9 +10,7 @@ throughput of calls that are queued.
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -95,12 +93,11 @@ def measure(model: clip.CLIP, batch: int, calls: int) -> tuple[dict, np.ndarray]
 
 def write(out: Path | None, rows: list[dict]) -> None:
     if out:
-        machine = [
-            line for line in environment.describe().splitlines() if not line.startswith("command:")
-        ]
-        command = shlex.join(["python", *sys.argv])
+        machine = environment.describe().splitlines()[1:]
         out.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"command": command, "machine": machine, "rows": rows}, indent=1)
+        text = json.dumps(
+            {"command": environment.command(), "machine": machine, "rows": rows}, indent=1
+        )
         out.write_text(text + "\n")
 
 
