@@ -186,10 +186,8 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs) -> di
     >>> small["params"]["kernel"].values.dtype, bool(jnp.all(predict(small, x) == predict(variables, x)))
     (dtype('int8'), True)
     """
-    with (
-        linen.kernels_used() as kernels,
-        jax.disable_jit(),
-    ):  # no trace of before, which tells nothing
+    # Without jit, for a trace of before would run no module.
+    with linen.kernels_used() as kernels, jax.disable_jit():
         jax.eval_shape(lambda *args: function(*args), variables, *inputs)
     kernels = {path: kernel for path, kernel in kernels.items() if _can_be_quantized(kernel.recipe)}
     if not kernels:
