@@ -35,7 +35,7 @@ train: $(READY)
 	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: $(READY) $(KERNELS)
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 torch: $(TORCH)
 

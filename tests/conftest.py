@@ -10,10 +10,30 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would use TF32 for fp32
+
+
+@pytest.fixture(autouse=True)
+def compilation_cache():
+    """A run that was trained in this process leaves its compilation cache to no other test."""
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    if jax.config.jax_compilation_cache_dir != before:
+        jax.config.update("jax_compilation_cache_dir", before)
+        reset_cache()
+
+
+@pytest.fixture(scope="module")
+def compiles_fast():
+    """For modules in which compiling takes the time, and which do not ask what XLA makes of numbers."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_collection_modifyitems(items):

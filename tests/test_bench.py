@@ -13,12 +13,13 @@ import pytest
 from swjax.kernels import bench_layers, dispatch, tiles, timing, tune
 
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def run(module: str, *flags) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", f"swjax.kernels.{module}", *map(str, flags)]
     return subprocess.run(
-        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
 
 
@@ -165,14 +166,13 @@ def test_train_step(tmp_path):
     out = tmp_path / "step.json"
     script = [sys.executable, ROOT / "benchmarks" / "train_step.py"]
     command = [*script, "--smoke", "--kinds", "encoder", "--peers", f"--out={out}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, env=environment)
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, env=ENVIRONMENT)
     written = json.loads(out.read_text())
     peer, ours = written["rows"]
     assert "timm" in peer["implementation"] and peer["error"]
     assert ours["images_per_second"] > 0 and ours["memory_gib"] > ours["activations_gib"] > 0
     assert written["command"].startswith("python benchmarks/train_step.py --smoke")
     subprocess.run(
-        [*script, f"--out={out}", f"--plot={tmp_path}/p.png"], check=True, env=environment
+        [*script, f"--out={out}", f"--plot={tmp_path}/p.png"], check=True, env=ENVIRONMENT
     )
     assert (tmp_path / "p.png").stat().st_size > 1000

@@ -14,6 +14,9 @@ from swjax import compare_precision, layer_errors
 from swjax.models import clip
 from swjax.report import precision
 
+pytestmark = pytest.mark.usefixtures("compiles_fast")
+
+
 FLAGS = [f"--config={ROOT}/configs/openmoji.py", *(f"--config.{k}={v}" for k, v in MICRO.items())]
 
 

@@ -28,7 +28,10 @@ from swjax.recipes import RECIPES
 from swjax.testing import matrix_products
 
 # Their code may promote dtypes, and warn.
-pytestmark = [pytest.mark.usefixtures("as_others_run"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("as_others_run", "compiles_fast"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 RNG = np.random.default_rng(0)
 IMAGES = jnp.asarray(RNG.normal(size=(8, 16, 16, 3)), jnp.float32)

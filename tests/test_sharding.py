@@ -35,7 +35,11 @@ def run_on_eight_devices(*arguments: str):
             HERE / "eight_devices.py",
             *arguments,
         ],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env=os.environ
+        | {
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling is what takes time here
+        },
         cwd=HERE.parent,
         capture_output=True,
         text=True,

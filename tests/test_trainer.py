@@ -66,7 +66,7 @@ ENVIRONMENT = os.environ | {
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """Compiled programs are shared, also with processes; compiling them is what takes time here."""
-    directory = str(tmp_path_factory.mktemp("jax_cache"))
+    directory = str(tmp_path_factory.getbasetemp() / "jax_cache")  # of all modules
     options = {
         "jax_compilation_cache_dir": directory,
         "jax_persistent_cache_min_compile_time_secs": 0.1,
