@@ -50,6 +50,7 @@ CASES = {
     "fsdp_and_row_in_one": ((1, 4, 2), P(("tensor", "fsdp"))),
 }
 ROW, COLUMN = ("row", "fsdp_row", "fsdp_and_row_in_one"), ("column", "fsdp_column")
+MORE_RECIPES = ("switchback_q", "llm_int8", "fp8_switchback", "fp8_tensorwise")
 INT8 = ("switchback", "switchback_m", "switchback_q", "llm_int8")
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -143,7 +144,7 @@ def test_values_of_odd_sizes(case, odd):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
+@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", slow("fsdp_column")])
 @pytest.mark.parametrize("prologue", ["layer_norm", "gelu"])
 @pytest.mark.parametrize("name", ["switchback", slow("switchback_m"), slow("standard")])
 def test_values_after_a_prologue(name, prologue, case, kind):
@@ -186,7 +187,7 @@ MLP_LAYOUTS = (Layout(P("fsdp", "tensor")), Layout(P("tensor", "fsdp")))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [slow((8, 1, 1)), slow((2, 4, 1)), (2, 2, 2)], ids=str)
 def test_values_of_an_mlp(sizes, kind):
     mesh = make_mesh(sizes, KINDS[kind])
     want = jax.jit(partial(gradients, partial(mlp, (None, None))))(*mlp_arguments())
@@ -205,7 +206,7 @@ def ops(found, *names):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["auto", slow("explicit")])
 @pytest.mark.parametrize("name", RECIPES)
 def test_collectives_of_data_parallel(name, kind):
     mesh, layout, args, g = sharded("data", kind, dtype="bfloat16")
@@ -245,7 +246,7 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
     assert ops(both, "reduce-scatter") == [("reduce-scatter", "f32")]
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPES if n not in ("standard", "llm_int8_outlier6")])
+@pytest.mark.parametrize("name", ["switchback", "switchback_m", *map(slow, MORE_RECIPES)])
 def test_collectives_of_an_mlp(name):
     """Gathers of narrow weights, two scattered gradients; tensor parallel sums y and dx alone."""
     mesh = make_mesh((2, 2, 2))
