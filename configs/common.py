@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     # switchback_q | llm_int8 | llm_int8_outlier6 | fp8_switchback | fp8_tensorwise.
     config.model.recipe = "switchback"
     config.model.dtype = "bfloat16"  # compute: float32 | bfloat16 | float16; parameters are float32
-    config.model.attention = ""  # xla | cudnn; "": the faster that can run
+    config.model.attention = ""  # xla | cudnn | triton; "": the fastest that can run
     # What a block keeps for the backward pass: none (no recomputation) | full (its input only) |
     # dots | save_quantized | save_linear.
     config.model.remat = "none"

@@ -24,6 +24,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "layer_norm_backward": ("triton",),
     "gelu": ("triton",),
     "gelu_backward": ("triton",),
+    "attention": ("triton",),
+    "attention_backward": ("triton",),
 }
 NAMES = ("xla", "triton", "mosaic_gpu")
 
@@ -58,7 +60,7 @@ def run(operation: str, *arrays, implementation: str | None = None, **options):
 def _kernel(name: str, operation: str, **options):
     """One jitted function for each kernel: the layers of a model that call it with arrays of the same shapes
     share its lowering, which takes about a second."""
-    function = functools.partial(getattr(_module(name), operation), **options)
+    function = functools.partial(getattr(_module(name, operation), operation), **options)
     function.__name__ = f"swjax_{operation}"
     return jax.jit(jax.custom_batching.sequential_vmap(function))
 
@@ -126,6 +128,8 @@ def _why_not_triton(operation, capability, leaves, options):
         return missing
     if capability < (8, 0):
         return f"needs compute capability 8.0 (Ampere), and this GPU has {capability}: use 'xla'"
+    if operation.startswith("attention"):
+        return _why_not_attention(leaves[0])
     if operation == "quantize_by":
         (*rows, n), absmax = leaves[0].shape, leaves[1].shape
         ones = (1,) * len(rows)
@@ -138,6 +142,17 @@ def _why_not_triton(operation, capability, leaves, options):
             return f"takes scales over the last axis, the others or all, got axes {axes}: use 'xla'"
     elif operation != "matmul" and leaves[0].shape[-1] > tiles.WIDEST_ROW:
         return f"takes rows of up to {tiles.WIDEST_ROW}, got {leaves[0].shape[-1]}: use 'xla'"
+    return None
+
+
+def _why_not_attention(q):
+    _, tokens, _, width = q.shape
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"is for 16 bits, got {q.dtype}: use 'xla'"
+    if tokens > tiles.LONGEST_SEQUENCE:
+        return f"holds sequences of up to {tiles.LONGEST_SEQUENCE} tokens, got {tokens}: use 'xla'"
+    if not 16 <= width <= 128 or width % 8:
+        return f"takes heads of 16 to 128 features, a multiple of 8, got {width}: use 'xla'"
     return None
 
 
@@ -214,8 +229,10 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"swjax.kernels.{'triton_gpu' if name == 'triton' else name}")
+def _module(name: str, operation: str) -> ModuleType:
+    if name == "triton":
+        name = "triton_attention" if operation.startswith("attention") else "triton_gpu"
+    return importlib.import_module(f"swjax.kernels.{name}")
 
 
 def _shape_key(operation: str, *arrays) -> str:

@@ -335,6 +335,69 @@ def gelu_backward(
     return dx, _outputs(dx, quantize_to, False)[1], _row_sum(dx)
 
 
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax attention of every head.
+
+    ``s = q k^T / sqrt(d)``, ``lse = log sum_keys exp s``, ``out = exp(s - lse) v``.
+
+    Args:
+      q, k, v: [b, t, h, d].
+      causal: a query sees the keys up to its own position only.
+
+    Returns:
+      (out [b, t, h, d] in the dtype of q, lse float32 [b, h, t]).
+
+    >>> q = jnp.zeros((1, 2, 1, 4))
+    >>> attention(q, q, jnp.eye(2, 4)[None, :, None])[0][0, 0, 0].tolist()
+    [0.5, 0.5, 0.0, 0.0]
+    """
+    scores = _scores(q, k, causal)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - lse[..., None])
+    return _heads_product("bhqk,bkhd->bqhd", weights, v).astype(q.dtype), lse
+
+
+def attention_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    gradient: jax.Array,
+    *,
+    causal: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of `attention`.
+
+    Args:
+      q, k, v, out, lse: its arguments and results.
+      gradient: [b, t, h, d], of out.
+
+    Returns:
+      (dq, dk, dv), each as what it is the gradient of.
+    """
+    weights = jnp.exp(_scores(q, k, causal) - lse[..., None])
+    delta = jnp.einsum("bqhd,bqhd->bhq", _widen(out), _widen(gradient))
+    slopes = weights * (_heads_product("bqhd,bkhd->bhqk", gradient, v) - delta[..., None])
+    slopes *= jnp.float32(q.shape[-1] ** -0.5)
+    dq = _heads_product("bhqk,bkhd->bqhd", slopes, k)
+    dk = _heads_product("bhqk,bqhd->bkhd", slopes, q)
+    dv = _heads_product("bhqk,bqhd->bkhd", weights, gradient)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _scores(q, k, causal):
+    scores = _heads_product("bqhd,bkhd->bhqk", q, k) * jnp.float32(q.shape[-1] ** -0.5)
+    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jnp.where(seen, scores, -jnp.inf) if causal else scores
+
+
+def _heads_product(subscripts, a, b):
+    return jnp.einsum(subscripts, _widen(a), _widen(b), precision="highest")
+
+
 def _outputs(y, quantize_to, wide):
     q = quantize(y, (y.ndim - 1,), quantize_to) if quantize_to else None
     return y if wide else None, q

@@ -56,8 +56,21 @@ class MosaicTile:
     width: int
 
 
+@dataclass(frozen=True)
+class AttentionTile:
+    """How attention cuts the scores of one head: products of rows x columns, one program for all of them."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
 # Rows of more columns than this do not fit into the registers of a program.
 WIDEST_ROW = 16384
+
+# Nor do the scores of 64 queries with more keys than this.
+LONGEST_SEQUENCE = 320
 
 WEIGHT_GRADIENT_STAGES = 4
 
@@ -118,6 +131,11 @@ def weight_gradient_slices(tile_count: int, steps: int, blocks: int) -> int:
         return -(-tile_count * slices // blocks) / slices * (1 + 0.009 * slices)
 
     return min(range(1, max(1, min(16, steps // 8)) + 1), key=rounds)
+
+
+def attention(operation: str, tokens: int, heads: int, width: int) -> AttentionTile:
+    """That of "attention", "attention_backward_queries" or "attention_backward_keys"."""
+    return AttentionTile(64, 64, 4, 2)
 
 
 def multiprocessors() -> int:

@@ -54,13 +54,12 @@ def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int):
     }
     for tower in TOWERS:
         blocks = getattr(model, tower).blocks
-        padded = -(-tokens[tower] // cfg.padded_multiple) * cfg.padded_multiple
         for name in LINEARS:
             part, linear = name.split("/")
             layer = getattr(getattr(blocks, part), linear)
             object.__setattr__(layer, "__class__", ProbedLinear)
             depth, _, width = layer.kernel.shape
-            setattr(layer, PROBE, Probe(jnp.zeros((depth, 2, batch, padded, width))))
+            setattr(layer, PROBE, Probe(jnp.zeros((depth, 2, batch, tokens[tower], width))))
     graphdef, state = nnx.split(model)
     return graphdef, nnx.to_pure_dict(state)
 

@@ -204,7 +204,7 @@ def plan(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:
         return whole
     if AxisType.Explicit in mesh.axis_types:
         x_spec, w_spec = (_spec(jax.typeof(a).sharding.spec, a.shape, mesh) for a in (x, w))
-    elif layout is None or all(mesh.shape[axis] == 1 for axis in _free_axes(mesh)):
+    elif not cuts_itself(x, layout):
         return whole
     else:
         x_spec = Spec((*_spec(layout.tokens, x.shape[:-1], mesh), ()))
@@ -223,6 +223,30 @@ def batch_plan(tokens: P, x: jax.Array, *others: jax.Array) -> Plan:
         return Plan(None, ((),))
     spec = jax.typeof(x).sharding.spec if explicit else tokens
     return Plan(mesh, _spec(spec, x.shape[:1], mesh))
+
+
+def cuts_itself(x: jax.Array, layout: Layout | None) -> bool:
+    """Whether it can be told how arrays like x are split, where they are."""
+    mesh = _mesh(x)
+    if mesh is None:
+        return False
+    alone = all(mesh.shape[axis] == 1 for axis in _free_axes(mesh))
+    return AxisType.Explicit in mesh.axis_types or (layout is not None and not alone)
+
+
+def heads_plan(q: jax.Array, layout: Layout | None) -> Plan:
+    """The plan for q [b, t, h, d] by the layout of the layer that made it: of b, and `n` of h.
+
+    Tokens of a sequence are not split.
+    """
+    if not cuts_itself(q, layout):
+        return Plan(None, ((),))
+    mesh = _mesh(q)
+    if AxisType.Explicit in mesh.axis_types:
+        b, _, h, _ = _spec(jax.typeof(q).sharding.spec, q.shape, mesh)
+    else:
+        b, h = _spec(P(layout.tokens[0], *layout.w[1:2]), (q.shape[0], q.shape[2]), mesh)
+    return Plan(mesh, (b,), n=tuple(axis for axis in h if axis not in b))
 
 
 def next_plan(first: Plan, w: jax.Array, layout: Layout | None) -> Plan:

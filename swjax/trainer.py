@@ -224,8 +224,10 @@ def model_config(config) -> clip.CLIPConfig:
     sizes["text"]["context_length"] = config.data.context_length
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
-    if c.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise ConfigError("config.model.attention='cudnn' needs a GPU: set it to 'xla' or ''")
+    if c.attention in ("cudnn", "triton") and jax.default_backend() != "gpu":
+        raise ConfigError(
+            f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
+        )
     if config.train.loss == "sigmoid":  # where SigLIP starts
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
     same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")

@@ -39,6 +39,15 @@ def row_arguments(operation, x):
     }.get(operation, (x,))
 
 
+def attention_arguments(operation, shape, dtype="bfloat16", causal=False):
+    """q, k and v [b, t, h, d]; for the backward pass also results and a gradient."""
+    q, k, v, gradient = (normal(shape, dtype, seed) for seed in range(4))
+    if operation == "attention":
+        return q, k, v
+    out, lse = oracle.attention(q, k, v, causal=causal)
+    return q, k, v, out.astype(dtype), lse.astype("float32"), gradient
+
+
 def operands(shape, dtypes=("int8", "int8"), a_scope="row", b_scope="tensor", seed=0):
     """QTensors a [tokens, k] and b [n, k], from the oracle, that multiply to values around 1."""
     tokens, k, n = shape

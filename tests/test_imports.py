@@ -39,7 +39,8 @@ ALLOWED = {
         "checkpoint_policies",
     },  # its __init__
     "optax": set(),
-    "models": {"nnx", "prologues", "recipes", "kernels", "checkpoint_policies"},
+    "attention": {"kernels", "partition"},
+    "models": {"attention", "nnx", "prologues", "recipes", "checkpoint_policies"},
     "ring": {"partition"},
     "losses": {"partition", "ring"},
     "data": {"environment"},
@@ -155,13 +156,15 @@ CORE |= {
     "linen",
     "swjax",
     "optax",
+    "attention",
     "models",
     "losses",
     "ring",
     "sharding",
     "diagnostics",
 }
-NEEDS_EXTRA = {"swjax.kernels.triton_gpu"}  # loaded when an NVIDIA GPU is there
+# Loaded when an NVIDIA GPU is there.
+NEEDS_EXTRA = {"swjax.kernels.triton_gpu", "swjax.kernels.triton_attention"}
 
 
 BENCHMARKED = {"open_clip", "open_clip_train", "torch"}  # by what the extra bench installs

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 import pytest
-from kernel_cases import ROW_OPERATIONS, normal, operands, row_arguments
+from kernel_cases import ROW_OPERATIONS, attention_arguments, normal, operands, row_arguments
 from numeric import FLOOR_DB, snr_db
 
 from swjax.kernels import dispatch, tiles
@@ -30,6 +30,8 @@ def calls():
     cases["quantize_by"] = ((x, normal((1000, 1)) ** 2), {})
     cases["matmul"] = (operands((1000, 1280, 576)), {"out_dtype": "bfloat16"})
     cases["weight_gradient"] = ((x, g), {"out_dtype": "float32"})
+    cases["attention"] = (attention_arguments("attention", (16, 257, 4, 80)), {})
+    cases["attention_backward"] = (attention_arguments("attention_backward", (16, 257, 4, 80)), {})
     return cases
 
 

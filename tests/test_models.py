@@ -33,16 +33,15 @@ OPTIONS = {
     "quick": {"gelu": "quick"},
     "tanh": {"gelu": "tanh"},
     "layer scale and qk-norm": {"layer_scale": 0.0, "qk_norm": True},
-    "padded tokens": {"token_multiple": 8},
     "scan": {"scan_layers": True},
 }
 # Ways to compute the same numbers.
 SAME = {
     "scan": {"scan_layers": True},
     "full": {"remat": "full", "attention": "xla"},
-    "dots, padded": {"remat": "dots", "token_multiple": 8},
+    "dots": {"remat": "dots"},
     "scan, save_quantized": {"scan_layers": True, "remat": "save_quantized"},
-    "scan, save_linear, padded": {"scan_layers": True, "remat": "save_linear", "token_multiple": 8},
+    "scan, save_linear": {"scan_layers": True, "remat": "save_linear"},
 }
 
 

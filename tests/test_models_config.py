@@ -1,6 +1,5 @@
 """What models can be built: sizes, parameters, initial values, parameter trees, and clear refusals."""
 
-import dataclasses
 import math
 
 import jax
@@ -42,7 +41,7 @@ def test_every_size_runs_abstractly_with_every_option(name):
         {"recipe": "standard", "remat": "full"},
         {"recipe": "switchback_m", "remat": "save_quantized"},
         {"recipe": "fp8_tensorwise", "layer_scale": 0.0, "qk_norm": True, "patch_dropout": 0.5},
-        {"dtype": "bfloat16", "token_multiple": 8, "gelu": "tanh", "init_logit_bias": -10.0},
+        {"dtype": "bfloat16", "gelu": "tanh", "init_logit_bias": -10.0},
     ):
         cfg = clip.config(name, scan_layers=True, **options)
         graph, params = abstract(cfg)
@@ -209,10 +208,9 @@ def count_flops(jaxpr):
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"gelu": "relu"}, "gelu must be one of exact, tanh, quick, got 'relu'"),
         ({"remat": "some"}, "remat must be one of none, full, dots, save_quantized, save_linear, got 'some'"),
-        ({"attention": "flash"}, "attention must be one of None, xla, cudnn, got 'flash'"),
+        ({"attention": "flash"}, "attention must be one of None, xla, cudnn, triton, got 'flash'"),
         ({"attention": "cudnn"}, "attention='cudnn' computes in 16 bits, got dtype='float32'"),
-        ({"attention": "cudnn", "dtype": "bfloat16", "token_multiple": 4}, "multiple of 8 .* got 4"),
-        ({"token_multiple": 0}, "positive multiple of 1 .* got 0"),
+        ({"attention": "triton"}, "attention='triton' computes in 16 bits, got dtype='float32'"),
         ({"recipe": "int4"}, "recipe must be one of standard, switchback"),
         ({"recipe": {".*mlp.*": "int4"}}, "recipe must be one of standard, switchback"),
         ({"recipe": {"mpl": "standard"}}, "pattern 'mpl' matches no linear layer"),
@@ -222,13 +220,6 @@ def test_what_does_not_fit_is_one_clear_line(overrides, message):
     with pytest.raises(ValueError, match=message) as error:
         clip.config("tiny", **overrides)
     assert "\n" not in str(error.value)
-
-
-def test_cudnn_brings_its_padding():
-    cudnn = clip.config("tiny", attention="cudnn", dtype="bfloat16")
-    assert (cudnn.padded_multiple, clip.CONFIGS["tiny"].padded_multiple) == (8, 1)
-    assert dataclasses.replace(cudnn, attention="xla").padded_multiple == 1
-    assert dataclasses.replace(cudnn, token_multiple=16).padded_multiple == 16
 
 
 def test_unknown_model():

@@ -4,17 +4,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-import jax
-
-from swjax import checkpoint_policies, recipes
-from swjax.kernels import tiles
+from swjax import attention, checkpoint_policies, recipes
 from swjax.recipes import Recipe
 
 TOWERS = ("vision", "text")
 LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")  # of one block
 
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION = (None, "xla", "cudnn")
+ATTENTION = (None, *attention.NAMES)
 GELUS = ("exact", "tanh", "quick")
 POLICIES = {name: policy for name, policy in vars(checkpoint_policies).items() if callable(policy)}
 REMAT = ("none", "full", "dots", *POLICIES)
@@ -122,10 +119,8 @@ class Options:
       implementation: of the recipes' kernels, see `swjax.kernels.dispatch`; None chooses.
       dtype: what activations are computed and stored in. Parameters, attention scores, softmax and
         LayerNorm are float32.
-      attention: implementation of `jax.nn.dot_product_attention`: "xla" or "cudnn"; None is cuDNN in 16 bits
-        on NVIDIA GPUs from Ampere on, and XLA otherwise.
-      token_multiple: pad the tokens to a multiple of this and mask the padding; None is 8 for cuDNN
-        (which needs it) and 1 otherwise.
+      attention: "triton", our kernel for up to 320 tokens in 16 bits; "cudnn", for which tokens are padded to
+        a multiple of 8; "xla". None chooses, see `swjax.attention.choose`.
       gelu: "exact", "tanh" or "quick".
       layer_scale: initial value of a learned factor on each residual branch's features; None: no factor.
         0.0 keeps features small, which is what makes tensor-wise fp8 train.
@@ -140,7 +135,6 @@ class Options:
     implementation: str | None = None
     dtype: str = "bfloat16"
     attention: str | None = None
-    token_multiple: int | None = None
     gelu: str = "exact"
     layer_scale: float | None = None
     qk_norm: bool = False
@@ -154,35 +148,13 @@ class Options:
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("gelu", self.gelu, GELUS)
         _check_choice("remat", self.remat, REMAT)
-        if self.token_multiple is not None:  # else no devices are asked for, on import
-            multiple = 8 if self.attention_chosen == "cudnn" else 1
-            if self.token_multiple < 1 or self.token_multiple % multiple:
-                raise ValueError(
-                    f"token_multiple must be a positive multiple of {multiple} with "
-                    f"attention={self.attention_chosen!r}, got {self.token_multiple}: leave it None"
-                )
-        if self.attention == "cudnn" and self.dtype == "float32":
+        if self.attention in ("cudnn", "triton") and self.dtype == "float32":
             raise ValueError(
-                "attention='cudnn' computes in 16 bits, got dtype='float32': "
+                f"attention={self.attention!r} computes in 16 bits, got dtype='float32': "
                 "set dtype='bfloat16', or attention='xla'"
             )
         for tower in TOWERS:
             self.recipes(tower)  # one that does not exist fails here
-
-    @property
-    def attention_chosen(self) -> str:
-        """The implementation of attention: "xla" or "cudnn"."""
-        if self.attention is not None:
-            return self.attention
-        narrow = self.dtype != "float32" and jax.default_backend() == "gpu"
-        return "cudnn" if narrow and tiles.compute_capability() >= (8, 0) else "xla"
-
-    @property
-    def padded_multiple(self) -> int:
-        """What the number of tokens is padded to a multiple of."""
-        if self.token_multiple is not None:
-            return self.token_multiple
-        return 8 if self.attention_chosen == "cudnn" else 1
 
     def recipes(self, tower: str) -> dict[str, Recipe]:
         """The recipe of each linear layer of a tower's blocks: {"attn/q": ..., ...}.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swjax import prologues
+from swjax import attention, prologues
 from swjax.models.config import POLICIES, Options, TowerConfig
 from swjax.nnx import Linear, linears, mlp
 from swjax.recipes import Recipe
@@ -92,7 +92,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.heads, self.causal = cfg.heads, causal
-        self.implementation = options.attention_chosen
+        self.asked = options.attention
         linear = partial(
             Linear,
             cfg.width,
@@ -108,8 +108,13 @@ class Attention(nnx.Module):
         self.ln_q = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
         self.ln_k = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
 
+    def implementation(self, x: jax.Array, length: int) -> str:
+        """That of `swjax.attention` for tokens x [b, t, w], of which so many are not padding."""
+        return attention.choose(x, self.heads, self.asked, length=length, layout=self.q.layout)
+
     def __call__(self, x: jax.Array, norm: LayerNorm, length: int) -> tuple[jax.Array, jax.Array]:
         """(the branch, x to add it to): see `residual` of `swjax.switchback`."""
+        implementation = self.implementation(x, length)
         batch, tokens, width = x.shape
         heads = (batch, tokens, self.heads, width // self.heads)
         qkv, x = linears((self.q, self.k, self.v), x, prologue=norm.prologue(), residual=True)
@@ -119,18 +124,15 @@ class Attention(nnx.Module):
         if x.dtype == jnp.float16 and jax.default_backend() == "cpu":
             # JAX asks for float16 products with float32 sums, which XLA for CPUs does not have.
             q, k, v = (head.astype(jnp.float32) for head in (q, k, v))
-        lengths = None if length == tokens else jnp.full(batch, length, jnp.int32)
-        # JAX's own code promotes 16-bit queries to float32 scores, strict promotion or not.
-        with jax.numpy_dtype_promotion("standard"):
-            mixed = jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                is_causal=self.causal,
-                query_seq_lengths=lengths,
-                key_value_seq_lengths=lengths,
-                implementation=self.implementation,
-            )
+        mixed = attention.attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            length=length,
+            implementation=implementation,
+            layout=self.q.layout,
+        )
         return self.out(mixed.reshape(x.shape).astype(x.dtype)), x
 
 
@@ -233,7 +235,7 @@ def apply_blocks(
     Args:
       blocks: the stack, L blocks.
       x: [b, t, w] tokens.
-      options: token_multiple, remat and scan_layers are what counts here.
+      options: remat and scan_layers are what counts here.
 
     Returns:
       The tokens after the last block, [b, t, w], and the magnitude of every block's output, float32
@@ -241,7 +243,8 @@ def apply_blocks(
     """
     graph, stacked = nnx.split(blocks)
     length = x.shape[1]
-    x = _pad_tokens(x, options.padded_multiple)
+    if blocks.attn.implementation(x, length) == "cudnn":
+        x = _pad_tokens(x, attention.CUDNN_MULTIPLE)
 
     def step(x, parameters):
         y = nnx.merge(graph, parameters)(x, length)

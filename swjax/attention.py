@@ -1,0 +1,126 @@
+"""Multi-head attention: that of `jax.nn`, or a kernel for short sequences on what each device holds."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from swjax.kernels import dispatch, tiles
+from swjax.partition import Layout, Plan, Spec, cuts_itself, heads_plan, vary_alike
+
+NAMES = ("xla", "cudnn", "triton")
+CUDNN_MULTIPLE = 8  # of tokens; it masks what is padded
+
+
+def choose(
+    x: jax.Array,
+    heads: int,
+    implementation: str | None = None,
+    *,
+    length: int | None = None,
+    layout: Layout | None = None,
+) -> str:
+    """The implementation of attention over tokens x [b, t, w], of which `length` are not padding.
+
+    None takes, in 16 bits on NVIDIA GPUs, the kernel where it can run, then cuDNN; XLA elsewhere.
+
+    Raises:
+      ValueError: the kernel was asked for and cannot run: the message says why.
+
+    >>> choose(jnp.ones((1, 3, 8)), 2)
+    'xla'
+    """
+    batch, tokens, width = x.shape
+    q = jax.ShapeDtypeStruct((batch, length or tokens, heads, width // heads), x.dtype)
+    if implementation == "triton":
+        if reason := dispatch.why_not("triton", "attention", q, q, q):
+            raise ValueError(f"attention 'triton' {reason}")
+    if implementation is not None:
+        return implementation
+    if jax.default_backend() != "gpu" or q.dtype == jnp.float32:
+        return "xla"
+    if cuts_itself(x, layout):
+        able = dispatch.why_not("triton", "attention", q, q, q) is None
+    else:
+        able = dispatch.choose("attention", q, q, q) == "triton"
+    if able:
+        return "triton"
+    return "cudnn" if tiles.compute_capability() >= (8, 0) else "xla"
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    length: int | None = None,
+    implementation: str = "xla",
+    layout: Layout | None = None,
+) -> jax.Array:
+    """``softmax(q k^T / sqrt(d)) v`` of every head, with the softmax in float32.
+
+    Args:
+      q, k, v: [b, t, h, d].
+      causal: a token sees those before it and itself only.
+      length: tokens from there on are padding that no other sees; None: none are.
+      implementation: one of `NAMES`, see `choose`. The kernel takes no padding.
+      layout: of the linear layer that made q, for meshes whose axes are left to XLA.
+
+    Returns:
+      [b, t, h, d] in the dtype of q.
+
+    >>> x = jnp.ones((1, 2, 1, 4))
+    >>> attention(x, x, x).shape
+    (1, 2, 1, 4)
+    """
+    if implementation == "triton":
+        plan = heads_plan(q, layout)
+        arrays = (plan.place(x, _heads(plan)) for x in vary_alike(q, k, v))
+        return _attention(*arrays, causal, plan)
+    lengths = None
+    if length is not None and length < q.shape[1]:
+        lengths = jnp.full(q.shape[0], length, jnp.int32)
+    # JAX's own code promotes 16-bit queries to float32 scores, strict promotion or not.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=causal,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation=implementation,
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _attention(q, k, v, causal: bool, plan: Plan):
+    return _forward(q, k, v, causal, plan)[0]
+
+
+def _forward(q, k, v, causal, plan):
+    step = partial(dispatch.run, "attention", causal=causal)
+    heads = _heads(plan)
+    out, lse = plan.run(step, (q, k, v), (heads,) * 3, (heads, _rows(plan)))
+    return out, (q, k, v, out, lse)
+
+
+def _backward(causal, plan, residuals, gradient):
+    step = partial(dispatch.run, "attention_backward", causal=causal)
+    heads = _heads(plan)
+    in_specs = (*(heads,) * 4, _rows(plan), heads)
+    return plan.run(step, (*residuals, gradient), in_specs, (heads,) * 3)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _heads(plan: Plan) -> Spec:
+    """Of [b, t, h, d]."""
+    return Spec((plan.token_axes, (), plan.n, ()))
+
+
+def _rows(plan: Plan) -> Spec:
+    """Of [b, h, t]."""
+    return Spec((plan.token_axes, plan.n, ()))

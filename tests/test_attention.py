@@ -1,0 +1,135 @@
+"""Attention: the kernels and their specification against float64, and the layer that calls them."""
+
+from functools import partial
+
+import implementations
+import jax
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import numpy as np
+import pytest
+from kernel_cases import attention_arguments, normal
+from numeric import FLOOR_DB, snr_db
+
+from swjax import attention
+
+# Tokens and features of a head: of the ViTs and their text towers, cut by patch dropout too, and ragged.
+CASES = [
+    ((2, 257, 3, 80), False, "bfloat16"),
+    ((2, 257, 2, 64), False, "float16"),
+    ((3, 129, 2, 80), False, "bfloat16"),
+    ((2, 77, 2, 64), True, "bfloat16"),
+    ((2, 77, 2, 64), False, "float16"),
+    ((2, 197, 2, 64), False, "bfloat16"),
+    ((2, 197, 2, 64), True, "float16"),
+    ((2, 99, 2, 64), False, "bfloat16"),
+    ((3, 50, 2, 64), False, "bfloat16"),
+    ((2, 320, 2, 88), False, "bfloat16"),
+    ((2, 300, 1, 104), True, "bfloat16"),
+    ((2, 26, 3, 32), False, "bfloat16"),
+    ((1, 128, 2, 128), True, "bfloat16"),
+    ((2, 7, 2, 16), True, "bfloat16"),
+    ((2, 1, 1, 24), False, "bfloat16"),
+]
+names = lambda case: "x".join(map(str, case)) if isinstance(case, tuple) else None
+
+
+@pytest.mark.parametrize("shape, causal, dtype", CASES, ids=names)
+@pytest.mark.parametrize(
+    "operation, implementation", implementations.of("attention", "attention_backward")
+)
+def test_operations_against_float64(operation, implementation, shape, causal, dtype):
+    arrays = attention_arguments(operation, shape, dtype, causal)
+    want = getattr(oracle, operation)(*arrays, causal=causal)
+    got = implementations.run(operation, *arrays, implementation=implementation, causal=causal)
+    for value, exact in zip(got, want, strict=True):
+        assert value.dtype == (dtype if value.ndim == 4 else "float32")
+        if np.any(exact):  # one token has no choice: dq and dk are 0
+            assert snr_db(value, exact) > FLOOR_DB[value.dtype.name]
+        else:
+            assert np.max(np.abs(value.astype(jnp.float32))) < 1e-2
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("attention"))
+@pytest.mark.parametrize("size", [3.0, 30.0])
+def test_a_sharp_softmax_neither_overflows_nor_loses_its_maximum(operation, implementation, size):
+    """Scores of up to 1e4, all of one sign in some rows: the output is the value of the best key."""
+    q, k, v = attention_arguments(operation, (1, 257, 2, 80))
+    q, k = (np.asarray(x * size, "bfloat16") for x in (q, k))
+    out, lse = implementations.run(operation, q, k, v, implementation=implementation)
+    scores = oracle._scores(q, k, False)
+    top, second = np.sort(scores, -1)[..., :-3:-1].transpose(3, 0, 1, 2)
+    clear = (top - second > 20 + 1e-5 * np.abs(top)).transpose(0, 2, 1)
+    best = np.take_along_axis(
+        oracle.wide(v).transpose(0, 2, 1, 3), np.argmax(scores, -1)[..., None], 2
+    ).transpose(0, 2, 1, 3)
+    assert clear.mean() > 0.5
+    np.testing.assert_allclose(np.asarray(out, np.float64)[clear], best[clear], rtol=1e-2)
+    np.testing.assert_allclose(
+        lse.transpose(0, 2, 1)[clear], top.transpose(0, 2, 1)[clear], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("attention_backward"))
+def test_gradients_far_from_the_maximum_stay_finite(operation, implementation):
+    """Padded keys have a score of 0, far above an lse of -1e4: they must not count."""
+    shape = (1, 197, 1, 64)
+    q, k = np.full(shape, 40, "bfloat16"), np.full(shape, -40, "bfloat16")
+    k += normal(shape, "bfloat16")
+    v, gradient = normal(shape, "bfloat16"), normal(shape, "bfloat16", seed=1)
+    out, lse = implementations.run("attention", q, k, v, implementation=implementation)
+    assert np.max(lse) < -1e3
+    for value in implementations.run(
+        operation, q, k, v, out, lse, gradient, implementation=implementation
+    ):
+        assert np.isfinite(np.asarray(value, np.float32)).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["triton", "xla", pytest.param("cudnn", marks=pytest.mark.gpu)])
+def test_the_layer_is_jax_own(name, causal):
+    """On a CPU "triton" runs the specification, through the same derivative."""
+    q, k, v = (jnp.asarray(normal((2, 24, 3, 32), "bfloat16", seed)) for seed in range(3))
+    gradient = jnp.asarray(normal(q.shape, "bfloat16", 3))
+
+    def both(attend, *arrays):
+        out, vjp = jax.vjp(attend, *arrays)
+        return out, *vjp(gradient.astype(out.dtype))
+
+    attend = partial(attention.attention, causal=causal, implementation=name)
+    with jax.numpy_dtype_promotion("strict" if name == "triton" else "standard"):
+        got = jax.jit(partial(both, attend))(q, k, v)
+    with jax.numpy_dtype_promotion("standard"):
+        own = partial(jax.nn.dot_product_attention, is_causal=causal, implementation="xla")
+        want = both(own, *(x.astype(jnp.float32) for x in (q, k, v)))
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == jnp.bfloat16 and snr_db(a, b) > 36
+
+
+def test_what_the_kernel_cannot_do_is_said():
+    x = jnp.ones((2, 5, 64), jnp.bfloat16)
+    assert attention.choose(x, 4, "cudnn") == "cudnn"
+    if jax.default_backend() != "gpu":
+        with pytest.raises(
+            ValueError, match="attention 'triton' needs an NVIDIA GPU, .* use 'xla'"
+        ):
+            attention.choose(x, 4, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape, dtype, heads, chosen",
+    [
+        ((2, 257, 1280), "bfloat16", 16, "triton"),
+        ((2, 77, 512), "float16", 8, "triton"),
+        ((2, 577, 1024), "bfloat16", 16, "cudnn"),
+        ((2, 257, 1280), "float32", 16, "xla"),
+        ((2, 257, 2048), "bfloat16", 8, "cudnn"),
+    ],
+)
+def test_none_chooses(shape, dtype, heads, chosen):
+    implementations.require("triton")
+    if jax.device_count() > 1:
+        pytest.skip("several devices: outside shard_map everything runs through XLA")
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    assert attention.choose(x, heads) == chosen
