@@ -129,7 +129,7 @@ def _why_not_triton(operation, capability, leaves, options):
     if capability < (8, 0):
         return f"needs compute capability 8.0 (Ampere), and this GPU has {capability}: use 'xla'"
     if operation.startswith("attention"):
-        return _why_not_attention(leaves[0])
+        return _why_not_attention(capability, leaves[0])
     if operation == "quantize_by":
         (*rows, n), absmax = leaves[0].shape, leaves[1].shape
         ones = (1,) * len(rows)
@@ -145,8 +145,10 @@ def _why_not_triton(operation, capability, leaves, options):
     return None
 
 
-def _why_not_attention(q):
+def _why_not_attention(capability, q):
     _, tokens, _, width = q.shape
+    if capability != (9, 0):
+        return f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'xla'"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"is for 16 bits, got {q.dtype}: use 'xla'"
     if tokens > tiles.LONGEST_SEQUENCE:

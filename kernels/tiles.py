@@ -133,9 +133,26 @@ def weight_gradient_slices(tile_count: int, steps: int, blocks: int) -> int:
     return min(range(1, max(1, min(16, steps // 8)) + 1), key=rounds)
 
 
-def attention(operation: str, tokens: int, heads: int, width: int) -> AttentionTile:
-    """That of "attention", "attention_backward_queries" or "attention_backward_keys"."""
-    return AttentionTile(64, 64, 4, 2)
+def attention(operation: str, tokens: int) -> AttentionTile:
+    """That of "attention" or "attention_backward": 64 rows are 4 warps, few enough that another program
+    computes while one waits. The forward pass holds all scores of its rows anyway, so takes the widest
+    products of those that leave the fewest columns idle."""
+    widths = (256, 128, 64) if operation == "attention" else (64,)
+
+    def covered(width: int) -> int:
+        pieces, tail = attention_pieces(tokens, width)
+        return pieces * width + tail
+
+    return AttentionTile(rows=64, columns=min(widths, key=covered), warps=4, stages=2)
+
+
+def attention_pieces(tokens: int, piece: int) -> tuple[int, int]:
+    """How many pieces cover a sequence, and the length of a tail after them: 16, 32 or 0. A longer one is a
+    piece, too."""
+    full, rest = divmod(tokens, piece)
+    if rest > 32:
+        return full + 1, 0
+    return full, max(16, _power_above(rest)) if rest else 0
 
 
 def multiprocessors() -> int:

@@ -1,14 +1,17 @@
-"""Attention over short sequences in Triton: a program holds all keys and values of a head, or all queries.
+"""Attention over short sequences in Triton, for Hopper.
 
-cuDNN cuts tokens and features into tiles of 128: of its work on ViT-H's 257 tokens and 80 features half is
-padding, of that on 129 tokens three quarters. Here both are cut into powers of two and a shorter tail: 257 is
-256 + 16, and 80 is 64 + 16. Sequences are so short that a whole row of scores fits in registers, and no
-softmax is corrected on the way.
+cuDNN cuts tokens and features into tiles of 128: of its work on ViT-H's 257 tokens and 80 features two
+thirds are padding, of that on 129 tokens five sixths. Here both are cut into powers of two and a shorter
+tail: 257 is 256 + 16, and 80 is 64 + 16. A tail of rows is computed transposed, with them as columns: tensor
+cores take rows by 64, columns by 8.
 
-The backward pass is one kernel, run twice: its rows are queries, which go through all keys, and then keys,
-which go through all queries. So every sum stays in registers and has one order. A tail of rows is computed
-transposed, with them as columns: tensor cores take rows by 64, columns by 8.
+In the forward pass a program has all keys and values of a head in shared memory and whole rows of scores in
+registers, so that no softmax is corrected on the way. The backward pass is one kernel, run twice: its rows
+are queries, which go through all keys, and then keys, which go through all queries. So every sum stays in
+registers and has one order.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -203,7 +206,7 @@ def _load_columns(
 
 
 @triton.jit
-def _forward_kernel(
+def _attention_kernel(
     q_ptr,  # [B, T, H, D], as all but the last
     k_ptr,
     v_ptr,
@@ -335,7 +338,7 @@ def _backward_rows(
 
 
 @triton.jit
-def _backward_kernel(
+def _attention_backward_kernel(
     first_ptr,  # of the rows: q or k, [B, T, H, D], as all but lse and delta
     second_ptr,  # g or v
     firsts_ptr,  # of the columns: k or q
@@ -393,13 +396,13 @@ def _backward_kernel(
 
 def attention(q, k, v, *, causal=False, tile=None):
     """`reference.attention`."""
-    tile = tile or tiles.attention("attention", *q.shape[1:])
+    tile = tile or tiles.attention("attention", q.shape[1])
     batch, tokens, heads, _ = q.shape
     return _call(
         q,
         k,
         v,
-        kernel=_forward_kernel,
+        kernel=_attention_kernel,
         out_type=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32),
@@ -413,45 +416,31 @@ def attention(q, k, v, *, causal=False, tile=None):
 
 def attention_backward(q, k, v, out, lse, gradient, *, causal=False, tile=None):
     """`reference.attention_backward`."""
-    of_queries, of_keys = tile or (
-        tiles.attention(f"attention_backward_{rows}", *q.shape[1:]) for rows in ("queries", "keys")
+    tile = tile or tiles.attention("attention_backward", q.shape[1])
+    cut = _cut(q, tile, causal)
+    programs = q.shape[0] * q.shape[2] * (cut["BLOCKS"] + (cut["REST"] > 0))
+    call = partial(
+        _call,
+        kernel=_attention_backward_kernel,
+        grid=(programs,),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **cut,
     )
-    unused = jax.ShapeDtypeStruct((1,), jnp.float32)
     like_q, like_lse = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, lse))
-
-    def call(first, second, firsts, seconds, *rest, tile, keys, out_type):
-        cut = _cut(q, tile, causal)
-        return _call(
-            first,
-            second,
-            firsts,
-            seconds,
-            out,
-            lse,
-            *rest,
-            kernel=_backward_kernel,
-            out_type=out_type,
-            grid=(q.shape[0] * q.shape[2] * (cut["BLOCKS"] + (cut["REST"] > 0)),),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            KEYS=keys,
-            **cut,
-        )
-
+    unused = jax.ShapeDtypeStruct((1,), jnp.float32)
     delta, dq, _ = call(
-        q, gradient, k, v, tile=of_queries, keys=False, out_type=(like_lse, like_q, unused)
+        q, gradient, k, v, out, lse, KEYS=False, out_type=(like_lse, like_q, unused)
     )
-    dk, dv = call(
-        k, v, q, gradient, delta, tile=of_keys, keys=True, out_type=(like_q, like_q)
-    )  # fmt: skip
+    dk, dv = call(k, v, q, gradient, out, lse, delta, KEYS=True, out_type=(like_q, like_q))
     return dq, dk, dv
 
 
 def _cut(q: jax.Array, tile: tiles.AttentionTile, causal: bool) -> dict:
     _, tokens, heads, width = q.shape
-    full, tail = _pieces(tokens, tile.columns)
+    full, tail = tiles.attention_pieces(tokens, tile.columns)
     d_main = max(16, 1 << (width.bit_length() - 1))
-    blocks, rest = _pieces(tokens, tile.rows)
+    blocks, rest = tiles.attention_pieces(tokens, tile.rows)
     return {
         "SCALE": width**-0.5,
         "CAUSAL": causal,
@@ -467,11 +456,3 @@ def _cut(q: jax.Array, tile: tiles.AttentionTile, causal: bool) -> dict:
         "FULL": full,
         "TAIL": tail,
     }
-
-
-def _pieces(size: int, piece: int) -> tuple[int, int]:
-    """How many pieces, and the length of a tail after them: 16, 32 or 0. A longer one is a piece, too."""
-    full, rest = divmod(size, piece)
-    if rest > 32:
-        return full + 1, 0
-    return full, max(16, triton.next_power_of_2(rest)) if rest else 0

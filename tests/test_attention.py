@@ -51,7 +51,7 @@ def test_operations_against_float64(operation, implementation, shape, causal, dt
 
 
 @pytest.mark.parametrize("operation, implementation", implementations.of("attention"))
-@pytest.mark.parametrize("size", [3.0, 30.0])
+@pytest.mark.parametrize("size", [10.0, 30.0])
 def test_a_sharp_softmax_neither_overflows_nor_loses_its_maximum(operation, implementation, size):
     """Scores of up to 1e4, all of one sign in some rows: the output is the value of the best key."""
     q, k, v = attention_arguments(operation, (1, 257, 2, 80))

@@ -17,6 +17,7 @@ from swjax.kernels.reference import QTensor
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
 triton_gpu = pytest.importorskip("swjax.kernels.triton_gpu")
+triton_attention = pytest.importorskip("swjax.kernels.triton_attention")
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FC1 = shapes.layers(1280)["fc1"]
@@ -40,7 +41,7 @@ def quantized(rows, columns, dtype="int8", scales=None):
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """compiled(capability, function of triton_gpu, *arrays, **options): its one launch, compiled."""
+    """compiled(capability, function of a Triton module, *arrays, **options): its last launch, compiled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = []
 
@@ -49,13 +50,13 @@ def compiled(monkeypatch, tmp_path):
         return jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), out_type)
 
     monkeypatch.setattr(triton_gpu, "_call", record)
+    monkeypatch.setattr(triton_attention, "_call", record)
 
     def compile_(capability, function, *arrays, **options):
         monkeypatch.setattr(tiles, "compute_capability", lambda: divmod(capability, 10))
         launches.clear()
         jax.eval_shape(partial(function, **options), *arrays)
-        (launch,) = launches
-        return _compile(capability, *launch)
+        return _compile(capability, *launches[-1])
 
     return compile_
 
@@ -178,6 +179,19 @@ def test_ragged_rows_compile(compiled):
     x = array((77, 333), "float16")
     compiled(80, triton_gpu.gelu_backward, x, x, quantize_to="int8", approximate=True)
     compiled(89, triton_gpu.quantize, x, dtype=E5M2, axes=(0,), transpose=True)
+
+
+@pytest.mark.parametrize("tokens, width, causal", [(257, 80, False), (77, 64, True)])
+def test_attention_runs_on_tensor_cores_from_wide_loads(compiled, tokens, width, causal, tmp_path):
+    q, lse = array((128, tokens, 16, width), "bfloat16"), array((128, 16, tokens))
+    forward = compiled(90, triton_attention.attention, q, q, q, causal=causal)
+    of_keys = compiled(90, triton_attention.attention_backward, q, q, q, q, lse, q, causal=causal)
+    for kernel in (forward, of_keys):
+        assert instructions(kernel, r"wgmma\.mma").total() > 8
+        assert "ld.global.b16" not in instructions(kernel, r"ld\.global")
+    if tokens > 128:  # several columns, which come while it computes
+        assert instructions(of_keys, r"cp\.async\.cg")
+    assert_no_spills(of_keys, tmp_path)
 
 
 # --- Mosaic -------------------------------------------------------------------------------------------
