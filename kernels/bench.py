@@ -2,6 +2,7 @@
 
     python -m swjax.kernels.bench --out=bench.json                # everything, most important first
     python -m swjax.kernels.bench --ops products --seconds=300    # by every implementation, and by XLA
+    python -m swjax.kernels.bench --attention                     # and cuDNN's
     python -m swjax.kernels.bench --peers                         # products and layers of torch libraries
     python -m swjax.kernels.bench --layer plain fused --recipes switchback   # see bench_layers.py
     python -m swjax.kernels.bench --smoke                         # tiny, on any machine, in seconds
@@ -13,6 +14,7 @@ The file is complete after every row.
 """
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from swjax import attention
 from swjax.kernels import dispatch, reference, shapes, timing
 from swjax.kernels.shapes import Linear
 
@@ -166,6 +169,41 @@ def bench_operations(records: timing.Records, layers: list[Linear], kinds):
                     bench_case(records, case)
 
 
+def bench_attention(records: timing.Records, heads: dict[str, tuple]):
+    """Attention forward, and forward and backward: cuDNN on tokens padded for it, the kernels without."""
+    for (shape, causal), (suffix, run) in itertools.product(heads.values(), ATTENTION.items()):
+        row = {"op": f"attention{suffix}", "shape": "x".join(map(str, shape)), "dtype": "bfloat16"}
+        peer = None
+        for name in ("cudnn", "triton") if jax.default_backend() == "gpu" else ("xla",):
+            if records.seconds_left < 0:
+                return
+            tokens = shape[1] + (-shape[1] % attention.CUDNN_MULTIPLE if name == "cudnn" else 0)
+            arrays = [timing.random(shape[0], tokens, *shape[2:]) for _ in range(4)]
+            options = {"causal": causal, "length": shape[1], "implementation": name}
+            try:
+                compiled = timing.compiled(partial(run, options), *arrays)
+                us = timing.measure(compiled, *arrays).us
+            except Exception as error:  # one that fails must not end the run
+                message = f"{type(error).__name__}: {str(error)[:300]}"
+                records.add(**row, implementation=name, error=message)
+                continue
+            verdict = {"ratio": peer / us, "peer": "cudnn"} if peer else {}
+            records.add(**row, implementation=name, us=us, **verdict)
+            peer = us
+
+
+def _attend(options, q, k, v, _):
+    return attention.attention(q, k, v, **options)
+
+
+def _attend_and_back(options, q, k, v, gradient):
+    out, vjp = jax.vjp(partial(attention.attention, **options), q, k, v)
+    return out, vjp(gradient)
+
+
+ATTENTION = {"": _attend, ", forward + backward": _attend_and_back}
+
+
 def copy_bandwidth(records: timing.Records, layers: list[Linear]):
     """The ceiling of what moves bytes: negating an array, by XLA."""
     for width in sorted({width for _, *widths in layers for width in widths}):
@@ -243,6 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     text = "operations, by every implementation; all kinds, or some"
     parser.add_argument("--ops", nargs="*", choices=CASES, metavar="KIND", help=text)
+    parser.add_argument("--attention", action="store_true", help="of every tower, and cuDNN's")
     parser.add_argument("--peers", action="store_true", help="torch and its libraries")
     kinds = ("plain", "fused", "mlp", "grid")
     text = "layers, forward and backward; all kinds, or some"
@@ -257,7 +296,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="PNG file of the layers' grid")
     args = parser.parse_args(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the GPU
-    everything = args.ops is None and args.layer is None and not args.peers
+    everything = not (
+        args.ops is not None or args.layer is not None or args.peers or args.attention
+    )
     records = timing.Records(args.out, args.seconds)
     block = SMOKE if args.smoke else shapes.layers(args.width, args.tokens)
     layers = sorted(block.values(), key=lambda layer: -layer.k * layer.n)
@@ -265,6 +306,9 @@ def main(argv: list[str] | None = None) -> int:
         bench_torch(records, layers)  # first: operations are compared with these rows
     if args.ops is not None or everything:
         bench_operations(records, layers, args.ops or CASES)
+    if args.attention or everything:
+        smoke = {"": ((2, 24, 2, 16), True)}
+        bench_attention(records, smoke if args.smoke else shapes.HEADS)
     if records.rows:
         print("\n" + timing.table(records.rows, COLUMNS))
     if args.layer is not None or everything:

@@ -16,6 +16,16 @@ TOKENS = 65_536
 WIDTHS = {"ViT-B/16": 768, "ViT-L/14": 1024, "ViT-H/14": 1280}
 IMAGE_TOKENS = {"ViT-B/16": 197, "ViT-L/14": 257, "ViT-H/14": 257}
 
+# Queries [b, t, h, d] of the towers, and whether causal: whole images, half of the patches, texts.
+HEADS = {
+    "ViT-H/14": ((128, 257, 16, 80), False),
+    "ViT-H/14, patch dropout": ((256, 129, 16, 80), False),
+    "ViT-L/14": ((128, 257, 16, 64), False),
+    "ViT-B/16": ((256, 197, 12, 64), False),
+    "ViT-B/32": ((1024, 50, 12, 64), False),
+    "text of ViT-H/14": ((256, 77, 16, 64), True),
+}
+
 # What kernels cut into tiles, and what does not fill them.
 RAGGED = {
     "one row": Linear(1, 1280, 5120),

@@ -51,7 +51,7 @@ ALLOWED = {
     "report": {"diagnostics"},
     "environment": set(),
     "interrupt": set(),
-    "bench": {"environment", "swjax", "kernels"},
+    "bench": {"attention", "environment", "swjax", "kernels"},
     # ---------------------------------------------------------------------------------
     "config": set(),
     "checkpoint": {"checksums", "config", "distributed"},
