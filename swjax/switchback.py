@@ -318,11 +318,7 @@ def _read(x, prologue, settings) -> _Operand:
         x = None if x is None else checkpoint_name(x, "swjax_x")
     if x_q is None and (_rowwise(fwd) or save_quantized):
         x_q = _quantize(fwd.lhs, x, settings.plan.x, -1, settings)
-    if save_quantized:
-        x_q = QTensor(
-            checkpoint_name(x_q.values, "swjax_x_q"), checkpoint_name(x_q.scale, "swjax_x_scale")
-        )
-    return _Operand(x, x_q)
+    return _Operand(x, _named(x_q, "swjax_x") if save_quantized else x_q)
 
 
 def _apply_weight(x: _Operand, w, bias, settings) -> tuple[jax.Array, _Weight]:
@@ -332,7 +328,8 @@ def _apply_weight(x: _Operand, w, bias, settings) -> tuple[jax.Array, _Weight]:
     else:
         w_like, w = jnp.empty(0, w.dtype), _Operand(w)
     if save_quantized and w_like is not None:
-        w = _Operand(quantized=_quantize(fwd.rhs, w.wide, settings.plan.w, 0, settings))
+        w_q = _quantize(fwd.rhs, w.wide, settings.plan.w, 0, settings)
+        w = _Operand(quantized=_named(w_q, "swjax_w"))
     y = _multiply("fwd", x, w, bias, out_dtype=settings.out_dtype, settings=settings)
     bias_like = None if bias is None else jnp.empty(0, bias.dtype)
     return checkpoint_name(y, "swjax_y"), _Weight(w, w_like, bias_like)
@@ -372,6 +369,13 @@ def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings)
     if w_like is not None:
         dw = _multiply("wgrad", x, _Operand(g), out_dtype=w_like.dtype.name, settings=settings)
     return dx, dw, None if bias_like is None else g_sum.astype(bias_like.dtype)
+
+
+def _named(q: QTensor, name: str) -> QTensor:
+    """For `swjax.checkpoint_policies`."""
+    return QTensor(
+        checkpoint_name(q.values, f"{name}_q"), checkpoint_name(q.scale, f"{name}_scale")
+    )
 
 
 def _rowwise(product: Product | None) -> bool:
@@ -456,6 +460,8 @@ def _multiply(
         a = _Operand(inliers)
     narrow_a = _narrow(product.lhs, a, a_spec, a_axis, settings)
     narrow_b = _narrow(product.rhs, b, b_spec, b_axis, settings)
+    if name == "fwd":
+        narrow_b = narrow_b._replace(q=_named(narrow_b.q, "swjax_w"))
     if not product.outlier_threshold:
         return multiply(narrow_a, narrow_b, bias, out_dtype)
     narrow = multiply(narrow_a, narrow_b, bias, "float32")

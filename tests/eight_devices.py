@@ -22,6 +22,7 @@ import swjax.losses
 import swjax.nnx
 from swjax import Gelu, LayerNorm, Layout, sharding, trainer
 from swjax import config as config_lib
+from swjax.attention import attention
 from swjax.diagnostics import Packer
 from swjax.optax import rms_by_path, stable_adamw
 from swjax.recipes import RECIPES
@@ -316,7 +317,7 @@ def loss_of(layer, g):
     return lambda x, w, bias: jnp.sum(layer(x, w, bias) * g)
 
 
-@pytest.mark.parametrize("policy", [None, "save_quantized", "save_linear"])
+@pytest.mark.parametrize("policy", [None, "save_weights", "save_quantized", "save_linear"])
 @pytest.mark.parametrize("name", [slow("switchback"), "switchback_m"])
 def test_transformations_remat(name, policy):
     mesh, layout, args, g = sharded("fsdp_column")
@@ -526,6 +527,30 @@ def test_losses_of_a_batch_that_devices_do_not_divide():
     with jax.set_mesh(mesh):
         got = jax.jit(partial(contrast, "softmax"))(*args)
     np.testing.assert_allclose(got, full_matrix("softmax", *args), rtol=1e-5)
+
+
+# --- attention ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes, heads", [((2, 2, 2), 4), ((2, 1, 4), 4), ((2, 2, 2), 3)])
+def test_values_of_attention_whose_heads_are_split(sizes, heads, kind):
+    """Images and heads are split; a number of heads that devices do not divide is gathered."""
+    mesh = make_mesh(sizes, KINDS[kind])
+    split = heads % sizes[2] == 0
+    arrays = [draw(BATCH, TOKENS_EACH, heads, 16, seed=seed) for seed in range(4)]
+    run = partial(gradients, partial(attention, implementation="triton", causal=True))
+    want = jax.jit(run)(arrays[:3], arrays[3])
+    layout = Layout(w=P("fsdp", "tensor"))
+    spec = P(("data", "fsdp"), None, "tensor" if split else None)
+    placed = [put(a, mesh, spec) for a in arrays]
+    run = partial(
+        gradients, partial(attention, implementation="triton", causal=True, layout=layout)
+    )
+    with jax.set_mesh(mesh):
+        fn = jax.jit(run)
+        compare(fn(placed[:3], placed[3]), want)
+        assert not collectives(fn, placed[:3], placed[3])
 
 
 # --- StableAdamW --------------------------------------------------------------------------------------

@@ -95,6 +95,34 @@ def test_rematerialisation_keeps_what_it_says():
     assert kept("standard", "none") < 2 * token * (layers * 24 + 1)
 
 
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_switchback"])
+def test_recomputation_quantizes_no_weight_again(recipe):
+    """Twice is for the forward product and for the input gradient; switchback_m's are one."""
+    graph, params = abstract(clip.config("tiny", recipe=recipe, remat="full", scan_layers=True))
+    shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(params["vision"]["blocks"]["mlp"])}
+    loss = lambda params, images: nnx.merge(graph, params).encode_image(images)[0].sum()
+    images = jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.float32)
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params, images)
+    narrow = {"switchback_m": 1}.get(recipe, 2)
+    dtype = "float8_e4m3fn" if recipe.startswith("fp8") else "int8"
+    casts = [
+        out.aval.shape
+        for out in outputs(jaxpr.jaxpr, "convert_element_type")
+        if out.aval.dtype == dtype
+    ]
+    for shape in ((128, 512), (512, 128)):
+        assert shape in shapes and casts.count(shape) == narrow, casts
+
+
+def outputs(jaxpr, primitive):
+    """Of every equation of that primitive, in programs within programs too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == primitive:
+            yield from equation.outvars
+        for inner in jaxprs_in_params(equation.params):
+            yield from outputs(inner, primitive)
+
+
 def test_initial_values_are_open_clips():
     cfg = clip.config(
         "tiny", vision={"image_size": 128}, text={"vocab_size": 2000, "layers": 4, "width": 192}

@@ -13,8 +13,14 @@ LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")  # of
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = (None, *attention.NAMES)
 GELUS = ("exact", "tanh", "quick")
-POLICIES = {name: policy for name, policy in vars(checkpoint_policies).items() if callable(policy)}
-REMAT = ("none", "full", "dots", *POLICIES)
+POLICIES = {
+    "full": checkpoint_policies.save_weights,
+    # By name: JAX's own would keep int32 accumulators, and does not see opaque kernels.
+    "dots": checkpoint_policies.save_outputs,
+    "save_quantized": checkpoint_policies.save_quantized,
+    "save_linear": checkpoint_policies.save_linear,
+}
+REMAT = ("none", *POLICIES)
 
 
 def _check_choice(name: str, value, choices):
@@ -125,8 +131,9 @@ class Options:
       layer_scale: initial value of a learned factor on each residual branch's features; None: no factor.
         0.0 keeps features small, which is what makes tensor-wise fp8 train.
       qk_norm: LayerNorm over each head's queries and keys.
-      remat: what a block keeps for its backward pass: "none" (all of it, no recomputation), "full" (only
-        its input), "dots" (the outputs of its linear layers too), or a name in `swjax.checkpoint_policies`.
+      remat: what a block keeps for its backward pass besides its quantized weights: "none" (all of it, no
+        recomputation), "full" (only its input), "dots" (the outputs of its linear layers too),
+        "save_quantized" or "save_linear" of `swjax.checkpoint_policies`.
       scan_layers: run the blocks in a `jax.lax.scan`, which compiles faster, rather than unrolled,
         which runs faster.
     """

@@ -259,13 +259,8 @@ def _rematerialised(step: Callable, options: Options) -> Callable:
     """`step` keeping for its backward pass what `options.remat` says."""
     if options.remat == "none":
         return step
-    # "dots" goes by name: XLA's own policy would keep int32 accumulators, and not see opaque kernels.
-    policies = POLICIES | {
-        "full": jax.checkpoint_policies.nothing_saveable,
-        "dots": jax.checkpoint_policies.save_only_these_names("swjax_y"),
-    }
     # XLA cannot merge the recomputation with the forward pass across a scan, so needs no barrier there.
-    return jax.checkpoint(step, policy=policies[options.remat], prevent_cse=not options.scan_layers)
+    return jax.checkpoint(step, policy=POLICIES[options.remat], prevent_cse=not options.scan_layers)
 
 
 def feature_magnitude(x: jax.Array) -> dict[str, jax.Array]:
