@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     config.model.dtype = "bfloat16"  # compute: float32 | bfloat16 | float16; parameters are float32
     config.model.attention = ""  # xla | cudnn | triton; "": the fastest that can run
     # What a block keeps for the backward pass: none (no recomputation) | full (its input only) |
-    # dots | save_quantized | save_linear.
+    # dots | save_quantized | save_linear. Quantized weights are kept by all.
     config.model.remat = "none"
     config.model.scan_layers = False  # True compiles faster, False runs faster
     config.model.layer_scale = False  # zero-initialised scale on each residual branch: steadies fp8
