@@ -31,7 +31,13 @@ def choose(
     'xla'
     """
     batch, tokens, width = x.shape
-    q = jax.ShapeDtypeStruct((batch, length or tokens, heads, width // heads), x.dtype)
+    shape = (batch, length or tokens, heads, width // heads)
+    return _choose(shape, x, implementation, layout)
+
+
+def _choose(shape, like, implementation, layout):
+    """For queries of that shape, of the dtype and on the mesh of another array."""
+    q = jax.ShapeDtypeStruct(shape, like.dtype)
     if implementation == "triton":
         if reason := dispatch.why_not("triton", "attention", q, q, q):
             raise ValueError(f"attention 'triton' {reason}")
@@ -39,7 +45,7 @@ def choose(
         return implementation
     if jax.default_backend() != "gpu" or q.dtype == jnp.float32:
         return "xla"
-    if cuts_itself(x, layout):
+    if cuts_itself(like, layout):
         able = dispatch.why_not("triton", "attention", q, q, q) is None
     else:
         able = dispatch.choose("attention", q, q, q) == "triton"
@@ -55,7 +61,7 @@ def attention(
     *,
     causal: bool = False,
     length: int | None = None,
-    implementation: str = "xla",
+    implementation: str | None = None,
     layout: Layout | None = None,
 ) -> jax.Array:
     """``softmax(q k^T / sqrt(d)) v`` of every head, with the softmax in float32.
@@ -64,7 +70,8 @@ def attention(
       q, k, v: [b, t, h, d].
       causal: a token sees those before it and itself only.
       length: tokens from there on are padding that no other sees; None: none are.
-      implementation: one of `NAMES`, see `choose`. The kernel takes no padding.
+      implementation: "xla", "cudnn" or "triton", the kernel, which takes no padding; None is as for
+        `choose`. cuDNN has its tokens padded here unless they are a multiple of 8.
       layout: of the linear layer that made q, for meshes whose axes are left to XLA.
 
     Returns:
@@ -74,16 +81,21 @@ def attention(
     >>> attention(x, x, x).shape
     (1, 2, 1, 4)
     """
+    tokens = q.shape[1]
+    if implementation is None:
+        implementation = _choose((q.shape[0], length or tokens, *q.shape[2:]), q, None, layout)
     if implementation == "triton":
         plan = heads_plan(q, layout)
         arrays = (plan.place(x, _heads(plan)) for x in vary_alike(q, k, v))
         return _attention(*arrays, causal, plan)
+    if implementation == "cudnn":
+        q, k, v = (pad_tokens(x) for x in (q, k, v))
     lengths = None
-    if length is not None and length < q.shape[1]:
-        lengths = jnp.full(q.shape[0], length, jnp.int32)
+    if (length or tokens) < q.shape[1]:
+        lengths = jnp.full(q.shape[0], length or tokens, jnp.int32)
     # JAX's own code promotes 16-bit queries to float32 scores, strict promotion or not.
     with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(
+        out = jax.nn.dot_product_attention(
             q,
             k,
             v,
@@ -92,6 +104,14 @@ def attention(
             key_value_seq_lengths=lengths,
             implementation=implementation,
         )
+    return out[:, :tokens]
+
+
+def pad_tokens(x: jax.Array) -> jax.Array:
+    """Zero tokens at the end of [b, t, ...], as many as cuDNN needs."""
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, -x.shape[1] % CUDNN_MULTIPLE)
+    return jnp.pad(x, padding)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -372,5 +372,5 @@ def export(
             raise
         raise ValueError(
             "an exported program must be XLA's alone, got one with other kernels in it: choose "
-            'implementation="xla" for the layers, and no cuDNN attention'
+            'implementation="xla" for the layers, and attention="xla" for models of swjax'
         ) from error

@@ -106,6 +106,14 @@ def test_the_layer_is_jax_own(name, causal):
         assert a.dtype == jnp.bfloat16 and snr_db(a, b) > 36
 
 
+def test_padding_is_seen_by_nobody():
+    q, k, v = (jnp.asarray(normal((2, 16, 3, 8), seed=seed)) for seed in range(3))
+    exact = attention.attention(*(x[:, :13] for x in (q, k, v)))
+    padded = attention.attention(q, k, v, length=13)
+    np.testing.assert_allclose(padded[:, :13], exact, atol=1e-6)
+    assert attention.pad_tokens(q[:, :13]).shape == q.shape
+
+
 def test_what_the_kernel_cannot_do_is_said():
     x = jnp.ones((2, 5, 64), jnp.bfloat16)
     assert attention.choose(x, 4, "cudnn") == "cudnn"

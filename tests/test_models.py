@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import implementations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,22 +147,24 @@ def test_bfloat16_stays_close_to_float32():
 
 
 @pytest.mark.gpu
-def test_cudnn_attention_equals_xlas():
-    """Heads of 16 features: cuDNN takes multiples of 8. 17 and 9 tokens are padded to 24 and 16."""
+@pytest.mark.parametrize("name", ["cudnn", "triton"])
+def test_fused_attention_equals_xlas(name):
+    """Heads of 16 features: cuDNN takes multiples of 8. 17 and 9 tokens are padded to 24 and 16 for it."""
+    implementations.require(name if name == "triton" else None)
     tower = dict(width=64, heads=4)
     options = dict(dtype="bfloat16", vision=small_config().vision, text=small_config().text)
-    options |= {name: dataclasses.replace(options[name], **tower) for name in ("vision", "text")}
-    graph, params = random_model(small_config(**options))
-    cudnn, _ = abstract(small_config(**options, attention="cudnn"))
+    options |= {part: dataclasses.replace(options[part], **tower) for part in ("vision", "text")}
+    graph, params = random_model(small_config(**options, attention="xla"))
+    fused, _ = abstract(small_config(**options, attention=name))
     batch = inputs(small_config())
-    runs = [compiled(forward(g, *batch), params)(params) for g in (graph, cudnn)]
-    for (xla, _), (fused, _) in zip(*runs, strict=True):
-        assert snr_db(fused, xla) > 30
-    (_, xla), (_, fused) = (
-        value_and_gradient(image_loss(g, batch[0]), params) for g in (graph, cudnn)
+    runs = [compiled(forward(g, *batch), params)(params) for g in (graph, fused)]
+    for (a, _), (b, _) in zip(*runs, strict=True):
+        assert snr_db(b, a) > 30
+    (_, want), (_, got) = (
+        value_and_gradient(image_loss(g, batch[0]), params) for g in (graph, fused)
     )
     for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(xla), jax.tree.leaves(fused), strict=True
+        jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True
     ):
         assert BLIND.search(jax.tree_util.keystr(path)) or snr_db(b, a) > 25, path
 

@@ -244,7 +244,7 @@ def apply_blocks(
     graph, stacked = nnx.split(blocks)
     length = x.shape[1]
     if blocks.attn.implementation(x, length) == "cudnn":
-        x = _pad_tokens(x, attention.CUDNN_MULTIPLE)
+        x = attention.pad_tokens(x)
 
     def step(x, parameters):
         y = nnx.merge(graph, parameters)(x, length)
@@ -267,11 +267,6 @@ def feature_magnitude(x: jax.Array) -> dict[str, jax.Array]:
     """Mean and maximum of |x| as float32 scalars that no gradient flows through."""
     magnitude = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
     return {"feature_mean_abs": jnp.mean(magnitude), "feature_max_abs": jnp.max(magnitude)}
-
-
-def _pad_tokens(x: jax.Array, multiple: int) -> jax.Array:
-    """Zero tokens at the end of [b, t, w], up to the next multiple."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), (0, 0)))
 
 
 def _unrolled(step: Callable, carry, stacked):
