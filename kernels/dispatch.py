@@ -80,7 +80,7 @@ def choose(operation: str, *arrays, implementation: str | None = None, **options
         if reason:
             raise ValueError(f"implementation {implementation!r} of {operation!r} {reason}")
         return implementation
-    if jax.default_backend() != "gpu" or _would_gather():
+    if jax.default_backend() != "gpu" or would_gather():
         return "xla"
     preferred = tiles.preferred(operation, _shape_key(operation, *arrays))
     if preferred == "xla":
@@ -196,7 +196,7 @@ def _missing_triton() -> str | None:
     return None
 
 
-def _would_gather() -> bool:
+def would_gather() -> bool:
     """XLA cannot partition these kernels: it would gather their operands on every device."""
     if jax.device_count() == 1:
         return False

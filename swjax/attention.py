@@ -45,11 +45,8 @@ def _choose(shape, like, implementation, layout):
         return implementation
     if jax.default_backend() != "gpu" or q.dtype == jnp.float32:
         return "xla"
-    if cuts_itself(like, layout):
-        able = dispatch.why_not("triton", "attention", q, q, q) is None
-    else:
-        able = dispatch.choose("attention", q, q, q) == "triton"
-    if able:
+    able = dispatch.why_not("triton", "attention", q, q, q) is None
+    if able and (cuts_itself(like, layout) or not dispatch.would_gather()):
         return "triton"
     return "cudnn" if tiles.compute_capability() >= (8, 0) else "xla"
 
