@@ -20,7 +20,9 @@ def study(monkeypatch):
     return study
 
 
-slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("spikes", "recipes")]
+slow = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("spikes", "recipes", "weight_gradients")
+]
 
 
 @pytest.mark.parametrize("name", ["noise", *slow])
