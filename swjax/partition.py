@@ -11,7 +11,8 @@ the axis            splits tokens too: "fsdp"         splits no tokens: "tensor"
 ==================  ================================  ==================================================
 in the products     w is gathered over it, narrow     w stays split
 of w's rows k       ..                                x is split too, and y is summed (row parallel)
-of w's columns n    ..                                y is split too, and dx is summed (column parallel)
+of w's columns n    ..                                y is split too, and dx is summed (column parallel),
+                                                      once for all layers of one input
 dw                  summed and scattered over it      stays split
 ==================  ================================  ==================================================
 

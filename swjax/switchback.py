@@ -347,7 +347,12 @@ def _backward(
         # Without the barrier XLA dequantizes x in the forward pass already, and keeps the wide copy.
         x, gradients, residual = jax.lax.optimization_barrier((x, gradients, residual))
     each = zip(gradients, weights, layers)
-    dxs, dws, dbiases = zip(*(_backward_weight(x, *one) for one in each))
+    # What devices have of the input's gradient is summed once for all layers that split its sum alike.
+    together = len(layers) > 1 and len({layer.plan for layer in layers}) == 1
+    together = together and bool(layers[0].plan.splits(layers[0].plan.n))
+    dxs, dws, dbiases = zip(*(_backward_weight(x, *one, summed=not together) for one in each))
+    if together:
+        dxs = (_sum_of(dxs, layers[0].plan),)
     if prologue is None:
         return (add(*dxs, residual), None, None), dws, dbiases, None
     input_gradient, dprologue = _apply_backward(
@@ -356,15 +361,17 @@ def _backward(
     return input_gradient, dws, dbiases, dprologue
 
 
-def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings):
-    """The gradients of one layer's input, weight and bias."""
+def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings, *, summed: bool):
+    """The gradients of one layer's input (see `_in_shards`), weight and bias."""
     dgrad, (w, w_like, bias_like), (g, g_q, g_sum) = settings.recipe.dgrad, weight, gradient
     if bias_like is not None and g_sum is None:
         if g_q is None and _rowwise(dgrad) and not settings.plan.splits(settings.plan.n):
             g_q, g_sum = _quantize_and_sum(g, dgrad.lhs.dtype, settings)
         else:
             g_sum = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
-    dx = _multiply("dgrad", _Operand(g, g_q), w, out_dtype=settings.dtype, settings=settings)
+    dx = _multiply(
+        "dgrad", _Operand(g, g_q), w, out_dtype=settings.dtype, settings=settings, summed=summed
+    )
     dw = None
     if w_like is not None:
         dw = _multiply("wgrad", x, _Operand(g), out_dtype=w_like.dtype.name, settings=settings)
@@ -444,9 +451,10 @@ def _multiply(
     *,
     out_dtype: str,
     settings: _Settings,
+    summed: bool = True,
 ) -> jax.Array:
     """The product of that name: "fwd" of x and w, "dgrad" of g and w, or "wgrad" of x and g."""
-    product, multiply = getattr(settings.recipe, name), partial(_in_shards, name, settings)
+    product, multiply = getattr(settings.recipe, name), partial(_in_shards, name, settings, summed)
     if product is None or product.outlier_threshold:
         wide_a, wide_b = _widen(a, settings.dtype), _widen(b, settings.dtype)
     if product is None:
@@ -485,8 +493,10 @@ class _Narrow(NamedTuple):
     axis: int  # that is summed over
 
 
-def _in_shards(name, settings, a, b, bias, out_dtype) -> jax.Array:
-    """The product of two operands, both narrow or both wide."""
+def _in_shards(name, settings, summed, a, b, bias, out_dtype) -> jax.Array:
+    """The product of two operands, both narrow or both wide.
+
+    Not summed it has a leading axis, along which lie what devices have of each sum."""
     plan, contract = settings.plan, None
     (a_spec, _), (b_spec, _) = _geometry(name, plan)
     if isinstance(a, _Narrow):
@@ -501,9 +511,20 @@ def _in_shards(name, settings, a, b, bias, out_dtype) -> jax.Array:
 
     def step(a, w, bias):
         bias = None if bias is None else plan.once(bias, reduced)
-        return plan.sum(multiply(a, plan.gather(w, b_spec), bias), reduced)
+        y = multiply(a, plan.gather(w, b_spec), bias)
+        return plan.sum(y, reduced) if summed else y[None]
 
+    out_spec = out_spec if summed else Spec((reduced, *out_spec))
     return plan.run(step, (a, b, bias), (a_spec, b_spec, Spec((plan.n,))), out_spec)
+
+
+def _sum_of(dxs: tuple[jax.Array, ...], plan: Plan) -> jax.Array:
+    """The input's gradient from what `_in_shards` has not summed."""
+
+    def step(*dxs):
+        return plan.sum(add(*(dx[0] for dx in dxs)), plan.n)
+
+    return plan.run(step, dxs, (Spec((plan.n, *plan.x)),) * len(dxs), plan.x)
 
 
 def _local_product(name, settings, out_dtype, contract, a, b, bias):

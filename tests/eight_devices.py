@@ -310,6 +310,29 @@ def test_collectives_check_can_fail():
             )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["switchback", "standard", slow("llm_int8_outlier6")])
+def test_collectives_sum_the_gradient_of_a_shared_input_once(name, kind):
+    """Three column parallel layers of one input: each device has a part of its gradient."""
+    mesh, layout, (x, w, _), g = sharded("column", kind)
+    ws, gs = (w, 2 * w, w[::-1]), (g, g, -g)
+
+    def run(layouts, x, ws, gs):
+        layers = partial(swjax.switchback, recipe=name, layout=layouts)
+        ys, vjp = jax.vjp(layers, x, ws)
+        specs = [jax.typeof(y).sharding.spec for y in ys]
+        return vjp(tuple(jax.reshard(g, s) if any(s) else g for g, s in zip(gs, specs)))
+
+    alone = [jax.device_put(np.asarray(a), jax.devices()[0]) for a in (x, *ws, *gs)]
+    want = jax.jit(partial(run, None))(alone[0], tuple(alone[1:4]), tuple(alone[4:]))
+    with jax.set_mesh(mesh):
+        fn = jax.jit(partial(run, layout))
+        compare(fn(x, ws, gs), want)
+        found = collectives(fn, x, ws, gs)
+    sums = [shape for op, _, shape in found if op == "all-reduce" and shape[-1:] == (K,)]
+    assert sum(len(shape) > 1 and shape[-2] == TOKENS_EACH for shape in sums) == 1, found
+
+
 # --- transformations ----------------------------------------------------------------------------------
 
 
