@@ -99,6 +99,11 @@ def sharded(case, kind="auto", **changes):
     return mesh, Layout(w=spec), args, put(g, mesh, TOKENS)
 
 
+def compiled(fn, *args):
+    """Compiled once, to be run and looked through; compiling is what takes time here."""
+    return jax.jit(fn).lower(*args).compile()
+
+
 def compare(got, want, dtype="float32", exact=()):
     for i, (a, b) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape
@@ -236,10 +241,10 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
         ):  # so that x is not cut, nor dx put together
             spec = P(*TOKENS, None, "tensor")
             args = (jax.device_put(args[0], NamedSharding(mesh, spec)), *args[1:])
-        assert_narrow_gathers(layer, *args, weights=[(K, N)])
-        assert_narrow_gathers(partial(gradients, layer), args, g, weights=[(K, N)])
-        forward = collectives(layer, *args)
-        both = collectives(partial(gradients, layer), args, g)
+        programs = compiled(layer, *args), compiled(partial(gradients, layer), args, g)
+        for program in programs:
+            assert_narrow_gathers(program, weights=[(K, N)])
+        forward, both = map(collectives, programs)
     assert ops(forward, "all-gather") == [("all-gather", "s8")]
     assert ("all-reduce", "f32", (1, 1)) in forward  # the largest weight
     # Both products may share one gather: w has one scale, and XLA takes it as it lies.
@@ -253,9 +258,9 @@ def test_collectives_of_an_mlp(name):
     mesh = make_mesh((2, 2, 2))
     with jax.set_mesh(mesh):
         fn = partial(gradients, partial(mlp, MLP_LAYOUTS, recipe=name))
-        args = mlp_arguments(mesh)
-        assert_narrow_gathers(fn, *args, weights=[(K, N), (N, K)])
-        found = collectives(fn, *args)
+        program = compiled(fn, *mlp_arguments(mesh))
+        assert_narrow_gathers(program, weights=[(K, N), (N, K)])
+        found = collectives(program)
     assert ops(found, "all-gather").count(("all-gather", "s8")) in (2, 4)
     assert ops(found, "reduce-scatter") == [("reduce-scatter", "f32")] * 2
     activations = [shape for op, _, shape in found if shape[-2:] == (TOKENS_EACH, K)]
@@ -347,9 +352,9 @@ def test_transformations_remat(name, policy):
     policy = policy and getattr(swjax.checkpoint_policies, policy)
     layer = partial(swjax.switchback, recipe=name, layout=layout)
     with jax.set_mesh(mesh):
-        fn = jax.jit(partial(gradients, jax.checkpoint(layer, policy=policy)))
+        fn = compiled(partial(gradients, jax.checkpoint(layer, policy=policy)), args, g)
         compare(fn(args, g), one_device(name))
-        assert_narrow_gathers(fn, args, g, weights=[(K, N)])
+        assert_narrow_gathers(fn, weights=[(K, N)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -373,10 +378,11 @@ def test_transformations_scan_over_stacked_layers(kind):
         put(w1, mesh, P(None, "fsdp", "tensor")),
         put(w2, mesh, P(None, "tensor", "fsdp")),
     )
-    fn, g = jax.jit(partial(gradients, partial(run, MLP_LAYOUTS))), put(g, mesh, TOKENS)
+    g = put(g, mesh, TOKENS)
     with jax.set_mesh(mesh) if kind == "explicit" else nullcontext():
+        fn = compiled(partial(gradients, partial(run, MLP_LAYOUTS)), args, g)
         got = fn(args, g)
-        assert_narrow_gathers(fn, args, g, weights=[(K, N), (N, K)])
+        assert_narrow_gathers(fn, weights=[(K, N), (N, K)])
     for a, b in zip(got, want):
         assert snr_db(a, b) > 38  # a later layer may round to another step
 
@@ -461,11 +467,11 @@ def test_transformations_of_layers_in_flax(case, kind):
         layer = swjax.nnx.Linear(K, N, kernel_metadata={"out_sharding": names}, rngs=nnx.Rngs(0))
         graph, params = nnx.split(layer)
         params["kernel"].set_value(w), params["bias"].set_value(bias)
-        call = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
+        call = compiled(lambda params, x: nnx.merge(graph, params)(x), params, x)
         compare(injected + bias[None, None], want)
         compare(call(params, x), want)
         if "row" not in case:
-            assert_narrow_gathers(call, params, x, weights=[(K, N)])
+            assert_narrow_gathers(call, weights=[(K, N)])
 
 
 # --- losses over a global batch -----------------------------------------------------------------------
@@ -514,16 +520,16 @@ LOSS_CASES = (
 )
 def test_losses_are_those_of_the_whole_matrix(sizes, pairs, name, kind):
     args = loss_arguments()
-    differentiate = lambda fn: jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2, 3)))
-    want = differentiate(partial(full_matrix, name))(*args)
+    differentiate = lambda fn: jax.value_and_grad(fn, argnums=(0, 1, 2, 3))
+    want = jax.jit(differentiate(partial(full_matrix, name)))(*args)
     devices = jax.devices()[: int(np.prod(sizes))]
     mesh = jax.make_mesh(sizes, AXES, axis_types=(KINDS[kind],) * 3, devices=devices)
     with jax.set_mesh(mesh):
         placed = [put(a, mesh, TOKENS if a.ndim else WHOLE) for a in args]
-        fn = differentiate(partial(contrast, name, pairs=pairs))
+        fn = compiled(differentiate(partial(contrast, name, pairs=pairs)), *placed)
         got = fn(*placed)
         hops = 1 if pairs == 48 * 48 else {12 * 24: 2}.get(pairs, 8)
-        found = {op for op, _, _ in collectives(fn, *placed)}
+        found = {op for op, _, _ in collectives(fn)}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
     assert got[1][0].sharding.is_equivalent_to(placed[0].sharding, 2)
     assert ("collective-permute" in found) == (hops > 1)
@@ -571,9 +577,9 @@ def test_values_of_attention_whose_heads_are_split(sizes, heads, kind):
         gradients, partial(attention, implementation="triton", causal=True, layout=layout)
     )
     with jax.set_mesh(mesh):
-        fn = jax.jit(run)
+        fn = compiled(run, placed[:3], placed[3])
         compare(fn(placed[:3], placed[3]), want)
-        assert not collectives(fn, placed[:3], placed[3])
+        assert not collectives(fn)
 
 
 # --- StableAdamW --------------------------------------------------------------------------------------
