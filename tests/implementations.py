@@ -1,5 +1,6 @@
 """The implementations of each operation of `swjax.kernels` as test parameters, and how tests call one."""
 
+import os
 from functools import partial
 
 import jax
@@ -8,6 +9,16 @@ import pytest
 
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
+
+# Undoes what tests/conftest.py leaves out to compile faster.
+AS_USERS_COMPILE = {}
+if jax.config.values["jax_disable_most_optimizations"]:
+    AS_USERS_COMPILE |= {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    }
+if "--xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+    AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
 
 
 def of(*operations):
@@ -40,6 +51,7 @@ def run(operation, *arrays, implementation, **options):
     if implementation not in ("xla", None):
         if reason := dispatch.why_not(implementation, operation, *arrays, **options):
             pytest.skip(f"{implementation} {reason}")
-    return jax.jit(partial(dispatch.run, operation, implementation=implementation, **options))(
-        *arrays
-    )
+    function = partial(dispatch.run, operation, implementation=implementation, **options)
+    # Quantizers are to give the same bits, others are compared within tolerances.
+    options = AS_USERS_COMPILE if operation in ("quantize", "quantize_by") else None
+    return jax.jit(function, compiler_options=options)(*arrays)

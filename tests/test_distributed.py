@@ -144,7 +144,8 @@ def test_two_processes_train_stop_and_go_on_as_one(micro, cache, tmp_path):  # n
     command += [f"--config={ROOT}/configs/openmoji.py", f"--workdir={two}"]
     changes = MICRO | CHANGES | {"train.compilation_cache": cache}
     command += [f"--config.{key}={value}" for key, value in changes.items()]
-    environment = ENVIRONMENT | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    flags = ENVIRONMENT["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"
+    environment = ENVIRONMENT | {"XLA_FLAGS": flags}
     with two_processes(command, environment) as both:
         log, deadline = two / "metrics.jsonl", time.monotonic() + 60
         while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:

@@ -37,7 +37,8 @@ def run_on_eight_devices(*arguments: str):
         ],
         env=os.environ
         | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            # of two counts the last one holds
+            "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling is what takes time here
         },
         cwd=HERE.parent,
