@@ -3,16 +3,21 @@
 import os
 from importlib.metadata import version
 
-# The second flag: without it XLA for GPUs gets some int8 products wrong, see swjax.kernels.dispatch.
-FLAGS = ["--xla_force_host_platform_device_count=2", "--xla_gpu_enable_triton_gemm=false"]
 # Compiling takes most of the time here, so XLA for CPUs does it in a hurry, also in the processes that
 # tests start. Quantizers alone are compiled as users compile them, by tests/implementations.py: bits count.
-FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
-if version("jaxlib").startswith("0.10."):  # XLA ends at a flag that it does not know
-    FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
-os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
-if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# The second flag: without it XLA for GPUs gets some int8 products wrong, see swjax.kernels.dispatch.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=2 --xla_gpu_enable_triton_gemm=false"
+    " --xla_cpu_parallel_codegen_split_count=1"
+    # XLA ends at a flag that it does not know, as later ones do at this.
+    + " --xla_cpu_use_fusion_emitters=false"
+    * version("jaxlib").startswith("0.10."),
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault(
+    "JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(os.environ["JAX_PLATFORMS"] == "cpu"))
+)
 
 import jax
 import pytest
