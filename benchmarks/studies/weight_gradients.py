@@ -156,7 +156,7 @@ def draw(figure, runs) -> None:
             error = [100 * run["result"][which] for run in some]
             axis.loglog(k, error, line, color=color, markersize=3.5, label=f"{arm}, {which} layer")
         axis.set(xlabel="K: tokens of the batch", title=f"error of dW (%), {moment}")
-    axes[0].legend(fontsize=7)
+    axes[-1].legend(fontsize=7, loc="lower right")
 
 
 if __name__ == "__main__":
