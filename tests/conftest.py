@@ -4,7 +4,7 @@ import os
 from importlib.metadata import version
 
 # Compiling takes most of the time here, so XLA for CPUs does it in a hurry, also in the processes that
-# tests start. Quantizers alone are compiled as users compile them, by tests/implementations.py: bits count.
+# tests start. Quantizers and the specification are compiled as users compile them: bits count.
 # The second flag: without it XLA for GPUs gets some int8 products wrong, see swjax.kernels.dispatch.
 os.environ.setdefault(
     "XLA_FLAGS",
@@ -39,10 +39,10 @@ def compilation_cache():
 
 
 @pytest.fixture(scope="module")
-def compiles_fast():
-    """For modules in which compiling takes the time, and which do not ask what XLA makes of numbers."""
+def compiles_as_users_do():
+    """For modules whose tests see what XLA makes of numbers."""
     before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 

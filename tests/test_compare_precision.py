@@ -14,17 +14,7 @@ from swjax import compare_precision, layer_errors
 from swjax.models import clip
 from swjax.report import precision
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
-
 FLAGS = [f"--config={ROOT}/configs/openmoji.py", *(f"--config.{k}={v}" for k, v in MICRO.items())]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiling():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_probes_see_outputs_and_their_gradients():

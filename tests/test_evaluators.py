@@ -14,9 +14,6 @@ import pytest
 from swjax import evaluators, sharding
 from swjax.evaluators import embed, ranking, retrieval
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
-
 SIZES = {"batch_size": 8, "context_length": 12, "image_size": 4}
 NAMES = ("cat", "dog", "fish", "cat", "owl", "bee", "fox")  # two classes named "cat"
 TEMPLATES = ("a photo of a {}", "{}")

@@ -8,6 +8,8 @@ import pytest
 
 from swjax import fp8
 
+pytestmark = pytest.mark.usefixtures("compiles_as_users_do")
+
 LARGEST = {"float8_e4m3fn": 448, "float8_e5m2": 57344}
 
 

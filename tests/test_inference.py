@@ -16,9 +16,6 @@ from swjax import inference, interop, trainer
 from swjax.checkpoint import Checkpoints
 from swjax.data import imagenet, preprocess, tokenize
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
-
 ROOT = Path(__file__).resolve().parent.parent
 RNG = np.random.default_rng(0)
 IMAGES = [RNG.integers(0, 256, (h, w, 3), np.uint8) for h, w in ((40, 50), (32, 32), (90, 33))]

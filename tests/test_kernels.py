@@ -14,6 +14,8 @@ import pytest
 import swjax
 from swjax.kernels import dispatch, reference
 
+pytestmark = pytest.mark.usefixtures("compiles_as_users_do")
+
 SMALLEST_SCALE = 2.0**-92
 
 

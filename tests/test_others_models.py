@@ -29,7 +29,7 @@ from swjax.testing import matrix_products
 
 # Their code may promote dtypes, and warn.
 pytestmark = [
-    pytest.mark.usefixtures("as_others_run", "compiles_fast"),
+    pytest.mark.usefixtures("as_others_run"),
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -42,11 +42,8 @@ STEPS = 6
 
 @pytest.fixture
 def as_others_run():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling is what takes time here
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def cross_entropy(logits, labels):

@@ -18,14 +18,6 @@ RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(12, 64)) * RNG.uniform(0.1, 9, (12, 1)), jnp.float32)
 
 
-@pytest.fixture(autouse=True)
-def quick_compiler():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling is what takes time here
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def measured(loss, model, *args, **which):
     return jax.jit(lambda *args: diagnostics.measure(loss, model, *args, **which))(*args)
 
