@@ -303,7 +303,7 @@ def _backward_rows(
     first = _load(first_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     second = _load(second_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     row = start + tl.arange(0, ROWS)
-    lse = row
+    lse = row  # of keys neither: they come with the queries, the columns
     delta = row
     if not KEYS:
         lse = tl.load(lse_ptr + row, mask=row < T, other=float("inf")) * _LOG2_E

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items):
     """Skips tests marked `gpu` visibly where there is no GPU."""
     if any(device.platform == "gpu" for device in jax.devices()):
         return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and JAX_PLATFORMS=cuda,cpu")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
