@@ -74,10 +74,19 @@ def attention(
     Returns:
       [b, t, h, d] in the dtype of q.
 
+    Raises:
+      ValueError: q, k and v differ in shape or dtype; otherwise as for `choose`.
+
     >>> x = jnp.ones((1, 2, 1, 4))
     >>> attention(x, x, x).shape
     (1, 2, 1, 4)
     """
+    kinds = [f"{x.dtype}{list(x.shape)}" for x in (q, k, v)]
+    if q.ndim != 4 or len(set(kinds)) > 1:
+        raise ValueError(
+            f"q, k and v must be [b, t, h, d] of one shape and dtype, got {', '.join(kinds)}: "
+            "use jax.nn.dot_product_attention for others"
+        )
     tokens = q.shape[1]
     if implementation is None:
         implementation = _choose((q.shape[0], length or tokens, *q.shape[2:]), q, None, layout)

@@ -246,7 +246,8 @@ def heads_plan(q: jax.Array, layout: Layout | None) -> Plan:
     if AxisType.Explicit in mesh.axis_types:
         b, _, h, _ = _spec(jax.typeof(q).sharding.spec, q.shape, mesh)
     else:
-        b, h = _spec(P(layout.tokens[0], *layout.w[1:2]), (q.shape[0], q.shape[2]), mesh)
+        (b,) = _spec(layout.tokens, q.shape[:1], mesh)
+        (h,) = _spec(P(*layout.w[1:2]), q.shape[2:3], mesh)
     return Plan(mesh, (b,), n=tuple(axis for axis in h if axis not in b))
 
 

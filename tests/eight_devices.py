@@ -564,7 +564,7 @@ def test_losses_of_a_batch_that_devices_do_not_divide():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes, heads", [((2, 2, 2), 4), ((2, 1, 4), 4), ((2, 2, 2), 3)])
 def test_values_of_attention_whose_heads_are_split(sizes, heads, kind):
-    """Images and heads are split; a number of heads that devices do not divide is gathered."""
+    """Images and heads are split; heads that devices do not divide lie whole, and so may everything."""
     mesh = make_mesh(sizes, KINDS[kind])
     split = heads % sizes[2] == 0
     arrays = [draw(BATCH, TOKENS_EACH, heads, 16, seed=seed) for seed in range(4)]
@@ -580,6 +580,8 @@ def test_values_of_attention_whose_heads_are_split(sizes, heads, kind):
         fn = compiled(run, placed[:3], placed[3])
         compare(fn(placed[:3], placed[3]), want)
         assert not collectives(fn)
+        whole = partial(attention, implementation="triton", causal=True, layout=Layout(tokens=P()))
+        compare(jax.jit(whole)(*placed[:3]), want[0])
 
 
 # --- StableAdamW --------------------------------------------------------------------------------------

@@ -106,6 +106,13 @@ def test_the_layer_is_jax_own(name, causal):
         assert a.dtype == jnp.bfloat16 and snr_db(a, b) > 36
 
 
+@pytest.mark.parametrize("other", [jnp.ones((2, 5, 3, 8)), jnp.ones((2, 4, 3, 8), jnp.bfloat16)])
+def test_other_keys_are_refused(other):
+    q = jnp.ones((2, 4, 3, 8))
+    with pytest.raises(ValueError, match=r"of one shape and dtype, got float32\[2, 4, 3, 8\], "):
+        attention.attention(q, other, other)
+
+
 def test_padding_is_seen_by_nobody():
     q, k, v = (jnp.asarray(normal((2, 16, 3, 8), seed=seed)) for seed in range(3))
     exact = attention.attention(*(x[:, :13] for x in (q, k, v)))
