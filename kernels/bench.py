@@ -141,14 +141,18 @@ def producers(m: int, k: int, n: int) -> Iterator[Case]:
         )
     name, options = "layer_norm_backward", {"epsilon": 1e-6}
     yield case(name, name, arrays=(x, gamma, gradient), options=options)
+    arrays = (x, gamma, gradient, None, beta)
+    yield case(f"{name}, output again", name, arrays=arrays, options=options)
 
     x, gradient = timing.random(m, n), timing.random(m, n)
     case = partial(Case, shape=f"{m}x{n}")
     for suffix, wide in outputs.items():
         options = {"quantize_to": "int8", "wide": wide}
         yield case(f"gelu + quantize{suffix}", "gelu", arrays=(x,), options=options)
-    name, options = "gelu_backward + quantize", {"quantize_to": "int8"}
-    yield case(name, "gelu_backward", arrays=(x, gradient), options=options)
+    for suffix, again in {"": False, ", output again": True}.items():
+        options = {"quantize_to": "int8", "again": again}
+        name = f"gelu_backward + quantize{suffix}"
+        yield case(name, "gelu_backward", arrays=(x, gradient), options=options)
 
 
 CASES = {"products": products, "passes": passes}

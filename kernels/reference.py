@@ -254,19 +254,21 @@ def layer_norm_backward(
     gamma: jax.Array,
     gradient: jax.Array | tuple[jax.Array, ...],
     residual: jax.Array | None = None,
+    beta: jax.Array | None = None,
     *,
     epsilon: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients of `layer_norm` from its input alone: mean and deviation are computed again.
 
     Args:
       x: [..., n], the input; gamma: [n].
       gradient: [..., n], of the output; a tuple stands for its sum.
       residual: [..., n] or None: the gradient that x gets from elsewhere, added to dx.
+      beta: [n], for the result of `layer_norm` again; or None.
       epsilon: as in the forward pass.
 
     Returns:
-      dx [..., n] in the dtype of x; dgamma and dbeta [n] in float32.
+      dx [..., n] in the dtype of x; dgamma and dbeta [n] in float32; with beta the result, else None.
     """
     gradients = gradient if isinstance(gradient, tuple) else (gradient,)
     centred, deviation = _moments(x, epsilon)
@@ -275,7 +277,8 @@ def layer_norm_backward(
     slope = jnp.mean(v * normalized, axis=-1, keepdims=True)
     dx = (v - jnp.mean(v, axis=-1, keepdims=True) - normalized * slope) / deviation
     dx = dx if residual is None else dx + _widen(residual)
-    return dx.astype(x.dtype), _row_sum(wide * normalized), _row_sum(wide)
+    y = None if beta is None else layer_norm(x, gamma, beta, epsilon=epsilon)[0]
+    return dx.astype(x.dtype), _row_sum(wide * normalized), _row_sum(wide), y
 
 
 def _moments(x, epsilon):
@@ -311,7 +314,8 @@ def gelu_backward(
     *,
     approximate: bool = False,
     quantize_to: str | None = None,
-) -> tuple[jax.Array, QTensor | None, jax.Array]:
+    again: bool = False,
+) -> tuple[jax.Array, QTensor | None, jax.Array, jax.Array | None]:
     """The gradient of `gelu`, from its input; what the linear layer before it needs, in one pass.
 
     Args:
@@ -319,12 +323,14 @@ def gelu_backward(
       gradient: [..., n], of the output.
       approximate: as in the forward pass.
       quantize_to: a dtype to quantize dx to, row-wise; None: not quantized.
+      again: return the result of `gelu` again.
 
     Returns:
       dx [..., n] in the dtype of x; dx quantized or None; the sum of dx over all axes but the last, [n] in
-      float32: the gradient of that layer's bias.
+      float32: the gradient of that layer's bias; the result of `gelu` or None.
     """
     wide, gradient = _widen(x), _widen(gradient)
+    y = gelu(x, approximate=approximate)[0] if again else None
     if approximate:
         _, vjp = jax.vjp(jax.nn.gelu, wide)
         (dx,) = vjp(gradient)
@@ -332,7 +338,7 @@ def gelu_backward(
         density = jnp.exp(-0.5 * wide**2) * jnp.float32(1 / math.sqrt(2 * math.pi))
         dx = gradient * (jax.scipy.special.ndtr(wide) + wide * density)
     dx = dx.astype(x.dtype)
-    return dx, _outputs(dx, quantize_to, False)[1], _row_sum(dx)
+    return dx, _outputs(dx, quantize_to, False)[1], _row_sum(dx), y
 
 
 def attention(

@@ -198,6 +198,7 @@ def _row_kernel(
     values_ptr,  # [M, WIDTH]
     scale_ptr,  # [M]
     sums_ptr,  # [programs, WIDTH]
+    again_ptr,  # [M, WIDTH], the GELU's output, in its backward pass
     M: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -209,6 +210,7 @@ def _row_kernel(
     WIDE: tl.constexpr,
     QUANTIZE: tl.constexpr,
     SUM: tl.constexpr,
+    AGAIN: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -226,6 +228,9 @@ def _row_kernel(
                 x = _gelu(x, TANH)
             elif PRODUCER == "gelu_backward":
                 gradient = _load_rows(gradient_ptr, block, i, M, WIDTH, ROWS, CHUNK)
+                if AGAIN:
+                    again = _round(_gelu(x, TANH), dtype)[0]
+                    _store_rows(again_ptr, again, block, i, M, WIDTH, ROWS, CHUNK)
                 x = gradient * _gelu_slope(x, TANH)
             xs = xs + (x,)
         if PRODUCER == "layer_norm":
@@ -275,9 +280,11 @@ def _layer_norm_backward_kernel(
     third_ptr,
     residual_ptr,
     gamma_ptr,  # [WIDTH]
+    beta_ptr,  # [WIDTH]
     dx_ptr,  # [M, WIDTH]
     gamma_sums_ptr,  # [programs, WIDTH]
     beta_sums_ptr,  # [programs, WIDTH]
+    again_ptr,  # [M, WIDTH], LayerNorm's output
     M: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -286,6 +293,7 @@ def _layer_norm_backward_kernel(
     EPSILON: tl.constexpr,
     GRADIENTS: tl.constexpr,  # 1 to 3, whose sum is the gradient
     RESIDUAL: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """dx = (v - mean(v) - n mean(v n)) / deviation + residual, with v = gradient gamma and n the normalized
     row."""
@@ -313,7 +321,12 @@ def _layer_norm_backward_kernel(
         new_gamma_sums = ()
         new_beta_sums = ()
         for i in tl.static_range(CHUNKS):
-            v = gradients[i] * _load_columns(gamma_ptr, i, WIDTH, CHUNK)
+            gamma = _load_columns(gamma_ptr, i, WIDTH, CHUNK)
+            if AGAIN:
+                y = xs[i] * (inverse * gamma) + _load_columns(beta_ptr, i, WIDTH, CHUNK)
+                y = _round(y, again_ptr.dtype.element_ty)[0]
+                _store_rows(again_ptr, y, block, i, M, WIDTH, ROWS, CHUNK)
+            v = gradients[i] * gamma
             vs = vs + (v,)
             products = products + (v * xs[i],)
             term = tl.sum(gradients[i] * (xs[i] * inverse), 0)
@@ -491,7 +504,7 @@ def quantize_by(
 
 def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Array]:
     """`reference.quantize_and_sum`."""
-    return _rows(x, quantize_to=dtype, total=True)[1:]
+    return _rows(x, quantize_to=dtype, total=True)[1:3]
 
 
 def layer_norm(x, gamma, beta, *, epsilon, quantize_to=None, wide=True):
@@ -505,9 +518,9 @@ def gelu(x, *, approximate=False, quantize_to=None, wide=True):
     return _rows(x, producer="gelu", tanh=approximate, quantize_to=quantize_to, wide=wide)[:2]
 
 
-def gelu_backward(x, gradient, *, approximate=False, quantize_to=None):
+def gelu_backward(x, gradient, *, approximate=False, quantize_to=None, again=False):
     """`reference.gelu_backward`."""
-    outputs = {"quantize_to": quantize_to, "wide": True, "total": True}
+    outputs = {"quantize_to": quantize_to, "wide": True, "total": True, "again": again}
     return _rows(x, gradient, producer="gelu_backward", tanh=approximate, **outputs)
 
 
@@ -523,9 +536,10 @@ def _rows(
     quantize_to: str | None = None,
     wide: bool = False,
     total: bool = False,
+    again: bool = False,
     tile: tiles.RowTile | None = None,
 ):
-    """The row kernel: (result or None, its QTensor or None, its column sums or None)."""
+    """The row kernel: (result, its QTensor, its column sums, the GELU's output), each or None."""
     width = x.shape[-1]
     tile = tile or tiles.row(producer, width)
     m = x.size // width
@@ -536,7 +550,7 @@ def _rows(
     def out(wanted, shape, dtype):
         return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype if wanted else jnp.float32)
 
-    y, values, scale, sums = _call(
+    y, values, scale, sums, output = _call(
         x,
         unused if gradient is None else gradient,
         unused if gamma is None else gamma,
@@ -547,6 +561,7 @@ def _rows(
             out(quantize_to, x.shape, quantize_to),
             out(quantize_to, (*x.shape[:-1], 1), jnp.float32),
             out(total, (programs, width), jnp.float32),
+            out(again, x.shape, x.dtype),
         ),
         grid=(programs,),
         num_warps=tile.warps,
@@ -556,6 +571,7 @@ def _rows(
         WIDE=wide,
         QUANTIZE=quantize_to is not None,
         SUM=total,
+        AGAIN=again,
         LARGEST=LARGEST[quantize_to or "int8"],
         INVERSE=INVERSE[quantize_to or "int8"],
         **_cut(m, width, tile),
@@ -564,10 +580,11 @@ def _rows(
         y if wide else None,
         QTensor(values, scale) if quantize_to else None,
         jnp.sum(sums, axis=0) if total else None,
+        output if again else None,
     )
 
 
-def layer_norm_backward(x, gamma, gradient, residual=None, *, epsilon, tile=None):
+def layer_norm_backward(x, gamma, gradient, residual=None, beta=None, *, epsilon, tile=None):
     """`reference.layer_norm_backward`."""
     gradients = gradient if isinstance(gradient, tuple) else (gradient,)
     if len(gradients) > 3:
@@ -578,21 +595,30 @@ def layer_norm_backward(x, gamma, gradient, residual=None, *, epsilon, tile=None
     tile = tile or tiles.row("layer_norm_backward", width)
     programs = min(triton.cdiv(m, tile.rows), tiles.row_programs(tile, sums=2))
     partial_sums = jax.ShapeDtypeStruct((programs, width), jnp.float32)
-    dx, dgamma, dbeta = _call(
+    wide = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    dx, dgamma, dbeta, output = _call(
         x,
         *(gradients * 3)[:3],  # what a kernel does not read still needs an address
         x if residual is None else residual,
         gamma,
+        gamma if beta is None else beta,
         kernel=_layer_norm_backward_kernel,
-        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), partial_sums, partial_sums),
+        out_type=(
+            wide,
+            partial_sums,
+            partial_sums,
+            jax.ShapeDtypeStruct((1,), x.dtype) if beta is None else wide,
+        ),
         grid=(programs,),
         num_warps=tile.warps,
         EPSILON=epsilon,
         GRADIENTS=len(gradients),
         RESIDUAL=residual is not None,
+        AGAIN=beta is not None,
         **_cut(m, width, tile),
     )
-    return dx, jnp.sum(dgamma, axis=0), jnp.sum(dbeta, axis=0)
+    sums = (jnp.sum(partial_sum, axis=0) for partial_sum in (dgamma, dbeta))
+    return dx, *sums, None if beta is None else output
 
 
 def _cut(m: int, width: int, tile: tiles.RowTile) -> dict[str, int]:

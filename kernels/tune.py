@@ -113,17 +113,18 @@ def row_work(producer: str, tokens: int, width: int) -> Work:
 
 
 def row_function(producer: str, tile: RowTile) -> Callable:
-    """A row kernel as SwitchBack uses it: with the 16-bit result, which its weight gradient needs."""
+    """A row kernel as SwitchBack uses it: the backward passes write again what the weight gradient needs."""
     from swjax.kernels import triton_gpu
 
     rows = partial(triton_gpu._rows, producer=producer, quantize_to="int8", tile=tile)
     if producer == "none":
         return lambda x: (rows(x), rows(x, total=True))  # of activations; of gradients
     if producer == "layer_norm":
-        return lambda x, gamma, beta: rows(x, gamma=gamma, beta=beta, epsilon=1e-6, wide=True)
+        return lambda x, gamma, beta: rows(x, gamma=gamma, beta=beta, epsilon=1e-6)
     if producer == "layer_norm_backward":
-        return partial(triton_gpu.layer_norm_backward, epsilon=1e-6, tile=tile)
-    return partial(rows, wide=True, total=producer == "gelu_backward")
+        backward = partial(triton_gpu.layer_norm_backward, epsilon=1e-6, tile=tile)
+        return lambda x, gamma, gradient: backward(x, gamma, gradient, None, gamma)
+    return partial(rows, wide=True, total=True, again=True) if "backward" in producer else rows
 
 
 def mosaic_work(tokens: int, k: int, n: int) -> Work:

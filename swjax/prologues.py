@@ -1,7 +1,8 @@
 """What runs on a linear layer's input just before it, fused with the quantizer: LayerNorm and GELU.
 
-A prologue is passed to `swjax.switchback`. Its forward pass writes the activation once, quantized, and in 16
-bits only if the recipe's weight gradient needs that; its backward pass keeps the prologue's input alone.
+A prologue is passed to `swjax.switchback`. Its forward pass writes the activation once, quantized. Its backward
+pass needs the prologue's input alone, and writes the activation again for the weight gradient, in 16 bits: as
+many bytes as if the forward pass had written it so, and none to keep in between.
 """
 
 from dataclasses import dataclass, field
@@ -40,22 +41,24 @@ class LayerNorm:
             implementation=implementation,
         )
 
-    def backward(self, x, gradients, residual, *, quantize_to, implementation):
-        """(dx + residual, None, None) for the sum of gradients, and the gradient of this prologue."""
+    def backward(self, x, gradients, residual, *, quantize_to, again, implementation):
+        """(dx + residual, None, None) for the sum of gradients, the gradient of this prologue, and with
+        `again` its output."""
         del quantize_to  # a residual stream's gradient is added to before any layer multiplies it
-        dx, dscale, dbias = dispatch.run(
+        dx, dscale, dbias, y = dispatch.run(
             "layer_norm_backward",
             x,
             self.scale,
             gradients,
             residual,
+            self.bias if again else None,
             epsilon=self.epsilon,
             implementation=implementation,
         )
         gradient = LayerNorm(
             dscale.astype(self.scale.dtype), dbias.astype(self.bias.dtype), self.epsilon
         )
-        return (dx, None, None), gradient
+        return (dx, None, None), gradient, y
 
 
 @jax.tree_util.register_dataclass
@@ -80,21 +83,21 @@ class Gelu:
             implementation=implementation,
         )
 
-    def backward(self, x, gradients, residual, *, quantize_to, implementation):
-        """(dx, dx quantized or None, the sum of dx's rows), and the gradient of this prologue."""
-        if residual is not None:  # then what is quantized would not be the input's gradient
-            (dx, _, _), same = self.backward(
-                x, gradients, None, quantize_to=None, implementation=implementation
-            )
-            return (add(dx, residual), None, None), same
-        return dispatch.run(
+    def backward(self, x, gradients, residual, *, quantize_to, again, implementation):
+        """(dx, dx quantized or None, the sum of dx's rows), the gradient of this prologue, and with `again`
+        its output."""
+        *input_gradient, y = dispatch.run(
             "gelu_backward",
             x,
             add(*gradients),
             approximate=self.approximate,
-            quantize_to=quantize_to,
+            quantize_to=None if residual is not None else quantize_to,
+            again=again,
             implementation=implementation,
-        ), self
+        )
+        if residual is not None:  # what is quantized and summed would not be the input's gradient
+            input_gradient = add(input_gradient[0], residual), None, None
+        return tuple(input_gradient), self, y
 
 
 def add(*arrays: jax.Array | None) -> jax.Array:

@@ -274,6 +274,7 @@ class _Operand(NamedTuple):
     wide: jax.Array | None = None
     quantized: QTensor | None = None
     transposed: QTensor | None = None  # of a matrix: what `quantize_weight` gives
+    absmax: jax.Array | None = None  # [1, 1], of a matrix that is quantized by it more than once
 
 
 class _Weight(NamedTuple):
@@ -286,7 +287,7 @@ class _Weight(NamedTuple):
 
 class _Residuals(NamedTuple):
     inputs: jax.Array | None  # of the prologue
-    x: _Operand
+    x: _Operand  # empty: the prologue's backward pass computes it again
     weights: tuple[_Weight, ...]
     prologue: Prologue | None
 
@@ -312,10 +313,9 @@ def _read(x, prologue, settings) -> _Operand:
             prologue,
             x,
             quantize_to=fwd.lhs.dtype if fused else None,
-            wide=not (fused and save_quantized),
+            wide=not fused,
             settings=settings,
         )
-        x = None if x is None else checkpoint_name(x, "swjax_x")
     if x_q is None and (_rowwise(fwd) or save_quantized):
         x_q = _quantize(fwd.lhs, x, settings.plan.x, -1, settings)
     return _Operand(x, _named(x_q, "swjax_x") if save_quantized else x_q)
@@ -326,9 +326,9 @@ def _apply_weight(x: _Operand, w, bias, settings) -> tuple[jax.Array, _Weight]:
     if isinstance(w, QTensor):
         w_like, w = None, _Operand(transposed=w)
     else:
-        w_like, w = jnp.empty(0, w.dtype), _Operand(w)
+        w_like, w = jnp.empty(0, w.dtype), _Operand(w, absmax=_absmax_of_weight(w, settings))
     if save_quantized and w_like is not None:
-        w_q = _quantize(fwd.rhs, w.wide, settings.plan.w, 0, settings)
+        w_q = _quantize(fwd.rhs, w.wide, settings.plan.w, 0, settings, absmax=w.absmax)
         w = _Operand(quantized=_named(w_q, "swjax_w"))
     y = _multiply("fwd", x, w, bias, out_dtype=settings.out_dtype, settings=settings)
     bias_like = None if bias is None else jnp.empty(0, bias.dtype)
@@ -346,24 +346,29 @@ def _backward(
     if layers[0].recipe.save_quantized:
         # Without the barrier XLA dequantizes x in the forward pass already, and keeps the wide copy.
         x, gradients, residual = jax.lax.optimization_barrier((x, gradients, residual))
-    each = zip(gradients, weights, layers)
     # What devices have of the input's gradient is summed once for all layers that split its sum alike.
     together = len(layers) > 1 and len({layer.plan for layer in layers}) == 1
     together = together and bool(layers[0].plan.splits(layers[0].plan.n))
-    dxs, dws, dbiases = zip(*(_backward_weight(x, *one, summed=not together) for one in each))
+    each = zip(gradients, weights, layers)
+    dxs, dbiases = zip(*(_backward_input(*one, summed=not together) for one in each))
     if together:
         dxs = (_sum_of(dxs, layers[0].plan),)
     if prologue is None:
-        return (add(*dxs, residual), None, None), dws, dbiases, None
-    input_gradient, dprologue = _apply_backward(
-        prologue, inputs, dxs, residual, quantize_to, layers[0]
-    )
+        input_gradient, dprologue = (add(*dxs, residual), None, None), None
+    else:
+        kept = x.wide is not None or x.quantized is not None
+        again = not kept and any(weight.w_like is not None for weight in weights)
+        input_gradient, dprologue, y = _apply_backward(
+            prologue, inputs, dxs, residual, quantize_to, again, layers[0]
+        )
+        x = _Operand(y) if again else x
+    dws = tuple(_backward_weight(x, *one) for one in zip(gradients, weights, layers))
     return input_gradient, dws, dbiases, dprologue
 
 
-def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings, *, summed: bool):
-    """The gradients of one layer's input (see `_in_shards`), weight and bias."""
-    dgrad, (w, w_like, bias_like), (g, g_q, g_sum) = settings.recipe.dgrad, weight, gradient
+def _backward_input(gradient: Gradient, weight: _Weight, settings, *, summed: bool):
+    """The gradients of one layer's input (see `_in_shards`) and bias."""
+    dgrad, (w, _, bias_like), (g, g_q, g_sum) = settings.recipe.dgrad, weight, gradient
     if bias_like is not None and g_sum is None:
         if g_q is None and _rowwise(dgrad) and not settings.plan.splits(settings.plan.n):
             g_q, g_sum = _quantize_and_sum(g, dgrad.lhs.dtype, settings)
@@ -372,10 +377,15 @@ def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings,
     dx = _multiply(
         "dgrad", _Operand(g, g_q), w, out_dtype=settings.dtype, settings=settings, summed=summed
     )
-    dw = None
-    if w_like is not None:
-        dw = _multiply("wgrad", x, _Operand(g), out_dtype=w_like.dtype.name, settings=settings)
-    return dx, dw, None if bias_like is None else g_sum.astype(bias_like.dtype)
+    return dx, None if bias_like is None else g_sum.astype(bias_like.dtype)
+
+
+def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings):
+    """The gradient of one layer's weight."""
+    if weight.w_like is None:
+        return None
+    out_dtype = weight.w_like.dtype.name
+    return _multiply("wgrad", x, _Operand(gradient[0]), out_dtype=out_dtype, settings=settings)
 
 
 def _named(q: QTensor, name: str) -> QTensor:
@@ -550,26 +560,49 @@ def _narrow(quantizer: Quantizer, t: _Operand, spec: Spec, axis: int, settings) 
     wide = _widen(t, "float32") if t.wide is None else t.wide
     # Kernels sum over the last axis; XLA for CPUs takes either, and is slow with what was transposed.
     transpose = axis == 0 and jax.default_backend() == "gpu" and settings.implementation != "xla"
-    q = _quantize(quantizer, wide, spec, axis, settings, transpose)
+    q = _quantize(quantizer, wide, spec, axis, settings, transpose, t.absmax)
     spec = partition.as_matrix(spec, transpose) if axis == 0 else spec
     return _Narrow(q, partition.specs_of(q, spec), -1 if transpose else axis)
 
 
+def _absmax_of_weight(w: jax.Array, settings) -> jax.Array | None:
+    """What one scale for all of w is made of, in both products that quantize it."""
+    fwd, plan = settings.recipe.fwd, settings.plan
+    if fwd is None or fwd.rhs.scope != "tensor":
+        return None
+
+    def step(w):
+        return plan.maximum(reference.absolute_maximum(w, (0, 1)), *plan.w)
+
+    absmax = plan.run(step, (w,), (plan.w,), Spec(((), ())))
+    return checkpoint_name(absmax, "swjax_w_absmax")
+
+
 def _quantize(
-    quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, settings, transpose: bool = False
+    quantizer: Quantizer,
+    x: jax.Array,
+    spec: Spec,
+    axis: int,
+    settings,
+    transpose: bool = False,
+    absmax: jax.Array | None = None,
 ) -> QTensor:
-    """`x` for a product that sums over `axis`; for axis 0 as a matrix [all but the last axis, the last]."""
+    """`x` for a product that sums over `axis`; for axis 0 as a matrix [all but the last axis, the last].
+
+    `absmax` is that of all of x, if it is known."""
     plan, run, per_tensor = settings.plan, _runner(settings), quantizer.scope == "tensor"
     spec_out = partition.as_matrix(spec, False) if axis == 0 else spec
     spanned = spec_out if per_tensor else (spec_out[axis],)
     options = {"dtype": quantizer.dtype, "transpose": transpose}
+    known = absmax if per_tensor else None
 
-    def step(x):
+    def step(x, absmax):
         x = _flat(x) if axis == 0 else x
         axes = tuple(range(x.ndim)) if per_tensor else (axis % x.ndim,)
-        if not plan.splits(*spanned):
+        if absmax is None and not plan.splits(*spanned):
             return run("quantize", x, axes=axes, **options)
-        absmax = plan.maximum(reference.absolute_maximum(x, axes), *spanned)
+        if absmax is None:
+            absmax = plan.maximum(reference.absolute_maximum(x, axes), *spanned)
         return run("quantize_by", x, absmax, **options)
 
     whole = range(len(spec_out)) if per_tensor else (axis % len(spec_out),)
@@ -577,7 +610,7 @@ def _quantize(
     specs = QTensor(spec_out, scale)
     if transpose:
         specs = QTensor(*(Spec(reversed(spec)) for spec in specs))
-    q = plan.run(step, (x,), (spec,), specs)
+    q = plan.run(step, (x, known), (spec, Spec(((), ()))), specs)
     if per_tensor:
         # Before jax 0.12 XLA moves constants from one factor of a product of scales to the other: then the
         # last bit of y would depend on whether the scale of w is computed here or is an argument.
@@ -613,21 +646,20 @@ def _apply(prologue: Prologue, x, *, quantize_to, wide, settings):
     )
 
 
-def _apply_backward(prologue: Prologue, x, gradients, residual, quantize_to, settings):
-    plan, options = (
-        settings.plan,
-        {"quantize_to": quantize_to, "implementation": settings.implementation},
-    )
+def _apply_backward(prologue: Prologue, x, gradients, residual, quantize_to, again, settings):
+    plan, options = settings.plan, {"quantize_to": quantize_to, "again": again}
 
     def step(prologue, x, gradients, residual):
-        (dx, dx_q, total), dprologue = prologue.backward(x, gradients, residual, **options)
+        (dx, dx_q, total), dprologue, y = prologue.backward(
+            x, gradients, residual, implementation=settings.implementation, **options
+        )
         total, dprologue = plan.sum((total, dprologue), *plan.tokens)
-        return (dx, dx_q, total), dprologue
+        return (dx, dx_q, total), dprologue, y
 
     spec = _prologue_spec(prologue, plan)
     q_spec = QTensor(spec, Spec((*spec[:-1], ()))) if quantize_to else None
     sum_spec = None if prologue.whole_rows else Spec(spec[-1:])
-    out_specs = ((spec, q_spec, sum_spec), Spec())
+    out_specs = ((spec, q_spec, sum_spec), Spec(), spec if again else None)
     arrays = (prologue, x, gradients, residual)
     return plan.run(step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs)
 

@@ -76,9 +76,10 @@ def assert_quantized(
         )
 
 
+# Of a pair -start and -done the result of the second: that of the first has the operands in it, too.
 _COLLECTIVE = re.compile(
     r" = (?P<results>.*) (?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
-    r"(?P<start>-start)?\("
+    r"(-done)?\("
 )
 _RESULT = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
@@ -117,12 +118,7 @@ def collectives(fn: Callable, *args, **kwargs) -> list[Collective]:
 def _collectives(hlo: str) -> list[Collective]:
     found = []
     for line in _COLLECTIVE.finditer(hlo):
-        arrays = _RESULT.findall(line["results"])
-        if line["start"] and line["op"] in ("all-gather", "collective-permute"):
-            # Their tuple begins with the operands; a permutation's ends with two counters.
-            arrays = [array for array in arrays if array != ("u32", "")]
-            arrays = arrays[len(arrays) // 2 :]
-        for dtype, sizes in arrays:
+        for dtype, sizes in _RESULT.findall(line["results"]):
             shape = tuple(int(size) for size in sizes.split(",") if size)
             found.append(Collective(line["op"], dtype, shape))
     return found

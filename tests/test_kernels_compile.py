@@ -139,15 +139,18 @@ ROWS = {
     "quantize_and_sum": ((NARROW,), {"dtype": E5M2}),
     "layer_norm": ((WIDE, VECTOR, VECTOR), {"epsilon": 1e-6, "quantize_to": "int8"}),
     "layer_norm_backward": ((WIDE, VECTOR, WIDE), {"epsilon": 1e-6}),
+    "layer_norm_backward, again": ((WIDE, VECTOR, (WIDE,) * 3, WIDE, VECTOR), {"epsilon": 1e-6}),
     "gelu": ((NARROW,), {"quantize_to": E4M3}),
     "gelu_backward": ((NARROW, NARROW), {"quantize_to": "int8"}),
+    "gelu_backward, again": ((NARROW, NARROW), {"quantize_to": "int8", "again": True}),
 }
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("operation", ROWS)
-def test_row_kernels_move_16_bytes_at_a_time(compiled, operation, capability, tmp_path):
-    arrays, options = ROWS[operation]
+@pytest.mark.parametrize("case", ROWS)
+def test_row_kernels_move_16_bytes_at_a_time(compiled, case, capability, tmp_path):
+    arrays, options = ROWS[case]
+    operation = case.split(",")[0]
     if capability < 89:
         options = {key: "int8" if str(v).startswith("float8") else v for key, v in options.items()}
     kernel = compiled(capability, getattr(triton_gpu, operation), *arrays, **options)

@@ -1,4 +1,9 @@
-"""Mosaic kernels on CPUs, in Pallas's interpreter: every copy, barrier and product, at small sizes."""
+"""Kernels on CPUs, in interpreters: of Mosaic's every copy, barrier and product, of Triton's every value."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import kernel_oracle as oracle
@@ -54,3 +59,17 @@ def test_weight_gradient(shape, dtype):
     x, g = normal((tokens, k), dtype), normal((tokens, n), dtype, seed=1)
     dw = mosaic_gpu.weight_gradient(x, g, slices=1, **interpreted())
     assert snr_db(dw, oracle.weight_gradient(x, g)) > FLOOR_DB["float32"]
+
+
+def test_triton_kernels():
+    """Those of tests/triton_interpreted.py."""
+    pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
+    here = Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", here / "triton_interpreted.py"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=here.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-5000:] + run.stderr[-2000:]

@@ -66,12 +66,17 @@ def test_tables_and_pictures(tmp_path):
 
 
 def test_results_of_asynchronous_collectives_are_counted_once():
-    """As XLA for GPUs writes them; a permutation's tuple ends with two counters."""
+    """As XLA for GPUs writes them: what starts also has its operands, what is done the results alone."""
     hlo = """
   %a = (bf16[32,8]{1,0}, s8[4,8]{1,0}, bf16[64,8]{1,0}, s8[8,8]{1,0}) all-gather-start(%x, %y)
   %b = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%z)
-  %c = (f32[3]{0}, f32[5]{0}) all-reduce-start(%v, %w)
-  %d = bf16[64,8]{1,0} all-gather-done(%a)
+  %c = ((f32[3]{0}, f32[5]{0}), (f32[3]{0}, f32[5]{0})) all-reduce-start(%v, %w)
+  %d = ((f32[8]{0}), f32[4]{0}) reduce-scatter-start(%u)
+  %e = (bf16[64,8]{1,0}, s8[8,8]{1,0}) all-gather-done(%a)
+  %f = f32[4]{0} collective-permute-done(%b)
+  %g = (f32[3]{0}, f32[5]{0}) all-reduce-done(%c)
+  %h = f32[4]{0} reduce-scatter-done(%d)
+  %i = f32[] all-reduce(%y), to_apply=%add
 """
     assert [tuple(c) for c in _collectives(hlo)] == [
         ("all-gather", "bf16", (64, 8)),
@@ -79,6 +84,8 @@ def test_results_of_asynchronous_collectives_are_counted_once():
         ("collective-permute", "f32", (4,)),
         ("all-reduce", "f32", (3,)),
         ("all-reduce", "f32", (5,)),
+        ("reduce-scatter", "f32", (4,)),
+        ("all-reduce", "f32", ()),
     ]
 
 

@@ -250,7 +250,8 @@ def test_switchback_m_keeps_int8_only():
         _, vjp = jax.vjp(partial(swjax.switchback, recipe=recipe), x, w)
         return sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
 
-    assert residual_bytes("standard") == residual_bytes("switchback") == x.nbytes + w.nbytes
+    assert residual_bytes("standard") == x.nbytes + w.nbytes
+    assert residual_bytes("switchback") == x.nbytes + w.nbytes + 4  # the largest |w|
     scales = 64 * 4 + 4
     assert residual_bytes("switchback_m") == x.size + w.size + scales
 
