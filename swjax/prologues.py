@@ -1,8 +1,8 @@
 """What runs on a linear layer's input just before it, fused with the quantizer: LayerNorm and GELU.
 
-A prologue is passed to `swjax.switchback`. Its forward pass writes the activation once, quantized. Its backward
-pass needs the prologue's input alone, and writes the activation again for the weight gradient, in 16 bits: as
-many bytes as if the forward pass had written it so, and none to keep in between.
+A prologue is passed to `swjax.switchback`. Its forward pass writes the activation once, quantized. Its
+backward pass needs the prologue's input alone, and writes the activation again for the weight gradient, in 16
+bits: as many bytes as if the forward pass had written it so, and none to keep in between.
 """
 
 from dataclasses import dataclass, field

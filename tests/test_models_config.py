@@ -90,8 +90,8 @@ def test_rematerialisation_keeps_what_it_says():
     assert kept("switchback_m", "save_quantized") == pytest.approx(
         full + int8, rel=0.05
     )  # and scales
-    # Widths of 128 in 16 bits that a block keeps: the residual stream twice, q, k, v, attention's output, fc1's
-    # output 4; and where what weight gradients read is kept, not written again, LayerNorm's output twice and
+    # Widths of 128 in 16 bits that a block keeps: the residual stream twice, q, k, v, attention's output and
+    # fc1's 4. If what weight gradients read is kept, not written again, also LayerNorm's output twice and
     # GELU's 4, which switchback_m has in 8 bits.
     assert kept("switchback", "none") == 2 * token * (layers * 10 + 1)
     assert kept("standard", "none") == 2 * token * (layers * 16 + 1)
