@@ -4,7 +4,7 @@
   python benchmarks/scaling.py --models vit_h14 --devices 1 4 --out=scaling.json
   python benchmarks/scaling.py --losses --out=scaling_losses.json          # one global batch for all
   python benchmarks/scaling.py --plot=scaling.png --out=scaling.json       # of what the file holds
-  python benchmarks/scaling.py --compile        # all at once into JAX's cache: shorter runs afterwards
+  python benchmarks/scaling.py --turn=FILE --layouts fsdp                  # compiles; runs when FILE is there
   python benchmarks/scaling.py --smoke                                     # tiny, on eight CPU devices
 
 Every case is a process of its own, so that memory is its own and one that hangs or does not fit ends alone.
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,18 +39,15 @@ SMOKE = {"model.name": "tiny", "model.vision.layers": 1, "model.text.layers": 1,
 def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.case:
-        print(json.dumps(run_case(json.loads(args.case))))
+        print(json.dumps(run_case(json.loads(args.case), args.turn)))
         return 0
     found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"rows": []}
     if args.plot:
         plot(found["rows"], args.plot)
         return 0
-    if args.compile:
-        compile_all(cases(args), args.timeout)
-        return 0
     known = [row["case"] for row in found["rows"]]
     for case in [case for case in cases(args) if case not in known]:
-        row = in_a_process(case, args.timeout)
+        row = in_a_process(case, args.timeout, args.turn)
         found |= {key: row.pop(key) for key in ("machine",) if key in row}
         found["rows"].append({"case": case} | row)
         found["command"] = environment.command()
@@ -73,7 +69,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--scan", action="store_true", help="scan over layers: compiles faster")
     parser.add_argument("--steps", type=int, default=20, help="timed; of --losses 200")
     parser.add_argument("--losses", action="store_true", help="loss curves instead")
-    parser.add_argument("--compile", action="store_true", help="only, each in a process of its own")
+    parser.add_argument(
+        "--turn",
+        type=Path,
+        metavar="FILE",
+        help="a case compiles, and runs when there is this file: so several may compile at once",
+    )
     parser.add_argument("--timeout", type=float, default=280, help="seconds a case")
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="only draw what --out holds")
@@ -104,16 +105,11 @@ def cases(args) -> list[dict]:
     return found
 
 
-def compile_all(found: list[dict], seconds: float):
-    with ThreadPool(len(found)) as pool:
-        jobs = [case | {"compile": True} for case in found]
-        for case, row in zip(found, pool.map(lambda job: in_a_process(job, seconds), jobs)):
-            print(describe(case, row), flush=True)
-
-
-def in_a_process(case: dict, seconds: float) -> dict:
+def in_a_process(case: dict, seconds: float, turn: Path | None = None) -> dict:
     """What `run_case` returns, from a process that sees so many devices; or {"error": one line}."""
     command = [sys.executable, __file__, f"--case={json.dumps(case)}"]
+    if turn:
+        command.append(f"--turn={turn.absolute()}")
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -149,22 +145,24 @@ def variables(case: dict) -> dict:
     return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
 
 
-def run_case(case: dict) -> dict:
+def run_case(case: dict, turn: Path | None = None) -> dict:
     import jax
 
     if len(jax.devices()) != case["devices"]:
         raise RuntimeError(f"{case['devices']} devices asked for, {len(jax.devices())} are here")
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-    return (losses if case.get("losses") else measure)(case) | {"machine": machine()}
+    row = losses(case) if case.get("losses") else measure(case, turn)
+    return row | {"machine": machine()}
 
 
 # --- one case, in its process -------------------------------------------------------------------------
 
 
-def measure(case: dict) -> dict:
+def measure(case: dict, turn: Path | None = None) -> dict:
     """Times the train step and reads what its devices exchange."""
     import jax
 
+    from swjax.kernels import timing
     from swjax.models import clip
 
     done = stages()
@@ -176,8 +174,8 @@ def measure(case: dict) -> dict:
     done("lowered")
     compiled = lowered.compile()
     row = {"compile_s": done("compiled")} | exchanged(compiled)
-    if case.get("compile"):
-        return row
+    if turn:
+        timing.wait_for(turn)
     state = init()
     analysis = compiled.memory_analysis()
     if analysis:

@@ -3,7 +3,7 @@
     python benchmarks/train_step.py --out=benchmarks/results/train_step.json    # the most important first
     python benchmarks/train_step.py --models vit_h14 --kinds encoder --recipes standard switchback
     python benchmarks/train_step.py --peers                   # timm and open_clip under torch.compile too
-    python benchmarks/train_step.py --compile                 # fills JAX_COMPILATION_CACHE_DIR, times nothing
+    python benchmarks/train_step.py --turn=FILE               # compiles, and times when FILE is there
     python benchmarks/train_step.py --smoke                   # tiny, on any machine
     python benchmarks/train_step.py --plot=step.png --out=FILE   # draws a finished file
 
@@ -72,23 +72,31 @@ class Case(NamedTuple):
         } | fields
 
 
+class Program(NamedTuple):
+    """What is timed; what gives a function that runs it once; the operations of its products."""
+
+    compiled: jax.stages.Compiled
+    start: Callable[[], Callable]
+    flops: float
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.plot and args.out and args.out.exists():
         plot(json.loads(args.out.read_text())["rows"], args.plot)
         return 0
     records = timing.Records(args.out, args.seconds)
-    if args.compile:
-        for case in cases(args):
-            PROGRAMS[case.kind](case).lowered.compile()
-        return 0
+    if args.turn:
+        programs = {case: compile_program(case) for case in cases(args)}
+        timing.wait_for(args.turn)
     if args.peers:
         bench_peers(records, args)
     for case in cases(args):
         if records.seconds_left < 0:
             break
         try:
-            bench(records, case, args.smoke)
+            program = programs.pop(case) if args.turn else compile_program(case)
+            bench(records, case, program, args.smoke)
         except Exception as error:  # one that does not fit into memory must not end the others
             records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
     print("\n" + timing.table(records.rows, COLUMNS))
@@ -104,7 +112,10 @@ def parse(argv):
     parser.add_argument("--batch", type=int, help="in place of each model's")
     parser.add_argument("--peers", action="store_true", help="timm and open_clip first")
     parser.add_argument(
-        "--compile", action="store_true", help="only: many may at once, on an idle machine"
+        "--turn",
+        type=Path,
+        metavar="FILE",
+        help="to compile first, and time when there is this file: so several may compile at once",
     )
     parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
     parser.add_argument("--smoke", action="store_true", help="a tiny model in few steps")
@@ -126,11 +137,10 @@ def cases(args):
                     yield Case(kind, model, recipe, remat, batch)
 
 
-def bench(records: timing.Records, case: Case, smoke: bool):
+def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
     """One row: how fast, how much memory, and where the time goes."""
-    program = PROGRAMS[case.kind](case)
-    compiled = program.lowered.compile()
-    run = program.start(compiled)
+    compiled = program.compiled
+    run = program.start()
     seconds = seconds_per_call(run, at_least=0.1 if smoke else 1.5)
     memory = compiled.memory_analysis()
     row = case.row | {
@@ -194,12 +204,8 @@ def against(rows: list[dict], row: dict) -> dict:
 # --- what is timed ------------------------------------------------------------------------------------
 
 
-class Program(NamedTuple):
-    """What is compiled; what runs it once when it is; the floating-point operations of its products."""
-
-    lowered: jax.stages.Lowered
-    start: Callable[[jax.stages.Compiled], Callable]
-    flops: float
+def compile_program(case: Case) -> Program:
+    return {"encoder": encoder, "step": step}[case.kind](case)
 
 
 def encoder(case: Case) -> Program:
@@ -220,11 +226,10 @@ def encoder(case: Case) -> Program:
     side = cfg.vision.image_size
     images = timing.random(case.batch, side, side, 3, dtype=dtype)
     g = timing.random(case.batch, cfg.embed_dim, dtype="float32")
-    lowered = jax.jit(jax.grad(loss)).lower(jax.eval_shape(init), images, g)
+    compiled = jax.jit(jax.grad(loss)).lower(jax.eval_shape(init), images, g).compile()
     text = clip._blocks_flops(cfg.text, cfg.text.context_length)
     flops = clip.flops_per_example(cfg, training=False) - text
-    start = lambda compiled: partial(compiled, init(), images, g)
-    return Program(lowered, start, 3 * flops * case.batch)
+    return Program(compiled, lambda: partial(compiled, init(), images, g), 3 * flops * case.batch)
 
 
 def step(case: Case) -> Program:
@@ -247,8 +252,9 @@ def step(case: Case) -> Program:
         "label": jnp.arange(case.batch, dtype=jnp.int32),
     }
     lowered = jax.jit(train_step, donate_argnums=0).lower(jax.eval_shape(init), batch)
+    compiled = lowered.compile()
 
-    def start(compiled):
+    def start():
         states = [init()]
 
         def run():
@@ -258,10 +264,7 @@ def step(case: Case) -> Program:
 
         return run
 
-    return Program(lowered, start, 3 * clip.flops_per_example(cfg) * case.batch)
-
-
-PROGRAMS = {"encoder": encoder, "step": step}
+    return Program(compiled, start, 3 * clip.flops_per_example(cfg) * case.batch)
 
 
 def bench_peers(records: timing.Records, args):

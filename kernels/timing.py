@@ -211,3 +211,11 @@ def table(rows: list[dict], columns: dict[str, int]) -> str:
 def _round(value: float) -> float | None:
     """To four digits; JSON has no NaN."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def wait_for(turn: Path) -> None:
+    """Returns when there is that file, after making one named FILE.compiled: so several benchmarks compile at
+    once, and whoever started them has them timed one by one."""
+    turn.with_name(f"{turn.name}.compiled").touch()
+    while not turn.exists():
+        time.sleep(0.1)
