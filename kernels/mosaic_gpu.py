@@ -50,7 +50,7 @@ def matmul(
     grid = pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, TILE_N)
     blocks = (multiprocessors or tiles.multiprocessors()) // cluster
     piece = LINE // jnp.dtype(out_dtype).itemsize
-    per_tensor = b.scale.size == 1
+    per_tensor, ragged = b.scale.size == 1, m % HALF > 0
 
     def matmul_kernel(
         a_ref, b_ref, a_scale_ref, b_scale_ref, bias_ref, out_ref, a_ring, b_ring, *scratch
@@ -83,7 +83,8 @@ def matmul(
         def store(i, total, half, out_ring):
             row, column = corner(i)
             row += half * HALF
-            a_scale = _load(a_scale_ref, pl.ds(row, HALF))
+            # Rows past the edge are not written, so whatever they are scaled by.
+            a_scale = _load(a_scale_ref, pl.ds(row if ragged else jnp.minimum(row, m - HALF), HALF))
             if per_tensor:
                 a_scale = a_scale * b_scale_ref[0]
 
@@ -124,7 +125,7 @@ def matmul(
     )(
         a.values.reshape(m, k),
         b.values,
-        padded(a_scale, grid[0] * cluster * TILE_M),
+        padded(a_scale, grid[0] * cluster * TILE_M if ragged else m),
         b.scale.reshape(-1) if per_tensor else padded(b.scale, columns),
         jnp.zeros(1) if bias is None else padded(bias, columns),
     )

@@ -21,8 +21,9 @@ pytestmark = [
     ),
 ]
 
-# What a tile of 128 x 256 and steps of 128 do not divide; more tiles than blocks; one row.
-SHAPES = [(300, 144, 264), (520, 256, 512), (1, 128, 256), (130, 400, 8)]
+# What a tile of 128 x 256 and steps of 128 do not divide; whole halves of tiles that are past the edge; more
+# tiles than blocks; one row.
+SHAPES = [(300, 144, 264), (320, 128, 64), (520, 256, 512), (1, 128, 256), (130, 400, 8)]
 
 
 def interpreted():
