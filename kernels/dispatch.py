@@ -17,6 +17,7 @@ from swjax.kernels import reference, tiles
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "quantize": ("triton",),
     "quantize_by": ("triton",),
+    "quantize_both": ("triton",),
     "quantize_and_sum": ("triton",),
     "matmul": ("mosaic_gpu", "triton"),
     "weight_gradient": ("mosaic_gpu",),
@@ -140,7 +141,7 @@ def _why_not_triton(operation, capability, leaves, options):
         axes = sorted(axis % ndim for axis in options.get("axes", (-1,)))
         if axes not in (list(range(ndim)), list(range(ndim - 1)), [ndim - 1]):
             return f"takes scales over the last axis, the others or all, got axes {axes}: use 'xla'"
-    elif operation != "matmul" and leaves[0].shape[-1] > tiles.WIDEST_ROW:
+    elif operation not in ("matmul", "quantize_both") and leaves[0].shape[-1] > tiles.WIDEST_ROW:
         return f"takes rows of up to {tiles.WIDEST_ROW}, got {leaves[0].shape[-1]}: use 'xla'"
     return None
 

@@ -95,6 +95,21 @@ def quantize_by(
     return q.T if transpose else q
 
 
+def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
+    """A weight as its two products read it: quantized by one scale, as it lies and transposed, in one pass.
+
+    Args:
+      x: [k, n] float16, bfloat16 or float32.
+      absmax: [1, 1] float32.
+      dtype: as for `quantize`.
+
+    Returns:
+      QTensors with values [k, n] and [n, k], and the same scale [1, 1].
+    """
+    q = quantize_by(x, absmax, dtype)
+    return q, q.T
+
+
 def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Array]:
     """`x` quantized row-wise, and the sum of its rows: a gradient, and that of a bias, read once.
 

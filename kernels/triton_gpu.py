@@ -354,13 +354,17 @@ def _layer_norm_backward_kernel(
 @triton.jit
 def _scale_kernel(
     x_ptr,  # [M, N]
-    absmax_ptr,  # [1, 1], [M, 1] or [1, N]
-    values_ptr,  # [M, N], or [N, M] transposed
+    absmax_ptr,  # [1], [M] or [N]
+    values_ptr,  # [M, N]
+    transposed_ptr,  # [N, M]
+    scale_ptr,  # as absmax
     M: tl.constexpr,
     N: tl.constexpr,
     SCOPE: tl.constexpr,  # what one scale spans: "tensor", "row" or "column"
-    TRANSPOSE: tl.constexpr,
+    STRAIGHT: tl.constexpr,  # the values as they lie
+    TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
+    INVERSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -369,18 +373,27 @@ def _scale_kernel(
     inside = (row < M)[:, None] & (column < N)[None, :]
     x = tl.load(x_ptr + row[:, None] * N + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if SCOPE == "tensor":
-        absmax = tl.load(absmax_ptr + tl.zeros((1, 1), tl.int32))
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        at, known = tl.zeros((1,), tl.int64), tl.full((1,), True, tl.int1)
     elif SCOPE == "row":
-        absmax = tl.load(absmax_ptr + row, mask=row < M, other=1.0)[:, None]
+        first = tl.program_id(0) == 0
+        at, known = row, row < M
     else:
-        absmax = tl.load(absmax_ptr + column, mask=column < N, other=1.0)[None, :]
-    inverse = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)
-    narrow = _narrow(x * inverse, values_ptr.dtype.element_ty)
-    if TRANSPOSE:
-        at = column[:, None].to(tl.int64) * M + row[None, :]
-        tl.store(values_ptr + at, tl.trans(narrow), mask=tl.trans(inside))
-    else:
+        first = tl.program_id(1) == 0
+        at, known = column.to(tl.int64), column < N
+    absmax = tl.load(absmax_ptr + at, mask=known, other=1.0)
+    absmax = _larger(absmax, tl.full(absmax.shape, _SMALLEST, tl.float32))
+    if first:
+        tl.store(scale_ptr + at, absmax * INVERSE, mask=known)
+    factor = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)
+    factor = factor[:, None] if SCOPE == "row" else factor[None, :]
+    if STRAIGHT:
+        narrow = _narrow(x * factor, values_ptr.dtype.element_ty)
         tl.store(values_ptr + row[:, None] * N + column[None, :], narrow, mask=inside)
+    if TRANSPOSED:
+        narrow = _narrow(x * factor, transposed_ptr.dtype.element_ty)
+        at = column[:, None].to(tl.int64) * M + row[None, :]
+        tl.store(transposed_ptr + at, tl.trans(narrow), mask=tl.trans(inside))
 
 
 # --- the product --------------------------------------------------------------------------------------
@@ -479,27 +492,43 @@ def quantize_by(
     x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, transpose: bool = False
 ) -> QTensor:
     """`reference.quantize_by`, for the same scales."""
-    absmax = jnp.maximum(absmax, SMALLEST_ABSMAX)
+    values, transposed, scale = _scaled(x, absmax, dtype, not transpose, transpose)
+    return QTensor(transposed, scale.T) if transpose else QTensor(values.reshape(x.shape), scale)
+
+
+def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
+    """`reference.quantize_both`."""
+    values, transposed, scale = _scaled(x, absmax, dtype, True, True)
+    return QTensor(values, scale), QTensor(transposed, scale)
+
+
+def _scaled(x, absmax, dtype: str, straight: bool, transposed: bool):
+    """Values [m, n] as they lie, values [n, m], either if it is asked for, and scales as absmax."""
     matrix = x.reshape(-1, x.shape[-1])
     m, n = matrix.shape
     scope = "tensor" if absmax.size == 1 else "row" if absmax.shape[-1] == 1 else "column"
-    values = _call(
+    values, values_t, scale = _call(
         matrix,
         absmax.reshape(-1),
         kernel=_scale_kernel,
-        out_type=jax.ShapeDtypeStruct((n, m) if transpose else (m, n), dtype),
+        out_type=(
+            jax.ShapeDtypeStruct((m, n) if straight else (1,), dtype),
+            jax.ShapeDtypeStruct((n, m) if transposed else (1,), dtype),
+            jax.ShapeDtypeStruct((absmax.size,), jnp.float32),
+        ),
         grid=(triton.cdiv(n, 64), triton.cdiv(m, 64)),
         num_warps=4,
         M=m,
         N=n,
         SCOPE=scope,
-        TRANSPOSE=transpose,
+        STRAIGHT=straight,
+        TRANSPOSED=transposed,
         LARGEST=LARGEST[dtype],
+        INVERSE=INVERSE[dtype],
         BLOCK_M=64,
         BLOCK_N=64,
     )
-    scale = reference.scale_of(absmax, dtype)
-    return QTensor(values, scale.T) if transpose else QTensor(values.reshape(x.shape), scale)
+    return values, values_t, scale.reshape(absmax.shape)
 
 
 def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Array]:

@@ -7,7 +7,7 @@ quantized again where its layer is recomputed.
 
 import jax
 
-_WEIGHTS = ("swjax_w_q", "swjax_w_scale", "swjax_w_absmax")
+_WEIGHTS = ("swjax_w_q", "swjax_w_scale")
 _INPUTS = ("swjax_x_q", "swjax_x_scale")
 
 # Recompute everything else.

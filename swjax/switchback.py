@@ -274,7 +274,6 @@ class _Operand(NamedTuple):
     wide: jax.Array | None = None
     quantized: QTensor | None = None
     transposed: QTensor | None = None  # of a matrix: what `quantize_weight` gives
-    absmax: jax.Array | None = None  # [1, 1], of a matrix that is quantized by it more than once
 
 
 class _Weight(NamedTuple):
@@ -322,17 +321,36 @@ def _read(x, prologue, settings) -> _Operand:
 
 
 def _apply_weight(x: _Operand, w, bias, settings) -> tuple[jax.Array, _Weight]:
-    fwd, save_quantized = settings.recipe.fwd, settings.recipe.save_quantized
     if isinstance(w, QTensor):
         w_like, w = None, _Operand(transposed=w)
     else:
-        w_like, w = jnp.empty(0, w.dtype), _Operand(w, absmax=_absmax_of_weight(w, settings))
-    if save_quantized and w_like is not None:
-        w_q = _quantize(fwd.rhs, w.wide, settings.plan.w, 0, settings, absmax=w.absmax)
-        w = _Operand(quantized=_named(w_q, "swjax_w"))
+        w_like, w = jnp.empty(0, w.dtype), _read_weight(w, settings)
     y = _multiply("fwd", x, w, bias, out_dtype=settings.out_dtype, settings=settings)
+    if w.quantized is not None:  # what the input's gradient reads
+        w = w._replace(transposed=None)
     bias_like = None if bias is None else jnp.empty(0, bias.dtype)
     return checkpoint_name(y, "swjax_y"), _Weight(w, w_like, bias_like)
+
+
+def _read_weight(w: jax.Array, settings) -> _Operand:
+    """w in the forms that the forward product and the input's gradient need: quantized once for both, where
+    both quantize it alike."""
+    fwd, dgrad, plan = settings.recipe.fwd, settings.recipe.dgrad, settings.plan
+    alike = fwd is not None and dgrad is not None and fwd.rhs == dgrad.rhs
+    alike = alike and fwd.rhs.scope == "tensor"
+    if alike and _kernels_run(settings):
+        forms = _quantize_both(w, fwd.rhs.dtype, settings)
+    elif alike or settings.recipe.save_quantized:
+        forms = (_quantize(fwd.rhs, w, plan.w, 0, settings),)
+    else:
+        return _Operand(w)
+    outliers = fwd.outlier_threshold or dgrad.outlier_threshold  # are multiplied with w as it is
+    return _Operand(w if outliers else None, *(_named(q, "swjax_w") for q in forms))
+
+
+def _kernels_run(settings) -> bool:
+    """Kernels sum over the last axis; XLA for CPUs takes either, and is slow with what was transposed."""
+    return jax.default_backend() == "gpu" and settings.implementation != "xla"
 
 
 def _backward(
@@ -389,10 +407,15 @@ def _backward_weight(x: _Operand, gradient: Gradient, weight: _Weight, settings)
 
 
 def _named(q: QTensor, name: str) -> QTensor:
-    """For `swjax.checkpoint_policies`."""
-    return QTensor(
-        checkpoint_name(q.values, f"{name}_q"), checkpoint_name(q.scale, f"{name}_scale")
-    )
+    """For `swjax.checkpoint_policies`. fp8 is kept as bytes: `jax.checkpoint` rounds floats that it keeps to
+    what IEEE makes of their bits, whose e4m3 ends at 240, not at 448."""
+    values, dtype = q.values, q.values.dtype
+    if dtype != jnp.int8:
+        values = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    values = checkpoint_name(values, f"{name}_q")
+    if dtype != jnp.int8:
+        values = jax.lax.bitcast_convert_type(values, dtype)
+    return QTensor(values, checkpoint_name(q.scale, f"{name}_scale"))
 
 
 def _rowwise(product: Product | None) -> bool:
@@ -478,7 +501,7 @@ def _multiply(
         a = _Operand(inliers)
     narrow_a = _narrow(product.lhs, a, a_spec, a_axis, settings)
     narrow_b = _narrow(product.rhs, b, b_spec, b_axis, settings)
-    if name == "fwd":
+    if name == "fwd" and b.quantized is None:
         narrow_b = narrow_b._replace(q=_named(narrow_b.q, "swjax_w"))
     if not product.outlier_threshold:
         return multiply(narrow_a, narrow_b, bias, out_dtype)
@@ -550,59 +573,36 @@ def _local_product(name, settings, out_dtype, contract, a, b, bias):
 
 def _narrow(quantizer: Quantizer, t: _Operand, spec: Spec, axis: int, settings) -> _Narrow:
     """`t` quantized, for a product that sums over `axis`."""
-    q = t.quantized
-    if q is not None and (axis == -1 or q.values.ndim == 2) and q.scale.shape[axis] == 1:
-        return _Narrow(q, partition.specs_of(q, spec), axis)
-    q = t.transposed
-    if q is not None and (q.values.dtype, q.scale.shape[-1 - axis]) == (quantizer.dtype, 1):
-        specs = partition.specs_of(q, partition.as_matrix(spec, True))
-        return _Narrow(q, specs, -1 - axis)
+    forms = (t.quantized, False), (t.transposed, True)
+    for q, transposed in forms[::-1] if axis == 0 else forms:  # first what sums over its last axis
+        along = -1 - axis if transposed else axis
+        if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
+            continue
+        if axis == -1 or q.values.ndim == 2:
+            specs = partition.specs_of(q, partition.as_matrix(spec, True) if transposed else spec)
+            return _Narrow(q, specs, along)
     wide = _widen(t, "float32") if t.wide is None else t.wide
-    # Kernels sum over the last axis; XLA for CPUs takes either, and is slow with what was transposed.
-    transpose = axis == 0 and jax.default_backend() == "gpu" and settings.implementation != "xla"
-    q = _quantize(quantizer, wide, spec, axis, settings, transpose, t.absmax)
+    transpose = axis == 0 and _kernels_run(settings)
+    q = _quantize(quantizer, wide, spec, axis, settings, transpose)
     spec = partition.as_matrix(spec, transpose) if axis == 0 else spec
     return _Narrow(q, partition.specs_of(q, spec), -1 if transpose else axis)
 
 
-def _absmax_of_weight(w: jax.Array, settings) -> jax.Array | None:
-    """What one scale for all of w is made of, in both products that quantize it."""
-    fwd, plan = settings.recipe.fwd, settings.plan
-    if fwd is None or fwd.rhs.scope != "tensor":
-        return None
-
-    def step(w):
-        return plan.maximum(reference.absolute_maximum(w, (0, 1)), *plan.w)
-
-    absmax = plan.run(step, (w,), (plan.w,), Spec(((), ())))
-    return checkpoint_name(absmax, "swjax_w_absmax")
-
-
 def _quantize(
-    quantizer: Quantizer,
-    x: jax.Array,
-    spec: Spec,
-    axis: int,
-    settings,
-    transpose: bool = False,
-    absmax: jax.Array | None = None,
+    quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, settings, transpose: bool = False
 ) -> QTensor:
-    """`x` for a product that sums over `axis`; for axis 0 as a matrix [all but the last axis, the last].
-
-    `absmax` is that of all of x, if it is known."""
+    """`x` for a product that sums over `axis`; for axis 0 as a matrix [all but the last axis, the last]."""
     plan, run, per_tensor = settings.plan, _runner(settings), quantizer.scope == "tensor"
     spec_out = partition.as_matrix(spec, False) if axis == 0 else spec
     spanned = spec_out if per_tensor else (spec_out[axis],)
     options = {"dtype": quantizer.dtype, "transpose": transpose}
-    known = absmax if per_tensor else None
 
-    def step(x, absmax):
+    def step(x):
         x = _flat(x) if axis == 0 else x
         axes = tuple(range(x.ndim)) if per_tensor else (axis % x.ndim,)
-        if absmax is None and not plan.splits(*spanned):
+        if not plan.splits(*spanned):
             return run("quantize", x, axes=axes, **options)
-        if absmax is None:
-            absmax = plan.maximum(reference.absolute_maximum(x, axes), *spanned)
+        absmax = plan.maximum(reference.absolute_maximum(x, axes), *spanned)
         return run("quantize_by", x, absmax, **options)
 
     whole = range(len(spec_out)) if per_tensor else (axis % len(spec_out),)
@@ -610,12 +610,26 @@ def _quantize(
     specs = QTensor(spec_out, scale)
     if transpose:
         specs = QTensor(*(Spec(reversed(spec)) for spec in specs))
-    q = plan.run(step, (x, known), (spec, Spec(((), ()))), specs)
-    if per_tensor:
-        # Before jax 0.12 XLA moves constants from one factor of a product of scales to the other: then the
-        # last bit of y would depend on whether the scale of w is computed here or is an argument.
-        q = q._replace(scale=jax.lax.optimization_barrier(q.scale))
-    return q
+    q = plan.run(step, (x,), (spec,), specs)
+    return _fixed_scale(q) if per_tensor else q
+
+
+def _quantize_both(w: jax.Array, dtype: str, settings) -> tuple[QTensor, QTensor]:
+    """w by one scale, as it lies and transposed."""
+    plan, run, one = settings.plan, _runner(settings), Spec(((), ()))
+
+    def step(w):
+        absmax = plan.maximum(reference.absolute_maximum(w, (0, 1)), *plan.w)
+        return run("quantize_both", w, absmax, dtype=dtype)
+
+    specs = QTensor(plan.w, one), QTensor(partition.as_matrix(plan.w, True), one)
+    return tuple(map(_fixed_scale, plan.run(step, (w,), (plan.w,), specs)))
+
+
+def _fixed_scale(q: QTensor) -> QTensor:
+    """Before jax 0.12 XLA moves constants from one factor of a product of scales to the other: then the last
+    bit of y would depend on whether the scale of w is computed here or is an argument."""
+    return q._replace(scale=jax.lax.optimization_barrier(q.scale))
 
 
 def _quantize_and_sum(g: jax.Array, dtype: str, settings):

@@ -53,5 +53,7 @@ def run(operation, *arrays, implementation, **options):
             pytest.skip(f"{implementation} {reason}")
     function = partial(dispatch.run, operation, implementation=implementation, **options)
     # Quantizers are to give the same bits, others are compared within tolerances.
-    options = AS_USERS_COMPILE if operation in ("quantize", "quantize_by") else None
+    options = (
+        AS_USERS_COMPILE if operation in ("quantize", "quantize_by", "quantize_both") else None
+    )
     return jax.jit(function, compiler_options=options)(*arrays)

@@ -170,12 +170,19 @@ def test_quantizers_compute_what_is_written(compiled):
     assert arithmetic.keys() == {"mul.rn.f32", "add.rn.f32", "div.rn.f32", "max.NaN.f32"}
 
 
-@pytest.mark.parametrize("options", [{"axes": (0, 1), "transpose": True}, {"axes": (0,)}])
-def test_weights_are_quantized_with_wide_loads_and_stores(compiled, options):
-    kernel = compiled(90, triton_gpu.quantize, array((1280, 5120)), **options)
-    loads = instructions(kernel, r"ld\.global")
-    assert loads.keys() <= {"ld.global.v4.b32", "ld.global.b32"} and loads["ld.global.b32"] <= 1
-    assert instructions(kernel, r"st\.global").keys() == {"st.global.v4.b32"}
+@pytest.mark.parametrize(
+    "function, arrays, options",
+    [
+        (triton_gpu.quantize, (), {"axes": (0, 1), "transpose": True}),
+        (triton_gpu.quantize, (), {"axes": (0,)}),
+        (triton_gpu.quantize_both, (array((1, 1)),), {}),
+    ],
+)
+def test_weights_are_quantized_with_wide_loads_and_stores(compiled, function, arrays, options):
+    kernel = compiled(90, function, array((1280, 5120)), *arrays, **options)
+    for moves in (instructions(kernel, r"ld\.global"), instructions(kernel, r"st\.global")):
+        scales = moves.pop("ld.global.b32", 0) + moves.pop("st.global.b32", 0)
+        assert moves.keys() <= {"ld.global.v4.b32", "st.global.v4.b32"} and scales <= 1, moves
 
 
 def test_ragged_rows_compile(compiled):

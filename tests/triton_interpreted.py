@@ -51,6 +51,12 @@ def test_every_scope_gives_the_same_bits(axes, dtype):
     test("quantize", "triton", axes, dtype, "int8")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_forms_of_a_weight(dtype):
+    on_gpus.test_both_forms_of_a_weight_have_the_same_bits("quantize_both", "triton", dtype, "int8")
+    on_gpus.test_known_maxima_give_the_same_bits("quantize_by", "triton", (0,), dtype, "int8")
+
+
 @pytest.mark.parametrize("operation", ["layer_norm_backward", "gelu_backward"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_written_again(operation, dtype):
