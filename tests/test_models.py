@@ -123,7 +123,7 @@ def test_every_way_to_run_gives_the_same_gradients(straight, options):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains_in_bfloat16(recipe):
-    options = dict(qk_norm=True, layer_scale=0.5, patch_dropout=0.5, scan_layers=True)
+    options = dict(qk_norm=True, layer_scale=0.5, patch_dropout=0.5, scan_layers=True, remat="full")
     cfg = small_config(recipe=recipe, dtype="bfloat16", **options)
     graph, params = random_model(cfg)
     images, _ = inputs(cfg)
