@@ -1,8 +1,8 @@
 """Rematerialisation policies for `jax.checkpoint` that know the residuals of swjax's layers.
 
 `jax.checkpoint_policies.dots_saveable` does not see products inside opaque kernels and recomputes
-everything; these go by name instead. All of them keep the quantized weights, one byte a parameter, on GPUs two:
-none is quantized again where its layer is recomputed.
+everything; these go by name instead. All of them keep the quantized weights, one byte a parameter (on GPUs
+two): none is quantized again where its layer is recomputed.
 """
 
 import jax

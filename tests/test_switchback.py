@@ -1,5 +1,6 @@
 """The linear layer: every recipe against its transcription, every shape and dtype, every transformation."""
 
+import importlib
 import math
 from functools import partial
 
@@ -209,6 +210,24 @@ def test_sharded_batch_and_weight_change_nothing(name):
         two = products(put(x, "data"), put(w, *spec), put(g, "data"), name, put(bias))
         for got, want in zip(two, one):  # only sums over tokens change their order
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
+    """On GPUs weights are transposed where they are quantized. On one device, and on two that split them."""
+    x, w, bias, g = arrays((8, 5, 16), 24)
+    want = products(x, w, g, name, bias)
+    module = importlib.import_module("swjax.switchback")
+    monkeypatch.setattr(module, "_kernels_run", lambda settings: True)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    for spec in [None, (), ("data",), (None, "data")]:
+        put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+        if spec is None:
+            args = x, w, g, name, bias
+        else:
+            args = put(x, "data"), put(w, *spec), put(g, "data"), name, put(bias)
+        for a, b in zip(products(*args), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_donation():
