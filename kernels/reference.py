@@ -100,13 +100,13 @@ def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple
 
     Args:
       x: [k, n] float16, bfloat16 or float32.
-      absmax: [1, 1] float32.
+      absmax: [p] float32: the absolute maxima of p parts of x, the largest of which counts.
       dtype: as for `quantize`.
 
     Returns:
       QTensors with values [k, n] and [n, k], and the same scale [1, 1].
     """
-    q = quantize_by(x, absmax, dtype)
+    q = quantize_by(x, absolute_maximum(absmax[None], (0, 1)), dtype)
     return q, q.T
 
 

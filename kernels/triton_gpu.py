@@ -6,6 +6,8 @@ run time the loads of the product went byte by byte. Floating-point fusion is of
 computed, as in the specification.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -354,13 +356,14 @@ def _layer_norm_backward_kernel(
 @triton.jit
 def _scale_kernel(
     x_ptr,  # [M, N]
-    absmax_ptr,  # [1], [M] or [N]
+    absmax_ptr,  # [PARTS], [M] or [N]
     values_ptr,  # [M, N]
     transposed_ptr,  # [N, M]
-    scale_ptr,  # as absmax
+    scale_ptr,  # [1], [M] or [N]
     M: tl.constexpr,
     N: tl.constexpr,
     SCOPE: tl.constexpr,  # what one scale spans: "tensor", "row" or "column"
+    PARTS: tl.constexpr,  # of a tensor, each with its maximum
     STRAIGHT: tl.constexpr,  # the values as they lie
     TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -375,13 +378,16 @@ def _scale_kernel(
     if SCOPE == "tensor":
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         at, known = tl.zeros((1,), tl.int64), tl.full((1,), True, tl.int1)
-    elif SCOPE == "row":
-        first = tl.program_id(0) == 0
-        at, known = row, row < M
+        largest = tl.reduce(tl.load(absmax_ptr + tl.arange(0, PARTS)), 0, _larger)
+        absmax = tl.zeros((1,), tl.float32) + largest
     else:
-        first = tl.program_id(1) == 0
-        at, known = column.to(tl.int64), column < N
-    absmax = tl.load(absmax_ptr + at, mask=known, other=1.0)
+        if SCOPE == "row":
+            first = tl.program_id(0) == 0
+            at, known = row, row < M
+        else:
+            first = tl.program_id(1) == 0
+            at, known = column.to(tl.int64), column < N
+        absmax = tl.load(absmax_ptr + at, mask=known, other=1.0)
     absmax = _larger(absmax, tl.full(absmax.shape, _SMALLEST, tl.float32))
     if first:
         tl.store(scale_ptr + at, absmax * INVERSE, mask=known)
@@ -498,15 +504,22 @@ def quantize_by(
 
 def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
     """`reference.quantize_both`."""
+    if absmax.size & (absmax.size - 1):  # Triton counts in powers of two
+        absmax = reference.absolute_maximum(absmax, (0,))
     values, transposed, scale = _scaled(x, absmax, dtype, True, True)
     return QTensor(values, scale), QTensor(transposed, scale)
 
 
 def _scaled(x, absmax, dtype: str, straight: bool, transposed: bool):
-    """Values [m, n] as they lie, values [n, m], either if it is asked for, and scales as absmax."""
+    """Values [m, n] as they lie, values [n, m], either if it is asked for, and scales.
+
+    absmax has one element, one a row or one a column, or in one dimension the maxima of parts."""
     matrix = x.reshape(-1, x.shape[-1])
     m, n = matrix.shape
-    scope = "tensor" if absmax.size == 1 else "row" if absmax.shape[-1] == 1 else "column"
+    scope = "row" if absmax.shape[-1] == 1 else "column"
+    if absmax.size == 1 or absmax.ndim == 1:
+        scope = "tensor"
+    shape = (1,) * x.ndim if scope == "tensor" else absmax.shape
     values, values_t, scale = _call(
         matrix,
         absmax.reshape(-1),
@@ -514,13 +527,14 @@ def _scaled(x, absmax, dtype: str, straight: bool, transposed: bool):
         out_type=(
             jax.ShapeDtypeStruct((m, n) if straight else (1,), dtype),
             jax.ShapeDtypeStruct((n, m) if transposed else (1,), dtype),
-            jax.ShapeDtypeStruct((absmax.size,), jnp.float32),
+            jax.ShapeDtypeStruct((math.prod(shape),), jnp.float32),
         ),
         grid=(triton.cdiv(n, 64), triton.cdiv(m, 64)),
         num_warps=4,
         M=m,
         N=n,
         SCOPE=scope,
+        PARTS=absmax.size,
         STRAIGHT=straight,
         TRANSPOSED=transposed,
         LARGEST=LARGEST[dtype],
@@ -528,7 +542,7 @@ def _scaled(x, absmax, dtype: str, straight: bool, transposed: bool):
         BLOCK_M=64,
         BLOCK_N=64,
     )
-    return values, values_t, scale.reshape(absmax.shape)
+    return values, values_t, scale.reshape(shape)
 
 
 def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Array]:

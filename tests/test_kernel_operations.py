@@ -98,10 +98,11 @@ def test_known_maxima_give_the_same_bits(operation, implementation, axes, dtype,
 @pytest.mark.parametrize("dtype, target", FORMATS)
 def test_both_forms_of_a_weight_have_the_same_bits(operation, implementation, dtype, target):
     x = normal(RAGGED_ROWS, dtype)
-    absmax = jnp.max(jnp.abs(x.astype(jnp.float32)), keepdims=True)
-    got = run(operation, x, absmax, implementation=implementation, dtype=target)
-    for q, transpose in zip(got, (False, True), strict=True):
-        assert_same_bits(q, oracle.quantize(x, (0, 1), target, transpose=transpose))
+    rows = jnp.max(jnp.abs(x.astype(jnp.float32)), 1)
+    for absmax in (rows[:4].at[0].max(rows.max()), rows, rows.max()[None]):
+        got = run(operation, x, absmax, implementation=implementation, dtype=target)
+        for q, transpose in zip(got, (False, True), strict=True):
+            assert_same_bits(q, oracle.quantize(x, (0, 1), target, transpose=transpose))
 
 
 @pytest.mark.parametrize("operation, implementation", implementations.of("quantize"))

@@ -28,7 +28,7 @@ def calls():
         cases[operation] = (cases[operation][0], cases[operation][1] | {"quantize_to": "int8"})
     cases["quantize"] = ((x,), {"axes": (0, 1), "transpose": True})
     cases["quantize_by"] = ((x, normal((1000, 1)) ** 2), {})
-    cases["quantize_both"] = ((x, np.full((1, 1), 8, "float32")), {})
+    cases["quantize_both"] = ((x, np.full(256, 8, "float32")), {})
     cases["matmul"] = (operands((1000, 1280, 576)), {"out_dtype": "bfloat16"})
     cases["weight_gradient"] = ((x, g), {"out_dtype": "float32"})
     cases["attention"] = (attention_arguments("attention", (16, 257, 4, 80)), {})
