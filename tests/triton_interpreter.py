@@ -44,7 +44,7 @@ def inline_asm(_, text, constraints, values, types, is_pure, pack):
         narrow = x.astype(jnp.bfloat16)
         found = [narrow.view(np.uint16), narrow.astype(np.float32)]
     else:
-        raise NotImplementedError(text)
+        raise ValueError(f"instructions that are not known here: {text}")
     return Results(
         interpreter.TensorHandle(data, dtype.scalar if hasattr(dtype, "scalar") else dtype)
         for data, dtype in zip(found, types, strict=True)
