@@ -67,6 +67,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256, help="pairs a device")
     parser.add_argument("--remat", default="none", help="what blocks keep, see configs/common.py")
     parser.add_argument("--scan", action="store_true", help="scan over layers: compiles faster")
+    parser.add_argument(
+        "--xla",
+        nargs="+",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="compiler options, such as xla_gpu_disable_async_collectives=ALLCOLLECTIVES",
+    )
     parser.add_argument("--steps", type=int, default=20, help="timed; of --losses 200")
     parser.add_argument("--losses", action="store_true", help="loss curves instead")
     parser.add_argument(
@@ -96,6 +103,8 @@ def cases(args) -> list[dict]:
         pairs = itertools.product(args.recipes, args.devices)
         return [{"losses": True, "recipe": r, "devices": n} | shared for r, n in pairs]
     shared |= {"batch": args.batch, "remat": args.remat, "scan": args.scan}
+    if args.xla:
+        shared["xla"] = dict(option.split("=", 1) for option in args.xla)
     found = []
     for model, devices in itertools.product(args.models, args.devices):
         for layout, recipe in itertools.product(args.layouts, args.recipes):
@@ -247,6 +256,7 @@ def prepare(case: dict):
         make_train_step(config, graphdef, optimizer, schedule, Packer()),
         donate_argnums=0,
         out_shardings=(shardings, jax.NamedSharding(mesh, jax.P())),
+        compiler_options=case.get("xla"),
     )
     rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size
     tokens = rng.integers(1, 49406, (size, config.data.context_length), np.int32)
@@ -374,7 +384,7 @@ def machine() -> dict:
 
 
 def describe(case: dict, row: dict) -> str:
-    name = f"{case.get('model', 'losses')} {case['recipe']} {case.get('layout', '')} x{case['devices']}"
+    name = f"{case.get('model', 'losses')} {case['recipe']} {layout(case)} x{case['devices']}"
     told = (
         "error",
         "compile_s",
@@ -388,9 +398,15 @@ def describe(case: dict, row: dict) -> str:
     return f"{name}: {', '.join(parts) or 'last loss ' + str(row.get('loss', [None])[-1])}"
 
 
+def layout(case: dict) -> str:
+    """The layout, and what XLA was told."""
+    options = (f"{key}={value}" for key, value in case.get("xla", {}).items())
+    return " ".join([case.get("layout", ""), *options])
+
+
 def efficiency(rows: list[dict], row: dict) -> float | None:
     """Samples/s over those of as many single devices; None where one of the two is missing."""
-    unlike = ("devices", "layout")
+    unlike = ("devices", "layout", "xla")  # options for collectives mean nothing to one device
     same = {key: value for key, value in row["case"].items() if key not in unlike}
     for one in rows:
         single = {key: value for key, value in one["case"].items() if key not in unlike}
@@ -415,7 +431,7 @@ def table(rows: list[dict]) -> str:
             gathers = ", ".join(f"{mb:.0f} {dtype}" for dtype, mb in moved.items() if mb >= 0.5)
             cells = [row["samples_per_s"], f"{ratio:.3f}" if ratio else "", row["step_ms"]]
             cells += [row["collective_ms"], row["exposed_collective_ms"], gathers, row["peak_gib"]]
-        names = [case["model"], NAMES.get(case["recipe"], case["recipe"]), case["layout"]]
+        names = [case["model"], NAMES.get(case["recipe"], case["recipe"]), layout(case)]
         lines.append(f"|{'|'.join(map(str, [*names, case['devices'], *cells]))}|")
     return "\n".join(lines)
 
@@ -446,7 +462,7 @@ def plot(rows: list[dict], path: Path) -> None:
         elif case["devices"] > 1 and (
             ratio := efficiency(rows, row) if "error" not in row else None
         ):
-            name = f"{case['model']} {NAMES.get(case['recipe'], case['recipe'])} {case['layout']}"
+            name = f"{case['model']} {NAMES.get(case['recipe'], case['recipe'])} {layout(case)}"
             lines.setdefault(name, [(1, 1.0)]).append((case["devices"], ratio))
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points)), marker="." if len(points) < 20 else None, label=name)
