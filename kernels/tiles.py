@@ -20,11 +20,13 @@ class RowTile:
       rows: rows that a program holds at a time.
       chunk: columns of a piece of a row, a power of two.
       warps: of 32 threads, in a program.
+      programs: of a kernel that also sums columns, on a multiprocessor; None: `row_programs` says.
     """
 
     rows: int
     chunk: int
     warps: int
+    programs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def row_rule(width: int) -> RowTile:
 def row_programs(tile: RowTile, sums: int = 1) -> int:
     """Programs of a kernel that also sums columns: enough to fill every multiprocessor, and few, since each
     writes `sums` rows of partial sums."""
-    return multiprocessors() * min(16, 32 // tile.warps) // sums
+    return multiprocessors() * (tile.programs or min(16, 32 // tile.warps) // sums)
 
 
 def triton(m: int, n: int, k: int) -> TritonTile:

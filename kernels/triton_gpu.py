@@ -62,6 +62,24 @@ def _round(x, dtype: tl.constexpr):
         return y, y.to(tl.float32)
 
 
+_TWO_BF16: tl.constexpr = tl.constexpr("""{
+    shl.b32 $0, $2, 16;
+    and.b32 $1, $2, 0xffff0000;
+}""")
+
+
+@triton.jit
+def _widen(x):
+    """In fp32."""
+    if x.dtype == tl.bfloat16:
+        # Two at a time are two instructions, one by one three.
+        return tl.inline_asm_elementwise(
+            _TWO_BF16, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(tl.float32)
+
+
 @triton.jit
 def _reciprocal(x):
     return tl.inline_asm_elementwise(
@@ -128,10 +146,10 @@ def _load_rows(
     column = i * CHUNK + tl.arange(0, CHUNK)
     at = x_ptr + row[:, None] * WIDTH + column[None, :]
     if M % ROWS == 0 and WIDTH % CHUNK == 0:
-        return tl.load(at).to(tl.float32)
+        return _widen(tl.load(at))
     else:
         inside = (row < M)[:, None] & (column < WIDTH)[None, :]
-        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        return _widen(tl.load(at, mask=inside, other=0.0))
 
 
 @triton.jit
@@ -150,8 +168,11 @@ def _store_rows(
 
 @triton.jit
 def _load_columns(x_ptr, i: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    column = i * CHUNK + tl.arange(0, CHUNK)
-    return tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    column = (i * CHUNK + tl.arange(0, CHUNK))[None, :]
+    if WIDTH % CHUNK == 0:
+        return tl.load(x_ptr + column).to(tl.float32)
+    else:
+        return tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Tries how each kernel can cut its work, on this GPU, and writes what beats the rules of `tiles`::
 
     python -m swjax.kernels.tune                # writes tuned/<device>.json, which `tiles` reads
+    python -m swjax.kernels.tune --only triton rows/gelu
     python -m swjax.kernels.tune --dry-run      # what it would try; needs no GPU
 
 An entry is written where it takes more than 2% less time than the rule, measured twice, with the same result.
@@ -91,12 +92,13 @@ def products(width: int) -> list[tuple[int, int]]:
 def row_work(producer: str, tokens: int, width: int) -> Work:
     rule = tiles.row_rule(width)
     cuts = [
-        RowTile(rows, chunk, warps)
+        RowTile(rows, chunk, warps, programs)
         for chunk in {rule.chunk, max(rule.chunk // 2, 128)}
         for rows in (1, 2, 4)
         for warps in (1, 2, 4, 8, 16)
-        if 16 <= rows * width / (32 * warps) <= 100  # values a thread holds
+        if 8 <= rows * width / (32 * warps) <= 100  # values a thread holds
         and rows * chunk >= 64 * warps  # no two threads hold the same value
+        for programs in ((None, 3) if "backward" in producer else (None,))
     ]
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     parameter = jax.ShapeDtypeStruct((width,), jnp.float32)
@@ -257,16 +259,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m swjax.kernels.tune", description="Writes the tuned table of this GPU."
     )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="START", help="shapes whose path starts so"
+    )
     parser.add_argument("--seconds", type=float, default=240, help="no shape starts after this")
     parser.add_argument("--out", type=Path, help="JSON file; default: where `tiles` reads it")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="that compile")
     parser.add_argument("--dry-run", action="store_true", help="list what would be tried")
     args = parser.parse_args(argv)
+    chosen = [w for w in works().values() if "/".join(w.path).startswith(tuple(args.only))]
     if args.dry_run:
-        for work in works().values():
+        for work in chosen:
             print(*work.path, f"rule {work.rule}, {len(work.candidates)} candidates")
         return 0
-    todo = [work for work in works().values() if runnable(work)]
+    todo = [work for work in chosen if runnable(work)]
     if not todo:
         print(
             f"tuning needs an NVIDIA GPU and jax-triton, got {jax.default_backend()}: "

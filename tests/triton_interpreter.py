@@ -40,6 +40,8 @@ def inline_asm(_, text, constraints, values, types, is_pure, pack):
     x = values[0].data
     if "rcp.approx" in text:
         found = [np.float32(1) / x]
+    elif "shl.b32 $0" in text:
+        found = [x.view(jnp.bfloat16).astype(np.float32)]
     elif "cvt.rn.bf16x2" in text:
         narrow = x.astype(jnp.bfloat16)
         found = [narrow.view(np.uint16), narrow.astype(np.float32)]
