@@ -1,7 +1,8 @@
 """Accuracy of recipes on the default task, over seeds: trains every combination and tabulates the scores.
 
 Command:  python benchmarks/accuracy.py --recipes standard switchback --tasks mixed --seeds 0 1 2
-With --out it writes a JSON file. A run that is finished is not trained again.
+With --out it writes a JSON file. A run that is finished is not trained again; with --minutes those that are
+not are left out.
 
 To tune, vary anything and look at the validation split only:
   python benchmarks/accuracy.py --val --tag lr3e-3 --set optimizer.learning_rate=3e-3
@@ -10,10 +11,13 @@ To tune, vary anything and look at the validation split only:
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
+import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,23 +29,26 @@ SCORES = ("zeroshot/emoji_{split}_top1", "{split}/image_to_text_R@10", "{split}/
 def main():
     args = parse()
     split = "val" if args.val else "test"
-    runs = list(itertools.product(args.tasks, args.recipes, args.seeds))
+    deadline = time.monotonic() + 60 * args.minutes
+    runs = list(itertools.product(args.tasks, args.seeds, args.recipes))
     pins = SimpleQueue()
     for job in range(args.jobs):
         pins.put(sorted(os.sched_getaffinity(0))[job * args.cores : (job + 1) * args.cores])
     with ThreadPoolExecutor(args.jobs) as pool:
-        scores = dict(zip(runs, pool.map(lambda run: train(args, pins, *run), runs), strict=True))
-    groups = [
-        summary(split, task, recipe, {seed: scores[task, recipe, seed] for seed in args.seeds})
-        for task, recipe in itertools.product(args.tasks, args.recipes)
-    ]
+        found = list(pool.map(lambda run: train(args, pins, deadline, *run), runs))
+    finished = {run: result for run, result in zip(runs, found, strict=True) if result}
+    scores = defaultdict(dict)
+    for (task, seed, recipe), result in finished.items():
+        scores[task, recipe][seed] = result
+    groups = [summary(split, *key, of_seeds) for key, of_seeds in scores.items()]
     for group in groups:
         cells = (
             f"{name} {mean:.4f} +- {spread:.4f}" for name, (mean, spread) in group["mean"].items()
         )
         print(f"{split} {args.tag} {group['task']} {group['recipe']}: {', '.join(cells)}")
-    if args.out:
-        environment = (args.workdir / name(args, *runs[0]) / "env.txt").read_text().splitlines()
+    if args.out and finished:
+        workdir = args.workdir / name(args, *next(iter(finished)))
+        environment = (workdir / "env.txt").read_text().splitlines()
         result = {
             "command": ["python", *sys.argv],
             "environment": environment,
@@ -58,6 +65,7 @@ def parse():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--cores", type=int, default=0, help="pin each run to so many; 0: to none")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no run lasts beyond these")
     parser.add_argument(
         "--val", action="store_true", help="report the validation split, not the test"
     )
@@ -68,13 +76,13 @@ def parse():
     return parser.parse_args()
 
 
-def name(args, task, recipe, seed) -> str:
+def name(args, task, seed, recipe) -> str:
     return f"{args.tag}-{task}-{recipe}-{seed}"
 
 
-def train(args, pins, task, recipe, seed) -> dict:
-    """Trains one run and returns its scores on the split that is asked for."""
-    workdir = args.workdir.absolute() / name(args, task, recipe, seed)
+def train(args, pins, deadline, task, seed, recipe) -> dict | None:
+    """Trains one run and returns its scores on the split that is asked for; None past the deadline."""
+    workdir = args.workdir.absolute() / name(args, task, seed, recipe)
     command = [
         sys.executable,
         "train.py",
@@ -88,11 +96,14 @@ def train(args, pins, task, recipe, seed) -> dict:
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     cores = pins.get()
     pinned = ["taskset", "-c", ",".join(map(str, cores)), *command] if cores else command
+    left = deadline - time.monotonic()
     try:
         with open(workdir / "stdout.txt", "w") as out:
-            subprocess.run(
-                pinned, check=True, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=environment
-            )
+            told = {"stdout": out, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": environment}
+            timeout = None if math.isinf(left) else max(left, 0.0)
+            subprocess.run(pinned, check=True, timeout=timeout, **told)
+    except subprocess.TimeoutExpired:
+        return None
     finally:
         pins.put(cores)
     if args.val:
