@@ -20,13 +20,14 @@ class RowTile:
       rows: rows that a program holds at a time.
       chunk: columns of a piece of a row, a power of two.
       warps: of 32 threads, in a program.
-      programs: of a kernel that also sums columns, on a multiprocessor; None: `row_programs` says.
+      stages: of a kernel that also sums columns, whose programs take block after block: 2 read the next
+        into shared memory while one is computed.
     """
 
     rows: int
     chunk: int
     warps: int
-    programs: int | None = None
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def row_rule(width: int) -> RowTile:
 def row_programs(tile: RowTile, sums: int = 1) -> int:
     """Programs of a kernel that also sums columns: enough to fill every multiprocessor, and few, since each
     writes `sums` rows of partial sums."""
-    return multiprocessors() * (tile.programs or min(16, 32 // tile.warps) // sums)
+    return multiprocessors() * min(16, 32 // tile.warps) // sums
 
 
 def triton(m: int, n: int, k: int) -> TritonTile:

@@ -236,6 +236,7 @@ def _row_kernel(
     AGAIN: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Reads rows, applies the producer, and writes what is asked for: wide, quantized, column sums."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -243,7 +244,8 @@ def _row_kernel(
     for _ in tl.static_range(CHUNKS):
         sums = sums + (tl.zeros((CHUNK,), tl.float32),)
 
-    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+    blocks: tl.constexpr = tl.cdiv(M, ROWS)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         xs = ()
         for i in tl.static_range(CHUNKS):
             x = _load_rows(x_ptr, block, i, M, WIDTH, ROWS, CHUNK)
@@ -317,6 +319,7 @@ def _layer_norm_backward_kernel(
     GRADIENTS: tl.constexpr,  # 1 to 3, whose sum is the gradient
     RESIDUAL: tl.constexpr,
     AGAIN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """dx = (v - mean(v) - n mean(v n)) / deviation + residual, with v = gradient gamma and n the normalized
     row."""
@@ -326,7 +329,8 @@ def _layer_norm_backward_kernel(
         gamma_sums = gamma_sums + (tl.zeros((CHUNK,), tl.float32),)
         beta_sums = beta_sums + (tl.zeros((CHUNK,), tl.float32),)
 
-    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+    blocks: tl.constexpr = tl.cdiv(M, ROWS)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         xs = ()
         gradients = ()
         for i in tl.static_range(CHUNKS):
@@ -638,6 +642,7 @@ def _rows(
         AGAIN=again,
         LARGEST=LARGEST[quantize_to or "int8"],
         INVERSE=INVERSE[quantize_to or "int8"],
+        STAGES=tile.stages if total else 1,  # else a program has one block
         **_cut(m, width, tile),
     )
     return (
@@ -679,6 +684,7 @@ def layer_norm_backward(x, gamma, gradient, residual=None, beta=None, *, epsilon
         GRADIENTS=len(gradients),
         RESIDUAL=residual is not None,
         AGAIN=beta is not None,
+        STAGES=tile.stages,
         **_cut(m, width, tile),
     )
     sums = (jnp.sum(partial_sum, axis=0) for partial_sum in (dgamma, dbeta))

@@ -92,13 +92,13 @@ def products(width: int) -> list[tuple[int, int]]:
 def row_work(producer: str, tokens: int, width: int) -> Work:
     rule = tiles.row_rule(width)
     cuts = [
-        RowTile(rows, chunk, warps, programs)
+        RowTile(rows, chunk, warps, stages)
         for chunk in {rule.chunk, max(rule.chunk // 2, 128)}
         for rows in (1, 2, 4)
         for warps in (1, 2, 4, 8, 16)
         if 8 <= rows * width / (32 * warps) <= 100  # values a thread holds
         and rows * chunk >= 64 * warps  # no two threads hold the same value
-        for programs in ((None, 3) if "backward" in producer else (None,))
+        for stages in ((1, 2, 3) if "backward" in producer or producer == "none" else (1,))
     ]
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     parameter = jax.ShapeDtypeStruct((width,), jnp.float32)
