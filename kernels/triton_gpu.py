@@ -642,8 +642,7 @@ def _rows(
         AGAIN=again,
         LARGEST=LARGEST[quantize_to or "int8"],
         INVERSE=INVERSE[quantize_to or "int8"],
-        STAGES=tile.stages if total else 1,  # else a program has one block
-        **_cut(m, width, tile),
+        **_cut(x, tile, total),
     )
     return (
         y if wide else None,
@@ -684,16 +683,24 @@ def layer_norm_backward(x, gamma, gradient, residual=None, beta=None, *, epsilon
         GRADIENTS=len(gradients),
         RESIDUAL=residual is not None,
         AGAIN=beta is not None,
-        STAGES=tile.stages,
-        **_cut(m, width, tile),
+        **_cut(x, tile, True),
     )
     sums = (jnp.sum(partial_sum, axis=0) for partial_sum in (dgamma, dbeta))
     return dx, *sums, None if beta is None else output
 
 
-def _cut(m: int, width: int, tile: tiles.RowTile) -> dict[str, int]:
-    chunks = triton.cdiv(width, tile.chunk)
-    return {"M": m, "WIDTH": width, "ROWS": tile.rows, "CHUNK": tile.chunk, "CHUNKS": chunks}
+def _cut(x: jax.Array, tile: tiles.RowTile, many: bool) -> dict[str, int]:
+    """What a row kernel is told of sizes; `many`: its programs take more than one block. Stages are tuned for
+    16 bits: those of wider rows might not fit into shared memory."""
+    width = x.shape[-1]
+    return {
+        "M": x.size // width,
+        "WIDTH": width,
+        "ROWS": tile.rows,
+        "CHUNK": tile.chunk,
+        "CHUNKS": triton.cdiv(width, tile.chunk),
+        "STAGES": tile.stages if many and x.dtype.itemsize == 2 else 1,
+    }
 
 
 def matmul(

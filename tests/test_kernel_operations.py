@@ -164,10 +164,12 @@ def test_what_a_backward_pass_writes_again_is_what_was_written(
         *once, nothing = run(operation, x, gamma, gradient, **common)
         *twice, again = run(operation, x, gamma, gradient, None, beta, **common)
     assert nothing is None
-    if implementation == "xla":  # compiles each program as it likes
+    if implementation != "xla":  # which compiles each program as it likes
+        jax.tree.map(np.testing.assert_array_equal, twice, once)
+    if implementation != "xla" and operation == "gelu_backward":
+        np.testing.assert_array_equal(again, written)
+    else:  # LayerNorm's sums run in the order of the tile, which differs between the two passes
         assert snr_db(again, np.asarray(written, np.float64)) > FLOOR_DB[dtype]
-    else:
-        jax.tree.map(np.testing.assert_array_equal, [again, *twice], [written, *once])
 
 
 @pytest.mark.parametrize("operation, implementation", implementations.of("gelu", "gelu_backward"))
