@@ -1,10 +1,11 @@
-"""The notebooks' cells run, in order, and are kept without outputs.
+"""The notebooks' cells run, in order, in loops of a few steps, and are kept without outputs.
 
 Executed here rather than by a Jupyter kernel: starting one costs as much as a notebook, and its packages are
 many. So cells are plain Python, without magics.
 """
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_a_notebook_runs(path, monkeypatch, tmp_path):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         with warnings.catch_warnings(action="ignore"):
             for number, cell in enumerate(code_cells(path)):
-                source = "".join(cell["source"])
+                source = re.sub(r"range\(\d{2,}\)", "range(8)", "".join(cell["source"]))
                 exec(compile(source, f"{path.name}, code cell {number}", "exec"), names)
     assert len(pictures) >= 2
 
