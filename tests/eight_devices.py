@@ -393,16 +393,17 @@ def test_transformations_vmap(kind):
     mesh, layout, (x, w, bias), _ = sharded("fsdp_column", kind)
     plain = arrays()
     experts = jnp.stack([plain[1], 2 * plain[1]])
+    want = [swjax.switchback(plain[0], expert, plain[2]) for expert in experts]
     layer = partial(swjax.switchback, layout=layout)
     with jax.set_mesh(mesh):
         stacked = put(experts, mesh, P(None, *layout.w))
         y = jax.jit(jax.vmap(layer, (None, 0, None)))(x, stacked, bias)
-        compare(y[0], swjax.switchback(*plain[:3]))
-        compare(y[1], swjax.switchback(plain[0], 2 * plain[1], plain[2]))
+        compare(y[0], want[0])
+        compare(y[1], want[1])
         x = put(plain[0], mesh, P("data"))
         layer = partial(swjax.switchback, layout=Layout(layout.w, P("fsdp")))
         fn = jax.vmap(layer, (0, None, None), spmd_axis_name="data" if kind == "auto" else None)
-        compare(jax.jit(fn)(x, w, bias), swjax.switchback(*plain[:3]))
+        compare(jax.jit(fn)(x, w, bias), want[0])
 
 
 @pytest.mark.parametrize("taken", [("data",), ("data", "fsdp"), AXES])

@@ -84,20 +84,23 @@ def main_wait(args: argparse.Namespace) -> int:
     return 0
 
 
-def wait(pairs, rate: float, workers: int, batch_size: int, steps: int = 30) -> dict:
+def wait(pairs, rate: float, workers: int, batch_size: int, rounds: int = 6) -> dict:
     """How a loader keeps up with a device.
+
+    Every process makes batches of its own, so that the first come all at once: what counts begins when
+    each has made two.
 
     Args:
       pairs: source of photographs.
       rate: images a second that the device trains.
       workers: loader processes.
       batch_size: images in a batch.
-      steps: batches taken at that rate, and as many as fast as they come.
+      rounds: batches of each process taken at that rate, and as many as fast as they come.
     """
-    found = {}
+    found, steps = {}, rounds * max(workers, 1)
     for pace in (0.0, batch_size / rate):
         batches = loader(pairs, batch_size=batch_size, image_size=_SIZE, workers=workers)
-        for _ in range(3):
+        for _ in range(2 * max(workers, 1)):
             next(batches)
         start, waited = time.perf_counter(), 0.0
         for _ in range(steps):
