@@ -293,10 +293,7 @@ def exchanged(compiled) -> dict:
 
 
 def profile(run, steps: int) -> dict:
-    """Milliseconds a step that a device's NCCL kernels take, and in which no other kernel runs.
-
-    From the profiler's trace (CUPTI), the mean of all devices; None where there is none, as on CPUs.
-    """
+    """`time_of_kernels`, from the profiler's trace (CUPTI); None where it has no kernels, as on CPUs."""
     import jax
 
     with tempfile.TemporaryDirectory() as folder:
@@ -304,29 +301,50 @@ def profile(run, steps: int) -> dict:
             run()
         files = list(Path(folder).rglob("*.xplane.pb"))
         planes = [p for f in files for p in jax.profiler.ProfileData.from_file(str(f)).planes]
-        spans = [device_spans(plane) for plane in planes if "/device:GPU" in plane.name]
-    spans = [both for both in spans if both[0] or both[1]]
-    if not spans:
+        found = [kernels(plane) for plane in planes if "/device:GPU" in plane.name]
+    found = [of_device for of_device in found if of_device]
+    if not found:
         return {"collective_ms": None, "exposed_collective_ms": None}
-    mean = lambda values: round(sum(values) / len(spans) / steps / 1e6, 3)
+    return time_of_kernels(found, steps)
+
+
+def time_of_kernels(devices: list[list[tuple]], steps: int) -> dict:
+    """Milliseconds a step, the mean of all devices: of NCCL's kernels, of those while no other runs, and of
+    each sort of the others.
+
+    >>> device = [("ncclDevKernel", 0, 4e6), ("_row_kernel", 1e6, 2e6), ("nvjet", 2e6, 3e6)]
+    >>> for key, ms in time_of_kernels([device, device], steps=1).items():
+    ...     print(key, ms)
+    collective_ms 4.0
+    exposed_collective_ms 2.0
+    kernels_ms {'quantizers, LayerNorm, GELU': 1.0, '16-bit products': 1.0}
+    """
+    from benchmarks.train_step import by_sort
+
+    talking, exposed, others = 0.0, 0.0, []
+    each = 1 / len(devices) / steps / 1e6
+    for device in devices:
+        talk = [span for name, *span in device if COLLECTIVE.search(name)]
+        rest = [event for event in device if not COLLECTIVE.search(event[0])]
+        work = [span for _, *span in rest]
+        talking += covered(talk)
+        exposed += covered(talk + work) - covered(work)
+        others += [(name, (end - start) * each) for name, start, end in rest]
     return {
-        "collective_ms": mean([covered(talk) for talk, _ in spans]),
-        "exposed_collective_ms": mean(
-            [covered(talk + work) - covered(work) for talk, work in spans]
-        ),
+        "collective_ms": round(talking * each, 3),
+        "exposed_collective_ms": round(exposed * each, 3),
+        "kernels_ms": by_sort(others),
     }
 
 
-def device_spans(plane) -> tuple[list, list]:
-    """(start, end) in ns of a device's NCCL kernels, and of its others."""
-    talk, work = [], []
-    for line in plane.lines:
-        if not line.name.startswith("Stream"):
-            continue  # the same again, by operation or module
-        for event in line.events:
-            span = (event.start_ns, event.start_ns + event.duration_ns)
-            (talk if COLLECTIVE.search(event.name) else work).append(span)
-    return talk, work
+def kernels(plane) -> list[tuple[str, float, float]]:
+    """(name, start, end) in ns of everything that a device runs."""
+    return [
+        (event.name, event.start_ns, event.start_ns + event.duration_ns)
+        for line in plane.lines
+        if line.name.startswith("Stream")  # others tell the same again, by operation or module
+        for event in line.events
+    ]
 
 
 def covered(spans: list) -> float:

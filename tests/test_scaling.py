@@ -1,5 +1,6 @@
 """The scaling benchmark, its arithmetic and its tables; that it runs, on two CPU devices."""
 
+import doctest
 import json
 import os
 import subprocess
@@ -12,6 +13,11 @@ from benchmarks import scaling, scaling_model
 from swjax.testing import _collectives
 
 ROOT = Path(__file__).parent.parent
+
+
+def test_examples():
+    failed, tried = doctest.testmod(scaling)
+    assert tried and not failed
 
 
 @pytest.mark.slow
