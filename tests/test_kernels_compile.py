@@ -163,6 +163,23 @@ def test_row_kernels_move_16_bytes_at_a_time(compiled, case, capability, tmp_pat
     assert_no_spills(kernel, tmp_path)
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_row_kernels_read_ahead(compiled, stages, monkeypatch, tmp_path):
+    """Of 16 bits, 16 bytes at a time, and without waiting; of 32 bits, which might not fit, not at all."""
+    tile = tiles.RowTile(rows=1, chunk=1024, warps=4, stages=stages)
+    monkeypatch.setattr(tiles, "row", lambda producer, width: tile)
+    options = {"quantize_to": "int8", "again": True}
+    kernel = compiled(90, triton_gpu.gelu_backward, NARROW, NARROW, **options)
+    assert instructions(kernel, r"cp\.async\.c[ag]|ld\.global").keys() == {
+        "cp.async.cg.shared.global"
+    }
+    assert kernel.metadata.shared >= (stages - 1) * 2 * 2 * NARROW.shape[-1]
+    assert_no_spills(kernel, tmp_path)
+    wide = array(NARROW.shape)
+    kernel = compiled(90, triton_gpu.gelu_backward, wide, wide, **options)
+    assert not instructions(kernel, r"cp\.async")
+
+
 def test_quantizers_compute_what_is_written(compiled):
     """No product contracted with a sum, no approximate division, no maximum that drops NaN."""
     kernel = compiled(90, triton_gpu.quantize, WIDE)
