@@ -156,7 +156,7 @@ class Plan(NamedTuple):
         moved = lax.bitcast_convert_type(w, jnp.int8) if w.dtype.itemsize == 1 else w
         for axis, axes in enumerate(self._gathered(spec)):
             if axes:
-                moved = lax.all_gather(moved, axes, axis=axis, tiled=True)
+                moved = _gather(moved, axes, axis)
         return lax.bitcast_convert_type(moved, w.dtype)
 
     def scatter_sum(self, dw: jax.Array) -> jax.Array:
@@ -164,13 +164,34 @@ class Plan(NamedTuple):
         scattered = self._gathered(self.w)
         for axis, axes in enumerate(scattered):
             if axes:
-                dw = lax.psum_scatter(dw, axes, scatter_dimension=axis, tiled=True)
+                dw = _scatter_sum(dw, axes, axis)
         rest = tuple(axis for axis in self.token_axes if axis not in _union(scattered))
         return self.sum(dw, rest)
 
     def _gathered(self, spec: Spec) -> Spec:
         tokens = self.token_axes
         return Spec(self.splits(tuple(a for a in axes if a in tokens)) for axes in spec)
+
+
+# XLA for GPUs gathers and scatters along the dimension that is outermost in memory. Along another one it
+# transposes operand and result, element by element, for kernels that take rows. Here whole runs of a row are
+# copied instead. Operands of 16 bits are left to XLA, whose products take columns as well.
+
+
+def _gather(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
+    """Everybody's x, side by side along `axis`."""
+    if axis == 0 or x.dtype.itemsize > 1:
+        return lax.all_gather(x, axes, axis=axis, tiled=True)
+    parts = jnp.moveaxis(lax.all_gather(x, axes), 0, axis)
+    return parts.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+def _scatter_sum(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
+    """This device's part along `axis` of the sum of everybody's x."""
+    if axis == 0:
+        return lax.psum_scatter(x, axes, tiled=True)
+    parts = x.reshape(*x.shape[:axis], lax.axis_size(axes), -1, *x.shape[axis + 1 :])
+    return lax.psum_scatter(jnp.moveaxis(parts, axis, 0), axes)
 
 
 def vary_alike(*trees):

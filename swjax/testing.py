@@ -133,7 +133,8 @@ def assert_narrow_gathers(
       fn: a function, jitted or not; it is compiled for `args` and not run.
       *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s that lie as in your program.
       weights: the shapes [k, n] of the weights. A gathered array is one of them if its sizes, in either
-        order, are k and n or tensor-parallel parts of these; vectors of scales and biases are let pass.
+        order, are k and n or tensor-parallel parts of these; of three sizes the first counts devices, whose
+        parts come one after the other. Vectors of scales and biases are let pass.
       dtype: what they are gathered in: "int8", also for fp8, which moves as bytes; or a name of HLO.
 
     Raises:
@@ -159,6 +160,9 @@ def assert_narrow_gathers(
 
 
 def _is_part(shape, whole) -> bool:
+    if len(shape) == 3:
+        count, rows, columns = shape
+        return _is_part([count * rows, columns], whole) or _is_part([rows, count * columns], whole)
     return len(shape) == 2 and all(size % part == 0 for part, size in zip(shape, whole))
 
 
