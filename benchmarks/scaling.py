@@ -467,30 +467,37 @@ def differences(rows: list[dict]):
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Efficiency over the number of devices, one line a model, precision and layout; or loss curves."""
+    """Loss curves; or a step's time, and of it collectives alone, beside the efficiency, a bar a case."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    lines: dict[str, list] = {}
-    for row in rows:
-        case = row["case"]
-        if "loss" in row:
-            name = f"{case['recipe']}, {case['devices']} devices"
-            lines[name] = list(enumerate(row["loss"], 1))
-        elif case["devices"] > 1 and (
-            ratio := efficiency(rows, row) if "error" not in row else None
-        ):
-            name = f"{case['model']} {NAMES.get(case['recipe'], case['recipe'])} {layout(case)}"
-            lines.setdefault(name, [(1, 1.0)]).append((case["devices"], ratio))
-    for name, points in lines.items():
-        axes.plot(*zip(*sorted(points)), marker="." if len(points) < 20 else None, label=name)
-    curves = any("loss" in row for row in rows)
-    axes.set(
-        xlabel="step" if curves else "devices",
-        ylabel="loss" if curves else "weak scaling efficiency",
-    )
+    losses = [row for row in rows if "loss" in row]
+    timed = [row for row in rows if "step_ms" in row]
+    height = 4 if losses else 1.2 + 0.28 * len(timed)
+    figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
+    if losses:
+        for row in losses:
+            name = f"{row['case']['recipe']}, {row['case']['devices']} devices"
+            axes.plot(range(1, len(row["loss"]) + 1), row["loss"], label=name)
+        axes.set(xlabel="step", ylabel="loss")
+    else:
+        alone = [row["exposed_collective_ms"] or 0 for row in timed]
+        rest = [row["step_ms"] - ms for row, ms in zip(timed, alone)]
+        axes.barh(range(len(timed)), rest, label="everything else")
+        drawn = axes.barh(range(len(timed)), alone, left=rest, label="collectives alone")
+        axes.bar_label(drawn, [f"{efficiency(rows, row) or 0:.3f}" for row in timed], padding=2)
+        axes.set_yticks(range(len(timed)), [short(row["case"]) for row in timed], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set(xlabel="ms a step; the number: weak scaling efficiency")
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
+
+
+def short(case: dict) -> str:
+    """The case, without the values of XLA's options."""
+    options = " ".join(case.get("xla", {}))
+    names = (case["model"], NAMES.get(case["recipe"], case["recipe"]), case["layout"])
+    return f"{' '.join(names)} x{case['devices']}\n{options}".strip()
 
 
 def write(path: Path, text: str) -> None:
