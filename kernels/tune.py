@@ -105,7 +105,7 @@ def row_work(producer: str, tokens: int, width: int) -> Work:
     arrays = {
         "none": (x,),
         "layer_norm": (x, parameter, parameter),
-        "layer_norm_backward": (x, parameter, x),
+        "layer_norm_backward": (x, parameter, x, x, x, x),
         "gelu": (x,),
         "gelu_backward": (x, x),
     }[producer]
@@ -125,7 +125,10 @@ def row_function(producer: str, tile: RowTile) -> Callable:
         return lambda x, gamma, beta: rows(x, gamma=gamma, beta=beta, epsilon=1e-6)
     if producer == "layer_norm_backward":
         backward = partial(triton_gpu.layer_norm_backward, epsilon=1e-6, tile=tile)
-        return lambda x, gamma, gradient: backward(x, gamma, gradient, None, gamma)
+        return lambda x, gamma, residual, *gradients: (  # before an MLP; before attention
+            backward(x, gamma, gradients[0], residual, gamma),
+            backward(x, gamma, gradients, residual, gamma),
+        )
     return partial(rows, wide=True, total=True, again=True) if "backward" in producer else rows
 
 
