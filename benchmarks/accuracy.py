@@ -98,9 +98,11 @@ def train(args, pins, deadline, task, seed, recipe) -> dict | None:
     pinned = ["taskset", "-c", ",".join(map(str, cores)), *command] if cores else command
     left = deadline - time.monotonic()
     try:
+        if left <= 0:
+            return None
         with open(workdir / "stdout.txt", "w") as out:
             told = {"stdout": out, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": environment}
-            timeout = None if math.isinf(left) else max(left, 0.0)
+            timeout = None if math.isinf(left) else left
             subprocess.run(pinned, check=True, timeout=timeout, **told)
     except subprocess.TimeoutExpired:
         return None

@@ -402,7 +402,7 @@ def machine() -> dict:
 
 
 def describe(case: dict, row: dict) -> str:
-    name = f"{case.get('model', 'losses')} {case['recipe']} {layout(case)} x{case['devices']}"
+    name = f"{case.get('model', 'losses')} {case['recipe']} {arranged(case)} x{case['devices']}"
     told = (
         "error",
         "compile_s",
@@ -416,7 +416,7 @@ def describe(case: dict, row: dict) -> str:
     return f"{name}: {', '.join(parts) or 'last loss ' + str(row.get('loss', [None])[-1])}"
 
 
-def layout(case: dict) -> str:
+def arranged(case: dict) -> str:
     """The layout, and what XLA was told."""
     options = (f"{key}={value}" for key, value in case.get("xla", {}).items())
     return " ".join([case.get("layout", ""), *options])
@@ -449,7 +449,7 @@ def table(rows: list[dict]) -> str:
             gathers = ", ".join(f"{mb:.0f} {dtype}" for dtype, mb in moved.items() if mb >= 0.5)
             cells = [row["samples_per_s"], f"{ratio:.3f}" if ratio else "", row["step_ms"]]
             cells += [row["collective_ms"], row["exposed_collective_ms"], gathers, row["peak_gib"]]
-        names = [case["model"], NAMES.get(case["recipe"], case["recipe"]), layout(case)]
+        names = [case["model"], NAMES.get(case["recipe"], case["recipe"]), arranged(case)]
         lines.append(f"|{'|'.join(map(str, [*names, case['devices'], *cells]))}|")
     return "\n".join(lines)
 
