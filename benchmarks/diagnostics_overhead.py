@@ -29,6 +29,7 @@ import jax  # noqa: E402
 from swjax import config as config_lib  # noqa: E402
 from swjax import environment, sharding, trainer  # noqa: E402
 from swjax.diagnostics import Packer  # noqa: E402
+from swjax.kernels import timing  # noqa: E402
 from swjax.train_step import Health, make_train_step  # noqa: E402
 
 VARIANTS = {
@@ -49,6 +50,8 @@ def main() -> int:
     config = config_lib.load(args.config, [("data.name", "synthetic"), *overrides])
     every = config.diagnostics.every_steps
     programs, state, batch = compile_all(config)
+    if args.turn:
+        timing.wait_for(args.turn)
     seconds = measure(programs, state, batch, args.rounds)
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     overhead = {name: middle[name] / middle["none"] - 1 for name in VARIANTS if name != "none"}
@@ -89,6 +92,7 @@ def parse():
     parser.add_argument("--config", default=str(ROOT / "configs" / "openmoji.py"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other settings")
     parser.add_argument("--rounds", type=int, default=40, help="steps of each variant")
+    parser.add_argument("--turn", type=Path, metavar="FILE", help="times when there is this file")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args()
 

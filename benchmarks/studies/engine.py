@@ -6,6 +6,7 @@ whatever else differs. What may differ between the runs of one program is a `Hyp
 """
 
 import functools
+import time
 from typing import NamedTuple
 
 import jax
@@ -150,10 +151,14 @@ class Trainer:
         return jax.tree.map(lambda *x: jnp.stack(x), *(p for p, _ in done)), [m for _, m in done]
 
     def _train(self, hyper):
+        began = time.perf_counter()
         state, pieces = self.init(hyper), []
         for start in range(0, self.steps, CHUNK):
             state, measured = self.chunk(state, hyper, start, self.corpus)
             pieces.append(jax.device_get(measured))
+            if start % (10 * CHUNK) == 0:  # the first tells how long compiling took
+                seconds = time.perf_counter() - began
+                print(f"  {start + CHUNK} of {self.steps} steps in {seconds:.0f} s", flush=True)
         axis = int(self.together)
         joined = {k: np.concatenate([p[k] for p in pieces], axis) for k in pieces[0]}
         return state[0], {
