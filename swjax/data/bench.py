@@ -66,21 +66,19 @@ def main(argv: list[str]) -> int:
 
 
 def main_wait(args: argparse.Namespace) -> int:
-    """Prints a line for each number of processes; returns the exit code."""
+    """Prints a line for each number of processes, and writes the file, as it is known; returns the exit code."""
+    result = {"rate": args.rate, "batch_size": args.batch_size, "rows": [],
+              "machine": environment.describe().splitlines()}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         tars = args.tars or write_tars(Path(folder), max(args.images, 2 * args.batch_size))
         pairs = source("webdataset", tars, data_dir=folder)
-        rows = [wait(pairs, args.rate, count, args.batch_size) for count in args.workers]
-    for row in rows:
-        print(
-            "{workers} processes: {images_per_second} images/s, data wait {data_wait:.1%}".format(
-                **row
-            )
-        )
-    result = {"rate": args.rate, "batch_size": args.batch_size, "rows": rows,
-              "machine": environment.describe().splitlines()}  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        for count in args.workers:
+            row = wait(pairs, args.rate, count, args.batch_size)
+            rate, share = row["images_per_second"], row["data_wait"]
+            print(f"{count} processes: {rate} images/s, data wait {share:.1%}", flush=True)
+            result["rows"].append(row)
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 
