@@ -309,8 +309,8 @@ def profile(run, steps: int) -> dict:
 
 
 def time_of_kernels(devices: list[list[tuple]], steps: int) -> dict:
-    """Milliseconds a step, the mean of all devices: of NCCL's kernels, of those while no other runs, and of
-    each sort of the others.
+    """Milliseconds a step, the mean of all devices: of NCCL's kernels, of those while no other runs, of each
+    sort of the others, and of nothing between the first kernel and the last, by what ran before.
 
     >>> device = [("ncclDevKernel", 0, 4e6), ("_row_kernel", 1e6, 2e6), ("nvjet", 2e6, 3e6)]
     >>> for key, ms in time_of_kernels([device, device], steps=1).items():
@@ -318,10 +318,12 @@ def time_of_kernels(devices: list[list[tuple]], steps: int) -> dict:
     collective_ms 4.0
     exposed_collective_ms 2.0
     kernels_ms {'quantizers, LayerNorm, GELU': 1.0, '16-bit products': 1.0}
+    idle_ms 0.0
+    idle_after_ms {}
     """
     from benchmarks.train_step import by_sort
 
-    talking, exposed, others = 0.0, 0.0, []
+    talking, exposed, others, idle = 0.0, 0.0, [], Counter()
     each = 1 / len(devices) / steps / 1e6
     for device in devices:
         talk = [span for name, *span in device if COLLECTIVE.search(name)]
@@ -330,11 +332,29 @@ def time_of_kernels(devices: list[list[tuple]], steps: int) -> dict:
         talking += covered(talk)
         exposed += covered(talk + work) - covered(work)
         others += [(name, (end - start) * each) for name, start, end in rest]
+        idle.update(idle_after(device))
     return {
         "collective_ms": round(talking * each, 3),
         "exposed_collective_ms": round(exposed * each, 3),
         "kernels_ms": by_sort(others),
+        "idle_ms": round(idle.total() * each, 3),
+        "idle_after_ms": {name: round(ns * each, 3) for name, ns in idle.most_common(8)},
     }
+
+
+def idle_after(events: list[tuple]) -> Counter:
+    """How long a device ran nothing, by the kernel that had ended last.
+
+    >>> idle_after([("a", 0, 2), ("b", 1, 4), ("c", 5, 6), ("b", 8, 9)])
+    Counter({'c': 2, 'b': 1})
+    """
+    found, last, until = Counter(), None, float("inf")
+    for name, start, end in sorted(events, key=lambda event: event[1]):
+        if start > until:
+            found[last] += start - until
+        if last is None or end > until:
+            last, until = name, end
+    return found
 
 
 def kernels(plane) -> list[tuple[str, float, float]]:

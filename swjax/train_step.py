@@ -57,7 +57,7 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
         # the sums that its norm needs anyway, and so is the update; without its norm the parameters that
         # it leaves tell, for a quarter of the bytes.
         bad, packer.tensors = diagnostics.first_nonfinite(
-            state["params"],
+            parameter=diagnostics.squares(state["params"]),
             batch={"image": aux["train/image_mean"]},
             feature=aux,
             loss=loss,

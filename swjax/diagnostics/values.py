@@ -33,48 +33,33 @@ def squares(tree):
     return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))), tree)
 
 
-def first_nonfinite(params, **signs) -> tuple[jax.Array, list[str]]:
+def first_nonfinite(**signs) -> tuple[jax.Array, list[str]]:
     """Which tensor of a step is the first that holds a NaN or an infinity.
 
-    The parameters come first, but are read only if there is another sign of trouble: a good step does not
-    pay for them. (One that no sign shows is of no effect yet: frozen, and not used by this batch.)
-
     Args:
-      params: nested dict of the parameters.
-      **signs: by what they are, in the order in which one makes the next: batch, gradient. Leaves of
-        integers are always finite; `squares` of a tensor are finite if it is.
+      **signs: trees by what they are, in the order in which one makes the next: parameter, batch, gradient.
+        Leaves of integers are always finite; `squares` of a tensor are finite if it is.
 
     Returns:
       Its position, an int32 scalar, in the list of names that comes with it; -1: all are finite.
 
     >>> params = {"a": jnp.ones(2), "b": jnp.array([0, jnp.inf])}
-    >>> index, names = first_nonfinite(params, loss=jnp.float32(jnp.nan), update={"a": jnp.ones(2)})
+    >>> index, names = first_nonfinite(parameter=params, loss=jnp.float32(jnp.nan))
     >>> names[index]
     'parameter b'
     """
     signs_of = [_floats(kind, tree) for kind, tree in signs.items()]
     names, leaves = zip(*(pair for pairs in signs_of for pair in pairs))
-    suspects = _floats("parameter", params)
-    sign = _first_bad(leaves)
-
-    def look(leaves):
-        found = _first_bad(leaves)
-        return jnp.where(found < 0, sign + len(suspects), found)
-
-    held = [leaf for _, leaf in suspects]
-    index = jax.lax.cond(sign < 0, lambda _: jnp.int32(-1), look, held)
-    return index, [name for name, _ in suspects] + list(names)
+    # No branch spares a good step the reading of anything: GPUs would wait there for the host to take it.
+    bad = jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in leaves])
+    index = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
+    return index, list(names)
 
 
 def _floats(kind: str, tree) -> list[tuple[str, jax.Array]]:
     named = jax.tree_util.tree_leaves_with_path(tree)
     name = lambda path: f"{kind} {jax.tree_util.keystr(path, simple=True, separator='/')}".strip()
     return [(name(path), x) for path, x in named if jnp.issubdtype(x.dtype, jnp.floating)]
-
-
-def _first_bad(leaves) -> jax.Array:
-    bad = jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in leaves])
-    return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
 
 
 def rms(opt_state) -> dict[str, jax.Array]:
