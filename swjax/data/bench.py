@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def main_wait(args: argparse.Namespace) -> int:
-    """Prints a line for each number of processes, and writes the file, as it is known; returns the exit code."""
+    """Tells of each number of processes, and writes the file, as it is known; returns the exit code."""
     result = {"rate": args.rate, "batch_size": args.batch_size, "rows": [],
               "machine": environment.describe().splitlines()}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
