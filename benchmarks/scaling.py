@@ -252,12 +252,8 @@ def prepare(case: dict):
     shardings = jax.tree.map(lambda x: x.sharding, like)
     options = {"xla_backend_optimization_level": 0}  # it runs once
     init = jax.jit(init, out_shardings=shardings, compiler_options=options)
-    step = jax.jit(
-        make_train_step(config, graphdef, optimizer, schedule, Packer()),
-        donate_argnums=0,
-        out_shardings=(shardings, jax.NamedSharding(mesh, jax.P())),
-        compiler_options=case.get("xla"),
-    )
+    step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+    step = trainer.compile_step(step, like, **case.get("xla", {}))
     rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size
     tokens = rng.integers(1, 49406, (size, config.data.context_length), np.int32)
     tokens[:, 0], tokens[:, -1] = 49406, 49407
@@ -514,8 +510,9 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def short(case: dict) -> str:
-    """The case, without the values of XLA's options."""
-    options = " ".join(case.get("xla", {}))
+    """The case, without the names of XLA's options."""
+    values = sorted(set(case.get("xla", {}).values()))
+    options = f"XLA options: {', '.join(values)}" if values else ""
     names = (case["model"], NAMES.get(case["recipe"], case["recipe"]), case["layout"])
     return f"{' '.join(names)} x{case['devices']}\n{options}".strip()
 

@@ -249,12 +249,22 @@ def plan(config, source):
     return total, schedule, make_optimizer(config, schedule)
 
 
-def compile_step(train_step, like):
+def compile_step(train_step, like, **options: str):
     """The step as it is run: the state's memory is used again, and the new state lies like the old. Every
-    process has all metrics."""
-    shardings = jax.tree.map(lambda x: x.sharding, like)
+    process has all metrics.
+
+    Args:
+      train_step: of `swjax.train_step.make_train_step`.
+      like: the state, or ShapeDtypeStructs like it, with shardings.
+      **options: of the compiler, beside those of `sharding.compiler_options`.
+    """
     everywhere = like["step"].sharding
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, everywhere))
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        out_shardings=(jax.tree.map(lambda x: x.sharding, like), everywhere),
+        compiler_options=sharding.compiler_options(everywhere.mesh) | options,
+    )
 
 
 def make_init(config, cfg: clip.CLIPConfig, optimizer):

@@ -3,6 +3,7 @@
 What is compiled is what the functions of `triton_gpu` and `mosaic_gpu` would launch, tiles included.
 """
 
+import json
 import re
 import subprocess
 from collections import Counter
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import counters
 from swjax.kernels import mosaic_gpu, shapes, tiles
 from swjax.kernels.reference import QTensor
 
@@ -21,14 +23,6 @@ triton_attention = pytest.importorskip("swjax.kernels.triton_attention")
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FC1 = shapes.layers(1280)["fc1"]
-TRITON_TYPES = {
-    "bfloat16": "*bf16",
-    "float16": "*fp16",
-    "float32": "*fp32",
-    "int8": "*i8",
-    "float8_e4m3fn": "*fp8e4nv",
-    "float8_e5m2": "*fp8e5",
-}
 
 
 def array(shape, dtype="float32"):
@@ -56,24 +50,9 @@ def compiled(monkeypatch, tmp_path):
         monkeypatch.setattr(tiles, "compute_capability", lambda: divmod(capability, 10))
         launches.clear()
         jax.eval_shape(partial(function, **options), *arrays)
-        return _compile(capability, *launches[-1])
+        return counters.as_jax_triton_does(capability, *launches[-1])
 
     return compile_
-
-
-def _compile(capability, kernel, arrays, options):
-    """As jax-triton does: pointers aligned to 16 bytes, everything else a constant, no fused products."""
-    del options["grid"]
-    pointers = [param for param in kernel.params if param.name.endswith("_ptr")]
-    signature = {param.name: "constexpr" for param in kernel.params}
-    signature |= {p.name: TRITON_TYPES[a.dtype.name] for p, a in zip(pointers, arrays, strict=True)}
-    constants = {(p.num,): options.pop(p.name) for p in kernel.params if p not in pointers}
-    aligned = {(param.num,): [["tt.divisibility", 16]] for param in pointers}
-    return triton.compile(
-        triton.compiler.ASTSource(kernel, signature, constants, aligned),
-        target=triton.backends.compiler.GPUTarget("cuda", capability, 32),
-        options={"enable_fp_fusion": False, **options},
-    )
 
 
 def instructions(kernel, pattern) -> Counter:
@@ -254,3 +233,12 @@ def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
 def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
     x, g = array((5000, 1280), dtype), array((5000, 5120), dtype)
     assert "mosaic_gpu" in lowered(mosaic_gpu.weight_gradient, x, g, slices=slices)
+
+
+@pytest.mark.parametrize("name", counters.CALLS)
+def test_what_ncu_is_given_compiles(name, tmp_path):
+    """benchmarks/counters.py: the kernel with the arguments of the library's call."""
+    counters.compile_kernel(name, tmp_path)
+    about = json.loads((tmp_path / f"{name}.json").read_text())
+    assert (tmp_path / f"{name}.cubin").stat().st_size > 10_000
+    assert about["kernel"].endswith("_kernel") and about["arrays"][0][0][0] == counters.TOKENS

@@ -4,8 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+
+from swjax import sharding
 
 HERE = Path(__file__).parent
 
@@ -46,3 +50,18 @@ def run_on_eight_devices(*arguments: str):
         text=True,
     )
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-5000:] + run.stderr[-2000:]
+
+
+def test_gpus_gather_in_larger_pieces_unless_told_otherwise(monkeypatch):
+    def options(platform, fsdp):
+        devices = np.array([SimpleNamespace(platform=platform)])
+        return sharding.compiler_options(SimpleNamespace(devices=devices, shape={"fsdp": fsdp}))
+
+    gather, scatter = (
+        f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter")
+    )
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert options("gpu", 1) == options("cpu", 4) == {}
+    assert options("gpu", 4) == {gather: "134217728", scatter: "134217728"}
+    monkeypatch.setenv("XLA_FLAGS", f"--{gather}=31457280")
+    assert options("gpu", 4) == {scatter: "134217728"}
