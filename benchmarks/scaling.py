@@ -100,17 +100,18 @@ def cases(args) -> list[dict]:
     """What there is to run; one device has no layout."""
     shared = {"steps": args.steps, "smoke": args.smoke}
     if args.losses:
-        pairs = itertools.product(args.recipes, args.devices)
-        return [{"losses": True, "recipe": r, "devices": n} | shared for r, n in pairs]
-    shared |= {"batch": args.batch, "remat": args.remat, "scan": args.scan}
+        kinds = [{"losses": True}]
+    else:
+        kinds = [{"model": model} for model in args.models]
+        shared |= {"batch": args.batch, "remat": args.remat, "scan": args.scan}
     if args.xla:
         shared["xla"] = dict(option.split("=", 1) for option in args.xla)
     found = []
-    for model, devices in itertools.product(args.models, args.devices):
+    for kind, devices in itertools.product(kinds, args.devices):
         for layout, recipe in itertools.product(args.layouts, args.recipes):
             layout = layout if devices > 1 else "one"
-            case = {"model": model, "recipe": recipe, "layout": layout, "devices": devices}
-            found += [case | shared] * (case | shared not in found)
+            case = kind | {"recipe": recipe, "layout": layout, "devices": devices} | shared
+            found += [case] * (case not in found)
     return found
 
 
@@ -234,11 +235,9 @@ def prepare(case: dict):
     from swjax.train_step import make_optimizer, make_schedule, make_train_step
 
     changes = SMOKE if case["smoke"] else {"model.name": case["model"]}
-    changes |= {
+    changes |= mesh_of(case) | {
         "model.remat": case["remat"],
         "model.scan_layers": case["scan"],
-        "mesh.data": 1 if case["layout"] == "fsdp" else -1,
-        "mesh.fsdp": -1 if case["layout"] == "fsdp" else 1,
         "train.batch_size": case["batch"] * case["devices"],
         "eval.batch_size": case["devices"],
     }
@@ -263,6 +262,12 @@ def prepare(case: dict):
         "label": np.arange(size, dtype=np.int32),
     }
     return config, cfg, step, init, like, sharding.shard_batch(batch, mesh)
+
+
+def mesh_of(case: dict) -> dict:
+    """What the config says of the mesh: all devices along one axis."""
+    sizes = (1, -1) if case["layout"] == "fsdp" else (-1, 1)
+    return dict(zip(("mesh.data", "mesh.fsdp"), sizes, strict=True))
 
 
 def exchanged(compiled) -> dict:
@@ -387,7 +392,7 @@ def losses(case: dict) -> dict:
         "optimizer.learning_rate": 3e-4
     }  # higher ones fall to chance, where all losses are one
     changes |= {"report.enabled": False, "log.tensorboard": False, "data.synthetic.examples": 2048}
-    changes |= {"data.synthetic.classes": 512, "eval.batch_size": 64}
+    changes |= {"data.synthetic.classes": 512, "eval.batch_size": 64} | mesh_of(case)
     if case["smoke"]:
         changes |= SMOKE | {"train.batch_size": 16, "data.synthetic.examples": 32}
         changes |= {"schedule.warmup_steps": 1}
@@ -472,14 +477,15 @@ def table(rows: list[dict]) -> str:
 
 def differences(rows: list[dict]):
     """For each recipe how far curves are from that of one device, relatively, up to some steps."""
-    curves = {(r["case"]["recipe"], r["case"]["devices"]): r["loss"] for r in rows if "loss" in r}
-    for (recipe, devices), loss in curves.items():
-        if devices == 1 or (recipe, 1) not in curves:
+    rows = [row for row in rows if "loss" in row]
+    alone = {r["case"]["recipe"]: r["loss"] for r in rows if r["case"]["devices"] == 1}
+    for case, loss in ((row["case"], row["loss"]) for row in rows):
+        if case["devices"] == 1 or case["recipe"] not in alone:
             continue
-        far = [abs(a - b) / abs(b) for a, b in zip(loss, curves[recipe, 1], strict=True)]
+        far = [abs(a - b) / abs(b) for a, b in zip(loss, alone[case["recipe"]], strict=True)]
         until = [n for n in (1, 10, 50, 100) if n < len(far)] + [len(far)]
         parts = ", ".join(f"{max(far[:n]):.1e} in {n} steps" for n in until)
-        yield f"{recipe} on {devices} devices and on 1 differ by at most {parts}"
+        yield f"{case['recipe']} on {place(case)} and on 1 device differ by at most {parts}"
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -492,7 +498,7 @@ def plot(rows: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
     if losses:
         for row in losses:
-            name = f"{row['case']['recipe']}, {row['case']['devices']} devices"
+            name = f"{row['case']['recipe']}, {place(row['case'])}"
             axes.plot(range(1, len(row["loss"]) + 1), row["loss"], label=name)
         axes.set(xlabel="step", ylabel="loss")
     else:
@@ -507,6 +513,12 @@ def plot(rows: list[dict], path: Path) -> None:
         axes.set(xlabel="ms a step; the number: weak scaling efficiency")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
+
+
+def place(case: dict) -> str:
+    count = case["devices"]
+    layout = "" if count == 1 else f", {case['layout']}"
+    return f"{count} device{'s' * (count > 1)}{layout}"
 
 
 def short(case: dict) -> str:

@@ -63,8 +63,15 @@ def test_tables_and_pictures(tmp_path):
     rows = [row(1, 100.0, "one"), row(4, 380.0), row(4, 360.0, "fsdp")]
     text = scaling.table([*rows, {"case": rows[0]["case"], "error": "not done after 280 s"}])
     assert "|vit_h14|int8|data|4|380.0|0.950|" in text and "|931 s8|" in text and "280 s" in text
-    curves = [{"case": {"losses": True, "recipe": "switchback", "devices": n}, "loss": [4.0, 2.0 + n / 100]}
-              for n in (1, 2)]  # fmt: skip
+    places = {"one": 1, "fsdp": 2}
+    curves = [
+        {
+            "case": {"losses": True, "recipe": "switchback", "layout": layout, "devices": n},
+            "loss": [4.0, 2.0 + n / 100],
+        }
+        for layout, n in places.items()
+    ]
+    assert "on 2 devices, fsdp and on 1 device" in scaling.table(curves)
     assert scaling.table(curves).endswith("by at most 0.0e+00 in 1 steps, 5.0e-03 in 2 steps")
     for name, shown in (("rows", rows), ("curves", curves)):
         scaling.plot(shown, tmp_path / f"{name}.png")
