@@ -1,6 +1,6 @@
 # make train   sets up .venv once, trains the default run and writes its report
 # make test    passes the tests             make test ARGS="tests/test_losses.py -x"
-# make torch   installs PyTorch and its CLIPs, 1 GB, which tests then compare ours with; they skip without
+# make torch   installs PyTorch and its CLIPs, 6 GB, which tests then compare ours with; they skip without
 # make report  makes the page of a run again
 # make docs    builds the documentation in build/site, links checked
 # make clean   removes what setting up and testing made, not runs/ and data/
@@ -18,8 +18,8 @@ READY := .venv/.ready
 KERNELS := .venv/.kernels
 TORCH := .venv/.torch
 DOCS := .venv/.docs
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile \
-  --constraint requirements/constraints.txt --editable
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile
+INSTALL = $(PIP) --constraint requirements/constraints.txt --editable
 
 # XLA takes its memory anew at every step: in pages of 2 MB a CPU spends half as long on that, where Linux allows it.
 export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
@@ -56,8 +56,14 @@ $(READY): $(CREATED) pyproject.toml requirements/constraints.txt
 $(KERNELS): $(READY)
 	@$(INSTALL) '.[gpu]' && touch $@
 
+# PyTorch for NVIDIA GPUs asks for a Triton of its own, older than our kernels'; on CPUs it does without.
 $(TORCH): $(READY)
-	@$(INSTALL) '.[torch]' && touch $@
+	@echo "installing PyTorch into .venv: some minutes, once"
+	@grep -v '^triton==' requirements/constraints.txt > $@.txt
+	@$(PIP) --constraint $@.txt --editable '.[torch]'
+	@! $(BIN)/python -m pip show --quiet triton 2>/dev/null || \
+	  $(PIP) --no-deps --constraint requirements/constraints.txt triton
+	@touch $@
 
 $(DOCS): $(READY)
 	@$(INSTALL) '.[docs]' && touch $@
