@@ -68,6 +68,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--remat", default="none", help="what blocks keep, see configs/common.py")
     parser.add_argument("--scan", action="store_true", help="scan over layers: compiles faster")
     parser.add_argument(
+        "--reduce_dtype",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="that devices add up kernels' gradients in",
+    )
+    parser.add_argument(
         "--xla",
         nargs="+",
         default=[],
@@ -104,6 +110,8 @@ def cases(args) -> list[dict]:
     else:
         kinds = [{"model": model} for model in args.models]
         shared |= {"batch": args.batch, "remat": args.remat, "scan": args.scan}
+    if args.reduce_dtype != "float32":
+        shared["reduce_dtype"] = args.reduce_dtype
     if args.xla:
         shared["xla"] = dict(option.split("=", 1) for option in args.xla)
     found = []
@@ -265,9 +273,10 @@ def prepare(case: dict):
 
 
 def mesh_of(case: dict) -> dict:
-    """What the config says of the mesh: all devices along one axis."""
+    """What the config says of the mesh, all devices along one axis, and of sums over it."""
     sizes = (1, -1) if case["layout"] == "fsdp" else (-1, 1)
-    return dict(zip(("mesh.data", "mesh.fsdp"), sizes, strict=True))
+    sums = {"train.reduce_dtype": case.get("reduce_dtype", "float32")}
+    return dict(zip(("mesh.data", "mesh.fsdp"), sizes, strict=True)) | sums
 
 
 def exchanged(compiled) -> dict:
@@ -439,13 +448,14 @@ def describe(case: dict, row: dict) -> str:
 
 def arranged(case: dict) -> str:
     """The layout, and what XLA was told."""
-    options = (f"{key}={value}" for key, value in case.get("xla", {}).items())
-    return " ".join([case.get("layout", ""), *options])
+    options = [f"{key}={value}" for key, value in case.get("xla", {}).items()]
+    sums = [f"sums in {case['reduce_dtype']}"] if "reduce_dtype" in case else []
+    return " ".join([case.get("layout", ""), *sums, *options])
 
 
 def efficiency(rows: list[dict], row: dict) -> float | None:
     """Samples/s over those of as many single devices; None where one of the two is missing."""
-    unlike = ("devices", "layout", "xla")  # options for collectives mean nothing to one device
+    unlike = ("devices", "layout", "reduce_dtype", "xla")  # options of collectives mean nothing to one device
     same = {key: value for key, value in row["case"].items() if key not in unlike}
     for one in rows:
         single = {key: value for key, value in one["case"].items() if key not in unlike}

@@ -177,6 +177,7 @@ CHOICES = {
     "optimizer.loss_scaling": ("", "per_tensor", "dynamic"),
     "schedule.name": ("cosine", "constant"),
     "train.loss": ("softmax", "sigmoid"),
+    "train.reduce_dtype": ("float32", "bfloat16"),
     "train.nan_policy": ("stop", "skip", "rollback"),
 }
 

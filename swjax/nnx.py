@@ -288,7 +288,12 @@ def _modules(model: nnx.Module):
         yield "/".join(map(str, path)), module
 
 
-def set_layouts(model: nnx.Module, spec_of: Callable[[str], P], tokens: P = TOKENS) -> nnx.Module:
+def set_layouts(
+    model: nnx.Module,
+    spec_of: Callable[[str], P],
+    tokens: P = TOKENS,
+    reduce_dtype: str | None = None,
+) -> nnx.Module:
     """Tells the `Linear` layers of a model where their operands lie, in place.
 
     For parameters that are put in place by a table of rules rather than by Flax's metadata.
@@ -298,6 +303,7 @@ def set_layouts(model: nnx.Module, spec_of: Callable[[str], P], tokens: P = TOKE
       spec_of: the partition spec of the parameter with a path, as "blocks/mlp/fc1/kernel". Of kernels that
         are stacked, as for `jax.lax.scan`, the last two dimensions count.
       tokens: the spec of the leading dimensions of every layer's input.
+      reduce_dtype: of the sums of kernels' gradients over devices; see `swjax.Layout`.
 
     Returns:
       `model`.
@@ -310,7 +316,7 @@ def set_layouts(model: nnx.Module, spec_of: Callable[[str], P], tokens: P = TOKE
         if isinstance(module, Linear):
             spec = spec_of("/".join(map(str, (*path, "kernel"))))
             whole = (*spec, *(None,) * module.kernel.ndim)[: module.kernel.ndim]
-            module.layout = Layout(P(*whole[-2:]), tokens)
+            module.layout = Layout(P(*whole[-2:]), tokens, reduce_dtype)
     return model
 
 

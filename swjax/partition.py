@@ -55,10 +55,14 @@ class Layout:
     Attributes:
       w: spec of the weight [k, n] at rest.
       tokens: spec of the leading dimensions of x [..., k].
+      reduce_dtype: what the gradient of w is rounded to before devices add theirs up, and added up in, such
+        as "bfloat16" for half of the bytes; None: the dtype of w. It is looked at on every mesh, but not
+        inside of a `jax.shard_map` of the user's, where JAX adds up.
     """
 
     w: P = field(default=P())
     tokens: P = TOKENS
+    reduce_dtype: str | None = None
 
 
 class Plan(NamedTuple):
@@ -69,6 +73,7 @@ class Plan(NamedTuple):
       tokens: of the leading dimensions of x, y and g.
       k, n: of the width of x and of y in the products.
       w: of w [k, n] at rest: k, n and after them the axes that it is gathered over.
+      reduce_dtype: of sums of dw; None: its own.
     """
 
     mesh: AbstractMesh | None
@@ -76,6 +81,7 @@ class Plan(NamedTuple):
     k: Axes = ()
     n: Axes = ()
     w: Spec = Spec(((), ()))
+    reduce_dtype: str | None = None
 
     @property
     def x(self) -> Spec:
@@ -231,7 +237,7 @@ def plan(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:
     else:
         x_spec = Spec((*_spec(layout.tokens, x.shape[:-1], mesh), ()))
         w_spec = _spec(layout.w, w.shape, mesh)
-    return _plan(mesh, x_spec, w_spec, w.shape[0])
+    return _plan(mesh, x_spec, w_spec, w.shape[0], layout)
 
 
 def batch_plan(tokens: P, x: jax.Array, *others: jax.Array) -> Plan:
@@ -278,10 +284,10 @@ def next_plan(first: Plan, w: jax.Array, layout: Layout | None) -> Plan:
         return first
     explicit = AxisType.Explicit in first.mesh.axis_types
     w_spec = jax.typeof(w).sharding.spec if explicit else (layout or Layout()).w
-    return _plan(first.mesh, first.y, _spec(w_spec, w.shape, first.mesh), w.shape[0])
+    return _plan(first.mesh, first.y, _spec(w_spec, w.shape, first.mesh), w.shape[0], layout)
 
 
-def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int) -> Plan:
+def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout | None) -> Plan:
     *tokens, k = x
     together = _union(tokens)
     gathered = [tuple(a for a in axes if a in together) for axes in w]
@@ -291,7 +297,8 @@ def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int) -> Plan:
     if not split_k and k_size % _devices(mesh, cut + gathered[0]) == 0:
         split_k = cut
     at_rest = Spec((split_k + gathered[0], split_n + gathered[1]))
-    return Plan(mesh, tuple(tokens), split_k, split_n, at_rest)
+    reduce_dtype = layout and layout.reduce_dtype
+    return Plan(mesh, tuple(tokens), split_k, split_n, at_rest, reduce_dtype)
 
 
 def _mesh(*arrays: jax.Array) -> AbstractMesh | None:

@@ -535,11 +535,15 @@ def _in_shards(name, settings, summed, a, b, bias, out_dtype) -> jax.Array:
     if isinstance(a, _Narrow):
         (a, a_spec, a_axis), (b, b_spec, b_axis) = a, b
         contract = a_axis, b_axis
-    multiply = partial(_local_product, name, settings, out_dtype, contract)
     if name == "wgrad":
-        return plan.run(
-            lambda x, g: plan.scatter_sum(multiply(x, g, None)), (a, b), (a_spec, b_spec), plan.w
-        )
+        rounded = plan.reduce_dtype if plan.splits(plan.token_axes) else None
+        multiply = partial(_local_product, name, settings, rounded or out_dtype, contract)
+
+        def step(x, g):
+            return plan.scatter_sum(multiply(x, g, None)).astype(out_dtype)
+
+        return plan.run(step, (a, b), (a_spec, b_spec), plan.w)
+    multiply = partial(_local_product, name, settings, out_dtype, contract)
     reduced, out_spec = (plan.k, plan.y) if name == "fwd" else (plan.n, plan.x)
 
     def step(a, w, bias):

@@ -275,7 +275,8 @@ def make_init(config, cfg: clip.CLIPConfig, optimizer):
     """
 
     def model():
-        return set_layouts(clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed)), sharding.spec_of)
+        clip_model = clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed))
+        return set_layouts(clip_model, sharding.spec_of, reduce_dtype=config.train.reduce_dtype)
 
     def init():
         params = nnx.to_pure_dict(nnx.state(model(), nnx.Param))

@@ -3,7 +3,9 @@
 Not collected by itself: tests/test_sharding.py runs it in a process that has eight devices.
 """
 
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -250,6 +252,26 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
     # Both products may share one gather: w has one scale, and XLA takes it as it lies.
     assert ops(both, "all-gather") in ([("all-gather", "s8")], [("all-gather", "s8")] * 2)
     assert ops(both, "reduce-scatter") == [("reduce-scatter", "f32")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "case, sums", [("data", {"all_reduce"}), ("fsdp_rows", {"reduce_scatter"})]
+)
+def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
+    mesh, layout, args, g = sharded(case, kind)
+    layer = partial(swjax.switchback, layout=replace(layout, reduce_dtype="bfloat16"))
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(partial(gradients, layer)).lower(args, g)
+        got = lowered.compile()(args, g)
+    # As it is asked for: XLA for CPUs adds up in 32 bits what is asked for in 16.
+    asked = re.findall(
+        r'"stablehlo\.(all_reduce|reduce_scatter)"[^^]*\^\w+\(%\w+: tensor<(\w+)>', lowered.as_text()
+    )
+    assert {op for op, dtype in asked if dtype == "bf16"} == sums
+    compare(got, one_device("switchback"), "bfloat16", exact=(0, 1))
+    dw, exact = np.asarray(got[2]), np.asarray(one_device("switchback")[2])
+    assert 1e-4 < np.linalg.norm(dw - exact) / np.linalg.norm(exact) < 1e-2  # 8 bits, not 24
 
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_m", *map(slow, MORE_RECIPES)])
