@@ -87,27 +87,19 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _normal_tail(x, FINE: tl.constexpr):
-    """P(X > |x|) for a normal X, and exp(-x**2 / 2).
+def _normal_tail(x):
+    """P(X > |x|) for a normal X, relative error 1e-6, and exp(-x**2 / 2).
 
-    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2), and erfcx a polynomial in t = 1 / (1 + c z), a
-    minimax fit: of relative error 1e-6, or 3e-5, a sixteenth of what rounding to float16 adds and a sixtieth
-    of bfloat16's. One reciprocal and one exponential, as the tanh form has.
+    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2), and erfcx a polynomial in
+    t = 1 / (1 + 0.38 z), a minimax fit. One reciprocal and one exponential, as the tanh form has.
     """
-    if FINE:
-        t = _reciprocal(tl.fma(tl.abs(x), 0.38 * 0.7071067811865476, 1.0))
-        p = tl.fma(t, -0.06268340327314895, 0.16792059162792555)
-        p = tl.fma(t, p, -0.034805477355772395)
-        p = tl.fma(t, p, 0.12379693751587756)
-        p = tl.fma(t, p, 0.09034876746578992)
-        p = tl.fma(t, p, 0.10827743860128841)
-        p = tl.fma(t, p, 0.10714462882421476)
-    else:
-        t = _reciprocal(tl.fma(tl.abs(x), 0.53 * 0.7071067811865476, 1.0))
-        p = tl.fma(t, -0.09088112987795846, 0.2012848480065519)
-        p = tl.fma(t, p, 0.0827949811011374)
-        p = tl.fma(t, p, 0.15785028710520932)
-        p = tl.fma(t, p, 0.14894686317524003)
+    t = _reciprocal(tl.fma(tl.abs(x), 0.38 * 0.7071067811865476, 1.0))
+    p = tl.fma(t, -0.06268340327314895, 0.16792059162792555)
+    p = tl.fma(t, p, -0.034805477355772395)
+    p = tl.fma(t, p, 0.12379693751587756)
+    p = tl.fma(t, p, 0.09034876746578992)
+    p = tl.fma(t, p, 0.10827743860128841)
+    p = tl.fma(t, p, 0.10714462882421476)
     e = tl.exp2(x * x * -0.7213475204444817)
     return t * p * e, e
 
@@ -122,22 +114,22 @@ def _tanh_gate(x):
 
 
 @triton.jit
-def _gelu(x, TANH: tl.constexpr, FINE: tl.constexpr):
+def _gelu(x, TANH: tl.constexpr):
     if TANH:
         gate, _ = _tanh_gate(x)
         return x * gate
     else:
-        tail, _ = _normal_tail(x, FINE)
+        tail, _ = _normal_tail(x)
         return tl.fma(-tl.abs(x), tail, tl.maximum(x, 0.0))
 
 
 @triton.jit
-def _gelu_slope(x, TANH: tl.constexpr, FINE: tl.constexpr):
+def _gelu_slope(x, TANH: tl.constexpr):
     if TANH:
         gate, du = _tanh_gate(x)
         return tl.fma(x * du, 2.0 * gate * (1.0 - gate), gate)
     else:
-        tail, e = _normal_tail(x, FINE)
+        tail, e = _normal_tail(x)
         return tl.fma(x * 0.3989422804014327, e, tl.where(x < 0, tail, 1.0 - tail))
 
 
@@ -247,7 +239,6 @@ def _row_kernel(
 ):
     """Reads rows, applies the producer, and writes what is asked for: wide, quantized, column sums."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    fine: tl.constexpr = dtype == tl.float32
     sums = ()
     for _ in tl.static_range(CHUNKS):
         sums = sums + (tl.zeros((CHUNK,), tl.float32),)
@@ -259,13 +250,13 @@ def _row_kernel(
             # Pairs made the GELU, which waits for its arithmetic, 1 to 5% slower.
             x = _load_rows(x_ptr, block, i, M, WIDTH, ROWS, CHUNK, PRODUCER != "gelu")
             if PRODUCER == "gelu":
-                x = _gelu(x, TANH, fine)
+                x = _gelu(x, TANH)
             elif PRODUCER == "gelu_backward":
                 gradient = _load_rows(gradient_ptr, block, i, M, WIDTH, ROWS, CHUNK)
                 if AGAIN:
-                    again = _round(_gelu(x, TANH, fine), dtype)[0]
+                    again = _round(_gelu(x, TANH), dtype)[0]
                     _store_rows(again_ptr, again, block, i, M, WIDTH, ROWS, CHUNK)
-                x = gradient * _gelu_slope(x, TANH, fine)
+                x = gradient * _gelu_slope(x, TANH)
             xs = xs + (x,)
         if PRODUCER == "layer_norm":
             xs, inverse = _moments(xs, WIDTH, CHUNK, CHUNKS, EPSILON)
@@ -621,7 +612,8 @@ def _rows(
     tile = tile or tiles.row(producer, width)
     m = x.size // width
     blocks = triton.cdiv(m, tile.rows)
-    programs = min(blocks, tiles.row_programs(tile)) if total else blocks
+    many = total or (producer == "gelu" and tile.stages > 1)  # rows a program, that are read ahead
+    programs = min(blocks, tiles.row_programs(tile)) if many else blocks
     unused = jnp.zeros(1, jnp.float32)  # in the place of what the producer does not read
 
     def out(wanted, shape, dtype):
@@ -651,7 +643,7 @@ def _rows(
         AGAIN=again,
         LARGEST=LARGEST[quantize_to or "int8"],
         INVERSE=INVERSE[quantize_to or "int8"],
-        **_cut(x, tile, total),
+        **_cut(x, tile, many),
     )
     return (
         y if wide else None,

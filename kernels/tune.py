@@ -98,7 +98,7 @@ def row_work(producer: str, tokens: int, width: int) -> Work:
         for warps in (1, 2, 4, 8, 16)
         if 8 <= rows * width / (32 * warps) <= 100  # values a thread holds
         and rows * chunk >= 64 * warps  # no two threads hold the same value
-        for stages in ((1, 2, 3) if "backward" in producer or producer == "none" else (1,))
+        for stages in ((1,) if producer == "layer_norm" else (1, 2, 3))
     ]
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     parameter = jax.ShapeDtypeStruct((width,), jnp.float32)

@@ -266,7 +266,8 @@ def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
         got = lowered.compile()(args, g)
     # As it is asked for: XLA for CPUs adds up in 32 bits what is asked for in 16.
     asked = re.findall(
-        r'"stablehlo\.(all_reduce|reduce_scatter)"[^^]*\^\w+\(%\w+: tensor<(\w+)>', lowered.as_text()
+        r'"stablehlo\.(all_reduce|reduce_scatter)"[^^]*\^\w+\(%\w+: tensor<(\w+)>',
+        lowered.as_text(),
     )
     assert {op for op, dtype in asked if dtype == "bf16"} == sums
     compare(got, one_device("switchback"), "bfloat16", exact=(0, 1))

@@ -13,6 +13,7 @@ from PIL import Image
 from swjax import data
 from swjax.data import images as pixels
 from swjax.data.emoji.concepts import concepts
+from swjax.data.memory import Memory
 from swjax.data.packages import require
 
 
@@ -149,6 +150,23 @@ def test_closed_loaders_stop():
     loader.close()
     with pytest.raises(StopIteration):
         next(loader)
+
+
+def test_memory_is_used_again_only_when_nobody_looks_at_it():
+    memory = Memory()
+
+    def joined(value):
+        return memory.joined([np.full((1, 2**20), value, np.uint8)] * 2)
+
+    first, second = joined(1), joined(2)
+    view, on_device = first[1:, :10], jnp.asarray(second)
+    address = second.ctypes.data
+    del first, second
+    third = joined(3)
+    assert np.all(view == 1) and jnp.all(on_device == 2) and third.ctypes.data != address
+    address = third.ctypes.data
+    del third
+    assert joined(4).ctypes.data == address
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Batches of a source, in an order that a seed fixes, from any position on."""
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
 from swjax.data.examples import EvalExample, TrainExample
+from swjax.data.memory import Memory
 from swjax.data.packages import require
 from swjax.data.progress import Position, Progress
 from swjax.data.skipping import Skips
@@ -15,6 +18,7 @@ _THREADS = 2
 _CHUNK = 128  # examples that are loaded as one piece
 _CHUNKS_AHEAD = 4
 _MOST_EXAMPLES = 2**31 - 1  # labels are int32
+_PATIENCE = 10  # seconds for a chunk that is being loaded when a loader is closed
 _CROPS = 4  # tells the seed of captions and crops from that of the order
 
 
@@ -49,44 +53,41 @@ class Batches(Iterator):
 
 
 class TrainBatches(Batches):
-    """Iterator over batches of training, without end; it knows its position."""
+    """Iterator over batches of training, without end; it knows its position.
+
+    A thread puts the next batch together while the last one is used."""
 
     def __init__(self, chunks: Iterator, skips: Skips, batch_size: int, state: Progress):
         super().__init__(chunks, skips)
-        self._size, self._state = batch_size, state
-        self._chunk, self._at = {"error": np.empty(0, "S")}, 0  # rows before _at are done with
-        self._taken = state.taken
+        self._state, self._taken = state, state.taken
+        self._ended = threading.Event()
+        self._assembled = _assembled(chunks, batch_size, self._ended)
+        self._thread, self._coming = ThreadPoolExecutor(1, "swjax-batches"), None
 
     def __next__(self) -> dict[str, np.ndarray]:
         if self._chunks is None:
             raise StopIteration
-        pieces, missing = [], self._size
-        while missing:
-            pieces.append(self._next_rows(missing))
-            missing -= len(pieces[-1]["index"])
+        batch = None
+        while batch is None:
+            batch, errors = (self._coming or self._begin()).result()
+            self._coming = self._begin()
+            self._count(errors)
+            self._taken += len(errors)
         done = dict(taken=self._taken, read=self._skips.read, skipped=self._skips.skipped)
         self._state = dataclasses.replace(self._state, batches=self._state.batches + 1, **done)
-        if len(pieces) == 1:
-            return pieces[0]
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        return batch
 
-    def _next_rows(self, most: int) -> dict[str, np.ndarray]:
-        """Returns the next good examples of one chunk, at most so many; counts the bad before them."""
-        if self._at == len(self._chunk["error"]):
-            self._chunk, self._at = next(self._chunks), 0
-        errors = self._chunk["error"][self._at :]
-        good = np.flatnonzero(errors == b"")[:most]
-        stop = good[-1] + 1 if len(good) == most else len(errors)
-        self._count(errors[:stop])
-        # A slice is a view; rows that are picked out are copied.
-        rows = slice(self._at, self._at + stop) if len(good) == stop else self._at + good
-        self._at, self._taken = self._at + stop, self._taken + stop
-        return {name: array[rows] for name, array in self._chunk.items() if name != "error"}
+    def _begin(self) -> Future:
+        return self._thread.submit(next, self._assembled)
 
     def close(self) -> None:
         """Ends its threads and processes, and lets go of what they have loaded."""
+        self._ended.set()
+        if self._coming:
+            wait([self._coming], timeout=_PATIENCE)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         super().close()
-        self._chunk = None
+        self._coming = self._assembled = None
 
     @property
     def skipped(self) -> int:
@@ -101,6 +102,34 @@ class TrainBatches(Batches):
             same number of batches. The default is for one process.
         """
         return self._state.position(gather)
+
+
+def _assembled(
+    chunks: Iterator, size: int, ended: threading.Event
+) -> Iterator[tuple[dict | None, np.ndarray]]:
+    """Batches of good rows, each with the errors, or b"", of all rows that it took, in their order. Where
+    most rows are bad: None, and the errors so far, which may be reason to stop."""
+    memory = Memory()
+    chunk, at = {"error": np.empty(0, "S")}, 0  # rows before `at` are done with
+    while True:
+        pieces, errors, missing = [], [], size
+        while missing:
+            if at == len(chunk["error"]):
+                if ended.is_set():
+                    return
+                chunk, at = next(chunks), 0
+            good = np.flatnonzero(chunk["error"][at:] == b"")[:missing]
+            taken = good[-1] + 1 if len(good) == missing else len(chunk["error"]) - at
+            # A slice is a view; rows that are picked out are copied.
+            rows = slice(at, at + taken) if len(good) == taken else at + good
+            pieces.append({name: array[rows] for name, array in chunk.items() if name != "error"})
+            errors.append(chunk["error"][at : at + taken])
+            at, missing = at + taken, missing - len(good)
+            if missing and sum(map(len, errors)) > 2 * size:
+                yield None, np.concatenate(errors)
+                errors = []
+        joined = (memory.joined([piece[name] for piece in pieces]) for name in pieces[0])
+        yield dict(zip(pieces[0], joined, strict=True)), np.concatenate(errors)
 
 
 def loader(

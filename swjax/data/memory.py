@@ -1,0 +1,42 @@
+"""Memory of large arrays, used again: to touch fresh pages takes longer than all that is copied there."""
+
+import mmap
+import weakref
+
+import numpy as np
+
+_LARGE = 2**20  # bytes: below, malloc keeps pages itself
+
+
+class Memory:
+    """What arrays of a batch lie in, of the same few sizes each time.
+
+    >>> memory = Memory()
+    >>> memory.joined([np.zeros((1, 2)), np.ones((1, 2))]).tolist()
+    [[0.0, 0.0], [1.0, 1.0]]
+    """
+
+    def __init__(self):
+        self._free: dict[int, list[mmap.mmap]] = {}  # by size in bytes
+
+    def joined(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """The pieces, one after the other along their first axis; one alone is returned as it is.
+
+        A large result lies in memory that is used again when it and all views of it are gone.
+        """
+        if len(pieces) == 1:
+            return pieces[0]
+        size = sum(piece.nbytes for piece in pieces)
+        if size < _LARGE:
+            return np.concatenate(pieces)
+        rows = sum(map(len, pieces))
+        out = self._array(size, pieces[0].dtype).reshape(rows, *pieces[0].shape[1:])
+        return np.concatenate(pieces, out=out)
+
+    def _array(self, size: int, dtype: np.dtype) -> np.ndarray:
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else mmap.mmap(-1, size)
+        # Views refer to this array, since it is the first above what is none.
+        array = np.frombuffer(memory, dtype)
+        weakref.finalize(array, free.append, memory).atexit = False
+        return array
