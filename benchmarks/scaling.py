@@ -491,11 +491,14 @@ def table(rows: list[dict]) -> str:
 
 
 def differences(rows: list[dict]):
-    """For each recipe how far curves are from that of one device, relatively, up to some steps."""
+    """For each recipe how far curves are from the first of one device, relatively, up to some steps."""
     rows = [row for row in rows if "loss" in row]
-    alone = {r["case"]["recipe"]: r["loss"] for r in rows if r["case"]["devices"] == 1}
+    alone: dict[str, list] = {}
     for case, loss in ((row["case"], row["loss"]) for row in rows):
-        if case["devices"] == 1 or case["recipe"] not in alone:
+        if case["devices"] == 1:
+            alone.setdefault(case["recipe"], loss)
+    for case, loss in ((row["case"], row["loss"]) for row in rows):
+        if alone.get(case["recipe"]) in (None, loss):
             continue
         far = [abs(a - b) / abs(b) for a, b in zip(loss, alone[case["recipe"]], strict=True)]
         until = [n for n in (1, 10, 50, 100) if n < len(far)] + [len(far)]
@@ -532,7 +535,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def place(case: dict) -> str:
     count = case["devices"]
-    layout = "" if count == 1 else f", {case['layout']}"
+    layout = "" if count == 1 else f", {arranged(case)}"
     return f"{count} device{'s' * (count > 1)}{layout}"
 
 
@@ -540,7 +543,8 @@ def short(case: dict) -> str:
     """The case, without the names of XLA's options."""
     values = sorted(set(case.get("xla", {}).values()))
     options = f"XLA options: {', '.join(values)}" if values else ""
-    names = (case["model"], NAMES.get(case["recipe"], case["recipe"]), case["layout"])
+    sums = "16-bit sums" if "reduce_dtype" in case else ""
+    names = (case["model"], NAMES.get(case["recipe"], case["recipe"]), case["layout"], sums)
     return f"{' '.join(names)} x{case['devices']}\n{options}".strip()
 
 

@@ -150,6 +150,8 @@ def paper(model: str, recipe: str) -> ConfigDict:
     config.data.name = "synthetic"
     config.data.image_size = 224
     config.data.context_length = 77
+    config.mesh.data = 1
+    config.mesh.fsdp = -1  # docs/scaling.md
     config.schedule.warmup_steps = 5000
     config.train.batch_size = 16384
     config.train.steps = 20_000
