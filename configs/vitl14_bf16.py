@@ -1,9 +1,11 @@
 """CLIP ViT-L/14 in bfloat16, the baseline.
 
 Command:  python train.py --config=configs/vitl14_bf16.py --workdir=runs/vitl14_bf16
-Hardware: estimated, not run at this size: 32 GPUs of 80 GB, parameters split over all;
-          fewer with --config.train.accumulation=N,
-          whose loss is the same, or with a smaller --config.train.batch_size.
+Hardware: estimated, not run at this size: 32 GPUs of 80 GB, 512 pairs each, parameters
+          split over all; fewer with --config.train.accumulation=N, whose loss is the same, or with a
+          smaller --config.train.batch_size.
+          Blocks are recomputed, unlike in int8. To compare the two, --config.model.remat=none, which
+          needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95, or fewer pairs a GPU.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """
 
@@ -14,5 +16,4 @@ def get_config():
     """Returns the config."""
     config = common.paper("vit_l14", recipe="standard")
     config.model.remat = "full"
-    config.mesh.data, config.mesh.fsdp = 1, -1
     return config

@@ -1,9 +1,9 @@
 """CLIP ViT-L/14 in fp8 with SwitchBack (e4m3 forward, e5m2 gradients).
 
 Command:  python train.py --config=configs/vitl14_fp8.py --workdir=runs/vitl14_fp8
-Hardware: estimated, not run at this size: 32 GPUs of 80 GB, parameters split over all;
-          fewer with --config.train.accumulation=N,
-          whose loss is the same, or with a smaller --config.train.batch_size.
+Hardware: estimated, not run at this size: 32 GPUs of 80 GB, 512 pairs each, parameters
+          split over all; fewer with --config.train.accumulation=N, whose loss is the same, or with a
+          smaller --config.train.batch_size.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """
 
@@ -13,6 +13,4 @@ from configs import common
 def get_config():
     """Returns the config."""
     config = common.paper("vit_l14", recipe="fp8_switchback")
-    config.model.remat = "full"
-    config.mesh.data, config.mesh.fsdp = 1, -1
     return config
