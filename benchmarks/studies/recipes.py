@@ -9,7 +9,7 @@ emoji drawings of 32 pixels in patches of 8, so 17 tokens. wgrad contracts batch
   accuracy     every recipe, three seeds: top-1 of naming unseen drawings, less that of "standard"
   wgrad        standard, switchback and llm_int8 of the first shape at other batches: wgrad's K grows
   layer_scale  fp8_tensorwise plain, with zero-initialised layer-scale, with QK-norm, with gradients clipped,
-               and standard: mean |x| of each block's output at the start and the end
+               and standard without and with it: mean |x| of each block's output at the start and the end
 
 fp8 products run on the tensor cores of GPUs that have them, elsewhere as exact values in 16 or 32 bits.
 """
@@ -30,6 +30,7 @@ RECIPES = ("standard", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchba
            "switchback_q")  # fmt: skip
 REMEDIES = {
     "standard": ("standard", {}, {}),
+    "standard, layer-scale 0": ("standard", {"layer_scale": 0.0}, {}),
     "plain": ("fp8_tensorwise", {}, {}),
     "layer-scale 0": ("fp8_tensorwise", {"layer_scale": 0.0}, {}),
     "qk-norm": ("fp8_tensorwise", {"qk_norm": True}, {}),
@@ -149,6 +150,23 @@ def table(runs) -> None:
                 mean, half = study.interval(a - b for a, b in pairs)
                 text += f"  - standard: {mean:+.2%} +- {half:.2%}"
             print(text)
+    for arm, differences in pooled(runs).items():
+        mean, half = study.interval(differences)
+        print(
+            f"accuracy, all shapes, {arm:15} - standard: {mean:+.2%} +- {half:.2%}, {len(differences)} runs"
+        )
+
+
+def pooled(runs) -> dict[str, list[float]]:
+    """top-1 of each recipe less that of "standard", of every shape and seed."""
+    accuracy = [run for run in runs if run["key"]["part"] == "accuracy"]
+    by = {(run["key"]["arm"], run["key"]["shape"]): values(run, "top1") for run in accuracy}
+    found: dict[str, list[float]] = {}
+    for (arm, shape), scores in by.items():
+        base = by.get(("standard", shape))
+        if arm != "standard" and base:
+            found.setdefault(arm, []).extend(a - b for a, b in zip(scores, base))
+    return found
 
 
 def by_length(runs) -> dict[str, list[dict]]:
@@ -185,16 +203,21 @@ def draw(figure, runs) -> None:
         k = [17 * run["key"]["batch"] for run in some]
         final = [study.interval(values(run, "final"))[0] for run in some]
         middle.semilogx(k, final, "o-", label=arm)
+        middle.set_xticks(k, [f"{length:,}" for length in k], fontsize=7)
+        middle.minorticks_off()
     middle.set(xlabel="K of wgrad", title="final loss")
     scales = [run for run in runs if run["key"]["part"] == "layer_scale"]
+    arms = list(REMEDIES)
+    rates = sorted({run["key"]["rate"] for run in scales})
     for (arm, rate), some in study.group(scales, "arm", "rate").items():
         result = some[0]["result"]["runs"][0]
-        steps, label = study.thinned_steps(result["loss"]), f"{arm}, lr {rate:g}"
-        right.plot(steps, result["loss"], linewidth=0.8, label=label)
-        last.plot(result["features_last"], linewidth=0.8, label=label)
-    right.set(xlabel="step", title="loss, fp8_tensorwise")
+        look = {"color": f"C{arms.index(arm)}", "linewidth": 0.9, "label": f"{arm}, rate {rate:g}"}
+        look["linestyle"] = ("-", "--", ":")[rates.index(rate) % 3]
+        right.plot(study.thinned_steps(result["loss"]), result["loss"], **look)
+        last.plot(result["features_last"], **look)
+    right.set(xlabel="step", title="loss")
     last.set(xlabel="block of vision", yscale="log", title="mean |x| at the end")
-    for axes in (left, middle, right, last):
+    for axes in (left, middle, right):
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=6)
 
