@@ -55,14 +55,23 @@ class Layout:
     Attributes:
       w: spec of the weight [k, n] at rest.
       tokens: spec of the leading dimensions of x [..., k].
-      reduce_dtype: what the gradient of w is rounded to before devices add theirs up, and added up in, such
-        as "bfloat16" for half of the bytes; None: the dtype of w. It is looked at on every mesh, but not
-        inside of a `jax.shard_map` of the user's, where JAX adds up.
+      reduce_dtype: what the gradient of w is rounded to before devices add theirs up, and added up in:
+        "bfloat16" or "float16" for half of the bytes, "float32"; None: the dtype of w. It is looked at on
+        every mesh, but not inside of a `jax.shard_map` of the user's, where JAX adds up.
+
+    Raises:
+      ValueError: another reduce_dtype.
     """
 
     w: P = field(default=P())
     tokens: P = TOKENS
     reduce_dtype: str | None = None
+
+    def __post_init__(self):
+        if self.reduce_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"reduce_dtype must be 'float32', 'bfloat16', 'float16' or None, got {self.reduce_dtype!r}"
+            )
 
 
 class Plan(NamedTuple):

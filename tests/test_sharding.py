@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from swjax import sharding
+from swjax import Layout, sharding
 
 HERE = Path(__file__).parent
 
@@ -65,3 +65,8 @@ def test_gpus_gather_in_larger_pieces_unless_told_otherwise(monkeypatch):
     assert options("gpu", 4) == {gather: "134217728", scatter: "134217728"}
     monkeypatch.setenv("XLA_FLAGS", f"--{gather}=31457280")
     assert options("gpu", 4) == {scatter: "134217728"}
+
+
+def test_layouts_refuse_other_dtypes_of_sums():
+    with pytest.raises(ValueError, match="must be 'float32', 'bfloat16', .* got 'int8'"):
+        Layout(reduce_dtype="int8")
