@@ -455,12 +455,8 @@ def arranged(case: dict) -> str:
 
 def efficiency(rows: list[dict], row: dict) -> float | None:
     """Samples/s over those of as many single devices; None where one of the two is missing."""
-    unlike = (
-        "devices",
-        "layout",
-        "reduce_dtype",
-        "xla",
-    )  # options of collectives mean nothing to one device
+    # Options of collectives mean nothing to one device.
+    unlike = ("devices", "layout", "reduce_dtype", "xla")
     same = {key: value for key, value in row["case"].items() if key not in unlike}
     for one in rows:
         single = {key: value for key, value in one["case"].items() if key not in unlike}

@@ -609,7 +609,9 @@ def _rows(
 ):
     """The row kernel: (result, its QTensor, its column sums, the GELU's output), each or None."""
     width = x.shape[-1]
-    tile = tile or tiles.row(producer, width)
+    if tile is None:  # tuned as blocks call it, the GELU to be quantized alone
+        tuned = producer != "gelu" or (quantize_to and not wide)
+        tile = tiles.row(producer, width) if tuned else tiles.row_rule(width)
     m = x.size // width
     blocks = triton.cdiv(m, tile.rows)
     many = total or (producer == "gelu" and tile.stages > 1)  # rows a program, that are read ahead

@@ -152,9 +152,8 @@ def table(runs) -> None:
             print(text)
     for arm, differences in pooled(runs).items():
         mean, half = study.interval(differences)
-        print(
-            f"accuracy, all shapes, {arm:15} - standard: {mean:+.2%} +- {half:.2%}, {len(differences)} runs"
-        )
+        text = f"{mean:+.2%} +- {half:.2%}, {len(differences)} runs"
+        print(f"accuracy, all shapes, {arm:15} - standard: {text}")
 
 
 def pooled(runs) -> dict[str, list[float]]:
