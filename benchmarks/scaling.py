@@ -4,7 +4,7 @@
   python benchmarks/scaling.py --models vit_h14 --devices 1 4 --out=scaling.json
   python benchmarks/scaling.py --losses --out=scaling_losses.json          # one global batch for all
   python benchmarks/scaling.py --plot=scaling.png --out=scaling.json       # of what the file holds
-  python benchmarks/scaling.py --turn=FILE --layouts fsdp                  # compiles; runs when FILE is there
+  python benchmarks/scaling.py --at_once 8 --timeout 600                   # eight compile, run one by one
   python benchmarks/scaling.py --smoke                                     # tiny, on eight CPU devices
 
 Every case is a process of its own, so that memory is its own and one that hangs or does not fit ends alone.
@@ -22,6 +22,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,8 +49,7 @@ def main(argv: list[str]) -> int:
         plot(found["rows"], args.plot)
         return 0
     known = [row["case"] for row in found["rows"]]
-    for case in [case for case in cases(args) if case not in known]:
-        row = in_a_process(case, args.timeout, args.turn)
+    for case, row in measured([case for case in cases(args) if case not in known], args):
         found |= {key: row.pop(key) for key in ("machine",) if key in row}
         found["rows"].append({"case": case} | row)
         found["command"] = environment.command()
@@ -68,8 +70,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--remat", default="none", help="what blocks keep, see configs/common.py")
     parser.add_argument("--scan", action="store_true", help="scan over layers: compiles faster")
     parser.add_argument(
-        "--reduce_dtype",
-        default="float32",
+        "--reduce_dtypes",
+        nargs="+",
+        default=["float32"],
         choices=["float32", "bfloat16"],
         help="that devices add up kernels' gradients in",
     )
@@ -83,16 +86,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="timed; of --losses 200")
     parser.add_argument("--losses", action="store_true", help="loss curves instead")
     parser.add_argument(
-        "--turn",
-        type=Path,
-        metavar="FILE",
-        help="a case compiles, and runs when there is this file: so several may compile at once",
+        "--at_once", type=int, default=1, help="cases that compile, then run one by one"
     )
     parser.add_argument("--timeout", type=float, default=280, help="seconds a case")
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="only draw what --out holds")
     parser.add_argument("--smoke", action="store_true", help="tiny models on eight CPU devices")
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.losses and args.steps == parser.get_default("steps"):
         args.steps = 200
@@ -110,24 +111,40 @@ def cases(args) -> list[dict]:
     else:
         kinds = [{"model": model} for model in args.models]
         shared |= {"batch": args.batch, "remat": args.remat, "scan": args.scan}
-    if args.reduce_dtype != "float32":
-        shared["reduce_dtype"] = args.reduce_dtype
     if args.xla:
         shared["xla"] = dict(option.split("=", 1) for option in args.xla)
     found = []
     for kind, devices in itertools.product(kinds, args.devices):
         for layout, recipe in itertools.product(args.layouts, args.recipes):
             layout = layout if devices > 1 else "one"
-            case = kind | {"recipe": recipe, "layout": layout, "devices": devices} | shared
-            found += [case] * (case not in found)
+            for dtype in args.reduce_dtypes if devices > 1 else ["float32"]:
+                case = kind | {"recipe": recipe, "layout": layout, "devices": devices} | shared
+                case |= {"reduce_dtype": dtype} if dtype != "float32" else {}
+                found += [case] * (case not in found)
     return found
 
 
-def in_a_process(case: dict, seconds: float, turn: Path | None = None) -> dict:
-    """What `run_case` returns, from a process that sees so many devices; or {"error": one line}."""
-    command = [sys.executable, __file__, f"--case={json.dumps(case)}"]
-    if turn:
-        command.append(f"--turn={turn.absolute()}")
+def measured(todo: list[dict], args) -> Iterator[tuple[dict, dict]]:
+    """Each case and its row. As many as --at_once says compile together, then run one after the other."""
+    for first in range(0, len(todo), args.at_once):
+        group = todo[first : first + args.at_once]
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(group)) as pool:
+            turns = [Path(folder) / str(i) for i in range(len(group))]
+            seconds = [args.timeout] * len(group)
+            jobs = list(map(partial(pool.submit, in_a_process), group, seconds, turns))
+            for job, turn in zip(jobs, turns):
+                while not (job.done() or Path(f"{turn}.compiled").exists()):
+                    time.sleep(0.1)
+            for case, job, turn in zip(group, jobs, turns):
+                turn.touch()
+                yield case, job.result()
+
+
+def in_a_process(case: dict, seconds: float, turn: Path) -> dict:
+    """What `run_case` returns, from a process that sees so many devices; or {"error": one line}.
+
+    It runs when there is the file `turn`: see `timing.wait_for`."""
+    command = [sys.executable, __file__, f"--case={json.dumps(case)}", f"--turn={turn}"]
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -163,7 +180,7 @@ def variables(case: dict) -> dict:
     return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
 
 
-def run_case(case: dict, turn: Path | None = None) -> dict:
+def run_case(case: dict, turn: Path) -> dict:
     import jax
 
     if len(jax.devices()) != case["devices"]:
@@ -176,7 +193,7 @@ def run_case(case: dict, turn: Path | None = None) -> dict:
 # --- one case, in its process -------------------------------------------------------------------------
 
 
-def measure(case: dict, turn: Path | None = None) -> dict:
+def measure(case: dict, turn: Path) -> dict:
     """Times the train step and reads what its devices exchange."""
     import jax
 
@@ -192,8 +209,7 @@ def measure(case: dict, turn: Path | None = None) -> dict:
     done("lowered")
     compiled = lowered.compile()
     row = {"compile_s": done("compiled")} | exchanged(compiled)
-    if turn:
-        timing.wait_for(turn)
+    timing.wait_for(turn)
     state = init()
     analysis = compiled.memory_analysis()
     if analysis:

@@ -42,8 +42,13 @@ def test_one_case_runs_and_is_recorded(tmp_path):
 def test_a_case_that_fails_or_hangs_ends_alone():
     case = {"devices": 1, "smoke": True, "recipe": "nothing", "model": "tiny", "layout": "one", "batch": 4,
             "remat": "none", "scan": False, "steps": 1}  # fmt: skip
-    assert "unknown" in scaling.in_a_process(case, 100)["error"]
-    assert scaling.in_a_process(case, 0.01) == {"error": "not done after 0 s; done: nothing yet"}
+    args = scaling.parse(["--timeout=100", "--at_once=2"])
+    assert ["unknown" in row["error"] for _, row in scaling.measured([case] * 2, args)] == [
+        True
+    ] * 2
+    args.timeout = 0.01
+    ((_, row),) = scaling.measured([case], args)
+    assert row == {"error": "not done after 0 s; done: nothing yet"}
 
 
 def row(devices, rate, layout="data"):
