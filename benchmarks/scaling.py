@@ -78,10 +78,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--xla",
-        nargs="+",
-        default=[],
+        nargs="*",
+        action="append",
         metavar="OPTION=VALUE",
-        help="compiler options, such as xla_gpu_disable_async_collectives=ALLCOLLECTIVES",
+        help="compiler options for several devices, such as "
+        "xla_gpu_disable_async_collectives=ALLCOLLECTIVES; again for another set, empty for none",
     )
     parser.add_argument("--steps", type=int, default=20, help="timed; of --losses 200")
     parser.add_argument("--losses", action="store_true", help="loss curves instead")
@@ -111,15 +112,16 @@ def cases(args) -> list[dict]:
     else:
         kinds = [{"model": model} for model in args.models]
         shared |= {"batch": args.batch, "remat": args.remat, "scan": args.scan}
-    if args.xla:
-        shared["xla"] = dict(option.split("=", 1) for option in args.xla)
+    variants = [dict(option.split("=", 1) for option in options) for options in args.xla or [[]]]
     found = []
     for kind, devices in itertools.product(kinds, args.devices):
         for layout, recipe in itertools.product(args.layouts, args.recipes):
             layout = layout if devices > 1 else "one"
-            for dtype in args.reduce_dtypes if devices > 1 else ["float32"]:
+            for dtype, options in itertools.product(args.reduce_dtypes, variants):
                 case = kind | {"recipe": recipe, "layout": layout, "devices": devices} | shared
-                case |= {"reduce_dtype": dtype} if dtype != "float32" else {}
+                if devices > 1:  # one sums nothing
+                    case |= {"reduce_dtype": dtype} if dtype != "float32" else {}
+                    case |= {"xla": options} if options else {}
                 found += [case] * (case not in found)
     return found
 
