@@ -260,12 +260,13 @@ def bench_one(records, case, specification, name, function, arrays, *, peer):
 
 
 def against_peers(records: timing.Records, row: dict) -> dict:
-    """The fastest library for the same work: for a product in any narrow type."""
+    """The fastest library for the same work: for a product in any narrow type, but with its scales."""
     same = ("op", "shape") if row["op"] == "matmul" else ("op", "shape", "dtype")
     peers = [
         r
         for r in records.rows
-        if r.get("is_peer") and r.get("us") and all(r[key] == row[key] for key in same)
+        if r.get("is_peer") and r.get("us") and r.get("snr_db", 1) > 0
+        and all(r[key] == row[key] for key in same)
     ]
     if not peers:
         return {}

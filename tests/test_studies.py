@@ -1,5 +1,7 @@
 """The studies in benchmarks/studies: each runs in its shortest form, and goes on where it was cut off."""
 
+import doctest
+import importlib
 import json
 import math
 import os
@@ -18,6 +20,22 @@ def study(monkeypatch):
     import study
 
     return study
+
+
+@pytest.mark.parametrize("name", ["study", "spikes"])
+def test_examples(study, name):
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried and not failed
+
+
+def test_spikes_that_follow_an_rms_event(study, tmp_path, capsys):
+    """What docs/results.md says of the sweep on GPUs is what its file says; and its plot is drawn."""
+    results = STUDIES.parent / "results" / "spikes_gpu.json"
+    plot = tmp_path / "plot.png"
+    importlib.import_module("spikes").main([f"--merge={results}", f"--plot={plot}"])
+    told = "patch: 8 of 15 loss events follow an RMS event; 0.9 by chance, p = 2e-07"
+    assert told in capsys.readouterr().out
+    assert plot.stat().st_size > 5000
 
 
 slow = [

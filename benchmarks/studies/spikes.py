@@ -195,47 +195,117 @@ def after_surge(results: list[dict], control: list[dict]) -> str:
 
 
 def alignment(results: list[dict], tensor: str) -> str:
-    events = sum(r["spikes"] for r in results)
+    """How many loss events follow an RMS event, and how likely so many are if each falls where it likes.
+
+    >>> alignment([{"spikes": 2, "alignment": {"patch": {"followed": 1, "chance": 0.1}}}], "patch")
+    '1 of 2 loss events follow an RMS event; 0.2 by chance, p = 0.2'
+    """
     followed = sum(r["alignment"][tensor]["followed"] for r in results)
-    chance = sum(r["spikes"] * r["alignment"][tensor]["chance"] for r in results)
-    return f"{followed} of {events} loss events follow an RMS event; {chance:.1f} by chance"
+    chances = [r["alignment"][tensor]["chance"] for r in results for _ in range(r["spikes"])]
+    likely = [1.0]  # of 0, 1, 2, ... that follow
+    for chance in chances:
+        likely = [
+            (1 - chance) * a + chance * b
+            for a, b in zip([*likely, 0.0], [0.0, *likely], strict=True)
+        ]
+    return (
+        f"{followed} of {len(chances)} loss events follow an RMS event; "
+        f"{sum(chances):.1f} by chance, p = {sum(likely[followed:]):.1g}"
+    )
 
 
 def draw(figure, runs) -> None:
+    """A panel for each question that the parts of the study answer."""
+    parts = {run["key"]["part"] for run in runs}
+    panels = [draw_counts, draw_sweep, draw_spike] if "sweep" in parts else []
+    panels += [draw_finals] if parts - {"sweep"} else []
+    panels += [draw_surge] if "surge" in parts else []
+    figure.set_size_inches(3.8 * len(panels), 3.6)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel(axes, runs)
+
+
+def draw_counts(axes, runs) -> None:
+    axes.set_title("loss spikes a run")
+    draw_by_place(axes, runs, lambda results: sum(r["spikes"] for r in results) / len(results))
+
+
+def draw_sweep(axes, runs) -> None:
+    axes.set_title("final loss, mean")
+    draw_by_place(axes, runs, lambda results: sum(r["final"] for r in results) / len(results))
+
+
+def draw_by_place(axes, runs, value) -> None:
+    """A point for each optimizer at each size, batch and rate of the sweep."""
+    sweep = [run for run in runs if run["key"]["part"] == "sweep"]
+    places = dict(sorted(cells(sweep, "size", "batch", "lr", "steps").items()))
+    names = [f"{size} {batch} {lr}, {steps} steps" for size, batch, lr, steps in places]
+    axes.set_xticks(range(len(places)), names, rotation=90, fontsize=7)
+    for i, arm in enumerate(SWEPT):
+        for x, some in enumerate(places.values()):
+            results = [run["result"] for run in some if run["key"]["arm"] == arm]
+            if results:
+                label = arm if x == 0 else None
+                axes.plot(x + 0.15 * (i - 1.5), value(results), ".", color=f"C{i}", label=label)
+    axes.legend(fontsize=6)
+
+
+def draw_spike(axes, runs) -> None:
+    """The loss spike of the sweep that follows an RMS event of the patch embedding, where RMS is largest."""
+    lead = range(1, 9)  # steps, as Rules.lead
+    sweep = [
+        run for run in cells(runs, "part").get(("sweep",), ()) if run["result"].get("loss_events")
+    ]
+    found = [
+        (run["result"]["largest_rms"], event, run)
+        for run in sweep
+        for event in run["result"]["loss_events"]
+        if any(event - start in lead for start in run["result"]["patch_events"])
+    ]
+    if not found:
+        axes.set_axis_off()
+        axes.set_title("no loss spike follows an RMS event")
+        return
+    _, event, run = max(found, key=lambda one: one[0])
+    result, key = run["result"], run["key"]
+    near = slice(max(event // study.THIN - 30, 0), event // study.THIN + 20)
+    steps = study.thinned_steps(result["loss"])[near]
+    axes.plot(steps, result["loss"][near], label="loss")
+    axes.plot(
+        steps, result["rms"][near], ":", label=f"RMS, patch embedding, mean of {study.THIN} steps"
+    )
+    axes.axvline(event, color="0.6", linewidth=0.8)
+    axes.set(
+        xlabel="step", title=f"{key['arm']}, {key['size']} {key['batch']} {key['lr']}: a spike"
+    )
+    axes.legend(fontsize=7)
+
+
+def draw_finals(axes, runs) -> None:
     from swjax.report.charts import LIGHT
 
-    figure.set_size_inches(11, 3.6)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.4, 1.2))
-    sweep = cells([run for run in runs if run["key"]["part"] == "sweep"], "size", "batch", "lr")
-    left.set_title("loss spikes a run")
-    left.set_xticks(range(len(sweep)), [" ".join(map(str, place)) for place in sweep], rotation=90)
-    for i, arm in enumerate(SWEPT):
-        for x, some in enumerate(sweep.values()):
-            counts = [run["result"]["spikes"] for run in some if run["key"]["arm"] == arm]
-            if counts:
-                left.plot(x + 0.1 * i, sum(counts) / len(counts), ".", color=f"C{i}",
-                          label=arm if x == 0 else None)  # fmt: skip
-    if sweep:
-        left.legend(fontsize=6)
     for i, part in enumerate(("optimizers", "shift", "surge")):
         some = cells([run for run in runs if run["key"]["part"] == part], "arm")
         for y, arm in enumerate(ARMS):
             if (arm,) in some:
                 finals = [r["result"]["final"] for r in some[arm,]]
-                middle.plot(finals, [y + 0.2 * (i - 1)] * len(finals), ".", color=LIGHT.series[i])
-    middle.set_yticks(range(len(ARMS)), ARMS)
-    middle.set(xlabel="final loss, each run", title="steady (blue), shift (red), surge (green)")
-    shown = ("adamw 0.99", "stable 0.99")
+                axes.plot(finals, [y + 0.2 * (i - 1)] * len(finals), ".", color=LIGHT.series[i])
+    axes.set_yticks(range(len(ARMS)), ARMS)
+    axes.set(xlabel="final loss, each run", title="steady (blue), shift (red), surge (green)")
+
+
+def draw_surge(axes, runs) -> None:
+    from swjax.report.charts import LIGHT
+
     some = cells([run for run in runs if run["key"]["part"] == "surge"], "arm")
-    for arm, color in zip(shown, (LIGHT.series[1], LIGHT.series[0]), strict=True):
+    for arm, color in (("adamw 0.99", LIGHT.series[1]), ("stable 0.99", LIGHT.series[0])):
         if (arm,) in some:
             result = some[arm,][-1]["result"]
             steps = study.thinned_steps(result["loss"])
-            right.plot(steps, result["loss"], color=color, linewidth=1, label=f"loss, {arm}")
-            right.plot(steps, result["rms"], ":", color=color, linewidth=1, label=f"RMS, {arm}")
-    right.set(xlabel="step", title="gradients surge at half of the run")
-    if some:
-        right.legend(fontsize=7)
+            axes.plot(steps, result["loss"], color=color, linewidth=1, label=f"loss, {arm}")
+            axes.plot(steps, result["rms"], ":", color=color, linewidth=1, label=f"RMS, {arm}")
+    axes.set(xlabel="step", title="gradients surge at half of the run")
+    axes.legend(fontsize=7)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def wait(pairs, rate: float, workers: int, batch_size: int, rounds: int = 6) -> 
     """How a loader keeps up with a device.
 
     Every process makes batches of its own, so that the first come all at once: what counts begins when
-    each has made two.
+    each has made two, taken at the same rate as the others, as a run's first ones are by its later ones.
 
     Args:
       pairs: source of photographs.
@@ -98,19 +98,23 @@ def wait(pairs, rate: float, workers: int, batch_size: int, rounds: int = 6) -> 
     found, steps = {}, rounds * max(workers, 1)
     for pace in (0.0, batch_size / rate):
         batches = loader(pairs, batch_size=batch_size, image_size=_SIZE, workers=workers)
-        for _ in range(2 * max(workers, 1)):
-            next(batches)
-        start, waited = time.perf_counter(), 0.0
-        for _ in range(steps):
-            asked = time.perf_counter()
-            next(batches)
-            waited += time.perf_counter() - asked
-            time.sleep(pace)
-        found[pace] = waited, time.perf_counter() - start
+        _take(batches, 2 * max(workers, 1), pace)
+        found[pace] = _take(batches, steps, pace)
         batches.close()
     (_, fastest), (waited, seconds) = found.values()
     return {"workers": workers, "images_per_second": round(steps * batch_size / fastest),
             "data_wait": round(waited / seconds, 4)}  # fmt: skip
+
+
+def _take(batches: Iterator, count: int, pace: float) -> tuple[float, float]:
+    """Takes so many batches, and rests for so many seconds after each: (seconds waited, seconds in all)."""
+    start, waited = time.perf_counter(), 0.0
+    for _ in range(count):
+        asked = time.perf_counter()
+        next(batches)
+        waited += time.perf_counter() - asked
+        time.sleep(pace)
+    return waited, time.perf_counter() - start
 
 
 def measure(tars: str, folder: str, images: int, rounds: int) -> dict:
