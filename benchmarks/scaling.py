@@ -76,6 +76,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=["float32", "bfloat16"],
         help="that devices add up kernels' gradients in",
     )
+    text = "1: all layers' at once, after the backward pass"
+    parser.add_argument(
+        "--reduce_once", nargs="+", type=int, default=[0], choices=[0, 1], help=text
+    )
     parser.add_argument(
         "--xla",
         nargs="*",
@@ -117,10 +121,13 @@ def cases(args) -> list[dict]:
     for kind, devices in itertools.product(kinds, args.devices):
         for layout, recipe in itertools.product(args.layouts, args.recipes):
             layout = layout if devices > 1 else "one"
-            for dtype, options in itertools.product(args.reduce_dtypes, variants):
+            for dtype, once, options in itertools.product(
+                args.reduce_dtypes, args.reduce_once, variants
+            ):
                 case = kind | {"recipe": recipe, "layout": layout, "devices": devices} | shared
                 if devices > 1:  # one sums nothing
                     case |= {"reduce_dtype": dtype} if dtype != "float32" else {}
+                    case |= {"reduce_once": True} if once else {}
                     case |= {"xla": options} if options else {}
                 found += [case] * (case not in found)
     return found
@@ -294,6 +301,7 @@ def mesh_of(case: dict) -> dict:
     """What the config says of the mesh, all devices along one axis, and of sums over it."""
     sizes = (1, -1) if case["layout"] == "fsdp" else (-1, 1)
     sums = {"train.reduce_dtype": case.get("reduce_dtype", "float32")}
+    sums |= {"train.reduce_once": case.get("reduce_once", False)}
     return dict(zip(("mesh.data", "mesh.fsdp"), sizes, strict=True)) | sums
 
 
@@ -468,13 +476,14 @@ def arranged(case: dict) -> str:
     """The layout, and what XLA was told."""
     options = [f"{key}={value}" for key, value in case.get("xla", {}).items()]
     sums = [f"sums in {case['reduce_dtype']}"] if "reduce_dtype" in case else []
+    sums += ["at once"] if "reduce_once" in case else []
     return " ".join([case.get("layout", ""), *sums, *options])
 
 
 def efficiency(rows: list[dict], row: dict) -> float | None:
     """Samples/s over those of as many single devices; None where one of the two is missing."""
     # Options of collectives mean nothing to one device.
-    unlike = ("devices", "layout", "reduce_dtype", "xla")
+    unlike = ("devices", "layout", "reduce_dtype", "reduce_once", "xla")
     same = {key: value for key, value in row["case"].items() if key not in unlike}
     for one in rows:
         single = {key: value for key, value in one["case"].items() if key not in unlike}
@@ -558,6 +567,7 @@ def short(case: dict) -> str:
     values = sorted(set(case.get("xla", {}).values()))
     options = f"XLA options: {', '.join(values)}" if values else ""
     sums = "16-bit sums" if "reduce_dtype" in case else ""
+    sums += " at once" if "reduce_once" in case else ""
     names = (case["model"], NAMES.get(case["recipe"], case["recipe"]), case["layout"], sums)
     return f"{' '.join(names)} x{case['devices']}\n{options}".strip()
 

@@ -293,6 +293,7 @@ def set_layouts(
     spec_of: Callable[[str], P],
     tokens: P = TOKENS,
     reduce_dtype: str | None = None,
+    reduce_later: bool = False,
 ) -> nnx.Module:
     """Tells the `Linear` layers of a model where their operands lie, in place.
 
@@ -304,6 +305,7 @@ def set_layouts(
         are stacked, as for `jax.lax.scan`, the last two dimensions count.
       tokens: the spec of the leading dimensions of every layer's input.
       reduce_dtype: of the sums of kernels' gradients over devices; see `swjax.Layout`.
+      reduce_later: of kernels that are stacked, and go through `swjax.partition.reduced`; see there.
 
     Returns:
       `model`.
@@ -316,7 +318,8 @@ def set_layouts(
         if isinstance(module, Linear):
             spec = spec_of("/".join(map(str, (*path, "kernel"))))
             whole = (*spec, *(None,) * module.kernel.ndim)[: module.kernel.ndim]
-            module.layout = Layout(P(*whole[-2:]), tokens, reduce_dtype)
+            stacked = module.kernel.ndim > 2
+            module.layout = Layout(P(*whole[-2:]), tokens, reduce_dtype, reduce_later and stacked)
     return model
 
 

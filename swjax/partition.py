@@ -24,6 +24,7 @@ So int8 values are those of one device, and so are the products that no axis cut
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -58,6 +59,8 @@ class Layout:
       reduce_dtype: what the gradient of w is rounded to before devices add theirs up, and added up in:
         "bfloat16" or "float16" for half of the bytes, "float32"; None: the dtype of w. It is looked at on
         every mesh, but not inside of a `jax.shard_map` of the user's, where JAX adds up.
+      reduce_later: devices that hold all of w keep what their own tokens add to its gradient. Only for
+        who passes the layer a w that `partition.reduced` returned: there it is added up.
 
     Raises:
       ValueError: another reduce_dtype.
@@ -66,6 +69,7 @@ class Layout:
     w: P = field(default=P())
     tokens: P = TOKENS
     reduce_dtype: str | None = None
+    reduce_later: bool = False
 
     def __post_init__(self):
         if self.reduce_dtype not in (None, "float32", "bfloat16", "float16"):
@@ -83,6 +87,7 @@ class Plan(NamedTuple):
       k, n: of the width of x and of y in the products.
       w: of w [k, n] at rest: k, n and after them the axes that it is gathered over.
       reduce_dtype: of sums of dw; None: its own.
+      reduce_later: whether `reduced` sums dw over devices that hold all of it.
     """
 
     mesh: AbstractMesh | None
@@ -91,6 +96,7 @@ class Plan(NamedTuple):
     n: Axes = ()
     w: Spec = Spec(((), ()))
     reduce_dtype: str | None = None
+    reduce_later: bool = False
 
     @property
     def x(self) -> Spec:
@@ -176,12 +182,16 @@ class Plan(NamedTuple):
 
     def scatter_sum(self, dw: jax.Array) -> jax.Array:
         """What this device holds at rest of dw [k, n], summed over everybody's tokens."""
-        scattered = self._gathered(self.w)
-        for axis, axes in enumerate(scattered):
+        for axis, axes in enumerate(self._gathered(self.w)):
             if axes:
                 dw = _scatter_sum(dw, axes, axis)
-        rest = tuple(axis for axis in self.token_axes if axis not in _union(scattered))
-        return self.sum(dw, rest)
+        return dw if self.reduce_later else self.sum(dw, self.sharing)
+
+    @property
+    def sharing(self) -> Axes:
+        """The axes that split tokens and not w: their devices hold the same of w, and sum its gradient."""
+        scattered = _union(self._gathered(self.w))
+        return self.splits(tuple(axis for axis in self.token_axes if axis not in scattered))
 
     def _gathered(self, spec: Spec) -> Spec:
         tokens = self.token_axes
@@ -287,6 +297,33 @@ def heads_plan(q: jax.Array, layout: Layout | None) -> Plan:
     return Plan(mesh, (b,), n=tuple(axis for axis in h if axis not in b))
 
 
+def reduced(w: jax.Array, x: jax.Array, layout: Layout | None) -> jax.Array:
+    """A stack of weights [layers, k, n] whose layers, called with x [..., k], may reduce later.
+
+    So what devices add to the gradient is summed once, of the whole stack, and not layer by layer: XLA need
+    not copy parts of it side by side to send them together, and no layer computes beside the sum.
+    """
+    if layout is None or not layout.reduce_later:
+        return w
+    return _reduced(w, plan(x, w[0], layout))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _reduced(w, plan: Plan):
+    return w
+
+
+def _reduce(plan, _, dw):
+    def step(dw):
+        return plan.sum(dw.astype(plan.reduce_dtype or dw.dtype), plan.sharing).astype(dw.dtype)
+
+    spec = Spec(((), *plan.w))
+    return (plan.run(step, (dw,), (spec,), spec) if plan.sharing else dw,)
+
+
+_reduced.defvjp(lambda w, plan: (w, None), _reduce)
+
+
 def next_plan(first: Plan, w: jax.Array, layout: Layout | None) -> Plan:
     """The plan of a layer whose x is the y of the first one."""
     if first.mesh is None:
@@ -306,8 +343,8 @@ def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout | No
     if not split_k and k_size % _devices(mesh, cut + gathered[0]) == 0:
         split_k = cut
     at_rest = Spec((split_k + gathered[0], split_n + gathered[1]))
-    reduce_dtype = layout and layout.reduce_dtype
-    return Plan(mesh, tuple(tokens), split_k, split_n, at_rest, reduce_dtype)
+    reduce = (layout.reduce_dtype, layout.reduce_later) if layout else ()
+    return Plan(mesh, tuple(tokens), split_k, split_n, at_rest, *reduce)
 
 
 def _mesh(*arrays: jax.Array) -> AbstractMesh | None:

@@ -276,7 +276,8 @@ def make_init(config, cfg: clip.CLIPConfig, optimizer):
 
     def model():
         clip_model = clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed))
-        return set_layouts(clip_model, sharding.spec_of, reduce_dtype=config.train.reduce_dtype)
+        dtype, once = config.train.reduce_dtype, config.train.reduce_once
+        return set_layouts(clip_model, sharding.spec_of, reduce_dtype=dtype, reduce_later=once)
 
     def init():
         params = nnx.to_pure_dict(nnx.state(model(), nnx.Param))

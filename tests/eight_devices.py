@@ -4,6 +4,7 @@ Not collected by itself: tests/test_sharding.py runs it in a process that has ei
 """
 
 import re
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -27,6 +28,7 @@ from swjax import config as config_lib
 from swjax.attention import attention
 from swjax.diagnostics import Packer
 from swjax.optax import rms_by_path, stable_adamw
+from swjax.partition import reduced
 from swjax.recipes import RECIPES
 from swjax.testing import assert_narrow_gathers, collectives
 from swjax.train_step import make_optimizer, make_schedule, make_train_step
@@ -292,9 +294,9 @@ def test_collectives_of_an_mlp(name):
     ]
 
 
-def test_collectives_of_a_train_step():
-    """All gathers are of parameters, in 8 bits where recipes apply, and of what the loss compares."""
-    changes = MICRO | {"train.compilation_cache": "", "mesh.data": 2, "mesh.fsdp": 4}
+def train_program(**changes):
+    """The train step of a small CLIP: its config, compiled program, state's shapes, and a state and batch."""
+    changes = MICRO | {"train.compilation_cache": ""} | changes
     pairs = [(key, str(value)) for key, value in changes.items()]
     config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
     mesh, cfg = trainer.check(config)
@@ -302,29 +304,62 @@ def test_collectives_of_a_train_step():
     optimizer = make_optimizer(config, schedule)
     init, graphdef = trainer.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
-    shapes = {
-        "image": ((8, 16, 16, 3), "uint8"),
-        "text": ((8, 8), "int32"),
-        "label": ((8,), "int32"),
+    where = jax.tree.map(lambda x: x.sharding, like)
+    rng, size = np.random.default_rng(0), config.train.batch_size
+    batch = {
+        "image": rng.integers(0, 256, (size, 16, 16, 3), np.uint8),
+        "text": rng.integers(1, 100, (size, 8), np.int32),
+        "label": np.arange(size, dtype=np.int32),
     }
-    rows = NamedSharding(mesh, sharding.BATCH)
-    batch = {k: jax.ShapeDtypeStruct(*v, sharding=rows) for k, v in shapes.items()}
-    step = jax.jit(
-        make_train_step(config, graphdef, optimizer, schedule, Packer()),
-        out_shardings=(jax.tree.map(lambda x: x.sharding, like), None),
-    )
+    batch = sharding.shard_batch(batch, mesh)
+    step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+    step = jax.jit(step, out_shardings=(where, None)).lower(like, batch).compile()
+    state = lambda: jax.jit(init, out_shardings=where)()
+    return config, cfg, step, like, state, batch
+
+
+def shapes_of(params):
+    """Of the kernels of a block, and of all that is in no block."""
     params = {
-        sharding.path_name(path): x.shape
-        for path, x in jax.tree_util.tree_leaves_with_path(like["params"])
+        sharding.path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)
     }
     kernels = {shape[1:] for name, shape in params.items() if "blocks" in name and "kernel" in name}
-    others = {shape for name, shape in params.items() if "blocks" not in name}
-    found = [c for c in collectives(step, like, batch) if c.op == "all-gather" and len(c.shape) > 1]
+    return kernels, {shape for name, shape in params.items() if "blocks" not in name}
+
+
+def test_collectives_of_a_train_step():
+    """All gathers are of parameters, in 8 bits where recipes apply, and of what the loss compares."""
+    config, cfg, step, like, _, _ = train_program(**{"mesh.data": 2, "mesh.fsdp": 4})
+    kernels, others = shapes_of(like["params"])
+    found = [c for c in collectives(step) if c.op == "all-gather" and len(c.shape) > 1]
     # Of three sizes the first counts devices, whose columns come one after the other.
     whole = lambda shape: shape if len(shape) == 2 else (shape[1], shape[0] * shape[2])
     assert {whole(shape) for _, dtype, shape in found if dtype == "s8"} == kernels
     embeddings = (config.train.batch_size, cfg.embed_dim)
     assert {shape for _, dtype, shape in found if dtype != "s8"} <= others | {embeddings}
+
+
+@pytest.mark.parametrize("accumulation", [1, slow(2)])
+def test_collectives_of_a_train_step_that_reduces_once(accumulation):
+    """Gradients of kernels are summed as stacks of layers, and the step leaves what it leaves otherwise."""
+    shared = {"mesh.data": 4, "mesh.fsdp": 2, "train.accumulation": accumulation}
+    shared |= {
+        "train.batch_size": 8 * accumulation,
+        "model.vision.layers": 2,
+        "model.text.layers": 2,
+    }
+    results, sums = [], []
+    for once in (False, True):
+        _, _, step, like, state, batch = train_program(**shared, **{"train.reduce_once": once})
+        kernels, _ = shapes_of(like["params"])
+        parts = {(k // 2, n) for k, n in kernels} | {(k, n // 2) for k, n in kernels}
+        found = [shape for op, _, shape in collectives(step) if op == "all-reduce"]
+        sums.append(Counter(len(shape) for shape in found if shape[-2:] in parts))
+        results.append(step(state(), batch))
+    # Six kernels in two layers of two towers; what is in no block is left.
+    assert sums[0] - sums[1] == {2: 24} and sums[1][3] == 12
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_collectives_check_can_fail():
@@ -410,6 +445,37 @@ def test_transformations_scan_over_stacked_layers(kind):
         assert_narrow_gathers(fn, weights=[(K, N), (N, K)])
     for a, b in zip(got, want):
         assert snr_db(a, b) > 38  # a later layer may round to another step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["data", "hybrid", "fsdp_rows"])
+def test_transformations_stacks_are_reduced_once(case, kind):
+    """The same bits, by one sum of the stack over devices that hold the same of it, and none of a layer."""
+    (sizes, spec), dtype = CASES[case], "bfloat16"
+    mesh = make_mesh(sizes, KINDS[kind])
+    x, g = (put(draw(BATCH, TOKENS_EACH, K, seed=seed), mesh, TOKENS) for seed in (0, 3))
+    stack = put(draw(3, K, K, seed=1) / np.sqrt(K), mesh, P(None, *spec))
+
+    def run(layout, x, stack):
+        for w in jax.lax.split(reduced(stack, x, layout), (1, 1, 1)):
+            x = x + swjax.switchback(jnp.tanh(x), w.squeeze(0), layout=layout)
+        return x
+
+    with jax.set_mesh(mesh):
+        now, later = (
+            compiled(
+                partial(gradients, partial(run, Layout(spec, TOKENS, dtype, later))), (x, stack), g
+            )
+            for later in (False, True)
+        )
+        for a, b in zip(now((x, stack), g), later((x, stack), g), strict=True):
+            np.testing.assert_array_equal(a, b)
+        layer = (K // sizes[1], K)
+        sums = [
+            [s for op, _, s in collectives(p) if op == "all-reduce" and s[-2:] == layer]
+            for p in (now, later)
+        ]
+    assert sums == ([[], []] if case == "fsdp_rows" else [[layer] * 3, [(3, *layer)]])
 
 
 @pytest.mark.parametrize("kind", KINDS)

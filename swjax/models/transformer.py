@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swjax import attention, prologues
+from swjax import attention, partition, prologues
 from swjax.models.config import POLICIES, Options, TowerConfig
 from swjax.nnx import Linear, linears, mlp
 from swjax.recipes import Recipe
@@ -245,6 +245,15 @@ def apply_blocks(
     length = x.shape[1]
     if blocks.attn.implementation(x, length) == "cudnn":
         x = attention.pad_tokens(x)
+    layers = {path: layer for path, layer in nnx.iter_modules(blocks) if isinstance(layer, Linear)}
+
+    def reduced(path, parameter):
+        if path[-1] != "kernel" or path[:-1] not in layers:
+            return parameter
+        layout = layers[path[:-1]].layout
+        return parameter.replace(partition.reduced(parameter[...], x, layout))
+
+    stacked = nnx.map_state(reduced, stacked)
 
     def step(x, parameters):
         y = nnx.merge(graph, parameters)(x, length)
