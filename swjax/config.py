@@ -315,7 +315,9 @@ UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log."
 def changes(saved: str, config: ConfigDict) -> list[str]:
     """What differs between a run's config.json and a config, as `key: old -> new`.
 
-    >>> config = ConfigDict({"model": {"recipe": "standard"}, "log": {"every_steps": 2}})
+    A key that one of them lacks is of another version of swjax, and no difference.
+
+    >>> config = ConfigDict({"model": {"recipe": "standard", "new": ""}, "log": {"every_steps": 2}})
     >>> changes('{"model": {"recipe": "switchback"}, "log": {"every_steps": 1}}', config)
     ["model.recipe: 'switchback' -> 'standard'"]
 
@@ -329,8 +331,8 @@ def changes(saved: str, config: ConfigDict) -> list[str]:
 
 def _differences(old: dict, new: dict, prefix: str) -> list[str]:
     found = []
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
+    for key in sorted(old.keys() & new.keys()):
+        a, b = old[key], new[key]
         if isinstance(a, dict) and isinstance(b, dict):
             found += _differences(a, b, f"{prefix}{key}.")
         elif a != b:
