@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from swjax.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.kernels import dispatch
-from swjax.partition import TOKENS, Layout
+from swjax.partition import TOKENS, Layout, reduced
 from swjax.prologues import Gelu, Prologue
 from swjax.recipes import Recipe, first_match, get
 from swjax.switchback import dot_general, switchback
@@ -305,7 +305,7 @@ def set_layouts(
         are stacked, as for `jax.lax.scan`, the last two dimensions count.
       tokens: the spec of the leading dimensions of every layer's input.
       reduce_dtype: of the sums of kernels' gradients over devices; see `swjax.Layout`.
-      reduce_later: of kernels that are stacked, and go through `swjax.partition.reduced`; see there.
+      reduce_later: of kernels that are stacked, for who splits the stack by `split_stack`.
 
     Returns:
       `model`.
@@ -321,6 +321,32 @@ def set_layouts(
             stacked = module.kernel.ndim > 2
             module.layout = Layout(P(*whole[-2:]), tokens, reduce_dtype, reduce_later and stacked)
     return model
+
+
+def split_stack(stack: nnx.Module, x: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
+    """`nnx.split` of a stack of equal layers, as for `jax.lax.scan`, that sums what its layers leave.
+
+    Devices that hold the same of a kernel sum its gradient: of the whole stack here, where the layout of its
+    `Linear` has `reduce_later`.
+
+    Args:
+      stack: its parameters have a leading axis, one entry a layer.
+      x: [..., k], for which the layers are called.
+
+    >>> import jax.numpy as jnp
+    >>> make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: Linear(4, 4, rngs=rngs)))
+    >>> graph, layers = split_stack(make(nnx.Rngs(0)), x := jnp.ones((2, 4)))
+    >>> x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
+    """
+    graph, state = nnx.split(stack)
+    layers = {path: layer for path, layer in nnx.iter_modules(stack) if isinstance(layer, Linear)}
+
+    def leaf(path, parameter):
+        if path[-1] != "kernel" or path[:-1] not in layers:
+            return parameter
+        return parameter.replace(reduced(parameter[...], x, layers[path[:-1]].layout))
+
+    return graph, nnx.map_state(leaf, state)
 
 
 def _layout(kernel: nnx.Param) -> Layout | None:

@@ -59,8 +59,8 @@ class Layout:
       reduce_dtype: what the gradient of w is rounded to before devices add theirs up, and added up in:
         "bfloat16" or "float16" for half of the bytes, "float32"; None: the dtype of w. It is looked at on
         every mesh, but not inside of a `jax.shard_map` of the user's, where JAX adds up.
-      reduce_later: devices that hold all of w keep what their own tokens add to its gradient. Only for
-        who passes the layer a w that `partition.reduced` returned: there it is added up.
+      reduce_later: devices that hold the same of w keep what their own tokens add to its gradient, for
+        stacks of layers, which are added up as one: by `swjax.nnx.split_stack`, or `swjax.partition.reduced`.
 
     Raises:
       ValueError: another reduce_dtype.

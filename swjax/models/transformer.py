@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swjax import attention, partition, prologues
+from swjax import attention, prologues
 from swjax.models.config import POLICIES, Options, TowerConfig
-from swjax.nnx import Linear, linears, mlp
+from swjax.nnx import Linear, linears, mlp, split_stack
 from swjax.recipes import Recipe
 
 EPSILON = 1e-5  # PyTorch's, of LayerNorm
@@ -241,19 +241,10 @@ def apply_blocks(
       The tokens after the last block, [b, t, w], and the magnitude of every block's output, float32
       [L] each: `feature_mean_abs`, `feature_max_abs`.
     """
-    graph, stacked = nnx.split(blocks)
     length = x.shape[1]
     if blocks.attn.implementation(x, length) == "cudnn":
         x = attention.pad_tokens(x)
-    layers = {path: layer for path, layer in nnx.iter_modules(blocks) if isinstance(layer, Linear)}
-
-    def reduced(path, parameter):
-        if path[-1] != "kernel" or path[:-1] not in layers:
-            return parameter
-        layout = layers[path[:-1]].layout
-        return parameter.replace(partition.reduced(parameter[...], x, layout))
-
-    stacked = nnx.map_state(reduced, stacked)
+    graph, stacked = split_stack(blocks, x)
 
     def step(x, parameters):
         y = nnx.merge(graph, parameters)(x, length)
