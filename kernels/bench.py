@@ -265,7 +265,9 @@ def against_peers(records: timing.Records, row: dict) -> dict:
     peers = [
         r
         for r in records.rows
-        if r.get("is_peer") and r.get("us") and r.get("snr_db", 1) > 0
+        if r.get("is_peer")
+        and r.get("us")
+        and r.get("snr_db", 1) > 0
         and all(r[key] == row[key] for key in same)
     ]
     if not peers:

@@ -252,7 +252,9 @@ def draw_by_place(axes, runs, value) -> None:
 
 def draw_spike(axes, runs) -> None:
     """The loss spike of the sweep that follows an RMS event of the patch embedding, where RMS is largest."""
-    lead = range(1, 9)  # steps, as Rules.lead
+    from swjax.diagnostics.spikes import Rules
+
+    first, last = Rules().lead
     sweep = [
         run for run in cells(runs, "part").get(("sweep",), ()) if run["result"].get("loss_events")
     ]
@@ -260,7 +262,7 @@ def draw_spike(axes, runs) -> None:
         (run["result"]["largest_rms"], event, run)
         for run in sweep
         for event in run["result"]["loss_events"]
-        if any(event - start in lead for start in run["result"]["patch_events"])
+        if any(first <= event - start <= last for start in run["result"]["patch_events"])
     ]
     if not found:
         axes.set_axis_off()

@@ -86,7 +86,7 @@ def wait(pairs, rate: float, workers: int, batch_size: int, rounds: int = 6) -> 
     """How a loader keeps up with a device.
 
     Every process makes batches of its own, so that the first come all at once: what counts begins when
-    each has made two, taken at the same rate as the others, as a run's first ones are by its later ones.
+    each has made two. These are taken at the device's rate too: faster, they would leave the loader empty.
 
     Args:
       pairs: source of photographs.
