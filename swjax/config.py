@@ -307,6 +307,8 @@ def read_json(what: str, text: str, *, remedy: str, **types) -> dict:
     return found
 
 
+# The parts of a mixture have names, and keys, that the user chooses.
+CHOSEN = "data.mixture."
 # What may change between a run's parts without changing what it computes.
 UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:")  # fmt: skip
@@ -315,7 +317,7 @@ UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log."
 def changes(saved: str, config: ConfigDict) -> list[str]:
     """What differs between a run's config.json and a config, as `key: old -> new`.
 
-    A key that one of them lacks is of another version of swjax, and no difference.
+    A key that one of them lacks is of another version of swjax, and no difference, but in `CHOSEN`.
 
     >>> config = ConfigDict({"model": {"recipe": "standard", "new": ""}, "log": {"every_steps": 2}})
     >>> changes('{"model": {"recipe": "switchback"}, "log": {"every_steps": 1}}', config)
@@ -331,8 +333,9 @@ def changes(saved: str, config: ConfigDict) -> list[str]:
 
 def _differences(old: dict, new: dict, prefix: str) -> list[str]:
     found = []
-    for key in sorted(old.keys() & new.keys()):
-        a, b = old[key], new[key]
+    chosen = prefix.startswith(CHOSEN)
+    for key in sorted(old.keys() | new.keys() if chosen else old.keys() & new.keys()):
+        a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             found += _differences(a, b, f"{prefix}{key}.")
         elif a != b:

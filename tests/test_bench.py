@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swjax.kernels import bench_layers, dispatch, tiles, timing, tune
+from swjax.kernels import bench, bench_layers, dispatch, tiles, timing, tune
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -59,6 +59,19 @@ def test_layers(tmp_path):
     assert len(ours) == 4 and all(row["snr_db"] > 30 and row["ratio"] > 0 for row in ours)
     assert plot.stat().st_size > 1000
     assert bench_layers.grid(rows).keys() == {32}
+
+
+def test_what_computes_something_else_is_no_peer():
+    """As a product without its scales."""
+    same = {"op": "matmul", "shape": "8x8->8", "dtype": "int8", "is_peer": True}
+    records = timing.Records(None, 1)
+    records.rows = [
+        same | {"implementation": "no scales", "us": 1.0, "snr_db": -108.6},
+        same | {"implementation": "xla", "us": 4.0, "snr_db": 200.0},
+        same | {"implementation": "torch", "us": 6.0},  # compared with nothing
+    ]
+    told = bench.against_peers(records, same | {"us": 2.0})
+    assert told == {"ratio": 2.0, "peer": "xla int8"}
 
 
 @pytest.mark.gpu

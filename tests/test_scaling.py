@@ -20,6 +20,18 @@ def test_examples():
     assert tried and not failed
 
 
+def test_cases_of_several_settings():
+    """Every combination on several devices; one device, which sums nothing, once."""
+    flags = "--models vit_b16 --recipes standard --layouts data --devices 1 4 --reduce_once 0 1"
+    found = scaling.cases(scaling.parse([*flags.split(), "--xla", "--xla", "a=1", "b=2"]))
+    told = [(case["devices"], case.get("reduce_once"), case.get("xla")) for case in found]
+    options = {"a": "1", "b": "2"}
+    assert told == [
+        (1, None, None),
+        *((4, once, xla) for once in (None, True) for xla in (None, options)),
+    ]
+
+
 @pytest.mark.slow
 def test_one_case_runs_and_is_recorded(tmp_path):
     out = tmp_path / "scaling.json"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from swjax import config as config_lib
 from swjax import diagnostics, metrics, sharding, train_step, trainer
@@ -461,6 +462,24 @@ def test_a_run_leaves_everything_behind(reference):
     assert "command: python" in (workdir / "env.txt").read_text()
     steps = sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
     assert steps == [4, 6]
+
+
+def test_what_counts_as_another_config():
+    """A key of another version of swjax does not; a part of a mixture, which the user names, does."""
+    parts = {"photos": {"name": "webdataset", "weight": 1.0}}
+    saved = json.dumps({"train": {"steps": 6, "gone": 1}, "data": {"mixture": parts}})
+
+    def changes(train, mixture):
+        return config_lib.changes(saved, ConfigDict({"train": train, "data": {"mixture": mixture}}))
+
+    assert changes({"steps": 6, "new": True}, parts) == []
+    assert changes({"steps": 7}, parts) == ["train.steps: 6 -> 7"]
+    (added,) = changes({"steps": 6}, parts | {"drawings": {"name": "emoji", "weight": 1.0}})
+    assert added.startswith("data.mixture.drawings: None -> {")
+    (removed,) = changes({"steps": 6}, {})
+    assert removed.startswith("data.mixture.photos: {")
+    (told,) = changes({"steps": 6}, {"photos": parts["photos"] | {"text_key": "caption"}})
+    assert told == "data.mixture.photos.text_key: None -> 'caption'"
 
 
 def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
