@@ -85,14 +85,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot and args.out and args.out.exists():
         plot(json.loads(args.out.read_text())["rows"], args.plot)
         return 0
-    records = timing.Records(args.out, args.seconds)
+    records, todo = timing.Records(args.out, args.seconds), list(cases(args))
     if args.turn:
-        programs = {case: compile_program(case) for case in cases(args)}
+        programs = {case: compile_program(case) for case in todo if records.seconds_left > 0}
         timing.wait_for(args.turn)
+        todo = list(programs)
     if args.peers:
         bench_peers(records, args)
-    for case in cases(args):
-        if records.seconds_left < 0:
+    for case in todo:
+        if records.seconds_left < 0 and not args.turn:
             break
         try:
             program = programs.pop(case) if args.turn else compile_program(case)
@@ -117,7 +118,12 @@ def parse(argv):
         metavar="FILE",
         help="to compile first, and time when there is this file: so several may compile at once",
     )
-    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=540,
+        help="no case starts after this, or compiles with --turn",
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny model in few steps")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     parser.add_argument("--plot", type=Path, help="PNG of what --out holds")

@@ -54,7 +54,8 @@ class Recipe:
       dgrad: dx = g wT.
       wgrad: dw = xT g.
       save_quantized: keep the forward pass's quantized x and w for the backward pass, in place of x and
-        w themselves; wgrad then sees the dequantized x. Saves memory and costs a little accuracy.
+        w themselves; wgrad then sees the dequantized x. Saves memory and costs a little accuracy. Of an x
+        that a prologue's backward pass writes again nothing is kept, and wgrad sees x itself.
     """
 
     fwd: Product | None = None

@@ -298,8 +298,10 @@ def _forward(x, ws, biases, prologue, layers: Layers) -> tuple[tuple[jax.Array, 
     inputs = None if prologue is None else x
     x = _read(x, prologue, layers[0])
     ys, weights = zip(*(_apply_weight(x, *each) for each in zip(ws, biases, layers)))
-    x = _Operand(quantized=x.quantized) if layers[0].recipe.save_quantized else _Operand(x.wide)
-    return ys, _Residuals(inputs, x, weights, prologue)
+    # What a prologue's backward pass writes again is not kept in any form.
+    narrow = layers[0].recipe.save_quantized and x.wide is not None
+    kept = _Operand(quantized=x.quantized) if narrow else _Operand(x.wide)
+    return ys, _Residuals(inputs, kept, weights, prologue)
 
 
 def _read(x, prologue, settings) -> _Operand:
@@ -361,7 +363,7 @@ def _backward(
     `gradients` has a `Gradient` of the output of each layer, `residual` is what the input's gradient is
     added to."""
     inputs, x, weights, prologue = residuals
-    if layers[0].recipe.save_quantized:
+    if x.quantized is not None:
         # Without the barrier XLA dequantizes x in the forward pass already, and keeps the wide copy.
         x, gradients, residual = jax.lax.optimization_barrier((x, gradients, residual))
     # What devices have of the input's gradient is summed once for all layers that split its sum alike.

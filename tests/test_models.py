@@ -183,7 +183,7 @@ def test_recipes_by_pattern_reach_the_layers_they_name():
             (tower.blocks.mlp, ("fc1", "fc2")),
         ):
             for name in names:
-                assert getattr(part, name).recipe is RECIPES[quantized.get(name, "standard")], name
+                assert getattr(part, name).recipe == RECIPES[quantized.get(name, "standard")], name
     found = matrix_products(forward(graph, *inputs(cfg)), params)
     # once in the body of each tower's scan
     assert sum(count for types, count in found.items() if types[0] in ("s8", "s32")) == 5

@@ -275,6 +275,17 @@ def test_switchback_m_keeps_int8_only():
     assert residual_bytes("switchback_m") == x.size + w.size + scales
 
 
+def test_of_what_a_prologue_writes_again_nothing_is_kept():
+    x, w, _, g = arrays((64, 32), 48, "bfloat16")
+    norm = swjax.LayerNorm(jnp.ones(32), jnp.zeros(32))
+    kept, dws = [], []
+    for recipe in ("switchback", "switchback_m"):
+        _, vjp = jax.vjp(partial(swjax.switchback, recipe=recipe, prologue=norm), x, w)
+        kept.append(sum(leaf.nbytes for leaf in jax.tree.leaves(vjp)))
+        dws.append(vjp(g)[1])
+    assert kept[0] == kept[1] and jnp.array_equal(*dws)
+
+
 def test_memory_efficient_and_vector_wise_combine():
     q = RECIPES["switchback_q"]
     x, w, _, g = arrays((48, 32), 24)

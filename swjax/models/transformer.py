@@ -1,6 +1,7 @@
 """Pre-LN transformer blocks: one block, and a stack of equal blocks stored as one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -104,7 +105,9 @@ class Attention(nnx.Module):
         self.q = linear(recipe=recipes["attn/q"], kernel_init=init.qkv)
         self.k = linear(recipe=recipes["attn/k"], kernel_init=init.qkv)
         self.v = linear(recipe=recipes["attn/v"], kernel_init=init.qkv)
-        self.out = linear(recipe=recipes["attn/out"], kernel_init=init.out)
+        # Attention keeps its output for its own backward pass: kept in 8 bits too it would take more.
+        out = replace(recipes["attn/out"], save_quantized=False)
+        self.out = linear(recipe=out, kernel_init=init.out)
         self.ln_q = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
         self.ln_k = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
 
