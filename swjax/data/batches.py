@@ -69,12 +69,14 @@ class TrainBatches(Batches):
             raise StopIteration
         batch = None
         while batch is None:
-            batch, errors = (self._coming or self._begin()).result()
-            self._coming = self._begin()
+            self._coming = self._coming or self._begin()
+            batch, errors = self._coming.result()
+            self._coming = None
             self._count(errors)
             self._taken += len(errors)
         done = dict(taken=self._taken, read=self._skips.read, skipped=self._skips.skipped)
         self._state = dataclasses.replace(self._state, batches=self._state.batches + 1, **done)
+        self._coming = self._begin()  # last: its thread holds the interpreter for milliseconds at a time
         return batch
 
     def _begin(self) -> Future:
