@@ -78,7 +78,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     text = "1: all layers' at once, after the backward pass"
     parser.add_argument(
-        "--reduce_once", nargs="+", type=int, default=[0], choices=[0, 1], help=text
+        "--reduce_once", nargs="+", type=int, default=[1], choices=[0, 1], help=text
     )
     parser.add_argument(
         "--xla",
@@ -127,7 +127,7 @@ def cases(args) -> list[dict]:
                 case = kind | {"recipe": recipe, "layout": layout, "devices": devices} | shared
                 if devices > 1:  # one sums nothing
                     case |= {"reduce_dtype": dtype} if dtype != "float32" else {}
-                    case |= {"reduce_once": True} if once else {}
+                    case |= {"reduce_once": True} if once and layout == "data" else {}
                     case |= {"xla": options} if options else {}
                 found += [case] * (case not in found)
     return found

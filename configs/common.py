@@ -94,8 +94,9 @@ def get_config() -> ConfigDict:
     config.train.loss = "softmax"  # softmax (CLIP) | sigmoid (SigLIP)
     # What devices add up the gradients of blocks' kernels in: float32 | bfloat16, half of the bytes.
     config.train.reduce_dtype = "float32"
-    # And when, where devices hold all of them: a layer's beside the backward pass, or all at once after it.
-    config.train.reduce_once = False
+    # And when, where devices hold all of them: all at once after the backward pass, or a layer's beside it
+    # (False), for a network slower than NVLink.
+    config.train.reduce_once = True
     config.train.ema_decay = 0.0  # averages the parameters, and evaluates the average; 0: off
     # When something is not finite, from the batch to the update, and its name is said: stop | skip (the
     # step; stop if it is a parameter) | rollback (to the last checkpoint, past the data since).

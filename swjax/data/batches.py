@@ -111,15 +111,16 @@ def _assembled(
 ) -> Iterator[tuple[dict | None, np.ndarray]]:
     """Batches of good rows, each with the errors, or b"", of all rows that it took, in their order. Where
     most rows are bad: None, and the errors so far, which may be reason to stop."""
-    memory = Memory()
-    chunk, at = {"error": np.empty(0, "S")}, 0  # rows before `at` are done with
+    memory, freeing, freed = Memory(), ThreadPoolExecutor(1, "swjax-freed"), None
+    nothing = {"error": np.empty(0, "S")}
+    chunk, at = nothing, 0  # rows before `at` are done with
     while True:
         pieces, errors, missing = [], [], size
         while missing:
-            if at == len(chunk["error"]):
+            if chunk is nothing:
                 if ended.is_set():
                     return
-                chunk, at = next(chunks), 0
+                chunk = next(chunks)
             good = np.flatnonzero(chunk["error"][at:] == b"")[:missing]
             taken = good[-1] + 1 if len(good) == missing else len(chunk["error"]) - at
             # A slice is a view; rows that are picked out are copied.
@@ -127,11 +128,18 @@ def _assembled(
             pieces.append({name: array[rows] for name, array in chunk.items() if name != "error"})
             errors.append(chunk["error"][at : at + taken])
             at, missing = at + taken, missing - len(good)
+            if at == len(chunk["error"]):
+                chunk, at = nothing, 0
             if missing and sum(map(len, errors)) > 2 * size:
                 yield None, np.concatenate(errors)
                 errors = []
         joined = (memory.joined([piece[name] for piece in pieces]) for name in pieces[0])
-        yield dict(zip(pieces[0], joined, strict=True)), np.concatenate(errors)
+        batch = dict(zip(pieces[0], joined, strict=True)), np.concatenate(errors)
+        # Memory that is shared with processes takes longer to give back than to copy.
+        if freed:
+            freed.result()
+        freed = freeing.submit(pieces.clear)
+        yield batch
 
 
 def loader(
