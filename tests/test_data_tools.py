@@ -151,7 +151,7 @@ def test_bench_prints_images_per_second(tmp_path):
 
 
 def test_bench_says_what_a_device_would_wait_for(tmp_path, capsys):
-    """One that is slower than the loader waits for next to nothing, one that is faster for most of its time."""
+    """One slower than the loader waits for next to nothing, one that is faster for most of its time."""
     tars, waits = write_tars(tmp_path, [32, 32]), []
     for rate in ("20", "1e9"):
         out = tmp_path / f"{rate}.json"

@@ -76,7 +76,9 @@ class TrainBatches(Batches):
             self._taken += len(errors)
         done = dict(taken=self._taken, read=self._skips.read, skipped=self._skips.skipped)
         self._state = dataclasses.replace(self._state, batches=self._state.batches + 1, **done)
-        self._coming = self._begin()  # last: its thread holds the interpreter for milliseconds at a time
+        self._coming = (
+            self._begin()
+        )  # last: its thread holds the interpreter for milliseconds at a time
         return batch
 
     def _begin(self) -> Future:
