@@ -76,9 +76,7 @@ class TrainBatches(Batches):
             self._taken += len(errors)
         done = dict(taken=self._taken, read=self._skips.read, skipped=self._skips.skipped)
         self._state = dataclasses.replace(self._state, batches=self._state.batches + 1, **done)
-        self._coming = (
-            self._begin()
-        )  # last: its thread holds the interpreter for milliseconds at a time
+        self._coming = self._begin()  # last: its thread holds the interpreter for milliseconds at a time
         return batch
 
     def _begin(self) -> Future:
@@ -113,16 +111,15 @@ def _assembled(
 ) -> Iterator[tuple[dict | None, np.ndarray]]:
     """Batches of good rows, each with the errors, or b"", of all rows that it took, in their order. Where
     most rows are bad: None, and the errors so far, which may be reason to stop."""
-    memory, freeing, freed = Memory(), ThreadPoolExecutor(1, "swjax-freed"), None
-    nothing = {"error": np.empty(0, "S")}
-    chunk, at = nothing, 0  # rows before `at` are done with
+    memory = Memory()
+    chunk, at = {"error": np.empty(0, "S")}, 0  # rows before `at` are done with
     while True:
         pieces, errors, missing = [], [], size
         while missing:
-            if chunk is nothing:
+            if at == len(chunk["error"]):
                 if ended.is_set():
                     return
-                chunk = next(chunks)
+                chunk, at = next(chunks), 0
             good = np.flatnonzero(chunk["error"][at:] == b"")[:missing]
             taken = good[-1] + 1 if len(good) == missing else len(chunk["error"]) - at
             # A slice is a view; rows that are picked out are copied.
@@ -130,18 +127,11 @@ def _assembled(
             pieces.append({name: array[rows] for name, array in chunk.items() if name != "error"})
             errors.append(chunk["error"][at : at + taken])
             at, missing = at + taken, missing - len(good)
-            if at == len(chunk["error"]):
-                chunk, at = nothing, 0
             if missing and sum(map(len, errors)) > 2 * size:
                 yield None, np.concatenate(errors)
                 errors = []
         joined = (memory.joined([piece[name] for piece in pieces]) for name in pieces[0])
-        batch = dict(zip(pieces[0], joined, strict=True)), np.concatenate(errors)
-        # Memory that is shared with processes takes longer to give back than to copy.
-        if freed:
-            freed.result()
-        freed = freeing.submit(pieces.clear)
-        yield batch
+        yield dict(zip(pieces[0], joined, strict=True)), np.concatenate(errors)
 
 
 def loader(
