@@ -362,6 +362,20 @@ def test_collectives_of_a_train_step_that_reduces_once(accumulation):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("tensor", [slow(1), 2])
+@pytest.mark.parametrize("recipe", ["switchback", slow("standard")])
+def test_transformations_a_train_step_that_reduces_once_leaves_the_same(recipe, tensor):
+    """Scanned and recomputed, with devices that split a layer's width."""
+    changes = {"mesh.data": 8 // tensor, "mesh.tensor": tensor, "model.recipe": recipe}
+    changes |= {"model.scan_layers": True, "model.remat": "full", "model.vision.layers": 2}
+    results = []
+    for once in (False, True):
+        _, _, step, _, state, batch = train_program(**changes, **{"train.reduce_once": once})
+        results.append(step(state(), batch))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_collectives_check_can_fail():
     mesh, _, args, _ = sharded("fsdp_rows")
     with jax.set_mesh(mesh):
