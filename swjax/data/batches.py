@@ -76,7 +76,8 @@ class TrainBatches(Batches):
             self._taken += len(errors)
         done = dict(taken=self._taken, read=self._skips.read, skipped=self._skips.skipped)
         self._state = dataclasses.replace(self._state, batches=self._state.batches + 1, **done)
-        self._coming = self._begin()  # last: its thread holds the interpreter for milliseconds at a time
+        # Last: beside its thread this one may wait, for the interpreter or a core, for milliseconds.
+        self._coming = self._begin()
         return batch
 
     def _begin(self) -> Future:
