@@ -3,6 +3,7 @@
     python benchmarks/train_step.py --out=benchmarks/results/train_step.json    # the most important first
     python benchmarks/train_step.py --models vit_h14 --kinds encoder --recipes standard switchback
     python benchmarks/train_step.py --peers                   # timm and open_clip under torch.compile too
+    python benchmarks/train_step.py --peers --torchao         # and timm's tower in torchao's int8 and float8
     python benchmarks/train_step.py --turn=FILE               # compiles, and times when FILE is there
     python benchmarks/train_step.py --smoke                   # tiny, on any machine
     python benchmarks/train_step.py --plot=step.png --out=FILE   # draws a finished file
@@ -112,6 +113,7 @@ def parse(argv):
     parser.add_argument("--remats", nargs="+", default=REMATS)
     parser.add_argument("--batch", type=int, help="in place of each model's")
     parser.add_argument("--peers", action="store_true", help="timm and open_clip first")
+    parser.add_argument("--torchao", action="store_true", help="with --peers, timm by torchao too")
     parser.add_argument(
         "--turn",
         type=Path,
@@ -278,7 +280,8 @@ def bench_peers(records: timing.Records, args):
     # -E: without what PYTHONPATH adds for us, such as a Triton that is not PyTorch's.
     command = [sys.executable, "-E", str(Path(__file__).with_name("train_step_torch.py"))]
     theirs = [{k: v for k, v in case._asdict().items() if k != "recipe"} for case in cases(args)]
-    command += dict.fromkeys(json.dumps(case) for case in theirs if case["remat"] in REMATS)
+    theirs = [case | {"torchao": args.torchao} for case in theirs if case["remat"] in REMATS]
+    command += dict.fromkeys(map(json.dumps, theirs))
     timing.add_rows(records, command, seconds=max(records.seconds_left / 2, 60))
 
 

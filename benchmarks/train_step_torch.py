@@ -2,12 +2,14 @@
 
     python benchmarks/train_step_torch.py '{"kind": "step", "model": "vit_h14", "remat": "none", "batch": 64}'
 
-prints a JSON row a line for each case. What is not installed, or fails, is a row that says so. CUDA events
-time them.
+prints a JSON row a line for each case, and with "torchao": true for timm's tower with the linear layers of
+its blocks in torchao's int8 and float8, as its documentation says: all three products, bf16 parameters. What
+is not installed, or fails, is a row that says so. CUDA events time them.
 """
 
 import json
 import sys
+from functools import partial
 
 TIMM = {
     "vit_h14": "vit_huge_patch14_clip_224",
@@ -26,34 +28,63 @@ EMBED = {"vit_h14": 1024, "vit_l14": 768, "vit_b16": 512, "vit_b32": 512}
 
 def main(cases: list[str]) -> int:
     for case in map(json.loads, cases):
-        name = {"encoder": "timm", "step": "open_clip"}[case["kind"]]
-        row = case | {"implementation": f"{name} torch.compile", "is_peer": True}
-        run = {"encoder": encoder, "step": step}[case["kind"]]
-        try:
-            row |= run(case["model"], case["remat"] == "full", case["batch"])
-        except Exception as error:  # one that fails must not end the others
-            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-        print(json.dumps(row), flush=True)
+        torchao = case.pop("torchao", False)
+        runs = {"encoder": {"timm": encoder}, "step": {"open_clip": step}}[case["kind"]]
+        if torchao and case["kind"] == "encoder":
+            runs |= {f"timm torchao {name}": partial(encoder, convert=convert)
+                     for name, convert in TORCHAO.items()}  # fmt: skip
+        for name, run in runs.items():
+            row = case | {"implementation": f"{name} torch.compile", "is_peer": True}
+            try:
+                row |= run(case["model"], case["remat"] == "full", case["batch"])
+            except Exception as error:  # one that fails must not end the others
+                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            print(json.dumps(row), flush=True)
     return 0
 
 
-def encoder(name: str, remat: bool, batch: int) -> dict:
+def encoder(name: str, remat: bool, batch: int, convert=None) -> dict:
+    """Of fp32 parameters under autocast; what `convert` changes has bf16 parameters."""
     import timm
     import torch
 
     model = timm.create_model(TIMM[name], num_classes=EMBED[name]).cuda().train()
     model.set_grad_checkpointing(remat)
-    compiled = torch.compile(model)
     images = torch.randn(batch, 3, 224, 224, device="cuda")
+    if convert:
+        model, images = model.bfloat16(), images.bfloat16()
+        convert(model)
+    compiled = torch.compile(model)
     g = torch.randn(batch, EMBED[name], device="cuda")
 
     def run():
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=not convert):
             y = compiled(images)
         torch.sum(y.float() * g).backward()
         model.zero_grad(set_to_none=True)
 
     return measure(torch, run, batch)
+
+
+def to_int8(model):
+    from torchao import quantize_
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+
+    quantize_(model, int8_mixed_precision_training(), filter_fn=in_blocks)
+
+
+def to_float8(model):
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(model, module_filter_fn=in_blocks)
+
+
+def in_blocks(module, path: str) -> bool:
+    """Whether a module is one of the layers that our recipes reach."""
+    return type(module).__name__ == "Linear" and path.startswith("blocks.")
+
+
+TORCHAO = {"int8": to_int8, "float8": to_float8}
 
 
 def step(name: str, remat: bool, batch: int) -> dict:

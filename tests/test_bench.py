@@ -1,5 +1,6 @@
 """The benchmark and the tuner of kernels, on a CPU: tiny shapes, and what is written down."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import train_step_torch
 from swjax.kernels import bench, bench_layers, dispatch, tiles, timing, tune
 
 ROOT = Path(__file__).parent.parent
@@ -189,3 +191,21 @@ def test_train_step(tmp_path):
         [*script, f"--out={out}", f"--plot={tmp_path}/p.png"], check=True, env=ENVIRONMENT
     )
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_peers_of_training_steps_are_told_where_they_cannot_run(capsys):
+    """Each is a row with its name: PyTorch is missing here, or finds no GPU."""
+    with contextlib.suppress(ImportError):
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("this machine would time them")
+    case = {"model": "vit_b32", "remat": "none", "batch": 4}
+    cases = [case | {"kind": "encoder", "torchao": True}, case | {"kind": "step"}]
+    assert train_step_torch.main([json.dumps(case) for case in cases]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["implementation"].removesuffix(" torch.compile") for row in rows] == [
+        *("timm", "timm torchao int8", "timm torchao float8"),
+        "open_clip",
+    ]
+    assert all(row["error"] and "torchao" not in row for row in rows)
