@@ -382,12 +382,16 @@ def open_batches(config, source, position: dict | None, share: sharding.Share):
 
 @contextmanager
 def blame_data():
-    """Says in one line that too many examples cannot be read."""
+    """Says in one line that too many examples cannot be read, or that nobody is left to read them."""
     try:
         yield
     except data.BadData as error:
         raise ConfigError(
             f"config.data: {error}; config.data.max_bad_share and on_bad say what is allowed"
+        ) from error
+    except data.LostProcess as error:
+        raise RunError(
+            f"{error}; the same command goes on, config.data.workers is their number"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """The train step and the loop: same numbers however a run is cut, split or interrupted."""
 
+import contextlib
 import json
 import os
 import re
@@ -497,25 +498,70 @@ def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
     assert position_a == position_b and position_a["batches"] == 6
 
 
-def test_sigterm_saves_and_says_how_to_go_on(micro, tmp_path):
-    flags = [f"--config.{k}={v}" for k, v in MICRO.items() if k != "train.steps"]
-    cache = micro().train.compilation_cache
-    command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/openmoji.py"]
-    command += [*flags, "--config.train.steps=100000", f"--workdir={tmp_path}"]
-    command += [f"--config.train.compilation_cache={cache}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    metrics_file = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 100
-    while (
-        not (metrics_file.exists() and metrics_file.stat().st_size) and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
+def loaders_of(process) -> list[int]:
+    """The processes that load for one."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            parent = int((command.parent / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == process.pid and "spawn_main" in command.read_text():
+                found.append(int(command.parent.name))
+    return found
+
+
+@pytest.fixture
+def started(micro, tmp_path):
+    """Starts train.py for a run without end; returns the process once it has written metrics."""
+    processes = []
+
+    def start(*flags) -> subprocess.Popen:
+        flags = [f"--config.{k}={v}" for k, v in MICRO.items() if k != "train.steps"] + list(flags)
+        flags += [f"--config.train.compilation_cache={micro().train.compilation_cache}"]
+        command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/openmoji.py"]
+        command += [*flags, "--config.train.steps=100000", f"--workdir={tmp_path}"]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
+        processes.append(process)
+        metrics = tmp_path / "metrics.jsonl"
+        deadline = time.monotonic() + 100
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+def test_sigterm_saves_and_says_how_to_go_on(started, tmp_path):
+    process = started()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     last = records(tmp_path)[-1]["step"]
     assert f"interrupted: step {last} is saved" in output
     assert (tmp_path / "checkpoints" / str(last)).is_dir()
+
+
+def test_sigterm_to_loader_processes_too_saves(started, tmp_path):
+    process = started("--config.data.workers=1")
+    assert (loaders := loaders_of(process))
+    for pid in [*loaders, process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert f"interrupted: step {records(tmp_path)[-1]['step']} is saved" in output
+
+
+def test_a_lost_loader_process_is_one_line(started):
+    process = started("--config.data.workers=1")
+    for pid in loaders_of(process):
+        os.kill(pid, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3
+    last = errors.splitlines()[-1]
+    assert "train.py: loader process" in last and "exit code -9, killed, as by a machine" in last
+    assert "the same command goes on" in last and "Traceback" not in errors
 
 
 def test_second_interrupt_ends_at_once():

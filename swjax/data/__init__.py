@@ -3,12 +3,14 @@
 from swjax.data.batches import loader
 from swjax.data.images import preprocess, random_resized_crop
 from swjax.data.mixture import Mixture
+from swjax.data.processes import LostProcess
 from swjax.data.skipping import BadData, log_to
 from swjax.data.sources import Source, prepare, source
 from swjax.data.tokenizer import tokenize
 
 __all__ = [
     "BadData",
+    "LostProcess",
     "Mixture",
     "Source",
     "loader",

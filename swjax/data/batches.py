@@ -10,6 +10,7 @@ import numpy as np
 from swjax.data.examples import EvalExample, TrainExample
 from swjax.data.memory import Memory
 from swjax.data.packages import require
+from swjax.data.processes import Processes
 from swjax.data.progress import Position, Progress
 from swjax.data.skipping import Skips
 from swjax.data.sources import Source
@@ -188,6 +189,7 @@ def loader(
       ValueError: if the source has fewer examples than a batch of all processes, in training; if
         a number makes no sense; if the position is of another data set.
       BadData: from the iterator, when too many examples cannot be read.
+      LostProcess: from the iterator, when a process that loads was ended from outside.
 
     >>> from swjax.data import source
     >>> patterns = source("synthetic", "train", image_size=8, examples=10)
@@ -254,16 +256,12 @@ def _evaluation(source: Source, batch_size: int, share: tuple, **sizes: int):
 
 def _iterate(rows, chunk: int, batch_size: int, workers: int) -> Iterator:
     """Puts examples together in chunks, and reads ahead in threads or processes."""
+    of_batch = -(-batch_size // chunk)
+    if workers:
+        return Processes(rows, chunk, workers, held=2 * of_batch)
     import grain
-    from absl import flags
 
-    chunks = rows.batch(chunk, drop_remainder=True)
-    if workers == 0:
-        ahead = max(_CHUNKS_AHEAD, 2 * (-(-batch_size // chunk)))
-        options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=ahead)
-        return iter(chunks.to_iter_dataset(options))
-    if not flags.FLAGS.is_parsed():  # grain's processes read flags, even where there is no absl app
-        flags.FLAGS.mark_as_parsed()
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_CHUNKS_AHEAD)
-    processes = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-    return iter(chunks.to_iter_dataset(options).mp_prefetch(processes))
+    options = grain.ReadOptions(
+        num_threads=_THREADS, prefetch_buffer_size=max(_CHUNKS_AHEAD, 2 * of_batch)
+    )
+    return iter(rows.batch(chunk, drop_remainder=True).to_iter_dataset(options))

@@ -1,0 +1,196 @@
+"""Chunks of examples that several processes make, in memory that all of them see."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection, util
+from multiprocessing.heap import Arena
+from typing import NamedTuple
+
+import numpy as np
+
+_GIVEN = 2  # chunks that a process has at once: one that it makes, and the next
+_AHEAD = 4  # chunks for each process that are made or being made
+_ALIGNMENT = 64  # bytes
+
+
+class LostProcess(RuntimeError):
+    """A process that loads examples has ended."""
+
+
+class Field(NamedTuple):
+    """Where one array of a chunk lies in the chunk's memory."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int  # bytes
+    stop: int
+
+    def of(self, memory: np.ndarray) -> np.ndarray:
+        return memory[self.start : self.stop].view(self.dtype).reshape(self.shape)
+
+
+class Processes(Iterator):
+    """Iterator over the chunks of examples, in order, whoever makes them.
+
+    A process gets a chunk when it has made one, so that a slow core holds up few. They write into memory
+    outside of all file systems (/dev/shm has 64 MB in a container), which is used again when a chunk and
+    all views of it are gone. They end with the process that asks for chunks, however that ends, and leave
+    SIGINT and SIGTERM to it.
+
+    Args:
+      rows: examples by number, each a dict of arrays of the same shapes and dtypes; it can be pickled.
+      chunk: examples in a chunk; what is left over at the end is left out.
+      count: processes.
+      held: chunks that are used at once; of more, copies are given.
+
+    Raises:
+      LostProcess: from the iterator, if a process was ended from outside.
+      RuntimeError: from the iterator, with what was raised in a process.
+    """
+
+    def __init__(self, rows: Sequence[dict], chunk: int, count: int, held: int):
+        import cloudpickle
+
+        self._total = len(rows) // chunk
+        self._given = self._taken = 0  # chunks, in order
+        self._fields, self._size = _fields(rows[0], chunk) if self._total else ({}, _ALIGNMENT)
+        slots = _AHEAD * count + held
+        self._free, self._slots = deque(range(slots)), {}
+        self._made: set[int] = set()
+        arena = _shared(slots * self._size)
+        self._memory = arena.buffer
+        context = multiprocessing.get_context("spawn")  # this process has threads
+        packed = cloudpickle.dumps((rows, chunk, self._fields, self._size))
+        self._processes, self._load = {}, {}  # by their pipes
+        self._end = util.Finalize(self, _end, [self._processes], exitpriority=0)
+        for _ in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=_make, args=(there, arena, packed), daemon=True)
+            process.start()
+            there.close()
+            self._processes[here], self._load[here] = process, 0
+        os.close(arena.fd)  # what is mapped stays
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._taken == self._total:
+            raise StopIteration
+        self._receive(timeout=0)
+        self._give()
+        while self._taken not in self._made:
+            self._receive(timeout=None)
+            self._give()
+        self._made.remove(self._taken)
+        slot = self._slots.pop(self._taken)
+        self._taken += 1
+        memory = np.frombuffer(self._memory, np.uint8, self._size, slot * self._size)
+        chunk = {name: field.of(memory) for name, field in self._fields.items()}
+        if self._free:
+            # All views refer to this array, since it is the first above what is none.
+            weakref.finalize(memory, self._free.append, slot).atexit = False
+            return chunk
+        chunk = {name: array.copy() for name, array in chunk.items()}
+        self._free.append(slot)
+        return chunk
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._total = self._taken
+        self._end()
+
+    def _give(self) -> None:
+        """Gives chunks to those that have fewest, as long as there is memory for them."""
+        while self._free and self._given < self._total:
+            pipe = min(self._load, key=self._load.get)
+            if self._load[pipe] == _GIVEN:
+                return
+            slot = self._slots[self._given] = self._free.popleft()
+            try:
+                pipe.send((self._given, slot))
+            except OSError:
+                raise self._lost(pipe) from None
+            self._load[pipe] += 1
+            self._given += 1
+
+    def _receive(self, timeout: float | None) -> None:
+        """Notes what is made; waits for something to be, without a timeout."""
+        for pipe in connection.wait(self._load, timeout):
+            try:
+                number, trouble = pipe.recv()
+            except (EOFError, OSError):
+                raise self._lost(pipe) from None
+            if trouble:
+                raise RuntimeError(f"a loader process failed:\n{trouble}")
+            self._load[pipe] -= 1
+            self._made.add(number)
+
+    def _lost(self, pipe) -> LostProcess:
+        process = self._processes[pipe]
+        process.join(timeout=5)
+        code, why = process.exitcode, ""
+        if code == -signal.SIGKILL:
+            why = ", killed, as by a machine that runs out of memory: fewer workers need less"
+        return LostProcess(f"loader process {process.pid} ended with exit code {code}{why}")
+
+
+def _fields(example: dict, chunk: int) -> tuple[dict[str, Field], int]:
+    """Returns where the arrays of a chunk lie, and its size in bytes."""
+    fields, at = {}, 0
+    for name, value in example.items():
+        value = np.asarray(value)
+        fields[name] = Field(value.dtype, (chunk, *value.shape), at, at + chunk * value.nbytes)
+        at = -(-fields[name].stop // _ALIGNMENT) * _ALIGNMENT
+    return fields, at
+
+
+def _shared(size: int) -> Arena:
+    """Returns memory that processes can be given; none of it exists before it is written."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("swjax-data")
+    else:
+        with tempfile.TemporaryFile() as unnamed:
+            file = os.dup(unnamed.fileno())
+    os.ftruncate(file, size)
+    return Arena(size, file)
+
+
+def _end(processes: dict) -> None:
+    for process in processes.values():
+        process.kill()  # nothing that it has is lost
+    for process in processes.values():
+        process.join()
+
+
+def _make(pipe, arena: Arena, packed: bytes) -> None:
+    """Makes the chunks that are asked for, until nobody is there to ask."""
+    import cloudpickle
+
+    for kind in (signal.SIGINT, signal.SIGTERM):  # for all: the process that asks ends this one
+        signal.signal(kind, signal.SIG_IGN)
+    rows = None
+    while True:
+        try:
+            number, slot = pipe.recv()
+        except (EOFError, OSError):
+            return
+        trouble = None
+        try:
+            if rows is None:
+                rows, chunk, fields, size = cloudpickle.loads(packed)
+            examples = [rows[i] for i in range(number * chunk, (number + 1) * chunk)]
+            memory = np.frombuffer(arena.buffer, np.uint8, size, slot * size)
+            for name, field in fields.items():
+                np.stack(
+                    [example[name] for example in examples], out=field.of(memory), casting="no"
+                )
+        except Exception:
+            trouble = traceback.format_exc()
+        try:
+            pipe.send((number, trouble))
+        except OSError:
+            return

@@ -1,0 +1,197 @@
+"""Processes that load: the same chunks whoever makes them, and no process or memory left behind."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swjax import data
+from swjax.data.processes import LostProcess, Processes
+
+LARGE = 2**16  # bytes of an example
+
+
+class Rows:
+    """Examples that say their number. Given a folder to meet in, all processes but one pause."""
+
+    def __init__(self, count, bad=(), pause=0.0, folder=None):
+        self._count, self._bad, self._pause, self._folder = count, bad, pause, folder
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, index):
+        if index in self._bad:
+            raise ArithmeticError(f"row {index} cannot be made")
+        if self._folder and multiprocessing.parent_process():
+            (Path(self._folder) / str(os.getpid())).touch()
+            first = min(int(path.name) for path in Path(self._folder).iterdir())
+            time.sleep(self._pause * (first != os.getpid()))
+        number = np.full(LARGE, index % 251, np.uint8)
+        maker = np.int64(os.getpid())
+        return {
+            "number": number,
+            "index": np.int64(index),
+            "ok": np.bool_(index % 2),
+            "maker": maker,
+        }
+
+
+def chunks_of(rows, **options):
+    return Processes(rows, **({"chunk": 2, "count": 2, "held": 2} | options))
+
+
+def check(chunk, number):
+    """The chunk of two examples that comes `number`-th."""
+    index = np.arange(2 * number, 2 * number + 2)
+    np.testing.assert_array_equal(chunk["index"], index)
+    np.testing.assert_array_equal(chunk["ok"], index % 2 == 1)
+    assert chunk["number"].shape == (2, LARGE)
+    np.testing.assert_array_equal(chunk["number"], np.repeat(index % 251, LARGE).reshape(2, LARGE))
+
+
+def test_chunks_come_in_order_and_what_is_left_over_does_not():
+    chunks = chunks_of(Rows(41))
+    for number in range(20):
+        check(next(chunks), number)
+    with pytest.raises(StopIteration):
+        next(chunks)
+    chunks.close()
+    with pytest.raises(StopIteration):
+        next(chunks)
+
+
+def test_none_of_no_chunk():
+    assert list(chunks_of(Rows(1))) == []
+
+
+def test_chunks_that_are_kept_stay_as_they_are():
+    chunks = chunks_of(Rows(80), count=1, held=1)
+    for number, chunk in enumerate(list(chunks)):
+        check(chunk, number)
+
+
+def test_memory_is_used_again():
+    chunks = chunks_of(Rows(200), count=1, held=1)
+    places = set()
+    for _ in range(100):
+        chunk = next(chunks)
+        places.add(chunk["number"].ctypes.data)
+        del chunk
+    assert len(places) <= 5
+    chunks.close()
+
+
+def test_a_slow_process_makes_fewer(tmp_path):
+    chunks = chunks_of(Rows(120, pause=0.05, folder=str(tmp_path)))
+    makers = []
+    for number in range(60):
+        check(chunk := next(chunks), number)
+        makers += chunk["maker"].tolist()
+    assert max(map(makers.count, makers)) > 0.7 * len(makers)
+    chunks.close()
+
+
+def test_says_what_went_wrong_in_a_process():
+    chunks = chunks_of(Rows(20, bad=[9]))
+    with pytest.raises(RuntimeError, match="(?s)a loader process failed.*row 9 cannot be made"):
+        list(chunks)
+    chunks.close()
+
+
+def test_an_example_unlike_the_first_is_refused():
+    class Odd(Rows):
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            return row | ({"index": np.int32(index)} if index == 3 else {})
+
+    with pytest.raises(RuntimeError, match="Cannot cast"):
+        list(chunks_of(Odd(20)))
+
+
+def children():
+    return {child for child in multiprocessing.active_children() if child.is_alive()}
+
+
+def test_a_killed_process_is_named_and_the_others_end():
+    before = children()
+    chunks = chunks_of(Rows(10_000))
+    next(chunks)
+    victim, *_ = mine = children() - before
+    os.kill(victim.pid, signal.SIGKILL)
+    message = f"loader process {victim.pid} ended with exit code -9, killed, as by a machine that"
+    with pytest.raises(LostProcess, match=message):
+        list(chunks)
+    chunks.close()
+    assert not any(child.is_alive() for child in mine)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_all_leave_them_at_work(kind, tmp_path):
+    before = children()
+    chunks = chunks_of(Rows(10_000, folder=str(tmp_path)))
+    for number in range(5_000):
+        check(next(chunks), number)
+        if len(list(tmp_path.iterdir())) == 2:  # both have begun
+            break
+    for child in children() - before:
+        os.kill(child.pid, kind)
+    for more in range(1, 100):
+        check(next(chunks), number + more)
+    chunks.close()
+
+
+def test_they_end_when_they_are_forgotten():
+    before = children()
+    chunks = chunks_of(Rows(10_000))
+    next(chunks)
+    mine = children() - before
+    del chunks
+    assert len(mine) == 2 and not any(child.is_alive() for child in mine)
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"])
+def test_they_end_with_the_process_that_asked(end):
+    script = f"""
+import multiprocessing, os, signal, sys
+from test_data_processes import Rows, chunks_of
+
+if __name__ == "__main__":
+    chunks = chunks_of(Rows(10_000))
+    next(chunks)
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    {end}
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "they are still there"
+        time.sleep(0.1)
+
+
+def test_loader_gives_the_same_from_processes_and_threads():
+    source = data.source("synthetic", "train", image_size=16, classes=7, examples=600)
+    options = {"batch_size": 200, "context_length": 6, "image_size": 16}
+    threads, processes = (data.loader(source, **options, workers=n) for n in (0, 2))
+    for _ in range(5):
+        one, other = next(threads), next(processes)
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+    threads.close()
+    processes.close()
