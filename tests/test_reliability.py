@@ -22,7 +22,7 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch):
     )  # of its processes: they compile faster
     from benchmarks.reliability import kills
 
-    result = kills.measure(tmp_path, kills=1, terms=0, steps=40, seed=1)
+    result = kills.measure(tmp_path, kills=1, terms=0, steps=40, seed=1, workers=1)
     assert result["ok"] and result["runs_identical"] == 1, result
     assert result["compared"][0]["arrays"] > 50
     assert result["compared"][0]["steps_recorded"] == [40, 40]

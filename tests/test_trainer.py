@@ -545,7 +545,8 @@ def test_sigterm_saves_and_says_how_to_go_on(started, tmp_path):
 
 def test_sigterm_to_loader_processes_too_saves(started, tmp_path):
     process = started("--config.data.workers=1")
-    assert (loaders := loaders_of(process))
+    loaders = loaders_of(process)
+    assert loaders
     for pid in [*loaders, process.pid]:
         os.kill(pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)

@@ -3,9 +3,12 @@
 A run is killed and started again until it is finished, then compared in every bit of its last checkpoint
 (parameters, moments), in its position in the data, and in every metric of every step but times; then
 another is begun. Half of the moments are drawn from the whole life of a process, its start included, the
-others from the time when it trains, much of which goes into checkpoints.
+others from the time when it trains, much of which goes into checkpoints. With --workers those that are
+killed have loader processes, none of which may be left in the end; the one that is left alone has none.
 """
 
+import contextlib
+import os
 import random
 import re
 import signal
@@ -14,9 +17,16 @@ from pathlib import Path
 
 from benchmarks.reliability.runs import Run, compare, finished_checkpoints, is_saving, records
 
+_MARK = "SWJAX_KILLED"  # in the environment of the processes of a run
+
 
 def measure(
-    folder: Path, kills: int = 100, terms: int = 20, steps: int = 300, seed: int = 0
+    folder: Path,
+    kills: int = 100,
+    terms: int = 20,
+    steps: int = 300,
+    seed: int = 0,
+    workers: int = 0,
 ) -> dict:
     """Sends that many SIGKILLs and SIGTERMs.
 
@@ -25,6 +35,7 @@ def measure(
       kills, terms: how many.
       steps: of each run, with a checkpoint every five.
       seed: of the moments.
+      workers: loader processes of each run that is killed.
     """
     rng = random.Random(seed)
     keys = (f"train.steps={steps}", "checkpoint.every_steps=5", "log.every_steps=5",
@@ -36,11 +47,13 @@ def measure(
         life = time.perf_counter() - start
     signals = [signal.SIGKILL] * kills + [signal.SIGTERM] * terms
     rng.shuffle(signals)
+    keys += (f"data.workers={workers}",)
+    marked = os.environ | {_MARK: str(folder)}
     ends, compared = [], []
     while signals:
         workdir = folder / f"killed{len(compared)}"
         while signals:
-            run, trains = Run(workdir, *keys), rng.random() < 0.5
+            run, trains = Run(workdir, *keys, environment=marked), rng.random() < 0.5
             if trains:
                 wait_for_records(run, workdir, len(records(workdir)) + 1)
             time.sleep(rng.uniform(0, 0.6 if trains else life))
@@ -49,15 +62,17 @@ def measure(
                 break  # it was over
             ends.append(end)
             signals.pop()
-        Run(workdir, *keys).to_its_end()
+        Run(workdir, *keys, environment=marked).to_its_end()
         compared.append(compare(alone, workdir))
     identical = sum(result["identical"] for result in compared)
-    losses = count_losses(ends)
+    losses, left = count_losses(ends), count_marked(folder)
     return {
-        "ok": identical == len(compared) and not losses,
+        "ok": identical == len(compared) and not losses and not left,
         "kills": kills,
         "terms": terms,
         "steps_of_a_run": steps,
+        "loader_processes": workers,
+        "processes_left": left,
         "runs_compared": len(compared),
         "runs_identical": identical,
         "while_a_checkpoint_was_written": sum(
@@ -69,6 +84,19 @@ def measure(
         "compared": compared,
         "ends": ends,
     }
+
+
+def count_marked(folder: Path, seconds: float = 10) -> int:
+    """How many processes of the runs are left, after so many seconds at the most."""
+    mark, deadline = f"{_MARK}={folder}\0".encode(), time.monotonic() + seconds
+    while True:
+        left = 0
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                left += mark in environment.read_bytes()
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
 
 
 def wait_for_records(run: Run, workdir: Path, count: int) -> None:

@@ -125,6 +125,7 @@ class Processes(Iterator):
             except (EOFError, OSError):
                 raise self._lost(pipe) from None
             if trouble:
+                self.close()
                 raise RuntimeError(f"a loader process failed:\n{trouble}")
             self._load[pipe] -= 1
             self._made.add(number)
