@@ -156,6 +156,20 @@ def test_they_end_when_they_are_forgotten():
     assert len(mine) == 2 and not any(child.is_alive() for child in mine)
 
 
+def test_a_script_that_starts_them_again_and_again_is_told(tmp_path):
+    script = """
+from swjax import data
+source = data.source("synthetic", "train", image_size=16, examples=8)
+next(data.loader(source, batch_size=8, image_size=16, workers=1))
+"""
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=120)
+    last = done.stderr.splitlines()[-1]
+    assert "exit code 1; it printed why" in last and 'below `if __name__ == "__main__":`' in last
+
+
 def runs(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -176,7 +176,8 @@ def loader(
       image_size: pixels, height = width.
       process_index: of this process, which takes every process_count-th example.
       process_count: processes that share the examples.
-      workers: processes that load; 0: threads.
+      workers: processes that load; 0: threads. As of all processes that Python spawns, what starts them in
+        a script must lie below `if __name__ == "__main__":`.
       shuffle, shuffle_shards: see `swjax.data.order.order`.
       on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 

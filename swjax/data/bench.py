@@ -88,8 +88,8 @@ def main_wait(args: argparse.Namespace) -> int:
 def wait(pairs, rate: float, workers: int, batch_size: int, rounds: int = 6) -> dict:
     """How a loader keeps up with a device.
 
-    Every process makes batches of its own, so that the first come all at once: what counts begins when
-    each has made two. These are taken at the device's rate too: faster, they would leave the loader empty.
+    The processes begin together, so that what they make first comes all at once: what counts begins after
+    two batches of each. These are taken at the device's rate too: faster, they would leave the loader empty.
 
     Args:
       pairs: source of photographs.

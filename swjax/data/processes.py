@@ -17,6 +17,10 @@ import numpy as np
 _GIVEN = 2  # chunks that a process has at once: one that it makes, and the next
 _AHEAD = 4  # chunks for each process that are made or being made
 _ALIGNMENT = 64  # bytes
+_ENDS = {
+    -signal.SIGKILL: ", killed, as by a machine that runs out of memory: fewer workers need less",
+    1: '; it printed why: is what starts it, in a script, below `if __name__ == "__main__":`?',
+}
 
 
 class LostProcess(RuntimeError):
@@ -133,10 +137,10 @@ class Processes(Iterator):
     def _lost(self, pipe) -> LostProcess:
         process = self._processes[pipe]
         process.join(timeout=5)
-        code, why = process.exitcode, ""
-        if code == -signal.SIGKILL:
-            why = ", killed, as by a machine that runs out of memory: fewer workers need less"
-        return LostProcess(f"loader process {process.pid} ended with exit code {code}{why}")
+        why = _ENDS.get(process.exitcode, "")
+        return LostProcess(
+            f"loader process {process.pid} ended with exit code {process.exitcode}{why}"
+        )
 
 
 def _fields(example: dict, chunk: int) -> tuple[dict[str, Field], int]:
