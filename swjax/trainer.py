@@ -391,7 +391,7 @@ def blame_data():
         ) from error
     except data.LostProcess as error:
         raise RunError(
-            f"{error}; the same command goes on, config.data.workers is their number"
+            f"{error}; config.data.workers is their number. That mended, the same command goes on"
         ) from error
 
 
