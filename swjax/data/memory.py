@@ -2,6 +2,7 @@
 
 import mmap
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
@@ -36,7 +37,14 @@ class Memory:
     def _array(self, size: int, dtype: np.dtype) -> np.ndarray:
         free = self._free.setdefault(size, [])
         memory = free.pop() if free else mmap.mmap(-1, size)
-        # Views refer to this array, since it is the first above what is none.
         array = np.frombuffer(memory, dtype)
-        weakref.finalize(array, free.append, memory).atexit = False
+        when_gone(array, free.append, memory)
         return array
+
+
+def when_gone(array: np.ndarray, call: Callable, value) -> None:
+    """Calls with the value once an array of a buffer, and all views of it, are gone.
+
+    Views refer to such an array itself: it is the first above what is none.
+    """
+    weakref.finalize(array, call, value).atexit = False

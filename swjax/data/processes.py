@@ -5,7 +5,6 @@ import os
 import signal
 import tempfile
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection, util
@@ -13,6 +12,8 @@ from multiprocessing.heap import Arena
 from typing import NamedTuple
 
 import numpy as np
+
+from swjax.data.memory import when_gone
 
 _GIVEN = 2  # chunks that a process has at once: one that it makes, and the next
 _AHEAD = 4  # chunks for each process that are made or being made
@@ -95,8 +96,7 @@ class Processes(Iterator):
         memory = np.frombuffer(self._memory, np.uint8, self._size, slot * self._size)
         chunk = {name: field.of(memory) for name, field in self._fields.items()}
         if self._free:
-            # All views refer to this array, since it is the first above what is none.
-            weakref.finalize(memory, self._free.append, slot).atexit = False
+            when_gone(memory, self._free.append, slot)
             return chunk
         chunk = {name: array.copy() for name, array in chunk.items()}
         self._free.append(slot)
