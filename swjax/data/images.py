@@ -134,10 +134,12 @@ def random_box(
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> tuple[slice, slice]:
     """Returns the rows and columns of the rectangle that `random_resized_crop` cuts out."""
+    smallest, largest = scale
     narrowest, widest = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
-        area = height * width * rng.uniform(*scale)
-        aspect = math.exp(rng.uniform(narrowest, widest))
+        a, b = rng.random(2).tolist()  # one call takes half the time of two of rng.uniform
+        area = height * width * (smallest + (largest - smallest) * a)
+        aspect = math.exp(narrowest + (widest - narrowest) * b)
         h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < h <= height and 0 < w <= width:
             return _box(rng.integers(height - h + 1), rng.integers(width - w + 1), h, w)
