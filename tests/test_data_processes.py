@@ -100,6 +100,14 @@ def test_a_slow_process_makes_fewer(tmp_path):
     chunks.close()
 
 
+def test_they_give_way_to_the_process_that_asks():
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    chunks = chunks_of(Rows(8))
+    for maker in {maker for chunk in chunks for maker in chunk["maker"].tolist()}:
+        assert os.getpriority(os.PRIO_PROCESS, maker) == min(own + 5, 19)
+    chunks.close()
+
+
 def test_says_what_went_wrong_in_a_process():
     chunks = chunks_of(Rows(20, bad=[9]))
     with pytest.raises(RuntimeError, match="(?s)a loader process failed.*row 9 cannot be made"):

@@ -18,6 +18,7 @@ from swjax.data.memory import when_gone
 _GIVEN = 2  # chunks that a process has at once: one that it makes, and the next
 _AHEAD = 4  # chunks for each process that are made or being made
 _ALIGNMENT = 64  # bytes
+_NICE = 5  # what they do can wait for the process that trains, which a device waits for
 _ENDS = {
     -signal.SIGKILL: ", killed, as by a machine that runs out of memory: fewer workers need less",
     1: '; it printed why: is what starts it, in a script, below `if __name__ == "__main__":`?',
@@ -45,8 +46,8 @@ class Processes(Iterator):
 
     A process gets a chunk when it has made one, so that a slow core holds up few. They write into memory
     outside of all file systems (/dev/shm has 64 MB in a container), which is used again when a chunk and
-    all views of it are gone. They end with the process that asks for chunks, however that ends, and leave
-    SIGINT and SIGTERM to it.
+    all views of it are gone. They end with the process that asks for chunks, however that ends, leave
+    SIGINT and SIGTERM to it, and give way to it where there are fewer cores than work.
 
     Args:
       rows: examples by number, each a dict of arrays of the same shapes and dtypes; it can be pickled.
@@ -177,6 +178,7 @@ def _make(pipe, arena: Arena, packed: bytes) -> None:
 
     for kind in (signal.SIGINT, signal.SIGTERM):  # for all: the process that asks ends this one
         signal.signal(kind, signal.SIG_IGN)
+    os.nice(_NICE)
     rows = None
     while True:
         try:
