@@ -40,7 +40,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="swjax.data.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--tars", help="pattern of WebDataset tars; default: makes some")
     parser.add_argument("--images", type=int, default=1024, help="in a round")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each runs")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="how often each runs; with --rate: batches of each process",
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--rate", type=float, help="images a second that the device trains")
     parser.add_argument(
@@ -48,10 +53,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--batch_size", type=int, default=1024, help="with --rate")
     args = parser.parse_args(argv)
-    if args.rate:
-        return main_wait(args)
     if args.images < _BATCH or args.rounds < 1:
         parser.error(f"--images must be at least {_BATCH}, a batch, and --rounds at least 1")
+    if args.rate:
+        return main_wait(args)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +78,7 @@ def main_wait(args: argparse.Namespace) -> int:
         tars = args.tars or write_tars(Path(folder), max(args.images, 2 * args.batch_size))
         pairs = source("webdataset", tars, data_dir=folder)
         for count in args.workers:
-            row = wait(pairs, args.rate, count, args.batch_size)
+            row = wait(pairs, args.rate, count, args.batch_size, args.rounds)
             rate, share = row["images_per_second"], row["data_wait"]
             told = f"{count} processes: {rate} images/s, data wait {share:.1%}"
             if rate < args.rate:  # what they had made before hides it for a while
@@ -85,7 +90,7 @@ def main_wait(args: argparse.Namespace) -> int:
     return 0
 
 
-def wait(pairs, rate: float, workers: int, batch_size: int, rounds: int = 6) -> dict:
+def wait(pairs, rate: float, workers: int, batch_size: int, rounds: int) -> dict:
     """How a loader keeps up with a device.
 
     The processes begin together, so that what they make first comes all at once: what counts begins after
