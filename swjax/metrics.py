@@ -1,7 +1,7 @@
 """What a run records: metrics.jsonl (one line a step), TensorBoard, W&B, and the live line.
 
-Metrics stay on the device, one small vector a step, and are fetched many steps at a time: training
-never waits for its own log.
+Metrics stay on the device, one small vector a step, and are fetched many steps at a time, beside a step
+that runs: training does not wait for its own log.
 """
 
 import collections

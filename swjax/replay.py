@@ -111,7 +111,7 @@ def replay(
     return Replay(
         step=step,
         start=start,
-        metrics=records[-1] | health.records().get(step, {}),
+        metrics=records[-1] | health.records(step).get(step, {}),
         gradients=gradients,
         examples=[history.key(source, int(i)) for i in np.sort(host["index"])],
         compared=sum(record["step"] in log for record in records),

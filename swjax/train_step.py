@@ -150,9 +150,10 @@ class Health:
         if step % self._every == 0:
             self._pending[step] = self._compiled(state, batch)
 
-    def records(self) -> dict[int, dict]:
-        """{step: its measurements} since the last call."""
-        fetched, self._pending = jax.device_get(self._pending), {}
+    def records(self, last: int) -> dict[int, dict]:
+        """{step: its measurements} since the last call, up to a step."""
+        done = [step for step in self._pending if step <= last]
+        fetched = jax.device_get({step: self._pending.pop(step) for step in done})
         return {record["step"]: record for record in self._packer.records(fetched)}
 
 

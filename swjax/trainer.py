@@ -136,15 +136,19 @@ def train(config, workdir: Path, interrupt) -> int:
             stopping = distributed.shall_stop(step, interrupt.requested)
             evaluating = step == total or is_due(step, config.eval.every_steps)
             saving = stopping or step == total or is_due(step, config.checkpoint.every_steps)
-            if not (evaluating or saving or is_due(step, config.log.every_steps)):
+            # What is due is logged a step later, beside which the device has that step to do.
+            last = step if evaluating or saving else step - 1
+            if not (last == step or is_due(last, config.log.every_steps)) or last not in pending:
                 continue
-            records = packer.records(jax.device_get(pending))
-            bad_examples = gather(np.array(list(skipped.values()), np.int64)).sum(axis=0).tolist()
+            done = [s for s in pending if s <= last]
+            records = packer.records(jax.device_get({s: pending.pop(s) for s in done}))
+            bad_examples = gather(np.array([skipped.pop(s) for s in done], np.int64))
+            bad_examples = bad_examples.sum(axis=0).tolist()
             records = [record | {"data/skipped": bad} for record, bad in zip(records, bad_examples)]
-            measured = health.records()
-            records = [r | timed[r["step"]] | measured.get(r["step"], {}) for r in records]
-            pending, timed, skipped = {}, {}, {}
+            measured = health.records(last)
+            records = [r | timed.pop(r["step"]) | measured.get(r["step"], {}) for r in records]
             perf = meter.read()
+            meter.restart()
             checkpoints.check()
             bad = first_bad(records)
             if bad and config.train.nan_policy == "skip":
@@ -156,6 +160,7 @@ def train(config, workdir: Path, interrupt) -> int:
                 rollbacks += 1
                 state, _ = checkpoints.restore(like)
                 step = int(state["step"])  # the data that led here is left out: batches go on
+                pending, timed, skipped = {}, {}, {}
                 log.rewind(step)
                 watch.restart()
                 meter.restart()
@@ -164,6 +169,7 @@ def train(config, workdir: Path, interrupt) -> int:
             if evaluating and not bad:
                 with clock.part("evaluation"):
                     records[-1] |= evaluate(state, "val")[0]
+                meter.restart()  # throughput leaves it out
             with clock.part("log"):
                 log.write([record | perf for record in records])
             for event in watch.update(records):
@@ -172,7 +178,6 @@ def train(config, workdir: Path, interrupt) -> int:
             if bad:
                 progress.say(f"{bad}: stopped; config.train.nan_policy={config.train.nan_policy!r}")
                 return 1
-            meter.restart()  # throughput leaves evaluation out
             if saving:
                 with clock.part("saving"):
                     checkpoints.save(step, state, batches.position(gather))
@@ -524,11 +529,13 @@ def tell_results(workdir: Path) -> None:
     text = (workdir / "results.json").read_text(errors="replace")
     remedy = "remove it, and the same command makes it again"
     results = config_lib.read_json("results.json", text, remedy=remedy, step=int, scores=dict)
-    print(f"finished after {results['step']} steps; on unseen images, beside chance:")
+    lines = []
     for name, score in results["scores"].items():
         chance = results["scores"].get(re.sub(r"_(top\d+|R@\d+)$", r"_chance_\1", name))
         if isinstance(score, float) and isinstance(chance, float):
-            print(f"  {name:32} {score:7.2%}   {chance:7.2%}")
+            lines.append(f"  {name:32} {score:7.2%}   {chance:7.2%}")
+    heading = "; on unseen images, beside chance:" if lines else ""
+    print("\n".join([f"finished after {results['step']} steps{heading}", *lines]))
     page = workdir / "report" / "index.html"
     if page.exists():
         print(f"report: {page}")

@@ -597,6 +597,25 @@ def bad_step_4(monkeypatch):
     monkeypatch.setattr(diagnostics.Packer, "records", spoiled)
 
 
+def test_log_is_written_beside_the_next_step(micro, monkeypatch, tmp_path):
+    """The device has something to do meanwhile."""
+    begun, written = [], []
+    compile_step, write = trainer.compile_step, metrics.MetricLog.write
+
+    def counted(*args):
+        step = compile_step(*args)
+        return lambda *args: [begun.append(1), step(*args)][1]
+
+    def noted(self, records):
+        written.append(([record["step"] for record in records], len(begun)))
+        write(self, records)
+
+    monkeypatch.setattr(trainer, "compile_step", counted)
+    monkeypatch.setattr(metrics.MetricLog, "write", noted)
+    train(micro(checkpoint__every_steps=5), tmp_path)
+    assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]  # with a checkpoint, at once
+
+
 def test_nan_stops_the_run(micro, bad_step_4, tmp_path, capsys):
     assert train(micro(), tmp_path) == 1
     assert "train/loss is nan at step 4: stopped;" in capsys.readouterr().out
@@ -677,19 +696,20 @@ def planted(monkeypatch):
 
 
 def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsys):
-    options = {"train__nan_policy": "skip", "log__every_steps": 1, "diagnostics__norms": "false"}
+    options = {"train__nan_policy": "skip", "diagnostics__norms": "false"}
+    options |= {"log__every_steps": 1, "checkpoint__every_steps": 4, "train__steps": 7}
     assert train(micro(**options), tmp_path) == 1
     said = capsys.readouterr().out
     for text in (
         "train/loss is nan at step 2, where batch image is not finite: skipped",
         "grad_norm is nan at step 3, where gradient vision/patch_embed/kernel is not finite: skipped",
-        "update text/ln_final/scale is not finite at step 4: skipped",
         "at step 5, where parameter text/ln_final/bias is not finite: stopped",
     ):
         assert text in said
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     named = {line["step"]: line["train/nonfinite"] for line in lines if "train/nonfinite" in line}
     assert list(named) == [2, 3, 4, 5] and named[2] == "batch image"
+    assert named[4] == "update text/ln_final/scale"  # logged with step 3, that a line was about
     assert Checkpoints(tmp_path, keep=0).latest_step() == 4  # nothing broken is saved
 
 

@@ -1,6 +1,7 @@
 """Metrics of every step in a file, for any training loop, without a step waiting for them."""
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -133,7 +134,7 @@ def number(value) -> float | int | str | None:
     """
     if value is None or isinstance(value, int | str):
         return value
-    return float(str(np.float32(value))) if np.isfinite(value) else None
+    return float(str(np.float32(value))) if math.isfinite(value) else None
 
 
 def read_line(number: int, line: str) -> dict:
