@@ -210,10 +210,9 @@ class StepClock:
     _LEAST, _MOST = 20, 101  # steps before it that a median needs, and is taken of
 
     def __init__(self):
-        self._seconds = collections.deque(maxlen=self._MOST)
-        self._cpu = collections.deque(maxlen=self._MOST)
+        self._spent = collections.deque(maxlen=self._MOST)
         self._parts: dict[str, float] = {}
-        self._last = time.perf_counter(), time.process_time()
+        self._last = _clocks()
 
     @contextlib.contextmanager
     def part(self, name: str):
@@ -231,34 +230,40 @@ class StepClock:
         Returns:
           {"perf/seconds": its time}, and "perf/slow": why it took so long, if it did.
         """
-        now = time.perf_counter(), time.process_time()
-        seconds, cpu = (b - a for a, b in zip(self._last, now))
+        now = _clocks()
+        spent = [after - before for before, after in zip(self._last, now)]
         parts, self._parts, self._last = self._parts, {}, now
-        told = {"perf/seconds": seconds}
-        if len(self._seconds) >= self._LEAST:
-            usual, usual_cpu = statistics.median(self._seconds), statistics.median(self._cpu)
-            if seconds > 3 * usual:
-                more = seconds - usual
-                told["perf/slow"] = _reason(parts, more, saving, cpu - usual_cpu)
-        self._seconds.append(seconds)
-        self._cpu.append(cpu)
+        told = {"perf/seconds": spent[0]}
+        if len(self._spent) >= self._LEAST:
+            if spent[0] > 3 * statistics.median(seconds for seconds, *_ in self._spent):
+                usual = map(statistics.median, zip(*self._spent))
+                more = [this - other for this, other in zip(spent, usual)]
+                told["perf/slow"] = _reason(parts, saving, *more)
+        self._spent.append(spent)
         return told
 
 
-def _reason(parts: dict[str, float], more: float, saving: bool, more_cpu: float) -> str:
-    """Why a step took `more` seconds than usual, `more_cpu` of them computing on this process's cores.
+def _clocks() -> tuple[float, float, float]:
+    """Seconds that have passed, that this process has computed, and that this thread has."""
+    return time.perf_counter(), time.process_time(), time.thread_time()
 
-    >>> _reason({"data": 0.9}, 1.0, False, 0.1), _reason({}, 1.0, False, 0.1)
-    ('data', 'waited: other processes had the cores, or the device was busy')
+
+def _reason(parts: dict, saving: bool, more: float, process: float, thread: float) -> str:
+    """Why a step took `more` seconds than usual, of which the process and its main thread computed some.
+
+    >>> _reason({"data": 0.9}, False, 1.0, 0.1, 0.0), _reason({}, False, 1.0, 0.9, 0.1)
+    ('data', "this process's other threads computed longer, as those that load do")
     """
     name = max(parts, key=parts.get, default="")
     if name and parts[name] > more / 2:
         return name
     if saving:
         return "a checkpoint in the background"
-    if more_cpu < more / 2:
-        return "waited: other processes had the cores, or the device was busy"
-    return "this process computed longer"
+    if thread > more / 2:
+        return "the main thread computed longer"
+    if process > more / 2:
+        return "this process's other threads computed longer, as those that load do"
+    return "waited: other processes had the cores, or the device was busy"
 
 
 class Progress:

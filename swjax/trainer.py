@@ -6,6 +6,7 @@ report/
 """
 
 import errno
+import gc
 import json
 import math
 import re
@@ -117,7 +118,7 @@ def train(config, workdir: Path, interrupt) -> int:
     watch, clock = Watch(Rules.of_run(total)), StepClock()
     meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
     pending, timed, skipped, previous, rollbacks, stopping = {}, {}, {}, None, 0, False
-    with closing(log), closing(batches), closing(checkpoints):
+    with closing(log), closing(batches), closing(checkpoints), ExitStack() as at_end:
         while step < total and not stopping:
             with meter.waiting(), clock.part("data"):
                 batch = next(batches)
@@ -128,6 +129,9 @@ def train(config, workdir: Path, interrupt) -> int:
             pending[step], skipped[step] = vector, batches.skipped
             if previous is None:
                 jax.block_until_ready(vector)
+                gc.collect()
+                gc.freeze()  # a collection of what compiling left took 0.14 s, each 1,000 steps or so
+                at_end.callback(gc.unfreeze)
                 progress.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
             jax.block_until_ready(previous)  # at most two steps in flight
             previous = vector

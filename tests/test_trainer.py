@@ -1,6 +1,7 @@
 """The train step and the loop: same numbers however a run is cut, split or interrupted."""
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -616,6 +617,18 @@ def test_log_is_written_beside_the_next_step(micro, monkeypatch, tmp_path):
     assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]  # with a checkpoint, at once
 
 
+def test_collections_leave_out_what_compiling_left(micro, monkeypatch, tmp_path):
+    frozen, write = [], metrics.MetricLog.write
+
+    def noted(self, records):
+        frozen.append(gc.get_freeze_count())
+        write(self, records)
+
+    monkeypatch.setattr(metrics.MetricLog, "write", noted)
+    train(micro(train__steps=2), tmp_path)
+    assert frozen[0] > 100_000 and gc.get_freeze_count() == 0
+
+
 def test_nan_stops_the_run(micro, bad_step_4, tmp_path, capsys):
     assert train(micro(), tmp_path) == 1
     assert "train/loss is nan at step 4: stopped;" in capsys.readouterr().out
@@ -786,6 +799,34 @@ class Stream:
 
     def flush(self):
         pass
+
+
+@pytest.mark.parametrize(
+    "seconds, process, thread, data, saving, reason",
+    [
+        (2.9, 2.9, 2.9, 2.9, True, None),
+        (3.1, 2.9, 2.9, 2.0, True, "data"),
+        (3.1, 2.9, 2.9, 1.0, True, "a checkpoint in the background"),
+        (3.1, 2.9, 2.9, 1.0, False, "the main thread computed longer"),
+        (3.1, 2.9, 0.5, 0.0, False, "this process's other threads computed longer, as those that load do"),
+        (3.1, 1.0, 0.5, 0.0, False, "waited: other processes had the cores, or the device was busy"),
+    ],
+)  # fmt: skip
+def test_a_slow_step_is_given_a_reason(monkeypatch, seconds, process, thread, data, saving, reason):
+    """After steps of a second, of which the process computes 0.9 and its main thread 0.4."""
+    now = np.zeros(3)
+    monkeypatch.setattr(metrics, "_clocks", lambda: tuple(now))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = metrics.StepClock()
+    for _ in range(30):
+        now += (1.0, 0.9, 0.4)
+        assert clock.step(saving=False) == {"perf/seconds": 1.0}
+    with clock.part("data"):
+        now[0] += data
+    now += (seconds - data, process, thread)
+    told = clock.step(saving=saving)
+    assert told["perf/seconds"] == pytest.approx(seconds)
+    assert told.get("perf/slow") == reason
 
 
 def test_progress_rewrites_a_terminals_line_and_prints_plain_ones_elsewhere():

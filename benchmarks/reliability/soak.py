@@ -11,7 +11,7 @@ from benchmarks.reliability.runs import Run
 
 # Of memory, from the third fifth of the run to the last: by then the allocator has what it keeps.
 MOST_GROWTH = 0.03
-UNEXPLAINED = "this process computed longer"
+UNEXPLAINED = "the main thread computed longer"
 
 
 def measure(folder: Path, steps: int = 10_000) -> dict:
