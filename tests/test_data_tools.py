@@ -12,7 +12,7 @@ from photographs import jpeg, write_tars
 
 from swjax import config as config_lib
 from swjax import data, trainer
-from swjax.data import bench, convert
+from swjax.data import bench, convert, decoding
 
 
 def run(tmp_path, *arguments):
@@ -165,8 +165,25 @@ def test_bench_says_what_a_device_would_wait_for(tmp_path, capsys):
 
 def test_synthetic_photographs_are_as_large_as_real_ones():
     rng = np.random.default_rng(0)
-    sizes = [len(bench._photograph(rng)) for _ in range(8)]
+    sizes = [len(bench._photograph(rng, (256, 512))) for _ in range(8)]
     assert 20_000 < np.mean(sizes) < 80_000
+    for _ in range(8):
+        image = decoding.decode(bench._photograph(rng, (30, 31)))
+        assert set(image.shape[:2]) <= {30, 31}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--sides 512 256", "the smaller first, not [512, 256]"),
+        ("--images 63", "--images must be at least 64"),
+        ("--rate 100 --rounds 0", "--rounds at least 1"),
+    ],
+)
+def test_bench_refuses(options, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(options.split())
+    assert message in capsys.readouterr().err
 
 
 def test_what_the_page_shows_runs(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
   python -m swjax.data.bench [--tars 'DIR/{00000..00009}.tar'] [--out FILE.json]
 
-Without --tars it makes JPEGs of 256 to 512 pixels with a photograph's spectrum, and reads those. All
+Without --tars it makes JPEGs of --sides pixels with a photograph's spectrum, and reads those. All
 run in this process, on one core, on the same tars, and take turns: the fastest round of each counts,
 since whatever else the machine does only slows one down.
 
@@ -39,6 +39,13 @@ def main(argv: list[str]) -> int:
     """Prints a table; returns the exit code."""
     parser = argparse.ArgumentParser(prog="swjax.data.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--tars", help="pattern of WebDataset tars; default: makes some")
+    parser.add_argument(
+        "--sides",
+        type=int,
+        nargs=2,
+        default=(256, 512),
+        help="shortest and longest side of the images it makes, in pixels",
+    )
     parser.add_argument("--images", type=int, default=1024, help="in a round")
     parser.add_argument(
         "--rounds",
@@ -55,12 +62,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.images < _BATCH or args.rounds < 1:
         parser.error(f"--images must be at least {_BATCH}, a batch, and --rounds at least 1")
+    if not 1 <= args.sides[0] <= args.sides[1]:
+        parser.error(f"--sides must be two numbers of pixels, the smaller first, not {args.sides}")
     if args.rate:
         return main_wait(args)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
-        tars = args.tars or write_tars(Path(folder), args.images)
+        tars = args.tars or write_tars(Path(folder), args.images, args.sides)
         result = measure(tars, folder, args.images, args.rounds)
     for name, rate in result["images_per_second"].items():
         print(f"{name:28} {rate:8.0f} images/s on one core")
@@ -75,7 +84,8 @@ def main_wait(args: argparse.Namespace) -> int:
     result = {"rate": args.rate, "batch_size": args.batch_size, "rows": [],
               "machine": environment.describe().splitlines()}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        tars = args.tars or write_tars(Path(folder), max(args.images, 2 * args.batch_size))
+        images = max(args.images, 2 * args.batch_size)
+        tars = args.tars or write_tars(Path(folder), images, args.sides)
         pairs = source("webdataset", tars, data_dir=folder)
         for count in args.workers:
             row = wait(pairs, args.rate, count, args.batch_size, args.rounds)
@@ -230,25 +240,31 @@ def open_clip_loader(tars: str) -> Iterator:
     return iter(batches)
 
 
-def write_tars(folder: Path, images: int) -> str:
-    """Writes two tars of JPEGs with captions; returns the pattern of their paths."""
+def write_tars(folder: Path, images: int, sides: tuple[int, int]) -> str:
+    """Writes two tars of JPEGs with captions; returns the pattern of their paths.
+
+    Args:
+      folder: for them.
+      images: how many.
+      sides: shortest and longest of their sides, in pixels.
+    """
     rng = np.random.default_rng(0)
     for shard in range(2):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
             for number in range(images // 2):
                 caption = f"photograph {number} with a caption of a usual length, say ten words"
-                for end, data in (("jpg", _photograph(rng)), ("txt", caption.encode())):
+                for end, data in (("jpg", _photograph(rng, sides)), ("txt", caption.encode())):
                     info = tarfile.TarInfo(f"{shard:05d}{number:04d}.{end}")
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
     return f"{folder}/{{00000..00001}}.tar"
 
 
-def _photograph(rng: np.random.Generator) -> bytes:
+def _photograph(rng: np.random.Generator, sides: tuple[int, int]) -> bytes:
     """Returns a JPEG whose spectrum falls as a photograph's does, about as 1/f."""
     from PIL import Image
 
-    height, width = rng.integers(256, 513, 2)
+    height, width = rng.integers(sides[0], sides[1] + 1, 2)
     f = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
     f[0, 0] = 1.0
     waves = rng.normal(size=(3, height, width)) + 1j * rng.normal(size=(3, height, width))
