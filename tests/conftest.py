@@ -55,3 +55,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clear_caches():
+    """What a module compiled is of no use to others; Python's collector would go through it again and again."""
+    yield
+    jax.clear_caches()
