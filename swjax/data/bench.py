@@ -71,6 +71,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tars = args.tars or write_tars(Path(folder), args.images, args.sides)
         result = measure(tars, folder, args.images, args.rounds)
+        result |= {} if args.tars else {"sides": list(args.sides)}
     for name, rate in result["images_per_second"].items():
         print(f"{name:28} {rate:8.0f} images/s on one core")
     print(result["note"] or f"swjax / open_clip: {result['swjax_over_open_clip']}")
