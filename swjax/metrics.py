@@ -252,7 +252,7 @@ def _reason(parts: dict, saving: bool, more: float, process: float, thread: floa
     """Why a step took `more` seconds than usual, of which the process and its main thread computed some.
 
     >>> _reason({"data": 0.9}, False, 1.0, 0.1, 0.0), _reason({}, False, 1.0, 0.9, 0.1)
-    ('data', "this process's other threads computed longer, as those that load do")
+    ('data', "this process's other threads computed longer")
     """
     name = max(parts, key=parts.get, default="")
     if name and parts[name] > more / 2:
@@ -262,7 +262,7 @@ def _reason(parts: dict, saving: bool, more: float, process: float, thread: floa
     if thread > more / 2:
         return "the main thread computed longer"
     if process > more / 2:
-        return "this process's other threads computed longer, as those that load do"
+        return "this process's other threads computed longer"
     return "waited: other processes had the cores, or the device was busy"
 
 

@@ -130,7 +130,7 @@ def train(config, workdir: Path, interrupt) -> int:
             if previous is None:
                 jax.block_until_ready(vector)
                 gc.collect()
-                gc.freeze()  # a collection of what compiling left took 0.14 s, each 1,000 steps or so
+                gc.freeze()  # a collection of what compiling left took 0.13 s, each 1,000 steps or so
                 at_end.callback(gc.unfreeze)
                 progress.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
             jax.block_until_ready(previous)  # at most two steps in flight

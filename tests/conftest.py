@@ -59,6 +59,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def clear_caches():
-    """What a module compiled is of no use to others; Python's collector would go through it again and again."""
+    """What a module compiled is of no use to others, and Python's collector would go through it often."""
     yield
     jax.clear_caches()

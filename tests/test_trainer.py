@@ -807,7 +807,7 @@ class Stream:
         (3.1, 2.9, 2.9, 2.0, True, "data"),
         (3.1, 2.9, 2.9, 1.0, True, "a checkpoint in the background"),
         (3.1, 2.9, 2.9, 1.0, False, "the main thread computed longer"),
-        (3.1, 2.9, 0.5, 0.0, False, "this process's other threads computed longer, as those that load do"),
+        (3.1, 2.9, 0.5, 0.0, False, "this process's other threads computed longer"),
         (3.1, 1.0, 0.5, 0.0, False, "waited: other processes had the cores, or the device was busy"),
     ],
 )  # fmt: skip
