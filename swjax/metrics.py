@@ -13,6 +13,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -201,69 +202,94 @@ class Meter:
 
 
 class StepClock:
-    """Times every step, and says why one took longer than 3 times the median of those before it.
+    """Times every step, and says where the time went of one that took longer than 3 times the median of
+    those before it.
 
     A step lasts from when the one before it was handed to the device to when it is, so that what happens
-    between them (evaluation, a checkpoint, the log) is part of the next one.
+    between them (evaluation, a checkpoint, the log) is part of the next one. Laps divide it without rest.
+    In each, the time in which this thread could run but had no core is counted apart: else whatever is done
+    while others have the cores would seem slow itself.
     """
 
     _LEAST, _MOST = 20, 101  # steps before it that a median needs, and is taken of
 
     def __init__(self):
         self._spent = collections.deque(maxlen=self._MOST)
-        self._parts: dict[str, float] = {}
-        self._last = _clocks()
+        self._laps: dict[str, float] = {}
+        self._queue = CoreQueue()
+        self._last = self._now()
 
-    @contextlib.contextmanager
-    def part(self, name: str):
-        """Time in this context is known to belong to `name`."""
-        start = time.perf_counter()
-        yield
-        self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - start
+    def lap(self, name: str) -> None:
+        """The time since the last lap was spent on `name`."""
+        now = self._now()
+        passed, queued = (after - before for before, after in zip(self._last, now))
+        self._last = now
+        for part, seconds in ((name, passed - queued), ("waiting for a core", queued)):
+            self._laps[part] = self._laps.get(part, 0.0) + seconds
 
     def step(self, *, saving: bool) -> dict:
-        """Ends a step.
+        """Ends a step, at the end of a lap.
 
         Args:
           saving: a checkpoint is being written in the background.
 
         Returns:
-          {"perf/seconds": its time}, and "perf/slow": why it took so long, if it did.
+          {"perf/seconds": its time}, and "perf/slow": where it went, if it took so long.
         """
-        now = _clocks()
-        spent = [after - before for before, after in zip(self._last, now)]
-        parts, self._parts, self._last = self._parts, {}, now
-        told = {"perf/seconds": spent[0]}
+        laps, self._laps = self._laps, {}
+        seconds = sum(laps.values())
+        told = {"perf/seconds": seconds}
         if len(self._spent) >= self._LEAST:
-            if spent[0] > 3 * statistics.median(seconds for seconds, *_ in self._spent):
-                usual = map(statistics.median, zip(*self._spent))
-                more = [this - other for this, other in zip(spent, usual)]
-                told["perf/slow"] = _reason(parts, saving, *more)
-        self._spent.append(spent)
+            if seconds > 3 * statistics.median(sum(other.values()) for other in self._spent):
+                told["perf/slow"] = _where(laps, self._spent)
+                told["perf/slow"] += " while a checkpoint was written" * saving
+        self._spent.append(laps)
         return told
 
+    def close(self) -> None:
+        self._queue.close()
 
-def _clocks() -> tuple[float, float, float]:
-    """Seconds that have passed, that this process has computed, and that this thread has."""
-    return time.perf_counter(), time.process_time(), time.thread_time()
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), self._queue.seconds()
 
 
-def _reason(parts: dict, saving: bool, more: float, process: float, thread: float) -> str:
-    """Why a step took `more` seconds than usual, of which the process and its main thread computed some.
+class CoreQueue:
+    """How long the thread that made it has waited for a core: what Linux counts, elsewhere nothing."""
 
-    >>> _reason({"data": 0.9}, False, 1.0, 0.1, 0.0), _reason({}, False, 1.0, 0.9, 0.1)
-    ('data', "this process's other threads computed longer")
+    def __init__(self):
+        try:
+            self._file = open("/proc/thread-self/schedstat", "rb", buffering=0)
+        except OSError:
+            self._file = None
+
+    def seconds(self) -> float:
+        """Since the thread began."""
+        # Computed for, waited for a core for (nanoseconds), times that it got one.
+        return int(os.pread(self._file.fileno(), 80, 0).split()[1]) / 1e9 if self._file else 0.0
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _where(laps: dict[str, float], before: Iterable[dict[str, float]]) -> str:
+    """The parts that took longer than usual, longest first: as few as make half of what is more.
+
+    >>> usual = [{"data": 0.1, "device": 0.9}] * 3
+    >>> _where({"data": 0.2, "device": 2.9}, usual), _where({"data": 1.1, "log": 0.9, "device": 0.9}, usual)
+    ('device', 'data')
     """
-    name = max(parts, key=parts.get, default="")
-    if name and parts[name] > more / 2:
-        return name
-    if saving:
-        return "a checkpoint in the background"
-    if thread > more / 2:
-        return "the main thread computed longer"
-    if process > more / 2:
-        return "this process's other threads computed longer"
-    return "waited: other processes had the cores, or the device was busy"
+    more = {
+        name: seconds - statistics.median(other.get(name, 0.0) for other in before)
+        for name, seconds in laps.items()
+    }
+    half, named = sum(max(seconds, 0.0) for seconds in more.values()) / 2, []
+    for name in sorted(more, key=more.get, reverse=True):
+        named.append(name)
+        half -= more[name]
+        if half <= 0:
+            break
+    return ", ".join(named)
 
 
 class Progress:

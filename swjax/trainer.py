@@ -118,10 +118,17 @@ def train(config, workdir: Path, interrupt) -> int:
     watch, clock = Watch(Rules.of_run(total)), StepClock()
     meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
     pending, timed, skipped, previous, rollbacks, stopping = {}, {}, {}, None, 0, False
-    with closing(log), closing(batches), closing(checkpoints), ExitStack() as at_end:
+    with (
+        closing(log),
+        closing(clock),
+        closing(batches),
+        closing(checkpoints),
+        ExitStack() as at_end,
+    ):
         while step < total and not stopping:
-            with meter.waiting(), clock.part("data"):
+            with meter.waiting():
                 batch = next(batches)
+            clock.lap("data")
             batch = sharding.shard_batch(batch, mesh)
             health.before(step + 1, state, batch)
             state, vector = train_step(state, batch)
@@ -133,8 +140,10 @@ def train(config, workdir: Path, interrupt) -> int:
                 gc.freeze()  # a collection of what compiling left took 0.13 s, each 1,000 steps or so
                 at_end.callback(gc.unfreeze)
                 progress.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
+            clock.lap("dispatch")
             jax.block_until_ready(previous)  # at most two steps in flight
             previous = vector
+            clock.lap("device")
             timed[step] = clock.step(saving=checkpoints.is_saving())
 
             stopping = distributed.shall_stop(step, interrupt.requested)
@@ -169,23 +178,25 @@ def train(config, workdir: Path, interrupt) -> int:
                 watch.restart()
                 meter.restart()
                 progress.say(f"{bad}: back to step {step}, past the data of these steps")
+                clock.lap("rollback")
                 continue
+            clock.lap("log")
             if evaluating and not bad:
-                with clock.part("evaluation"):
-                    records[-1] |= evaluate(state, "val")[0]
+                records[-1] |= evaluate(state, "val")[0]
                 meter.restart()  # throughput leaves it out
-            with clock.part("log"):
-                log.write([record | perf for record in records])
+                clock.lap("evaluation")
+            log.write([record | perf for record in records])
             for event in watch.update(records):
                 progress.say(event)
             progress.update(records[-1] | perf)
             if bad:
                 progress.say(f"{bad}: stopped; config.train.nan_policy={config.train.nan_policy!r}")
                 return 1
+            clock.lap("log")
             if saving:
-                with clock.part("saving"):
-                    checkpoints.save(step, state, batches.position(gather))
+                checkpoints.save(step, state, batches.position(gather))
                 rollbacks = 0
+                clock.lap("saving")
     if step < total:
         progress.say(f"interrupted: step {step} is saved in {workdir}; the same command goes on")
         return 0

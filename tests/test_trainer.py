@@ -1,6 +1,5 @@
 """The train step and the loop: same numbers however a run is cut, split or interrupted."""
 
-import contextlib
 import gc
 import json
 import os
@@ -10,6 +9,8 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 
 import jax
@@ -503,7 +504,7 @@ def loaders_of(process) -> list[int]:
     """The processes that load for one."""
     found = []
     for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             parent = int((command.parent / "stat").read_text().rsplit(")", 1)[1].split()[1])
             if parent == process.pid and "spawn_main" in command.read_text():
                 found.append(int(command.parent.name))
@@ -801,31 +802,61 @@ class Stream:
 
 
 @pytest.mark.parametrize(
-    "seconds, process, thread, data, saving, reason",
+    "laps, saving, reason",
     [
-        (2.9, 2.9, 2.9, 2.9, True, None),
-        (3.1, 2.9, 2.9, 2.0, True, "data"),
-        (3.1, 2.9, 2.9, 1.0, True, "a checkpoint in the background"),
-        (3.1, 2.9, 2.9, 1.0, False, "the main thread computed longer"),
-        (3.1, 2.9, 0.5, 0.0, False, "this process's other threads computed longer"),
-        (3.1, 1.0, 0.5, 0.0, False, "waited: other processes had the cores, or the device was busy"),
+        ({"data": 2.0, "device": 1.0}, True, None),
+        ({"data": 2.0, "device": 1.1}, False, "data"),
+        ({"data": 0.1, "device": 3.0}, True, "device while a checkpoint was written"),
+        # Which is long every time, such as the device, is no reason.
+        ({"data": 0.1, "device": 1.6, "log": 1.4}, False, "log"),
+        ({"data": 0.8, "device": 1.6, "log": 0.8}, False, "log, data"),
+        ({"queue": 2.0, "data": 2.2, "device": 0.9}, False, "waiting for a core"),
     ],
-)  # fmt: skip
-def test_a_slow_step_is_given_a_reason(monkeypatch, seconds, process, thread, data, saving, reason):
-    """After steps of a second, of which the process computes 0.9 and its main thread 0.4."""
-    now = np.zeros(3)
-    monkeypatch.setattr(metrics, "_clocks", lambda: tuple(now))
+)
+def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason):
+    """After steps of a second, of which the device takes 0.9."""
+    now, queued = [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = metrics.StepClock()
-    for _ in range(30):
-        now += (1.0, 0.9, 0.4)
-        assert clock.step(saving=False) == {"perf/seconds": 1.0}
-    with clock.part("data"):
-        now[0] += data
-    now += (seconds - data, process, thread)
-    told = clock.step(saving=saving)
-    assert told["perf/seconds"] == pytest.approx(seconds)
-    assert told.get("perf/slow") == reason
+    monkeypatch.setattr(metrics.CoreQueue, "seconds", lambda self: queued[0])
+    with closing(metrics.StepClock()) as clock:
+
+        def take(laps, saving=False):
+            for name, seconds in laps.items():
+                if name == "queue":  # a part of the lap after it
+                    queued[0] += seconds
+                else:
+                    now[0] += seconds
+                    clock.lap(name)
+            return clock.step(saving=saving)
+
+        for _ in range(30):
+            assert take({"data": 0.1, "device": 0.9}) == {"perf/seconds": pytest.approx(1.0)}
+        told = take(laps, saving)
+        assert told["perf/seconds"] == pytest.approx(sum(laps.values()) - laps.get("queue", 0.0))
+        assert told.get("perf/slow") == reason
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="only Linux counts it")
+def test_waiting_for_a_core_is_counted():
+    """A thread that shares its core with a process that never rests."""
+    core = min(os.sched_getaffinity(0))
+    rests_never = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+
+    def compute(until):
+        os.sched_setaffinity(0, {core})  # this thread's alone
+        with closing(metrics.CoreQueue()) as queue:
+            before = queue.seconds()
+            while queue.seconds() < before + 0.1 and time.monotonic() < until:
+                pass
+            return queue.seconds() - before
+
+    with ThreadPoolExecutor(1) as pool:
+        process = subprocess.Popen([sys.executable, "-c", rests_never])
+        try:
+            assert pool.submit(compute, time.monotonic() + 60).result() >= 0.1
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_progress_rewrites_a_terminals_line_and_prints_plain_ones_elsewhere():

@@ -11,7 +11,8 @@ from benchmarks.reliability.runs import Run
 
 # Of memory, from the third fifth of the run to the last: by then the allocator has what it keeps.
 MOST_GROWTH = 0.03
-UNEXPLAINED = "computed longer"  # says who, not why
+# Where a step's own work is done: that it took longer there says where, not why.
+UNEXPLAINED = {"dispatch", "device"}
 
 
 def measure(folder: Path, steps: int = 10_000) -> dict:
@@ -49,7 +50,7 @@ def measure(folder: Path, steps: int = 10_000) -> dict:
     return {
         "ok": growth < MOST_GROWTH
         and change["files"][1] <= change["files"][0]
-        and not any(UNEXPLAINED in reason for reason in reasons)
+        and not any(UNEXPLAINED.issuperset(reason.split(", ")) for reason in reasons)
         and [record["step"] for record in records] == list(range(1, steps + 1)),
         "steps": steps,
         "memory_growth": round(growth, 4),
