@@ -1,5 +1,6 @@
 """One optimizer step as a pure function: loss and gradient, update, and what is measured on the way."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -108,7 +109,8 @@ def rms(c, opt_state, grads) -> dict[str, jax.Array]:
 class Health:
     """Quantization health every `diagnostics.every_steps` steps, on the batch and parameters of the step.
 
-    It is a program of its own, so that the train step is the same with and without it.
+    It is a program of its own, so that the train step is the same with and without it, and one that compiles
+    fast rather than runs fast: blocks are scanned.
 
     Args:
       config: the run's.
@@ -124,6 +126,8 @@ class Health:
             self._every = 0
         if not self._every:
             return
+        for module in (model, model.vision, model.text):
+            module.cfg = dataclasses.replace(module.cfg, scan_layers=True)
         tapped, zeros = nnx.split(taps.insert(model))
         loss_and_grad = make_loss_and_grad(config, tapped)
 
