@@ -178,6 +178,40 @@ def assert_close(a, b, **tolerance):
 # ----------------------------------------------------------------------------------- the step
 
 
+def test_health_compiles_one_block_of_each_tower(micro, monkeypatch):
+    """Whatever their number, and measures what the model's own program would."""
+
+    def program(layers):
+        config = micro(diagnostics__every_steps=1, model__vision__layers=layers)
+        init, graphdef = make_init(config)
+        like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+        return (
+            train_step.Health(config, graphdef, like["params"], steps=1),
+            init,
+            like,
+            batch_of(config),
+        )
+
+    def products(layers):
+        health, _, like, batch = program(layers)
+        return health._measure.lower(like, batch).as_text().count("dot_general")
+
+    def measured():
+        health, init, _, batch = program(2)
+        health.before(1, jax.jit(init)(), batch)
+        return health.records(1)[1]
+
+    few, scanned = products(2), measured()
+    assert products(3) == few
+    same = types.SimpleNamespace(replace=lambda cfg, **changes: cfg)
+    monkeypatch.setattr(train_step, "dataclasses", same)
+    assert products(3) > few
+    unrolled = measured()
+    assert scanned.keys() == unrolled.keys() and len(scanned) > 50
+    for name, value in unrolled.items():
+        assert scanned[name] == pytest.approx(value, rel=0.02, abs=0.02), name
+
+
 def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     results = []
     for parts in (1, 4):
