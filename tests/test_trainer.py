@@ -871,7 +871,7 @@ def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason)
 
 
 def counts_waiting() -> bool:
-    """Whether the system does: Linux, unless it is an old one with accounting turned off, which says 0 0 0."""
+    """Whether the system does: Linux, unless it is an old one that says 0 0 0."""
     file = Path("/proc/thread-self/schedstat")
     return file.exists() and file.read_text().split()[0] != "0"
 
