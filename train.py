@@ -35,15 +35,17 @@ def main(argv: list[str]) -> int:
 
 
 def run(argv: list[str]) -> int:
-    from swjax import config as config_lib  # not at the top: --help answers without loading jax
+    # Not at the top: --help answers without loading jax.
+    from swjax.training import config as config_lib
 
     leave = int
     try:
         config, workdir = config_lib.parse(argv)
-        from swjax import distributed, trainer  # nor does a typo wait for the libraries of training
+        # Not earlier: a typo is reported before the training libraries load.
+        from swjax.training import distributed, loop
 
         leave = distributed.leave
-        return trainer.train_and_evaluate(config, workdir)
+        return loop.train_and_evaluate(config, workdir)
     except (config_lib.ConfigError, config_lib.RunError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return leave(2 if isinstance(error, config_lib.ConfigError) else 3)

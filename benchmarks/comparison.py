@@ -22,8 +22,8 @@ import numpy as np
 from flax import linen as nn
 
 import swjax.linen
-from swjax import environment
 from swjax.testing import matrix_products
+from swjax.training import environment
 
 # QtRule fields of a rule that makes Qwix compute as SwitchBack does. Its int8 is 127.5 steps wide, ours 127.
 ABSMAX = f"absmax,{127.5 / 127}"

@@ -26,11 +26,12 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 
-from swjax import config as config_lib  # noqa: E402
-from swjax import environment, sharding, trainer  # noqa: E402
+from benchmarks.kernels import timing  # noqa: E402
 from swjax.diagnostics import Packer  # noqa: E402
-from swjax.kernels import timing  # noqa: E402
-from swjax.train_step import Health, make_train_step  # noqa: E402
+from swjax.models import sharding  # noqa: E402
+from swjax.training import config as config_lib  # noqa: E402
+from swjax.training import environment, loop  # noqa: E402
+from swjax.training.step import Health, make_train_step  # noqa: E402
 
 VARIANTS = {
     "none": set(),
@@ -99,14 +100,14 @@ def parse():
 
 def compile_all(config):
     """({variant, or "quantization": compiled program}, a state, a batch)."""
-    mesh, cfg = trainer.check(config)
-    trainer.use_compilation_cache(config)
-    source = trainer.open_source(config, "train")
-    _, schedule, optimizer = trainer.plan(config, source)
-    init, graphdef = trainer.make_init(config, cfg, optimizer)
+    mesh, cfg = loop.check(config)
+    loop.use_compilation_cache(config)
+    source = loop.open_source(config, "train")
+    _, schedule, optimizer = loop.plan(config, source)
+    init, graphdef = loop.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
-    state = trainer.first_state(config, init, like)
-    with closing(trainer.open_batches(config, source, None, sharding.batch_share(mesh))) as batches:
+    state = loop.first_state(config, init, like)
+    with closing(loop.open_batches(config, source, None, sharding.batch_share(mesh))) as batches:
         batch = sharding.shard_batch(next(batches), mesh)
     programs = {}
     for name, on in VARIANTS.items():

@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from swjax import environment  # noqa: E402
+from swjax.training import environment  # noqa: E402
 
 COLLECTIVE = re.compile(r"nccl", re.IGNORECASE)
 NAMES = {"standard": "bf16", "switchback": "int8"}
@@ -206,7 +206,7 @@ def measure(case: dict, turn: Path) -> dict:
     """Times the train step and reads what its devices exchange."""
     import jax
 
-    from swjax.kernels import timing
+    from benchmarks.kernels import timing
     from swjax.models import clip
 
     done = stages()
@@ -263,9 +263,10 @@ def prepare(case: dict):
     import numpy as np
 
     from configs import common
-    from swjax import sharding, trainer
     from swjax.diagnostics import Packer
-    from swjax.train_step import make_optimizer, make_schedule, make_train_step
+    from swjax.models import sharding
+    from swjax.training import loop
+    from swjax.training.step import make_optimizer, make_schedule, make_train_step
 
     changes = SMOKE if case["smoke"] else {"model.name": case["model"]}
     changes |= mesh_of(case) | {
@@ -276,16 +277,16 @@ def prepare(case: dict):
     }
     config = common.paper("vit_b16", case["recipe"])
     config.update_from_flattened_dict(changes)
-    mesh, cfg = trainer.check(config)
+    mesh, cfg = loop.check(config)
     schedule = make_schedule(config, 10_000, 100)
     optimizer = make_optimizer(config, schedule)
-    init, graphdef = trainer.make_init(config, cfg, optimizer)
+    init, graphdef = loop.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     shardings = jax.tree.map(lambda x: x.sharding, like)
     options = {"xla_backend_optimization_level": 0}  # it runs once
     init = jax.jit(init, out_shardings=shardings, compiler_options=options)
     step = make_train_step(config, graphdef, optimizer, schedule, Packer())
-    step = trainer.compile_step(step, like, **case.get("xla", {}))
+    step = loop.compile_step(step, like, **case.get("xla", {}))
     rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size
     tokens = rng.integers(1, 49406, (size, config.data.context_length), np.int32)
     tokens[:, 0], tokens[:, -1] = 49406, 49407
@@ -418,8 +419,8 @@ def covered(spans: list) -> float:
 
 def losses(case: dict) -> dict:
     """The loss of every step of a small run of train.py, whose batch all devices share."""
-    from swjax import trainer
-    from swjax.config import load
+    from swjax.training import loop
+    from swjax.training.config import load
 
     changes = {"data.name": "synthetic", "model.recipe": case["recipe"], "model.dtype": "float32"}
     changes |= {"train.steps": case["steps"], "train.batch_size": 64, "schedule.warmup_steps": 20}
@@ -434,7 +435,7 @@ def losses(case: dict) -> dict:
     config = load(f"{ROOT}/configs/openmoji.py", [(k, str(v)) for k, v in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
         stdout, sys.stdout = sys.stdout, sys.stderr  # the result alone goes to stdout
-        trainer.train_and_evaluate(config, folder)
+        loop.train_and_evaluate(config, folder)
         sys.stdout = stdout
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return {"loss": [json.loads(line)["train/loss"] for line in lines]}

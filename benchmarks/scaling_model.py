@@ -108,7 +108,7 @@ def step(m: Model, precision: str, layout: str, gpus: int, pairs: int) -> Step:
     else:
         nvlink = (gathers + gradients) * within
         infiniband = 2 * gradients / node * across
-    # Texts that do not fit at once pass by in a ring, again for the gradient, with it: see swjax.ring.
+    # Texts that do not fit at once pass by in a ring, again for the gradient, with it: see swjax.losses.ring.
     again = m.embed_dim * pairs * gpus > losses.NUMBERS
     loss = (3 if again else 2) * 4 * m.embed_dim * pairs * gpus
     products = 4 if again else 3

@@ -18,8 +18,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from swjax import environment, evaluators, serving
+from swjax import evaluators, serving
 from swjax.models import clip
+from swjax.training import environment
 
 VARIANTS = ("bf16", "int8", "int8 prequantized")
 

@@ -9,9 +9,9 @@
     python benchmarks/train_step.py --plot=step.png --out=FILE   # draws a finished file
 
 "encoder": gradients of all parameters of the image tower, no patch dropout, no optimizer. "step":
-`swjax.train_step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Data are random
-and on the device. Times are of the clock on the wall over calls in a row, those of kernels CUPTI's; memory is
-what XLA planned. A case is in the file as soon as it is measured, and none starts after --seconds.
+`swjax.training.step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Data are
+random and on the device. Times are wall-clock times over consecutive calls; kernel times come from CUPTI;
+memory is what XLA planned. Each case is written as soon as it is measured, and none starts after --seconds.
 """
 
 import argparse
@@ -28,13 +28,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.kernels import timing
 from configs import common
-from swjax import trainer
 from swjax.diagnostics import Packer
-from swjax.kernels import timing
 from swjax.models import clip
 from swjax.models.vit import VisionTransformer
-from swjax.train_step import make_optimizer, make_train_step
+from swjax.training import loop
+from swjax.training.step import make_optimizer, make_train_step
 
 KINDS = ("encoder", "step")
 MODELS = ("vit_h14", "vit_l14", "vit_b16", "vit_b32")
@@ -246,10 +246,10 @@ def step(case: Case) -> Program:
     config.model.recipe, config.model.remat = case.recipe, case.remat
     config.train.batch_size = case.batch
     config.data.augment = False
-    cfg = trainer.model_config(config)
+    cfg = loop.model_config(config)
     schedule = lambda count: jnp.float32(1e-4)
     optimizer = make_optimizer(config, schedule)
-    init, graphdef = trainer.make_init(config, cfg, optimizer)
+    init, graphdef = loop.make_init(config, cfg, optimizer)
     init = jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})
     train_step = make_train_step(config, graphdef, optimizer, schedule, Packer())
     side, length = cfg.vision.image_size, cfg.text.context_length

@@ -1,7 +1,7 @@
 """How each kernel cuts its work: rules with their reasons, and what was measured on a device.
 
-A tuned table is a JSON file in `tuned/`, named after the device, written by `python -m swjax.kernels.tune`.
-Where it has no entry for a shape, the rule holds.
+A tuned table is a JSON file in `tuned/`, named after the device; `python -m benchmarks.kernels.tune`
+writes it. Where it has no entry for a shape, the rule holds.
 """
 
 import json

@@ -5,10 +5,10 @@ Layers are in `swjax.nnx` and `swjax.linen`, optimizers in `swjax.optax`; both a
 
 from swjax import checkpoint_policies
 from swjax.kernels.reference import QTensor, dequantize, quantize
-from swjax.partition import Layout
-from swjax.prologues import Gelu, LayerNorm
+from swjax.linear.operation import dot_general, mlp, quantize_weight, switchback
+from swjax.linear.plans import Layout
+from swjax.linear.prologues import Gelu, LayerNorm
 from swjax.recipes import RECIPES, Recipe
-from swjax.switchback import dot_general, mlp, quantize_weight, switchback
 
 __version__ = "0.1.0"
 

@@ -2,8 +2,8 @@
 
 report       makes the report page of a run again
 diagnostics  what led to a run's loss spikes: report, replay
+compare      what recipes and dtypes do to layers and to the loss
 convert      WebDataset tars to array_record
-bench        measures kernels
 """
 
 import runpy
@@ -12,8 +12,8 @@ import sys
 COMMANDS = {
     "report": "swjax.report",
     "diagnostics": "swjax.diagnostics",
+    "compare": "swjax.training.compare_precision",
     "convert": "swjax.data.convert",
-    "bench": "swjax.kernels.bench",
 }
 
 

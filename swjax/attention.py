@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from swjax.kernels import dispatch, tiles
-from swjax.partition import Layout, Plan, Spec, cuts_itself, heads_plan, vary_alike
+from swjax.linear.plans import Layout, Plan, Spec, cuts_itself, heads_plan, vary_alike
 
 NAMES = ("xla", "cudnn", "triton")
 CUDNN_MULTIPLE = 8  # of tokens; it masks what is padded

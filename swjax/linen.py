@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from swjax.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.kernels.reference import QTensor
-from swjax.partition import Layout
+from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
+from swjax.linear.operation import dot_general, switchback
+from swjax.linear.plans import Layout
 from swjax.recipes import Recipe, get
-from swjax.switchback import dot_general, switchback
 
 
 class Dense(nn.Dense):
@@ -83,7 +83,7 @@ def quantize_model(recipes: Mapping[str, str | Recipe], *, implementation: str |
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Yields:
-      A `swjax.conversion.Conversion`, to be printed: what has become of each matrix of the model code
+      A `swjax.linear.conversion.Conversion`, to be printed: what has become of each matrix of the model code
       that ran. Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves take
       no `dot_general`, so that no recipe reaches them.
 

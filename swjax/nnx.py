@@ -7,13 +7,13 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from swjax.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.kernels import dispatch
-from swjax.partition import TOKENS, Layout, reduced
-from swjax.prologues import Gelu, Prologue
+from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
+from swjax.linear.operation import dot_general, switchback
+from swjax.linear.operation import mlp as fused_mlp
+from swjax.linear.plans import TOKENS, Layout, reduced
+from swjax.linear.prologues import Gelu, Prologue
 from swjax.recipes import Recipe, first_match, get
-from swjax.switchback import dot_general, switchback
-from swjax.switchback import mlp as fused_mlp
 
 
 class Linear(nnx.Linear):

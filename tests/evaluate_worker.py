@@ -9,7 +9,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent.parent))
-    from swjax import distributed
+    from swjax.training import distributed
 
     distributed.start()
 

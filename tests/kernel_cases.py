@@ -3,7 +3,8 @@
 import kernel_oracle as oracle
 import numpy as np
 
-from swjax.kernels import shapes, tiles
+from benchmarks.kernels import shapes
+from swjax.kernels import tiles
 from swjax.kernels.reference import QTensor
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -8,16 +8,16 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent.parent))
-    from swjax import distributed
+    from swjax.training import distributed
 
     distributed.start()
 
     import jax
     from test_checkpoint import state_of
 
-    from swjax import sharding
-    from swjax.checkpoint import Checkpoints, check_shared, lock
-    from swjax.config import ConfigError
+    from swjax.models import sharding
+    from swjax.training.checkpoint import Checkpoints, check_shared, lock
+    from swjax.training.config import ConfigError
 
     workdir = Path(sys.argv[1]) / str(jax.process_index())
     distributed.first_does(lambda: lock(workdir))

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swjax.kernels import bench, bench_layers, dispatch, tiles, timing, tune
+from benchmarks.kernels import bench, layers, timing, tune
+from swjax.kernels import dispatch, tiles
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -58,7 +59,7 @@ def test_layers(tmp_path):
     ours = [row for row in rows if row["implementation"] == "switchback"]
     assert len(ours) == 4 and all(row["snr_db"] > 30 and row["ratio"] > 0 for row in ours)
     assert plot.stat().st_size > 1000
-    assert bench_layers.grid(rows).keys() == {32}
+    assert layers.grid(rows).keys() == {32}
 
 
 def test_what_computes_something_else_is_no_peer():
@@ -86,12 +87,12 @@ def test_times_of_kernels():
     ["nvjet_hsh_128x256", "gemm_fusion_dot_3", "_matmul_kernel", "kernel_body_mosaic_gpu_kernel"],
 )
 def test_names_of_products(name):
-    assert bench_layers.PRODUCT.search(name)
+    assert layers.PRODUCT.search(name)
 
 
 @pytest.mark.parametrize("name", ["_row_kernel", "_scale_kernel", "loop_convert_fusion"])
 def test_names_of_others(name):
-    assert not bench_layers.PRODUCT.search(name)
+    assert not layers.PRODUCT.search(name)
 
 
 # --- the tuner ----------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from processes import two_processes
 
-from swjax import sharding
-from swjax.checkpoint import Checkpoints
-from swjax.checksums import checksums
-from swjax.config import ConfigError, RunError
+from swjax.models import sharding
+from swjax.training.checkpoint import Checkpoints
+from swjax.training.checksums import checksums
+from swjax.training.config import ConfigError, RunError
 
 # Coroutines that Orbax leaves behind when one of them has failed.
 pytestmark = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
-from swjax import config as config_lib
+from swjax.training import config as config_lib
 
 ROOT = Path(__file__).resolve().parent.parent
 OPENMOJI = f"--config={ROOT}/configs/openmoji.py"

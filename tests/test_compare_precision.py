@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from test_trainer import MICRO, ROOT
 
-from swjax import compare_precision, layer_errors
 from swjax.models import clip
 from swjax.report import precision
+from swjax.training import compare_precision, layer_errors
 
 FLAGS = [f"--config={ROOT}/configs/openmoji.py", *(f"--config.{k}={v}" for k, v in MICRO.items())]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from swjax import config as config_lib
-from swjax import sharding, trainer
+from swjax.models import sharding
+from swjax.training import config as config_lib
+from swjax.training import loop
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "common")
@@ -35,7 +36,7 @@ def test_there_is_one_for_every_model_and_precision():
 def test_builds_its_model_and_can_be_sharded(name):
     config = load(name)
     config_lib.validate(config, batch_shards=8)
-    init, _ = trainer.make_init(config, trainer.model_config(config), optimizer_of(config))
+    init, _ = loop.make_init(config, loop.model_config(config), optimizer_of(config))
     state = jax.eval_shape(init)
     count = sum(x.size for x in jax.tree.leaves(state["params"]))
     assert count == PARAMETERS.get(config.model.name, count)
@@ -46,7 +47,7 @@ def test_builds_its_model_and_can_be_sharded(name):
 
 
 def optimizer_of(config):
-    return trainer.make_optimizer(config, trainer.make_schedule(config, 100_000, 5000))
+    return loop.make_optimizer(config, loop.make_schedule(config, 100_000, 5000))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "openmoji"])

@@ -11,9 +11,10 @@ from photographs import encoded, jpeg, photograph, sample, write_tar, write_tars
 from PIL import Image
 from test_trainer import MICRO, cache  # noqa: F401
 
-from swjax import config as config_lib
-from swjax import data, trainer
+from swjax import data
 from swjax.data import decoding, files
+from swjax.training import config as config_lib
+from swjax.training import loop
 
 SIZES = {"context_length": 8, "image_size": 16}
 BOMB = encoded(Image.new("L", (9000, 9000)), "PNG")
@@ -261,13 +262,13 @@ def test_a_run_skips_and_says_so(tmp_path, capsys, cache):  # noqa: F811
     }  # fmt: skip
     overrides = [(key, str(value)) for key, value in settings.items()]
     config = config_lib.load("configs/openmoji.py", overrides)
-    source = trainer.open_source(config, "train")
-    assert len(source) == 40 and trainer.open_source(config, "val") is None
-    assert trainer.train_and_evaluate(config, tmp_path / "run") == 0
+    source = loop.open_source(config, "train")
+    assert len(source) == 40 and loop.open_source(config, "val") is None
+    assert loop.train_and_evaluate(config, tmp_path / "run") == 0
     log = (tmp_path / "run" / "skipped.log").read_text()
     assert "000000003: the caption is empty" in log
     assert '"data/skipped": ' in (tmp_path / "run" / "metrics.jsonl").read_text()
     config.data.on_bad = "stop"
     with pytest.raises(config_lib.ConfigError, match="config.data: cannot read .*caption is empty"):
-        trainer.train_and_evaluate(config, tmp_path / "strict")
+        loop.train_and_evaluate(config, tmp_path / "strict")
     capsys.readouterr()

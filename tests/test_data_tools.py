@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from photographs import jpeg, write_tars
 
-from swjax import config as config_lib
-from swjax import data, trainer
-from swjax.data import bench, convert, decoding
+from benchmarks import data_loading
+from swjax import data
+from swjax.data import convert, decoding
+from swjax.training import config as config_lib
+from swjax.training import loop
 
 
 def run(tmp_path, *arguments):
@@ -133,7 +135,7 @@ def test_bench_prints_images_per_second(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "swjax.data.bench",
+        "benchmarks.data_loading",
         "--images=64",
         "--rounds=1",
         f"--tars={tars}",
@@ -156,7 +158,7 @@ def test_bench_says_what_a_device_would_wait_for(tmp_path, capsys):
     for rate in ("20", "1e9"):
         out = tmp_path / f"{rate}.json"
         options = ["--workers=0", "--batch_size=4", f"--tars={tars}", f"--out={out}"]
-        assert bench.main([f"--rate={rate}", *options]) == 0
+        assert data_loading.main([f"--rate={rate}", *options]) == 0
         (row,) = json.loads(out.read_text())["rows"]
         waits[rate] = row["data_wait"]
         assert ("they are too slow" in capsys.readouterr().out) == (rate == "1e9")
@@ -165,10 +167,10 @@ def test_bench_says_what_a_device_would_wait_for(tmp_path, capsys):
 
 def test_synthetic_photographs_are_as_large_as_real_ones():
     rng = np.random.default_rng(0)
-    sizes = [len(bench._photograph(rng, (256, 512))) for _ in range(8)]
+    sizes = [len(data_loading._photograph(rng, (256, 512))) for _ in range(8)]
     assert 20_000 < np.mean(sizes) < 80_000
     for _ in range(8):
-        image = decoding.decode(bench._photograph(rng, (30, 31)))
+        image = decoding.decode(data_loading._photograph(rng, (30, 31)))
         assert set(image.shape[:2]) <= {30, 31}
 
 
@@ -182,7 +184,7 @@ def test_synthetic_photographs_are_as_large_as_real_ones():
 )
 def test_bench_refuses(options, message, capsys):
     with pytest.raises(SystemExit):
-        bench.main(options.split())
+        data_loading.main(options.split())
     assert message in capsys.readouterr().err
 
 
@@ -197,14 +199,14 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
     exec(compile(python, "data.md", "exec"), {})
     (tmp_path / "mixed.py").write_text(config_file)
     config = config_lib.load("mixed.py", [("data.mixture.own.weight", "1.8")])
-    mixture = trainer.open_source(config, "train")
+    mixture = loop.open_source(config, "train")
     assert (mixture.names, mixture.weights) == (("own", "web"), (1.8, 0.9))
     assert len(mixture) == 16
-    assert trainer.open_source(config, "val")[3]["captions"] == ("mine",)
-    assert trainer.open_source(config, "test") is None
+    assert loop.open_source(config, "val")[3]["captions"] == ("mine",)
+    assert loop.open_source(config, "test") is None
     config.eval.data = ""
     with pytest.raises(config_lib.ConfigError, match="name the data set to evaluate on, own, web"):
-        trainer.open_source(config, "val")
+        loop.open_source(config, "val")
     for part, message in (
         ({"name": "table"}, "mixture.web needs a name, of a data set, and a weight; it has name"),
         ({"name": "table", "weight": 1.0}, "web.splits.train is empty: name the data to train on"),
@@ -217,5 +219,5 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
     ):
         config.data.mixture = {"web": part}
         with pytest.raises(config_lib.ConfigError, match=message) as caught:
-            trainer.open_source(config, "train")
+            loop.open_source(config, "train")
         assert "\n" not in str(caught.value)

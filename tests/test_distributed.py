@@ -12,9 +12,9 @@ import pytest
 from processes import two_processes
 from test_trainer import ENVIRONMENT, MICRO, ROOT, cache, final_state, micro, records, train  # noqa: F401
 
-from swjax import sharding
-from swjax.config import ConfigError
-from swjax.distributed import read_environment
+from swjax.models import sharding
+from swjax.training.config import ConfigError
+from swjax.training.distributed import read_environment
 
 PLAIN = {
     "JAX_COORDINATOR_ADDRESS": "node1:1234",
@@ -56,9 +56,9 @@ def test_start_names_what_is_missing(environment, message):
 
 def test_start_by_an_mpi_that_only_mpi4py_knows(monkeypatch):
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # Open MPI 5; MPICH, Intel MPI
-        monkeypatch.setattr("swjax.distributed.find_spec", lambda name: object())
+        monkeypatch.setattr("swjax.training.distributed.find_spec", lambda name: object())
         assert read_environment({name: "8"}) == {"cluster_detection_method": "mpi4py"}
-        monkeypatch.setattr("swjax.distributed.find_spec", lambda name: None)
+        monkeypatch.setattr("swjax.training.distributed.find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=f"{name}=8 .* need the package mpi4py"):
             read_environment({name: "8"})
 

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from swjax import evaluators, sharding
+from swjax import evaluators
 from swjax.evaluators import embed, ranking, retrieval
+from swjax.models import sharding
 
 SIZES = {"batch_size": 8, "context_length": 12, "image_size": 4}
 NAMES = ("cat", "dog", "fish", "cat", "owl", "bee", "fox")  # two classes named "cat"

@@ -1,4 +1,4 @@
-"""Imports run one way, and what is slow to load is loaded by who needs it."""
+"""Imports run one way, by folder, and what is slow to load is loaded by who needs it."""
 
 import ast
 import importlib.metadata
@@ -14,94 +14,42 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Each part of swjax, and the parts it may import, wherever the import stands in the file. The core comes
-# first; only what stands below the line knows a run's config.
-ALLOWED = {
+# The folders of swjax, and the folders that each may import. "swjax" stands for the modules that lie flat in
+# swjax/: all of them belong to the library.
+LIBRARY = {
     "kernels": set(),
-    "fp8": {"kernels"},
-    "recipes": {"kernels"},
-    "checkpoint_policies": set(),
-    "testing": set(),
-    "prologues": {"kernels"},
-    "partition": {"kernels"},
-    "switchback": {"recipes", "kernels", "prologues", "partition"},
-    "conversion": {"recipes"},
-    "nnx": {"conversion", "switchback", "prologues", "recipes", "kernels", "partition"},
-    "linen": {"conversion", "switchback", "recipes", "kernels", "partition"},
-    "tensor_files": set(),
-    "serving": {"linen", "nnx", "recipes", "switchback", "kernels", "tensor_files"},
-    "swjax": {
-        "switchback",
-        "partition",
-        "prologues",
-        "recipes",
-        "kernels",
-        "checkpoint_policies",
-    },  # its __init__
     "optax": set(),
-    "attention": {"kernels", "partition"},
-    "models": {"attention", "nnx", "prologues", "recipes", "checkpoint_policies"},
-    "ring": {"partition"},
-    "losses": {"partition", "ring"},
-    "data": {"environment"},
-    "sharding": set(),
-    "diagnostics": {"optax", "nnx", "recipes", "kernels"},
-    "evaluators": {"data", "sharding"},
-    "interop": {"data", "models", "tensor_files"},
-    "report": {"diagnostics"},
-    "environment": set(),
-    "interrupt": set(),
-    "bench": {"attention", "environment", "swjax", "kernels"},
-    # ---------------------------------------------------------------------------------
-    "config": set(),
-    "checkpoint": {"checksums", "config", "distributed"},
-    "checksums": set(),
-    "distributed": {"config"},
-    "metrics": {"config", "diagnostics"},
-    "train_step": {
-        "config",
-        "data",
-        "diagnostics",
-        "losses",
-        "models",
-        "optax",
-        "sharding",
-    },
-    "inference": {
-        *("checkpoint", "data", "evaluators", "interop", "models", "recipes", "serving"),
-        "trainer",
-    },
-    "layer_errors": {"models", "nnx", "train_step"},
-    "compare_precision": {
-        *("config", "diagnostics", "environment", "layer_errors", "recipes", "report", "sharding"),
-        *("train_step", "trainer"),
-    },
-    "trainer": {
-        *("checkpoint", "config", "data", "diagnostics", "distributed", "environment"),
-        *("evaluators", "interrupt"),
-        *("metrics", "models", "nnx", "optax", "recipes", "report", "sharding", "train_step"),
-    },
-    "replay": {
-        *("checkpoint", "config", "data", "diagnostics", "models", "sharding", "trainer"),
-        "train_step",
-    },
-    "commands": {"diagnostics", "replay", "report"},
+    "linear": {"kernels", "swjax"},
+    "swjax": {"kernels", "linear"},
+    "serving": {"kernels", "linear", "swjax"},
+    "diagnostics": {"kernels", "linear", "optax", "swjax"},
 }
+APPLICATION = {
+    "models": {*LIBRARY},
+    "losses": {"linear"},
+    "data": set(),
+    "interop": {"data", "models", "serving"},
+    "evaluators": {"data", "models"},
+    "report": {"diagnostics"},
+    "training": {*LIBRARY, "data", "evaluators", "losses", "models", "report"},
+    "inference": {*LIBRARY, "data", "evaluators", "interop", "models", "training"},
+}
+ALLOWED = LIBRARY | APPLICATION
+# Command lines start whatever they name.
+COMMANDS = {"swjax.__main__", "swjax.diagnostics.__main__"}
 
 
-def part_of(module: str) -> str:
-    """`swjax.optax.rms` belongs to the part `optax`; what times kernels is no kernel."""
+def folder_of(module: str) -> str:
+    """`swjax.optax.rms` lies in the folder `optax`, `swjax.recipes` flat in `swjax`."""
     names = module.split(".")
-    if module in ("swjax.__main__", "swjax.diagnostics.__main__"):
-        return "commands"
-    if names[1:2] == ["kernels"] and names[-1].startswith(("bench", "timing", "tune")):
-        return "bench"
-    return names[1] if len(names) > 1 else "swjax"
+    return names[1] if len(names) > 1 and names[1] in ALLOWED else "swjax"
 
 
 def modules():
-    folders = [ROOT / "swjax", ROOT / "kernels"]
-    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+    """(name, path) of every module of the package."""
+    for path in sorted(
+        path for name in ("swjax", "kernels") for path in (ROOT / name).rglob("*.py")
+    ):
         names = path.relative_to(ROOT).with_suffix("").parts
         names = names[:-1] if names[-1] == "__init__" else names
         if names[:2] == ("swjax", "kernels"):
@@ -125,49 +73,45 @@ def imported(path: Path):
 MODULES = dict(modules())
 
 
+def forbidden(module: str, names: Iterable[str]) -> list[str]:
+    """The names that this module must not import."""
+    folder = folder_of(module)
+    inside = (name for name in names if name.split(".")[0] == "swjax")
+    return [name for name in inside if folder_of(name) not in {folder, *ALLOWED[folder]}]
+
+
 def test_importing_asks_for_no_devices():
     """`jax.distributed` has to be initialized before the first question for devices."""
-    code = "import swjax.trainer\nfrom jax._src import xla_bridge\nassert not xla_bridge._backends"
+    code = "import swjax.training.loop\nfrom jax._src import xla_bridge\nassert not xla_bridge._backends"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("module", MODULES)
+def test_every_folder_has_its_rule():
+    folders = {path.parent.name for path in (ROOT / "swjax").glob("*/__init__.py")}
+    assert folders == set(ALLOWED) - {"swjax"}
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - COMMANDS))
 def test_imports_run_one_way(module):
-    part = part_of(module)
-    assert part in ALLOWED, f"say in ALLOWED what {part} may import"
-    for name in imported(MODULES[module]):
-        if name.split(".")[0] == "swjax" and part_of(name) != part:
-            assert part_of(name) in ALLOWED[part], f"{module} imports {name}"
+    assert not forbidden(module, imported(MODULES[module]))
 
 
-def test_allowed_directions_have_no_cycle():
-    done: set[str] = set()
-    while len(done) < len(ALLOWED):
-        ready = {part for part, others in ALLOWED.items() if others <= done} - done
-        assert ready, f"cycle among {set(ALLOWED) - done}"
-        done |= ready
+def test_no_two_folders_import_each_other():
+    """But the flat modules and `linear`: `linear` interprets `recipes.py`, `nnx.py` uses `linear`."""
+    for one, others in ALLOWED.items():
+        for other in others - {one}:
+            assert one not in ALLOWED[other] or {one, other} == {"swjax", "linear"}
 
 
-CORE = {"kernels", "fp8", "recipes", "checkpoint_policies", "testing", "prologues", "switchback"}
-CORE |= {
-    "partition",
-    "conversion",
-    "nnx",
-    "linen",
-    "swjax",
-    "optax",
-    "attention",
-    "models",
-    "losses",
-    "ring",
-    "sharding",
-    "diagnostics",
-}
+@pytest.mark.parametrize("folder", LIBRARY)
+@pytest.mark.parametrize("application", APPLICATION)
+def test_the_library_may_not_import_the_application(folder, application):
+    """The rule itself is tested: each forbidden direction is found."""
+    assert forbidden(f"swjax.{folder}.module", [f"swjax.{application}.module"])
+
+
 # Loaded when an NVIDIA GPU is there.
 NEEDS_EXTRA = {"swjax.kernels.triton_gpu", "swjax.kernels.triton_attention"}
-
-
-BENCHMARKED = {"open_clip", "open_clip_train", "torch"}  # by what the extra bench installs
 
 
 def test_what_is_imported_is_required():
@@ -180,10 +124,13 @@ def test_what_is_imported_is_required():
     }
     distributions = importlib.metadata.packages_distributions()
     for module, path in MODULES.items():
-        core = part_of(module) in CORE and module not in NEEDS_EXTRA
+        core = (
+            folder_of(module) in {*LIBRARY, "models", "losses"} - {"serving"}
+            and module not in NEEDS_EXTRA
+        )
         known = required["core" if core else "all"]
         for top in {name.split(".")[0] for name in imported(path)}:
-            if top not in sys.stdlib_module_names | {"swjax", "kernels"} | BENCHMARKED:
+            if top not in sys.stdlib_module_names | {"swjax"}:
                 owners = {name.lower().replace("_", "-") for name in distributions.get(top, [top])}
                 assert owners & known, (
                     f"{module} imports {top}, which pyproject.toml does not require"

@@ -11,10 +11,11 @@ from clip_oracle import random_model, small_config
 from flax import nnx
 from PIL import Image
 
-from swjax import config as config_lib
-from swjax import inference, interop, trainer
-from swjax.checkpoint import Checkpoints
+from swjax import inference, interop
 from swjax.data import imagenet, preprocess, tokenize
+from swjax.training import config as config_lib
+from swjax.training import loop
+from swjax.training.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 RNG = np.random.default_rng(0)
@@ -104,7 +105,7 @@ def run(tmp_path_factory):
         pairs = [(key, str(value)) for key, value in overrides.items()]
         config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
         (workdir / "config.json").write_text(config_lib.to_json(config))
-        cfg = trainer.model_config(config)
+        cfg = loop.model_config(config)
         graph, params = random_model(cfg)
         state = {"params": nnx.to_pure_dict(params), "step": jnp.int32(1)}
         if ema_decay:
@@ -127,7 +128,7 @@ def test_from_a_run(run, ema_decay):
         nnx.to_pure_dict(nnx.state(encoder.model)),
         params,
     )
-    assert encoder.cfg == trainer.model_config(
+    assert encoder.cfg == loop.model_config(
         config_lib.ConfigDict(json.loads((workdir / "config.json").read_text()))
     )
     assert encoder.cfg.recipe == "switchback"

@@ -21,7 +21,7 @@ from kernel_cases import (
 )
 from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 
-from swjax.kernels import shapes
+from benchmarks.kernels import shapes
 from swjax.kernels.reference import QTensor
 
 # Kernels widen what they read and narrow what they write, each apart: not every pair is needed.

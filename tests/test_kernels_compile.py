@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import counters
-from swjax.kernels import mosaic_gpu, shapes, tiles
+from benchmarks.kernels import shapes
+from swjax.kernels import mosaic_gpu, tiles
 from swjax.kernels.reference import QTensor
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from swjax import Layout, sharding
+from swjax import Layout
+from swjax.models import sharding
 
 HERE = Path(__file__).parent
 

@@ -9,10 +9,11 @@ import pytest
 from test_report import Page
 from test_trainer import cache, micro, records, train  # noqa: F401
 
-from swjax import replay, report
-from swjax.config import ConfigError
+from swjax import report
 from swjax.diagnostics.__main__ import main
 from swjax.report import spikes
+from swjax.training import replay
+from swjax.training.config import ConfigError
 
 
 def write_log(workdir, steps=400):

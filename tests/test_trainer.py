@@ -19,11 +19,14 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from swjax import config as config_lib
-from swjax import diagnostics, metrics, sharding, train_step, trainer
-from swjax.checkpoint import Checkpoints, lock
-from swjax.config import ConfigError
-from swjax.train_step import (
+from swjax import diagnostics
+from swjax.models import sharding
+from swjax.training import config as config_lib
+from swjax.training import loop, metrics
+from swjax.training import step as step_lib
+from swjax.training.checkpoint import Checkpoints, lock
+from swjax.training.config import ConfigError
+from swjax.training.step import (
     combine,
     make_loss_and_grad,
     make_train_step,
@@ -111,7 +114,7 @@ class Interrupt:
 
 def train(config, workdir, after: int = 10**9) -> int:
     workdir.mkdir(exist_ok=True)
-    return trainer.train(config, workdir, Interrupt(after))
+    return loop.train(config, workdir, Interrupt(after))
 
 
 def records(workdir) -> list[dict]:
@@ -132,9 +135,9 @@ def final_state(config, workdir):
 
 
 def make_init(config):
-    schedule = trainer.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
-    optimizer = trainer.make_optimizer(config, schedule)
-    return trainer.make_init(config, trainer.model_config(config), optimizer)
+    schedule = loop.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
+    optimizer = loop.make_optimizer(config, schedule)
+    return loop.make_init(config, loop.model_config(config), optimizer)
 
 
 def setup(config):
@@ -150,9 +153,9 @@ def setup(config):
 
 def step_of(config):
     """(init, step, packer), not compiled."""
-    schedule = trainer.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
-    optimizer = trainer.make_optimizer(config, schedule)
-    init, graphdef = trainer.make_init(config, trainer.model_config(config), optimizer)
+    schedule = loop.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
+    optimizer = loop.make_optimizer(config, schedule)
+    init, graphdef = loop.make_init(config, loop.model_config(config), optimizer)
     packer = diagnostics.Packer()
     return init, make_train_step(config, graphdef, optimizer, schedule, packer), packer
 
@@ -186,7 +189,7 @@ def test_health_compiles_one_block_of_each_tower(micro, monkeypatch):
         init, graphdef = make_init(config)
         like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
         return (
-            train_step.Health(config, graphdef, like["params"], steps=1),
+            step_lib.Health(config, graphdef, like["params"], steps=1),
             init,
             like,
             batch_of(config),
@@ -204,7 +207,7 @@ def test_health_compiles_one_block_of_each_tower(micro, monkeypatch):
     few, scanned = products(2), measured()
     assert products(3) == few
     same = types.SimpleNamespace(replace=lambda cfg, **changes: cfg)
-    monkeypatch.setattr(train_step, "dataclasses", same)
+    monkeypatch.setattr(step_lib, "dataclasses", same)
     assert products(3) > few
     unrolled = measured()
     assert scanned.keys() == unrolled.keys() and len(scanned) > 50
@@ -367,7 +370,7 @@ def test_float16_resumes_exactly(half, tmp_path):
 
 def test_a_dynamic_scale_is_the_other_way(micro):
     config = micro(optimizer__loss_scaling="dynamic", optimizer__loss_scale=1024)
-    optimizer = trainer.make_optimizer(config, lambda count: 1e-3)
+    optimizer = loop.make_optimizer(config, lambda count: 1e-3)
     params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     _, state = optimizer.update(
         params | {"bias": jnp.full(3, jnp.inf)}, optimizer.init(params), params
@@ -403,7 +406,7 @@ def test_gradient_clipping_is_the_other_arm(micro, name):
     config = micro(
         optimizer__name=name, optimizer__grad_clip_norm=1e-3, optimizer__clip_threshold=0
     )
-    optimizer = trainer.make_optimizer(config, lambda count: 1e-3)
+    optimizer = loop.make_optimizer(config, lambda count: 1e-3)
     params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
         _, state = optimizer.update(params, optimizer.init(params), params)
@@ -416,7 +419,7 @@ def test_gradient_clipping_is_the_other_arm(micro, name):
 @pytest.mark.parametrize("name", ["cosine", "constant"])
 def test_schedule(micro, name):
     config = micro(schedule__name=name, optimizer__learning_rate=1.0)
-    schedule = trainer.make_schedule(config, 110, 10)
+    schedule = loop.make_schedule(config, 110, 10)
     rates = np.array([schedule(step) for step in (0, 4, 9, 10, 60, 110)])
     end = {"cosine": [0.5, 0.0], "constant": [1.0, 1.0]}[name]
     np.testing.assert_allclose(rates, [0.1, 0.46, 0.91, 1.0, *end], atol=1e-6)
@@ -604,7 +607,7 @@ def test_a_lost_loader_process_is_one_line(started):
 def test_second_interrupt_ends_at_once():
     code = (
         "import signal, time\n"
-        "from swjax.interrupt import catch\n"
+        "from swjax.training.interrupt import catch\n"
         "with catch() as interrupt:\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    assert interrupt.requested\n"
@@ -636,7 +639,7 @@ def bad_step_4(monkeypatch):
 def test_log_is_written_beside_the_next_step(micro, monkeypatch, tmp_path):
     """The device has something to do meanwhile."""
     begun, written = [], []
-    compile_step, write = trainer.compile_step, metrics.MetricLog.write
+    compile_step, write = loop.compile_step, metrics.MetricLog.write
 
     def counted(*args):
         step = compile_step(*args)
@@ -646,7 +649,7 @@ def test_log_is_written_beside_the_next_step(micro, monkeypatch, tmp_path):
         written.append(([record["step"] for record in records], len(begun)))
         write(self, records)
 
-    monkeypatch.setattr(trainer, "compile_step", counted)
+    monkeypatch.setattr(loop, "compile_step", counted)
     monkeypatch.setattr(metrics.MetricLog, "write", noted)
     train(micro(checkpoint__every_steps=5), tmp_path)
     assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]  # with a checkpoint, at once
@@ -684,9 +687,9 @@ def test_nan_rolls_back_past_the_data(micro, bad_step_4, reference, tmp_path, ca
 
 def test_first_bad_step_is_named():
     record = {"step": 3, "train/loss": 1.0, "train/grad_norm": float("inf")}
-    assert trainer.first_bad([record | {"train/grad_norm": 1.0}]) == ""
-    assert trainer.first_bad([record]) == "train/grad_norm is inf at step 3"
-    assert trainer.first_bad([record], kind="parameter") == ""
+    assert loop.first_bad([record | {"train/grad_norm": 1.0}]) == ""
+    assert loop.first_bad([record]) == "train/grad_norm is inf at step 3"
+    assert loop.first_bad([record], kind="parameter") == ""
 
 
 @pytest.fixture
@@ -706,8 +709,8 @@ def planted(monkeypatch):
         return tree
 
     names = ("make_train_step", "make_loss_and_grad", "make_optimizer")
-    real = {name: getattr(train_step, name) for name in names}
-    preprocess = train_step.data.preprocess
+    real = {name: getattr(step_lib, name) for name in names}
+    preprocess = step_lib.data.preprocess
 
     def make_train_step(*args):
         step = real["make_train_step"](*args)
@@ -737,10 +740,10 @@ def planted(monkeypatch):
 
         return optimizer._replace(update=update)
 
-    monkeypatch.setattr(trainer, "make_optimizer", make_optimizer)
-    monkeypatch.setattr(trainer, "make_train_step", make_train_step)
-    monkeypatch.setattr(train_step, "make_loss_and_grad", make_loss_and_grad)
-    monkeypatch.setattr(train_step.data, "preprocess", lambda *a: spoil(preprocess(*a), 2))
+    monkeypatch.setattr(loop, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(loop, "make_train_step", make_train_step)
+    monkeypatch.setattr(step_lib, "make_loss_and_grad", make_loss_and_grad)
+    monkeypatch.setattr(step_lib.data, "preprocess", lambda *a: spoil(preprocess(*a), 2))
 
 
 def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsys):
@@ -764,8 +767,8 @@ def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsy
 def test_a_finished_run_is_left_alone(reference, monkeypatch, capsys):
     config, workdir = reference
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.name != ".lock"}
-    monkeypatch.setattr(trainer, "train", None)
-    assert trainer.train_and_evaluate(config, workdir) == 0
+    monkeypatch.setattr(loop, "train", None)
+    assert loop.train_and_evaluate(config, workdir) == 0
     assert "finished after 6 steps" in capsys.readouterr().out
     after = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.name != ".lock"}
     assert {p: t for p, t in after.items() if p.is_file()} == {
@@ -776,14 +779,14 @@ def test_a_finished_run_is_left_alone(reference, monkeypatch, capsys):
 def test_a_finished_run_of_another_config_is_not_mistaken(reference, micro):
     _, workdir = reference
     with pytest.raises(ConfigError, match="model.recipe: 'switchback' -> 'standard'"):
-        trainer.train_and_evaluate(micro(model__recipe="standard"), workdir)
-    trainer.train_and_evaluate(micro(log__every_steps=3), workdir)  # computes the same
+        loop.train_and_evaluate(micro(model__recipe="standard"), workdir)
+    loop.train_and_evaluate(micro(log__every_steps=3), workdir)  # computes the same
 
 
 def test_a_workdir_serves_one_process(micro, tmp_path):
     with lock(tmp_path):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
-            trainer.train_and_evaluate(micro(), tmp_path)
+            loop.train_and_evaluate(micro(), tmp_path)
     lock(tmp_path).close()  # free again
 
 
@@ -800,7 +803,7 @@ def test_init_from_takes_the_parameters_only(reference, micro, tmp_path):
     init, _ = setup(config)
     like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
     own = Checkpoints(tmp_path / "own", keep=1)
-    state, position = trainer.init_or_restore(config, own, init, like)
+    state, position = loop.init_or_restore(config, own, init, like)
     first, _ = final_state(micro(), workdir)
     assert_same_bits(state["params"], first["params"])
     assert int(state["step"]) == 0 and position is None

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 def machine() -> dict:
     """Where and when this ran."""
-    from swjax import environment
+    from swjax.training import environment
 
     packages = {name: environment.version(name) for name in environment.PACKAGES}
     date = time.strftime("%Y-%m-%d", time.gmtime())

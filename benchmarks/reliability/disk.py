@@ -61,15 +61,16 @@ def damage(workdir: Path, times: int, seed: int, change) -> dict[str, int]:
     import jax
     import numpy as np
 
-    from swjax import config as config_lib
-    from swjax import sharding, trainer
-    from swjax.checkpoint import Checkpoints
+    from swjax.models import sharding
+    from swjax.training import config as config_lib
+    from swjax.training import loop
+    from swjax.training.checkpoint import Checkpoints
 
     config = config_lib.load("configs/openmoji.py")
     config.unlock()
     config.update(json.loads((workdir / "config.json").read_text()))
-    optimizer = trainer.make_optimizer(config, trainer.make_schedule(config, 6, 1))
-    init, _ = trainer.make_init(config, trainer.model_config(config), optimizer)
+    optimizer = loop.make_optimizer(config, loop.make_schedule(config, 6, 1))
+    init, _ = loop.make_init(config, loop.model_config(config), optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
 
     def restore():

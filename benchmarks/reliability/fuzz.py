@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from swjax.config import ConfigError
+from swjax.training import loop
+from swjax.training.config import ConfigError
 
 TIMEOUT = 20  # seconds; a machine may be busy
 MOST_GROWTH = 100  # MiB of memory, from the first half to the end
@@ -228,7 +229,7 @@ def images(place: Path, rng: random.Random):
 
 def configs(place: Path, rng: random.Random):
     """Command lines, files of Python, and the config.json of a run."""
-    from swjax import config, trainer
+    from swjax.training import config
 
     root = Path(__file__).resolve().parent.parent.parent
     good = config.load(f"{root}/configs/openmoji.py")
@@ -243,8 +244,8 @@ def configs(place: Path, rng: random.Random):
         if choice < 0.6:
             chosen = [(rng.choice(keys), rng.choice(values)) for _ in range(rng.randint(1, 3))]
             found = config.load(f"{root}/configs/openmoji.py", chosen)
-            trainer.check(found)
-            trainer.make_schedule(found, max(found.train.steps, 1), found.schedule.warmup_steps)
+            loop.check(found)
+            loop.make_schedule(found, max(found.train.steps, 1), found.schedule.warmup_steps)
         elif choice < 0.8:
             path = place / "config.py"
             text = (root / "configs" / "vitb32_int8.py").read_bytes()
@@ -295,7 +296,7 @@ def checkpoints(place: Path, rng: random.Random):
     import jax
     import jax.numpy as jnp
 
-    from swjax.checkpoint import Checkpoints
+    from swjax.training.checkpoint import Checkpoints
 
     def state(step):
         return {"params": {"w": jnp.full((300, 8), step, jnp.float32)}, "step": jnp.int32(step)}
@@ -327,7 +328,7 @@ def checkpoints(place: Path, rng: random.Random):
 
 def workdirs(place: Path, rng: random.Random):
     """What a run left behind: config.json, metrics.jsonl, results.json."""
-    from swjax import config, metrics, trainer
+    from swjax.training import config, metrics
 
     root = Path(__file__).resolve().parent.parent.parent
     good = config.load(f"{root}/configs/openmoji.py")
@@ -345,8 +346,8 @@ def workdirs(place: Path, rng: random.Random):
         (place / name).write_bytes(damage(files[name].encode(), rng))
         with contextlib.redirect_stdout(io.StringIO()):
             metrics.truncate(place / "metrics.jsonl", 20, metrics.read_line)
-            trainer.is_finished(good, place)
-            trainer.tell_results(place)
+            loop.is_finished(good, place)
+            loop.tell_results(place)
         return name
 
     return read

@@ -1,6 +1,6 @@
 """Many small training runs in few compiled programs: data on the device, steps in a scan, runs in a vmap.
 
-The loss and its gradient are those of the trainer (`swjax.train_step.make_loss_and_grad`), and so are the
+The loss and its gradient are those of the trainer (`swjax.training.step.make_loss_and_grad`), and so are the
 clamp of the logit scale and what decays. Batches are drawn with replacement, the same ones for the same seed
 whatever else differs. What may differ between the runs of one program is a `Hyper`.
 """
@@ -16,11 +16,11 @@ import optax
 from flax import nnx
 from study import ROOT
 
-from swjax import config as config_lib
 from swjax import data
 from swjax.models import clip
 from swjax.optax import rms_by_path, stable_adamw
-from swjax.train_step import make_loss_and_grad
+from swjax.training import config as config_lib
+from swjax.training.step import make_loss_and_grad
 
 CONTEXT = 12
 CAPTIONS = 8  # of a label, at most

@@ -115,7 +115,7 @@ def read(path: Path | None) -> dict:
 
 
 def new() -> dict:
-    from swjax import environment
+    from swjax.training import environment
 
     lines = environment.describe().splitlines()
     command = environment.command()

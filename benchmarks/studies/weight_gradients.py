@@ -75,7 +75,7 @@ def smoke_config():
 
 def compare(exact: list[dict], other: list[dict]) -> dict:
     """Median and largest error over layers and blocks, each the mean of some batches."""
-    from swjax import layer_errors
+    from swjax.training import layer_errors
 
     errors = [layer_errors.errors(*pair) for pair in zip(exact, other)]
     layers = {
@@ -87,9 +87,9 @@ def compare(exact: list[dict], other: list[dict]) -> dict:
 
 
 def tokens(config) -> int:
-    from swjax import trainer
+    from swjax.training import loop
 
-    cfg = trainer.model_config(config)
+    cfg = loop.model_config(config)
     return cfg.vision.kept_patches(cfg.patch_dropout) + 1
 
 
@@ -98,17 +98,18 @@ def gradients(config, run: Path, moment: str, batch: int, arm: str) -> list[dict
     import jax
     from flax import nnx
 
-    from swjax import inference, trainer
-    from swjax.compare_precision import first_batches
+    from swjax import inference
     from swjax.models import clip
-    from swjax.train_step import make_loss_and_grad
+    from swjax.training import loop
+    from swjax.training.compare_precision import first_batches
+    from swjax.training.step import make_loss_and_grad
 
     config = config.copy_and_resolve_references()
     with config.unlocked():
         config.train.batch_size, config.train.accumulation = batch, 1
     recipe = recipe_of(arm)
     if moment == "start":
-        cfg = clip.config(trainer.model_config(config), recipe=recipe, dtype="float32")
+        cfg = clip.config(loop.model_config(config), recipe=recipe, dtype="float32")
         model = clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed))
     else:
         model = inference.load(run, recipe=recipe, dtype="float32").model

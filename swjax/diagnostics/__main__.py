@@ -64,7 +64,7 @@ def _examples(workdir: Path):
     """A function from a step to its examples; for a run that is not of train.py, None."""
     if not (workdir / "config.json").exists():
         return None
-    from swjax import replay
+    from swjax.training import replay
 
     try:
         return replay.batch_examples(workdir)
@@ -74,7 +74,7 @@ def _examples(workdir: Path):
 
 
 def run_replay(args) -> int:
-    from swjax import replay
+    from swjax.training import replay
 
     found = replay.replay(args.workdir, args.step, say=print)
     shown = {k: v for k, v in found.metrics.items() if k.startswith("train/")}

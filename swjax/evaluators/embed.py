@@ -1,7 +1,7 @@
 """Embeds a whole set with a sharded predict function, batch by batch, on one process or many.
 
-Each process reads its own rows of every batch, those of its `swjax.sharding.Share`; the embeddings come
-back to all of them, on the host.
+Each process reads its own rows of every batch, those of its `swjax.models.sharding.Share`; the embeddings
+come back to all of them, on the host.
 """
 
 import itertools
@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from swjax import data, sharding
-from swjax.sharding import Share
+from swjax import data
+from swjax.models import sharding
+from swjax.models.sharding import Share
 
 ALONE = Share(0, (0,))
 

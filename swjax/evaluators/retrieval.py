@@ -4,7 +4,7 @@ import numpy as np
 
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall
-from swjax.sharding import Share
+from swjax.models.sharding import Share
 
 
 class Retrieval:
@@ -19,7 +19,7 @@ class Retrieval:
       source: labelled images with `captions(label)`, see `swjax.data.source`.
       batch_size: images, and captions, embedded at once, over all processes.
       context_length, image_size: as in training.
-      share: this process's part of each batch, see `swjax.sharding.batch_share`.
+      share: this process's part of each batch, see `swjax.models.sharding.batch_share`.
       captions_per_image: the first this many of each; None: all.
       name: of the set, for the names of the scores.
 

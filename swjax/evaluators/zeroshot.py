@@ -7,7 +7,7 @@ import numpy as np
 
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
-from swjax.sharding import Share
+from swjax.models.sharding import Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ZeroShot:
       templates: prompts with "{}" for the name.
       batch_size: images, and prompts, embedded at once, over all processes.
       context_length, image_size: as in training.
-      share: this process's part of each batch, see `swjax.sharding.batch_share`.
+      share: this process's part of each batch, see `swjax.models.sharding.batch_share`.
       name: of the set, for the names of the scores.
 
     Raises:

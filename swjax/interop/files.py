@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from swjax import tensor_files
 from swjax.interop import configs
 from swjax.interop.layouts import LAYOUTS, Layout, tensors
 from swjax.models import clip
+from swjax.serving import tensor_files
 
 _READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hugging_face}
 _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face}

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swjax import attention, prologues
+from swjax import attention
+from swjax.linear import prologues
 from swjax.models.config import POLICIES, Options, TowerConfig
 from swjax.nnx import Linear, linears, mlp, split_stack
 from swjax.recipes import Recipe

@@ -1,4 +1,4 @@
-"""The page of `python -m swjax.compare_precision`."""
+"""The page of `python -m swjax.training.compare_precision`."""
 
 import math
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ def write(result: dict, workdir: Path) -> Path:
     """Writes WORKDIR/compare_precision.html, which needs no other file.
 
     Args:
-      result: see `swjax.compare_precision.compare`.
+      result: see `swjax.training.compare_precision.compare`.
       workdir: an existing directory.
 
     Returns:

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from swjax import sharding, trainer
-from swjax.checkpoint import Checkpoints
-from swjax.config import ConfigError
 from swjax.data import history
 from swjax.diagnostics import Packer
 from swjax.diagnostics.recorder import number
-from swjax.models import clip
-from swjax.train_step import Health, make_loss_and_grad, make_train_step, partition
+from swjax.models import clip, sharding
+from swjax.training import loop
+from swjax.training.checkpoint import Checkpoints
+from swjax.training.config import ConfigError
+from swjax.training.step import Health, make_loss_and_grad, make_train_step, partition
 
 RMS = "stability/rms/"
 
@@ -74,13 +74,13 @@ def replay(
     """
     workdir = Path(workdir)
     config, log = load_config(workdir), dict(_log(workdir))
-    mesh, cfg = trainer.check(config)
-    trainer.use_compilation_cache(config)
-    source = trainer.open_source(config, "train")
-    total, schedule, optimizer = trainer.plan(config, source)
+    mesh, cfg = loop.check(config)
+    loop.use_compilation_cache(config)
+    source = loop.open_source(config, "train")
+    total, schedule, optimizer = loop.plan(config, source)
     if not 1 <= step <= total:
         raise ConfigError(f"--step={step} must be one of the run's steps, 1 to {total}")
-    init, graphdef = trainer.make_init(config, cfg, optimizer)
+    init, graphdef = loop.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     state, position = _state_before(config, workdir, step, init, like)
     start = int(state["step"])
@@ -89,12 +89,12 @@ def replay(
     )
 
     packer = Packer()
-    train_step = trainer.compile_step(
+    train_step = loop.compile_step(
         make_train_step(config, graphdef, optimizer, schedule, packer), like
     )
     vectors = {}
     with closing(
-        trainer.open_batches(config, source, position, sharding.batch_share(mesh))
+        loop.open_batches(config, source, position, sharding.batch_share(mesh))
     ) as batches:
         for now in range(start + 1, step + 1):
             host = next(batches)
@@ -143,7 +143,7 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
     """
     workdir = Path(workdir)
     config, log = load_config(workdir), dict(_log(workdir))
-    source = trainer.open_source(config, "train")
+    source = loop.open_source(config, "train")
     settings = {
         "batch_size": config.train.batch_size,
         "seed": config.train.seed,
@@ -169,7 +169,7 @@ def _state_before(config, workdir: Path, step: int, init, like):
         if found:
             checkpoints, earlier = found
             return checkpoints.restore(like, earlier)
-    return trainer.first_state(config, init, like), None
+    return loop.first_state(config, init, like), None
 
 
 def _position_before(config, workdir: Path, step: int) -> tuple[int, dict | None]:

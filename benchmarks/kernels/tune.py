@@ -1,8 +1,8 @@
 """Tries how each kernel can cut its work, on this GPU, and writes what beats the rules of `tiles`::
 
-    python -m swjax.kernels.tune                # writes tuned/<device>.json, which `tiles` reads
-    python -m swjax.kernels.tune --only triton rows/gelu
-    python -m swjax.kernels.tune --dry-run      # what it would try; needs no GPU
+    python -m benchmarks.kernels.tune                # writes tuned/<device>.json, which `tiles` reads
+    python -m benchmarks.kernels.tune --only triton rows/gelu
+    python -m benchmarks.kernels.tune --dry-run      # what it would try; needs no GPU
 
 An entry is written where it takes more than 2% less time than the rule, measured twice, with the same result.
 The file is complete after every shape; shapes that time does not reach keep the entries they had. Candidates
@@ -24,7 +24,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from swjax.kernels import dispatch, reference, shapes, tiles, timing
+from benchmarks.kernels import shapes, timing
+from swjax.kernels import dispatch, reference, tiles
 from swjax.kernels.reference import QTensor
 from swjax.kernels.tiles import MosaicTile, RowTile, TritonTile
 
@@ -260,7 +261,7 @@ def ahead(jobs: Iterator, count: int = 2) -> Iterator:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m swjax.kernels.tune", description="Writes the tuned table of this GPU."
+        prog="python -m benchmarks.kernels.tune", description="Writes the tuned table of this GPU."
     )
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="START", help="shapes whose path starts so"

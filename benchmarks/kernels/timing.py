@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from swjax import environment
 from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
+from swjax.training import environment
 
 PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "torchao", "transformer-engine")
 # Of outputs: every iteration's stay until the last has run.

@@ -1,7 +1,8 @@
-"""`python -m swjax.compare_precision`: what rounding does to a model, layer by layer and over time.
+"""`python -m swjax.training.compare_precision`: what rounding does to a model, layer by layer and over time.
 
-  python -m swjax.compare_precision --config=configs/openmoji.py --workdir=runs/compare
-  python -m swjax.compare_precision --config=... --workdir=... --arms switchback:bfloat16 llm_int8:bfloat16
+  python -m swjax.training.compare_precision --config=configs/openmoji.py --workdir=runs/compare
+  python -m swjax.training.compare_precision --config=... --workdir=... \\
+      --arms switchback:bfloat16 llm_int8:bfloat16
 
 Every arm, a recipe and a dtype, starts from the same seed and sees the same batches as float32 without
 quantization, the reference. Written into the workdir: compare_precision.html, one page, and .json.
@@ -23,12 +24,13 @@ from contextlib import closing
 import jax
 import numpy as np
 
-from swjax import config as config_lib
-from swjax import environment, layer_errors, sharding, trainer
-from swjax.config import CHOICES, ConfigError, choice
 from swjax.diagnostics import Packer
+from swjax.models import sharding
 from swjax.recipes import RECIPES
-from swjax.train_step import make_optimizer, make_schedule, make_train_step
+from swjax.training import config as config_lib
+from swjax.training import environment, layer_errors, loop
+from swjax.training.config import CHOICES, ConfigError, choice
+from swjax.training.step import make_optimizer, make_schedule, make_train_step
 
 REFERENCE = "standard:float32"
 
@@ -54,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
-        prog="python -m swjax.compare_precision",
+        prog="python -m swjax.training.compare_precision",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -159,14 +161,14 @@ def of_arm(config, arm: str):
 
 def first_batches(config, count: int) -> list[dict]:
     """The batches that a run of the config begins with."""
-    mesh, _ = trainer.check(config)
-    source, share = trainer.open_source(config, "train"), sharding.batch_share(mesh)
-    with closing(trainer.open_batches(config, source, None, share)) as batches:
+    mesh, _ = loop.check(config)
+    source, share = loop.open_source(config, "train"), sharding.batch_share(mesh)
+    with closing(loop.open_batches(config, source, None, share)) as batches:
         return [next(batches) for _ in range(count)]
 
 
 def observe(config, batch: dict) -> dict[str, jax.Array]:
-    _, cfg = trainer.check(config)
+    _, cfg = loop.check(config)
     scale = config.optimizer.loss_scale if config.optimizer.loss_scaling else 1.0
     return layer_errors.observe(config, cfg, batch, scale=scale)
 
@@ -176,18 +178,18 @@ def losses_of(config, steps: int, seeds: list[int]) -> list[list[float]]:
 
     One program serves all seeds: they differ in parameters and batches, not in augmentation and dropout.
     """
-    mesh, cfg = trainer.check(config)
+    mesh, cfg = loop.check(config)
     schedule = make_schedule(config, steps, config.schedule.warmup_steps)
     optimizer, packer = make_optimizer(config, schedule), Packer()
-    _, graphdef = trainer.make_init(config, cfg, optimizer)
+    _, graphdef = loop.make_init(config, cfg, optimizer)
     step = jax.jit(make_train_step(config, graphdef, optimizer, schedule, packer), donate_argnums=0)
 
     def run(config):
-        init, _ = trainer.make_init(config, cfg, optimizer)
+        init, _ = loop.make_init(config, cfg, optimizer)
         like = sharding.abstract_state(jax.eval_shape(init), mesh)
-        state, vectors = trainer.first_state(config, init, like), []
-        source, share = trainer.open_source(config, "train"), sharding.batch_share(mesh)
-        with closing(trainer.open_batches(config, source, None, share)) as batches:
+        state, vectors = loop.first_state(config, init, like), []
+        source, share = loop.open_source(config, "train"), sharding.batch_share(mesh)
+        with closing(loop.open_batches(config, source, None, share)) as batches:
             for _ in range(steps):
                 state, vector = step(state, sharding.shard_batch(next(batches), mesh))
                 vectors.append(vector)  # fetched at the end: nothing waits

@@ -18,16 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swjax import config as config_lib
-from swjax import data, distributed, environment, evaluators, recipes, report, sharding
-from swjax.checkpoint import Checkpoints, check_shared, lock
-from swjax.config import ConfigError, RunError, blame, choice
+from swjax import data, evaluators, recipes, report
 from swjax.diagnostics import Packer, Rules, Watch
-from swjax.interrupt import catch
-from swjax.metrics import Meter, MetricLog, Progress, StepClock
-from swjax.models import clip
+from swjax.models import clip, sharding
 from swjax.nnx import set_layouts
-from swjax.train_step import Health, make_optimizer, make_schedule, make_train_step, partition
+from swjax.training import config as config_lib
+from swjax.training import distributed, environment
+from swjax.training.checkpoint import Checkpoints, check_shared, lock
+from swjax.training.config import ConfigError, RunError, blame, choice
+from swjax.training.interrupt import catch
+from swjax.training.metrics import Meter, MetricLog, Progress, StepClock
+from swjax.training.step import Health, make_optimizer, make_schedule, make_train_step, partition
 
 # What a disk that is full, read-only or broken answers.
 DISK = (
@@ -274,7 +275,7 @@ def compile_step(train_step, like, **options: str):
     process has all metrics.
 
     Args:
-      train_step: of `swjax.train_step.make_train_step`.
+      train_step: of `swjax.training.step.make_train_step`.
       like: the state, or ShapeDtypeStructs like it, with shardings.
       **options: of the compiler, beside those of `sharding.compiler_options`.
     """

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from swjax import partition, recipes
+from swjax import recipes
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
-from swjax.partition import Layout, Plan, Spec
-from swjax.prologues import Gelu, Gradient, Prologue, add
+from swjax.linear import plans
+from swjax.linear.plans import Layout, Plan, Spec
+from swjax.linear.prologues import Gelu, Gradient, Prologue, add
 from swjax.recipes import Product, Quantizer, Recipe
 
 
@@ -84,13 +85,13 @@ def switchback(
     ws, biases = (w, bias or (None,) * len(w)) if several else ((w,), (bias,))
     for each in zip(ws, biases, strict=True):
         _check(x, *each, recipe)
-    plans = [partition.plan(x, _matrix(w), layout) for w in ws]
+    plans = [plans.plan(x, _matrix(w), layout) for w in ws]
     settings = tuple(
         _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
     )
     x = _place_input(x, prologue, plans[0])
     ws, biases = zip(*map(_place, ws, biases, plans))
-    args = partition.vary_alike(x, ws, biases, prologue)
+    args = plans.vary_alike(x, ws, biases, prologue)
     ys, x = _linears(*args, settings, residual)
     y = ys if several else ys[0]
     return (y, x) if residual else y
@@ -135,8 +136,8 @@ def mlp(
     """
     _check(x, w1, b1, recipe)
     _check(jax.ShapeDtypeStruct((*x.shape[:-1], _matrix(w1).shape[1]), x.dtype), w2, b2, recipe)
-    plan = partition.plan(x, _matrix(w1), layouts[0])
-    plan2 = partition.next_plan(plan, _matrix(w2), layouts[1])
+    plan = plans.plan(x, _matrix(w1), layouts[0])
+    plan2 = plans.next_plan(plan, _matrix(w2), layouts[1])
     first, second = (
         _settings(x, recipe, None, precision, implementation, p) for p in (plan, plan2)
     )
@@ -145,7 +146,7 @@ def mlp(
         _place(w1, b1, plan),
         _place(w2, b2, plan2),
     )
-    args = partition.vary_alike(x, w1, b1, w2, b2, prologue)
+    args = plans.vary_alike(x, w1, b1, w2, b2, prologue)
     y, x = _mlp(*args, Gelu(approximate), first, second, residual)
     return (y, x) if residual else y
 
@@ -179,7 +180,7 @@ def _place(w, bias, plan):
     bias = plan.place(bias, Spec((plan.n,)))
     if not isinstance(w, QTensor):
         return plan.place(w, plan.w), bias
-    specs = partition.specs_of(w, partition.as_matrix(plan.w, True))
+    specs = plans.specs_of(w, plans.as_matrix(plan.w, True))
     return QTensor(*map(plan.place, w, specs)), bias
 
 
@@ -585,13 +586,13 @@ def _narrow(quantizer: Quantizer, t: _Operand, spec: Spec, axis: int, settings) 
         if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
             continue
         if axis == -1 or q.values.ndim == 2:
-            specs = partition.specs_of(q, partition.as_matrix(spec, True) if transposed else spec)
+            specs = plans.specs_of(q, plans.as_matrix(spec, True) if transposed else spec)
             return _Narrow(q, specs, along)
     wide = _widen(t, "float32") if t.wide is None else t.wide
     transpose = axis == 0 and _kernels_run(settings)
     q = _quantize(quantizer, wide, spec, axis, settings, transpose)
-    spec = partition.as_matrix(spec, transpose) if axis == 0 else spec
-    return _Narrow(q, partition.specs_of(q, spec), -1 if transpose else axis)
+    spec = plans.as_matrix(spec, transpose) if axis == 0 else spec
+    return _Narrow(q, plans.specs_of(q, spec), -1 if transpose else axis)
 
 
 def _quantize(
@@ -599,7 +600,7 @@ def _quantize(
 ) -> QTensor:
     """`x` for a product that sums over `axis`; for axis 0 as a matrix [all but the last axis, the last]."""
     plan, run, per_tensor = settings.plan, _runner(settings), quantizer.scope == "tensor"
-    spec_out = partition.as_matrix(spec, False) if axis == 0 else spec
+    spec_out = plans.as_matrix(spec, False) if axis == 0 else spec
     spanned = spec_out if per_tensor else (spec_out[axis],)
     options = {"dtype": quantizer.dtype, "transpose": transpose}
 
@@ -632,7 +633,7 @@ def _quantize_both(w: jax.Array, dtype: str, settings) -> tuple[QTensor, QTensor
             absmax = plan.maximum(reference.absolute_maximum(absmax, (0,)), *plan.w)
         return run("quantize_both", w, absmax, dtype=dtype)
 
-    specs = QTensor(plan.w, one), QTensor(partition.as_matrix(plan.w, True), one)
+    specs = QTensor(plan.w, one), QTensor(plans.as_matrix(plan.w, True), one)
     return tuple(map(_fixed_scale, plan.run(step, (w,), (plan.w,), specs)))
 
 

@@ -32,7 +32,7 @@ def pass_on(signum, frame):
 def catch():
     """Gives an `Interrupt` that listens inside the context, where this is the main thread.
 
-    In a run of several processes it never asks for anything: see `swjax.distributed.shall_stop`.
+    In a run of several processes it never asks for anything: see `swjax.training.distributed.shall_stop`.
 
     >>> with catch() as interrupt:
     ...     signal.raise_signal(signal.SIGTERM)

@@ -1,12 +1,12 @@
 """Images a second that one core reads, decodes, crops and batches; open_clip's loader beside it.
 
-  python -m swjax.data.bench [--tars 'DIR/{00000..00009}.tar'] [--out FILE.json]
+  python -m benchmarks.data_loading [--tars 'DIR/{00000..00009}.tar'] [--out FILE.json]
 
 Without --tars it makes JPEGs of --sides pixels with a photograph's spectrum, and reads those. All
 run in this process, on one core, on the same tars, and take turns: the fastest round of each counts,
 since whatever else the machine does only slows one down.
 
-  python -m swjax.data.bench --rate 5000 --workers 4 8 12 16 [--tars ...]
+  python -m benchmarks.data_loading --rate 5000 --workers 4 8 12 16 [--tars ...]
 
 says instead what part of its time a device that trains so many images a second would wait for so many
 loader processes, on all cores, and how fast they are when nothing holds them up.
@@ -25,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from swjax import environment
 from swjax.data import decoding, loader, source
 from swjax.data.images import random_box
+from swjax.training import environment
 
 _SIZE = 224  # pixels
 _BATCH = 64
@@ -37,7 +37,9 @@ _PEERS = ("open_clip_torch", "torch", "torchvision", "webdataset")
 
 def main(argv: list[str]) -> int:
     """Prints a table; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="swjax.data.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.data_loading", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--tars", help="pattern of WebDataset tars; default: makes some")
     parser.add_argument(
         "--sides",

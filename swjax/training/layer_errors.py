@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from swjax import train_step
 from swjax.models import clip
 from swjax.models.config import LINEARS, TOWERS
 from swjax.nnx import Linear
+from swjax.training import step as step_lib
 
 PROBE = "probe"
 
@@ -81,7 +81,7 @@ def observe(
     """
     graphdef, params = probed(cfg, len(batch["text"]), seed=config.train.seed)
     nothing = jax.tree.map(lambda _: None, params)
-    loss_and_grad = train_step.make_loss_and_grad(config, graphdef)
+    loss_and_grad = step_lib.make_loss_and_grad(config, graphdef)
     key = jax.random.key(config.train.seed)
     _, _, grads = jax.jit(loss_and_grad)(params, nothing, batch, key, jnp.float32(scale))
     found = {}

@@ -1,6 +1,6 @@
-"""Products and layers of torch and its libraries, for comparison; run by `swjax.kernels.bench --peers`.
+"""Products and layers of torch and its libraries, for comparison; run by `benchmarks.kernels.bench --peers`.
 
-    python kernels/bench_torch.py 65536,1280,5120 65536,5120,1280
+    python benchmarks/kernels/torch_layers.py 65536,1280,5120 65536,5120,1280
 
 prints one JSON row a line. Timed by CUDA events around calls in a row: gaps between kernels count, where
 launches are slower than kernels. What is not installed or fails is a row that says so.

@@ -12,10 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swjax import data, diagnostics, losses, sharding
-from swjax.config import ConfigError
+from swjax import data, diagnostics, losses
 from swjax.diagnostics import Packer, taps
-from swjax.models import clip
+from swjax.models import clip, sharding
 from swjax.optax import (
     dynamic_loss_scale,
     loss_scale,
@@ -25,6 +24,7 @@ from swjax.optax import (
     stable_adamw,
     unscale,
 )
+from swjax.training.config import ConfigError
 
 
 def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):

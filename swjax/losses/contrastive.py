@@ -1,8 +1,8 @@
 """Contrastive losses over a global batch of image-text pairs, in float32.
 
 Every pair of the global batch is compared, wherever its rows lie, and no device holds the matrix of all
-similarities: it sees blocks of it, as `swjax.ring` brings them. The gradient is exact and computed beside
-the loss, so that nothing of size B x B is kept for the backward pass.
+similarities: it sees blocks of it, as `swjax.losses.ring` brings them. The gradient is exact and computed
+beside the loss, so that nothing of size B x B is kept for the backward pass.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from swjax.partition import TOKENS, Spec, batch_plan, vary_alike
-from swjax.ring import Ring, ring
+from swjax.linear.plans import TOKENS, Spec, batch_plan, vary_alike
+from swjax.losses.ring import Ring, ring
 
 # Similarities that a device holds at once: 1 GiB. The softmax computes those of larger batches twice: one
 # more product to three.

@@ -1,11 +1,11 @@
 """Times every operation by every implementation, and libraries beside them::
 
-    python -m swjax.kernels.bench --out=bench.json                # everything, most important first
-    python -m swjax.kernels.bench --ops products --seconds=300    # by every implementation, and by XLA
-    python -m swjax.kernels.bench --attention                     # and cuDNN's
-    python -m swjax.kernels.bench --peers                         # products and layers of torch libraries
-    python -m swjax.kernels.bench --layer plain fused --recipes switchback   # see bench_layers.py
-    python -m swjax.kernels.bench --smoke                         # tiny, on any machine, in seconds
+    python -m benchmarks.kernels.bench --out=bench.json                # everything, most important first
+    python -m benchmarks.kernels.bench --ops products --seconds=300    # by every implementation, and by XLA
+    python -m benchmarks.kernels.bench --attention                     # and cuDNN's
+    python -m benchmarks.kernels.bench --peers                        # products and layers of torch libraries
+    python -m benchmarks.kernels.bench --layer plain fused --recipes switchback   # see layers.py
+    python -m benchmarks.kernels.bench --smoke                         # tiny, on any machine, in seconds
 
 Inputs are random, and those of tokens larger than the L2 cache. Times are medians of kernel times from CUPTI
 (on CPUs: of the clock on the wall). Beside each stands how close the result is to the specification, so that
@@ -25,9 +25,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels import shapes, timing
+from benchmarks.kernels.shapes import Linear
 from swjax import attention
-from swjax.kernels import dispatch, reference, shapes, timing
-from swjax.kernels.shapes import Linear
+from swjax.kernels import dispatch, reference
 
 COLUMNS = {"op": -33, "shape": -17, "dtype": -13, "implementation": -27, "us": 9, "tops": 7}
 COLUMNS |= {"gbs": 6, "copy_share": 10, "ratio": 6, "peer": -22, "snr_db": 6, "identical": 9}
@@ -279,14 +280,14 @@ def against_peers(records: timing.Records, row: dict) -> dict:
 def bench_torch(records: timing.Records, layers: list[Linear]):
     """Products and layers of torch and its libraries."""
     # -P: this folder's modules must not stand in for theirs.
-    command = [sys.executable, "-P", str(Path(__file__).with_name("bench_torch.py"))]
+    command = [sys.executable, "-P", str(Path(__file__).with_name("torch_layers.py"))]
     command += [",".join(map(str, layer)) for layer in layers]
     timing.add_rows(records, command, seconds=min(records.seconds_left, 240))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m swjax.kernels.bench", description="Times kernels and layers."
+        prog="python -m benchmarks.kernels.bench", description="Times kernels and layers."
     )
     text = "operations, by every implementation; all kinds, or some"
     parser.add_argument("--ops", nargs="*", choices=CASES, metavar="KIND", help=text)
@@ -321,11 +322,11 @@ def main(argv: list[str] | None = None) -> int:
     if records.rows:
         print("\n" + timing.table(records.rows, COLUMNS))
     if args.layer is not None or everything:
-        from swjax.kernels import bench_layers
+        from benchmarks.kernels import layers
 
-        bench_layers.run(records, args.layer or kinds, args.recipes, smoke=args.smoke)
+        layers.run(records, args.layer or kinds, args.recipes, smoke=args.smoke)
         if args.plot:
-            bench_layers.plot(records.rows, args.plot, records.machine["device"])
+            layers.plot(records.rows, args.plot, records.machine["device"])
     return 0
 
 

@@ -23,11 +23,12 @@ from flax import linen as nn
 from flax import nnx, traverse_util
 from flax.core import unfreeze
 
-from swjax import linen, tensor_files
+from swjax import linen
 from swjax.kernels.reference import QTensor
+from swjax.linear.operation import quantize_weight
 from swjax.nnx import Linear, describe_model
 from swjax.recipes import Recipe
-from swjax.switchback import quantize_weight
+from swjax.serving import tensor_files
 
 __all__ = [
     "QuantizedKernel",

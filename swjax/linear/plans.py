@@ -60,7 +60,7 @@ class Layout:
         "bfloat16" or "float16" for half of the bytes, "float32"; None: the dtype of w. It is looked at on
         every mesh, but not inside of a `jax.shard_map` of the user's, where JAX adds up.
       reduce_later: devices that hold the same of w keep what their own tokens add to its gradient, for
-        stacks of layers, which are added up as one: by `swjax.nnx.split_stack`, or `swjax.partition.reduced`.
+        stacks of layers, added up as one by `swjax.nnx.split_stack`, or `swjax.linear.plans.reduced`.
 
     Raises:
       ValueError: another reduce_dtype.

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from swjax.config import ConfigError, RunError
+from swjax.training.config import ConfigError, RunError
 
 # Of launchers whose processes JAX finds itself: the number of them, and by what JAX knows the launcher.
 _DETECTED = (

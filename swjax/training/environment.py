@@ -38,7 +38,7 @@ def command() -> str:
     if spec:
         program = ["-m", spec.name.removesuffix(".__main__")]
     else:
-        script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+        script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
         program = [str(script.relative_to(root)) if script.is_relative_to(root) else script.name]
     return shlex.join(["python", *program, *map(without_folders, sys.argv[1:])])
 

@@ -1,4 +1,4 @@
-"""Times layers forward and backward against plain XLA in bfloat16; run by `swjax.kernels.bench --layer`.
+"""Times layers forward and backward against plain XLA in bfloat16; run by `benchmarks.kernels.bench --layer`.
 
 Both sides get bf16 activations, fp32 parameters and the gradient of the output, and return the output and
 the gradients of everything. The baseline is what a user writes: ``x @ w.astype(x.dtype) +
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import swjax
-from swjax.kernels import shapes, timing
+from benchmarks.kernels import shapes, timing
 
 COLUMNS = {"op": -13, "shape": -22, "implementation": -29, "us": 9, "wall_us": 9, "tops": 7}
 COLUMNS |= {"ratio": 6, "outside_products": 16, "snr_db": 6, "error": -1}

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from swjax import distributed
-from swjax.checksums import checksums
-from swjax.config import ConfigError, RunError
+from swjax.training import distributed
+from swjax.training.checksums import checksums
+from swjax.training.config import ConfigError, RunError
 
-logger = logging.getLogger("swjax.checkpoint")
+logger = logging.getLogger("swjax.training.checkpoint")
 
 
 class DamagedCheckpoint(ValueError):

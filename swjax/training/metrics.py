@@ -18,8 +18,8 @@ from pathlib import Path
 
 import jax
 
-from swjax.config import ConfigError, read_json
 from swjax.diagnostics.recorder import number, truncate
+from swjax.training.config import ConfigError, read_json
 
 # Dense 16-bit peak, FLOP/s. int8 and fp8 runs are held against it too, so that recipes compare.
 PEAK_FLOPS = (
