@@ -85,12 +85,12 @@ def switchback(
     ws, biases = (w, bias or (None,) * len(w)) if several else ((w,), (bias,))
     for each in zip(ws, biases, strict=True):
         _check(x, *each, recipe)
-    plans = [plans.plan(x, _matrix(w), layout) for w in ws]
+    each = [plans.plan(x, _matrix(w), layout) for w in ws]
     settings = tuple(
-        _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
+        _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in each
     )
-    x = _place_input(x, prologue, plans[0])
-    ws, biases = zip(*map(_place, ws, biases, plans))
+    x = _place_input(x, prologue, each[0])
+    ws, biases = zip(*map(_place, ws, biases, each))
     args = plans.vary_alike(x, ws, biases, prologue)
     ys, x = _linears(*args, settings, residual)
     y = ys if several else ys[0]
