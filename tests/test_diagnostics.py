@@ -65,3 +65,25 @@ def test_a_recorder_goes_on_and_never_goes_back(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["train/loss"] for line in lines] == [1, None, 3, 4, 50]
     assert lines[-1]["quantization/zeros/fc/x/1"] == 1
+
+
+def test_names_come_from_the_structure_of_the_metrics(tmp_path):
+    """Known before a step is traced, and the step returns them: a named index is recorded as its name."""
+
+    def step(x):
+        bad = diagnostics.first_nonfinite(batch={"image": x}, loss=jnp.sum(x))
+        return {"train/nonfinite": bad, "b": x, "a": jnp.sum(x)}
+
+    packer = diagnostics.Packer.of(jax.eval_shape(step, jnp.ones(2)))
+    assert packer.names == ("a", "b/0", "b/1", "train/nonfinite")
+    good, bad = (
+        jax.jit(lambda x: packer.pack(step(x)))(x) for x in np.float32([[1, 2], [1, np.inf]])
+    )
+    records = packer.records(jax.device_get({1: good, 2: bad}))
+    assert records[0] == {"step": 1, "a": 3, "b/0": 1, "b/1": 2}
+    assert records[1]["train/nonfinite"] == "batch image"
+
+    with diagnostics.Recorder(tmp_path / "metrics.jsonl") as recorder:
+        recorder.add(1, jax.jit(step)(jnp.float32([1, np.nan])))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["train/nonfinite"] == "batch image" and line["a"] is None

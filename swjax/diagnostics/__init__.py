@@ -8,6 +8,7 @@ from swjax.diagnostics.recorder import Packer, Recorder
 from swjax.diagnostics.spikes import Detector, Rules, Watch, analyse
 from swjax.diagnostics.taps import measure
 from swjax.diagnostics.values import (
+    NamedIndex,
     adamw_rms,
     feature_magnitude,
     first_nonfinite,
@@ -18,6 +19,7 @@ from swjax.diagnostics.values import (
 
 __all__ = [
     "Detector",
+    "NamedIndex",
     "Packer",
     "Recorder",
     "Rules",

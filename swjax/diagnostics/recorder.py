@@ -3,47 +3,76 @@
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swjax.diagnostics.values import NamedIndex
+
+Metrics = Mapping[str, jax.Array | jax.ShapeDtypeStruct | NamedIndex]
+
 
 class Packer:
     """One step's metrics as one float32 vector: one array to fetch, whatever their number.
 
-    >>> packer = Packer()
-    >>> vector = jax.jit(packer.pack)({"loss": jnp.float32(2), "rms": jnp.ones(2)})
+    >>> def step(x):
+    ...     return {"loss": jnp.sum(x), "rms": jnp.sqrt(x)}
+    >>> packer = Packer.of(jax.eval_shape(step, jnp.ones(2)))
+    >>> packer.names
+    ('loss', 'rms/0', 'rms/1')
+    >>> vector = jax.jit(lambda x: packer.pack(step(x)))(jnp.ones(2))
     >>> packer.records({7: np.asarray(vector)})
     [{'step': 7, 'loss': 2.0, 'rms/0': 1.0, 'rms/1': 1.0}]
     """
 
     def __init__(self):
-        self.names: list[str] = []  # known once `pack` has been traced
-        self.tensors: list[str] = []  # that "train/nonfinite" counts
+        self.names: tuple[str, ...] = ()  # without `of`: known once `pack` has been traced
+        self.tensors: Sequence[str] = ()
+        self._choices: dict[str, tuple[str, ...]] = {}
 
-    def pack(self, metrics: dict) -> jax.Array:
-        """Scalars and vectors, by name; element i of a vector is named "<name>/<i>"."""
-        self.names = []
-        for name in sorted(metrics):
-            scalar, size = metrics[name].ndim == 0, metrics[name].size
-            self.names += [name] if scalar else [f"{name}/{i}" for i in range(size)]
-        return jnp.concatenate([jnp.ravel(metrics[n]).astype(jnp.float32) for n in sorted(metrics)])
+    @classmethod
+    def of(cls, metrics: Metrics) -> "Packer":
+        """The packer of these metrics.
 
-    def records(self, vectors: dict[int, np.ndarray]) -> list[dict]:
+        Args:
+          metrics: {name: scalar, vector or `NamedIndex`}, or the shapes of these, from `jax.eval_shape`.
+            Element i of a vector is named "<name>/<i>".
+        """
+        packer = cls()
+        packer._learn(metrics)
+        return packer
+
+    def _learn(self, metrics: Metrics) -> None:
+        names = []
+        for name, value in sorted(metrics.items()):
+            if isinstance(value, NamedIndex):
+                self._choices[name], value = value.names, value.index
+            names += [f"{name}/{i}" for i in range(value.size)] if value.ndim else [name]
+        self.names = tuple(names)
+
+    def pack(self, metrics: Metrics) -> jax.Array:
+        """[len(names)] float32."""
+        if not self.names:
+            self._learn(metrics)
+        leaves = jax.tree.leaves(metrics)  # a dict's are sorted by name
+        return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
+
+    def records(self, vectors: Mapping[int, np.ndarray]) -> list[dict[str, Any]]:
         """One record {"step": int, name: number, ...} for each step's vector.
 
-        "train/nonfinite", of `first_nonfinite`, becomes the name of the first tensor that is not finite,
-        and is left out if there is none.
+        A `NamedIndex` is recorded as the name that it selects, and left out if it selects none.
         """
+        choices = {"train/nonfinite": self.tensors} | self._choices
         records = []
         for step, vector in vectors.items():
             record = {"step": step} | dict(zip(self.names, vector.tolist(), strict=True))
-            index = int(record.pop("train/nonfinite", -1))
-            bad = {"train/nonfinite": self.tensors[index]} if index >= 0 else {}
-            records.append(record | bad)
+            selected = {name: int(record.pop(name)) for name in choices.keys() & record.keys()}
+            named = {name: choices[name][i] for name, i in selected.items() if i >= 0}
+            records.append(record | named)
         return records
 
 
@@ -96,11 +125,11 @@ class Recorder:
         self._last = step
         if step not in self._pending and len(self._pending) >= self._every:
             self.flush()
-        names = tuple(sorted(metrics))
-        if names not in self._packers:
-            packer = Packer()
-            self._packers[names] = packer, jax.jit(packer.pack)
-        packer, pack = self._packers[names]
+        structure = jax.tree.structure(metrics), *(np.shape(x) for x in jax.tree.leaves(metrics))
+        if structure not in self._packers:
+            packer = Packer.of(metrics)
+            self._packers[structure] = packer, jax.jit(packer.pack)
+        packer, pack = self._packers[structure]
         self._pending.setdefault(step, []).append((packer, pack(metrics)))
 
     def flush(self) -> None:
@@ -109,7 +138,8 @@ class Recorder:
         for step, parts in self._pending.items():
             line = {"step": step}
             for (packer, _), vector in zip(parts, vectors[step], strict=True):
-                line |= dict(zip(packer.names, map(number, vector), strict=True))
+                (record,) = packer.records({step: vector})
+                line |= {name: number(value) for name, value in record.items()}
             self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._pending = {}

@@ -3,6 +3,10 @@
 A value is a scalar, or a vector with one entry a block, which the log writes as "<name>/<block>".
 """
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -33,27 +37,45 @@ def squares(tree):
     return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))), tree)
 
 
-def first_nonfinite(**signs) -> tuple[jax.Array, list[str]]:
-    """Which tensor of a step is the first that holds a NaN or an infinity.
+@partial(jax.tree_util.register_dataclass, data_fields=["index"], meta_fields=["names"])
+@dataclass(frozen=True)
+class NamedIndex:
+    """One of several names, chosen on the device; a pytree whose names are static.
+
+    Attributes:
+      index: int32 scalar, a position in `names`; -1: none.
+      names: what can be chosen.
+    """
+
+    index: jax.Array
+    names: tuple[str, ...]
+
+    def __iter__(self):
+        return iter((self.index, self.names))
+
+
+def first_nonfinite(**trees: Any) -> NamedIndex:
+    """The first tensor of a step that holds a NaN or an infinity.
 
     Args:
-      **signs: trees by what they are, in the order in which one makes the next: parameter, batch, gradient.
-        Leaves of integers are always finite; `squares` of a tensor are finite if it is.
+      **trees: {kind: tree of arrays} in dataflow order (parameters, batch, loss, gradient), so that the
+        first non-finite tensor is the origin. Integers count as finite. A tree may hold the `squares` of
+        tensors instead: they are finite if the tensors are.
 
     Returns:
-      Its position, an int32 scalar, in the list of names that comes with it; -1: all are finite.
+      The selection of "<kind> <path>"; index -1: all tensors are finite.
 
     >>> params = {"a": jnp.ones(2), "b": jnp.array([0, jnp.inf])}
-    >>> index, names = first_nonfinite(parameter=params, loss=jnp.float32(jnp.nan))
-    >>> names[index]
+    >>> found = first_nonfinite(parameter=params, loss=jnp.float32(jnp.nan))
+    >>> found.names[found.index]
     'parameter b'
     """
-    signs_of = [_floats(kind, tree) for kind, tree in signs.items()]
-    names, leaves = zip(*(pair for pairs in signs_of for pair in pairs))
-    # No branch spares a good step the reading of anything: GPUs would wait there for the host to take it.
+    floats = [pair for kind, tree in trees.items() for pair in _floats(kind, tree)]
+    names, leaves = zip(*floats)
+    # Read unconditionally: a GPU would wait for the host to take a branch.
     bad = jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in leaves])
     index = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
-    return index, list(names)
+    return NamedIndex(index, names)
 
 
 def _floats(kind: str, tree) -> list[tuple[str, jax.Array]]:
