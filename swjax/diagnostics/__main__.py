@@ -8,6 +8,7 @@ python -m swjax.diagnostics replay WORKDIR --step=N
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from swjax.diagnostics.spikes import Rules
@@ -49,7 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run_report(args) -> int:
+def run_report(args: argparse.Namespace) -> int:
     from swjax.report import spikes
 
     changes = {name: getattr(args, name) for name in USED if getattr(args, name) is not None}
@@ -60,7 +61,7 @@ def run_report(args) -> int:
     return 0
 
 
-def _examples(workdir: Path):
+def _examples(workdir: Path) -> Callable[[int], list[str]] | None:
     """A function from a step to its examples; for a run that is not of train.py, None."""
     if not (workdir / "config.json").exists():
         return None
@@ -73,7 +74,7 @@ def _examples(workdir: Path):
         return None
 
 
-def run_replay(args) -> int:
+def run_replay(args: argparse.Namespace) -> int:
     from swjax.training import replay
 
     found = replay.replay(args.workdir, args.step, say=print)

@@ -29,7 +29,7 @@ class Packer:
     [{'step': 7, 'loss': 2.0, 'rms/0': 1.0, 'rms/1': 1.0}]
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.names: tuple[str, ...] = ()  # without `of`: known once `pack` has been traced
         self.tensors: Sequence[str] = ()
         self._choices: dict[str, tuple[str, ...]] = {}
@@ -136,7 +136,7 @@ class Recorder:
         """Writes what has been added."""
         vectors = jax.device_get({s: [v for _, v in parts] for s, parts in self._pending.items()})
         for step, parts in self._pending.items():
-            line = {"step": step}
+            line: dict[str, Any] = {"step": step}
             for (packer, _), vector in zip(parts, vectors[step], strict=True):
                 (record,) = packer.records({step: vector})
                 line |= {name: number(value) for name, value in record.items()}
@@ -152,11 +152,11 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def number(value) -> float | int | str | None:
+def number(value: float | str | None) -> float | int | str | None:
     """A number for JSON: the shortest that is the same float32; None for NaN and infinity. Names stay.
 
     >>> number(np.float32(0.1)), number(float("nan"))

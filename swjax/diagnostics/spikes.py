@@ -8,8 +8,11 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+
+from swjax.diagnostics.names import RMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Rules:
     """What counts as an event, all in steps but for the first two.
 
     Attributes:
-      rms: an RMS from which on a step belongs to an RMS event.
+      rms: an RMS from which on a step belongs to an RMS event; 2.3 is section 3.4 of the paper.
       sigmas: a loss deviates above running mean + `sigmas` running standard deviations.
       window: the running statistics are those of so many losses before the step; our choice.
       deviations: so many deviations within `merge` steps make a loss event; the paper's "multiple".
@@ -34,7 +37,7 @@ class Rules:
     ignore: int = 1000
     lead: tuple[int, int] = (1, 8)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         least = {"window": 2, "deviations": 1, "merge": 1, "ignore": 0}
         for name, number in least.items():
             if getattr(self, name) < number:
@@ -47,13 +50,13 @@ class Rules:
             )
 
     @classmethod
-    def of_run(cls, steps: int, **changes) -> "Rules":
+    def of_run(cls, steps: int, **changes: Any) -> "Rules":
         """The rules for a run of so many steps: the paper's share, 1 in 20, of it is ignored.
 
         >>> Rules.of_run(20_000).ignore, Rules.of_run(600).ignore
         (1000, 30)
         """
-        return cls(**{"ignore": min(1000, steps // 20)} | changes)
+        return cls(**({"ignore": min(1000, steps // 20)} | changes))
 
 
 @dataclasses.dataclass
@@ -147,9 +150,6 @@ class Detector:
         return [event for event in found if event]
 
 
-RMS = "stability/rms/"  # how RMS is named in records, before the tensor's path
-
-
 class Watch:
     """Says in a line what happened, for the loss events of a run as its records come.
 
@@ -165,7 +165,7 @@ class Watch:
         """Forgets what was, for a run that goes back."""
         self._detector = Detector(self._rules)
 
-    def update(self, records: Iterable[Mapping[str, float]]) -> list[str]:
+    def update(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
         """Takes records {"step", "train/loss", "stability/rms/<tensor>", ...}; a line for each event."""
         lines = []
         for record in records:
@@ -191,7 +191,8 @@ class _Losses:
     """Which losses deviate from those before them."""
 
     def __init__(self, rules: Rules):
-        self._rules, self._window = rules, deque(maxlen=rules.window)
+        self._rules = rules
+        self._window: deque[float] = deque(maxlen=rules.window)
 
     def deviates(self, step: int, loss: float) -> bool:
         judged = step > self._rules.ignore and len(self._window) == self._rules.window
@@ -208,7 +209,8 @@ class _Merging:
 
     def __init__(self, name: str, rules: Rules, needed: int, events: list[Event]):
         self._name, self._rules, self._needed = name, rules, needed
-        self._events, self._waiting = events, []
+        self._events = events
+        self._waiting: list[tuple[int, float]] = []
 
     def add(self, step: int, value: float) -> Event | None:
         """Takes a deviating step; returns the event that it completes, if it is a new one."""
@@ -367,10 +369,11 @@ def analyse(
             raise ValueError(f"{name!r} must have one value a step, {len(step)}, got {len(values)}")
     rules = rules or Rules.of_run(int(step[-1]) if len(step) else 0)
     detector = Detector(rules)
-    high = {i: {} for i in range(len(step))}  # what no rule looks at is not fed: most of a long log
+    # Only what a rule looks at: a small part of a long log.
+    high: list[dict[str, float]] = [{} for _ in step]
     for name, values in rms.items():
-        for i in np.flatnonzero(np.asarray(values) >= rules.rms):
-            high[int(i)][name] = float(values[i])
+        for i in np.flatnonzero(np.asarray(values) >= rules.rms).tolist():
+            high[i][name] = float(values[i])
     for i in range(len(step)):
         for event in detector.update(int(step[i]), float(loss[i]), high[i]):
             if event.name == "loss":

@@ -7,12 +7,15 @@ where the module ran. So measurements leave the model the way gradients do: thro
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN
+from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
 from swjax.nnx import Linear
 from swjax.optax.rms import path_name
@@ -34,7 +37,7 @@ class Tap(nnx.Variable):
 def measure(
     loss_fn: Callable,
     model: nnx.Module,
-    *args,
+    *args: Any,
     quantization: str | None = r".*",
     features: str | None = None,
 ) -> dict[str, jax.Array]:
@@ -96,9 +99,9 @@ def insert(
     for path in first_match({quantization: ""} if quantization is not None else {}, quantized):
         module = quantized[path]
         call = _call_linear if isinstance(module, Linear) else _call_product
-        _tap(module, call, QUANTIZATION, (*_stacked(module), 3, 5))
+        attach(module, call, QUANTIZATION, (*_stacked(module), 3, 5))
     for path in first_match({features: ""} if features is not None else {}, modules):
-        _tap(modules[path], _call_for_features, FEATURES, (*_stacked(modules[path]), 3))
+        attach(modules[path], _call_for_features, FEATURES, (*_stacked(modules[path]), 3))
     return model
 
 
@@ -111,7 +114,7 @@ def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
     return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
 
 
-def read(gradients) -> dict[str, jax.Array]:
+def read(gradients: Any) -> dict[str, jax.Array]:
     """The measurements in a gradient with respect to `Tap` variables; see `measure`.
 
     Args:
@@ -121,7 +124,7 @@ def read(gradients) -> dict[str, jax.Array]:
     for path, sums in jax.tree_util.tree_leaves_with_path(gradients):
         *names, tap = path_name(path).split("/")
         if tap == FEATURES:
-            for i, name in enumerate(("feature_mean_abs", "feature_max_abs"), 1):
+            for i, name in enumerate((FEATURE_MEAN, FEATURE_MAX), 1):
                 found["/".join(("stability", name, *names))] = sums[..., i] / sums[..., 0]
         elif tap == QUANTIZATION:
             for i, operand in enumerate(OPERANDS):
@@ -140,7 +143,9 @@ def _summary(sums: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def operand_sums(x: jax.Array, axes: tuple[int, ...], dtype: str, kept=None) -> jax.Array:
+def operand_sums(
+    x: jax.Array, axes: tuple[int, ...], dtype: str, kept: jax.Array | None = None
+) -> jax.Array:
     """The five sums of one operand, see `Tap`.
 
     Args:
@@ -151,13 +156,13 @@ def operand_sums(x: jax.Array, axes: tuple[int, ...], dtype: str, kept=None) -> 
     Returns:
       [5] float32.
     """
-    wide = x.astype(jnp.float32)
-    wide = wide if kept is None else jnp.where(kept, 0.0, wide)
-    q = reference.quantize(wide, axes, dtype)
+    given = x.astype(jnp.float32)
+    exact = given if kept is None else jnp.where(kept, 0.0, given)
+    q = reference.quantize(exact, axes, dtype)
     magnitude = jnp.abs(q.values.astype(jnp.float32))
-    nonzero = wide != 0
+    nonzero = exact != 0
     counts = (nonzero, nonzero & (magnitude == 0), magnitude >= reference.LARGEST[dtype])
-    squares = (jnp.square(x.astype(jnp.float32)), jnp.square(wide - reference.dequantize(q)))
+    squares = (jnp.square(given), jnp.square(exact - reference.dequantize(q)))
     return jnp.stack([jnp.sum(a, dtype=jnp.float32) for a in (*counts, *squares)])
 
 
@@ -165,8 +170,18 @@ def operand_sums(x: jax.Array, axes: tuple[int, ...], dtype: str, kept=None) -> 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _report(of_gradient: Callable, y: jax.Array, tap: jax.Array, seen: jax.Array) -> jax.Array:
-    """y; the gradient of `tap` is of_gradient(seen, gradient of y)."""
+def report(of_gradient: Callable, y: jax.Array, tap: jax.Array, seen: jax.Array) -> jax.Array:
+    """Measures where `y` is computed.
+
+    Args:
+      of_gradient: (seen, gradient of y) -> the gradient of `tap`, with its shape and dtype.
+      y: what the model goes on with; its gradient passes unchanged.
+      tap: the value of a `Tap`.
+      seen: what the forward pass keeps for `of_gradient`; nothing flows back through it.
+
+    Returns:
+      y.
+    """
     return y
 
 
@@ -178,7 +193,7 @@ def _report_backward(of_gradient, seen, g):
     return g, of_gradient(seen, g), jnp.zeros_like(seen)
 
 
-_report.defvjp(_report_forward, _report_backward)
+report.defvjp(_report_forward, _report_backward)
 
 
 def _report_product(y, x, w, tap, recipe: Recipe, x_axes, w_axes, g_axes):
@@ -208,7 +223,7 @@ def _report_product(y, x, w, tap, recipe: Recipe, x_axes, w_axes, g_axes):
             third = operand_sums(g, _spanned(dgrad.lhs, g, g_axes), dgrad.lhs.dtype)
         return jnp.concatenate([seen, third[None]])
 
-    return _report(of_gradient, y, tap, seen)
+    return report(of_gradient, y, tap, seen)
 
 
 def _spanned(quantizer, x: jax.Array, axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -251,9 +266,9 @@ def _call_for_features(self, call: Callable, *args, **kwargs):
             f"features can be measured where a module returns an array, got {type(y).__name__} of "
             f"{type(self).__name__}: match a module inside of it"
         )
-    magnitude = jnp.abs(jax.lax.stop_gradient(y).astype(jnp.float32))
-    seen = jnp.stack([jnp.ones(()), jnp.mean(magnitude), jnp.max(magnitude)])
-    return _report(_ignore_gradient, y, getattr(self, FEATURES)[...], seen)
+    found = magnitudes(y)
+    seen = jnp.stack([jnp.ones(()), found[FEATURE_MEAN], found[FEATURE_MAX]])
+    return report(_ignore_gradient, y, getattr(self, FEATURES)[...], seen)
 
 
 def _ignore_gradient(seen, g):
@@ -270,7 +285,15 @@ def _subclass(kind: type, tapped_call: Callable) -> type:
     return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": __name__})
 
 
-def _tap(module: nnx.Module, call: Callable, name: str, shape: tuple[int, ...]) -> None:
+def attach(module: nnx.Module, call: Callable, name: str, shape: tuple[int, ...]) -> None:
+    """Adds a tap to a module, in place, and replaces the module's call by one that can `report` to it.
+
+    Args:
+      module: it, or its stack, is changed.
+      call: (module, the module's own `__call__`, *args, **kwargs) -> the module's output.
+      name: of the tap as an attribute of the module.
+      shape: of the tap; begins with the axes that stack the module.
+    """
     object.__setattr__(module, "__class__", _subclass(type(module), call))
     setattr(module, name, Tap(jnp.zeros(shape, jnp.float32)))
 

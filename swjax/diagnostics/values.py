@@ -3,6 +3,7 @@
 A value is a scalar, or a vector with one entry a block, which the log writes as "<name>/<block>".
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, RMS
 from swjax.optax import adamw_rms_by_path, rms_by_path
 
 
-def norms(**trees) -> dict[str, jax.Array]:
+def norms(**trees: Any) -> dict[str, jax.Array]:
     """Global L2 norms, sqrt of the sum of squares of all entries of a tree.
 
     Args:
@@ -28,12 +30,12 @@ def norms(**trees) -> dict[str, jax.Array]:
     return {f"train/{name}_norm": _norm(tree) for name, tree in trees.items()}
 
 
-def _norm(tree) -> jax.Array:
+def _norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(jax.tree.leaves(squares(tree)), start=jnp.float32(0)))
 
 
-def squares(tree):
-    """The sum of squares of each leaf, float32: what norms are made of, and finite if the leaf is."""
+def squares(tree: Any) -> Any:
+    """The sum of squares of each leaf, a float32 scalar: finite if the leaf is, but for overflow."""
     return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))), tree)
 
 
@@ -50,7 +52,7 @@ class NamedIndex:
     index: jax.Array
     names: tuple[str, ...]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:  # so that it unpacks
         return iter((self.index, self.names))
 
 
@@ -78,13 +80,13 @@ def first_nonfinite(**trees: Any) -> NamedIndex:
     return NamedIndex(index, names)
 
 
-def _floats(kind: str, tree) -> list[tuple[str, jax.Array]]:
+def _floats(kind: str, tree: Any) -> list[tuple[str, jax.Array]]:
     named = jax.tree_util.tree_leaves_with_path(tree)
     name = lambda path: f"{kind} {jax.tree_util.keystr(path, simple=True, separator='/')}".strip()
     return [(name(path), x) for path, x in named if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def rms(opt_state) -> dict[str, jax.Array]:
+def rms(opt_state: Any) -> dict[str, jax.Array]:
     """RMS of every parameter's update as StableAdamW saw it: above 1 the second moment lags.
 
     Args:
@@ -93,10 +95,10 @@ def rms(opt_state) -> dict[str, jax.Array]:
     Returns:
       {"stability/rms/<path of the parameter>": scalar, or [blocks] of a stacked parameter}.
     """
-    return {f"stability/rms/{path}": value for path, value in rms_by_path(opt_state).items()}
+    return {f"{RMS}{path}": value for path, value in rms_by_path(opt_state).items()}
 
 
-def adamw_rms(opt_state, grads, **options) -> dict[str, jax.Array]:
+def adamw_rms(opt_state: Any, grads: Any, **options: Any) -> dict[str, jax.Array]:
     """The same of plain `optax.adamw`.
 
     Args:
@@ -105,7 +107,17 @@ def adamw_rms(opt_state, grads, **options) -> dict[str, jax.Array]:
       **options: b2, eps and block_axes, see `swjax.optax.adamw_rms_by_path`.
     """
     found = adamw_rms_by_path(opt_state, grads, **options)
-    return {f"stability/rms/{path}": value for path, value in found.items()}
+    return {f"{RMS}{path}": value for path, value in found.items()}
+
+
+def magnitudes(x: jax.Array) -> dict[str, jax.Array]:
+    """Mean and maximum of |x| as float32 scalars, without a gradient.
+
+    >>> magnitudes(jnp.array([1.0, -3.0]))
+    {'feature_mean_abs': Array(2., dtype=float32), 'feature_max_abs': Array(3., dtype=float32)}
+    """
+    absolute = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
+    return {FEATURE_MEAN: jnp.mean(absolute), FEATURE_MAX: jnp.max(absolute)}
 
 
 def feature_magnitude(outs: dict[str, dict]) -> dict[str, jax.Array]:

@@ -32,7 +32,7 @@ def predictor(graph, image_size: int) -> Predict:
 
     @jax.jit
     def predict(params, batch):
-        model, out = nnx.merge(graph, sharding.gather(params)), {}
+        model, out = nnx.merge(graph, sharding.gather_params(params)), {}
         if "image" in batch:
             images = data.preprocess(batch["image"], None, image_size)
             out["image"], _ = model.encode_image(images)

@@ -1,8 +1,8 @@
 """Contrastive losses over a global batch of image-text pairs, in float32.
 
-Every pair of the global batch is compared, wherever its rows lie, and no device holds the matrix of all
-similarities: it sees blocks of it, as `swjax.losses.ring` brings them. The gradient is exact and computed
-beside the loss, so that nothing of size B x B is kept for the backward pass.
+Every pair of the global batch is compared, on whichever devices its rows are. No device holds the matrix
+of all similarities: `swjax.losses.ring` brings it one block at a time. The gradient is exact and computed
+with the loss, so that nothing of size B x B is kept for the backward pass.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from swjax.linear.plans import TOKENS, Spec, batch_plan, vary_alike
-from swjax.losses.ring import Ring, ring
+from swjax.losses.ring import Ring, make_ring
 
 # Similarities that a device holds at once: 1 GiB. The softmax computes those of larger batches twice: one
 # more product to three.
@@ -117,7 +117,7 @@ def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs:
             f"labels must be [B] with B={images.shape[0]} embeddings, got {labels.shape}"
         )
     plan = batch_plan(tokens, images, texts, *scalars)
-    around = ring(plan, *images.shape, pairs=pairs, numbers=NUMBERS)
+    around = make_ring(plan, *images.shape, pairs=pairs, numbers=NUMBERS)
     spec = Spec((*plan.tokens, ()))
     images, texts = (plan.place(x.astype(jnp.float32), spec) for x in (images, texts))
     scalars = tuple(x.astype(jnp.float32) for x in scalars)
@@ -160,7 +160,7 @@ def _run(how, images, texts, scalars, labels, *, gradient: bool):
 # --- what each device does with its rows --------------------------------------------------------------
 
 # Of the logits of each row: how those of two blocks are put together, and those of many.
-_MERGE = {
+_MERGE: dict[str, tuple[Callable, Callable]] = {
     "lse": (jnp.logaddexp, jax.nn.logsumexp),  # log sum_j exp l_ij
     "match": (jnp.maximum, jnp.max),  # the best that matches
     "other": (jnp.maximum, jnp.max),  # and that does not
@@ -203,8 +203,8 @@ def _softmax(around: Ring, gradient: bool, images, texts, scalars, labels):
             d_text + _product(d_logits.T, images),
         )
 
-    block = (visiting, there, around.start(columns["lse"]), jnp.zeros_like(visiting))
-    d_images, (*_, d_text) = around.visit(pull, jnp.zeros_like(images), block)
+    start = (visiting, there, around.start(columns["lse"]), jnp.zeros_like(visiting))
+    d_images, (*_, d_text) = around.visit(pull, jnp.zeros_like(images), start)
     d_scale = around.sum(
         jnp.sum(images * d_images)
     )  # since l_ij is linear in exp(logit_scale) image_i

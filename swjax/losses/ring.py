@@ -1,4 +1,4 @@
-"""All pairs of two batches that lie on many devices, a block of pairs at a time.
+"""All pairs of two batches sharded over many devices, a block of pairs at a time.
 
 Each device keeps its rows of one batch; the rows of the other visit it. Neighbours on the mesh first put
 theirs together, as many as memory allows (`group`); what they have then goes around in a ring. So a few
@@ -8,7 +8,7 @@ device is a ring of one: the same loop, without collectives.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -31,14 +31,14 @@ class Ring(NamedTuple):
     group: int
     parts: int
 
-    def start(self, tree):
+    def start(self, tree: Any) -> Any:
         """Arrays [b, ...] of each device as the rows [group b, ...] that visit it first."""
         if self.group == 1:
             return tree
         gather = lambda x: lax.all_gather(x, self.axes, axis_index_groups=self._groups, tiled=True)
         return jax.tree.map(gather, tree)
 
-    def visit(self, see: Callable, own, visiting):
+    def visit(self, see: Callable, own: Any, visiting: Any) -> tuple[Any, Any]:
         """Folds `see` over all blocks of visiting rows; these end where they started.
 
         Args:
@@ -59,7 +59,7 @@ class Ring(NamedTuple):
 
         return lax.fori_loop(0, hops, hop, (own, visiting))
 
-    def home(self, tree):
+    def home(self, tree: Any) -> Any:
         """Rows [group b, ...] as [group, b, ...]: what each of the group has for this device's own rows."""
 
         def exchange(x):
@@ -70,7 +70,7 @@ class Ring(NamedTuple):
 
         return jax.tree.map(exchange, tree)
 
-    def sum(self, tree):
+    def sum(self, tree: Any) -> Any:
         """The sum over all devices."""
         return lax.psum(tree, self.axes) if self.devices > 1 else tree
 
@@ -91,8 +91,8 @@ class Ring(NamedTuple):
         return [(i, (i - self.group) % self.devices) for i in range(self.devices)]
 
 
-def ring(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) -> Ring:
-    """The ring for a batch [rows, width] that lies as the plan says, with blocks as large as allowed.
+def make_ring(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) -> Ring:
+    """The ring for a batch [rows, width] that is sharded as the plan says, with blocks as large as allowed.
 
     Args:
       plan: see `swjax.linear.plans.batch_plan`.
@@ -101,7 +101,7 @@ def ring(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) -> Ring
       numbers: at most so many of visiting rows on a device.
     """
     axes = plan.splits(plan.token_axes)
-    devices = math.prod(plan.mesh.shape[axis] for axis in axes) if axes else 1
+    devices = 1 if plan.mesh is None else math.prod(plan.mesh.shape[axis] for axis in axes)
     own = rows // devices
     fits = lambda group: own * own * group <= pairs and own * group * width <= numbers
     group = max(n for n in _divisors(devices) if n == 1 or fits(n))

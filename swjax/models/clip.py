@@ -5,6 +5,7 @@ towers, `transformer` the blocks of both.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def normalise(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.maximum(squared, 1e-24))
 
 
-def block_axes(params):
+def block_axes(params: Any) -> Any:
     """Which axis of each parameter enumerates blocks: 0 for stacked ones, None for the others.
 
     For `stable_adamw(block_axes=...)`, which keeps one RMS a block.
@@ -85,7 +86,7 @@ def block_axes(params):
     return _map_names(lambda names, _: 0 if "blocks" in names else None, params)
 
 
-def weight_decay_mask(params):
+def weight_decay_mask(params: Any) -> Any:
     """True for the parameters that weight decay applies to.
 
     It does not to vectors and scalars (of one block, if stacked): biases, LayerNorms, layer-scale, the
@@ -104,7 +105,7 @@ def weight_decay_mask(params):
     return _map_names(decays, params)
 
 
-def clamp_logit_scale(params):
+def clamp_logit_scale(params: Any) -> Any:
     """`params` with the logarithm of the logits' scale clamped to [0, ln 100].
 
     Args:

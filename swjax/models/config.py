@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from swjax import attention, checkpoint_policies, recipes
 from swjax.recipes import Recipe
@@ -44,7 +45,7 @@ class TowerConfig:
     heads: int
     mlp_ratio: float = 4.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if min(self.width, self.layers, self.heads) < 1:
             raise ValueError(
                 f"width, layers and heads must be at least 1, "
@@ -75,7 +76,7 @@ class VisionConfig(TowerConfig):
     image_size: int = 224
     patch_size: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.patch_size < 1 or self.image_size % self.patch_size:
             raise ValueError(
@@ -104,7 +105,7 @@ class TextConfig(TowerConfig):
     context_length: int = 77
     vocab_size: int = 49408
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.context_length, self.vocab_size) < 1:
             raise ValueError(
@@ -138,7 +139,9 @@ class Options:
         which runs faster.
     """
 
-    recipe: str | Recipe | Mapping[str, str | Recipe] = "switchback"
+    recipe: str | Recipe | Mapping[str, str | Recipe] | tuple[tuple[str, str | Recipe], ...] = (
+        "switchback"
+    )
     implementation: str | None = None
     dtype: str = "bfloat16"
     attention: str | None = None
@@ -148,7 +151,7 @@ class Options:
     remat: str = "none"
     scan_layers: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.recipe, Mapping):  # as a tuple it can be hashed
             object.__setattr__(self, "recipe", tuple(self.recipe.items()))
         _check_choice("dtype", self.dtype, DTYPES)
@@ -169,7 +172,7 @@ class Options:
         Raises:
           ValueError: there is no such recipe, or an expression matches no linear layer of either tower.
         """
-        if not isinstance(self.recipe, tuple):
+        if isinstance(self.recipe, str | Recipe):
             return dict.fromkeys(LINEARS, recipes.get(self.recipe))
         paths = [f"{name}/blocks/{linear}" for name in TOWERS for linear in LINEARS]
         chosen = recipes.first_match(dict(self.recipe), paths)
@@ -198,7 +201,7 @@ class CLIPConfig(Options):
     init_logit_scale: float = math.log(1 / 0.07)
     init_logit_bias: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.embed_dim < 1:
             raise ValueError(f"embed_dim must be at least 1, got {self.embed_dim}")
@@ -230,7 +233,7 @@ CONFIGS = {
 }
 
 
-def config(name: str | CLIPConfig, **overrides) -> CLIPConfig:
+def config(name: str | CLIPConfig, **overrides: Any) -> CLIPConfig:
     """The configuration of that name with some fields replaced.
 
     Args:

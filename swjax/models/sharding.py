@@ -1,4 +1,4 @@
-"""Where arrays live: one mesh, and a table of rules from parameter paths to partition specs.
+"""How arrays are sharded: one mesh, and a table of rules from parameter paths to partition specs.
 
 The mesh has three axes. "data" splits the batch; "fsdp" splits the batch and, at rest,
 the parameters; "tensor" splits the width of the layers. One device is the mesh (1, 1, 1): the same
@@ -9,7 +9,9 @@ import functools
 import math
 import os
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"))
 
+SpecRules = tuple[tuple[str, P], ...]  # (regular expression, spec)
+
 # First match (re.search) wins. Block parameters are stacked: their leading axis enumerates layers.
-RULES = (
+RULES: SpecRules = (
     (r"blocks/(attn/[qkv]|mlp/fc1)/kernel$", P(None, "fsdp", "tensor")),  # columns split
     (r"blocks/(attn/out|mlp/fc2)/kernel$", P(None, "tensor", "fsdp")),  # rows split
     (r"blocks/(attn/[qkv]|mlp/fc1)/bias$", P(None, "tensor")),
@@ -33,7 +37,9 @@ RULES = (
 )
 
 
-def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None) -> Mesh:
+def make_mesh(
+    data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """Arranges the devices in a mesh with axes ("data", "fsdp", "tensor").
 
     Args:
@@ -59,7 +65,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices=None) -
     return Mesh(np.asarray(devices).reshape(sizes), AXES)
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """The part of every batch that a process reads.
 
     Attributes:
@@ -120,12 +127,12 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
     return {name: str(2**27) for name in names if name not in os.environ.get("XLA_FLAGS", "")}
 
 
-def path_name(path) -> str:
+def path_name(path: tuple[Any, ...]) -> str:
     """The name of a leaf: its keys joined by "/"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def spec_of(name: str, rules=RULES) -> P:
+def spec_of(name: str, rules: SpecRules = RULES) -> P:
     """The partition spec of the parameter with this path.
 
     >>> tuple(spec_of("vision/blocks/mlp/fc1/kernel"))
@@ -140,11 +147,11 @@ def spec_of(name: str, rules=RULES) -> P:
     raise ValueError(f"no sharding rule matches parameter {name!r}: add one to sharding.RULES")
 
 
-def abstract_state(state, mesh: Mesh, rules=RULES):
-    """Says where each array of a train state shall live.
+def abstract_state(state: Any, mesh: Mesh, rules: SpecRules = RULES) -> Any:
+    """The sharding of each array of a train state.
 
     A leaf whose path ends in a parameter's path and that has the parameter's shape (an optimizer's
-    moment, an average) lies as the parameter does; all else (step, counts, RMS) is on every device.
+    moment, an average) is sharded like the parameter; all else (step, counts, RMS) is replicated.
 
     Args:
       state: tree of ShapeDtypeStructs or arrays; `state["params"]` are the parameters.
@@ -178,11 +185,11 @@ def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*axes)
 
 
-def gather(params, rules=RULES):
-    """Parameters as the forward pass wants them: whole, but for kernels that their layers gather, in 8 bits.
+def gather_params(params: Any, rules: SpecRules = RULES) -> Any:
+    """Replicates the parameters that no quantized layer gathers: all but those of the blocks.
 
-    XLA would else move activations to where the parts of an embedding lie. Gradients are summed and
-    scattered. Nothing changes on one device, or outside of `jax.jit`.
+    Otherwise XLA moves activations to the shards of an embedding. The backward pass reduce-scatters the
+    gradients. Nothing changes on one device, or outside of `jax.jit`.
 
     Args:
       params: tree of arrays; names as for `spec_of`, from anywhere below the model.
@@ -206,15 +213,15 @@ def _gather(x, at_rest: NamedSharding):
 
 
 def _scatter(at_rest, _, g):
-    # Whole first: else XLA would move activations' gradients to where the parts of an embedding lie.
+    # Replicated first: otherwise XLA moves the activations' gradients to the shards of an embedding.
     return (jax.lax.with_sharding_constraint(_gather(g, at_rest), at_rest),)
 
 
 _gather.defvjp(lambda x, at_rest: (_gather(x, at_rest), None), _scatter)
 
 
-def shard_batch(batch, mesh: Mesh):
-    """Puts this process's rows of the global batch onto its devices, leading dimension split."""
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """This process's rows of the global batch on its devices, sharded along the leading dimension."""
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), x), batch
     )

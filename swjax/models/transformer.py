@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from swjax import attention
+from swjax.diagnostics.values import magnitudes
 from swjax.linear import prologues
 from swjax.models.config import POLICIES, Options, TowerConfig
 from swjax.nnx import Linear, linears, mlp, split_stack
@@ -57,8 +58,8 @@ class LayerNorm(nnx.Module):
 
 @jax.checkpoint  # for the backward pass it keeps x and nothing in float32
 def _layer_norm(x, scale, bias):
-    wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    exact = x.astype(jnp.float32)
+    centred = exact - jnp.mean(exact, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     normalised = centred * jax.lax.rsqrt(variance + EPSILON)
     y = normalised * jnp.broadcast_to(scale, x.shape) + jnp.broadcast_to(bias, x.shape)
@@ -123,7 +124,7 @@ class Attention(nnx.Module):
         heads = (batch, tokens, self.heads, width // self.heads)
         qkv, x = linears((self.q, self.k, self.v), x, prologue=norm.prologue(), residual=True)
         q, k, v = (y.reshape(heads) for y in qkv)
-        if self.ln_q is not None:
+        if self.ln_q is not None and self.ln_k is not None:
             q, k = self.ln_q(q), self.ln_k(k)
         if x.dtype == jnp.float16 and jax.default_backend() == "cpu":
             # JAX asks for float16 products with float32 sums, which XLA for CPUs does not have.
@@ -170,17 +171,19 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
         """(the branch, x to add it to)."""
-        options = {"prologue": norm.prologue(), "residual": True}
+        prologue = norm.prologue()
         if self.gelu == "quick":
-            (hidden,), x = linears((self.fc1,), x, **options)
+            (hidden,), x = linears((self.fc1,), x, prologue=prologue, residual=True)
             return self.fc2(_quick_gelu(hidden)), x
-        return mlp(self.fc1, self.fc2, x, approximate=self.gelu == "tanh", **options)
+        tanh = self.gelu == "tanh"
+        branch, x = mlp(self.fc1, self.fc2, x, approximate=tanh, prologue=prologue, residual=True)
+        return branch, x
 
 
 @jax.checkpoint  # autodiff alone would keep several arrays of this size
 def _quick_gelu(x):
-    wide = x.astype(jnp.float32)
-    return (wide * jax.nn.sigmoid(1.702 * wide)).astype(x.dtype)
+    exact = x.astype(jnp.float32)
+    return (exact * jax.nn.sigmoid(1.702 * exact)).astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -252,11 +255,11 @@ def apply_blocks(
 
     def step(x, parameters):
         y = nnx.merge(graph, parameters)(x, length)
-        return y, feature_magnitude(y[:, :length])
+        return y, magnitudes(y[:, :length])
 
     run = jax.lax.scan if options.scan_layers else _unrolled
-    x, magnitudes = run(_rematerialised(step, options), x, stacked)
-    return x[:, :length], magnitudes
+    x, found = run(_rematerialised(step, options), x, stacked)
+    return x[:, :length], found
 
 
 def _rematerialised(step: Callable, options: Options) -> Callable:
@@ -267,12 +270,6 @@ def _rematerialised(step: Callable, options: Options) -> Callable:
     return jax.checkpoint(step, policy=POLICIES[options.remat], prevent_cse=not options.scan_layers)
 
 
-def feature_magnitude(x: jax.Array) -> dict[str, jax.Array]:
-    """Mean and maximum of |x| as float32 scalars that no gradient flows through."""
-    magnitude = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
-    return {"feature_mean_abs": jnp.mean(magnitude), "feature_max_abs": jnp.max(magnitude)}
-
-
 def _unrolled(step: Callable, carry, stacked):
     """`jax.lax.scan` as straight-line code."""
     # lax.split transposes to one concatenate; indexing would to a padded copy of the stack per layer.
@@ -281,6 +278,8 @@ def _unrolled(step: Callable, carry, stacked):
     slices = zip(*(jax.lax.split(leaf, (1,) * layers) for leaf in leaves), strict=True)
     outputs = []
     for layer in slices:
-        carry, output = step(carry, treedef.unflatten([leaf.squeeze(0) for leaf in layer]))
+        carry, output = step(
+            carry, jax.tree.unflatten(treedef, [leaf.squeeze(0) for leaf in layer])
+        )
         outputs.append(output)
     return carry, jax.tree.map(lambda *values: jnp.stack(values), *outputs)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from swjax.diagnostics import Rules, names
 from swjax.report.records import Series, blocks, smooth
 
-RMS_EVENT = 2.3  # arXiv 2304.13013, section 3.4: where the patch embedding is "stuck in the past"
-PATCH_RMS = "stability/rms/vision/patch_embed/kernel"
-FEATURES = "stability/feature_mean_abs/vision"
+RMS_EVENT = Rules.rms  # where the patch embedding is "stuck in the past"
+PATCH_RMS = f"{names.RMS}vision/patch_embed/kernel"
+FEATURES = f"{names.FEATURES}vision"
 # Regular expressions of what the charts and the page read; the log has hundreds of other columns.
 METRICS = (
     r"train/",

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from swjax.diagnostics.spikes import RMS, Alignment, Analysis, Event, Rules, analyse
+from swjax.diagnostics.names import RMS
+from swjax.diagnostics.spikes import Alignment, Analysis, Event, Rules, analyse
 from swjax.report import charts, page, records, spike_charts
 from swjax.report.charts import DARK, LIGHT, Chart
 

@@ -1,43 +1,34 @@
 """What each linear layer of a CLIP computes, forward and backward, and how far two precisions are apart."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from ml_collections import ConfigDict
 
+from swjax.diagnostics import taps
 from swjax.models import clip
 from swjax.models.config import LINEARS, TOWERS
-from swjax.nnx import Linear
 from swjax.training import step as step_lib
 
 PROBE = "probe"
 
 
-class Probe(nnx.Variable):
-    """[2, b, t, n] zeros beside a kernel; its *gradient* is the layer's output and the gradient there.
-
-    So both leave a scan over blocks the way weight gradients do, stacked by block.
-    """
+def _call(self, call: Callable, *args, **kwargs):
+    y = call(self, *args, **kwargs)
+    return taps.report(_output_and_gradient, y, getattr(self, PROBE)[...], jax.lax.stop_gradient(y))
 
 
-class ProbedLinear(Linear):
-    """A `swjax.nnx.Linear` with a probe."""
-
-    def __call__(self, inputs, *args, **kwargs):
-        return _seen(super().__call__(inputs, *args, **kwargs), getattr(self, PROBE)[...])
+def _output_and_gradient(y, g):
+    return jnp.stack([y, g]).astype(jnp.float32)
 
 
-@jax.custom_vjp
-def _seen(y, probe):
-    return y
+def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int) -> tuple[nnx.GraphDef, dict]:
+    """A model with a tap in every linear layer of its blocks.
 
-
-_seen.defvjp(lambda y, probe: (y, y), lambda y, g: (g, jnp.stack([y, g]).astype(jnp.float32)))
-
-
-def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int):
-    """A model with a probe in every linear layer of its blocks.
+    Its gradient, [blocks, 2, batch, tokens, features], is the layer's output and the gradient there.
 
     Args:
       cfg: the model; it holds the outputs of all layers, so that blocks are best scanned.
@@ -45,7 +36,7 @@ def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int):
       seed: of the parameters.
 
     Returns:
-      (graph definition, parameters and probes as one nested dict).
+      (graph definition, parameters and taps as one nested dict).
     """
     model = clip.CLIP(cfg, rngs=nnx.Rngs(seed))
     tokens = {
@@ -57,15 +48,14 @@ def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int):
         for name in LINEARS:
             part, linear = name.split("/")
             layer = getattr(getattr(blocks, part), linear)
-            object.__setattr__(layer, "__class__", ProbedLinear)
             depth, _, width = layer.kernel.shape
-            setattr(layer, PROBE, Probe(jnp.zeros((depth, 2, batch, tokens[tower], width))))
+            taps.attach(layer, _call, PROBE, (depth, 2, batch, tokens[tower], width))
     graphdef, state = nnx.split(model)
     return graphdef, nnx.to_pure_dict(state)
 
 
 def observe(
-    config, cfg: clip.CLIPConfig, batch: dict, *, scale: float = 1.0
+    config: ConfigDict, cfg: clip.CLIPConfig, batch: dict, *, scale: float = 1.0
 ) -> dict[str, jax.Array]:
     """One forward and backward pass.
 

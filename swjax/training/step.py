@@ -208,7 +208,7 @@ def make_embed(config, graphdef):
     """Returns a function (params, batch, key) -> ((image, text embeddings), magnitudes by tower)."""
 
     def embed(params, batch, key):
-        model = nnx.merge(graphdef, sharding.gather(params))
+        model = nnx.merge(graphdef, sharding.gather_params(params))
         augment_key, dropout_key = jax.random.split(key)
         images = data.preprocess(
             batch["image"], augment_key if config.data.augment else None, config.data.image_size
