@@ -20,6 +20,7 @@ disk, or another machine of the run, failed: the same command goes on; 130 secon
 """
 
 import sys
+from collections.abc import Callable
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +39,7 @@ def run(argv: list[str]) -> int:
     # Not at the top: --help answers without loading jax.
     from swjax.training import config as config_lib
 
-    leave = int
+    leave: Callable[[int], int] = int
     try:
         config, workdir = config_lib.parse(argv)
         # Not earlier: a typo is reported before the training libraries load.

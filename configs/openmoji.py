@@ -5,10 +5,12 @@ Command:  python train.py --config=configs/openmoji.py --workdir=runs/openmoji
 Hardware: any CPU; minutes on 2 cores.
 """
 
+from ml_collections import ConfigDict
+
 from configs import common
 
 
-def get_config(task: str = "mixed"):
+def get_config(task: str = "mixed") -> ConfigDict:
     """Returns the config; `task` is "mixed" or "strict"."""
     config = common.get_config()
     config.data.emoji.task = task or "mixed"

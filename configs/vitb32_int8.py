@@ -6,10 +6,12 @@ Hardware: estimated, not run at this size: 8 GPUs of 40 GB or more; fewer with -
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """
 
+from ml_collections import ConfigDict
+
 from configs import common
 
 
-def get_config():
+def get_config() -> ConfigDict:
     """Returns the config."""
     config = common.paper("vit_b32", recipe="switchback")
     return config

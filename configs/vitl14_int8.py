@@ -7,10 +7,12 @@ Hardware: estimated, not run at this size: 32 GPUs of 80 GB, 512 pairs each, par
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """
 
+from ml_collections import ConfigDict
+
 from configs import common
 
 
-def get_config():
+def get_config() -> ConfigDict:
     """Returns the config."""
     config = common.paper("vit_l14", recipe="switchback")
     return config

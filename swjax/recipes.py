@@ -63,13 +63,15 @@ class Recipe:
     wgrad: Product | None = None
     save_quantized: bool = False
 
-    def __post_init__(self):
-        if self.save_quantized and (self.fwd is None or self.dgrad is None):
+    def __post_init__(self) -> None:
+        if not self.save_quantized:
+            return
+        if self.fwd is None or self.dgrad is None:
             raise ValueError(
                 "Recipe(save_quantized=True) needs quantized fwd and dgrad products: "
                 "it saves the forward pass's quantized operands; set both, or save_quantized=False"
             )
-        if self.save_quantized and self.fwd.outlier_threshold > 0:
+        if self.fwd.outlier_threshold > 0:
             raise ValueError(
                 f"Recipe(save_quantized=True) cannot keep outliers in 16 bits, got "
                 f"outlier_threshold={self.fwd.outlier_threshold}: set it to 0, or save_quantized=False"

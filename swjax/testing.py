@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,7 +19,7 @@ _CALLED_PRODUCT = re.compile(
 _HLO_TYPES = {"int8": ("s8", "s32"), "float8_e4m3fn": ("f8e4m3fn",), "float8_e5m2": ("f8e5m2",)}
 
 
-def matrix_products(fn: Callable, *args, **kwargs) -> Counter:
+def matrix_products(fn: Callable, *args: Any, **kwargs: Any) -> Counter:
     """Counts the matrix products of the compiled `fn` by the types of their operands.
 
     Args:
@@ -35,7 +35,7 @@ def matrix_products(fn: Callable, *args, **kwargs) -> Counter:
     Counter({('s8', 's8'): 1})
     """
     hlo = _compiled(fn, *args, **kwargs)
-    found = Counter()
+    found: Counter[tuple[str, str]] = Counter()
     for computation in re.split(r"\n\}", hlo):  # names are unique within a computation only
         instructions = list(_INSTRUCTION.finditer(computation))
         types = {instruction["name"]: instruction["type"] for instruction in instructions}
@@ -50,7 +50,7 @@ def matrix_products(fn: Callable, *args, **kwargs) -> Counter:
 
 
 def assert_quantized(
-    fn: Callable, *args, dtype: str = "int8", count: int | None = None, **kwargs
+    fn: Callable, *args: Any, dtype: str = "int8", count: int | None = None, **kwargs: Any
 ) -> None:
     """Asserts that the compiled `fn` multiplies matrices whose operands are both `dtype`.
 
@@ -98,12 +98,12 @@ class Collective(NamedTuple):
     shape: tuple[int, ...]
 
 
-def collectives(fn: Callable, *args, **kwargs) -> list[Collective]:
+def collectives(fn: Callable, *args: Any, **kwargs: Any) -> list[Collective]:
     """What the devices exchange in the compiled `fn`.
 
     Args:
       fn: a function, jitted or not; it is compiled for `args` and not run. Or one that is compiled.
-      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s that lie as in your program.
+      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s sharded as in your program.
 
     Returns:
       One entry for each array; a combined collective has several.
@@ -125,13 +125,13 @@ def _collectives(hlo: str) -> list[Collective]:
 
 
 def assert_narrow_gathers(
-    fn: Callable, *args, weights: list[tuple[int, int]], dtype: str = "int8", **kwargs
+    fn: Callable, *args: Any, weights: list[tuple[int, int]], dtype: str = "int8", **kwargs: Any
 ) -> None:
     """Asserts that devices of the compiled `fn` gather weights alone, and those in 8 bits.
 
     Args:
       fn: a function, jitted or not; it is compiled for `args` and not run.
-      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s that lie as in your program.
+      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s sharded as in your program.
       weights: the shapes [k, n] of the weights. A gathered array is one of them if its sizes, in either
         order, are k and n or tensor-parallel parts of these; of three sizes the first counts devices, whose
         parts come one after the other. Vectors of scales and biases are let pass.
@@ -155,7 +155,7 @@ def assert_narrow_gathers(
         if op != "all-gather" or found_dtype != narrow or not fits:
             raise AssertionError(
                 f"devices must exchange nothing but sums and {narrow} gathers of weights {weights}, "
-                f"found {op} {found_dtype}{list(shape)}: see swjax.Layout for how to say where arrays lie"
+                f"found {op} {found_dtype}{list(shape)}: say how arrays are sharded, see swjax.Layout"
             )
 
 
@@ -168,6 +168,6 @@ def _is_part(shape, whole) -> bool:
 
 def _compiled(fn, *args, **kwargs) -> str:
     if isinstance(fn, jax.stages.Compiled):
-        return fn.as_text()
+        return fn.as_text() or ""
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    return jitted.lower(*args, **kwargs).compile().as_text()
+    return jitted.lower(*args, **kwargs).compile().as_text() or ""

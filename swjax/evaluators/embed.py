@@ -6,6 +6,7 @@ come back to all of them, on the host.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ ALONE = Share(0, (0,))
 Predict = Callable[[object, dict], dict]
 
 
-def predictor(graph, image_size: int) -> Predict:
+def predictor(graph: Any, image_size: int) -> Predict:
     """The predict function, jitted, of a CLIP model: its embeddings are unit vectors already.
 
     Args:
@@ -45,7 +46,7 @@ def predictor(graph, image_size: int) -> Predict:
 
 def texts(
     predict: Predict,
-    params,
+    params: Any,
     texts: Iterable[str],
     *,
     batch_size: int,
@@ -76,8 +77,8 @@ def texts(
 
 def images(
     predict: Predict,
-    params,
-    source,
+    params: Any,
+    source: data.Source,
     *,
     batch_size: int,
     context_length: int,

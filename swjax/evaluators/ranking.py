@@ -15,7 +15,9 @@ TIE = 1e-6
 CHUNK = 2**24
 
 
-def ranks(queries: np.ndarray, candidates: np.ndarray, correct: Sequence[np.ndarray]) -> np.ndarray:
+def ranks(
+    queries: np.ndarray, candidates: np.ndarray, correct: Sequence[Sequence[int]]
+) -> np.ndarray:
     """Counts the wrong candidates that are not below each query's best correct one.
 
     Query i is answered within the first k iff its rank is less than k. Ties count against the model, and
@@ -87,7 +89,7 @@ def recall(ranks: np.ndarray, k: int) -> float:
     return float(np.mean(np.asarray(ranks) < k))
 
 
-def chance(correct: Sequence[np.ndarray], candidates: int, k: int) -> float:
+def chance(correct: Sequence[Sequence[int]], candidates: int, k: int) -> float:
     """Expected recall within the first k of a uniformly random order.
 
     A query with c correct ones among m candidates is missed with probability C(m - c, k) / C(m, k).

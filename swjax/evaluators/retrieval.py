@@ -1,7 +1,11 @@
 """Retrieval: the captions of an image among all captions, and the images of a caption among all images."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
+from swjax import data
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall
 from swjax.models.sharding import Share
@@ -31,7 +35,7 @@ class Retrieval:
     def __init__(
         self,
         predict: embed.Predict,
-        source,
+        source: data.Source,
         *,
         batch_size: int,
         context_length: int,
@@ -41,11 +45,15 @@ class Retrieval:
         name: str = "val",
     ):
         self._predict, self._source, self._name = predict, source, name
-        self._sizes = {"batch_size": batch_size, "context_length": context_length, "share": share}
+        self._sizes: dict[str, Any] = {
+            "batch_size": batch_size,
+            "context_length": context_length,
+            "share": share,
+        }
         self._image_size = image_size
         self._captions_per_image = captions_per_image
 
-    def run(self, params) -> dict[str, float]:
+    def run(self, params: Any) -> dict[str, float]:
         """Scores, and what chance would reach.
 
         Returns:
@@ -73,7 +81,9 @@ class Retrieval:
         return scores
 
 
-def pair(labels: np.ndarray, captions_of_label) -> tuple[list[str], list, list]:
+def pair(
+    labels: np.ndarray, captions_of_label: Callable[[int], Sequence[str]]
+) -> tuple[list[str], list[list[int]], list[list[int]]]:
     """Says which captions belong to which images.
 
     Args:

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from swjax import data
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.models.sharding import Share
@@ -53,7 +55,7 @@ class ZeroShot:
     def __init__(
         self,
         predict: embed.Predict,
-        source,
+        source: data.Source,
         *,
         templates: Sequence[str],
         batch_size: int,
@@ -66,10 +68,14 @@ class ZeroShot:
             raise ValueError("the source has no class names: zero-shot classification needs them")
         self._predict, self._source, self._name = predict, source, name
         self._templates = embed.check_templates(templates)
-        self._sizes = {"batch_size": batch_size, "context_length": context_length, "share": share}
+        self._sizes: dict[str, Any] = {
+            "batch_size": batch_size,
+            "context_length": context_length,
+            "share": share,
+        }
         self._image_size = image_size
 
-    def run(self, params) -> dict[str, float]:
+    def run(self, params: Any) -> dict[str, float]:
         """Scores, and what chance would reach.
 
         Returns:
@@ -84,7 +90,7 @@ class ZeroShot:
             scores[f"zeroshot/{self._name}_chance_top{k}"] = chance(correct, len(names), k)
         return scores
 
-    def predictions(self, params, *, count: int, k: int = 3) -> list[Prediction]:
+    def predictions(self, params: Any, *, count: int, k: int = 3) -> list[Prediction]:
         """What some images are taken for: evenly spaced over the set, not selected.
 
         Args:
@@ -131,7 +137,7 @@ class ZeroShot:
 
 def classifier(
     predict: embed.Predict,
-    params,
+    params: Any,
     names: Sequence[str],
     templates: Sequence[str],
     *,
@@ -160,10 +166,14 @@ def classifier(
         raise ValueError("a classifier needs the name of at least one class, got none")
     templates = embed.check_templates(templates)
     prompts = (template.format(name) for name in names for template in templates)
-    sizes = {"batch_size": batch_size, "context_length": context_length, "share": share}
-    total, position = None, 0
+    sizes: dict[str, Any] = {
+        "batch_size": batch_size,
+        "context_length": context_length,
+        "share": share,
+    }
+    total, position = np.zeros((len(names), 0), np.float32), 0
     for part in embed.texts(predict, params, prompts, **sizes):
-        if total is None:
+        if not position:
             total = np.zeros((len(names), part.shape[1]), np.float32)
         rows = np.arange(position, position + len(part)) // len(templates)
         np.add.at(total, rows, part)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +140,7 @@ def load(
     cfg: clip.CLIPConfig | None = None,
     *,
     prequantize: bool = False,
-    **options,
+    **options: Any,
 ) -> Encoder:
     """The model of a run, of a file by `save`, or of safetensors by open_clip, OpenAI or Hugging Face.
 
@@ -167,10 +168,10 @@ def load(
     elif cfg is not None:
         kind = "a run" if is_run else "a file by swjax.inference.save"
         raise ValueError(f"{path} is {kind} and has its own configuration: leave cfg out")
-    elif is_run:
-        model = _of_run(path, options)
-    else:
+    elif saved is not None:
         return Encoder(_of_file(path, saved, options))
+    else:
+        model = _of_run(path, options)
     return Encoder(serving.prequantize(model) if prequantize else model)
 
 
@@ -299,7 +300,7 @@ def export(
     save(folder / "model.safetensors", encoder)
 
 
-def pixels(image, size: int) -> np.ndarray:
+def pixels(image: Any, size: int) -> np.ndarray:
     """An image as uint8 [size, size, 3]: open_clip's pixels before they are normalised.
 
     The shorter side is scaled to `size`, bicubic and antialiased, and the middle cut out. What is

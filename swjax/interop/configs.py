@@ -6,6 +6,7 @@ that `swjax.models` does not have is refused by name: a model that almost fits c
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from swjax.data.images import MEAN, STD
 from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
@@ -92,7 +93,9 @@ def _open_clip_gelu(model: Mapping, vision: Mapping, text: Mapping) -> str:
 
 def to_open_clip(cfg: CLIPConfig) -> dict:
     """The open_clip_config.json of a model."""
-    common = {"ls_init_value": cfg.layer_scale} if cfg.layer_scale is not None else {}
+    common: dict[str, Any] = (
+        {"ls_init_value": cfg.layer_scale} if cfg.layer_scale is not None else {}
+    )
     if cfg.gelu == "tanh":
         common["act_kwargs"] = {"approximate": "tanh"}
     vision, text = cfg.vision, cfg.text

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging
 _EXACT = ("F32", "F16", "BF16")  # dtypes that float32 holds exactly
 
 
-def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options) -> clip.CLIP:
+def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
     """A CLIP model from safetensors in the layout of open_clip, OpenAI or Hugging Face.
 
     The layout is told from the tensors' names. Values are read as they are, 16-bit ones widened.

@@ -3,11 +3,16 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from swjax.diagnostics import Rules, names
 from swjax.report.records import Series, blocks, smooth
+
+if TYPE_CHECKING:  # slow to load
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RMS_EVENT = Rules.rms  # where the patch embedding is "stuck in the past"
 PATCH_RMS = f"{names.RMS}vision/patch_embed/kernel"
@@ -108,7 +113,7 @@ def save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
     from matplotlib import rc_context  # here: slow to load, and only the report needs it
     from matplotlib.figure import Figure
 
-    style = {
+    style: Any = {  # matplotlib types every key
         "font.size": 9.5,
         "text.color": theme.ink,
         "axes.labelcolor": theme.muted,
@@ -136,7 +141,7 @@ def save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
     return caption
 
 
-def draw_loss(figure, metrics: Metrics, theme: Theme) -> str:
+def draw_loss(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     """The training loss of every step, and its running mean."""
     loss = _need(metrics, "train/loss", "the run has written no step yet")
     axes = lay_out(figure.subplots(), "step")
@@ -149,7 +154,7 @@ def draw_loss(figure, metrics: Metrics, theme: Theme) -> str:
     return f"Every step, and a running mean. It ends at {mean[-1]:.3g}."
 
 
-def draw_accuracy(figure, metrics: Metrics, theme: Theme) -> str:
+def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     """Zero-shot and retrieval scores of the evaluations during training, beside chance."""
     shown = {
         label: metrics[name]
@@ -176,7 +181,7 @@ def draw_accuracy(figure, metrics: Metrics, theme: Theme) -> str:
     return text + (f"; chance is {_percent(chance[0])} for top-1." if chance else ".")
 
 
-def draw_rms(figure, metrics: Metrics, theme: Theme) -> str:
+def draw_rms(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     """RMS of the patch embedding's update, with the thresholds of clipping and of an event."""
     rms = _need(metrics, PATCH_RMS, "set config.diagnostics.rms")
     axes = lay_out(figure.subplots(), "step")
@@ -193,7 +198,7 @@ def draw_rms(figure, metrics: Metrics, theme: Theme) -> str:
     )
 
 
-def draw_features(figure, metrics: Metrics, theme: Theme) -> str:
+def draw_features(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     """Mean magnitude of each vision block's output."""
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -220,14 +225,14 @@ def draw_features(figure, metrics: Metrics, theme: Theme) -> str:
     )
 
 
-def draw_optimizer(figure, metrics: Metrics, theme: Theme) -> str:
+def draw_optimizer(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     """Learning rate, gradient norm and logit scale."""
-    shown = {
-        "learning rate": metrics.get("train/learning_rate"),
-        "gradient norm": metrics.get("train/grad_norm"),
-        "logit scale": metrics.get("train/logit_scale"),
+    labels = {
+        "learning rate": "train/learning_rate",
+        "gradient norm": "train/grad_norm",
+        "logit scale": "train/logit_scale",
     }
-    shown = {label: series for label, series in shown.items() if series}
+    shown = {label: metrics[name] for label, name in labels.items() if name in metrics}
     if not shown:
         raise Missing(
             "No train/learning_rate, train/grad_norm or train/logit_scale in metrics.jsonl."
@@ -241,7 +246,7 @@ def draw_optimizer(figure, metrics: Metrics, theme: Theme) -> str:
     return "The logit scale starts at 1 / 0.07 and is held at 100 or less."
 
 
-def draw_throughput(figure, metrics: Metrics, theme: Theme) -> str:
+def draw_throughput(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     """Samples a second and device, and the share of time spent waiting for data."""
     rate = _need(metrics, "perf/samples_per_sec_per_device", "the run was too short to measure")
     axes = lay_out(figure.subplots(), "step")
@@ -264,14 +269,14 @@ CHARTS = {
 }
 
 
-def lay_out(axes, label: str):
+def lay_out(axes: "Axes", label: str) -> "Axes":
     """Axes whose x axis is labelled in its corner, where it takes no line of its own."""
     axes.margins(x=0.02)
     axes.set_xlabel(label, loc="right")
     return axes
 
 
-def note(axes, point, text: str, color: str, **kwargs) -> None:
+def note(axes: "Axes", point: tuple[float, float], text: str, color: str, **kwargs: Any) -> None:
     """Text right of a point, outside the axes if the point is at their edge."""
     axes.annotate(
         text,

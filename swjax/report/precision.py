@@ -5,11 +5,15 @@ from collections.abc import Iterable
 from functools import partial
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from swjax.report import charts, page
 from swjax.report.charts import DARK, LIGHT, Chart, Theme
+
+if TYPE_CHECKING:  # slow to load
+    from matplotlib.figure import Figure
 
 KINDS = {
     "output": "Outputs of linear layers",
@@ -89,7 +93,7 @@ def spread(result: dict) -> float:
     return float(np.std(late, ddof=1)) if len(late) > 1 else math.nan
 
 
-def draw_errors(figure, result: dict, theme: Theme, *, kind: str) -> str:
+def draw_errors(figure: "Figure", result: dict, theme: Theme, *, kind: str) -> str:
     """Errors of all arrays of a kind, in the model's order, first block to last."""
     axes = charts.lay_out(figure.subplots(), "array")
     for arm, color in zip(result["layers"], _colors(theme), strict=False):
@@ -100,7 +104,7 @@ def draw_errors(figure, result: dict, theme: Theme, *, kind: str) -> str:
     return "Relative error of each, by tower, layer and block."
 
 
-def draw_losses(figure, result: dict, theme: Theme) -> str:
+def draw_losses(figure: "Figure", result: dict, theme: Theme) -> str:
     """Every curve."""
     axes = charts.lay_out(figure.subplots(), "step")
     seeds = np.array(result["seeds"])
@@ -113,7 +117,7 @@ def draw_losses(figure, result: dict, theme: Theme) -> str:
     return f"Grey: from least to largest of the reference's {len(seeds)} seeds."
 
 
-def draw_gap(figure, result: dict, theme: Theme) -> str:
+def draw_gap(figure: "Figure", result: dict, theme: Theme) -> str:
     """|loss - reference| for the same seed, beside other seeds'."""
     axes = charts.lay_out(figure.subplots(), "step")
     seeds = np.array(result["seeds"])

@@ -2,12 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from swjax.diagnostics.names import RMS
 from swjax.diagnostics.spikes import Analysis, Event
 from swjax.report.charts import Missing, Theme, lay_out, note
 from swjax.report.records import Series, at, smooth
+
+if TYPE_CHECKING:  # slow to load
+    from matplotlib.figure import Figure
 
 AROUND = 30  # steps before and after an event
 PATCH = "vision/patch_embed/kernel"
@@ -30,7 +35,7 @@ class Data:
     analysis: Analysis
 
 
-def draw_loss(figure, data: Data, theme: Theme) -> str:
+def draw_loss(figure: "Figure", data: Data, theme: Theme) -> str:
     """The loss, with its spikes."""
     axes, loss = lay_out(figure.subplots(), "step"), data.loss
     mean = smooth(loss.value, window=max(5, len(loss.value) // 40))
@@ -45,11 +50,11 @@ def draw_loss(figure, data: Data, theme: Theme) -> str:
     return f"Every step, and a running mean. Loss spikes in orange: {len(events)}."
 
 
-def draw_rms(figure, data: Data, theme: Theme) -> str:
+def draw_rms(figure: "Figure", data: Data, theme: Theme) -> str:
     """RMS of the tensor that the loss follows most, and of the patch embedding if it is another."""
     if not any(np.isfinite(values).any() for values in data.rms.values()):
         raise Missing(
-            "No stability/rms/ in metrics.jsonl: set config.diagnostics.rms, or record "
+            f"No {RMS} in metrics.jsonl: set config.diagnostics.rms, or record "
             "swjax.diagnostics.rms(opt_state)."
         )
     name = _watched(data)
@@ -71,7 +76,7 @@ def draw_rms(figure, data: Data, theme: Theme) -> str:
     return f"{name}. RMS events: {count}. Loss spikes in orange."
 
 
-def draw_tensors(figure, data: Data, theme: Theme) -> str:
+def draw_tensors(figure: "Figure", data: Data, theme: Theme) -> str:
     """How many spikes follow each tensor, beside chance."""
     shown = [a for a in data.analysis.alignments if a.loss_events][:10][::-1]
     if not shown:
@@ -90,7 +95,7 @@ def draw_tensors(figure, data: Data, theme: Theme) -> str:
     return "Spikes that follow an RMS event of the tensor; orange: by chance."
 
 
-def draw_quantization(figure, data: Data, theme: Theme) -> str:
+def draw_quantization(figure: "Figure", data: Data, theme: Theme) -> str:
     """The worst layer's signal to quantization noise, of each operand."""
     prefix = "quantization/sqnr_db/"
     names = [name for name in data.metrics if name.startswith(prefix)]

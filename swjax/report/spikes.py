@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ Examples = Callable[[int], list[str]]
 
 
 def write(
-    workdir: str | Path, *, examples: Examples | None = None, **rules
+    workdir: str | Path, *, examples: Examples | None = None, **rules: Any
 ) -> tuple[Path, Analysis]:
     """Writes WORKDIR/report/spikes.html, which needs no other file.
 

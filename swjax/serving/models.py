@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 Model = nnx.Module | Mapping  # a Mapping: the variables of a Linen model
+NNXModel = TypeVar("NNXModel", bound=nnx.Module)
+AnyModel = TypeVar("AnyModel", bound=Model)
 
 _FORMAT = "swjax"  # in the metadata of our files
 _ARRAYS = nnx.Not(nnx.RngState)
@@ -50,11 +53,11 @@ _ARRAYS = nnx.Not(nnx.RngState)
 class QuantizedKernel(nnx.Variable):
     """The kernel of a linear layer as a `QTensor`: values [*out_features, *in_features] and their scale."""
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         return self.get_value()
 
 
-def prequantize(model: nnx.Module) -> nnx.Module:
+def prequantize(model: NNXModel) -> NNXModel:
     """Quantizes the weights of a model's quantized linear layers for good, in place.
 
     For layers that are `swjax.nnx.Linear`, and those of Flax that `swjax.nnx.quantize_model` has converted.
@@ -85,30 +88,26 @@ def prequantize(model: nnx.Module) -> nnx.Module:
     True
     """
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    layers = {
-        matrix.path: matrix.recipe
+    layers = [
+        (module, matrix.recipe)
         for matrix in describe_model(model)
         if matrix.name == "kernel"
-        and _is_linear(modules[matrix.path])
+        and isinstance(module := modules[matrix.path], nnx.Linear | nnx.LinearGeneral)
+        and not getattr(module, "batch_axis", None)
         and _can_be_quantized(matrix.recipe)
-    }
+    ]
     if not layers:
         raise ValueError(
             "prequantize needs a model with quantized linear layers, got none that is a float yet: "
             "choose their recipes by swjax.nnx.quantize_model first"
         )
-    for path, recipe in layers.items():
-        _prequantize(modules[path], recipe)
+    for layer, recipe in layers:
+        _prequantize(layer, recipe)
     return model
 
 
-def _can_be_quantized(recipe: Recipe | None) -> bool:
+def _can_be_quantized(recipe: Recipe | None) -> TypeGuard[Recipe]:
     return recipe is not None and recipe.fwd is not None and not recipe.fwd.outlier_threshold
-
-
-def _is_linear(module: nnx.Module) -> bool:
-    kinds = nnx.Linear | nnx.LinearGeneral
-    return isinstance(module, kinds) and not getattr(module, "batch_axis", None)
 
 
 def _prequantize(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> None:
@@ -116,7 +115,8 @@ def _prequantize(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> None:
     cast_to = None if isinstance(layer, Linear) else layer.dtype
     outs = 1 if isinstance(layer.out_features, int) else len(layer.out_features)
     ins = 1 if isinstance(layer.in_features, int) else len(layer.in_features)
-    layer.kernel = QuantizedKernel(_quantize(w, w.ndim - ins - outs, outs, cast_to, recipe))
+    q = _quantize(w, w.ndim - ins - outs, outs, cast_to, recipe)
+    layer.kernel = QuantizedKernel(q)  # type: ignore[assignment]  # takes no gradient, so is no Param
     layer.promote_dtype = _PromoteOthers(layer.promote_dtype, w.dtype.name)
 
 
@@ -129,15 +129,15 @@ def _quantize(w: jax.Array, stacked: int, outs: int, cast_to, recipe: Recipe) ->
       cast_to: the dtype that Flax gives a kernel before its product; None: its own.
       recipe: of the product.
     """
-    stack, ins, outs = w.shape[:stacked], w.shape[stacked : w.ndim - outs], w.shape[-outs:]
-    w = w.reshape(*stack, math.prod(ins), math.prod(outs)).astype(cast_to or w.dtype)
+    stack, ins, out_sizes = w.shape[:stacked], w.shape[stacked : w.ndim - outs], w.shape[-outs:]
+    w = w.reshape(*stack, math.prod(ins), math.prod(out_sizes)).astype(cast_to or w.dtype)
     quantize = partial(quantize_weight, recipe=recipe)
     for _ in stack:
         quantize = jax.vmap(quantize)
     q = jax.jit(quantize)(w)
-    scale_outs = outs if q.scale.shape[-2] > 1 else (1,) * len(outs)
+    scale_outs = out_sizes if q.scale.shape[-2] > 1 else (1,) * outs
     return QTensor(
-        q.values.reshape(*stack, *outs, *ins),
+        q.values.reshape(*stack, *out_sizes, *ins),
         q.scale.reshape(*stack, *scale_outs, *(1,) * len(ins)),
     )
 
@@ -156,7 +156,7 @@ class _PromoteOthers:
         return inputs, kernel, bias
 
 
-def prequantize_variables(function: Callable, variables: Mapping, *inputs) -> dict:
+def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) -> dict:
     """`prequantize` for Linen: variables with 8-bit kernels, which the same function takes.
 
     For layers that are `swjax.linen.Dense`, and those of Flax that `swjax.linen.quantize_model` converts;
@@ -196,7 +196,7 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs) -> di
             "prequantize_variables needs a function with quantized linear layers, got none that is a float "
             "yet: apply the model within swjax.linen.quantize_model"
         )
-    flat = traverse_util.flatten_dict(unfreeze(variables), keep_empty_nodes=True)
+    flat = traverse_util.flatten_dict(unfreeze(dict(variables)), keep_empty_nodes=True)
     for path, kernel in kernels.items():
         name = ("params", *path, "kernel")
         w = nn.meta.unbox(flat.get(name))
@@ -265,7 +265,7 @@ def _stored(dtype) -> np.dtype:
     return np.dtype(np.uint8) if is_float8 else dtype
 
 
-def load(path: str | Path, model: Model) -> Model:
+def load(path: str | Path, model: AnyModel) -> AnyModel:
     """Fills a model with the arrays of a file that `save` wrote.
 
     Args:
@@ -349,8 +349,8 @@ def export(
       ValueError: a layer would run one of our kernels: give it implementation="xla".
     """
     if isinstance(model, nnx.Module):
-        graph, state, others = nnx.split(model, _ARRAYS, ...)
-        filled = lambda arrays: nnx.merge(graph, _fill_state(state, arrays), others)
+        graph, state, *others = nnx.split(model, _ARRAYS, ...)
+        filled = lambda arrays: nnx.merge(graph, _fill_state(state, arrays), *others)
     else:
         filled = partial(_fill, model)
 

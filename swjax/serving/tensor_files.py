@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 
-def open_file(path: str | Path):
+def open_file(path: str | Path) -> Any:
     """A safetensors file, as its library opens it for NumPy; a context manager.
 
     Raises:
@@ -33,7 +34,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
     from safetensors.numpy import save_file
 
     part = path.with_name(path.name + ".part")
-    save_file(arrays, part, metadata=dict(metadata))
+    save_file(dict(arrays), part, metadata=dict(metadata))
     part.rename(path)
 
 
