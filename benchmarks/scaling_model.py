@@ -94,7 +94,7 @@ def step(m: Model, precision: str, layout: str, gpus: int, pairs: int) -> Step:
       gpus: a multiple of 8, or up to 8.
       pairs: of a GPU.
     """
-    from swjax import losses
+    from swjax.losses.contrastive import NUMBERS
 
     node, nodes = min(gpus, NODE), max(gpus // NODE, 1)
     gathers = 2 * (GATHERED[precision] * m.kernels) + 4 * m.others  # the others once
@@ -109,7 +109,7 @@ def step(m: Model, precision: str, layout: str, gpus: int, pairs: int) -> Step:
         nvlink = (gathers + gradients) * within
         infiniband = 2 * gradients / node * across
     # Texts that do not fit at once pass by in a ring, again for the gradient, with it: see swjax.losses.ring.
-    again = m.embed_dim * pairs * gpus > losses.NUMBERS
+    again = m.embed_dim * pairs * gpus > NUMBERS
     loss = (3 if again else 2) * 4 * m.embed_dim * pairs * gpus
     products = 4 if again else 3
     nvlink, infiniband = nvlink + loss * within, infiniband + loss / node * across

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scaling, scaling_model
+from benchmarks import scaling, scaling_model, scaling_profile, scaling_tables
 from swjax.testing import _collectives
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_examples():
-    failed, tried = doctest.testmod(scaling)
+    failed, tried = doctest.testmod(scaling_profile)
     assert tried and not failed
 
 
@@ -78,7 +78,7 @@ def row(devices, rate, layout="data"):
 
 def test_tables_and_pictures(tmp_path):
     rows = [row(1, 100.0, "one"), row(4, 380.0), row(4, 360.0, "fsdp")]
-    text = scaling.table([*rows, {"case": rows[0]["case"], "error": "not done after 280 s"}])
+    text = scaling_tables.table([*rows, {"case": rows[0]["case"], "error": "not done after 280 s"}])
     assert "|vit_h14|int8|data|4|380.0|0.950|" in text and "|931 s8|" in text and "280 s" in text
     places = {"one": 1, "fsdp": 2}
     curves = [
@@ -88,10 +88,12 @@ def test_tables_and_pictures(tmp_path):
         }
         for layout, n in places.items()
     ]
-    assert "on 2 devices, fsdp and on 1 device" in scaling.table(curves)
-    assert scaling.table(curves).endswith("by at most 0.0e+00 in 1 steps, 5.0e-03 in 2 steps")
+    assert "on 2 devices, fsdp and on 1 device" in scaling_tables.table(curves)
+    assert scaling_tables.table(curves).endswith(
+        "by at most 0.0e+00 in 1 steps, 5.0e-03 in 2 steps"
+    )
     for name, shown in (("rows", rows), ("curves", curves)):
-        scaling.plot(shown, tmp_path / f"{name}.png")
+        scaling_tables.plot(shown, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
@@ -121,8 +123,8 @@ def test_results_of_asynchronous_collectives_are_counted_once():
 
 def test_exposed_time_is_what_nothing_else_covers():
     talk, work = [(0, 4), (10, 14)], [(2, 12)]
-    assert scaling.covered(talk) == 8
-    assert scaling.covered(talk + work) - scaling.covered(work) == 4
+    assert scaling_profile.covered(talk) == 8
+    assert scaling_profile.covered(talk + work) - scaling_profile.covered(work) == 4
 
 
 def test_paper_arithmetic():

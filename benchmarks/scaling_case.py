@@ -1,0 +1,192 @@
+"""One case of the scaling benchmark, in a process that sees its devices: its step, or its losses."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.scaling_profile import profile
+from swjax.training import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+# Small enough for eight fake devices on two cores.
+SMOKE = {"model.name": "tiny", "model.vision.layers": 1, "model.text.layers": 1, "model.dtype": "float32",
+         "data.image_size": 32, "data.context_length": 8}  # fmt: skip
+
+
+def run_case(case: dict, turn: Path) -> dict:
+    import jax
+
+    if len(jax.devices()) != case["devices"]:
+        raise RuntimeError(f"{case['devices']} devices asked for, {len(jax.devices())} are here")
+    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+    row = losses(case) if case.get("losses") else measure(case, turn)
+    return row | {"machine": machine()}
+
+
+def measure(case: dict, turn: Path) -> dict:
+    """Times the train step and reads what its devices exchange."""
+    import jax
+
+    from benchmarks.kernels import timing
+    from swjax.models import clip
+
+    done = stages()
+    config, cfg, step, init, like, batch = prepare(case)
+    done("prepared")
+    init = init.lower().compile()
+    done("compiled the start")
+    lowered = step.lower(like, batch)
+    done("lowered")
+    compiled = lowered.compile()
+    row = {"compile_s": done("compiled")} | exchanged(compiled)
+    timing.wait_for(turn)
+    state = init()
+    analysis = compiled.memory_analysis()
+    if analysis:
+        sizes = (analysis.temp_size_in_bytes, analysis.argument_size_in_bytes)
+        row["compiled_gib"] = round(sum(sizes) / 2**30, 3)
+
+    def run(state, steps):
+        for _ in range(steps):
+            state, vector = compiled(state, batch)
+        jax.block_until_ready(vector)
+        return state
+
+    state = run(state, 2)
+    done("ran")
+    start = time.perf_counter()
+    state = run(state, case["steps"])
+    seconds = (time.perf_counter() - start) / case["steps"]
+    rate = config.train.batch_size / seconds
+    flops = 3 * clip.flops_per_example(cfg) * rate / case["devices"]
+    row |= {"step_ms": round(1e3 * seconds, 3), "samples_per_s": round(rate, 2)}
+    row |= {"model_tflops_per_device": round(flops / 1e12, 2)}
+    stats = jax.devices()[0].memory_stats() or {}
+    row["peak_gib"] = round(stats["peak_bytes_in_use"] / 2**30, 3) if stats else None
+    return row | profile(lambda: run(state, 3), steps=3)
+
+
+def stages():
+    """Returns a function (what is done) -> seconds since now, which also says so: for who waits in vain."""
+    start = time.perf_counter()
+
+    def done(what: str) -> float:
+        seconds = round(time.perf_counter() - start, 1)
+        print(f"-- {what} at {seconds} s", file=sys.stderr, flush=True)
+        return seconds
+
+    return done
+
+
+def prepare(case: dict):
+    """(config, model config, step, what makes the state, its shapes, batch), on a mesh of all devices."""
+    import jax
+    import numpy as np
+
+    from configs import common
+    from swjax.diagnostics import Packer
+    from swjax.models import sharding
+    from swjax.training import loop
+    from swjax.training.step import make_optimizer, make_schedule, make_train_step
+
+    changes = SMOKE if case["smoke"] else {"model.name": case["model"]}
+    changes |= mesh_of(case) | {
+        "model.remat": case["remat"],
+        "model.scan_layers": case["scan"],
+        "train.batch_size": case["batch"] * case["devices"],
+        "eval.batch_size": case["devices"],
+    }
+    config = common.paper("vit_b16", case["recipe"])
+    config.update_from_flattened_dict(changes)
+    mesh, cfg = loop.check(config)
+    schedule = make_schedule(config, 10_000, 100)
+    optimizer = make_optimizer(config, schedule)
+    init, graphdef = loop.make_init(config, cfg, optimizer)
+    like = sharding.abstract_state(jax.eval_shape(init), mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    options = {"xla_backend_optimization_level": 0}  # it runs once
+    init = jax.jit(init, out_shardings=shardings, compiler_options=options)
+    step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+    step = loop.compile_step(step, like, **case.get("xla", {}))
+    rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size
+    tokens = rng.integers(1, 49406, (size, config.data.context_length), np.int32)
+    tokens[:, 0], tokens[:, -1] = 49406, 49407
+    batch = {
+        "image": rng.integers(0, 256, (size, side, side, 3), np.uint8),
+        "text": tokens,
+        "label": np.arange(size, dtype=np.int32),
+    }
+    return config, cfg, step, init, like, sharding.shard_batch(batch, mesh)
+
+
+def mesh_of(case: dict) -> dict:
+    """What the config says of the mesh, all devices along one axis, and of sums over it."""
+    sizes = (1, -1) if case["layout"] == "fsdp" else (-1, 1)
+    sums = {"train.reduce_dtype": case.get("reduce_dtype", "float32")}
+    sums |= {"train.reduce_once": case.get("reduce_once", False)}
+    return dict(zip(("mesh.data", "mesh.fsdp"), sizes, strict=True)) | sums
+
+
+def exchanged(compiled) -> dict:
+    """MB of the results of each kind of collective on a device in a step, by HLO type, from the program.
+
+    A gather's result is what all have together. What is in a loop counts once: layers are not, unless
+    --scan.
+    """
+    import math
+
+    from swjax.testing import collectives
+
+    sizes = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2}
+    found = Counter()
+    for op, dtype, shape in collectives(compiled):
+        found[op, dtype] += math.prod(shape) * sizes.get(dtype, 4)
+    ops = sorted({op for op, _ in found})
+    return {
+        "collective_mb": {
+            op: {d: round(n / 1e6, 3) for (o, d), n in sorted(found.items()) if o == op}
+            for op in ops
+        }
+    }
+
+
+def losses(case: dict) -> dict:
+    """The loss of every step of a small run of train.py, whose batch all devices share."""
+    from swjax.training import loop
+    from swjax.training.config import load
+
+    changes = {"data.name": "synthetic", "model.recipe": case["recipe"], "model.dtype": "float32"}
+    changes |= {"train.steps": case["steps"], "train.batch_size": 64, "schedule.warmup_steps": 20}
+    changes |= {
+        "optimizer.learning_rate": 3e-4
+    }  # higher ones fall to chance, where all losses are one
+    changes |= {"report.enabled": False, "log.tensorboard": False, "data.synthetic.examples": 2048}
+    changes |= {"data.synthetic.classes": 512, "eval.batch_size": 64} | mesh_of(case)
+    if case["smoke"]:
+        changes |= SMOKE | {"train.batch_size": 16, "data.synthetic.examples": 32}
+        changes |= {"schedule.warmup_steps": 1}
+    config = load(f"{ROOT}/configs/openmoji.py", [(k, str(v)) for k, v in changes.items()])
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, sys.stdout = sys.stdout, sys.stderr  # the result alone goes to stdout
+        loop.train_and_evaluate(config, folder)
+        sys.stdout = stdout
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return {"loss": [json.loads(line)["train/loss"] for line in lines]}
+
+
+def machine() -> dict:
+    import datetime
+
+    import jax
+
+    names = ("jax", "jaxlib", "flax", "jax-triton", "triton")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": {name: environment.version(name) for name in names},
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }

@@ -1,0 +1,120 @@
+"""What the scaling benchmark prints and draws of its rows."""
+
+from pathlib import Path
+
+NAMES = {"standard": "bf16", "switchback": "int8"}
+
+
+def describe(case: dict, row: dict) -> str:
+    name = f"{case.get('model', 'losses')} {case['recipe']} {arranged(case)} x{case['devices']}"
+    told = (
+        "error",
+        "compile_s",
+        "samples_per_s",
+        "step_ms",
+        "collective_ms",
+        "exposed_collective_ms",
+        "peak_gib",
+    )
+    parts = [f"{key} {row[key]}" for key in told if row.get(key) is not None]
+    return f"{name}: {', '.join(parts) or 'last loss ' + str(row.get('loss', [None])[-1])}"
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: throughput, or how far loss curves are apart."""
+    if any(row["case"].get("losses") for row in rows):
+        return "\n".join(differences(rows))
+    head = "model|precision|layout|GPUs|samples/s|efficiency|step ms|NCCL ms|exposed ms|gathers MB|peak GiB"
+    lines = [f"|{head}|", "|" + "---|" * len(head.split("|"))]
+    for row in rows:
+        case, ratio = row["case"], None
+        if "error" in row:
+            cells = [row["error"]] + [""] * 6
+        else:
+            ratio = efficiency(rows, row)
+            moved = row["collective_mb"].get("all-gather", {})
+            gathers = ", ".join(f"{mb:.0f} {dtype}" for dtype, mb in moved.items() if mb >= 0.5)
+            cells = [row["samples_per_s"], f"{ratio:.3f}" if ratio else "", row["step_ms"]]
+            cells += [row["collective_ms"], row["exposed_collective_ms"], gathers, row["peak_gib"]]
+        names = [case["model"], NAMES.get(case["recipe"], case["recipe"]), arranged(case)]
+        lines.append(f"|{'|'.join(map(str, [*names, case['devices'], *cells]))}|")
+    return "\n".join(lines)
+
+
+def efficiency(rows: list[dict], row: dict) -> float | None:
+    """Samples/s over those of as many single devices; None where one of the two is missing."""
+    # Options of collectives mean nothing to one device.
+    unlike = ("devices", "layout", "reduce_dtype", "reduce_once", "xla")
+    same = {key: value for key, value in row["case"].items() if key not in unlike}
+    for one in rows:
+        single = {key: value for key, value in one["case"].items() if key not in unlike}
+        if one["case"]["devices"] == 1 and single == same and "samples_per_s" in one:
+            return row["samples_per_s"] / (row["case"]["devices"] * one["samples_per_s"])
+    return None
+
+
+def differences(rows: list[dict]):
+    """For each recipe how far curves are from the first of one device, relatively, up to some steps."""
+    rows = [row for row in rows if "loss" in row]
+    alone: dict[str, list] = {}
+    for case, loss in ((row["case"], row["loss"]) for row in rows):
+        if case["devices"] == 1:
+            alone.setdefault(case["recipe"], loss)
+    for case, loss in ((row["case"], row["loss"]) for row in rows):
+        if alone.get(case["recipe"]) in (None, loss):
+            continue
+        far = [abs(a - b) / abs(b) for a, b in zip(loss, alone[case["recipe"]], strict=True)]
+        until = [n for n in (1, 10, 50, 100) if n < len(far)] + [len(far)]
+        parts = ", ".join(f"{max(far[:n]):.1e} in {n} steps" for n in until)
+        yield f"{case['recipe']} on {place(case)} and on 1 device differ by at most {parts}"
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Loss curves; or a step's time, and of it collectives alone, beside the efficiency, a bar a case."""
+    import matplotlib.pyplot as plt
+
+    losses = [row for row in rows if "loss" in row]
+    timed = [row for row in rows if "step_ms" in row]
+    height = 4 if losses else 1.2 + 0.28 * len(timed)
+    figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
+    if losses:
+        for row in losses:
+            name = f"{row['case']['recipe']}, {place(row['case'])}"
+            axes.plot(range(1, len(row["loss"]) + 1), row["loss"], label=name)
+        axes.set(xlabel="step", ylabel="loss")
+    else:
+        alone = [row["exposed_collective_ms"] or 0 for row in timed]
+        rest = [row["step_ms"] - ms for row, ms in zip(timed, alone)]
+        axes.barh(range(len(timed)), rest, label="everything else")
+        drawn = axes.barh(range(len(timed)), alone, left=rest, label="collectives alone")
+        axes.bar_label(drawn, [f"{efficiency(rows, row) or 0:.3f}" for row in timed], padding=2)
+        axes.set_yticks(range(len(timed)), [short(row["case"]) for row in timed], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set(xlabel="ms a step; the number: weak scaling efficiency")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def arranged(case: dict) -> str:
+    """The layout, and what XLA was told."""
+    options = [f"{key}={value}" for key, value in case.get("xla", {}).items()]
+    sums = [f"sums in {case['reduce_dtype']}"] if "reduce_dtype" in case else []
+    sums += ["at once"] if "reduce_once" in case else []
+    return " ".join([case.get("layout", ""), *sums, *options])
+
+
+def place(case: dict) -> str:
+    count = case["devices"]
+    layout = "" if count == 1 else f", {arranged(case)}"
+    return f"{count} device{'s' * (count > 1)}{layout}"
+
+
+def short(case: dict) -> str:
+    """The case, without the names of XLA's options."""
+    values = sorted(set(case.get("xla", {}).values()))
+    options = f"XLA options: {', '.join(values)}" if values else ""
+    sums = "16-bit sums" if "reduce_dtype" in case else ""
+    sums += " at once" if "reduce_once" in case else ""
+    names = (case["model"], NAMES.get(case["recipe"], case["recipe"]), case["layout"], sums)
+    return f"{' '.join(names)} x{case['devices']}\n{options}".strip()
