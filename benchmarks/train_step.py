@@ -28,13 +28,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.kernels import timing
-from configs import common
-from swjax.diagnostics import Packer
-from swjax.models import clip
-from swjax.models.vit import VisionTransformer
-from swjax.training import loop
-from swjax.training.step import make_optimizer, make_train_step
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.kernels import timing  # noqa: E402
+from configs import common  # noqa: E402
+from swjax.diagnostics import Packer  # noqa: E402
+from swjax.models import clip  # noqa: E402
+from swjax.models.vit import VisionTransformer  # noqa: E402
+from swjax.training import loop  # noqa: E402
+from swjax.training.step import make_optimizer, make_train_step  # noqa: E402
 
 KINDS = ("encoder", "step")
 MODELS = ("vit_h14", "vit_l14", "vit_b16", "vit_b32")

@@ -1,0 +1,41 @@
+"""Every benchmark's command starts as its docstring says, from a checkout."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMMAND = re.compile(r"python (?:-m )?(benchmarks[/.][\w/.]+)")
+
+
+def commands() -> list[list[str]]:
+    """["-m", module] or [file] of each command that is shown by the file that it starts.
+
+    The programs that need PyTorch take cases as JSON from another command.
+    """
+    found = []
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        if path.stem.endswith("_torch") or path.stem.startswith("torch_"):
+            continue
+        file = path.relative_to(ROOT).as_posix()
+        module = file.removesuffix(".py").replace("/", ".")
+        shown = COMMAND.findall(path.read_text())
+        found += [[file]] * (file in shown) + [["-m", module]] * (module in shown)
+    return found
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_a_command_starts(command):
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *command, "--help"],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
