@@ -1,5 +1,6 @@
 """8-bit weights for inference: the same values, a quarter of the bytes, files and programs."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import swjax
 import swjax.linen
 import swjax.nnx
 from swjax import inference, serving
+from swjax.inference.encoder import _config
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 from swjax.testing import assert_narrow_gathers, matrix_products
 
@@ -406,5 +408,5 @@ def test_a_program_runs_without_this_library(encoder, embeddings, tmp_path):
 def test_any_recipe_goes_through_json():
     for recipe in (*RECIPES, *RECIPES.values(), {"text/.*": OWN, ".*": "standard"}):
         cfg = small_config(recipe=recipe)
-        text = json.dumps(inference.dataclasses.asdict(cfg))
-        assert inference._config(json.loads(text)) == cfg
+        text = json.dumps(dataclasses.asdict(cfg))
+        assert _config(json.loads(text)) == cfg
