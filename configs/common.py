@@ -2,6 +2,7 @@
 
 Use: from configs import common; config = common.get_config(); config.model.name = "vit_b32".
 A key whose value is 0, 0.0 or "" is off where its comment says so.
+swjax/training/keys.py has the type and the range of each.
 """
 
 from ml_collections import ConfigDict
@@ -13,10 +14,16 @@ def get_config() -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.name = "tiny"  # tiny | vit_b32 | vit_b16 | vit_l14 | vit_h14
-    # Sizes other than that model's own; 0 is its own.
-    config.model.vision = ConfigDict({"width": 0, "layers": 0, "heads": 0, "patch_size": 0})
-    config.model.text = ConfigDict({"width": 0, "layers": 0, "heads": 0})  # 0 likewise
-    config.model.embed_dim = 0  # 0 likewise
+    config.model.vision = ConfigDict()  # sizes of the image tower; 0: the named model's own
+    config.model.vision.width = 0  # features of a token; 0: the named model's own
+    config.model.vision.layers = 0  # blocks; 0: the named model's own
+    config.model.vision.heads = 0  # attention heads a block; 0: the named model's own
+    config.model.vision.patch_size = 0  # pixels, height = width; 0: the named model's own
+    config.model.text = ConfigDict()  # sizes of the text tower
+    config.model.text.width = 0  # features of a token; 0: the named model's own
+    config.model.text.layers = 0  # blocks; 0: the named model's own
+    config.model.text.heads = 0  # attention heads a block; 0: the named model's own
+    config.model.embed_dim = 0  # features of an embedding; 0: the named model's own
     # What the linear layers of every block compute in: standard | switchback | switchback_m |
     # switchback_q | llm_int8 | llm_int8_outlier6 | fp8_switchback | fp8_tensorwise.
     config.model.recipe = "switchback"
@@ -34,22 +41,40 @@ def get_config() -> ConfigDict:
     config.data = ConfigDict()
     # emoji | synthetic | tfds | webdataset | table | huggingface | mixture. docs/data.md
     config.data.name = "emoji"
-    # Options of each. Of emoji: mixed | strict, whose test style is never trained on.
-    config.data.emoji = ConfigDict({"task": "mixed"})
-    config.data.synthetic = ConfigDict({"classes": 1000, "examples": 100_000})  # patterns of noise
-    # A TensorFlow Datasets builder, what holds its images and captions, and its splits.
-    config.data.tfds = ConfigDict({"builder": "", "image_key": "image", "text_key": "caption"})
-    config.data.tfds.splits = ConfigDict({"train": "train", "val": "val", "test": "test"})  # names
-    # Tars, the extensions of images and captions in them, and each split's paths or addresses, as in
-    # "laion/{00000..41455}.tar"; "": there is no such split.
-    config.data.webdataset = ConfigDict({"image_key": "jpg;jpeg;png;webp", "text_key": "txt"})
-    config.data.webdataset.splits = ConfigDict({"train": "", "val": "", "test": ""})  # see above
-    # .csv, .tsv or .jsonl files, and their columns with images' paths and captions.
-    config.data.table = ConfigDict({"image_key": "image", "text_key": "caption"})
-    config.data.table.splits = ConfigDict({"train": "", "val": "", "test": ""})  # paths
-    # Directories that datasets' save_to_disk wrote, and their columns.
-    config.data.huggingface = ConfigDict({"image_key": "image", "text_key": "caption"})
-    config.data.huggingface.splits = ConfigDict({"train": "", "val": "", "test": ""})  # paths
+    config.data.emoji = ConfigDict()
+    config.data.emoji.task = "mixed"  # mixed | strict, whose test style is never trained on
+    config.data.synthetic = ConfigDict()  # patterns of noise
+    config.data.synthetic.classes = 1000  # patterns
+    config.data.synthetic.examples = 100_000  # training examples
+    config.data.tfds = ConfigDict()
+    config.data.tfds.builder = ""  # a TensorFlow Datasets builder, such as "coco_captions"
+    config.data.tfds.image_key = "image"  # feature that holds the image
+    config.data.tfds.text_key = "caption"  # feature that holds the captions
+    config.data.tfds.splits = ConfigDict()
+    config.data.tfds.splits.train = "train"  # the builder's name of the split
+    config.data.tfds.splits.val = "val"  # the same; "": no validation
+    config.data.tfds.splits.test = "test"  # the same; "": no test
+    config.data.webdataset = ConfigDict()
+    config.data.webdataset.image_key = "jpg;jpeg;png;webp"  # extensions of images in the tars
+    config.data.webdataset.text_key = "txt"  # extensions of captions
+    config.data.webdataset.splits = ConfigDict()
+    config.data.webdataset.splits.train = ""  # paths or URLs, as in "laion/{00000..41455}.tar"
+    config.data.webdataset.splits.val = ""  # the same; "": no validation
+    config.data.webdataset.splits.test = ""  # the same; "": no test
+    config.data.table = ConfigDict()
+    config.data.table.image_key = "image"  # column that holds images' paths
+    config.data.table.text_key = "caption"  # column that holds captions
+    config.data.table.splits = ConfigDict()
+    config.data.table.splits.train = ""  # path of a .csv, .tsv or .jsonl file
+    config.data.table.splits.val = ""  # the same; "": no validation
+    config.data.table.splits.test = ""  # the same; "": no test
+    config.data.huggingface = ConfigDict()
+    config.data.huggingface.image_key = "image"  # column that holds images
+    config.data.huggingface.text_key = "caption"  # column that holds captions
+    config.data.huggingface.splits = ConfigDict()
+    config.data.huggingface.splits.train = ""  # directory that datasets' save_to_disk wrote
+    config.data.huggingface.splits.val = ""  # the same; "": no validation
+    config.data.huggingface.splits.test = ""  # the same; "": no test
     # Parts to mix: {any name: {"name": one of the above, "weight": number, and its options}}.
     config.data.mixture = ConfigDict()
     config.data.dir = "data"  # prepared data sets are kept here
@@ -72,8 +97,8 @@ def get_config() -> ConfigDict:
     config.optimizer.weight_decay = 0.2  # of matrices, but not of positions
     config.optimizer.clip_threshold = 1.0  # stable_adamw: RMS from which an update shrinks; 0: off
     config.optimizer.grad_clip_norm = 0.0  # the alternative: a bound on the gradient's norm; 0: off
-    # float16 needs its loss scaled: per_tensor (a fixed scale; a tensor whose gradient is not finite sits
-    # out the step alone) | dynamic (all sit out, and the scale halves) | "": off.
+    # float16 needs a scaled loss: per_tensor (a fixed scale; a tensor with a non-finite gradient skips the
+    # step alone) | dynamic (all tensors skip it, and the scale halves) | "": off.
     config.optimizer.loss_scaling = ""
     config.optimizer.loss_scale = 65536.0  # fixed, or the first
     config.optimizer.loss_scale_growth_steps = 2000  # dynamic: good steps until it doubles
@@ -82,24 +107,24 @@ def get_config() -> ConfigDict:
     config.schedule = ConfigDict()
     config.schedule.name = "cosine"  # after the linear warm-up: cosine (to 0) | constant
     config.schedule.warmup_steps = 0  # set one of the three; all 0: no warm-up
-    config.schedule.warmup_epochs = 0.0  # the second
-    config.schedule.warmup_examples = 0  # the third
+    config.schedule.warmup_epochs = 0.0  # warm-up in epochs; 0: not set
+    config.schedule.warmup_examples = 0  # warm-up in examples; 0: not set
 
     config.train = ConfigDict()
     config.train.batch_size = 128  # pairs a step, over all devices
     config.train.steps = 1000  # set one of the three, the others to 0
-    config.train.epochs = 0.0  # the second
-    config.train.examples = 0  # the third
+    config.train.epochs = 0.0  # duration in epochs; 0: not set
+    config.train.examples = 0  # duration in examples; 0: not set
     config.train.accumulation = 1  # micro-batches a step; the loss still contrasts the whole batch
     config.train.loss = "softmax"  # softmax (CLIP) | sigmoid (SigLIP)
-    # What devices add up the gradients of blocks' kernels in: float32 | bfloat16, half of the bytes.
+    # Dtype in which devices all-reduce the gradients of the blocks' kernels: float32 | bfloat16.
     config.train.reduce_dtype = "float32"
-    # And when, where devices hold all of them: all at once after the backward pass, or a layer's beside it
-    # (False), for a network slower than NVLink.
+    # Whether replicated gradients are all-reduced at once after the backward pass, or, if False, layer by
+    # layer during it, for a network slower than NVLink.
     config.train.reduce_once = True
     config.train.ema_decay = 0.0  # averages the parameters, and evaluates the average; 0: off
-    # When something is not finite, from the batch to the update, and its name is said: stop | skip (the
-    # step; stop if it is a parameter) | rollback (to the last checkpoint, past the data since).
+    # What to do when a value is not finite, from the batch to the update: stop | skip (the step; stop if
+    # it is a parameter) | rollback (to the last checkpoint, past the data since).
     config.train.nan_policy = "stop"
     config.train.seed = 0  # of parameters, data order, augmentation and dropout
     config.train.compilation_cache = ".cache/jax"  # directory; "": compile every time
@@ -110,10 +135,11 @@ def get_config() -> ConfigDict:
     config.eval.batch_size = 256  # over all devices
     config.eval.captions_per_image = 5  # the first so many, for retrieval; 0: all
 
-    config.mesh = ConfigDict()  # devices along each axis; -1: all that are left
-    config.mesh.data = -1  # the batch is split, the parameters are copied
-    config.mesh.fsdp = 1  # the batch and the parameters are split
-    config.mesh.tensor = 1  # the width of the layers is split
+    config.mesh = ConfigDict()  # devices along each axis
+    # The batch is sharded, the parameters are replicated; -1 on one axis: all devices that are left.
+    config.mesh.data = -1
+    config.mesh.fsdp = 1  # the batch and the parameters are sharded
+    config.mesh.tensor = 1  # the width of the layers is sharded
 
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 0  # 0: only after the last step and when interrupted

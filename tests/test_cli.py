@@ -41,12 +41,15 @@ def test_library_without_training_packages_is_one_line(tmp_path):
 MISTAKES = {
     "no config": (["--workdir=w"], "--config=configs/openmoji.py"),
     "no workdir": ([OPENMOJI], "--workdir"),
-    "missing file": ([f"--config={ROOT}/configs/openmojy.py", "--workdir=w"], "openmoji.py?"),
+    "missing file": ([f"--config={ROOT}/configs/openmojy.py", "--workdir=w"], "openmoji.py'?"),
     "unknown flag": ([OPENMOJI, "--wrkdir=w"], "workdir"),
     "stray word": ([OPENMOJI, "--workdir=w", "strict"], "'strict'"),
     "unknown section": ([OPENMOJI, "--workdir=w", "--config.modle.name=tiny"], "'model'"),
-    "unknown key": ([OPENMOJI, "--workdir=w", "--config.model.recip=standard"], "'recipe'"),
-    "strange key": ([OPENMOJI, "--workdir=w", "--config.model.zzz=1"], "there are attention, "),
+    "unknown key": (
+        [OPENMOJI, "--workdir=w", "--config.model.recip=standard"],
+        "'config.model.recipe'",
+    ),
+    "strange key": ([OPENMOJI, "--workdir=w", "--config.model.zzz=1"], "choose from attention, "),
     "word for a number": ([OPENMOJI, "--workdir=w", "--config.train.steps=many"], "'many'"),
     "fraction of a step": ([OPENMOJI, "--workdir=w", "--config.train.steps=1.5"], "'1.5'"),
     "section for a key": ([OPENMOJI, "--workdir=w", "--config.model=tiny"], "recipe"),
@@ -93,11 +96,17 @@ BAD_CONFIGS = {
     "two open meshes": (["mesh.fsdp=-1"], "mesh"),
     "no device": (["mesh.fsdp=0"], "fsdp=0"),
     "nothing to resume": (["checkpoint.resume=nowhere"], "nowhere"),
+    "no negative pairs": (["train.batch_size=1", "mesh.data=1"], "no negative pairs"),
+    "resumed and initialized": (["checkpoint.resume=a", "checkpoint.init_from=b"], "exclude"),
+    "nothing to evaluate on": (["eval.data=webdataset"], "config.data.webdataset.splits.val"),
+    "unknown data to evaluate on": (["eval.data=webdatset"], "'webdataset'"),
+    "an epoch that is no step": (["train.steps=0", "train.epochs=0.001"], "0.005 steps of 256"),
+    "everything frozen": (["optimizer.freeze=.*"], "every parameter"),
     "cuDNN without a GPU": (["model.attention=cudnn", "model.dtype=bfloat16"], "GPU"),
 }
 
 LATE = ("unknown data", "steps and epochs", "no duration", "two warm-ups", "warm-up past the end",
-        "frozen nothing", "nothing to resume")  # fmt: skip
+        "frozen nothing", "everything frozen", "an epoch that is no step", "nothing to resume")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_CONFIGS)
@@ -132,6 +141,28 @@ def test_patterns_can_be_written_bare():
     assert str(workdir) == "w"
 
 
+def test_a_pattern_with_a_comma_is_written_in_a_json_list():
+    flags = [OPENMOJI, "--workdir=w", '--config.optimizer.freeze=["blocks/.{1,2}", "scale"]']
+    assert config_lib.parse(["train.py", *flags])[0].optimizer.freeze == ("blocks/.{1,2}", "scale")
+
+
+@pytest.mark.parametrize("steps, warmup", [(20, 8), (300, 120), (301, 300), (2000, 300)])
+def test_a_warmup_that_was_not_set_fits_into_a_shorter_run(steps, warmup, caplog):
+    """The first experiment: make train ARGS=--config.train.steps=20."""
+    config = config_lib.load(f"{ROOT}/configs/openmoji.py", [("train.steps", str(steps))])
+    assert config.schedule.warmup_steps == warmup
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (warmup != 300)
+    if said:
+        assert f"warmup_steps=300 does not fit into config.train.steps={steps}" in said[0]
+
+
+def test_a_warmup_that_was_set_stays():
+    overrides = [("train.steps", "20"), ("schedule.warmup_steps", "300")]
+    config = config_lib.load(f"{ROOT}/configs/openmoji.py", overrides)
+    assert config.schedule.warmup_steps == 300
+
+
 def test_durations():
     config, _ = config_lib.parse(["train.py", OPENMOJI, "--workdir=w", "--config.train.steps=0"])
     sizes = {"batch_size": 128, "dataset_size": 1000}
@@ -139,3 +170,6 @@ def test_durations():
     assert config_lib.steps(config.train, "", **sizes) == round(2 * 1000 / 128)
     config.train.epochs, config.train.examples = 0.0, 1280
     assert config_lib.steps(config.train, "", **sizes) == 10
+    config.train.epochs, config.train.examples = 0.001, 0
+    with pytest.raises(config_lib.ConfigError, match=r"config.train.epochs=0.001 is 0.0078 steps"):
+        config_lib.steps(config.train, "", **sizes)

@@ -29,7 +29,8 @@ from swjax.models import sharding
 from swjax.recipes import RECIPES
 from swjax.training import config as config_lib
 from swjax.training import environment, layer_errors, loop
-from swjax.training.config import CHOICES, ConfigError, choice
+from swjax.training.config import ConfigError, choice
+from swjax.training.keys import KEYS
 from swjax.training.step import make_optimizer, make_schedule, make_train_step
 
 REFERENCE = "standard:float32"
@@ -151,7 +152,7 @@ def of_arm(config, arm: str):
     """The config in the recipe and dtype that an arm names."""
     recipe, _, dtype = arm.partition(":")
     choice("model.recipe", recipe, RECIPES)
-    choice("model.dtype", dtype or config.model.dtype, CHOICES["model.dtype"])
+    choice("model.dtype", dtype or config.model.dtype, KEYS["model.dtype"].choices)
     config = changed(config)
     config.model.recipe, config.model.dtype = recipe, dtype or config.model.dtype
     if dtype == "float16" and not config.optimizer.loss_scaling:

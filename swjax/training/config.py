@@ -1,27 +1,33 @@
 """The config of a run: command-line parsing, and every check that can be made before training.
 
 Each mistake is one `ConfigError`, whose message is one line: what is wrong, the value, the remedy.
+
+`ml_collections.config_flags` parses the same command line through absl. It reports an unknown key with a
+traceback, a wrong value with two lines and exit code 1, and reads a tuple as a quoted Python literal. So
+`parse`, `load` and `_override` stay here; the types and the ranges are in `swjax.training.keys`.
 """
 
 import contextlib
-import difflib
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from swjax.training.errors import ConfigError, OtherArrays, RunError
+from swjax.training.keys import KEYS, SOURCES, Key, check_values, choice, suggest
+
+__all__ = ["ConfigError", "RunError", "choice", "describe_keys", "load", "parse", "validate"]
+
+COMMON = Path(__file__).resolve().parents[2] / "configs" / "common.py"
 UNITS = ("steps", "epochs", "examples")
+MAX_STEPS = 10**9
 
-
-class ConfigError(ValueError):
-    """A mistake in a config or on the command line; `str(error)` is one line for the user."""
-
-
-class RunError(RuntimeError):
-    """What a run stands on failed, such as its disk; `str(error)` is one line for the user."""
+logger = logging.getLogger(__name__)
 
 
 def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
@@ -34,7 +40,7 @@ def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
       The locked config with the overrides applied, and the working directory.
 
     Raises:
-      ConfigError: anything that cannot be parsed.
+      ConfigError: anything that cannot be parsed, or a value out of its range.
     """
     flags, overrides = {}, []
     for argument in argv[1:]:
@@ -43,8 +49,10 @@ def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
             raise ConfigError(f"unexpected argument {argument!r}: write every one as --flag=value")
         if name.startswith("config."):
             overrides.append((name.removeprefix("config."), value))
+        elif name in ("config", "workdir"):
+            flags[name] = value
         else:
-            flags[_known("flag", name, ("config", "workdir"))] = value
+            raise ConfigError(f"unknown flag {name!r}: {suggest(name, ('config', 'workdir'))}")
     if not flags.get("config"):
         raise ConfigError("no config: pass --config=configs/openmoji.py (--help shows examples)")
     if not flags.get("workdir"):
@@ -55,6 +63,8 @@ def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
 def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     """Runs `get_config` of a Python file and overrides some keys.
 
+    A warm-up that the overrides leave out and that does not fit into their duration is scaled with it.
+
     Args:
       file: path, and after a colon the argument of `get_config`, if it takes one.
       overrides: (key, value) pairs, as in ("train.steps", "100").
@@ -63,152 +73,167 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
       The config, locked.
 
     Raises:
-      ConfigError: no such file or key, a value of another type, an error in the file.
+      ConfigError: no such file or key, a value of another type or out of its range, an error in the file.
     """
-    path, _, arg = file.partition(":")
+    config = _run_file(file)
+    durations = config.train.copy_and_resolve_references() if "train" in config else None
+    for key, text in overrides:
+        _override(config, key, text)
+    check_values(_flatten(config))
+    if durations is not None:
+        _fit_warmup(config, durations, {key for key, _ in overrides})
+    return config.lock()
+
+
+def _run_file(file: str) -> ConfigDict:
+    path, _, argument = file.partition(":")
     if not Path(path).is_file():
         raise ConfigError(f"config file {path!r} does not exist{_nearest_config(Path(path))}")
     spec = importlib.util.spec_from_file_location("swjax_config", path)
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        config = module.get_config(*([arg] if arg else []))
+        config = module.get_config(*([argument] if argument else []))
     except Exception as error:  # whatever a user's file does wrong
         raise ConfigError(f"config file {file!r}: {_one_line(error)}") from error
-    for key, value in overrides:
-        *sections, name = key.split(".")
-        part = config
-        for section in sections:
-            part = part[_known("config section", section, part)]
-            if not isinstance(part, ConfigDict):
-                raise ConfigError(f"config.{key} does not exist: config.{section} has no keys")
-        part[name] = _cast(key, value, part[_known("config key", name, part)])
-    return config.lock()
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(
+            f"config file {file!r}: get_config returns {type(config).__name__}: return a ConfigDict"
+        )
+    return config
 
 
-def _known(what: str, name: str, names) -> str:
-    if name in names:
-        return name
-    near = difflib.get_close_matches(name, list(names), n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-    raise ConfigError(f"unknown {what} {name!r}: {remedy}")
+def _nearest_config(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("configs")
+    known = sorted(str(p) for p in folder.glob("*.py") if p.stem != "common")
+    return f": {suggest(str(path), known)}" if known else ""
 
 
-def _cast(key: str, text: str, old):
-    """The text as a value of the type that the key has now."""
-    kind = type(old)
+def _override(config: ConfigDict, key: str, text: str) -> None:
+    """Sets one key to the value that a text means."""
+    *sections, name = key.split(".")
+    part, found = config, "config"
+    for section in [*sections, name]:
+        if not isinstance(part, ConfigDict):
+            raise ConfigError(f"config.{key} does not exist: {found} is a value, not a section")
+        if section not in part:
+            raise ConfigError(f"config.{key} does not exist: {suggest(section, list(part))}")
+        part, found, above = part[section], f"{found}.{section}", part
+    if isinstance(part, ConfigDict):
+        raise ConfigError(
+            f"config.{key}={text!r} sets a section: set one of its keys, {', '.join(part)}"
+        )
+    accepted = KEYS.get(key) or Key(type(part))  # a part of a mixture has keys of its own
     try:
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if kind is tuple:
-            return tuple(text.split(",")) if text else ()
-        if kind in (int, float, str):
-            return kind(text)
-    except (KeyError, ValueError) as error:
-        examples = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise ConfigError(f"config.{key}={text!r} must be {examples[kind]}") from error
-    raise ConfigError(f"config.{key} is a section: set one of its keys, {', '.join(old)}")
+        above[name] = accepted.read(text)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"config.{key}={text!r} must be {accepted.rule()}") from error
+
+
+def _fit_warmup(config: ConfigDict, durations: ConfigDict, overridden: set[str]) -> None:
+    """Scales a warm-up that does not fit into a duration given on the command line.
+
+    Args:
+      config: is changed.
+      durations: the section `train` of the config's file.
+      overridden: the keys given on the command line.
+    """
+    for unit in UNITS:
+        key, duration = f"warmup_{unit}", config.train[unit]
+        warmup, before = config.schedule[key], durations[unit]
+        chosen = f"schedule.{key}" in overridden or f"train.{unit}" not in overridden
+        if chosen or not 0 < duration <= warmup < before:
+            continue
+        config.schedule[key] = type(warmup)(warmup * duration / before)
+        logger.warning(
+            "config.schedule.%s=%s does not fit into config.train.%s=%s: scaled to %s, the same share; "
+            "set it to choose another",
+            key, warmup, unit, duration, config.schedule[key],
+        )  # fmt: skip
+
+
+def _flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """The values by key, as in {"train.steps": 20}."""
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _nearest_config(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("configs")
-    known = sorted(p.stem for p in folder.glob("*.py") if p.stem != "common")
-    near = difflib.get_close_matches(path.stem, known, n=1)
-    if near:
-        return f": did you mean {folder / near[0]}.py?"
-    return f": {folder} has {', '.join(known)}" if known else ""
+class Description(NamedTuple):
+    """One config key for a reference page."""
+
+    name: str
+    default: Any
+    type: str
+    accepts: str
+    meaning: str
 
 
-def choice(key: str, value: str, known) -> str:
-    """Returns `value` if it is one of `known`.
+def describe_keys(file: Path = COMMON) -> list[Description]:
+    """Every config key: its default, type, range and meaning.
 
-    Raises:
-      ConfigError: otherwise, naming the key, the choices and the nearest one.
+    Args:
+      file: configs/common.py. The meaning of a key is the comment at the end of its line, or the lines of
+        comment above it.
 
-    >>> choice("optimizer.name", "adamw", ("stable_adamw", "adamw"))
-    'adamw'
+    >>> key = describe_keys()[0]
+    >>> key.name, key.default, key.type
+    ('config.model.name', 'tiny', 'str')
     """
-    if value in known:
-        return value
-    near = difflib.get_close_matches(value, list(known), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(map(str, known))}"
-    raise ConfigError(f"config.{key}={value!r} is unknown: {hint}")
+    defaults, meanings, above = _flatten(load(str(file))), {}, []
+    for line in file.read_text().splitlines():
+        code, _, comment = line.strip().partition("# ")
+        assigned = re.match(r"config\.([\w.]+) = ", code)
+        if assigned:
+            meanings[assigned[1]] = comment or " ".join(above)
+        above = [*above, comment] if comment and not code else []
+    return [
+        Description(f"config.{name}", defaults[name], key.kind.__name__, key.rule(), meanings[name])
+        for name, key in KEYS.items()
+    ]
 
 
 def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: int) -> int:
     """A duration in steps, from one of `{prefix}steps`, `{prefix}epochs`, `{prefix}examples`.
 
     Args:
-      section: the part of the config that holds the three keys; 0 means "not this one".
-      prefix: what precedes the unit in the keys, e.g. "warmup_".
+      section: config.train or config.schedule, which holds the three keys; 0 means "not this one".
+      prefix: what precedes the unit in the keys: "" in config.train, "warmup_" in config.schedule.
       batch_size: examples a step, over all devices.
       dataset_size: examples an epoch.
 
     Raises:
-      ConfigError: more than one of them is set, or one is negative.
+      ConfigError: more than one of them is set, or the one that is set is less than a step.
 
     >>> train = ConfigDict({"steps": 0, "epochs": 2.0, "examples": 0})
     >>> steps(train, "", batch_size=10, dataset_size=100)
     20
     """
+    where = "config.schedule" if prefix else "config.train"
     given = {prefix + unit: section[prefix + unit] for unit in UNITS if section[prefix + unit]}
     if len(given) > 1:
-        listed = " and ".join(f"{key}={value}" for key, value in given.items())
+        listed = " and ".join(f"{where}.{key}={value}" for key, value in given.items())
+        raise ConfigError(f"{listed} give a duration more than once: set all but one of them to 0")
+    if not given:
+        return 0
+    ((key, value),) = given.items()
+    per_unit = {"steps": 1.0, "epochs": dataset_size / batch_size, "examples": 1 / batch_size}
+    each = per_unit[key.removeprefix(prefix)]
+    number = round(value * each)
+    if not 1 <= number <= MAX_STEPS:
         raise ConfigError(
-            f"config gives a duration more than once, {listed}: set all but one of them to 0"
+            f"{where}.{key}={value} is {value * each:.3g} steps of {batch_size} examples: give at least "
+            f"{1 / each:.3g} and at most {MAX_STEPS / each:.3g}"
         )
-    (key, value) = next(iter(given.items()), (prefix + "steps", 0))
-    if value < 0:
-        raise ConfigError(f"config.{key}={value} is negative: a duration is 0 or more")
-    scale = {"steps": 1.0, "epochs": dataset_size / batch_size, "examples": 1 / batch_size}
-    return round(value * scale[key.removeprefix(prefix)])
-
-
-CHOICES = {
-    "model.dtype": ("float32", "bfloat16", "float16"),
-    "data.emoji.task": ("mixed", "strict"),
-    "data.shuffle": ("global", "shard"),
-    "data.on_bad": ("skip", "stop"),
-    "optimizer.name": ("stable_adamw", "adamw"),
-    "optimizer.loss_scaling": ("", "per_tensor", "dynamic"),
-    "schedule.name": ("cosine", "constant"),
-    "train.loss": ("softmax", "sigmoid"),
-    "train.reduce_dtype": ("float32", "bfloat16"),
-    "train.nan_policy": ("stop", "skip", "rollback"),
-}
-
-RANGES = (
-    (
-        "train.batch_size train.accumulation eval.batch_size log.every_steps checkpoint.keep "
-        "data.image_size data.context_length data.shuffle_shards",
-        lambda value: value >= 1,
-        "must be at least 1",
-    ),
-    ("optimizer.learning_rate optimizer.eps", lambda value: value > 0, "must be positive"),
-    (
-        "optimizer.loss_scale optimizer.loss_scale_growth_steps",
-        lambda value: value >= 1,
-        "must be at least 1",
-    ),
-    ("optimizer.b2_power", lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
-    (
-        "optimizer.b1 optimizer.b2 train.ema_decay model.patch_dropout",
-        lambda value: 0 <= value < 1,
-        "must lie in [0, 1)",
-    ),
-    ("data.max_bad_share", lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
-    (
-        "optimizer.weight_decay optimizer.grad_clip_norm optimizer.clip_threshold "
-        "eval.every_steps eval.captions_per_image checkpoint.every_steps data.workers "
-        "diagnostics.every_steps",
-        lambda value: value >= 0,
-        "must not be negative",
-    ),
-)
+    return number
 
 
 def validate(config: ConfigDict, *, batch_shards: int) -> None:
@@ -220,13 +245,20 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
     Raises:
       ConfigError: the first violated invariant, in one line.
     """
-    train, optimizer = config.train, config.optimizer
-    for key, known in CHOICES.items():
-        choice(key, _get(config, key), known)
-    for keys, holds, rule in RANGES:
-        for key in keys.split():
-            if not holds(_get(config, key)):
-                raise ConfigError(f"config.{key}={_get(config, key)} {rule}")
+    check_values(_flatten(config))
+    _check_optimizer(config)
+    _check_batch(config, batch_shards)
+    _check_data(config)
+    if config.checkpoint.resume and config.checkpoint.init_from:
+        raise ConfigError(
+            f"config.checkpoint.resume={config.checkpoint.resume!r} and "
+            f"config.checkpoint.init_from={config.checkpoint.init_from!r} exclude each other: resume takes "
+            f"the parameters, the moments and the step, init_from the parameters only; set one to ''"
+        )
+
+
+def _check_optimizer(config: ConfigDict) -> None:
+    optimizer = config.optimizer
     if optimizer.grad_clip_norm and optimizer.name == "stable_adamw" and optimizer.clip_threshold:
         raise ConfigError(
             f"config.optimizer clips twice, grad_clip_norm={optimizer.grad_clip_norm} and "
@@ -249,6 +281,15 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
             raise ConfigError(
                 f"config.optimizer.freeze={pattern!r} is no regular expression: {error}"
             ) from error
+
+
+def _check_batch(config: ConfigDict, batch_shards: int) -> None:
+    train = config.train
+    if train.loss == "softmax" and train.batch_size == 1:
+        raise ConfigError(
+            "config.train.batch_size=1 leaves the softmax loss no negative pairs, and its gradient is 0: "
+            "use at least 2, or config.train.loss='sigmoid'"
+        )
     shards = batch_shards * train.accumulation
     if train.batch_size % shards:
         raise ConfigError(
@@ -262,6 +303,25 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
         )
 
 
+def _check_data(config: ConfigDict) -> None:
+    """Checks the parts of the mixture, and that `eval.data` names a data set with a split to evaluate on."""
+    data = config.data
+    for name, part in data.mixture.items():
+        if "name" in part:
+            choice(f"data.mixture.{name}.name", part["name"], SOURCES)
+    if not config.eval.data:
+        return
+    choice("eval.data", config.eval.data, [*SOURCES, *data.mixture])
+    part = data.mixture.get(config.eval.data, {"name": config.eval.data})
+    section = data[part["name"]]
+    splits = {**section.get("splits", {}), **part.get("splits", {})}
+    if "splits" in section and not splits.get("val") and not splits.get("test"):
+        raise ConfigError(
+            f"config.eval.data={config.eval.data!r} has no split to evaluate on: set "
+            f"config.data.{part['name']}.splits.val or .test"
+        )
+
+
 @contextlib.contextmanager
 def blame(key: str):
     """Turns an error about a value, or a missing package, into one about the config key."""
@@ -271,12 +331,6 @@ def blame(key: str):
         raise
     except (ValueError, ModuleNotFoundError) as error:
         raise ConfigError(f"config.{key}: {' '.join(str(error).split())}") from error
-
-
-def _get(config: ConfigDict, key: str):
-    for name in key.split("."):
-        config = config[name]
-    return config
 
 
 def to_json(config: ConfigDict) -> str:
@@ -341,3 +395,34 @@ def _differences(old: dict, new: dict, prefix: str) -> list[str]:
         elif a != b:
             found.append(f"{prefix}{key}: {a!r} -> {b!r}")
     return found
+
+
+# The keys that decide which arrays a run's state has. What else changes may be resumed.
+SHAPING = ("model.", "data.image_size:", "data.context_length:", "optimizer.name:",
+           "optimizer.grad_clip_norm:", "optimizer.loss_scaling:", "optimizer.freeze:", "train.loss:",
+           "train.ema_decay:")  # fmt: skip
+
+
+@contextlib.contextmanager
+def blame_changes(workdir: Path, config: ConfigDict):
+    """Turns an error about the arrays of a checkpoint into one about the config keys that changed them.
+
+    Args:
+      workdir: of the run whose checkpoint is restored.
+      config: of this run.
+
+    Raises:
+      ConfigError: the changed keys; without one, the error itself.
+    """
+    try:
+        yield
+    except OtherArrays as error:
+        path = workdir / "config.json"
+        changed = changes(path.read_text(errors="replace"), config) if path.exists() else []
+        shaping = [f"config.{change}" for change in changed if change.startswith(SHAPING)]
+        if not shaping:
+            raise
+        raise ConfigError(
+            f"the checkpoints in {workdir} are of another config: {'; '.join(shaping[:5])}: change it "
+            f"back, or use another --workdir"
+        ) from error

@@ -1,0 +1,98 @@
+"""Every config key: wrong settings made from its type and range, and its description."""
+
+import math
+
+import pytest
+from ml_collections import ConfigDict
+from test_cli import OPENMOJI
+
+import train
+from swjax.models import clip
+from swjax.recipes import RECIPES
+from swjax.training import config as config_lib
+from swjax.training.keys import KEYS, Key
+
+NO_NUMBERS = {
+    bool: ("maybe", "2"),
+    int: ("many", "1.5", "inf", "nan"),
+    float: ("many", "nan", "inf"),
+}
+
+
+def wrong_values(key: Key) -> list[str]:
+    """Texts of another type, below, above, and of no known choice."""
+    wrong = [*NO_NUMBERS.get(key.kind, ())]
+    if key.choices:
+        wrong += [f"{key.choices[-1]}x", "no such choice"]
+    if key.interval:
+        low, high = map(float, key.interval[1:-1].split(","))
+        step = 1 if key.kind is int else 0.5
+        below = low - step if key.interval[0] == "[" else low
+        above = high + step if key.interval[-1] == "]" else high
+        wrong += [f"{key.kind(x)}" for x in (below, above) if math.isfinite(x)]
+        wrong += ["-inf"] * (key.kind is float)
+    return wrong
+
+
+WRONG = [(name, value) for name, key in KEYS.items() for value in wrong_values(key)]
+
+
+def refusal(setting: str, capsys, tmp_path, monkeypatch) -> str:
+    """The one line that a command with a wrong setting prints."""
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["train.py", OPENMOJI, "--workdir=w", setting]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+    return captured.err
+
+
+def test_there_are_two_hundred_mistakes():
+    assert len(WRONG) >= 200
+    assert len(set(WRONG)) == len(WRONG)
+
+
+@pytest.mark.parametrize("name, value", WRONG)
+def test_a_wrong_value_is_one_line(name, value, capsys, tmp_path, monkeypatch):
+    error = refusal(f"--config.{name}={value}", capsys, tmp_path, monkeypatch)
+    shown = error.partition(f"config.{name}=")[2]
+    assert shown.strip("'").startswith(value) or float(shown.split()[0]) == float(value)
+    assert " must be " in shown or " is unknown: " in shown
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_misspelt_key_is_one_line(name, capsys, tmp_path, monkeypatch):
+    error = refusal(f"--config.{name[:-1]}=1", capsys, tmp_path, monkeypatch)
+    assert f"config.{name[:-1]} does not exist: " in error
+    assert repr(name.rpartition(".")[2]) in error or "choose from" in error
+
+
+def test_a_value_that_code_sets_is_checked_as_well():
+    config = config_lib.load(OPENMOJI.partition("=")[2])
+    config.optimizer.eps = math.nan
+    with pytest.raises(config_lib.ConfigError, match="config.optimizer.eps=nan must be a finite"):
+        config_lib.validate(config, batch_shards=1)
+
+
+def test_every_default_is_accepted_and_described():
+    described = {key.name.removeprefix("config."): key for key in config_lib.describe_keys()}
+    assert list(described) == list(KEYS)
+    for name, key in described.items():
+        assert KEYS[name].accepts(key.default), name
+        assert key.meaning and len(key.meaning) < 250, name
+
+
+def test_the_table_has_the_keys_of_the_config():
+    def names(section, prefix=""):
+        for name, value in section.items():
+            if isinstance(value, ConfigDict):
+                yield from names(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    assert set(names(config_lib.load(str(config_lib.COMMON)))) == set(KEYS)
+
+
+def test_the_table_has_the_models_and_the_recipes():
+    assert set(KEYS["model.name"].choices) == set(clip.CONFIGS)
+    assert set(KEYS["model.recipe"].choices) == set(RECIPES)
