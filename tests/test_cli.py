@@ -47,7 +47,7 @@ MISTAKES = {
     "unknown section": ([OPENMOJI, "--workdir=w", "--config.modle.name=tiny"], "'model'"),
     "unknown key": (
         [OPENMOJI, "--workdir=w", "--config.model.recip=standard"],
-        "'config.model.recipe'",
+        "'recipe'",
     ),
     "strange key": ([OPENMOJI, "--workdir=w", "--config.model.zzz=1"], "choose from attention, "),
     "word for a number": ([OPENMOJI, "--workdir=w", "--config.train.steps=many"], "'many'"),
@@ -96,11 +96,11 @@ BAD_CONFIGS = {
     "two open meshes": (["mesh.fsdp=-1"], "mesh"),
     "no device": (["mesh.fsdp=0"], "fsdp=0"),
     "nothing to resume": (["checkpoint.resume=nowhere"], "nowhere"),
-    "no negative pairs": (["train.batch_size=1", "mesh.data=1"], "no negative pairs"),
+    "no negative pairs": (["train.batch_size=1"], "no negative pairs"),
     "resumed and initialized": (["checkpoint.resume=a", "checkpoint.init_from=b"], "exclude"),
     "nothing to evaluate on": (["eval.data=webdataset"], "config.data.webdataset.splits.val"),
     "unknown data to evaluate on": (["eval.data=webdatset"], "'webdataset'"),
-    "an epoch that is no step": (["train.steps=0", "train.epochs=0.001"], "0.005 steps of 256"),
+    "an epoch that is no step": (["train.steps=0", "train.epochs=0.001"], "0.391 steps of 256"),
     "everything frozen": (["optimizer.freeze=.*"], "every parameter"),
     "cuDNN without a GPU": (["model.attention=cudnn", "model.dtype=bfloat16"], "GPU"),
 }
@@ -171,5 +171,5 @@ def test_durations():
     config.train.epochs, config.train.examples = 0.0, 1280
     assert config_lib.steps(config.train, "", **sizes) == 10
     config.train.epochs, config.train.examples = 0.001, 0
-    with pytest.raises(config_lib.ConfigError, match=r"config.train.epochs=0.001 is 0.0078 steps"):
+    with pytest.raises(config_lib.ConfigError, match=r"config.train.epochs=0.001 is 0.00781 steps"):
         config_lib.steps(config.train, "", **sizes)

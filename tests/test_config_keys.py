@@ -28,7 +28,7 @@ def wrong_values(key: Key) -> list[str]:
         low, high = map(float, key.interval[1:-1].split(","))
         step = 1 if key.kind is int else 0.5
         below = low - step if key.interval[0] == "[" else low
-        above = high + step if key.interval[-1] == "]" else high
+        above = max(high + step, 2 * high) if key.interval[-1] == "]" else high
         wrong += [f"{key.kind(x)}" for x in (below, above) if math.isfinite(x)]
         wrong += ["-inf"] * (key.kind is float)
     return wrong
@@ -64,7 +64,7 @@ def test_a_wrong_value_is_one_line(name, value, capsys, tmp_path, monkeypatch):
 def test_a_misspelt_key_is_one_line(name, capsys, tmp_path, monkeypatch):
     error = refusal(f"--config.{name[:-1]}=1", capsys, tmp_path, monkeypatch)
     assert f"config.{name[:-1]} does not exist: " in error
-    assert repr(name.rpartition(".")[2]) in error or "choose from" in error
+    assert "did you mean" in error or "choose from" in error
 
 
 def test_a_value_that_code_sets_is_checked_as_well():

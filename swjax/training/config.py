@@ -193,7 +193,7 @@ def describe_keys(file: Path = COMMON) -> list[Description]:
         code, _, comment = line.strip().partition("# ")
         assigned = re.match(r"config\.([\w.]+) = ", code)
         if assigned:
-            meanings[assigned[1]] = comment or " ".join(above)
+            meanings.setdefault(assigned[1], comment or " ".join(above))
         above = [*above, comment] if comment and not code else []
     return [
         Description(f"config.{name}", defaults[name], key.kind.__name__, key.rule(), meanings[name])

@@ -355,7 +355,7 @@ def partition(params, patterns):
       patterns: regular expressions; a parameter whose path one of them finds is frozen.
 
     Raises:
-      ConfigError: a pattern finds no parameter.
+      ConfigError: a pattern finds no parameter, or all are frozen.
     """
     paths = [sharding.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for pattern in patterns:
@@ -363,6 +363,11 @@ def partition(params, patterns):
             raise ConfigError(
                 f"config.optimizer.freeze={pattern!r} finds no parameter among {', '.join(paths)}"
             )
+    if all(any(re.search(pattern, path) for pattern in patterns) for path in paths):
+        raise ConfigError(
+            f"config.optimizer.freeze={tuple(patterns)} finds every parameter, and none is left to train: "
+            f"remove a pattern"
+        )
 
     def keep(frozen):
         def leaf(path, x):
