@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
         return loop.train_and_evaluate(config, workdir)
     except (config_lib.ConfigError, config_lib.RunError) as error:
         print(f"train.py: {error}", file=sys.stderr)
-        return leave(2 if isinstance(error, config_lib.ConfigError) else 3)
+        return leave(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ compare      what recipes and dtypes do to layers and to the loss
 convert      WebDataset tars to array_record
 """
 
+import difflib
 import runpy
 import sys
 
@@ -20,9 +21,14 @@ COMMANDS = {
 def main() -> int:
     """Runs the command that the command line names; returns 2 if there is none."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(__doc__.strip(), file=sys.stdout if len(sys.argv) > 1 else sys.stderr)
+        return 0 if len(sys.argv) > 1 else 2
     if name not in COMMANDS:
-        print(__doc__.strip(), file=sys.stdout if name in ("-h", "--help") else sys.stderr)
-        return 0 if name in ("-h", "--help") else 2
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(COMMANDS)}"
+        print(f"swjax: there is no command {name!r}: {hint}", file=sys.stderr)
+        return 2
     sys.argv = [f"swjax {name}", *sys.argv[2:]]
     runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     return 0

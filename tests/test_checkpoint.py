@@ -16,6 +16,7 @@ import pytest
 from processes import two_processes
 
 from swjax.models import sharding
+from swjax.training import config as config_lib
 from swjax.training.checkpoint import Checkpoints
 from swjax.training.checksums import checksums
 from swjax.training.config import ConfigError, RunError
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
 ]
+ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {"scalar": (), "bias": (7,), "kernel": (16, 8), "embedding": (400, 16)}
 
 
@@ -191,3 +193,16 @@ def test_checksums_are_those_of_any_mesh(dtype):
     specs = (jax.P(), jax.P("fsdp"), jax.P(None, None, "fsdp"))
     placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for spec in specs]
     assert len({checksums({"x": x})["x"] for x in [x, *placed]}) == 1
+
+
+def test_other_arrays_name_the_key_that_changed(tmp_path):
+    save(tmp_path, 1)
+    config = config_lib.load(f"{ROOT}/configs/openmoji.py")
+    (tmp_path / "config.json").write_text(config_lib.to_json(config))
+    now = config_lib.load(f"{ROOT}/configs/openmoji.py", [("train.ema_decay", "0.9")])
+    more = LIKE | {"ema": LIKE["params"]}
+    with (
+        pytest.raises(ConfigError, match="config.train.ema_decay: 0.0 -> 0.9: change it back"),
+        config_lib.blame_changes(tmp_path, now),
+    ):
+        Checkpoints(tmp_path, keep=0).restore(more)

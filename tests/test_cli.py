@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
+from swjax import __main__ as swjax_commands
 from swjax.training import config as config_lib
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,3 +174,19 @@ def test_durations():
     config.train.epochs, config.train.examples = 0.001, 0
     with pytest.raises(config_lib.ConfigError, match=r"config.train.epochs=0.001 is 0.00781 steps"):
         config_lib.steps(config.train, "", **sizes)
+
+
+@pytest.mark.parametrize("make", [lambda p: p.write_text(""), lambda p: p.symlink_to("/proc/none")])
+def test_a_workdir_that_cannot_be_made_is_one_line(make, tmp_path, capsys):
+    make(tmp_path / "w")
+    flags = [OPENMOJI, f"--workdir={tmp_path}/w", "--config.data.name=synthetic"]
+    assert train.main(["train.py", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cannot be made" in error
+
+
+def test_a_misspelt_command_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["swjax", "repot"])
+    assert swjax_commands.main() == 2
+    error = capsys.readouterr().err
+    assert error == "swjax: there is no command 'repot': did you mean 'report'?\n"

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -165,3 +166,65 @@ def test_two_processes_train_stop_and_go_on_as_one(micro, cache, tmp_path):  # n
     assert_same_losses(records(two), records(one)[:last])
     train(micro(**CHANGES, checkpoint__resume=two), rest, after=2)
     assert_same_losses(records(rest), records(one)[last:])
+
+
+def command_line(workdir, **changes):
+    command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/openmoji.py"]
+    changes = MICRO | {key.replace("__", "."): value for key, value in changes.items()}
+    return [*command, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in changes.items())]
+
+
+def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
+    program = (
+        "import os, sys, train; rank = os.environ['JAX_PROCESS_ID']; "
+        "sys.exit(train.main([*sys.argv, f'--config.train.seed={rank}']))"
+    )
+    command = [sys.executable, "-c", program, *command_line(tmp_path / "run")[2:]]
+    with two_processes(command, ENVIRONMENT | {"PYTHONPATH": str(ROOT)}) as both:
+        printed = [process.communicate(timeout=120)[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [2, 2], printed
+    lines = [[line for line in lines if line.startswith("train.py: ")] for lines in printed]
+    assert lines[0] == ["train.py: process 1 could not go on: see there what it says"]
+    assert len(lines[1]) == 1 and "another config than process 0: train.seed: 0 -> 1" in lines[1][0]
+    assert not (tmp_path / "run").exists()
+
+
+LOSES_A_PEER = """
+import os, sys, time
+import jax
+from swjax.training import distributed
+distributed.start()
+jax.devices()
+print("up", flush=True)
+if os.environ["JAX_PROCESS_ID"] == "0":
+    time.sleep(1)
+    os.kill(os.getpid(), 9)
+os.write(2, b"from C++\\n")
+time.sleep(60)
+"""
+
+
+def test_losing_process_0_is_one_line_and_no_abort():
+    """JAX itself aborts with a stack trace of C++."""
+    command = [sys.executable, "-c", LOSES_A_PEER]
+    with two_processes(command, ENVIRONMENT | {"PYTHONPATH": str(ROOT)}) as both:
+        printed = [process.communicate(timeout=60)[0] for process in both][1].splitlines()
+    assert both[1].returncode == 3
+    assert printed[0] == "up" and printed[-1].startswith(
+        "train.py: process 1 of 2 lost another one"
+    )
+    assert printed[1:-1] in ([], ["from C++"])
+
+
+def test_waiting_for_a_process_that_does_not_come_is_said(tmp_path):
+    environment = ENVIRONMENT | PLAIN | {"JAX_COORDINATOR_ADDRESS": "localhost:1"}
+    process = subprocess.Popen(
+        command_line(tmp_path / "run"), env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr.readline() == (
+            "train.py: process 1 of 2 waits for process 0 at localhost:1\n"
+        )
+    finally:
+        process.kill()
+        process.communicate()

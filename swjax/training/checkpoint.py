@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from swjax.training import distributed
 from swjax.training.checksums import checksums
-from swjax.training.config import ConfigError, RunError
+from swjax.training.errors import ConfigError, OtherArrays, RunError
 
 logger = logging.getLogger("swjax.training.checkpoint")
 
@@ -225,6 +225,8 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:  # TensorStore's are ValueErrors
+            if isinstance(error.__cause__, jax.errors.JaxRuntimeError):
+                raise error.__cause__ from error  # a peer is gone: `distributed.blame_peers`
             steps = self._manager.all_steps(read=True)  # what it forgets it may not have removed
             kept = f"the one of step {max(steps)} is whole" if steps else "none is whole yet"
             raise RunError(
@@ -260,12 +262,12 @@ def _read_manifest(path: Path) -> dict:
 
 
 def _compare(path: Path, arrays: dict, like, within: str) -> None:
-    """Raises a ConfigError if the arrays of a manifest are not those of `like`."""
+    """Raises `OtherArrays` if the arrays of a manifest are not those of `like`."""
     saved = {n: tuple(x["shape"]) for n, x in arrays.items() if n.startswith(within)}
     here = {name: tuple(x.shape) for name, x in _named(like).items()}
     for name in sorted(saved.keys() | here.keys()):
         if saved.get(name) != here.get(name):
-            raise ConfigError(
+            raise OtherArrays(
                 f"{path} is of another model or optimizer: the shape of {name} is {saved.get(name)} "
                 f"there and {here.get(name)} here (None: no such array): use its config, or another "
                 f"--workdir"
@@ -311,7 +313,12 @@ def lock(workdir: Path):
     Raises:
       ConfigError: another live process holds it, or the file system has no locks.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"workdir {str(workdir)!r} cannot be made ({error.strerror}): name a directory that can"
+        ) from error
     file = open(workdir / ".lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

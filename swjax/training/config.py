@@ -381,17 +381,18 @@ def changes(saved: str, config: ConfigDict) -> list[str]:
       ConfigError: what was saved is no config any more.
     """
     old = read_json("config.json", saved, remedy="put a copy there, or remove it")
-    found = _differences(old, json.loads(to_json(config)), "")
+    found = differences(old, json.loads(to_json(config)))
     return [change for change in found if not change.startswith(UNCOUNTED)]
 
 
-def _differences(old: dict, new: dict, prefix: str) -> list[str]:
+def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
+    """What differs between two configs, as `changes` gives it, without the exceptions."""
     found = []
     chosen = prefix.startswith(CHOSEN)
     for key in sorted(old.keys() | new.keys() if chosen else old.keys() & new.keys()):
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{prefix}{key}.")
+            found += differences(a, b, f"{prefix}{key}.")
         elif a != b:
             found.append(f"{prefix}{key}: {a!r} -> {b!r}")
     return found

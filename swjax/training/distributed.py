@@ -5,9 +5,11 @@ reads its own part of the data; process 0 alone writes files and speaks.
 """
 
 import contextlib
+import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -16,7 +18,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from swjax.training.config import ConfigError, RunError
+from swjax.training import lost_peers
+from swjax.training.config import differences, to_json
+from swjax.training.errors import ConfigError, RunError
 
 # Of launchers whose processes JAX finds itself: the number of them, and by what JAX knows the launcher.
 _DETECTED = (
@@ -29,7 +33,8 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # Seconds without a sign of life after which a process counts as dead, and the others end; and that one
 # which fails waits for the others. Together less than a minute.
 _HEARTBEAT, _SHUTDOWN = 30, 20
-# What collectives and JAX's service say when a process is gone.
+_SILENCE = 5  # seconds of waiting for the others until this process says so
+# What collectives and JAX's service say when a process is gone: their errors have one type, and no code.
 _LOST = (
     r"Gloo|NCCL|nccl|Connection (reset|closed)|UNAVAILABLE|DEADLINE_EXCEEDED|coordination service"
 )
@@ -47,9 +52,66 @@ def start() -> None:
     if jax.distributed.is_initialized():
         return
     arguments = read_environment(os.environ)
-    if arguments is not None:
+    if arguments is None:
+        return
+    with _said_after(_SILENCE, f"train.py: {_waiting(arguments)}"):
         timeouts = {"heartbeat_timeout_seconds": _HEARTBEAT, "shutdown_timeout_seconds": _SHUTDOWN}
         jax.distributed.initialize(**arguments, **timeouts)
+    lost_peers.watch(f"train.py: {_lost('it gives no sign of life')}")
+
+
+@contextlib.contextmanager
+def _said_after(seconds: float, line: str):
+    """Prints a line if its body takes longer."""
+    timer = threading.Timer(seconds, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _waiting(arguments: Mapping) -> str:
+    """Whom a process waits for at its start.
+
+    >>> _waiting({"process_id": 1, "num_processes": 2, "coordinator_address": "node1:1234"})
+    'process 1 of 2 waits for process 0 at node1:1234'
+    """
+    if "process_id" not in arguments:
+        return "this process waits for the others that its launcher names"
+    index, count = arguments["process_id"], arguments["num_processes"]
+    others = "process 0" if index else "process 1" if count == 2 else f"processes 1 to {count - 1}"
+    return f"process {index} of {count} waits for {others} at {arguments['coordinator_address']}"
+
+
+def _lost(reason: str) -> str:
+    return (
+        f"process {jax.process_index()} of {jax.process_count()} lost another one: {reason}; see what the "
+        f"others say, then start all again: they go on from the last checkpoint"
+    )
+
+
+# These may differ between machines; every other key decides what the processes compute or when they meet.
+_LOCAL = ("data.dir:", "data.workers:", "train.compilation_cache:")
+
+
+def check_same_config(config) -> None:
+    """Checks that all processes were started with the config of process 0.
+
+    Raises:
+      ConfigError: in a process with another one: the keys that differ; in the rest: which process it is.
+    """
+    own = to_json(config)
+    first = bytes(of_first(list(own.encode()))).decode()
+    with all_or_none():
+        found = differences(json.loads(first), json.loads(own))
+        found = [change for change in found if not change.startswith(_LOCAL)]
+        if found:
+            raise ConfigError(
+                f"process {jax.process_index()} has another config than process 0: "
+                f"{'; '.join(found[:3])}: start all processes with the same command"
+            )
 
 
 def read_environment(environment: Mapping[str, str]) -> dict | None:
@@ -123,11 +185,8 @@ def blame_peers():
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1 or not re.search(_LOST, str(error)):
             raise
-        raise RunError(
-            f"process {jax.process_index()} of {jax.process_count()} lost another one: "
-            f"{' '.join(str(error).split())[:160]}; see what the others say, then start all again: they go "
-            f"on from the last checkpoint"
-        ) from error
+        lost_peers.told()
+        raise RunError(_lost(" ".join(str(error).split())[:160])) from error
 
 
 def leave(code: int) -> int:
@@ -138,12 +197,12 @@ def leave(code: int) -> int:
     """
     if not jax.distributed.is_initialized():
         return code
+    lost_peers.finish()
     sys.stdout.flush()
     sys.stderr.flush()
     if is_first():
-        time.sleep(
-            1
-        )  # when the service that it has ends, JAX aborts those that have not told their error
+        # When the service of process 0 ends, JAX aborts those that have not told their error.
+        time.sleep(1)
     os._exit(code)  # an orderly end would wait for all, and abort when they do not come
 
 

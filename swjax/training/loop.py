@@ -30,18 +30,19 @@ from swjax.training.interrupt import catch
 from swjax.training.metrics import Meter, MetricLog, Progress, StepClock
 from swjax.training.step import Health, make_optimizer, make_schedule, make_train_step, partition
 
-# What a disk that is full, read-only or broken answers.
-DISK = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.ENOTDIR,
-    errno.EEXIST,
-)
+# What a disk that is full, read-only or broken answers, and the remedy.
+DISK = {
+    errno.ENOSPC: "give it room",
+    errno.EDQUOT: "give it room",
+    errno.EFBIG: "give it room",
+    errno.EROFS: "make it writable",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EIO: "mend the disk",
+    errno.ENOENT: "name a directory that can be made",
+    errno.ENOTDIR: "name a directory, not a file",
+    errno.EEXIST: "name a directory, not a file",
+}
 MAX_ROLLBACKS = 3  # to one checkpoint
 PREDICTIONS = 24  # unseen images in the report
 
@@ -61,6 +62,7 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
       RunError: the disk failed, likewise.
     """
     distributed.start()
+    distributed.check_same_config(config)
     check(config)
     workdir = Path(workdir)
     number = f".{jax.process_index()}" * (not distributed.is_first())
@@ -316,9 +318,11 @@ def init_or_restore(config, checkpoints: Checkpoints, init, like):
     `checkpoint.init_from`, then starts from scratch.
     """
     if checkpoints.latest_step() is not None:
-        return checkpoints.restore(like)
+        with config_lib.blame_changes(checkpoints.directory.parent, config):
+            return checkpoints.restore(like)
     if config.checkpoint.resume:
-        return Checkpoints.of("checkpoint.resume", config.checkpoint.resume).restore(like)
+        with config_lib.blame_changes(Path(config.checkpoint.resume), config):
+            return Checkpoints.of("checkpoint.resume", config.checkpoint.resume).restore(like)
     return first_state(config, init, like), None
 
 
@@ -418,15 +422,16 @@ def blame_data():
 
 @contextmanager
 def blame_disk(workdir: Path):
-    """Says in one line that something cannot be written."""
+    """Says in one line that something cannot be written, with the path that the system names."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK:
             raise
+        remedy = DISK[error.errno]
         raise RunError(
-            f"cannot write: {error}; make workdir {str(workdir)!r} writable and give it room, and the "
-            f"same command goes on"
+            f"cannot write {error.filename or str(workdir)!r}: {error.strerror}; {remedy}, and the same "
+            f"command goes on"
         ) from error
 
 
