@@ -6,6 +6,8 @@ import signal
 
 import jax
 
+from swjax.training.errors import ExitCode
+
 
 class Interrupt:
     """Whether SIGTERM or SIGINT (Ctrl-C) has come; a second one ends the process, with code 130."""
@@ -15,7 +17,7 @@ class Interrupt:
 
     def __call__(self, signum, frame):
         if self.requested:
-            os._exit(130)
+            os._exit(ExitCode.INTERRUPTED_TWICE)
         self.requested = True
         os.write(
             1, b"\nswjax: saving; interrupt again to end at once\n"

@@ -69,13 +69,19 @@ class MetricLog:
                     f"config.log.wandb={config.log.wandb!r} needs the package wandb: "
                     f"pip install wandb, or set it to ''"
                 ) from error
-            self._wandb = wandb.init(
-                project=config.log.wandb,
-                id=hashlib.sha1(str(workdir.absolute()).encode()).hexdigest()[:12],
-                resume="allow",  # the id is the workdir's: a resumed run goes on there too
-                dir=str(workdir),
-                config=config.to_dict(),
-            )
+            try:
+                self._wandb = wandb.init(
+                    project=config.log.wandb,
+                    id=hashlib.sha1(str(workdir.absolute()).encode()).hexdigest()[:12],
+                    resume="allow",  # the id is the workdir's: a resumed run goes on there too
+                    dir=str(workdir),
+                    config=config.to_dict(),
+                )
+            except wandb.Error as error:  # no key, no such project
+                raise ConfigError(
+                    f"config.log.wandb={config.log.wandb!r}: {' '.join(str(error).split())}: run "
+                    f"`wandb login`, name a project of yours, or set it to ''"
+                ) from error
         if config.log.tensorboard:
             self._board = Board(workdir / "tensorboard", last_step)
         self._path = workdir / "metrics.jsonl"
