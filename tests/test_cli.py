@@ -190,3 +190,15 @@ def test_a_misspelt_command_is_one_line(monkeypatch, capsys):
     assert swjax_commands.main() == 2
     error = capsys.readouterr().err
     assert error == "swjax: there is no command 'repot': did you mean 'report'?\n"
+
+
+def test_the_recorded_command_runs_again():
+    """The file of a module in a package cannot be run; `-m` and its name can."""
+    program = (
+        "from swjax.training import environment; print(environment.describe().split('\\n')[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "timeit", "-n1", "-r1", "-s", program, "pass"],
+        capture_output=True, text=True, cwd=ROOT, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.startswith("command: python -m timeit -n1"), done.stderr

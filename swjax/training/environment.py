@@ -18,7 +18,7 @@ def describe() -> str:
     """The command, code, packages and devices of this process, one `name: value` a line."""
     devices = jax.devices()
     lines = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
@@ -34,13 +34,16 @@ def describe() -> str:
 
 def command() -> str:
     """The command of this process, for records that others read: without the folders of whoever ran it."""
+    return shlex.join(["python", *_program(), *map(without_folders, sys.argv[1:])])
+
+
+def _program() -> list[str]:
+    """What python runs: `-m` and a module, whose file alone could not be run, or a script."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec:
-        program = ["-m", spec.name.removesuffix(".__main__")]
-    else:
-        script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
-        program = [str(script.relative_to(root)) if script.is_relative_to(root) else script.name]
-    return shlex.join(["python", *program, *map(without_folders, sys.argv[1:])])
+        return ["-m", spec.name.removesuffix(".__main__")]
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
+    return [str(script.relative_to(root)) if script.is_relative_to(root) else script.name]
 
 
 def without_folders(text: str) -> str:
