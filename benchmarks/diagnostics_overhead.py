@@ -30,8 +30,9 @@ from benchmarks.kernels import timing  # noqa: E402
 from swjax.diagnostics import Packer  # noqa: E402
 from swjax.models import sharding  # noqa: E402
 from swjax.training import config as config_lib  # noqa: E402
-from swjax.training import environment, loop  # noqa: E402
-from swjax.training.step import Health, make_train_step  # noqa: E402
+from swjax.training import environment, inputs, setup  # noqa: E402
+from swjax.training.health import Health  # noqa: E402
+from swjax.training.step import make_train_step  # noqa: E402
 
 VARIANTS = {
     "none": set(),
@@ -100,14 +101,14 @@ def parse():
 
 def compile_all(config):
     """({variant, or "quantization": compiled program}, a state, a batch)."""
-    mesh, cfg = loop.check(config)
-    loop.use_compilation_cache(config)
-    source = loop.open_source(config, "train")
-    _, schedule, optimizer = loop.plan(config, source)
-    init, graphdef = loop.make_init(config, cfg, optimizer)
+    mesh, cfg = setup.check(config)
+    setup.use_compilation_cache(config)
+    source = inputs.open_source(config, "train")
+    _, schedule, optimizer = setup.plan(config, source)
+    init, graphdef = setup.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
-    state = loop.first_state(config, init, like)
-    with closing(loop.open_batches(config, source, None, sharding.batch_share(mesh))) as batches:
+    state = setup.first_state(config, init, like)
+    with closing(inputs.open_batches(config, source, None, sharding.batch_share(mesh))) as batches:
         batch = sharding.shard_batch(next(batches), mesh)
     programs = {}
     for name, on in VARIANTS.items():

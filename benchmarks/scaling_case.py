@@ -90,8 +90,9 @@ def prepare(case: dict):
     from configs import common
     from swjax.diagnostics import Packer
     from swjax.models import sharding
-    from swjax.training import loop
-    from swjax.training.step import make_optimizer, make_schedule, make_train_step
+    from swjax.training import setup
+    from swjax.training.optimizer import make_optimizer, make_schedule
+    from swjax.training.step import make_train_step
 
     changes = SMOKE if case["smoke"] else {"model.name": case["model"]}
     changes |= mesh_of(case) | {
@@ -102,16 +103,16 @@ def prepare(case: dict):
     }
     config = common.paper("vit_b16", case["recipe"])
     config.update_from_flattened_dict(changes)
-    mesh, cfg = loop.check(config)
+    mesh, cfg = setup.check(config)
     schedule = make_schedule(config, 10_000, 100)
     optimizer = make_optimizer(config, schedule)
-    init, graphdef = loop.make_init(config, cfg, optimizer)
+    init, graphdef = setup.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     shardings = jax.tree.map(lambda x: x.sharding, like)
     options = {"xla_backend_optimization_level": 0}  # it runs once
     init = jax.jit(init, out_shardings=shardings, compiler_options=options)
     step = make_train_step(config, graphdef, optimizer, schedule, Packer())
-    step = loop.compile_step(step, like, **case.get("xla", {}))
+    step = setup.compile_step(step, like, **case.get("xla", {}))
     rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size
     tokens = rng.integers(1, 49406, (size, config.data.context_length), np.int32)
     tokens[:, 0], tokens[:, -1] = 49406, 49407

@@ -36,8 +36,9 @@ from configs import common  # noqa: E402
 from swjax.diagnostics import Packer  # noqa: E402
 from swjax.models import clip  # noqa: E402
 from swjax.models.vit import VisionTransformer  # noqa: E402
-from swjax.training import loop  # noqa: E402
-from swjax.training.step import make_optimizer, make_train_step  # noqa: E402
+from swjax.training import setup  # noqa: E402
+from swjax.training.optimizer import make_optimizer  # noqa: E402
+from swjax.training.step import make_train_step  # noqa: E402
 
 KINDS = ("encoder", "step")
 MODELS = ("vit_h14", "vit_l14", "vit_b16", "vit_b32")
@@ -249,10 +250,10 @@ def step(case: Case) -> Program:
     config.model.recipe, config.model.remat = case.recipe, case.remat
     config.train.batch_size = case.batch
     config.data.augment = False
-    cfg = loop.model_config(config)
+    cfg = setup.model_config(config)
     schedule = lambda count: jnp.float32(1e-4)
     optimizer = make_optimizer(config, schedule)
-    init, graphdef = loop.make_init(config, cfg, optimizer)
+    init, graphdef = setup.make_init(config, cfg, optimizer)
     init = jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})
     train_step = make_train_step(config, graphdef, optimizer, schedule, Packer())
     side, length = cfg.vision.image_size, cfg.text.context_length

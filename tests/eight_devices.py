@@ -32,8 +32,9 @@ from swjax.optax import rms_by_path, stable_adamw
 from swjax.recipes import RECIPES
 from swjax.testing import assert_narrow_gathers, collectives
 from swjax.training import config as config_lib
-from swjax.training import loop
-from swjax.training.step import make_optimizer, make_schedule, make_train_step
+from swjax.training import setup
+from swjax.training.optimizer import make_optimizer, make_schedule
+from swjax.training.step import make_train_step
 
 if len(jax.devices()) != 8:  # looked through for examples in docstrings
     pytest.skip("tests/test_sharding.py runs these on eight devices", allow_module_level=True)
@@ -301,10 +302,10 @@ def train_program(**changes):
     changes = MICRO | {"train.compilation_cache": ""} | changes
     pairs = [(key, str(value)) for key, value in changes.items()]
     config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
-    mesh, cfg = loop.check(config)
+    mesh, cfg = setup.check(config)
     schedule = make_schedule(config, 6, 1)
     optimizer = make_optimizer(config, schedule)
-    init, graphdef = loop.make_init(config, cfg, optimizer)
+    init, graphdef = setup.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     where = jax.tree.map(lambda x: x.sharding, like)
     rng, size = np.random.default_rng(0), config.train.batch_size

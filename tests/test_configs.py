@@ -10,7 +10,7 @@ import pytest
 
 from swjax.models import sharding
 from swjax.training import config as config_lib
-from swjax.training import loop
+from swjax.training import optimizer, setup
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "common")
@@ -36,7 +36,7 @@ def test_there_is_one_for_every_model_and_precision():
 def test_builds_its_model_and_can_be_sharded(name):
     config = load(name)
     config_lib.validate(config, batch_shards=8)
-    init, _ = loop.make_init(config, loop.model_config(config), optimizer_of(config))
+    init, _ = setup.make_init(config, setup.model_config(config), optimizer_of(config))
     state = jax.eval_shape(init)
     count = sum(x.size for x in jax.tree.leaves(state["params"]))
     assert count == PARAMETERS.get(config.model.name, count)
@@ -47,7 +47,7 @@ def test_builds_its_model_and_can_be_sharded(name):
 
 
 def optimizer_of(config):
-    return loop.make_optimizer(config, loop.make_schedule(config, 100_000, 5000))
+    return optimizer.make_optimizer(config, optimizer.make_schedule(config, 100_000, 5000))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "openmoji"])

@@ -14,7 +14,7 @@ from test_trainer import MICRO, cache  # noqa: F401
 from swjax import data
 from swjax.data import decoding, files
 from swjax.training import config as config_lib
-from swjax.training import loop
+from swjax.training import inputs, loop
 
 SIZES = {"context_length": 8, "image_size": 16}
 BOMB = encoded(Image.new("L", (9000, 9000)), "PNG")
@@ -262,8 +262,8 @@ def test_a_run_skips_and_says_so(tmp_path, capsys, cache):  # noqa: F811
     }  # fmt: skip
     overrides = [(key, str(value)) for key, value in settings.items()]
     config = config_lib.load("configs/openmoji.py", overrides)
-    source = loop.open_source(config, "train")
-    assert len(source) == 40 and loop.open_source(config, "val") is None
+    source = inputs.open_source(config, "train")
+    assert len(source) == 40 and inputs.open_source(config, "val") is None
     assert loop.train_and_evaluate(config, tmp_path / "run") == 0
     log = (tmp_path / "run" / "skipped.log").read_text()
     assert "000000003: the caption is empty" in log

@@ -14,7 +14,7 @@ from benchmarks import data_loading
 from swjax import data
 from swjax.data import convert, decoding
 from swjax.training import config as config_lib
-from swjax.training import loop
+from swjax.training import inputs
 
 
 def run(tmp_path, *arguments):
@@ -199,14 +199,14 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
     exec(compile(python, "data.md", "exec"), {})
     (tmp_path / "mixed.py").write_text(config_file)
     config = config_lib.load("mixed.py", [("data.mixture.own.weight", "1.8")])
-    mixture = loop.open_source(config, "train")
+    mixture = inputs.open_source(config, "train")
     assert (mixture.names, mixture.weights) == (("own", "web"), (1.8, 0.9))
     assert len(mixture) == 16
-    assert loop.open_source(config, "val")[3]["captions"] == ("mine",)
-    assert loop.open_source(config, "test") is None
+    assert inputs.open_source(config, "val")[3]["captions"] == ("mine",)
+    assert inputs.open_source(config, "test") is None
     config.eval.data = ""
     with pytest.raises(config_lib.ConfigError, match="name the data set to evaluate on, own, web"):
-        loop.open_source(config, "val")
+        inputs.open_source(config, "val")
     for part, message in (
         ({"name": "table"}, "mixture.web needs a name, of a data set, and a weight; it has name"),
         ({"name": "table", "weight": 1.0}, "web.splits.train is empty: name the data to train on"),
@@ -219,5 +219,5 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
     ):
         config.data.mixture = {"web": part}
         with pytest.raises(config_lib.ConfigError, match=message) as caught:
-            loop.open_source(config, "train")
+            inputs.open_source(config, "train")
         assert "\n" not in str(caught.value)

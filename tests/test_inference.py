@@ -14,7 +14,7 @@ from PIL import Image
 from swjax import inference, interop
 from swjax.data import imagenet, preprocess, tokenize
 from swjax.training import config as config_lib
-from swjax.training import loop
+from swjax.training import setup
 from swjax.training.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +105,7 @@ def run(tmp_path_factory):
         pairs = [(key, str(value)) for key, value in overrides.items()]
         config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
         (workdir / "config.json").write_text(config_lib.to_json(config))
-        cfg = loop.model_config(config)
+        cfg = setup.model_config(config)
         graph, params = random_model(cfg)
         state = {"params": nnx.to_pure_dict(params), "step": jnp.int32(1)}
         if ema_decay:
@@ -128,7 +128,7 @@ def test_from_a_run(run, ema_decay):
         nnx.to_pure_dict(nnx.state(encoder.model)),
         params,
     )
-    assert encoder.cfg == loop.model_config(
+    assert encoder.cfg == setup.model_config(
         config_lib.ConfigDict(json.loads((workdir / "config.json").read_text()))
     )
     assert encoder.cfg.recipe == "switchback"
@@ -186,5 +186,8 @@ def test_example_of_the_docstring(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "openmoji").symlink_to(workdir)
     Image.fromarray(IMAGES[0]).save(tmp_path / "picture.png")
     monkeypatch.chdir(tmp_path)
-    exec("\n".join(line[2:] for line in inference.encoder.__doc__.splitlines() if line[:2] == "  "), {})
+    exec(
+        "\n".join(line[2:] for line in inference.encoder.__doc__.splitlines() if line[:2] == "  "),
+        {},
+    )
     assert capsys.readouterr().out.strip() in ("cat", "dog", "violin")

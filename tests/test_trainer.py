@@ -22,17 +22,15 @@ from ml_collections import ConfigDict
 from swjax import diagnostics
 from swjax.models import sharding
 from swjax.training import config as config_lib
-from swjax.training import loop, metrics
+from swjax.training import console, loop, metric_log, step_clock, throughput
+from swjax.training import health as health_lib
+from swjax.training import optimizer as optimizer_lib
+from swjax.training import setup as setup_lib
 from swjax.training import step as step_lib
 from swjax.training.checkpoint import Checkpoints, lock
 from swjax.training.config import ConfigError
-from swjax.training.step import (
-    combine,
-    make_loss_and_grad,
-    make_train_step,
-    measure_scaling,
-    partition,
-)
+from swjax.training.optimizer import combine, split_frozen
+from swjax.training.step import make_loss_and_grad, make_train_step, measure_scaling
 
 ROOT = Path(__file__).resolve().parent.parent
 MICRO = {
@@ -135,9 +133,9 @@ def final_state(config, workdir):
 
 
 def make_init(config):
-    schedule = loop.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
-    optimizer = loop.make_optimizer(config, schedule)
-    return loop.make_init(config, loop.model_config(config), optimizer)
+    schedule = optimizer_lib.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
+    optimizer = optimizer_lib.make_optimizer(config, schedule)
+    return setup_lib.make_init(config, setup_lib.model_config(config), optimizer)
 
 
 def setup(config):
@@ -153,9 +151,9 @@ def setup(config):
 
 def step_of(config):
     """(init, step, packer), not compiled."""
-    schedule = loop.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
-    optimizer = loop.make_optimizer(config, schedule)
-    init, graphdef = loop.make_init(config, loop.model_config(config), optimizer)
+    schedule = optimizer_lib.make_schedule(config, config.train.steps, config.schedule.warmup_steps)
+    optimizer = optimizer_lib.make_optimizer(config, schedule)
+    init, graphdef = setup_lib.make_init(config, setup_lib.model_config(config), optimizer)
     packer = diagnostics.Packer()
     return init, make_train_step(config, graphdef, optimizer, schedule, packer), packer
 
@@ -189,7 +187,7 @@ def test_health_compiles_one_block_of_each_tower(micro, monkeypatch):
         init, graphdef = make_init(config)
         like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
         return (
-            step_lib.Health(config, graphdef, like["params"], steps=1),
+            health_lib.Health(config, graphdef, like["params"], steps=1),
             init,
             like,
             batch_of(config),
@@ -207,7 +205,7 @@ def test_health_compiles_one_block_of_each_tower(micro, monkeypatch):
     few, scanned = products(2), measured()
     assert products(3) == few
     same = types.SimpleNamespace(replace=lambda cfg, **changes: cfg)
-    monkeypatch.setattr(step_lib, "dataclasses", same)
+    monkeypatch.setattr(health_lib, "dataclasses", same)
     assert products(3) > few
     unrolled = measured()
     assert scanned.keys() == unrolled.keys() and len(scanned) > 50
@@ -370,7 +368,7 @@ def test_float16_resumes_exactly(half, tmp_path):
 
 def test_a_dynamic_scale_is_the_other_way(micro):
     config = micro(optimizer__loss_scaling="dynamic", optimizer__loss_scale=1024)
-    optimizer = loop.make_optimizer(config, lambda count: 1e-3)
+    optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
     params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     _, state = optimizer.update(
         params | {"bias": jnp.full(3, jnp.inf)}, optimizer.init(params), params
@@ -379,13 +377,13 @@ def test_a_dynamic_scale_is_the_other_way(micro):
     assert measured == {"train/loss_scale": 512.0, "train/scaling_skipped": 1.0}
 
 
-def test_partition_and_combine_are_inverse():
+def test_split_frozen_and_combine_are_inverse():
     params = {"a": {"kernel": 1, "bias": 2}, "b": 3}
-    trainable, frozen = partition(params, ("bias$",))
+    trainable, frozen = split_frozen(params, ("bias$",))
     assert trainable == {"a": {"kernel": 1, "bias": None}, "b": 3}
     assert combine(trainable, frozen) == params
     with pytest.raises(ConfigError, match="finds no parameter"):
-        partition(params, ("visoin",))
+        split_frozen(params, ("visoin",))
 
 
 def paths(tree) -> list[str]:
@@ -406,7 +404,7 @@ def test_gradient_clipping_is_the_other_arm(micro, name):
     config = micro(
         optimizer__name=name, optimizer__grad_clip_norm=1e-3, optimizer__clip_threshold=0
     )
-    optimizer = loop.make_optimizer(config, lambda count: 1e-3)
+    optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
     params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
         _, state = optimizer.update(params, optimizer.init(params), params)
@@ -419,7 +417,7 @@ def test_gradient_clipping_is_the_other_arm(micro, name):
 @pytest.mark.parametrize("name", ["cosine", "constant"])
 def test_schedule(micro, name):
     config = micro(schedule__name=name, optimizer__learning_rate=1.0)
-    schedule = loop.make_schedule(config, 110, 10)
+    schedule = optimizer_lib.make_schedule(config, 110, 10)
     rates = np.array([schedule(step) for step in (0, 4, 9, 10, 60, 110)])
     end = {"cosine": [0.5, 0.0], "constant": [1.0, 1.0]}[name]
     np.testing.assert_allclose(rates, [0.1, 0.46, 0.91, 1.0, *end], atol=1e-6)
@@ -639,7 +637,7 @@ def bad_step_4(monkeypatch):
 def test_log_is_written_beside_the_next_step(micro, monkeypatch, tmp_path):
     """The device has something to do meanwhile."""
     begun, written = [], []
-    compile_step, write = loop.compile_step, metrics.MetricLog.write
+    compile_step, write = setup_lib.compile_step, metric_log.MetricLog.write
 
     def counted(*args):
         step = compile_step(*args)
@@ -650,19 +648,19 @@ def test_log_is_written_beside_the_next_step(micro, monkeypatch, tmp_path):
         write(self, records)
 
     monkeypatch.setattr(loop, "compile_step", counted)
-    monkeypatch.setattr(metrics.MetricLog, "write", noted)
+    monkeypatch.setattr(metric_log.MetricLog, "write", noted)
     train(micro(checkpoint__every_steps=5), tmp_path)
     assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]  # with a checkpoint, at once
 
 
 def test_collections_leave_out_what_compiling_left(micro, monkeypatch, tmp_path):
-    frozen, write = [], metrics.MetricLog.write
+    frozen, write = [], metric_log.MetricLog.write
 
     def noted(self, records):
         frozen.append(gc.get_freeze_count())
         write(self, records)
 
-    monkeypatch.setattr(metrics.MetricLog, "write", noted)
+    monkeypatch.setattr(metric_log.MetricLog, "write", noted)
     train(micro(train__steps=2), tmp_path)
     assert frozen[0] > 100_000 and gc.get_freeze_count() == 0
 
@@ -709,7 +707,8 @@ def planted(monkeypatch):
         return tree
 
     names = ("make_train_step", "make_loss_and_grad", "make_optimizer")
-    real = {name: getattr(step_lib, name) for name in names}
+    homes = (step_lib, step_lib, setup_lib)
+    real = {name: getattr(home, name) for home, name in zip(homes, names)}
     preprocess = step_lib.data.preprocess
 
     def make_train_step(*args):
@@ -740,7 +739,7 @@ def planted(monkeypatch):
 
         return optimizer._replace(update=update)
 
-    monkeypatch.setattr(loop, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(setup_lib, "make_optimizer", make_optimizer)
     monkeypatch.setattr(loop, "make_train_step", make_train_step)
     monkeypatch.setattr(step_lib, "make_loss_and_grad", make_loss_and_grad)
     monkeypatch.setattr(step_lib.data, "preprocess", lambda *a: spoil(preprocess(*a), 2))
@@ -803,7 +802,7 @@ def test_init_from_takes_the_parameters_only(reference, micro, tmp_path):
     init, _ = setup(config)
     like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
     own = Checkpoints(tmp_path / "own", keep=1)
-    state, position = loop.init_or_restore(config, own, init, like)
+    state, position = setup_lib.init_or_restore(config, own, init, like)
     first, _ = final_state(micro(), workdir)
     assert_same_bits(state["params"], first["params"])
     assert int(state["step"]) == 0 and position is None
@@ -854,8 +853,8 @@ def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason)
     """After steps of a second, of which the device takes 0.9."""
     now, queued = [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(metrics.CoreQueue, "seconds", lambda self: queued[0])
-    with closing(metrics.StepClock()) as clock:
+    monkeypatch.setattr(step_clock.CoreQueue, "seconds", lambda self: queued[0])
+    with closing(step_clock.StepClock()) as clock:
 
         def take(laps, saving=False):
             for name, seconds in laps.items():
@@ -887,7 +886,7 @@ def test_waiting_for_a_core_is_counted():
 
     def compute(until):
         os.sched_setaffinity(0, {core})  # this thread's alone
-        with closing(metrics.CoreQueue()) as queue:
+        with closing(step_clock.CoreQueue()) as queue:
             before = queue.seconds()
             while queue.seconds() < before + 0.1 and time.monotonic() < until:
                 pass
@@ -902,12 +901,12 @@ def test_waiting_for_a_core_is_counted():
             process.wait()
 
 
-def test_progress_rewrites_a_terminals_line_and_prints_plain_ones_elsewhere():
+def test_console_rewrites_a_terminals_line_and_prints_plain_ones_elsewhere():
     record = {"step": 5, "train/loss": 1.5, "perf/step_seconds": 2.0,
               "perf/samples_per_sec_per_device": 32.0, "perf/data_wait_frac": 0.25}  # fmt: skip
     for terminal in (True, False):
         stream = Stream(terminal)
-        progress = metrics.Progress(65, stream)
+        progress = console.Console(65, stream)
         progress.update(record)
         progress.update(record | {"step": 6})
         progress.say("saved")
@@ -919,7 +918,7 @@ def test_progress_rewrites_a_terminals_line_and_prints_plain_ones_elsewhere():
 def test_throughput_counts_training_only(monkeypatch):
     now = np.zeros(1)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    meter = metrics.Meter(batch_size=10, flops_per_example=1.0)
+    meter = throughput.Meter(batch_size=10, flops_per_example=1.0)
     now += 20  # compiling
     assert meter.restart() == 20
     now += 1
@@ -936,7 +935,7 @@ def test_throughput_counts_training_only(monkeypatch):
 def test_wandb_missing_is_one_line(micro, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
-        metrics.MetricLog(tmp_path, micro(log__wandb="project"), last_step=0)
+        metric_log.MetricLog(tmp_path, micro(log__wandb="project"), last_step=0)
 
 
 def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
@@ -949,7 +948,7 @@ def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
     fake = types.SimpleNamespace(init=lambda **options: calls.append(options) or Run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):  # the second resumes the first
-        log = metrics.MetricLog(tmp_path, micro(log__wandb="project"), last_step=0)
+        log = metric_log.MetricLog(tmp_path, micro(log__wandb="project"), last_step=0)
         log.write([{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}])
         log.close()
     first, told, finished, second = calls[:4]
@@ -958,7 +957,7 @@ def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
 
 
 def test_tensorboard_gets_the_newest_record(micro, tmp_path):
-    log = metrics.MetricLog(tmp_path, micro(log__tensorboard="true"), last_step=0)
+    log = metric_log.MetricLog(tmp_path, micro(log__tensorboard="true"), last_step=0)
     log.write([{"step": 1, "train/loss": float("nan")}, {"step": 2, "train/loss": 0.1}])
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

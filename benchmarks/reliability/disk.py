@@ -63,14 +63,15 @@ def damage(workdir: Path, times: int, seed: int, change) -> dict[str, int]:
 
     from swjax.models import sharding
     from swjax.training import config as config_lib
-    from swjax.training import loop
+    from swjax.training import optimizer as optimizer_lib
+    from swjax.training import setup
     from swjax.training.checkpoint import Checkpoints
 
     config = config_lib.load("configs/openmoji.py")
     config.unlock()
     config.update(json.loads((workdir / "config.json").read_text()))
-    optimizer = loop.make_optimizer(config, loop.make_schedule(config, 6, 1))
-    init, _ = loop.make_init(config, loop.model_config(config), optimizer)
+    optimizer = optimizer_lib.make_optimizer(config, optimizer_lib.make_schedule(config, 6, 1))
+    init, _ = setup.make_init(config, setup.model_config(config), optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
 
     def restore():

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from swjax.training import loop
+from swjax.training import optimizer, setup
 from swjax.training.config import ConfigError
 
 TIMEOUT = 20  # seconds; a machine may be busy
@@ -244,8 +244,8 @@ def configs(place: Path, rng: random.Random):
         if choice < 0.6:
             chosen = [(rng.choice(keys), rng.choice(values)) for _ in range(rng.randint(1, 3))]
             found = config.load(f"{root}/configs/openmoji.py", chosen)
-            loop.check(found)
-            loop.make_schedule(found, max(found.train.steps, 1), found.schedule.warmup_steps)
+            setup.check(found)
+            optimizer.make_schedule(found, max(found.train.steps, 1), found.schedule.warmup_steps)
         elif choice < 0.8:
             path = place / "config.py"
             text = (root / "configs" / "vitb32_int8.py").read_bytes()
@@ -328,7 +328,7 @@ def checkpoints(place: Path, rng: random.Random):
 
 def workdirs(place: Path, rng: random.Random):
     """What a run left behind: config.json, metrics.jsonl, results.json."""
-    from swjax.training import config, metrics
+    from swjax.training import config, metric_log, results
 
     root = Path(__file__).resolve().parent.parent.parent
     good = config.load(f"{root}/configs/openmoji.py")
@@ -345,9 +345,9 @@ def workdirs(place: Path, rng: random.Random):
         name = rng.choice(list(files))
         (place / name).write_bytes(damage(files[name].encode(), rng))
         with contextlib.redirect_stdout(io.StringIO()):
-            metrics.truncate(place / "metrics.jsonl", 20, metrics.read_line)
-            loop.is_finished(good, place)
-            loop.tell_results(place)
+            metric_log.truncate(place / "metrics.jsonl", 20, metric_log.read_line)
+            results.is_finished(good, place)
+            results.tell_results(place)
         return name
 
     return read

@@ -87,9 +87,9 @@ def compare(exact: list[dict], other: list[dict]) -> dict:
 
 
 def tokens(config) -> int:
-    from swjax.training import loop
+    from swjax.training import setup
 
-    cfg = loop.model_config(config)
+    cfg = setup.model_config(config)
     return cfg.vision.kept_patches(cfg.patch_dropout) + 1
 
 
@@ -100,7 +100,7 @@ def gradients(config, run: Path, moment: str, batch: int, arm: str) -> list[dict
 
     from swjax import inference
     from swjax.models import clip
-    from swjax.training import loop
+    from swjax.training import setup
     from swjax.training.compare_precision import first_batches
     from swjax.training.step import make_loss_and_grad
 
@@ -109,7 +109,7 @@ def gradients(config, run: Path, moment: str, batch: int, arm: str) -> list[dict
         config.train.batch_size, config.train.accumulation = batch, 1
     recipe = recipe_of(arm)
     if moment == "start":
-        cfg = clip.config(loop.model_config(config), recipe=recipe, dtype="float32")
+        cfg = clip.config(setup.model_config(config), recipe=recipe, dtype="float32")
         model = clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed))
     else:
         model = inference.load(run, recipe=recipe, dtype="float32").model

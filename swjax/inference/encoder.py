@@ -179,14 +179,14 @@ def _of_run(workdir: Path, options: dict) -> clip.CLIP:
     # Libraries of training, which weights of others do not need.
     from ml_collections import ConfigDict
 
-    from swjax.training import loop
     from swjax.training.checkpoint import Checkpoints
+    from swjax.training.setup import model_config
 
     if not any((workdir / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")
     config = ConfigDict(json.loads((workdir / "config.json").read_text()))
     config.model.attention = ""  # of the devices it was trained on
-    cfg = clip.config(loop.model_config(config), **options)
+    cfg = clip.config(model_config(config), **options)
     graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(

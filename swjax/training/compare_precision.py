@@ -28,10 +28,13 @@ from swjax.diagnostics import Packer
 from swjax.models import sharding
 from swjax.recipes import RECIPES
 from swjax.training import config as config_lib
-from swjax.training import environment, layer_errors, loop
+from swjax.training import environment, layer_errors
 from swjax.training.config import ConfigError, choice
+from swjax.training.inputs import open_batches, open_source
 from swjax.training.keys import KEYS
-from swjax.training.step import make_optimizer, make_schedule, make_train_step
+from swjax.training.optimizer import make_optimizer, make_schedule
+from swjax.training.setup import check, first_state, make_init
+from swjax.training.step import make_train_step
 
 REFERENCE = "standard:float32"
 
@@ -162,14 +165,14 @@ def of_arm(config, arm: str):
 
 def first_batches(config, count: int) -> list[dict]:
     """The batches that a run of the config begins with."""
-    mesh, _ = loop.check(config)
-    source, share = loop.open_source(config, "train"), sharding.batch_share(mesh)
-    with closing(loop.open_batches(config, source, None, share)) as batches:
+    mesh, _ = check(config)
+    source, share = open_source(config, "train"), sharding.batch_share(mesh)
+    with closing(open_batches(config, source, None, share)) as batches:
         return [next(batches) for _ in range(count)]
 
 
 def observe(config, batch: dict) -> dict[str, jax.Array]:
-    _, cfg = loop.check(config)
+    _, cfg = check(config)
     scale = config.optimizer.loss_scale if config.optimizer.loss_scaling else 1.0
     return layer_errors.observe(config, cfg, batch, scale=scale)
 
@@ -179,18 +182,18 @@ def losses_of(config, steps: int, seeds: list[int]) -> list[list[float]]:
 
     One program serves all seeds: they differ in parameters and batches, not in augmentation and dropout.
     """
-    mesh, cfg = loop.check(config)
+    mesh, cfg = check(config)
     schedule = make_schedule(config, steps, config.schedule.warmup_steps)
     optimizer, packer = make_optimizer(config, schedule), Packer()
-    _, graphdef = loop.make_init(config, cfg, optimizer)
+    _, graphdef = make_init(config, cfg, optimizer)
     step = jax.jit(make_train_step(config, graphdef, optimizer, schedule, packer), donate_argnums=0)
 
     def run(config):
-        init, _ = loop.make_init(config, cfg, optimizer)
+        init, _ = make_init(config, cfg, optimizer)
         like = sharding.abstract_state(jax.eval_shape(init), mesh)
-        state, vectors = loop.first_state(config, init, like), []
-        source, share = loop.open_source(config, "train"), sharding.batch_share(mesh)
-        with closing(loop.open_batches(config, source, None, share)) as batches:
+        state, vectors = first_state(config, init, like), []
+        source, share = open_source(config, "train"), sharding.batch_share(mesh)
+        with closing(open_batches(config, source, None, share)) as batches:
             for _ in range(steps):
                 state, vector = step(state, sharding.shard_batch(next(batches), mesh))
                 vectors.append(vector)  # fetched at the end: nothing waits

@@ -18,10 +18,20 @@ from swjax.data import history
 from swjax.diagnostics import Packer
 from swjax.diagnostics.recorder import number
 from swjax.models import clip, sharding
-from swjax.training import loop
 from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError
-from swjax.training.step import Health, make_loss_and_grad, make_train_step, partition
+from swjax.training.health import Health
+from swjax.training.inputs import open_batches, open_source
+from swjax.training.optimizer import split_frozen
+from swjax.training.setup import (
+    check,
+    compile_step,
+    first_state,
+    make_init,
+    plan,
+    use_compilation_cache,
+)
+from swjax.training.step import make_loss_and_grad, make_train_step
 
 RMS = "stability/rms/"
 
@@ -74,13 +84,13 @@ def replay(
     """
     workdir = Path(workdir)
     config, log = load_config(workdir), dict(_log(workdir))
-    mesh, cfg = loop.check(config)
-    loop.use_compilation_cache(config)
-    source = loop.open_source(config, "train")
-    total, schedule, optimizer = loop.plan(config, source)
+    mesh, cfg = check(config)
+    use_compilation_cache(config)
+    source = open_source(config, "train")
+    total, schedule, optimizer = plan(config, source)
     if not 1 <= step <= total:
         raise ConfigError(f"--step={step} must be one of the run's steps, 1 to {total}")
-    init, graphdef = loop.make_init(config, cfg, optimizer)
+    init, graphdef = make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     state, position = _state_before(config, workdir, step, init, like)
     start = int(state["step"])
@@ -89,13 +99,9 @@ def replay(
     )
 
     packer = Packer()
-    train_step = loop.compile_step(
-        make_train_step(config, graphdef, optimizer, schedule, packer), like
-    )
+    train_step = compile_step(make_train_step(config, graphdef, optimizer, schedule, packer), like)
     vectors = {}
-    with closing(
-        loop.open_batches(config, source, position, sharding.batch_share(mesh))
-    ) as batches:
+    with closing(open_batches(config, source, position, sharding.batch_share(mesh))) as batches:
         for now in range(start + 1, step + 1):
             host = next(batches)
             batch = sharding.shard_batch(host, mesh)
@@ -143,7 +149,7 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
     """
     workdir = Path(workdir)
     config, log = load_config(workdir), dict(_log(workdir))
-    source = loop.open_source(config, "train")
+    source = open_source(config, "train")
     settings = {
         "batch_size": config.train.batch_size,
         "seed": config.train.seed,
@@ -169,7 +175,7 @@ def _state_before(config, workdir: Path, step: int, init, like):
         if found:
             checkpoints, earlier = found
             return checkpoints.restore(like, earlier)
-    return loop.first_state(config, init, like), None
+    return first_state(config, init, like), None
 
 
 def _position_before(config, workdir: Path, step: int) -> tuple[int, dict | None]:
@@ -207,7 +213,7 @@ def _gradients(config, graphdef, state, batch) -> dict[str, tuple[float, float]]
 
     def measure(state, batch):
         key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
-        trainable, frozen = partition(state["params"], config.optimizer.freeze)
+        trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
         _, _, grads = loss_and_grad(trainable, frozen, batch, key)
         stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=lambda axis: axis is None)
         found = {}

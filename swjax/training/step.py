@@ -1,30 +1,18 @@
 """One optimizer step as a pure function: loss and gradient, update, and what is measured on the way."""
 
-import dataclasses
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from swjax import data, diagnostics, losses
-from swjax.diagnostics import Packer, taps
+from swjax.diagnostics import Packer
 from swjax.models import clip, sharding
-from swjax.optax import (
-    dynamic_loss_scale,
-    loss_scale,
-    per_tensor_guard,
-    power_decay,
-    skipped_by_path,
-    stable_adamw,
-    unscale,
-)
-from swjax.training.config import ConfigError
+from swjax.optax import loss_scale, skipped_by_path, unscale
+from swjax.training.accumulation import accumulated, at_once
+from swjax.training.optimizer import combine, ema_decay, split_frozen
 
 
 def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
@@ -40,7 +28,7 @@ def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
 
     def train_step(state, batch):
         key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
-        trainable, frozen = partition(state["params"], config.optimizer.freeze)
+        trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
         scaling = config.optimizer.loss_scaling
         scale = loss_scale(state["opt_state"]) if scaling else 1.0
         loss, aux, grads = loss_and_grad(trainable, frozen, batch, key, scale)
@@ -106,75 +94,6 @@ def rms(c, opt_state, grads) -> dict[str, jax.Array]:
     return diagnostics.adamw_rms(opt_state, grads, b2=c.b2, eps=c.eps, block_axes=clip.block_axes)
 
 
-class Health:
-    """Quantization health every `diagnostics.every_steps` steps, on the batch and parameters of the step.
-
-    It is a program of its own, so that the train step is the same with and without it, and one that compiles
-    fast rather than runs fast: blocks are scanned.
-
-    Args:
-      config: the run's.
-      graphdef: of the model.
-      params: of the model, or ShapeDtypeStructs like them, with shardings.
-      steps: of the run.
-    """
-
-    def __init__(self, config, graphdef, params, *, steps: int):
-        self._every, self._packer, self._pending = config.diagnostics.every_steps, Packer(), {}
-        model = nnx.merge(graphdef, params)
-        if self._every > steps or not taps.quantized_layers(model):
-            self._every = 0
-        if not self._every:
-            return
-        for module in (model, model.vision, model.text):
-            module.cfg = dataclasses.replace(module.cfg, scan_layers=True)
-        tapped, zeros = nnx.split(taps.insert(model))
-        loss_and_grad = make_loss_and_grad(config, tapped)
-
-        def measure(state, batch):
-            key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
-            inserted, frozen = _beside(nnx.to_pure_dict(zeros), state["params"])
-            _, _, sums = loss_and_grad(inserted, frozen, batch, key)
-            return self._packer.pack(taps.read(sums))
-
-        mesh = jax.tree.leaves(params)[0].sharding.mesh
-        everywhere = NamedSharding(mesh, P())  # so that every process can read it
-        self._measure, self._compiled = jax.jit(measure, out_shardings=everywhere), None
-
-    def compile(self, state, batch):
-        """The program (state, batch) -> measurements as one vector."""
-        return self._measure.lower(state, batch).compile()
-
-    def before(self, step: int, state, batch) -> None:
-        """Measures, if the step with this number is one of those; it takes `state` afterwards."""
-        if not self._every:
-            return
-        if self._compiled is None:  # at the first step, like the train step: not in mid-run
-            self._compiled = self.compile(state, batch)
-        if step % self._every == 0:
-            self._pending[step] = self._compiled(state, batch)
-
-    def records(self, last: int) -> dict[int, dict]:
-        """{step: its measurements} since the last call, up to a step."""
-        done = [step for step in self._pending if step <= last]
-        fetched = jax.device_get({step: self._pending.pop(step) for step in done})
-        return {record["step"]: record for record in self._packer.records(fetched)}
-
-
-def _beside(all_variables, params):
-    """Two trees like `all_variables`: taps, with None for parameters, and parameters, with None for taps."""
-    named = {sharding.path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
-
-    def lookup(path, _):
-        return named.get(sharding.path_name(path))
-
-    def tap(path, x):
-        return None if sharding.path_name(path) in named else jnp.zeros(x.shape, x.dtype)
-
-    each = jax.tree_util.tree_map_with_path
-    return each(tap, all_variables), each(lookup, all_variables)
-
-
 def make_loss_and_grad(config, graphdef):
     """Returns a function (trainable, frozen, batch, key, scale) -> (loss, metrics, scale x gradient).
 
@@ -234,159 +153,3 @@ def make_contrast(config):
         return losses.sigmoid_contrastive(*embeddings, *scale_and_bias, labels=labels)
 
     return contrast
-
-
-def at_once(embed, loss_of, params, batch, key):
-    """Loss and gradient of the whole batch in one pass.
-
-    Args:
-      embed: (params, batch, key) -> (embeddings, outs).
-      loss_of: (embeddings, params) -> (loss, metrics).
-
-    Returns:
-      (loss, metrics), outs, gradient.
-    """
-
-    def loss_fn(params):
-        embeddings, outs = embed(params, batch, key)
-        loss, measured = loss_of(embeddings, params)
-        return loss, (measured, outs)
-
-    (loss, (measured, outs)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    return (loss, measured), outs, grads
-
-
-def accumulated(embed, loss_of, params, batch, key, *, parts: int):
-    """The same as `at_once`, with the memory of one of several micro-batches.
-
-    Every row is still contrasted with the whole batch: all micro-batches are embedded without
-    gradient, the loss gives the gradient at the embeddings, and each micro-batch, embedded again with
-    the same randomness, turns its rows of that into a gradient of the parameters.
-
-    References:
-      Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021,
-      https://arxiv.org/abs/2101.06983
-    """
-
-    # A micro-batch is every parts-th row, so that it lies on the devices as evenly as the batch does.
-    def split(x):
-        return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
-
-    def join(x):
-        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-
-    micro = (jax.tree.map(split, batch), jax.random.split(key, parts))
-    embeddings, outs = jax.lax.map(lambda part: embed(params, *part), micro)
-    (loss, measured), (at_embeddings, grads) = jax.value_and_grad(
-        lambda e, p: loss_of(jax.tree.map(join, e), p), argnums=(0, 1), has_aux=True
-    )(embeddings, params)
-
-    def add(grads, part):
-        (batch, key), cotangents = part
-        _, pull_back = jax.vjp(lambda p: embed(p, batch, key)[0], params)
-        return jax.tree.map(jnp.add, grads, *pull_back(cotangents)), None
-
-    grads, _ = jax.lax.scan(add, grads, (micro, at_embeddings))
-    outs = jax.tree_util.tree_map_with_path(
-        lambda path, x: jnp.max(x, 0) if "max" in path[-1].key else jnp.mean(x, 0), outs
-    )
-    return (loss, measured), outs, grads
-
-
-def make_schedule(config, total: int, warmup: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then cosine to 0 or constant."""
-    if total < 1:
-        raise ConfigError("config.train has no duration: set train.steps, epochs or examples")
-    if warmup >= total:
-        raise ConfigError(
-            f"config.schedule warms up for {warmup} of {total} steps: "
-            f"lower schedule.warmup_steps, or raise train.steps"
-        )
-    peak = config.optimizer.learning_rate
-    pieces = [optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup, 1))]
-    if config.schedule.name == "cosine":
-        pieces.append(optax.cosine_decay_schedule(peak, total - warmup))
-    else:
-        pieces.append(optax.constant_schedule(peak))
-    joined = optax.join_schedules(pieces, [warmup])
-    return lambda count: joined(jnp.asarray(count, jnp.float32))  # no int meets a float
-
-
-def make_optimizer(config, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """StableAdamW or AdamW; gradients clipped by their global norm, and unscaled, as the config says."""
-    c = config.optimizer
-    guarded = c.loss_scaling == "per_tensor"
-    shared = {"b1": c.b1, "eps": c.eps, "weight_decay": c.weight_decay}
-    shared["mask"] = decay_of_blocks if guarded else clip.weight_decay_mask
-    if c.name == "adamw":
-        update = optax.adamw(schedule, b2=c.b2, **shared)
-    else:
-        update = stable_adamw(
-            schedule,
-            b2=power_decay(c.b2_power) if c.b2_power else c.b2,
-            block_axes=None if guarded else clip.block_axes,
-            clip_threshold=c.clip_threshold or math.inf,
-            **shared,
-        )
-    clipping = optax.clip_by_global_norm(c.grad_clip_norm) if c.grad_clip_norm else None
-    if guarded:
-        return per_tensor_guard(update, c.loss_scale, across=clipping, block_axes=clip.block_axes)
-    if clipping:
-        update = optax.chain(clipping, update)
-    if c.loss_scaling == "dynamic":
-        return dynamic_loss_scale(update, c.loss_scale, growth_steps=c.loss_scale_growth_steps)
-    return update
-
-
-def decay_of_blocks(params):
-    """`clip.weight_decay_mask` of parameters that `per_tensor_guard` shows: one block, not their stack."""
-
-    def stack(path, x):
-        return x[None] if "blocks" in sharding.path_name(path).split("/") else x
-
-    return clip.weight_decay_mask(jax.tree_util.tree_map_with_path(stack, params))
-
-
-def partition(params, patterns):
-    """Splits parameters into (trainable, frozen) trees, each with None for what the other has.
-
-    Args:
-      params: nested dict of arrays.
-      patterns: regular expressions; a parameter whose path one of them finds is frozen.
-
-    Raises:
-      ConfigError: a pattern finds no parameter, or all are frozen.
-    """
-    paths = [sharding.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    for pattern in patterns:
-        if not any(re.search(pattern, path) for path in paths):
-            raise ConfigError(
-                f"config.optimizer.freeze={pattern!r} finds no parameter among {', '.join(paths)}"
-            )
-    if all(any(re.search(pattern, path) for pattern in patterns) for path in paths):
-        raise ConfigError(
-            f"config.optimizer.freeze={tuple(patterns)} finds every parameter, and none is left to train: "
-            f"remove a pattern"
-        )
-
-    def keep(frozen):
-        def leaf(path, x):
-            found = any(re.search(pattern, sharding.path_name(path)) for pattern in patterns)
-            return x if found == frozen else None
-
-        return jax.tree_util.tree_map_with_path(leaf, params)
-
-    return keep(False), keep(True)
-
-
-def combine(trainable, frozen):
-    """Undoes `partition`."""
-    return jax.tree.map(
-        lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None
-    )
-
-
-def ema_decay(decay: float, step) -> jax.Array:
-    """min(decay, (1 + t) / (10 + t)): while few parameters have been seen, the average forgets sooner."""
-    t = step.astype(jnp.float32)
-    return jnp.minimum(decay, (1 + t) / (10 + t))

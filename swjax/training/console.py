@@ -1,0 +1,50 @@
+"""What a person sees of a run while it goes on."""
+
+import sys
+
+import jax
+
+
+class Console:
+    """Tells a person how the run goes: one rewritten line on a terminal, plain lines elsewhere.
+
+    Args:
+      total: steps of the run.
+      stream: where to.
+    """
+
+    def __init__(self, total: int, stream=None):
+        self._total = total
+        self._stream = stream or sys.stdout
+        self._live = self._stream.isatty()
+        self._open = False
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        self._print(("\r\x1b[K" if self._open else "") + text + "\n")
+        self._open = False
+
+    def update(self, record: dict) -> None:
+        """Shows the newest record."""
+        line = f"step {record['step']}/{self._total}  loss {record['train/loss']:.4f}"
+        if seconds := record["perf/step_seconds"]:
+            rate = record["perf/samples_per_sec_per_device"] * jax.device_count()
+            line += f"  {rate:.0f} samples/s  data wait {record['perf/data_wait_frac']:.0%}"
+            line += f"  ETA {_clock((self._total - record['step']) * seconds)}"
+        self._print(f"\r\x1b[K{line}" if self._live else line + "\n")
+        self._open = self._live
+
+    def _print(self, text: str) -> None:
+        if jax.process_index() == 0:
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _clock(seconds: float) -> str:
+    """
+    >>> _clock(3700), _clock(65)
+    ('1:01:40', '1:05')
+    """
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

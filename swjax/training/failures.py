@@ -1,0 +1,52 @@
+"""What a disk, the data or a lost process does to a run, in one line."""
+
+import errno
+from contextlib import contextmanager
+from pathlib import Path
+
+from swjax import data
+from swjax.training.config import ConfigError, RunError
+
+# What a disk that is full, read-only or broken answers, and the remedy.
+DISK = {
+    errno.ENOSPC: "give it room",
+    errno.EDQUOT: "give it room",
+    errno.EFBIG: "give it room",
+    errno.EROFS: "make it writable",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EIO: "mend the disk",
+    errno.ENOENT: "name a directory that can be made",
+    errno.ENOTDIR: "name a directory, not a file",
+    errno.EEXIST: "name a directory, not a file",
+}
+
+
+@contextmanager
+def blame_data():
+    """Says in one line that too many examples cannot be read, or that nobody is left to read them."""
+    try:
+        yield
+    except data.BadData as error:
+        raise ConfigError(
+            f"config.data: {error}; config.data.max_bad_share and on_bad say what is allowed"
+        ) from error
+    except data.LostProcess as error:
+        raise RunError(
+            f"{error}; config.data.workers is their number. That mended, the same command goes on"
+        ) from error
+
+
+@contextmanager
+def blame_disk(workdir: Path):
+    """Says in one line that something cannot be written, with the path that the system names."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        remedy = DISK[error.errno]
+        raise RunError(
+            f"cannot write {error.filename or str(workdir)!r}: {error.strerror}; {remedy}, and the same "
+            f"command goes on"
+        ) from error

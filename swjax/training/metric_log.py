@@ -1,0 +1,135 @@
+"""What a run records: metrics.jsonl (one line a step), TensorBoard and W&B."""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import jax
+
+from swjax.diagnostics.recorder import number, truncate
+from swjax.training.config import ConfigError, read_json
+
+
+class MetricLog:
+    """Appends one record a step to metrics.jsonl, and the newest to TensorBoard and W&B.
+
+    Process 0 does; in the others it writes nothing.
+
+    Args:
+      workdir: directory of the run.
+      config: the run's; `config.log` chooses the writers.
+      last_step: records of later steps, left by a run that was killed, are removed.
+
+    Raises:
+      ConfigError: `config.log.wandb` is set but the package is not installed.
+    """
+
+    def __init__(self, workdir: Path, config, *, last_step: int):
+        self._board = self._wandb = self._file = None
+        if jax.process_index() != 0:
+            return
+        if config.log.wandb:
+            try:
+                import wandb
+            except ImportError as error:
+                raise ConfigError(
+                    f"config.log.wandb={config.log.wandb!r} needs the package wandb: "
+                    f"pip install wandb, or set it to ''"
+                ) from error
+            try:
+                self._wandb = wandb.init(
+                    project=config.log.wandb,
+                    id=hashlib.sha1(str(workdir.absolute()).encode()).hexdigest()[:12],
+                    resume="allow",  # the id is the workdir's: a resumed run goes on there too
+                    dir=str(workdir),
+                    config=config.to_dict(),
+                )
+            except wandb.Error as error:  # no key, no such project
+                raise ConfigError(
+                    f"config.log.wandb={config.log.wandb!r}: {' '.join(str(error).split())}: run "
+                    f"`wandb login`, name a project of yours, or set it to ''"
+                ) from error
+        if config.log.tensorboard:
+            self._board = Board(workdir / "tensorboard", last_step)
+        self._path = workdir / "metrics.jsonl"
+        self.rewind(last_step)
+
+    def rewind(self, last_step: int) -> None:
+        """Removes the records after `last_step`; the next one written follows it."""
+        if jax.process_index() != 0:
+            return
+        if self._file:
+            self._file.close()
+        self._offset = truncate(self._path, last_step, read_line)
+        self._start = time.perf_counter()
+        self._file = open(self._path, "a")
+
+    def write(self, records: list[dict]) -> None:
+        """Writes records {"step": int, name: number or None, ...}, oldest first."""
+        if self._file is None:
+            return
+        seconds = round(self._offset + time.perf_counter() - self._start, 3)
+        line = {}
+        for record in records:
+            line = {"step": record["step"], "time": seconds}
+            line |= {name: number(value) for name, value in record.items() if name != "step"}
+            self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        shown = {
+            k: v
+            for k, v in line.items()
+            if isinstance(v, (int, float)) and k not in ("step", "time")
+        }
+        if self._board:
+            self._board.write(line["step"], shown)
+        if self._wandb:
+            self._wandb.log(shown, step=line["step"])
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+class Board:
+    """Scalars for TensorBoard, written when they come.
+
+    tensorboardX's own SummaryWriter hands them to a thread, which a full disk ends, and then waits for it.
+
+    Args:
+      directory: of the event files; this process adds one.
+      last_step: what earlier processes wrote of later steps is hidden.
+    """
+
+    def __init__(self, directory: Path, last_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        directory.mkdir(exist_ok=True)
+        self._event = Event
+        self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}")
+        start = SessionLog(status=SessionLog.START)
+        self._add(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        event = self._event(step=step, wall_time=time.time())
+        for name, value in scalars.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._add(event)
+
+    def _add(self, event) -> None:
+        self._writer.write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_line(number: int, line: str) -> dict:
+    what, remedy = f"metrics.jsonl, line {number},", "mend the line, or remove it"
+    return read_json(what, line, remedy=remedy, step=int, time=int | float)

@@ -1,0 +1,69 @@
+"""What a run writes about itself when it begins and when it is over, and what it tells then."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+
+from swjax.training import config as config_lib
+from swjax.training import environment
+from swjax.training.config import ConfigError
+from swjax.training.console import Console
+
+
+def record_setup(config, workdir: Path, console: Console, step: int) -> None:
+    """Writes config.json and env.txt; says what runs, and what changed since the run began."""
+    path = workdir / "config.json"
+    if step and path.exists():
+        for change in config_lib.changes(path.read_text(errors="replace"), config):
+            console.say(f"the config has changed since this run began: {change}")
+    path.write_text(config_lib.to_json(config))
+    (workdir / "env.txt").write_text(environment.describe())
+    console.say(
+        f"{config.model.name} in {config.model.recipe} on {jax.device_count()} x "
+        f"{jax.devices()[0].device_kind}, {config.data.name}, {workdir}"
+        + (f": going on at step {step}" if step else "")
+    )
+
+
+def is_finished(config, workdir: Path) -> bool:
+    """Whether nothing of this run is left to do.
+
+    Raises:
+      ConfigError: a run with another config has finished here.
+    """
+    if not (workdir / "results.json").exists():
+        return False
+    path = workdir / "config.json"
+    changed = config_lib.changes(path.read_text(errors="replace"), config) if path.exists() else []
+    if changed:
+        raise ConfigError(
+            f"{workdir} holds a finished run with another config ({'; '.join(changed[:3])}): "
+            f"use another --workdir"
+        )
+    return (workdir / "report" / "index.html").exists() or not config.report.enabled
+
+
+def write_results(workdir: Path, step: int, scores: dict) -> None:
+    """Writes results.json, whose presence says that the run is over, in one piece."""
+    part = workdir / "results.part"
+    part.write_text(json.dumps({"step": step, "scores": scores}, indent=2) + "\n")
+    part.rename(workdir / "results.json")
+
+
+def tell_results(workdir: Path) -> None:
+    """Prints the scores on the test split, each beside chance, and where the report is."""
+    text = (workdir / "results.json").read_text(errors="replace")
+    remedy = "remove it, and the same command makes it again"
+    results = config_lib.read_json("results.json", text, remedy=remedy, step=int, scores=dict)
+    lines = []
+    for name, score in results["scores"].items():
+        chance = results["scores"].get(re.sub(r"_(top\d+|R@\d+)$", r"_chance_\1", name))
+        if isinstance(score, float) and isinstance(chance, float):
+            lines.append(f"  {name:32} {score:7.2%}   {chance:7.2%}")
+    heading = "; on unseen images, beside chance:" if lines else ""
+    print("\n".join([f"finished after {results['step']} steps{heading}", *lines]))
+    page = workdir / "report" / "index.html"
+    if page.exists():
+        print(f"report: {page}")
