@@ -27,7 +27,6 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 
 from benchmarks.kernels import timing  # noqa: E402
-from swjax.diagnostics import Packer  # noqa: E402
 from swjax.models import sharding  # noqa: E402
 from swjax.training import config as config_lib  # noqa: E402
 from swjax.training import environment, inputs, setup  # noqa: E402
@@ -101,24 +100,23 @@ def parse():
 
 def compile_all(config):
     """({variant, or "quantization": compiled program}, a state, a batch)."""
-    mesh, cfg = setup.check(config)
     setup.use_compilation_cache(config)
-    source = inputs.open_source(config, "train")
-    _, schedule, optimizer = setup.plan(config, source)
-    init, graphdef = setup.make_init(config, cfg, optimizer)
-    like = sharding.abstract_state(jax.eval_shape(init), mesh)
-    state = setup.first_state(config, init, like)
-    with closing(inputs.open_batches(config, source, None, sharding.batch_share(mesh))) as batches:
-        batch = sharding.shard_batch(next(batches), mesh)
+    parts = setup.assemble(config, inputs.open_source(config, "train"))
+    state = setup.first_state(config, parts.init, parts.like)
+    share = sharding.batch_share(parts.mesh)
+    with closing(inputs.open_batches(config, parts.source, None, share)) as batches:
+        batch = sharding.shard_batch(next(batches), parts.mesh)
     programs = {}
     for name, on in VARIANTS.items():
         with config.unlocked():
             for key in ("rms", "features", "norms"):
                 config.diagnostics[key] = key in on
-        step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+        step = make_train_step(config, parts.graphdef, parts.optimizer, parts.schedule)
         # The state is not donated: all variants start from this one.
         programs[name] = jax.jit(step).lower(state, batch).compile()
-    health = Health(config, graphdef, like["params"], steps=config.diagnostics.every_steps)
+    health = Health(
+        config, parts.graphdef, parts.like["params"], steps=config.diagnostics.every_steps
+    )
     return programs | {"quantization": health.compile(state, batch)}, state, batch
 
 

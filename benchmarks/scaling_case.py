@@ -88,7 +88,6 @@ def prepare(case: dict):
     import numpy as np
 
     from configs import common
-    from swjax.diagnostics import Packer
     from swjax.models import sharding
     from swjax.training import setup
     from swjax.training.optimizer import make_optimizer, make_schedule
@@ -103,7 +102,7 @@ def prepare(case: dict):
     }
     config = common.paper("vit_b16", case["recipe"])
     config.update_from_flattened_dict(changes)
-    mesh, cfg = setup.check(config)
+    mesh, cfg = setup.check_config(config)
     schedule = make_schedule(config, 10_000, 100)
     optimizer = make_optimizer(config, schedule)
     init, graphdef = setup.make_init(config, cfg, optimizer)
@@ -111,7 +110,7 @@ def prepare(case: dict):
     shardings = jax.tree.map(lambda x: x.sharding, like)
     options = {"xla_backend_optimization_level": 0}  # it runs once
     init = jax.jit(init, out_shardings=shardings, compiler_options=options)
-    step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+    step = make_train_step(config, graphdef, optimizer, schedule)
     step = setup.compile_step(step, like, **case.get("xla", {}))
     rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size
     tokens = rng.integers(1, 49406, (size, config.data.context_length), np.int32)

@@ -33,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels import timing  # noqa: E402
 from configs import common  # noqa: E402
-from swjax.diagnostics import Packer  # noqa: E402
 from swjax.models import clip  # noqa: E402
 from swjax.models.vit import VisionTransformer  # noqa: E402
 from swjax.training import setup  # noqa: E402
@@ -255,7 +254,7 @@ def step(case: Case) -> Program:
     optimizer = make_optimizer(config, schedule)
     init, graphdef = setup.make_init(config, cfg, optimizer)
     init = jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})
-    train_step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+    train_step = make_train_step(config, graphdef, optimizer, schedule)
     side, length = cfg.vision.image_size, cfg.text.context_length
     keys = jax.random.split(jax.random.key(0), 2)
     batch = {

@@ -1,6 +1,7 @@
 """Settings every test runs under: two CPU devices, and no silent promotion of dtypes or ranks."""
 
 import os
+from functools import partial
 from importlib.metadata import version
 
 # Compiling takes most of the time here, so XLA for CPUs does it in a hurry, also in the processes that
@@ -36,6 +37,57 @@ def compilation_cache():
     if jax.config.jax_compilation_cache_dir != before:
         jax.config.update("jax_compilation_cache_dir", before)
         reset_cache()
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory):
+    """A directory of compiled programs that modules and the processes that they start share."""
+    directory = str(tmp_path_factory.getbasetemp() / "jax_cache")
+    options = {
+        "jax_compilation_cache_dir": directory,
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_disable_most_optimizations": True,
+    }
+    old = {name: jax.config.values[name] for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield directory
+    for name, value in old.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def micro(shared_cache):
+    """Builds the config of a very small run, see `micro_run.micro_config`."""
+    from micro_run import micro_config  # here: other tests need no training packages
+
+    return partial(micro_config, shared_cache)
+
+
+@pytest.fixture(scope="module")
+def reference(micro, tmp_path_factory):
+    """A run that nothing disturbed: its config and workdir, to be read only."""
+    from micro_run import train
+
+    workdir = tmp_path_factory.mktemp("reference")
+    assert train(micro(), workdir) == 0
+    return micro(), workdir
+
+
+@pytest.fixture
+def started(shared_cache, tmp_path):
+    """Starts train.py in `tmp_path`, see `micro_run.start`; kills what is left of it."""
+    from micro_run import start
+
+    processes = []
+
+    def begin(**changes):
+        processes.append(start(tmp_path, **{"train.compilation_cache": shared_cache} | changes))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        process.kill()
 
 
 @pytest.fixture(scope="module")

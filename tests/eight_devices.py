@@ -17,15 +17,14 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from micro_run import MICRO, ROOT
 from numeric import floor_db, snr_db
-from test_trainer import MICRO, ROOT
 
 import swjax
 import swjax.losses
 import swjax.nnx
 from swjax import Gelu, LayerNorm, Layout
 from swjax.attention import attention
-from swjax.diagnostics import Packer
 from swjax.linear.plans import reduced
 from swjax.models import sharding
 from swjax.optax import rms_by_path, stable_adamw
@@ -302,7 +301,7 @@ def train_program(**changes):
     changes = MICRO | {"train.compilation_cache": ""} | changes
     pairs = [(key, str(value)) for key, value in changes.items()]
     config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
-    mesh, cfg = setup.check(config)
+    mesh, cfg = setup.check_config(config)
     schedule = make_schedule(config, 6, 1)
     optimizer = make_optimizer(config, schedule)
     init, graphdef = setup.make_init(config, cfg, optimizer)
@@ -315,7 +314,7 @@ def train_program(**changes):
         "label": np.arange(size, dtype=np.int32),
     }
     batch = sharding.shard_batch(batch, mesh)
-    step = make_train_step(config, graphdef, optimizer, schedule, Packer())
+    step = make_train_step(config, graphdef, optimizer, schedule)
     step = jax.jit(step, out_shardings=(where, None)).lower(like, batch).compile()
     state = lambda: jax.jit(init, out_shardings=where)()
     return config, cfg, step, like, state, batch

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_trainer import MICRO, ROOT
+from micro_run import MICRO, ROOT
 
 from swjax.models import clip
 from swjax.report import precision

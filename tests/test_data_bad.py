@@ -7,9 +7,9 @@ import re
 
 import numpy as np
 import pytest
+from micro_run import MICRO
 from photographs import encoded, jpeg, photograph, sample, write_tar, write_tars
 from PIL import Image
-from test_trainer import MICRO, cache  # noqa: F401
 
 from swjax import data
 from swjax.data import decoding, files
@@ -252,13 +252,13 @@ def outcome(decode, content):
 # The trainer
 
 
-def test_a_run_skips_and_says_so(tmp_path, capsys, cache):  # noqa: F811
+def test_a_run_skips_and_says_so(tmp_path, capsys, shared_cache):
     pattern = write_tars(
         tmp_path, [20, 20], lambda n, f: f | ({"txt": b""} if n in (3, 30) else {})
     )
     settings = MICRO | {
         "data.name": "webdataset", "data.webdataset.splits.train": pattern,
-        "data.dir": str(tmp_path / "data"), "train.steps": 4, "train.compilation_cache": cache,
+        "data.dir": str(tmp_path / "data"), "train.steps": 4, "train.compilation_cache": shared_cache,
     }  # fmt: skip
     overrides = [(key, str(value)) for key, value in settings.items()]
     config = config_lib.load("configs/openmoji.py", overrides)

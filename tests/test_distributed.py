@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from micro_run import ENVIRONMENT, MICRO, ROOT, final_state, records, train
 from processes import two_processes
-from test_trainer import ENVIRONMENT, MICRO, ROOT, cache, final_state, micro, records, train  # noqa: F401
 
 from swjax.models import sharding
 from swjax.training.config import ConfigError
@@ -118,7 +118,7 @@ def assert_same_losses(got, want):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_mesh(micro, tmp_path):  # noqa: F811
+def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
     """Saved with split parameters; the arrays come back bit for bit, the data where it was."""
     split, whole = CHANGES | {"mesh.data": 1, "mesh.fsdp": 2}, CHANGES
     straight, first, second = (tmp_path / name for name in ("straight", "first", "second"))
@@ -138,12 +138,12 @@ def test_a_run_goes_on_with_another_mesh(micro, tmp_path):  # noqa: F811
 # ------------------------------------------------------------------------- two real processes
 
 
-def test_two_processes_train_stop_and_go_on_as_one(micro, cache, tmp_path):  # noqa: F811
+def test_two_processes_train_stop_and_go_on_as_one(micro, shared_cache, tmp_path):
     """SIGTERM reaches one of two; both save the same step, from which one process goes on."""
     two, one, rest = (tmp_path / name for name in ("two", "one", "rest"))
     command = [sys.executable, str(ROOT / "train.py")]
     command += [f"--config={ROOT}/configs/openmoji.py", f"--workdir={two}"]
-    changes = MICRO | CHANGES | {"train.compilation_cache": cache}
+    changes = MICRO | CHANGES | {"train.compilation_cache": shared_cache}
     command += [f"--config.{key}={value}" for key, value in changes.items()]
     flags = ENVIRONMENT["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"
     environment = ENVIRONMENT | {"XLA_FLAGS": flags}

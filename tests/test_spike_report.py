@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
+from micro_run import records, train
 from test_report import Page
-from test_trainer import cache, micro, records, train  # noqa: F401
 
 from swjax import report
 from swjax.diagnostics.__main__ import main
@@ -100,7 +100,7 @@ def test_swjax_is_a_command():
 
 
 @pytest.fixture(scope="module")
-def run(micro, tmp_path_factory):  # noqa: F811
+def run(micro, tmp_path_factory):
     """A run with checkpoints at 2, 4 and 6, and quantization health at 3 and 6."""
     workdir = tmp_path_factory.mktemp("run")
     config = micro(diagnostics__every_steps=3, checkpoint__keep=5)
@@ -148,7 +148,7 @@ def test_a_step_that_is_none(run):
         replay.replay(run, 7)
 
 
-def test_a_run_that_goes_on_with_another(run, micro, tmp_path):  # noqa: F811
+def test_a_run_that_goes_on_with_another(run, micro, tmp_path):
     """What it began with is in the other's checkpoints."""
     config = micro(checkpoint__resume=str(run))
     start, position = replay._position_before(config, tmp_path, 5)

@@ -244,7 +244,7 @@ def configs(place: Path, rng: random.Random):
         if choice < 0.6:
             chosen = [(rng.choice(keys), rng.choice(values)) for _ in range(rng.randint(1, 3))]
             found = config.load(f"{root}/configs/openmoji.py", chosen)
-            setup.check(found)
+            setup.check_config(found)
             optimizer.make_schedule(found, max(found.train.steps, 1), found.schedule.warmup_steps)
         elif choice < 0.8:
             path = place / "config.py"

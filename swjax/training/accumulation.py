@@ -1,42 +1,95 @@
 """Loss and gradient of a batch in one pass, or with the memory of one micro-batch."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
+Params = Any
+Batch = dict[str, jax.Array]
+Embeddings = Any
 
-def at_once(embed, loss_of, params, batch, key):
+
+class Seen(NamedTuple):
+    """What a forward pass measures, by how the values of equal micro-batches combine.
+
+    Attributes:
+      means: {name: array}, averaged.
+      maxima: {name: array}, of which the largest counts.
+    """
+
+    means: dict[str, jax.Array]
+    maxima: dict[str, jax.Array]
+
+    def combined(self) -> "Seen":
+        """The values of the batch, from values of micro-batches stacked along axis 0."""
+        means, maxima = self
+        return Seen(
+            {name: jnp.mean(x, 0) for name, x in means.items()},
+            {name: jnp.max(x, 0) for name, x in maxima.items()},
+        )
+
+
+class LossAndGrad(NamedTuple):
+    """Loss and gradient of a batch.
+
+    Attributes:
+      loss: [] float32.
+      metrics: {name: scalar or vector}.
+      grads: tree like the parameters.
+    """
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    grads: Params
+
+
+Embed = Callable[[Params, Batch, jax.Array], tuple[Embeddings, Seen]]
+LossOf = Callable[[Embeddings, Params], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def at_once(
+    embed: Embed, loss_of: LossOf, params: Params, batch: Batch, key: jax.Array
+) -> LossAndGrad:
     """Loss and gradient of the whole batch in one pass.
 
     Args:
-      embed: (params, batch, key) -> (embeddings, outs).
+      embed: (params, batch, key) -> (embeddings, what it saw).
       loss_of: (embeddings, params) -> (loss, metrics).
-
-    Returns:
-      (loss, metrics), outs, gradient.
+      params: tree of arrays.
+      batch: arrays with the batch as leading dimension.
+      key: random key.
     """
 
     def loss_fn(params):
-        embeddings, outs = embed(params, batch, key)
-        loss, measured = loss_of(embeddings, params)
-        return loss, (measured, outs)
+        embeddings, seen = embed(params, batch, key)
+        loss, metrics = loss_of(embeddings, params)
+        return loss, metrics | seen.means | seen.maxima
 
-    (loss, (measured, outs)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    return (loss, measured), outs, grads
+    (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    return LossAndGrad(loss, metrics, grads)
 
 
-def accumulated(embed, loss_of, params, batch, key, *, parts: int):
+def accumulated(
+    embed: Embed, loss_of: LossOf, params: Params, batch: Batch, key: jax.Array, *, parts: int
+) -> LossAndGrad:
     """The same as `at_once`, with the memory of one of several micro-batches.
 
-    Every row is still contrasted with the whole batch: all micro-batches are embedded without
-    gradient, the loss gives the gradient at the embeddings, and each micro-batch, embedded again with
-    the same randomness, turns its rows of that into a gradient of the parameters.
+    Every row is still contrasted with the whole batch. All micro-batches are embedded without gradient.
+    The loss gives the gradient at the embeddings. Each micro-batch is then embedded a second time, with
+    the same randomness, and turns its rows of that gradient into a gradient of the parameters.
+
+    Args:
+      embed, loss_of, params, batch, key: as for `at_once`.
+      parts: number of micro-batches; divides the batch size.
 
     References:
       Gao et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021,
       https://arxiv.org/abs/2101.06983
     """
 
-    # A micro-batch is every parts-th row, so that it lies on the devices as evenly as the batch does.
+    # A micro-batch is every parts-th row, so that it is sharded as evenly as the batch.
     def split(x):
         return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
 
@@ -44,8 +97,8 @@ def accumulated(embed, loss_of, params, batch, key, *, parts: int):
         return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
     micro = (jax.tree.map(split, batch), jax.random.split(key, parts))
-    embeddings, outs = jax.lax.map(lambda part: embed(params, *part), micro)
-    (loss, measured), (at_embeddings, grads) = jax.value_and_grad(
+    embeddings, seen = jax.lax.map(lambda part: embed(params, *part), micro)
+    (loss, metrics), (at_embeddings, grads) = jax.value_and_grad(
         lambda e, p: loss_of(jax.tree.map(join, e), p), argnums=(0, 1), has_aux=True
     )(embeddings, params)
 
@@ -55,7 +108,5 @@ def accumulated(embed, loss_of, params, batch, key, *, parts: int):
         return jax.tree.map(jnp.add, grads, *pull_back(cotangents)), None
 
     grads, _ = jax.lax.scan(add, grads, (micro, at_embeddings))
-    outs = jax.tree_util.tree_map_with_path(
-        lambda path, x: jnp.max(x, 0) if "max" in path[-1].key else jnp.mean(x, 0), outs
-    )
-    return (loss, measured), outs, grads
+    seen = seen.combined()
+    return LossAndGrad(loss, metrics | seen.means | seen.maxima, grads)

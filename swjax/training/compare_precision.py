@@ -20,11 +20,12 @@ import math
 import statistics
 import sys
 from contextlib import closing
+from typing import Any
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
-from swjax.diagnostics import Packer
 from swjax.models import sharding
 from swjax.recipes import RECIPES
 from swjax.training import config as config_lib
@@ -32,8 +33,8 @@ from swjax.training import environment, layer_errors
 from swjax.training.config import ConfigError, choice
 from swjax.training.inputs import open_batches, open_source
 from swjax.training.keys import KEYS
-from swjax.training.optimizer import make_optimizer, make_schedule
-from swjax.training.setup import check, first_state, make_init
+from swjax.training.packed import fetch
+from swjax.training.setup import assemble, check_config, first_state, make_init
 from swjax.training.step import make_train_step
 
 REFERENCE = "standard:float32"
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line's own flags; the others are the config's."""
     flags = argparse.ArgumentParser(
         prog="python -m swjax.training.compare_precision",
         description=__doc__,
@@ -78,8 +80,12 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def compare(config, args) -> dict:
+def compare(config: ConfigDict, args: argparse.Namespace) -> dict:
     """Carries out the comparison.
+
+    Args:
+      config: of a run.
+      args: of `parser`.
 
     Returns:
       {"reference", "environment", "layers": {arm: {name: [relative errors]}}, "losses": {arm: [steps]},
@@ -122,10 +128,11 @@ def compare(config, args) -> dict:
 
 
 def tell(text: str) -> None:
+    """Prints a line at once."""
     print(text, flush=True)
 
 
-def prepare(config, args):
+def prepare(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
     """The config with the comparison's sizes; blocks in a scan, which compiles fast and keeps no more."""
     if args.steps < 0 or args.seeds < 1 or args.examples < 1 or args.batch_size < 0:
         raise ConfigError(
@@ -143,7 +150,7 @@ def prepare(config, args):
     return config
 
 
-def changed(config, *, seed: int | None = None):
+def changed(config: ConfigDict, *, seed: int | None = None) -> ConfigDict:
     """A copy, with another seed."""
     config = config.copy_and_resolve_references()
     if seed is not None:
@@ -151,7 +158,7 @@ def changed(config, *, seed: int | None = None):
     return config.lock()
 
 
-def of_arm(config, arm: str):
+def of_arm(config: ConfigDict, arm: str) -> ConfigDict:
     """The config in the recipe and dtype that an arm names."""
     recipe, _, dtype = arm.partition(":")
     choice("model.recipe", recipe, RECIPES)
@@ -163,55 +170,61 @@ def of_arm(config, arm: str):
     return config
 
 
-def first_batches(config, count: int) -> list[dict]:
-    """The batches that a run of the config begins with."""
-    mesh, _ = check(config)
+def first_batches(config: ConfigDict, count: int) -> list[dict[str, np.ndarray]]:
+    """The batches that a run of the config begins with, on the host."""
+    mesh, _ = check_config(config)
     source, share = open_source(config, "train"), sharding.batch_share(mesh)
     with closing(open_batches(config, source, None, share)) as batches:
         return [next(batches) for _ in range(count)]
 
 
-def observe(config, batch: dict) -> dict[str, jax.Array]:
-    _, cfg = check(config)
+def observe(config: ConfigDict, batch: dict) -> dict[str, jax.Array]:
+    """What the config's model computes of a batch, see `layer_errors.observe`."""
+    _, cfg = check_config(config)
     scale = config.optimizer.loss_scale if config.optimizer.loss_scaling else 1.0
     return layer_errors.observe(config, cfg, batch, scale=scale)
 
 
-def losses_of(config, steps: int, seeds: list[int]) -> list[list[float]]:
+def losses_of(config: ConfigDict, steps: int, seeds: list[int]) -> list[list[float]]:
     """The losses of a short run from each seed: the trainer's step, on the trainer's batches.
 
     One program serves all seeds: they differ in parameters and batches, not in augmentation and dropout.
-    """
-    mesh, cfg = check(config)
-    schedule = make_schedule(config, steps, config.schedule.warmup_steps)
-    optimizer, packer = make_optimizer(config, schedule), Packer()
-    _, graphdef = make_init(config, cfg, optimizer)
-    step = jax.jit(make_train_step(config, graphdef, optimizer, schedule, packer), donate_argnums=0)
 
-    def run(config):
-        init, _ = make_init(config, cfg, optimizer)
-        like = sharding.abstract_state(jax.eval_shape(init), mesh)
-        state, vectors = first_state(config, init, like), []
-        source, share = open_source(config, "train"), sharding.batch_share(mesh)
+    Args:
+      config: its `train.steps` is `steps`.
+      steps: of each run.
+      seeds: of the runs.
+
+    Returns:
+      The loss of every step, for each seed.
+    """
+    source = open_source(config, "train")
+    parts = assemble(config, source)
+    step = make_train_step(config, parts.graphdef, parts.optimizer, parts.schedule)
+    step = jax.jit(step, donate_argnums=0)
+
+    def run(config: ConfigDict) -> list[float]:
+        init, _ = make_init(config, parts.model, parts.optimizer)
+        state, metrics = first_state(config, init, parts.like), {}
+        share = sharding.batch_share(parts.mesh)
         with closing(open_batches(config, source, None, share)) as batches:
-            for _ in range(steps):
-                state, vector = step(state, sharding.shard_batch(next(batches), mesh))
-                vectors.append(vector)  # fetched at the end: nothing waits
-        at = packer.names.index("train/loss")
-        return [float(np.asarray(vector)[at]) for vector in vectors]
+            for number in range(1, steps + 1):
+                batch = sharding.shard_batch(next(batches), parts.mesh)
+                state, metrics[number] = step(state, batch)  # fetched at the end: nothing waits
+        return [record["train/loss"] for record in fetch(metrics)]
 
     return [run(changed(config, seed=seed)) for seed in seeds]
 
 
-def finite(tree):
-    """The tree with None for what JSON has no number for."""
+def finite(tree: Any) -> Any:
+    """The tree with None for NaN and infinities, for which JSON has no number."""
     return jax.tree.map(
         lambda x: None if isinstance(x, float) and not math.isfinite(x) else x, tree
     )
 
 
 def late(losses: list[float]) -> float:
-    """The mean loss of the last quarter, over which batches even out."""
+    """The mean loss of the last quarter, which averages over batches."""
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])
 
 

@@ -1,30 +1,54 @@
 """The evaluation of a run: retrieval, and zero-shot classification where the data have classes."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
 from swjax import evaluators
 from swjax.models import sharding
 from swjax.training.inputs import open_source
+from swjax.training.setup import Parts
 
 PREDICTIONS = 24  # unseen images in the report
 
 
-def make_evaluate(config, graphdef, mesh):
-    """Returns a function (state, split, examples) -> (scores by name, that many predictions)."""
+class Evaluation(NamedTuple):
+    """What a model makes of a split.
 
-    embed = evaluators.predictor(graphdef, config.data.image_size)
+    Attributes:
+      scores: {name: number}; {} if the config names no such split.
+      predictions: some images with their likeliest classes; [] if the data have no classes.
+    """
+
+    scores: dict[str, Any]
+    predictions: list[evaluators.Prediction]
+
+
+def make_evaluate(config: ConfigDict, parts: Parts) -> Callable[..., Evaluation]:
+    """Returns a function (state, split, examples=0) -> `Evaluation` with that many predictions.
+
+    It evaluates the average of the parameters, if the run has one. All processes must call it.
+
+    Args:
+      config: the run's.
+      parts: of the run.
+    """
+    embed = evaluators.predictor(parts.graphdef, config.data.image_size)
+    sizes = {
+        "batch_size": config.eval.batch_size,
+        "context_length": config.data.context_length,
+        "image_size": config.data.image_size,
+        "share": sharding.batch_share(parts.mesh),
+    }
 
     def predict(params, batch):
-        return embed(params, sharding.shard_batch(batch, mesh))
+        return embed(params, sharding.shard_batch(batch, parts.mesh))
 
     def evaluate(state, split, examples=0):
         source, params = open_source(config, split), state.get("ema", state["params"])
         if source is None:
-            return {}, []
-        sizes = {
-            "batch_size": config.eval.batch_size,
-            "context_length": config.data.context_length,
-            "image_size": config.data.image_size,
-            "share": sharding.batch_share(mesh),
-        }
+            return Evaluation({}, [])
         retrieval = evaluators.Retrieval(
             predict,
             source,
@@ -34,7 +58,7 @@ def make_evaluate(config, graphdef, mesh):
         )
         scores = retrieval.run(params)
         if not source.class_names:
-            return scores, []
+            return Evaluation(scores, [])
         zero_shot = evaluators.ZeroShot(
             predict,
             source,
@@ -43,6 +67,6 @@ def make_evaluate(config, graphdef, mesh):
             **sizes,
         )
         predictions = zero_shot.predictions(params, count=examples) if examples else []
-        return zero_shot.run(params) | scores, predictions
+        return Evaluation(zero_shot.run(params) | scores, predictions)
 
     return evaluate

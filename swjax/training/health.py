@@ -1,23 +1,26 @@
-"""Quantization health of a run: a program of its own, now and then."""
+"""Quantization health of a run: a program of its own, at some steps."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
-from swjax.diagnostics import Packer, taps
+from swjax.diagnostics import taps
 from swjax.models import sharding
-from swjax.training.step import make_loss_and_grad
+from swjax.training.packed import PackedMetrics, fetch, pack
+from swjax.training.step import Batch, State, make_loss_and_grad, step_key
 
 
 class Health:
     """Quantization health every `diagnostics.every_steps` steps, on the batch and parameters of the step.
 
-    It is a program of its own, so that the train step is the same with and without it, and one that compiles
-    fast rather than runs fast: blocks are scanned.
+    A program of its own measures it, so the train step does not depend on it. The program scans over
+    blocks: it compiles fast rather than runs fast.
 
     Args:
       config: the run's.
@@ -26,8 +29,8 @@ class Health:
       steps: of the run.
     """
 
-    def __init__(self, config, graphdef, params, *, steps: int):
-        self._every, self._packer, self._pending = config.diagnostics.every_steps, Packer(), {}
+    def __init__(self, config: ConfigDict, graphdef: nnx.GraphDef, params: Any, *, steps: int):
+        self._every, self._pending = config.diagnostics.every_steps, {}
         model = nnx.merge(graphdef, params)
         if self._every > steps or not taps.quantized_layers(model):
             self._every = 0
@@ -38,38 +41,37 @@ class Health:
         tapped, zeros = nnx.split(taps.insert(model))
         loss_and_grad = make_loss_and_grad(config, tapped)
 
-        def measure(state, batch):
-            key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
-            inserted, frozen = _beside(nnx.to_pure_dict(zeros), state["params"])
-            _, _, sums = loss_and_grad(inserted, frozen, batch, key)
-            return self._packer.pack(taps.read(sums))
+        def measure(state: State, batch: Batch) -> PackedMetrics:
+            key = step_key(config, state["step"])
+            inserted, frozen = _split_taps(nnx.to_pure_dict(zeros), state["params"])
+            return pack(taps.read(loss_and_grad(inserted, frozen, batch, key).grads))
 
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         everywhere = NamedSharding(mesh, P())  # so that every process can read it
         self._measure, self._compiled = jax.jit(measure, out_shardings=everywhere), None
 
-    def compile(self, state, batch):
-        """The program (state, batch) -> measurements as one vector."""
+    def compile(self, state: State, batch: Batch) -> jax.stages.Compiled:
+        """The program (state, batch) -> measurements."""
         return self._measure.lower(state, batch).compile()
 
-    def before(self, step: int, state, batch) -> None:
-        """Measures, if the step with this number is one of those; it takes `state` afterwards."""
+    def before(self, step: int, state: State, batch: Batch) -> None:
+        """Measures, if the step with this number is one of those; the step may donate `state` afterwards."""
         if not self._every:
             return
-        if self._compiled is None:  # at the first step, like the train step: not in mid-run
+        if self._compiled is None:  # at the first step, as the train step is
             self._compiled = self.compile(state, batch)
         if step % self._every == 0:
             self._pending[step] = self._compiled(state, batch)
 
-    def records(self, last: int) -> dict[int, dict]:
-        """{step: its measurements} since the last call, up to a step."""
+    def records(self, last: int) -> dict[int, dict[str, float]]:
+        """{step: its measurements} since the last call, up to the step `last`."""
         done = [step for step in self._pending if step <= last]
-        fetched = jax.device_get({step: self._pending.pop(step) for step in done})
-        return {record["step"]: record for record in self._packer.records(fetched)}
+        fetched = fetch({step: self._pending.pop(step) for step in done})
+        return {record["step"]: record for record in fetched}
 
 
-def _beside(all_variables, params):
-    """Two trees like `all_variables`: taps, with None for parameters, and parameters, with None for taps."""
+def _split_taps(variables: dict, params: Any) -> tuple[Any, Any]:
+    """Trees like all variables: taps, with None for parameters, and parameters, with None for taps."""
     named = {sharding.path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
 
     def lookup(path, _):
@@ -79,4 +81,4 @@ def _beside(all_variables, params):
         return None if sharding.path_name(path) in named else jnp.zeros(x.shape, x.dtype)
 
     each = jax.tree_util.tree_map_with_path
-    return each(tap, all_variables), each(lookup, all_variables)
+    return each(tap, variables), each(lookup, variables)

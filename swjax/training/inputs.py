@@ -1,16 +1,31 @@
 """The data of a run, opened as its config says."""
 
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
 from swjax import data
 from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
+from swjax.training.setup import Parts
+from swjax.training.timing import Timing
 
 
-def open_source(config, split: str):
-    """The examples of a split, "train", "val" or "test", by number; prepared at first use.
+def open_source(config: ConfigDict, split: str) -> Any:
+    """The examples of a split by number; a data set is prepared at its first use.
+
+    Args:
+      config: the run's.
+      split: "train", "val" or "test".
 
     Returns:
-      The source; None if the config names no such split, and that is not "train".
+      The source; None if the config names no such split, and it is not "train".
+
+    Raises:
+      ConfigError: there is no such data set, or it cannot be read.
     """
     c = config.data
     name = c.name if split == "train" else config.eval.data or c.name
@@ -32,8 +47,14 @@ def open_source(config, split: str):
         return data.Mixture(parts)
 
 
-def open_part(c, name: str, split: str):
-    """A split of a data set, or of a part of the mixture; see `open_source`."""
+def open_part(c: ConfigDict, name: str, split: str) -> Any:
+    """A split of a data set, or of a part of the mixture.
+
+    Args:
+      c: config.data.
+      name: of the data set, or of the part.
+      split: as for `open_source`, which says what is returned and raised.
+    """
     part = c.mixture[name].to_dict() if name in c.mixture else {"name": name}
     kind = part.pop("name")
     options = c[kind].to_dict() if kind in c else {}
@@ -50,8 +71,78 @@ def open_part(c, name: str, split: str):
         return data.source(kind, where, data_dir=c.dir, **options)
 
 
-def open_batches(config, source, position: dict | None, share: sharding.Share):
-    """This process's part of every training batch, from a position on."""
+def open_train_source(config: ConfigDict) -> Any:
+    """The training examples; all splits are opened, so that a mistake shows now and in every process.
+
+    Raises:
+      ConfigError: as `open_source`.
+    """
+    with distributed.all_or_none():
+        source = open_source(config, "train")
+        for split in ("val", "test"):
+            open_source(config, split)
+    return source
+
+
+class Feed:
+    """The training batches of a run, on its devices.
+
+    Args:
+      config: the run's.
+      parts: of the run.
+      position: where an earlier feed ended; None: the beginning.
+      timing: of the run; it is told how long the loop waits.
+
+    Raises:
+      ConfigError: the position is of other data.
+    """
+
+    def __init__(
+        self, config: ConfigDict, parts: Parts, position: dict[str, Any] | None, timing: Timing
+    ):
+        self._mesh, self._timing = parts.mesh, timing
+        share = sharding.batch_share(parts.mesh)
+        self._readers = list(share.readers)
+        self._batches = open_batches(config, parts.source, position, share)
+
+    def __next__(self) -> dict[str, jax.Array]:
+        """The next batch, sharded over the devices."""
+        with self._timing.waiting():
+            batch = next(self._batches)
+        return sharding.shard_batch(batch, self._mesh)
+
+    @property
+    def skipped(self) -> int:
+        """Examples that this process has skipped in the run, because they cannot be read."""
+        return self._batches.skipped
+
+    def gather(self, own: np.ndarray) -> np.ndarray:
+        """int64 [n] of every process -> [shares of the batch, n] on each; all processes must call it."""
+        return distributed.gather(own)[self._readers]
+
+    def position(self) -> dict[str, Any]:
+        """Where the batches given so far end, for JSON; all processes must call it."""
+        return self._batches.position(self.gather)
+
+    def close(self) -> None:
+        """Ends the loader's threads and processes."""
+        self._batches.close()
+
+
+def open_batches(
+    config: ConfigDict, source: Any, position: dict | None, share: sharding.Share
+) -> data.batches.TrainBatches:
+    """This process's share of every training batch, on the host.
+
+    Args:
+      config: the run's.
+      source: the training examples.
+      position: where an earlier iterator ended; None: the beginning.
+      share: of `sharding.batch_share`.
+
+    Raises:
+      ConfigError: the position is of other data.
+    """
     c = config.data
     with blame("data"):
         return data.loader(
@@ -69,8 +160,3 @@ def open_batches(config, source, position: dict | None, share: sharding.Share):
             on_bad=c.on_bad,
             max_bad_share=c.max_bad_share,
         )
-
-
-def make_gather(share: sharding.Share):
-    """Returns a function: int64 [n] of every process -> [parts of the batch, n] on each."""
-    return lambda own: distributed.gather(own)[list(share.readers)]

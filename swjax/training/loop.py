@@ -1,48 +1,34 @@
 """The one training loop: CLIP with a config's recipe, optimizer and data, on one device or many.
 
-Read `train` from top to bottom; what it calls stands below it, in that order. A run is a directory:
+Read `train` from top to bottom. A run is a directory:
 config.json  env.txt  metrics.jsonl  skipped.log  tensorboard/  checkpoints/<step>/  results.json
 report/
 """
 
-import gc
-import math
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import jax
-import numpy as np
+from ml_collections import ConfigDict
 
-from swjax import data, report
-from swjax.diagnostics import Packer, Rules, Watch
-from swjax.models import clip, sharding
+from swjax import data
 from swjax.training import distributed
 from swjax.training.checkpoint import Checkpoints, check_shared, lock
 from swjax.training.console import Console
+from swjax.training.errors import ExitCode
 from swjax.training.evaluation import PREDICTIONS, make_evaluate
 from swjax.training.failures import blame_data, blame_disk
-from swjax.training.health import Health
-from swjax.training.inputs import make_gather, open_batches, open_source
-from swjax.training.interrupt import catch
-from swjax.training.metric_log import MetricLog
+from swjax.training.inputs import Feed, open_train_source
+from swjax.training.interrupt import Interrupt, catch
+from swjax.training.nan_policy import Action, NanPolicy
 from swjax.training.results import is_finished, record_setup, tell_results, write_results
-from swjax.training.setup import (
-    check,
-    compile_step,
-    init_or_restore,
-    make_init,
-    plan,
-    use_compilation_cache,
-)
-from swjax.training.step import make_train_step
-from swjax.training.step_clock import StepClock
-from swjax.training.throughput import Meter
-
-MAX_ROLLBACKS = 3  # to one checkpoint
+from swjax.training.setup import assemble, check_config, init_or_restore, use_compilation_cache
+from swjax.training.step_log import StepLog, is_due
+from swjax.training.timing import Timing
 
 
-def train_and_evaluate(config, workdir: str | Path) -> int:
-    """Trains, evaluates and reports one run; goes on where an interrupted one stopped.
+def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
+    """Trains, evaluates and reports one run, or resumes an interrupted one.
 
     Args:
       config: every key of configs/common.py.
@@ -53,11 +39,12 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
 
     Raises:
       ConfigError: a mistake in the config, in one line.
-      RunError: the disk failed, likewise.
+      RunError: the disk or another process failed, in one line.
     """
     distributed.start()
     distributed.check_same_config(config)
-    check(config)
+    check_config(config)
+    use_compilation_cache(config)
     workdir = Path(workdir)
     number = f".{jax.process_index()}" * (not distributed.is_first())
     bad_examples = data.log_to(workdir / f"skipped{number}.log")
@@ -69,170 +56,70 @@ def train_and_evaluate(config, workdir: str | Path) -> int:
         interrupt = stack.enter_context(catch())
         stack.enter_context(bad_examples)
         stack.enter_context(blame_data())
-        code = 0 if is_finished(config, workdir) else train(config, workdir, interrupt)
-        if code == 0 and distributed.is_first() and (workdir / "results.json").exists():
+        finished = is_finished(config, workdir)
+        code = ExitCode.FINISHED if finished else train(config, workdir, interrupt)
+        if not code and distributed.is_first() and (workdir / "results.json").exists():
             tell_results(workdir)
         return code
 
 
-def train(config, workdir: Path, interrupt) -> int:
-    """The loop; `interrupt.requested` turns true when the run shall end early."""
-    # ---------------------------------------------------------------------------------
-    # Devices, data, model, optimizer
-    # ---------------------------------------------------------------------------------
-    mesh, cfg = check(config)
-    use_compilation_cache(config)
-    with distributed.all_or_none():
-        source = open_source(config, "train")
-        for split in ("val", "test"):
-            open_source(config, split)  # a mistake shows now, not at the first evaluation
-    total, schedule, optimizer = plan(config, source)
-    console = Console(total)
+def train(config: ConfigDict, workdir: Path, interrupt: Interrupt) -> ExitCode:
+    """Trains to the last step, or until `interrupt.requested`; see `train_and_evaluate`."""
+    # -------------------------------------------------------------------------------- Set up
+    parts = assemble(config, open_train_source(config))
+    train_step, evaluate = parts.train_step(config), make_evaluate(config, parts)
 
-    # ---------------------------------------------------------------------------------
-    # State: from this workdir, from `resume`, from `init_from`, or from scratch
-    # ---------------------------------------------------------------------------------
-    init, graphdef = make_init(config, cfg, optimizer)
-    like = sharding.abstract_state(jax.eval_shape(init), mesh)
+    # -------------------------------------------------------------------------------- Restore
     checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
-    state, position = init_or_restore(config, checkpoints, init, like)
-    step = int(state["step"])
+    state, position = init_or_restore(config, checkpoints, parts.init, parts.like)
+    step, stopping = int(state["step"]), False
+    console, timing = Console(parts.steps), Timing(config.train.batch_size, parts.model)
     distributed.first_does(lambda: record_setup(config, workdir, console, step))
-    packer = Packer()
-    train_step = compile_step(make_train_step(config, graphdef, optimizer, schedule, packer), like)
-    health = Health(config, graphdef, like["params"], steps=total)
-    evaluate = make_evaluate(config, graphdef, mesh)
-    share = sharding.batch_share(mesh)
-    batches = open_batches(config, source, position, share)
-    gather = make_gather(share)
-    if config.train.nan_policy == "rollback" and checkpoints.latest_step() is None:
-        checkpoints.save(step, state, batches.position(gather))
-
-    # ---------------------------------------------------------------------------------
-    # Train
-    # ---------------------------------------------------------------------------------
-    log = MetricLog(workdir, config, last_step=step)
-    watch, clock = Watch(Rules.of_run(total)), StepClock()
-    meter = Meter(config.train.batch_size, 3 * clip.flops_per_example(cfg))
-    pending, timed, skipped, previous, rollbacks, stopping = {}, {}, {}, None, 0, False
-    with (
-        closing(log),
-        closing(clock),
-        closing(batches),
-        closing(checkpoints),
-        ExitStack() as at_end,
-    ):
-        while step < total and not stopping:
-            with meter.waiting():
-                batch = next(batches)
-            clock.lap("data")
-            batch = sharding.shard_batch(batch, mesh)
-            health.before(step + 1, state, batch)
-            state, vector = train_step(state, batch)
+    feed = Feed(config, parts, position, timing)
+    policy = NanPolicy(config, steps=parts.steps, position=position, console=console)
+    if policy.rolls_back and checkpoints.latest_step() is None:
+        checkpoints.save(step, state, feed.position() | policy.saved())
+    log = StepLog(config, workdir, parts, step=step, feed=feed, timing=timing, console=console)
+    with closing(timing), closing(log), closing(feed), closing(checkpoints):
+        while step < parts.steps and not stopping:
+            # ------------------------------------------------------------------------ Step
+            batch = next(feed)
+            log.measure(step + 1, state, batch)
+            state, metrics = train_step(state, batch)
             step += 1
-            pending[step], skipped[step] = vector, batches.skipped
-            if previous is None:
-                jax.block_until_ready(vector)
-                gc.collect()
-                gc.freeze()  # a collection of what compiling left took 0.13 s, each 1,000 steps or so
-                at_end.callback(gc.unfreeze)
-                console.say(f"step {step} took {meter.restart():.0f} s, most of it compiling")
-            clock.lap("dispatch")
-            jax.block_until_ready(previous)  # at most two steps in flight
-            previous = vector
-            clock.lap("device")
-            timed[step] = clock.step(saving=checkpoints.is_saving())
+            log.add(step, metrics, saving=checkpoints.is_saving())
 
+            # ------------------------------------------------------------------------ Log
             stopping = distributed.shall_stop(step, interrupt.requested)
-            evaluating = step == total or is_due(step, config.eval.every_steps)
-            saving = stopping or step == total or is_due(step, config.checkpoint.every_steps)
-            # What is due is logged a step later, beside which the device has that step to do.
-            last = step if evaluating or saving else step - 1
-            if not (last == step or is_due(last, config.log.every_steps)) or last not in pending:
+            evaluating = step == parts.steps or is_due(step, config.eval.every_steps)
+            saving = stopping or step == parts.steps or is_due(step, config.checkpoint.every_steps)
+            records = log.due(step, now=evaluating or saving)
+            if not records:
                 continue
-            done = [s for s in pending if s <= last]
-            records = packer.records(jax.device_get({s: pending.pop(s) for s in done}))
-            bad_examples = gather(np.array([skipped.pop(s) for s in done], np.int64))
-            bad_examples = bad_examples.sum(axis=0).tolist()
-            records = [record | {"data/skipped": bad} for record, bad in zip(records, bad_examples)]
-            measured = health.records(last)
-            records = [r | timed.pop(r["step"]) | measured.get(r["step"], {}) for r in records]
-            perf = meter.read()
-            meter.restart()
             checkpoints.check()
-            bad = first_bad(records)
-            if bad and config.train.nan_policy == "skip":
-                console.say(
-                    f"{bad}: skipped, {sum(r['train/skipped'] for r in records):.0f} in all"
-                )
-                bad = first_bad(records, kind="parameter")  # that no skipping mends
-            if bad and config.train.nan_policy == "rollback" and rollbacks < MAX_ROLLBACKS:
-                rollbacks += 1
-                state, _ = checkpoints.restore(like)
-                step = int(state["step"])  # the data that led here is left out: batches go on
-                pending, timed, skipped = {}, {}, {}
-                log.rewind(step)
-                watch.restart()
-                meter.restart()
-                console.say(f"{bad}: back to step {step}, past the data of these steps")
-                clock.lap("rollback")
+            action = policy.decide(records)
+            if action is Action.ROLL_BACK:
+                state, step = policy.roll_back(checkpoints, parts.like, log)
                 continue
-            clock.lap("log")
-            if evaluating and not bad:
-                records[-1] |= evaluate(state, "val")[0]
-                meter.restart()  # throughput leaves it out
-                clock.lap("evaluation")
-            log.write([record | perf for record in records])
-            for event in watch.update(records):
-                console.say(event)
-            console.update(records[-1] | perf)
-            if bad:
-                console.say(f"{bad}: stopped; config.train.nan_policy={config.train.nan_policy!r}")
-                return 1
-            clock.lap("log")
+            if evaluating and action is Action.GO_ON:
+                records[-1] |= evaluate(state, "val").scores
+                timing.lap("evaluation")
+            log.write(records)
+            if action is Action.STOP:
+                console.say(policy.reason)
+                return ExitCode.DIVERGED
+
+            # ------------------------------------------------------------------------ Save
             if saving:
-                checkpoints.save(step, state, batches.position(gather))
-                rollbacks = 0
-                clock.lap("saving")
-    if step < total:
+                checkpoints.save(step, state, feed.position() | policy.saved())
+                timing.lap("saving")
+
+    # -------------------------------------------------------------------------------- Report
+    if step < parts.steps:
         console.say(f"interrupted: step {step} is saved in {workdir}; the same command goes on")
-        return 0
-
-    # ---------------------------------------------------------------------------------
-    # The test split, once
-    # ---------------------------------------------------------------------------------
-    scores, predictions = evaluate(state, "test", examples=PREDICTIONS)
-
-    def write():
-        if config.report.enabled:
-            report.write(
-                workdir, results=scores, predictions=predictions, attribution=source.attribution
-            )
-        write_results(workdir, step, scores)
-
-    distributed.first_does(write)
-    return 0
-
-
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def first_bad(records: list[dict], kind: str = "") -> str:
-    """Names the first step with something not finite, and the tensor where it began; "": there is none.
-
-    Args:
-      records: of steps.
-      kind: looks only for tensors of this kind, as in "parameter".
-    """
-    for record in records:
-        tensor, where = record.get("train/nonfinite", ""), f"at step {record['step']}"
-        if kind and not tensor.startswith(kind):
-            continue
-        for name in ("train/loss", "train/grad_norm"):
-            if not math.isfinite(record[name]):
-                began = f", where {tensor} is not finite" if tensor else ""
-                return f"{name} is {record[name]} {where}{began}"
-        if tensor:
-            return f"{tensor} is not finite {where}"
-    return ""
+    else:
+        test = evaluate(state, "test", examples=PREDICTIONS)
+        distributed.first_does(
+            lambda: write_results(config, workdir, parts, test, step=step, skipped=policy.skipped)
+        )
+    return ExitCode.FINISHED

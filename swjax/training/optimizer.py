@@ -2,18 +2,33 @@
 
 import math
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from ml_collections import ConfigDict
 
 from swjax.models import clip, sharding
 from swjax.optax import dynamic_loss_scale, per_tensor_guard, power_decay, stable_adamw
 from swjax.training.config import ConfigError
 
 
-def make_schedule(config, total: int, warmup: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then cosine to 0 or constant."""
+def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule:
+    """Linear warm-up to the peak, then cosine to 0 or constant.
+
+    Args:
+      config: the run's.
+      total: steps of the run, at least 1.
+      warmup: steps of the warm-up, fewer than `total`.
+
+    Returns:
+      step, from 0 -> learning rate, [] float32.
+
+    Raises:
+      ConfigError: the run has no step, or none after the warm-up.
+    """
     if total < 1:
         raise ConfigError("config.train has no duration: set train.steps, epochs or examples")
     if warmup >= total:
@@ -31,8 +46,17 @@ def make_schedule(config, total: int, warmup: int) -> optax.Schedule:
     return lambda count: joined(jnp.asarray(count, jnp.float32))  # no int meets a float
 
 
-def make_optimizer(config, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """StableAdamW or AdamW; gradients clipped by their global norm, and unscaled, as the config says."""
+def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """StableAdamW or AdamW; gradients clipped by their global norm, and unscaled, as the config says.
+
+    Args:
+      config: the run's.
+      schedule: step -> learning rate.
+
+    Returns:
+      A transformation of the gradients of the scaled loss if `optimizer.loss_scaling` is set, and else of
+      the loss.
+    """
     c = config.optimizer
     guarded = c.loss_scaling == "per_tensor"
     shared = {"b1": c.b1, "eps": c.eps, "weight_decay": c.weight_decay}
@@ -57,8 +81,15 @@ def make_optimizer(config, schedule: optax.Schedule) -> optax.GradientTransforma
     return update
 
 
-def decay_of_blocks(params):
-    """`clip.weight_decay_mask` of parameters that `per_tensor_guard` shows: one block, not their stack."""
+def decay_of_blocks(params: Any) -> Any:
+    """`clip.weight_decay_mask` for `per_tensor_guard`, which shows one block and not the stack of all.
+
+    Args:
+      params: nested dict of arrays.
+
+    Returns:
+      A tree of bools like it.
+    """
 
     def stack(path, x):
         return x[None] if "blocks" in sharding.path_name(path).split("/") else x
@@ -66,12 +97,15 @@ def decay_of_blocks(params):
     return clip.weight_decay_mask(jax.tree_util.tree_map_with_path(stack, params))
 
 
-def split_frozen(params, patterns):
-    """Splits parameters into (trainable, frozen) trees, each with None for what the other has.
+def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
+    """Splits parameters into those that are trained and those that are frozen.
 
     Args:
       params: nested dict of arrays.
       patterns: regular expressions; a parameter whose path one of them finds is frozen.
+
+    Returns:
+      (trainable, frozen): trees like `params`, each with None for what the other has.
 
     Raises:
       ConfigError: a pattern finds no parameter, or all are frozen.
@@ -98,14 +132,22 @@ def split_frozen(params, patterns):
     return keep(False), keep(True)
 
 
-def combine(trainable, frozen):
-    """Undoes `split_frozen`."""
+def combine(trainable: Any, frozen: Any) -> Any:
+    """The tree of all parameters; undoes `split_frozen`."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None
     )
 
 
-def ema_decay(decay: float, step) -> jax.Array:
-    """min(decay, (1 + t) / (10 + t)): while few parameters have been seen, the average forgets sooner."""
+def ema_decay(decay: float, step: jax.Array) -> jax.Array:
+    """min(decay, (1 + t) / (10 + t)): early in a run the average forgets sooner.
+
+    Args:
+      decay: of `train.ema_decay`.
+      step: t, [] integer, from 0.
+
+    >>> [round(float(ema_decay(0.9, jnp.int32(t))), 2) for t in (0, 10, 1000)]
+    [0.1, 0.55, 0.9]
+    """
     t = step.astype(jnp.float32)
     return jnp.minimum(decay, (1 + t) / (10 + t))

@@ -12,10 +12,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from ml_collections import ConfigDict
 
 from swjax.data import history
-from swjax.diagnostics import Packer
+from swjax.diagnostics.names import RMS
 from swjax.diagnostics.recorder import number
 from swjax.models import clip, sharding
 from swjax.training.checkpoint import Checkpoints
@@ -23,17 +24,9 @@ from swjax.training.config import ConfigError
 from swjax.training.health import Health
 from swjax.training.inputs import open_batches, open_source
 from swjax.training.optimizer import split_frozen
-from swjax.training.setup import (
-    check,
-    compile_step,
-    first_state,
-    make_init,
-    plan,
-    use_compilation_cache,
-)
-from swjax.training.step import make_loss_and_grad, make_train_step
-
-RMS = "stability/rms/"
+from swjax.training.packed import fetch, pack
+from swjax.training.setup import Parts, assemble, first_state, use_compilation_cache
+from swjax.training.step import Batch, State, make_loss_and_grad, step_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,42 +77,37 @@ def replay(
     """
     workdir = Path(workdir)
     config, log = load_config(workdir), dict(_log(workdir))
-    mesh, cfg = check(config)
     use_compilation_cache(config)
-    source = open_source(config, "train")
-    total, schedule, optimizer = plan(config, source)
-    if not 1 <= step <= total:
-        raise ConfigError(f"--step={step} must be one of the run's steps, 1 to {total}")
-    init, graphdef = make_init(config, cfg, optimizer)
-    like = sharding.abstract_state(jax.eval_shape(init), mesh)
-    state, position = _state_before(config, workdir, step, init, like)
+    parts = assemble(config, open_source(config, "train"))
+    if not 1 <= step <= parts.steps:
+        raise ConfigError(f"--step={step} must be one of the run's steps, 1 to {parts.steps}")
+    state, position = _state_before(config, workdir, step, parts)
     start = int(state["step"])
     say(
         f"from {'the beginning' if start == 0 else f'the checkpoint of step {start}'} to step {step}"
     )
 
-    packer = Packer()
-    train_step = compile_step(make_train_step(config, graphdef, optimizer, schedule, packer), like)
-    vectors = {}
-    with closing(open_batches(config, source, position, sharding.batch_share(mesh))) as batches:
+    train_step, recorded = parts.train_step(config), {}
+    share = sharding.batch_share(parts.mesh)
+    with closing(open_batches(config, parts.source, position, share)) as batches:
         for now in range(start + 1, step + 1):
             host = next(batches)
-            batch = sharding.shard_batch(host, mesh)
+            batch = sharding.shard_batch(host, parts.mesh)
             if now == step:
-                gradients = _gradients(config, graphdef, state, batch)
+                gradients = _gradients(config, parts.graphdef, state, batch)
                 with config.unlocked():
                     config.diagnostics.every_steps = step
-                health = Health(config, graphdef, like["params"], steps=step)
+                health = Health(config, parts.graphdef, parts.like["params"], steps=step)
                 health.before(step, state, batch)
-            state, vectors[now] = train_step(state, batch)
-    records = packer.records(jax.device_get(vectors))
+            state, recorded[now] = train_step(state, batch)
+    records = fetch(recorded)
     changed = [text for record in records for text in differences(record, log)]
     return Replay(
         step=step,
         start=start,
         metrics=records[-1] | health.records(step).get(step, {}),
         gradients=gradients,
-        examples=[history.key(source, int(i)) for i in np.sort(host["index"])],
+        examples=[history.key(parts.source, int(i)) for i in np.sort(host["index"])],
         compared=sum(record["step"] in log for record in records),
         differences=changed,
     )
@@ -169,13 +157,15 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
     return examples
 
 
-def _state_before(config, workdir: Path, step: int, init, like):
+def _state_before(
+    config: ConfigDict, workdir: Path, step: int, parts: Parts
+) -> tuple[State, dict | None]:
     """The train state and the position in the data of the nearest checkpoint, or of the beginning."""
     with _checkpoint_before(config, workdir, step) as found:
         if found:
             checkpoints, earlier = found
-            return checkpoints.restore(like, earlier)
-    return first_state(config, init, like), None
+            return checkpoints.restore(parts.like, earlier)
+    return first_state(config, parts.init, parts.like), None
 
 
 def _position_before(config, workdir: Path, step: int) -> tuple[int, dict | None]:
@@ -207,28 +197,28 @@ def _checkpoint_before(config, workdir: Path, step: int):
     yield None
 
 
-def _gradients(config, graphdef, state, batch) -> dict[str, tuple[float, float]]:
+def _gradients(
+    config: ConfigDict, graphdef: nnx.GraphDef, state: State, batch: Batch
+) -> dict[str, tuple[float, float]]:
     """Norm and largest |g| of every tensor's gradient, by the names of its RMS."""
-    loss_and_grad, packer = make_loss_and_grad(config, graphdef), Packer()
+    loss_and_grad = make_loss_and_grad(config, graphdef)
 
+    @jax.jit
     def measure(state, batch):
-        key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
-        _, _, grads = loss_and_grad(trainable, frozen, batch, key)
+        grads = loss_and_grad(trainable, frozen, batch, step_key(config, state["step"])).grads
         stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=lambda axis: axis is None)
-        found = {}
-        for (path, g), axis in zip(
-            jax.tree_util.tree_leaves_with_path(grads), stacked, strict=True
-        ):
+        named = jax.tree_util.tree_leaves_with_path(grads)
+        norms, largest = {}, {}
+        for (path, g), axis in zip(named, stacked, strict=True):
             reduced = tuple(range(0 if axis is None else 1, g.ndim))
             magnitude, name = jnp.abs(g), sharding.path_name(path)
-            found["norm:" + name] = jnp.sqrt(jnp.sum(jnp.square(magnitude), reduced))
-            found["largest:" + name] = jnp.max(magnitude, reduced)
-        return packer.pack(found)
+            norms[name] = jnp.sqrt(jnp.sum(jnp.square(magnitude), reduced))
+            largest[name] = jnp.max(magnitude, reduced)
+        return pack(norms), pack(largest)
 
-    (values,) = packer.records({0: np.asarray(jax.jit(measure)(state, batch))})
-    names = [name.removeprefix("norm:") for name in values if name.startswith("norm:")]
-    return {name: (values["norm:" + name], values["largest:" + name]) for name in names}
+    norms, largest = (fetch({0: packed})[0] for packed in measure(state, batch))
+    return {name: (norms[name], largest[name]) for name in norms if name != "step"}
 
 
 def _log(workdir: Path) -> Iterator[tuple[int, dict]]:

@@ -5,15 +5,26 @@ import re
 from pathlib import Path
 
 import jax
+from ml_collections import ConfigDict
 
+from swjax import report
 from swjax.training import config as config_lib
 from swjax.training import environment
 from swjax.training.config import ConfigError
 from swjax.training.console import Console
+from swjax.training.evaluation import Evaluation
+from swjax.training.setup import Parts
 
 
-def record_setup(config, workdir: Path, console: Console, step: int) -> None:
-    """Writes config.json and env.txt; says what runs, and what changed since the run began."""
+def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int) -> None:
+    """Writes config.json and env.txt; says what runs, and what changed since the run began.
+
+    Args:
+      config: the run's.
+      workdir: directory of the run.
+      console: where to say it.
+      step: that the run goes on from; 0: it begins.
+    """
     path = workdir / "config.json"
     if step and path.exists():
         for change in config_lib.changes(path.read_text(errors="replace"), config):
@@ -27,8 +38,12 @@ def record_setup(config, workdir: Path, console: Console, step: int) -> None:
     )
 
 
-def is_finished(config, workdir: Path) -> bool:
+def is_finished(config: ConfigDict, workdir: Path) -> bool:
     """Whether nothing of this run is left to do.
+
+    Args:
+      config: the run's.
+      workdir: directory of the run.
 
     Raises:
       ConfigError: a run with another config has finished here.
@@ -45,15 +60,41 @@ def is_finished(config, workdir: Path) -> bool:
     return (workdir / "report" / "index.html").exists() or not config.report.enabled
 
 
-def write_results(workdir: Path, step: int, scores: dict) -> None:
-    """Writes results.json, whose presence says that the run is over, in one piece."""
-    part = workdir / "results.part"
-    part.write_text(json.dumps({"step": step, "scores": scores}, indent=2) + "\n")
-    part.rename(workdir / "results.json")
+def write_results(
+    config: ConfigDict, workdir: Path, parts: Parts, test: Evaluation, *, step: int, skipped: int
+) -> None:
+    """Writes the report, and then results.json, which says that the run is over.
+
+    Args:
+      config: the run's.
+      workdir: directory of the run.
+      parts: of the run.
+      test: of the test split.
+      step: the last one.
+      skipped: steps that updated no parameter.
+    """
+    if config.report.enabled:
+        report.write(
+            workdir,
+            results=test.scores,
+            predictions=test.predictions,
+            attribution=parts.source.attribution,
+        )
+    results = {"step": step, "skipped": skipped, "scores": test.scores}
+    unfinished = workdir / "results.part"  # a kill leaves no half of results.json
+    unfinished.write_text(json.dumps(results, indent=2) + "\n")
+    unfinished.rename(workdir / "results.json")
 
 
 def tell_results(workdir: Path) -> None:
-    """Prints the scores on the test split, each beside chance, and where the report is."""
+    """Prints the scores on the test split with those of chance, and where the report is.
+
+    Args:
+      workdir: directory of a finished run.
+
+    Raises:
+      ConfigError: results.json is damaged.
+    """
     text = (workdir / "results.json").read_text(errors="replace")
     remedy = "remove it, and the same command makes it again"
     results = config_lib.read_json("results.json", text, remedy=remedy, step=int, scores=dict)
@@ -62,8 +103,9 @@ def tell_results(workdir: Path) -> None:
         chance = results["scores"].get(re.sub(r"_(top\d+|R@\d+)$", r"_chance_\1", name))
         if isinstance(score, float) and isinstance(chance, float):
             lines.append(f"  {name:32} {score:7.2%}   {chance:7.2%}")
+    skipped = f", {results['skipped']} of them skipped" if results.get("skipped") else ""
     heading = "; on unseen images, beside chance:" if lines else ""
-    print("\n".join([f"finished after {results['step']} steps{heading}", *lines]))
+    print("\n".join([f"finished after {results['step']} steps{skipped}{heading}", *lines]))
     page = workdir / "report" / "index.html"
     if page.exists():
         print(f"report: {page}")

@@ -1,11 +1,16 @@
 """What a run is made of: devices, model, optimizer, train state and the compiled step."""
 
+import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
+from ml_collections import ConfigDict
 
 from swjax import recipes
 from swjax.models import clip, sharding
@@ -14,18 +19,78 @@ from swjax.training import config as config_lib
 from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError, blame, choice
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
+from swjax.training.step import State, make_train_step
 
 
-def use_compilation_cache(config) -> None:
-    """Keeps compiled programs where the config says; a program found there computes the same bits."""
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a run is made of; no array of it is on a device yet.
+
+    Attributes:
+      source: the training examples.
+      mesh: of all devices.
+      model: the model's configuration.
+      steps: of the whole run.
+      schedule: step -> learning rate.
+      optimizer: of the trainable parameters.
+      init: () -> the first train state, see `make_init`.
+      graphdef: of the model.
+      like: the train state as ShapeDtypeStructs with shardings.
+    """
+
+    source: Any
+    mesh: jax.sharding.Mesh
+    model: clip.CLIPConfig
+    steps: int
+    schedule: optax.Schedule
+    optimizer: optax.GradientTransformation
+    init: Callable[[], State]
+    graphdef: nnx.GraphDef
+    like: State
+
+    def train_step(self, config: ConfigDict) -> Callable:
+        """The step of `swjax.training.step.make_train_step`, compiled at its first call."""
+        step = make_train_step(config, self.graphdef, self.optimizer, self.schedule)
+        return compile_step(step, self.like)
+
+
+def assemble(config: ConfigDict, source: Any) -> Parts:
+    """Makes the parts of a run.
+
+    Args:
+      config: the run's.
+      source: the training examples, in which epochs are counted.
+
+    Raises:
+      ConfigError: something in the config does not fit.
+    """
+    mesh, model = check_config(config)
+    sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
+    steps = config_lib.steps(config.train, "", **sizes)
+    schedule = make_schedule(config, steps, config_lib.steps(config.schedule, "warmup_", **sizes))
+    optimizer = make_optimizer(config, schedule)
+    init, graphdef = make_init(config, model, optimizer)
+    like = sharding.abstract_state(jax.eval_shape(init), mesh)
+    return Parts(source, mesh, model, steps, schedule, optimizer, init, graphdef, like)
+
+
+def use_compilation_cache(config: ConfigDict) -> None:
+    """Keeps compiled programs in `train.compilation_cache`; a program found there computes the same bits."""
     if config.train.compilation_cache:
         cache = str(Path(config.train.compilation_cache).absolute())
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # evaluators' too
 
 
-def check(config) -> tuple[jax.sharding.Mesh, clip.CLIPConfig]:
-    """Checks all that needs no data; returns the devices' mesh and the model's configuration."""
+def check_config(config: ConfigDict) -> tuple[jax.sharding.Mesh, clip.CLIPConfig]:
+    """Checks all that needs no data.
+
+    Returns:
+      (mesh of all devices, the model's configuration).
+
+    Raises:
+      ConfigError: a value that is out of range, or does not fit the others or the devices.
+    """
     with blame("mesh"):
         mesh = sharding.make_mesh(**config.mesh)
         sharding.batch_share(mesh)
@@ -33,8 +98,12 @@ def check(config) -> tuple[jax.sharding.Mesh, clip.CLIPConfig]:
     return mesh, model_config(config)
 
 
-def model_config(config) -> clip.CLIPConfig:
-    """The model that the config describes."""
+def model_config(config: ConfigDict) -> clip.CLIPConfig:
+    """The configuration of the model that the config describes.
+
+    Raises:
+      ConfigError: there is no such model, or its sizes do not fit each other.
+    """
     c = config.model
     choice("model.name", c.name, clip.CONFIGS)
     choice("model.recipe", c.recipe, recipes.RECIPES)
@@ -60,22 +129,18 @@ def model_config(config) -> clip.CLIPConfig:
         )
 
 
-def plan(config, source):
-    """How many steps a run has, its learning rate at each, and its optimizer."""
-    sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
-    total = config_lib.steps(config.train, "", **sizes)
-    schedule = make_schedule(config, total, config_lib.steps(config.schedule, "warmup_", **sizes))
-    return total, schedule, make_optimizer(config, schedule)
+def compile_step(train_step: Callable, like: State, **options: str) -> Callable:
+    """Compiles a train step, at its first call, as the trainer runs it.
 
-
-def compile_step(train_step, like, **options: str):
-    """The step as it is run: the state's memory is used again, and the new state lies like the old. Every
-    process has all metrics.
+    The state is donated, the new state is sharded as the old one, and every process has all metrics.
 
     Args:
       train_step: of `swjax.training.step.make_train_step`.
       like: the state, or ShapeDtypeStructs like it, with shardings.
-      **options: of the compiler, beside those of `sharding.compiler_options`.
+      **options: of the compiler, in addition to those of `sharding.compiler_options`.
+
+    Returns:
+      (state, batch) -> (new state, metrics).
     """
     everywhere = like["step"].sharding
     return jax.jit(
@@ -86,11 +151,18 @@ def compile_step(train_step, like, **options: str):
     )
 
 
-def make_init(config, cfg: clip.CLIPConfig, optimizer):
+def make_init(
+    config: ConfigDict, cfg: clip.CLIPConfig, optimizer: optax.GradientTransformation
+) -> tuple[Callable[[], State], nnx.GraphDef]:
     """Returns a function () -> the first train state, and the model's graph definition.
 
     The state is {"params", "opt_state", "step"}, and "ema" if the config averages parameters: plain
     nested dicts of arrays, so that paths and checkpoints need no Flax.
+
+    Args:
+      config: the run's; its seed is that of the parameters.
+      cfg: the model's configuration.
+      optimizer: of the trainable parameters.
     """
 
     def model():
@@ -107,11 +179,25 @@ def make_init(config, cfg: clip.CLIPConfig, optimizer):
     return init, nnx.graphdef(nnx.eval_shape(model))
 
 
-def init_or_restore(config, checkpoints: Checkpoints, init, like):
-    """The first train state of this process and its position in the data; None: the beginning.
+def init_or_restore(
+    config: ConfigDict, checkpoints: Checkpoints, init: Callable[[], State], like: State
+) -> tuple[State, dict[str, Any] | None]:
+    """The train state that this process starts from.
 
-    Looks in this workdir, then in `checkpoint.resume`, then takes parameters from
+    It looks in the workdir, then in `checkpoint.resume`, then takes parameters from
     `checkpoint.init_from`, then starts from scratch.
+
+    Args:
+      config: the run's.
+      checkpoints: of the workdir.
+      init: () -> the first train state.
+      like: the state as ShapeDtypeStructs with shardings.
+
+    Returns:
+      (state, position saved with it); the position is None at the beginning of a run.
+
+    Raises:
+      ConfigError: a checkpoint that does not fit the config, or none where the config names one.
     """
     if checkpoints.latest_step() is not None:
         with config_lib.blame_changes(checkpoints.directory.parent, config):
@@ -122,8 +208,8 @@ def init_or_restore(config, checkpoints: Checkpoints, init, like):
     return first_state(config, init, like), None
 
 
-def first_state(config, init, like):
-    """The train state of step 0."""
+def first_state(config: ConfigDict, init: Callable[[], State], like: State) -> State:
+    """The train state of step 0, see `init_or_restore`."""
     shardings = jax.tree.map(lambda x: x.sharding, like)
     # It runs once: optimizing it would take longer.
     options = {"xla_backend_optimization_level": 0}

@@ -1,130 +1,206 @@
-"""One optimizer step as a pure function: loss and gradient, update, and what is measured on the way."""
+"""One optimizer step as a pure function: loss and gradient, update, and what is measured on the way.
 
-import functools
+A train state is {"params", "opt_state", "step"}, and "ema" if the config averages parameters. A batch is
+{"image": uint8 [b, h, w, 3], "text": int32 [b, t], "label": int32 [b]}.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from ml_collections import ConfigDict
 
 from swjax import data, diagnostics, losses
-from swjax.diagnostics import Packer
+from swjax.diagnostics import NamedIndex
+from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, SKIPPED
 from swjax.models import clip, sharding
 from swjax.optax import loss_scale, skipped_by_path, unscale
-from swjax.training.accumulation import accumulated, at_once
+from swjax.training.accumulation import LossAndGrad, Seen, accumulated, at_once
 from swjax.training.optimizer import combine, ema_decay, split_frozen
+from swjax.training.packed import PackedMetrics, pack
+
+State = dict[str, Any]
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
 
 
-def make_train_step(config, graphdef, optimizer, schedule, packer: Packer):
-    """Returns a function (state, batch) -> (state, metrics as one vector), to be compiled.
+def make_train_step(
+    config: ConfigDict,
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+) -> Callable[[State, Batch], tuple[State, PackedMetrics]]:
+    """Returns the function (state, batch) -> (state after one step, metrics), to be compiled.
 
     Args:
       config: the run's.
       graphdef: of the model.
-      optimizer, schedule: of the trainable parameters.
-      packer: learns the names of metrics and tensors.
+      optimizer: of the trainable parameters; it holds the loss scale if `optimizer.loss_scaling` is set.
+      schedule: step -> learning rate, for the log.
     """
     loss_and_grad = make_loss_and_grad(config, graphdef)
+    scaling = config.optimizer.loss_scaling
 
-    def train_step(state, batch):
-        key = jax.random.fold_in(jax.random.key(config.train.seed), state["step"])
+    def train_step(state: State, batch: Batch) -> tuple[State, PackedMetrics]:
+        step, before = state["step"], state["opt_state"]
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
-        scaling = config.optimizer.loss_scaling
-        scale = loss_scale(state["opt_state"]) if scaling else 1.0
-        loss, aux, grads = loss_and_grad(trainable, frozen, batch, key, scale)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], trainable)
-        if scaling:
-            aux, grads = aux | measure_scaling(scaling, opt_state), unscale(grads, scale)
+        scale = loss_scale(before) if scaling else 1.0
+        loss, seen, grads = loss_and_grad(trainable, frozen, batch, step_key(config, step), scale)
+        updates, opt_state = optimizer.update(grads, before, trainable)
         updated = optax.apply_updates(trainable, updates)
+        if scaling:
+            grads = unscale(grads, scale)
+
         params = clip.clamp_logit_scale(combine(updated, frozen))
-        new = {"params": params, "opt_state": opt_state}
-        metrics = aux | {"train/loss": loss, "train/learning_rate": schedule(state["step"])}
+        new = {"params": params, "opt_state": opt_state, "step": step + 1}
+        if config.train.ema_decay:
+            rate = 1 - ema_decay(config.train.ema_decay, step)
+            new["ema"] = optax.incremental_update(params, state["ema"], rate)
+
+        metrics = seen | {"train/loss": loss, "train/learning_rate": schedule(step)}
         metrics |= diagnostics.norms(grad=grads)
         if config.diagnostics.norms:
             metrics |= diagnostics.norms(update=updates)
-        # In the order in which one makes the next: the first is where it began. The gradient is known by
-        # the sums that its norm needs anyway, and so is the update; without its norm the parameters that
-        # it leaves tell, for a quarter of the bytes.
-        bad, packer.tensors = diagnostics.first_nonfinite(
-            parameter=diagnostics.squares(state["params"]),
-            batch={"image": aux["train/image_mean"]},
-            feature=aux,
-            loss=loss,
-            gradient=diagnostics.squares(grads),
-            update=diagnostics.squares(updates if config.diagnostics.norms else updated),
-        )
-        metrics["train/nonfinite"] = bad
         if config.diagnostics.rms:
             metrics |= rms(config.optimizer, opt_state, grads)
-        if config.train.ema_decay:
-            rate = 1 - ema_decay(config.train.ema_decay, state["step"])
-            new["ema"] = optax.incremental_update(params, state["ema"], rate)
+        if scaling:
+            metrics |= measure_scaling(scaling, opt_state)
+            metrics["train/skipped"] = skipped_by_scaling(scaling, before, opt_state)
+        # Without the norm of the update, the updated parameters show it for a quarter of the bytes.
+        update = updates if config.diagnostics.norms else updated
+        bad = first_nonfinite(state["params"], seen, loss, grads, update)
         if config.train.nan_policy == "skip":
-            good = (bad < 0) & jnp.isfinite(metrics["train/grad_norm"])
-            new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, {k: state[k] for k in new})
-            metrics["train/skipped"] = 1 - good.astype(jnp.float32)
-        return new | {"step": state["step"] + 1}, packer.pack(metrics)
+            good = (bad.index < 0) & jnp.isfinite(metrics["train/grad_norm"])
+            new = chosen(good, new, state) | {"step": step + 1}
+            skipped = metrics.get("train/skipped", jnp.float32(0))
+            metrics["train/skipped"] = jnp.where(good, skipped, 1)
+        return new, pack(metrics | {"train/nonfinite": bad})
 
     return train_step
 
 
-def measure_scaling(kind: str, opt_state) -> dict[str, jax.Array]:
-    """The loss scale that the step leaves, and the steps skipped so far: of each tensor, or of all."""
+def step_key(config: ConfigDict, step: jax.Array) -> jax.Array:
+    """The random key of a step: of its augmentation and dropout."""
+    return jax.random.fold_in(jax.random.key(config.train.seed), step)
+
+
+def chosen(good: jax.Array, new: State, old: State) -> State:
+    """The new state if good, [] bool, and else the old one."""
+    return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, {name: old[name] for name in new})
+
+
+def first_nonfinite(
+    params: Any, seen: Metrics, loss: jax.Array, grads: Any, update: Any
+) -> NamedIndex:
+    """The first tensor of a step that is not finite.
+
+    Listed in dataflow order, so the first non-finite entry is the origin. Sums of squares stand for large
+    tensors: the norms need most of them anyway.
+    """
+    return diagnostics.first_nonfinite(
+        parameter=diagnostics.squares(params),
+        batch={"image": seen["train/image_mean"]},
+        feature=seen,
+        loss=loss,
+        gradient=diagnostics.squares(grads),
+        update=diagnostics.squares(update),
+    )
+
+
+def measure_scaling(kind: str, opt_state: Any) -> Metrics:
+    """The loss scale after a step, and the steps skipped so far.
+
+    Args:
+      kind: `optimizer.loss_scaling`, "dynamic" or "per_tensor".
+      opt_state: after the step.
+
+    Returns:
+      {"train/loss_scale": []} and "train/scaling_skipped": [] if dynamic, or for each tensor
+      "stability/skipped/<path>": [] or [blocks].
+    """
     measured = {"train/loss_scale": loss_scale(opt_state)}
     if kind == "dynamic":
         return measured | {"train/scaling_skipped": opt_state.skipped}
     skipped = skipped_by_path(opt_state)
-    return measured | {f"stability/skipped/{path}": count for path, count in skipped.items()}
+    return measured | {f"{SKIPPED}{path}": count for path, count in skipped.items()}
 
 
-def rms(c, opt_state, grads) -> dict[str, jax.Array]:
-    """The RMS of every tensor's update, whichever of the two optimizers made it.
+def skipped_by_scaling(kind: str, before: Any, after: Any) -> jax.Array:
+    """1.0 if overflow kept a step from updating any tensor, else 0.0.
+
+    Args:
+      kind: `optimizer.loss_scaling`, "dynamic" or "per_tensor".
+      before, after: the optimizer's states around the step.
+    """
+    if kind == "dynamic":
+        return (after.skipped - before.skipped).astype(jnp.float32)
+    counts = (jax.tree.leaves(skipped_by_path(state)) for state in (before, after))
+    left_out = [jnp.min(new - old) for old, new in zip(*counts, strict=True)]
+    return jnp.min(jnp.stack(left_out)).astype(jnp.float32)
+
+
+def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
+    """The RMS of every tensor's update, for either optimizer.
 
     Args:
       c: config.optimizer.
       opt_state: after the step.
       grads: of the step, not yet clipped.
+
+    Returns:
+      {"stability/rms/<path>": [] or [blocks]}.
     """
     if c.name == "stable_adamw":
         return diagnostics.rms(opt_state)
     if c.loss_scaling == "per_tensor":
-        return {}  # each tensor has an Adam of its own; stable_adamw with clip_threshold=0 measures it
-    if c.grad_clip_norm:  # what AdamW was given; XLA computes it once
+        # Each tensor has an Adam of its own; stable_adamw with clip_threshold=0 measures it.
+        return {}
+    if c.grad_clip_norm:  # as AdamW sees them; XLA computes it once
         grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())
     return diagnostics.adamw_rms(opt_state, grads, b2=c.b2, eps=c.eps, block_axes=clip.block_axes)
 
 
-def make_loss_and_grad(config, graphdef):
-    """Returns a function (trainable, frozen, batch, key, scale) -> (loss, metrics, scale x gradient).
+def make_loss_and_grad(config: ConfigDict, graphdef: nnx.GraphDef) -> Callable[..., LossAndGrad]:
+    """Returns a function (trainable, frozen, batch, key, scale=1.0) -> `LossAndGrad`.
+
+    `trainable` and `frozen` are trees of parameters, each with None for what the other has. The gradient
+    is of `scale` times the loss with respect to `trainable`; the loss is not scaled.
 
     Args:
       config: the run's.
       graphdef: of the model.
     """
     parts = config.train.accumulation
+    compute = at_once if parts == 1 else partial(accumulated, parts=parts)
     embed, contrast = make_embed(config, graphdef), make_contrast(config)
 
     def loss_and_grad(trainable, frozen, batch, key, scale=1.0):
         def embed_trainable(trainable, batch, key):
             return embed(combine(trainable, frozen), batch, key)
 
-        def loss_of(embeddings, trainable):
+        def scaled_loss(embeddings, trainable):
             loss, measured = contrast(embeddings, combine(trainable, frozen), batch["label"])
-            return loss * scale, measured
+            return loss * scale, {f"train/{name}": value for name, value in measured.items()}
 
-        compute = at_once if parts == 1 else functools.partial(accumulated, parts=parts)
-        (loss, measured), outs, grads = compute(embed_trainable, loss_of, trainable, batch, key)
-        measured["image_mean"] = outs["vision"]["image_mean"]
-        measured = {f"train/{name}": value for name, value in measured.items()}
-        if config.diagnostics.features:
-            measured |= diagnostics.feature_magnitude(outs)
-        return loss / scale, measured, grads
+        scaled, metrics, grads = compute(embed_trainable, scaled_loss, trainable, batch, key)
+        return LossAndGrad(scaled / scale, metrics, grads)
 
     return loss_and_grad
 
 
-def make_embed(config, graphdef):
-    """Returns a function (params, batch, key) -> ((image, text embeddings), magnitudes by tower)."""
+def make_embed(
+    config: ConfigDict, graphdef: nnx.GraphDef
+) -> Callable[[Any, Batch, jax.Array], tuple[tuple[jax.Array, jax.Array], Seen]]:
+    """Returns a function (params, batch, key) -> ((image, text embeddings [b, e]), magnitudes).
+
+    Args:
+      config: the run's.
+      graphdef: of the model.
+    """
 
     def embed(params, batch, key):
         model = nnx.merge(graphdef, sharding.gather_params(params))
@@ -132,19 +208,24 @@ def make_embed(config, graphdef):
         images = data.preprocess(
             batch["image"], augment_key if config.data.augment else None, config.data.image_size
         )
-        image, seen = model.encode_image(images, deterministic=False, dropout_key=dropout_key)
+        image, vision = model.encode_image(images, deterministic=False, dropout_key=dropout_key)
         text, read = model.encode_text(batch["text"])
-        outs = {
-            "vision": {"image_mean": jnp.mean(images), "blocks": seen["blocks"]},
-            "text": {"blocks": read["blocks"]},
-        }
-        return (image, text), outs
+        means, maxima = {"train/image_mean": jnp.mean(images)}, {}
+        if config.diagnostics.features:
+            for tower, out in (("vision", vision), ("text", read)):
+                means[f"stability/{FEATURE_MEAN}/{tower}"] = out["blocks"][FEATURE_MEAN]
+                maxima[f"stability/{FEATURE_MAX}/{tower}"] = out["blocks"][FEATURE_MAX]
+        return (image, text), Seen(means, maxima)
 
     return embed
 
 
-def make_contrast(config):
-    """Returns a function (embeddings, params, labels) -> (loss, metrics)."""
+def make_contrast(config: ConfigDict) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """Returns a function (embeddings, params, labels [b]) -> (loss, metrics).
+
+    Args:
+      config: the run's.
+    """
 
     def contrast(embeddings, params, labels):
         if config.train.loss == "softmax":

@@ -1,0 +1,58 @@
+"""The metrics of a step as one array that carries their names."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from swjax.diagnostics import NamedIndex, Packer
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["vector"], meta_fields=["packer"])
+@dataclasses.dataclass(frozen=True)
+class PackedMetrics:
+    """One array to fetch, whatever the number of metrics; a pytree whose names are static.
+
+    A jitted function returns it, so the names come with the values, and tracing changes nothing else.
+
+    Attributes:
+      vector: [n] float32.
+      packer: has the names of the n values.
+    """
+
+    vector: jax.Array
+    packer: Packer
+
+
+def pack(metrics: Mapping[str, jax.Array | NamedIndex]) -> PackedMetrics:
+    """Packs metrics, inside a jitted function or outside.
+
+    Args:
+      metrics: {name: scalar, vector or `NamedIndex`}; element i of a vector is named "<name>/<i>".
+
+    >>> import jax.numpy as jnp
+    >>> step = jax.jit(lambda x: pack({"loss": jnp.sum(x), "rms": jnp.sqrt(x)}))
+    >>> fetch({7: step(jnp.ones(2))})
+    [{'step': 7, 'loss': 2.0, 'rms/0': 1.0, 'rms/1': 1.0}]
+    """
+    packer = Packer.of(metrics)
+    return PackedMetrics(packer.pack(metrics), packer)
+
+
+def fetch(packed: Mapping[int, PackedMetrics]) -> list[dict[str, Any]]:
+    """Copies metrics to the host, all steps at once.
+
+    Args:
+      packed: {step: its metrics}.
+
+    Returns:
+      One record {"step": int, name: number, ...} for each step, in the given order.
+    """
+    fetched = jax.device_get(dict(packed))
+    return [
+        record
+        for step, metrics in fetched.items()
+        for record in metrics.packer.records({step: metrics.vector})
+    ]

@@ -1,0 +1,133 @@
+"""Values that are not finite: the run stops, skips the step, or goes back."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from micro_run import final_state, records, train
+
+from swjax.training import (
+    packed,
+    step_log,
+)
+from swjax.training import setup as setup_lib
+from swjax.training import step as step_lib
+from swjax.training.accumulation import LossAndGrad
+from swjax.training.checkpoint import Checkpoints
+from swjax.training.nan_policy import first_bad
+
+
+@pytest.fixture
+def bad_step_4(monkeypatch):
+    """Makes the loss of step 4 look like NaN, once."""
+    real, left = packed.fetch, [1]
+
+    def spoiled(metrics):
+        found = real(metrics)
+        for record in found:
+            if record["step"] == 4 and left and left.pop():
+                record["train/loss"] = float("nan")
+        return found
+
+    monkeypatch.setattr(step_log, "fetch", spoiled)
+
+
+def test_nan_stops_the_run(micro, bad_step_4, tmp_path, capsys):
+    assert train(micro(), tmp_path) == 1
+    assert "train/loss is nan at step 4: stopped;" in capsys.readouterr().out
+    assert Checkpoints(tmp_path, keep=0).latest_step() == 2  # nothing broken is saved
+    assert [r["train/loss"] is None for r in records(tmp_path)] == [False, False, False, True]
+
+
+def test_nan_rolls_back_past_the_data(micro, bad_step_4, reference, tmp_path, capsys):
+    config = micro(train__nan_policy="rollback")
+    assert train(config, tmp_path) == 0
+    assert "train/loss is nan at step 4: back to step 2" in capsys.readouterr().out
+    rolled, straight = records(tmp_path), records(reference[1])
+    assert [r["step"] for r in rolled] == [1, 2, 3, 4, 5, 6]
+    assert rolled[:2] == straight[:2] and rolled[2] != straight[2]
+    state, position = final_state(config, tmp_path)
+    assert int(state["step"]) == 6 and position["batches"] == 8  # batches 3 and 4 were left out
+
+
+def test_first_bad_step_is_named():
+    record = {"step": 3, "train/loss": 1.0, "train/grad_norm": float("inf")}
+    assert first_bad([record | {"train/grad_norm": 1.0}]) == ""
+    assert first_bad([record]) == "train/grad_norm is inf at step 3"
+    assert first_bad([record], kind="parameter") == ""
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """NaN in the batch of step 2, a gradient of 3 and an update of 4, infinity in a parameter of 5."""
+    at = {}
+
+    def spoil(x, step, value=jnp.nan):
+        return jnp.where(at["step"] == step - 1, jnp.full_like(x, value), x)
+
+    def spoil_leaf(tree, *keys, **how):
+        *outer, last = keys
+        part = tree = jax.tree.map(lambda x: x, tree)
+        for key in outer:
+            part = part[key]
+        part[last] = spoil(part[last], **how)
+        return tree
+
+    names = ("make_train_step", "make_loss_and_grad", "make_optimizer")
+    homes = (step_lib, step_lib, setup_lib)
+    real = {name: getattr(home, name) for home, name in zip(homes, names)}
+    preprocess = step_lib.data.preprocess
+
+    def make_train_step(*args):
+        step = real["make_train_step"](*args)
+
+        def with_parameter(state, batch):
+            at["step"] = state["step"]
+            keys = ("params", "text", "ln_final", "bias")
+            return step(spoil_leaf(state, *keys, step=5, value=jnp.inf), batch)
+
+        return with_parameter
+
+    def make_loss_and_grad(*args):
+        loss_and_grad = real["make_loss_and_grad"](*args)
+
+        def with_gradient(*args):
+            loss, aux, grads = loss_and_grad(*args)
+            return LossAndGrad(
+                loss, aux, spoil_leaf(grads, "vision", "patch_embed", "kernel", step=3)
+            )
+
+        return with_gradient
+
+    def make_optimizer(*args):
+        optimizer = real["make_optimizer"](*args)
+
+        def update(*args):
+            updates, state = optimizer.update(*args)
+            return spoil_leaf(updates, "text", "ln_final", "scale", step=4), state
+
+        return optimizer._replace(update=update)
+
+    monkeypatch.setattr(setup_lib, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(setup_lib, "make_train_step", make_train_step)
+    monkeypatch.setattr(step_lib, "make_loss_and_grad", make_loss_and_grad)
+    monkeypatch.setattr(step_lib.data, "preprocess", lambda *a: spoil(preprocess(*a), 2))
+
+
+def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsys):
+    options = {"train__nan_policy": "skip", "diagnostics__norms": "false"}
+    options |= {"log__every_steps": 1, "checkpoint__every_steps": 4, "train__steps": 7}
+    assert train(micro(**options), tmp_path) == 1
+    said = capsys.readouterr().out
+    for text in (
+        "train/loss is nan at step 2, where batch image is not finite: skipped",
+        "grad_norm is nan at step 3, where gradient vision/patch_embed/kernel is not finite: skipped",
+        "at step 5, where parameter text/ln_final/bias is not finite: stopped",
+    ):
+        assert text in said
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    named = {line["step"]: line["train/nonfinite"] for line in lines if "train/nonfinite" in line}
+    assert list(named) == [2, 3, 4, 5] and named[2] == "batch image"
+    assert named[4] == "update text/ln_final/scale"  # logged with step 3, that a line was about
+    assert Checkpoints(tmp_path, keep=0).latest_step() == 4  # nothing broken is saved

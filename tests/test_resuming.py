@@ -1,0 +1,79 @@
+"""A run that is interrupted, resumed, or started from another one."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from micro_run import assert_same_bits, final_state, make_init, paths, records, train
+from ml_collections import ConfigDict
+
+from swjax.models import sharding
+from swjax.training import config as config_lib
+from swjax.training import setup as setup_lib
+from swjax.training.checkpoint import Checkpoints
+from swjax.training.config import ConfigError
+
+
+def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
+    config, workdir = reference
+    assert train(config, tmp_path, after=3) == 0
+    assert "step 4 is saved" in capsys.readouterr().out
+    assert not (tmp_path / "results.json").exists()
+    # What a kill after the checkpoint would leave, the second run writes again.
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 5, "time": 1.0, "train/loss": 0.0}) + '\n{"step": 6, "ti')
+    assert train(config, tmp_path) == 0
+    assert records(tmp_path) == records(workdir)
+    (a, position_a), (b, position_b) = (final_state(config, d) for d in (tmp_path, workdir))
+    assert_same_bits(a, b)
+    assert position_a == position_b and position_a["batches"] == 6
+
+
+def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path):
+    config, workdir = reference
+    train(config, tmp_path / "first", after=1)
+    assert train(micro(checkpoint__resume=str(tmp_path / "first")), tmp_path / "second") == 0
+    assert records(tmp_path / "second") == records(workdir)[2:]
+
+
+def test_init_from_takes_the_parameters_only(reference, micro, tmp_path):
+    _, workdir = reference
+    config = micro(checkpoint__init_from=str(workdir))
+    init, _ = make_init(config)
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    own = Checkpoints(tmp_path / "own", keep=1)
+    state, position = setup_lib.init_or_restore(config, own, init, like)
+    first, _ = final_state(micro(), workdir)
+    assert_same_bits(state["params"], first["params"])
+    assert int(state["step"]) == 0 and position is None
+    moments = [x for p, x in zip(paths(state), jax.tree.leaves(state)) if "/mu/" in p]
+    assert moments and not any(jnp.any(x) for x in moments)
+
+
+def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
+    _, workdir = reference
+    config = micro(checkpoint__resume=str(workdir), model__vision__width=64)
+    with pytest.raises(
+        ConfigError, match=r"another config: config.model.vision.width: 32 -> 64: change it back"
+    ) as error:
+        train(config, tmp_path / "other")
+    assert "\n" not in str(error.value)
+
+
+def test_what_counts_as_another_config():
+    """A key of another version of swjax does not; a part of a mixture, which the user names, does."""
+    parts = {"photos": {"name": "webdataset", "weight": 1.0}}
+    saved = json.dumps({"train": {"steps": 6, "gone": 1}, "data": {"mixture": parts}})
+
+    def changes(train, mixture):
+        return config_lib.changes(saved, ConfigDict({"train": train, "data": {"mixture": mixture}}))
+
+    assert changes({"steps": 6, "new": True}, parts) == []
+    assert changes({"steps": 7}, parts) == ["train.steps: 6 -> 7"]
+    (added,) = changes({"steps": 6}, parts | {"drawings": {"name": "emoji", "weight": 1.0}})
+    assert added.startswith("data.mixture.drawings: None -> {")
+    (removed,) = changes({"steps": 6}, {})
+    assert removed.startswith("data.mixture.photos: {")
+    (told,) = changes({"steps": 6}, {"photos": parts["photos"] | {"text_key": "caption"}})
+    assert told == "data.mixture.photos.text_key: None -> 'caption'"

@@ -1,0 +1,199 @@
+"""What a run tells while it goes on, and when."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from micro_run import train
+
+from swjax.training import (
+    console,
+    metric_log,
+    step_clock,
+    throughput,
+)
+from swjax.training import setup as setup_lib
+from swjax.training.config import ConfigError
+
+
+def test_log_is_written_while_the_next_step_runs(micro, monkeypatch, tmp_path):
+    """The device has something to do meanwhile."""
+    begun, written = [], []
+    compile_step, write = setup_lib.compile_step, metric_log.MetricLog.write
+
+    def counted(*args):
+        step = compile_step(*args)
+        return lambda *args: [begun.append(1), step(*args)][1]
+
+    def noted(self, records):
+        written.append(([record["step"] for record in records], len(begun)))
+        write(self, records)
+
+    monkeypatch.setattr(setup_lib, "compile_step", counted)
+    monkeypatch.setattr(metric_log.MetricLog, "write", noted)
+    train(micro(checkpoint__every_steps=5), tmp_path)
+    assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]  # with a checkpoint, at once
+
+
+def test_collections_leave_out_what_compiling_left(micro, monkeypatch, tmp_path):
+    frozen, write = [], metric_log.MetricLog.write
+
+    def noted(self, records):
+        frozen.append(gc.get_freeze_count())
+        write(self, records)
+
+    monkeypatch.setattr(metric_log.MetricLog, "write", noted)
+    train(micro(train__steps=2), tmp_path)
+    assert frozen[0] > 100_000 and gc.get_freeze_count() == 0
+
+
+class Stream:
+    def __init__(self, terminal):
+        self.text, self._terminal = "", terminal
+
+    def isatty(self):
+        return self._terminal
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "laps, saving, reason",
+    [
+        ({"data": 2.0, "device": 1.0}, True, None),
+        ({"data": 2.0, "device": 1.1}, False, "data"),
+        ({"data": 0.1, "device": 3.0}, True, "device while a checkpoint was written"),
+        # Which is long every time, such as the device, is no reason.
+        ({"data": 0.1, "device": 1.6, "log": 1.4}, False, "log"),
+        ({"data": 0.8, "device": 1.6, "log": 0.8}, False, "log, data"),
+        ({"queue": 2.0, "data": 2.2, "device": 0.9}, False, "waiting for a core"),
+    ],
+)
+def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason):
+    """After steps of a second, of which the device takes 0.9."""
+    now, queued = [0.0], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step_clock.CoreQueue, "seconds", lambda self: queued[0])
+    with closing(step_clock.StepClock()) as clock:
+
+        def take(laps, saving=False):
+            for name, seconds in laps.items():
+                if name == "queue":  # a part of the lap after it
+                    queued[0] += seconds
+                else:
+                    now[0] += seconds
+                    clock.lap(name)
+            return clock.step(saving=saving)
+
+        for _ in range(30):
+            assert take({"data": 0.1, "device": 0.9}) == {"perf/seconds": pytest.approx(1.0)}
+        told = take(laps, saving)
+        assert told["perf/seconds"] == pytest.approx(sum(laps.values()) - laps.get("queue", 0.0))
+        assert told.get("perf/slow") == reason
+
+
+def counts_waiting() -> bool:
+    """Whether the system does: Linux, unless it is an old one that says 0 0 0."""
+    file = Path("/proc/thread-self/schedstat")
+    return file.exists() and file.read_text().split()[0] != "0"
+
+
+@pytest.mark.skipif(not counts_waiting(), reason="this system does not count it")
+def test_waiting_for_a_core_is_counted():
+    """A thread that shares its core with a process that never rests."""
+    core = min(os.sched_getaffinity(0))
+    rests_never = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+
+    def compute(until):
+        os.sched_setaffinity(0, {core})  # this thread's alone
+        with closing(step_clock.CoreQueue()) as queue:
+            before = queue.seconds()
+            while queue.seconds() < before + 0.1 and time.monotonic() < until:
+                pass
+            return queue.seconds() - before
+
+    with ThreadPoolExecutor(1) as pool:
+        process = subprocess.Popen([sys.executable, "-c", rests_never])
+        try:
+            assert pool.submit(compute, time.monotonic() + 60).result() >= 0.1
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_console_rewrites_a_terminals_line_and_prints_plain_ones_elsewhere():
+    record = {"step": 5, "train/loss": 1.5, "perf/step_seconds": 2.0,
+              "perf/samples_per_sec_per_device": 32.0, "perf/data_wait_frac": 0.25}  # fmt: skip
+    for terminal in (True, False):
+        stream = Stream(terminal)
+        progress = console.Console(65, stream)
+        progress.update(record)
+        progress.update(record | {"step": 6})
+        progress.say("saved")
+        assert stream.text.count("\n") == (1 if terminal else 3)
+        assert ("\x1b" in stream.text) == terminal
+        assert "step 5/65  loss 1.5000  64 samples/s  data wait 25%  ETA 2:00" in stream.text
+
+
+def test_throughput_counts_training_only(monkeypatch):
+    now = np.zeros(1)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    meter = throughput.Meter(batch_size=10, flops_per_example=1.0)
+    now += 20  # compiling
+    assert meter.restart() == 20
+    now += 1
+    assert set(meter.read().values()) == {None}
+    with meter.waiting():
+        now += 1
+    now += 2
+    read = meter.read()
+    rate = 10 / read["perf/step_seconds"] / jax.device_count()
+    assert read["perf/samples_per_sec_per_device"] == pytest.approx(rate)
+    assert read["perf/step_seconds"] == 4 and read["perf/data_wait_frac"] == 0.25
+
+
+def test_wandb_missing_is_one_line(micro, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        metric_log.MetricLog(tmp_path, micro(log__wandb="project"), last_step=0)
+
+
+def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        log = staticmethod(lambda record, step: calls.append((record, step)))
+        finish = staticmethod(lambda: calls.append("finished"))
+
+    fake = types.SimpleNamespace(init=lambda **options: calls.append(options) or Run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):  # the second resumes the first
+        log = metric_log.MetricLog(tmp_path, micro(log__wandb="project"), last_step=0)
+        log.write([{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}])
+        log.close()
+    first, told, finished, second = calls[:4]
+    assert told == ({"train/loss": 0.25}, 2) and finished == "finished"
+    assert first["project"] == "project" and first["id"] == second["id"]
+
+
+def test_tensorboard_gets_the_newest_record(micro, tmp_path):
+    log = metric_log.MetricLog(tmp_path, micro(log__tensorboard="true"), last_step=0)
+    log.write([{"step": 1, "train/loss": float("nan")}, {"step": 2, "train/loss": 0.1}])
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/loss"] for line in lines] == [None, 0.1]
+    assert list((tmp_path / "tensorboard").iterdir())

@@ -1,0 +1,56 @@
+"""The optimizer that a config describes: its schedule, clipping, loss scale, and frozen parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from micro_run import paths
+
+from swjax.training import optimizer as optimizer_lib
+from swjax.training.config import ConfigError
+from swjax.training.optimizer import combine, split_frozen
+from swjax.training.step import measure_scaling
+
+
+def test_a_dynamic_scale_is_the_other_way(micro):
+    config = micro(optimizer__loss_scaling="dynamic", optimizer__loss_scale=1024)
+    optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
+    params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+    _, state = optimizer.update(
+        params | {"bias": jnp.full(3, jnp.inf)}, optimizer.init(params), params
+    )
+    measured = {name: float(x) for name, x in measure_scaling("dynamic", state).items()}
+    assert measured == {"train/loss_scale": 512.0, "train/scaling_skipped": 1.0}
+
+
+def test_split_frozen_and_combine_are_inverse():
+    params = {"a": {"kernel": 1, "bias": 2}, "b": 3}
+    trainable, frozen = split_frozen(params, ("bias$",))
+    assert trainable == {"a": {"kernel": 1, "bias": None}, "b": 3}
+    assert combine(trainable, frozen) == params
+    with pytest.raises(ConfigError, match="finds no parameter"):
+        split_frozen(params, ("visoin",))
+
+
+@pytest.mark.parametrize("name", ["adamw", "stable_adamw"])
+def test_gradient_clipping_is_the_other_arm(micro, name):
+    config = micro(
+        optimizer__name=name, optimizer__grad_clip_norm=1e-3, optimizer__clip_threshold=0
+    )
+    optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
+    params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
+        _, state = optimizer.update(params, optimizer.init(params), params)
+    first = [x for path, x in zip(paths(state), jax.tree.leaves(state)) if "mu" in path.split("/")]
+    norm = float(jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in first)))
+    kept = {"adamw": 0.1, "stable_adamw": 1.0}[name]  # of a first gradient, in m: debiased or not
+    np.testing.assert_allclose(norm, kept * 1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant"])
+def test_schedule(micro, name):
+    config = micro(schedule__name=name, optimizer__learning_rate=1.0)
+    schedule = optimizer_lib.make_schedule(config, 110, 10)
+    rates = np.array([schedule(step) for step in (0, 4, 9, 10, 60, 110)])
+    end = {"cosine": [0.5, 0.0], "constant": [1.0, 1.0]}[name]
+    np.testing.assert_allclose(rates, [0.1, 0.46, 0.91, 1.0, *end], atol=1e-6)

@@ -1,0 +1,56 @@
+"""Whole runs: what they leave behind, and that a finished one is left alone."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from micro_run import records
+
+from swjax.training import config as config_lib
+from swjax.training import loop
+from swjax.training.checkpoint import lock
+from swjax.training.config import ConfigError
+
+
+def test_a_run_leaves_everything_behind(reference):
+    config, workdir = reference
+    assert [r["step"] for r in records(workdir)] == [1, 2, 3, 4, 5, 6]
+    first = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in ("train/loss", "train/learning_rate", "perf/data_wait_frac", "time",
+                 "stability/rms/vision/patch_embed/kernel", "stability/rms/vision/blocks/attn/q/kernel/0",
+                 "stability/feature_max_abs/text/0"):  # fmt: skip
+        assert np.isfinite(first[name])
+    assert first["perf/mfu"] is None  # a CPU has no peak in the table
+    assert "test/image_to_text_R@1" in json.loads((workdir / "results.json").read_text())["scores"]
+    assert "val/image_to_text_R@1" in records(workdir)[-1]
+    assert config_lib.changes((workdir / "config.json").read_text(), config) == []
+    assert "command: python" in (workdir / "env.txt").read_text()
+    steps = sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+    assert steps == [4, 6]
+
+
+def test_a_finished_run_is_left_alone(reference, monkeypatch, capsys):
+    config, workdir = reference
+    before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.name != ".lock"}
+    monkeypatch.setattr(loop, "train", None)
+    assert loop.train_and_evaluate(config, workdir) == 0
+    assert "finished after 6 steps" in capsys.readouterr().out
+    after = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.name != ".lock"}
+    assert {p: t for p, t in after.items() if p.is_file()} == {
+        p: t for p, t in before.items() if p.is_file()
+    }
+
+
+def test_a_finished_run_of_another_config_is_not_mistaken(reference, micro):
+    _, workdir = reference
+    with pytest.raises(ConfigError, match="model.recipe: 'switchback' -> 'standard'"):
+        loop.train_and_evaluate(micro(model__recipe="standard"), workdir)
+    loop.train_and_evaluate(micro(log__every_steps=3), workdir)  # computes the same
+
+
+def test_a_workdir_serves_one_process(micro, tmp_path):
+    with lock(tmp_path):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+            loop.train_and_evaluate(micro(), tmp_path)
+    lock(tmp_path).close()  # free again
