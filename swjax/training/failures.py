@@ -16,7 +16,7 @@ DISK = {
     errno.EACCES: "make it writable",
     errno.EPERM: "make it writable",
     errno.EIO: "mend the disk",
-    errno.ENOENT: "name a directory that can be made",
+    errno.ENOENT: "name a path that exists or can be made",
     errno.ENOTDIR: "name a directory, not a file",
     errno.EEXIST: "name a directory, not a file",
 }
@@ -39,14 +39,14 @@ def blame_data():
 
 @contextmanager
 def blame_disk(workdir: Path):
-    """Says in one line that something cannot be written, with the path that the system names."""
+    """Says in one line that a path cannot be read or written, and names it."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK:
             raise
         remedy = DISK[error.errno]
+        path = error.filename or str(workdir)
         raise RunError(
-            f"cannot write {error.filename or str(workdir)!r}: {error.strerror}; {remedy}, and the same "
-            f"command goes on"
+            f"cannot read or write {path!r}: {error.strerror}; {remedy}, and the same command goes on"
         ) from error
