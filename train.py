@@ -13,12 +13,15 @@ Examples:
       ViT-H/14, the paper's recipe
 
 configs/common.py lists every key and what it means. The same command resumes an interrupted run,
-bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends; a second Ctrl-C ends at once.
+bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends; a second Ctrl-C, or one before the data are
+opened, ends at once.
 
-Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 3 the
-disk, or another machine of the run, failed: the same command goes on; 130 second Ctrl-C.
+Exit codes: 0 finished, or saved and interrupted; 1 diverged, or 50 steps in a row were skipped; 2 wrong
+command line or config; 3 the disk, or another machine of the run, failed: the same command goes on;
+130 Ctrl-C that ended it at once.
 """
 
+import signal
 import sys
 from collections.abc import Callable
 
@@ -53,4 +56,6 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # Until training begins there is nothing to save. A KeyboardInterrupt may be lost in an import.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main(sys.argv))

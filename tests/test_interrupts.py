@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from micro_run import ROOT, records
+import pytest
+from micro_run import ROOT, command_of, records
 
 
 def test_sigterm_saves_and_says_how_to_go_on(started, tmp_path):
@@ -51,6 +53,22 @@ def test_a_lost_loader_process_is_one_line(started):
     last = errors.splitlines()[-1]
     assert "train.py: loader process" in last and "exit code -9, killed, as by a machine" in last
     assert "the same command goes on" in last and "Traceback" not in errors
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what a process has loaded")
+@pytest.mark.parametrize("library", ["yaml", "jaxlib", "tensorstore"])
+def test_an_interrupt_while_libraries_load_ends_the_run(library, tmp_path):
+    """There is nothing to save yet. Python would raise KeyboardInterrupt, which an import may swallow."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command_of(tmp_path), stdout=pipe, stderr=pipe, text=True)
+    maps = Path(f"/proc/{process.pid}/maps")
+    deadline = time.monotonic() + 60
+    while library not in maps.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT  # a shell says 130
+    assert "Traceback" not in errors and "finished" not in output
 
 
 def test_second_interrupt_ends_at_once():

@@ -1,5 +1,6 @@
 """Values that are not finite: the run stops, skips the step, or goes back."""
 
+import io
 import json
 
 import jax
@@ -15,7 +16,9 @@ from swjax.training import setup as setup_lib
 from swjax.training import step as step_lib
 from swjax.training.accumulation import LossAndGrad
 from swjax.training.checkpoint import Checkpoints
-from swjax.training.nan_policy import first_bad
+from swjax.training.console import Console
+from swjax.training.nan_policy import Action, NanPolicy, first_bad
+from swjax.training.results import tell_results
 
 
 @pytest.fixture
@@ -130,4 +133,78 @@ def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsy
     named = {line["step"]: line["train/nonfinite"] for line in lines if "train/nonfinite" in line}
     assert list(named) == [2, 3, 4, 5] and named[2] == "batch image"
     assert named[4] == "update text/ln_final/scale"  # logged with step 3, that a line was about
+    assert {line["step"]: line["train/skipped_total"] for line in lines}[5] == 4
     assert Checkpoints(tmp_path, keep=0).latest_step() == 4  # nothing broken is saved
+
+
+# ------------------------------------------------------------------------------------- skipped steps
+
+
+def policy_of(config, position=None, steps=200) -> NanPolicy:
+    console = Console(steps, io.StringIO())
+    return NanPolicy(config, steps=steps, position=position, console=console)
+
+
+def skipped_or_not(*flags: int) -> list[dict]:
+    fine = {"train/loss": 1.0, "train/grad_norm": 1.0}
+    return [{"step": i, "train/skipped": float(flag)} | fine for i, flag in enumerate(flags, 1)]
+
+
+def test_a_stretch_without_an_update_stops_the_run(micro):
+    policy = policy_of(micro(train__nan_policy="skip"))
+    assert policy.decide(skipped_or_not(1, 1, 0)) is Action.GO_ON
+    assert policy.decide(skipped_or_not(*[1] * 49)) is Action.GO_ON
+    assert policy.decide(skipped_or_not(1)) is Action.STOP
+    assert "the last 50 steps were all skipped, 52 in all: stopped; lower" in policy.reason
+
+
+def test_a_stretch_that_is_over_does_not_stop_the_run(micro):
+    """As of a dynamic loss scale that was far too large at first."""
+    policy = policy_of(micro(optimizer__loss_scaling="dynamic"))
+    records = skipped_or_not(*[1] * 80, 0)
+    assert policy.decide(records) is Action.GO_ON
+    assert policy.skipped == 80 and records[-1]["train/skipped_total"] == 80
+
+
+def test_a_checkpoint_keeps_the_count(micro):
+    config = micro(train__nan_policy="skip")
+    first = policy_of(config)
+    first.decide(skipped_or_not(1, 0, *[1] * 40))
+    resumed = policy_of(config, position=json.loads(json.dumps(first.saved())))
+    assert resumed.decide(skipped_or_not(*[1] * 9)) is Action.GO_ON
+    assert resumed.decide(skipped_or_not(1)) is Action.STOP
+    assert resumed.skipped == 51
+
+
+@pytest.fixture
+def nan_images(monkeypatch):
+    preprocess = step_lib.data.preprocess
+    monkeypatch.setattr(step_lib.data, "preprocess", lambda *args: preprocess(*args) * jnp.nan)
+
+
+def test_a_run_that_skips_every_step_has_not_finished(micro, nan_images, tmp_path, capsys):
+    assert_not_finished(micro(train__nan_policy="skip"), tmp_path, capsys)
+
+
+@pytest.mark.parametrize("scaling", ["per_tensor", "dynamic"])
+def test_a_run_whose_gradients_overflow_at_every_step_has_not_finished(
+    scaling, micro, tmp_path, capsys
+):
+    config = micro(
+        model__dtype="float16", optimizer__loss_scaling=scaling, optimizer__loss_scale=1e30
+    )
+    assert_not_finished(config, tmp_path, capsys)
+
+
+def assert_not_finished(config, tmp_path, capsys):
+    assert train(config, tmp_path) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "the last 6 steps were all skipped, 6 in all: stopped;" in last
+    assert [r["train/skipped_total"] for r in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_skipped_steps_are_told_at_the_end(tmp_path, capsys):
+    (tmp_path / "results.json").write_text('{"step": 100, "skipped": 7, "scores": {}}')
+    tell_results(tmp_path)
+    assert capsys.readouterr().out == "finished after 100 steps, 7 of them skipped\n"

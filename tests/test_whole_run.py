@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
+import subprocess
 
 import numpy as np
 import pytest
-from micro_run import records
+from micro_run import command_of, records
 
 from swjax.training import config as config_lib
 from swjax.training import loop
@@ -54,3 +56,28 @@ def test_a_workdir_serves_one_process(micro, tmp_path):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
             loop.train_and_evaluate(micro(), tmp_path)
     lock(tmp_path).close()  # free again
+
+
+def test_train_py_as_a_user_runs_it(tmp_path):
+    """In a process with XLA's default optimizations; the same command again says that it has finished."""
+    set_for_tests = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_DEFAULT_MATMUL_PRECISION")
+    environment = {key: value for key, value in os.environ.items() if key not in set_for_tests}
+    workdir, cache = tmp_path / "run", tmp_path / "cache"
+    command = command_of(workdir, report__enabled="true", train__compilation_cache=cache)
+
+    def run() -> str:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first, again = run(), run()
+    assert "step 6/6  loss " in first
+    results = json.loads((workdir / "results.json").read_text())
+    assert results["step"] == 6 and results["skipped"] == 0
+    score, chance = (
+        results["scores"][f"zeroshot/synthetic_test_{x}"] for x in ("top1", "chance_top1")
+    )
+    assert re.search(rf"zeroshot/synthetic_test_top1 +{score:.2%} +{chance:.2%}", first)
+    told = first[first.index("finished after 6 steps") :]
+    assert again == told and f"report: {workdir / 'report' / 'index.html'}" in told
+    assert (workdir / "report" / "index.html").exists()

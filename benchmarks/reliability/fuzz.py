@@ -345,7 +345,7 @@ def workdirs(place: Path, rng: random.Random):
         name = rng.choice(list(files))
         (place / name).write_bytes(damage(files[name].encode(), rng))
         with contextlib.redirect_stdout(io.StringIO()):
-            metric_log.truncate(place / "metrics.jsonl", 20, metric_log.read_line)
+            metric_log.truncate(place / "metrics.jsonl", 20, metric_log.parse_line)
             results.is_finished(good, place)
             results.tell_results(place)
         return name

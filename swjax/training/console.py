@@ -1,19 +1,23 @@
 """What a person sees of a run while it goes on."""
 
 import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 import jax
 
 
 class Console:
-    """Tells a person how the run goes: one rewritten line on a terminal, plain lines elsewhere.
+    """Shows the newest record: in one line that is rewritten on a terminal, and in plain lines elsewhere.
+
+    Process 0 prints; in the others nothing happens.
 
     Args:
       total: steps of the run.
-      stream: where to.
+      stream: where to print; None: standard output.
     """
 
-    def __init__(self, total: int, stream=None):
+    def __init__(self, total: int, stream: TextIO | None = None):
         self._total = total
         self._stream = stream or sys.stdout
         self._live = self._stream.isatty()
@@ -24,8 +28,8 @@ class Console:
         self._print(("\r\x1b[K" if self._open else "") + text + "\n")
         self._open = False
 
-    def update(self, record: dict) -> None:
-        """Shows the newest record."""
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Shows the newest record: its step and loss, and the throughput where it has one."""
         line = f"step {record['step']}/{self._total}  loss {record['train/loss']:.4f}"
         if seconds := record["perf/step_seconds"]:
             rate = record["perf/samples_per_sec_per_device"] * jax.device_count()

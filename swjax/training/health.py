@@ -30,7 +30,9 @@ class Health:
     """
 
     def __init__(self, config: ConfigDict, graphdef: nnx.GraphDef, params: Any, *, steps: int):
-        self._every, self._pending = config.diagnostics.every_steps, {}
+        self._every = config.diagnostics.every_steps
+        self._pending: dict[int, PackedMetrics] = {}
+        self._compiled: jax.stages.Compiled | None = None
         model = nnx.merge(graphdef, params)
         if self._every > steps or not taps.quantized_layers(model):
             self._every = 0
@@ -48,7 +50,7 @@ class Health:
 
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         everywhere = NamedSharding(mesh, P())  # so that every process can read it
-        self._measure, self._compiled = jax.jit(measure, out_shardings=everywhere), None
+        self._measure = jax.jit(measure, out_shardings=everywhere)
 
     def compile(self, state: State, batch: Batch) -> jax.stages.Compiled:
         """The program (state, batch) -> measurements."""

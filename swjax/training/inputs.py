@@ -131,8 +131,8 @@ class Feed:
 
 def open_batches(
     config: ConfigDict, source: Any, position: dict | None, share: sharding.Share
-) -> data.batches.TrainBatches:
-    """This process's share of every training batch, on the host.
+) -> Any:
+    """An iterator over this process's share of every training batch, on the host.
 
     Args:
       config: the run's.

@@ -1,12 +1,15 @@
-"""What a run records: metrics.jsonl (one line a step), TensorBoard and W&B."""
+"""The files of a run's metrics: metrics.jsonl (one line a step), TensorBoard and W&B."""
 
 import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 import jax
+from ml_collections import ConfigDict
 
 from swjax.diagnostics.recorder import number, truncate
 from swjax.training.config import ConfigError, read_json
@@ -15,7 +18,7 @@ from swjax.training.config import ConfigError, read_json
 class MetricLog:
     """Appends one record a step to metrics.jsonl, and the newest to TensorBoard and W&B.
 
-    Process 0 does; in the others it writes nothing.
+    Process 0 writes; in the others nothing happens.
 
     Args:
       workdir: directory of the run.
@@ -23,34 +26,17 @@ class MetricLog:
       last_step: records of later steps, left by a run that was killed, are removed.
 
     Raises:
-      ConfigError: `config.log.wandb` is set but the package is not installed.
+      ConfigError: `config.log.wandb` is set, but the package is not installed or refuses.
     """
 
-    def __init__(self, workdir: Path, config, *, last_step: int):
-        self._board = self._wandb = self._file = None
+    def __init__(self, workdir: Path, config: ConfigDict, *, last_step: int):
+        self._board: Board | None = None
+        self._wandb: Any = None
+        self._file: TextIO | None = None
         if jax.process_index() != 0:
             return
         if config.log.wandb:
-            try:
-                import wandb
-            except ImportError as error:
-                raise ConfigError(
-                    f"config.log.wandb={config.log.wandb!r} needs the package wandb: "
-                    f"pip install wandb, or set it to ''"
-                ) from error
-            try:
-                self._wandb = wandb.init(
-                    project=config.log.wandb,
-                    id=hashlib.sha1(str(workdir.absolute()).encode()).hexdigest()[:12],
-                    resume="allow",  # the id is the workdir's: a resumed run goes on there too
-                    dir=str(workdir),
-                    config=config.to_dict(),
-                )
-            except wandb.Error as error:  # no key, no such project
-                raise ConfigError(
-                    f"config.log.wandb={config.log.wandb!r}: {' '.join(str(error).split())}: run "
-                    f"`wandb login`, name a project of yours, or set it to ''"
-                ) from error
+            self._wandb = _start_wandb(workdir, config)
         if config.log.tensorboard:
             self._board = Board(workdir / "tensorboard", last_step)
         self._path = workdir / "metrics.jsonl"
@@ -62,16 +48,16 @@ class MetricLog:
             return
         if self._file:
             self._file.close()
-        self._offset = truncate(self._path, last_step, read_line)
+        self._offset = truncate(self._path, last_step, parse_line)
         self._start = time.perf_counter()
         self._file = open(self._path, "a")
 
-    def write(self, records: list[dict]) -> None:
-        """Writes records {"step": int, name: number or None, ...}, oldest first."""
+    def write(self, records: Sequence[dict[str, Any]]) -> None:
+        """Writes records {"step": int, metric: number, name or None, ...}, oldest first."""
         if self._file is None:
             return
         seconds = round(self._offset + time.perf_counter() - self._start, 3)
-        line = {}
+        line: dict[str, Any] = {}
         for record in records:
             line = {"step": record["step"], "time": seconds}
             line |= {name: number(value) for name, value in record.items() if name != "step"}
@@ -88,6 +74,7 @@ class MetricLog:
             self._wandb.log(shown, step=line["step"])
 
     def close(self) -> None:
+        """Closes all files."""
         if self._file:
             self._file.close()
         if self._board:
@@ -97,13 +84,14 @@ class MetricLog:
 
 
 class Board:
-    """Scalars for TensorBoard, written when they come.
+    """Writes scalars for TensorBoard at once.
 
-    tensorboardX's own SummaryWriter hands them to a thread, which a full disk ends, and then waits for it.
+    tensorboardX's own SummaryWriter hands them to a thread. A full disk ends the thread, and then the
+    writer waits for it forever.
 
     Args:
       directory: of the event files; this process adds one.
-      last_step: what earlier processes wrote of later steps is hidden.
+      last_step: TensorBoard hides what earlier processes wrote of later steps.
     """
 
     def __init__(self, directory: Path, last_step: int):
@@ -117,6 +105,7 @@ class Board:
         self._add(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Writes {name: value} of a step."""
         event = self._event(step=step, wall_time=time.time())
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)
@@ -127,9 +116,42 @@ class Board:
         self._writer.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         self._writer.close()
 
 
-def read_line(number: int, line: str) -> dict:
+def _start_wandb(workdir: Path, config: ConfigDict) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"config.log.wandb={config.log.wandb!r} needs the package wandb: "
+            f"pip install wandb, or set it to ''"
+        ) from error
+    try:
+        return wandb.init(
+            project=config.log.wandb,
+            id=hashlib.sha1(str(workdir.absolute()).encode()).hexdigest()[:12],
+            resume="allow",  # the id is the workdir's, so a resumed run goes on there
+            dir=str(workdir),
+            config=config.to_dict(),
+        )
+    except wandb.Error as error:  # no key, no such project
+        raise ConfigError(
+            f"config.log.wandb={config.log.wandb!r}: {' '.join(str(error).split())}: run "
+            f"`wandb login`, name a project of yours, or set it to ''"
+        ) from error
+
+
+def parse_line(number: int, line: str) -> dict[str, Any]:
+    """A record from a line of metrics.jsonl.
+
+    Args:
+      number: of the line, from 1.
+      line: with its newline.
+
+    Raises:
+      ConfigError: the line is damaged.
+    """
     what, remedy = f"metrics.jsonl, line {number},", "mend the line, or remove it"
     return read_json(what, line, remedy=remedy, step=int, time=int | float)

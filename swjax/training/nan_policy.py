@@ -28,9 +28,9 @@ class Action(enum.Enum):
 class NanPolicy:
     """Decides by `train.nan_policy` what to do about a value that is not finite.
 
-    A step is skipped, which means that it updates no parameter, if `train.nan_policy` is "skip" and a value
-    of it is not finite, or if the gradient of every tensor overflows its loss scale. A run stops when its
-    last 50 steps, or all of a shorter run, were skipped.
+    A step counts as skipped if it leaves more than half of the parameters as they are: because a value is
+    not finite and `train.nan_policy` is "skip", or because gradients overflow with the loss scale. A run
+    stops when its last 50 steps, or all of a shorter run, were skipped.
 
     Args:
       config: the run's.
@@ -40,7 +40,7 @@ class NanPolicy:
 
     Attributes:
       reason: in one line why the last decision was not to go on.
-      skipped: steps of the run that updated no parameter.
+      skipped: steps of the run that were skipped.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class NanPolicy:
 
     def _count(self, records: Sequence[dict[str, Any]]) -> None:
         for record in records:
-            skipped = record.get("train/skipped", 0.0) == 1.0
+            skipped = record.get("train/skipped", 0.0) > 0.5
             self.skipped += skipped
             self._in_a_row = self._in_a_row + 1 if skipped else 0
             if "train/skipped" in record:

@@ -71,7 +71,7 @@ def write_results(
       parts: of the run.
       test: of the test split.
       step: the last one.
-      skipped: steps that updated no parameter.
+      skipped: steps that were skipped, see `NanPolicy`.
     """
     if config.report.enabled:
         report.write(

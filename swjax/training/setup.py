@@ -107,9 +107,11 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     c = config.model
     choice("model.name", c.name, clip.CONFIGS)
     choice("model.recipe", c.recipe, recipes.RECIPES)
-    sizes = {tower: {k: v for k, v in c[tower].items() if v} for tower in ("vision", "text")}
-    sizes["vision"]["image_size"] = config.data.image_size
-    sizes["text"]["context_length"] = config.data.context_length
+    vision, text = ({k: v for k, v in c[tower].items() if v} for tower in ("vision", "text"))
+    sizes: dict[str, Any] = {
+        "vision": vision | {"image_size": config.data.image_size},
+        "text": text | {"context_length": config.data.context_length},
+    }
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
     if c.attention in ("cudnn", "triton") and jax.default_backend() != "gpu":

@@ -53,7 +53,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, before, trainable)
         updated = optax.apply_updates(trainable, updates)
         if scaling:
-            grads = unscale(grads, scale)
+            grads = unscale(grads, jnp.asarray(scale, jnp.float32))
 
         params = clip.clamp_logit_scale(combine(updated, frozen))
         new = {"params": params, "opt_state": opt_state, "step": step + 1}
@@ -69,7 +69,7 @@ def make_train_step(
             metrics |= rms(config.optimizer, opt_state, grads)
         if scaling:
             metrics |= measure_scaling(scaling, opt_state)
-            metrics["train/skipped"] = skipped_by_scaling(scaling, before, opt_state)
+            metrics["train/skipped"] = skipped_by_scaling(scaling, before, opt_state, trainable)
         # Without the norm of the update, the updated parameters show it for a quarter of the bytes.
         update = updates if config.diagnostics.norms else updated
         bad = first_nonfinite(state["params"], seen, loss, grads, update)
@@ -129,18 +129,24 @@ def measure_scaling(kind: str, opt_state: Any) -> Metrics:
     return measured | {f"{SKIPPED}{path}": count for path, count in skipped.items()}
 
 
-def skipped_by_scaling(kind: str, before: Any, after: Any) -> jax.Array:
-    """1.0 if overflow kept a step from updating any tensor, else 0.0.
+def skipped_by_scaling(kind: str, before: Any, after: Any, params: Any) -> jax.Array:
+    """The share of the parameters' elements that a step did not update because gradients overflowed.
 
     Args:
       kind: `optimizer.loss_scaling`, "dynamic" or "per_tensor".
       before, after: the optimizer's states around the step.
+      params: tree of arrays, those that the optimizer has seen.
+
+    Returns:
+      [] float32, from 0 to 1.
     """
     if kind == "dynamic":
         return (after.skipped - before.skipped).astype(jnp.float32)
-    counts = (jax.tree.leaves(skipped_by_path(state)) for state in (before, after))
-    left_out = [jnp.min(new - old) for old, new in zip(*counts, strict=True)]
-    return jnp.min(jnp.stack(left_out)).astype(jnp.float32)
+    old, new = skipped_by_path(before), skipped_by_path(after)
+    left_out = {path: jnp.mean((new[path] - old[path]).astype(jnp.float32)) for path in new}
+    named = jax.tree_util.tree_leaves_with_path(params)
+    sizes = {sharding.path_name(path): x.size for path, x in named}
+    return sum(left_out[path] * (size / sum(sizes.values())) for path, size in sizes.items())
 
 
 def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
@@ -228,9 +234,9 @@ def make_contrast(config: ConfigDict) -> Callable[..., tuple[jax.Array, Metrics]
     """
 
     def contrast(embeddings, params, labels):
+        (image, text), scale = embeddings, params["logit_scale"]
         if config.train.loss == "softmax":
-            return losses.softmax_contrastive(*embeddings, params["logit_scale"], labels=labels)
-        scale_and_bias = params["logit_scale"], params["logit_bias"]
-        return losses.sigmoid_contrastive(*embeddings, *scale_and_bias, labels=labels)
+            return losses.softmax_contrastive(image, text, scale, labels=labels)
+        return losses.sigmoid_contrastive(image, text, scale, params["logit_bias"], labels=labels)
 
     return contrast

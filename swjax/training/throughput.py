@@ -3,10 +3,11 @@
 import contextlib
 import re
 import time
+from collections.abc import Iterator
 
 import jax
 
-# Dense 16-bit peak, FLOP/s. int8 and fp8 runs are held against it too, so that recipes compare.
+# Dense 16-bit peak, FLOP/s; of int8 and fp8 runs, too, so that recipes compare.
 PEAK_FLOPS = (
     (r"B200", 2.25e15),
     (r"H100 PCIe", 7.56e14),
@@ -23,8 +24,8 @@ PEAK_FLOPS = (
 )
 
 
-def peak_flops(device) -> float | None:
-    """The device's 16-bit peak in FLOP/s, or None where the table has none (a CPU)."""
+def peak_flops(device: jax.Device) -> float | None:
+    """The device's dense 16-bit peak in FLOP/s; None if it is not known, as of a CPU."""
     return next((peak for kind, peak in PEAK_FLOPS if re.search(kind, device.device_kind)), None)
 
 
@@ -48,15 +49,20 @@ class Meter:
         return seconds
 
     @contextlib.contextmanager
-    def waiting(self):
-        """Time in this context is one step's waiting for data."""
+    def waiting(self) -> Iterator[None]:
+        """Time in this context is one step's wait for data."""
         start = time.perf_counter()
         yield
         self._wait += time.perf_counter() - start
         self._steps += 1
 
-    def read(self) -> dict:
-        """The perf/ metrics of the window; None where a window without steps has none."""
+    def read(self) -> dict[str, float | None]:
+        """The metrics of the window; all are None if it has no step.
+
+        Returns:
+          {"perf/samples_per_sec_per_device": examples/s, "perf/mfu": fraction of the peak, None if that is
+          not known, "perf/data_wait_frac": fraction of the time, "perf/step_seconds": s}.
+        """
         seconds = time.perf_counter() - self._start
         rate = self._steps * self._batch_size / seconds / jax.device_count()
         peak = peak_flops(jax.devices()[0])
