@@ -122,7 +122,9 @@ def load_config(workdir: Path) -> ConfigDict:
     path = workdir / "config.json"
     if not path.exists():
         raise ConfigError(f"{workdir} holds no config.json: name the workdir of a run of train.py")
-    return ConfigDict(json.loads(path.read_text())).lock()
+    saved = json.loads(path.read_text())
+    saved["optimizer"]["freeze"] = tuple(saved["optimizer"]["freeze"])  # JSON has no tuples
+    return ConfigDict(saved).lock()
 
 
 def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
