@@ -29,10 +29,8 @@ class Packer:
     [{'step': 7, 'loss': 2.0, 'rms/0': 1.0, 'rms/1': 1.0}]
     """
 
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()  # without `of`: known once `pack` has been traced
-        self.tensors: Sequence[str] = ()
-        self._choices: dict[str, tuple[str, ...]] = {}
+    def __init__(self, names: Sequence[str], choices: Mapping[str, Sequence[str]]) -> None:
+        self.names, self._choices = tuple(names), dict(choices)
 
     @classmethod
     def of(cls, metrics: Metrics) -> "Packer":
@@ -42,22 +40,15 @@ class Packer:
           metrics: {name: scalar, vector or `NamedIndex`}, or the shapes of these, from `jax.eval_shape`.
             Element i of a vector is named "<name>/<i>".
         """
-        packer = cls()
-        packer._learn(metrics)
-        return packer
-
-    def _learn(self, metrics: Metrics) -> None:
-        names = []
+        names, choices = [], {}
         for name, value in sorted(metrics.items()):
             if isinstance(value, NamedIndex):
-                self._choices[name], value = value.names, value.index
+                choices[name], value = value.names, value.index
             names += [f"{name}/{i}" for i in range(value.size)] if value.ndim else [name]
-        self.names = tuple(names)
+        return cls(names, choices)
 
     def pack(self, metrics: Metrics) -> jax.Array:
         """[len(names)] float32."""
-        if not self.names:
-            self._learn(metrics)
         leaves = jax.tree.leaves(metrics)  # a dict's are sorted by name
         return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
 
@@ -66,12 +57,11 @@ class Packer:
 
         A `NamedIndex` is recorded as the name that it selects, and left out if it selects none.
         """
-        choices = {"train/nonfinite": self.tensors} | self._choices
         records = []
         for step, vector in vectors.items():
             record = {"step": step} | dict(zip(self.names, vector.tolist(), strict=True))
-            selected = {name: int(record.pop(name)) for name in choices.keys() & record.keys()}
-            named = {name: choices[name][i] for name, i in selected.items() if i >= 0}
+            selected = {name: int(record.pop(name)) for name in self._choices}
+            named = {name: self._choices[name][i] for name, i in selected.items() if i >= 0}
             records.append(record | named)
         return records
 

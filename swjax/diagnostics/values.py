@@ -3,7 +3,6 @@
 A value is a scalar, or a vector with one entry a block, which the log writes as "<name>/<block>".
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,9 +50,6 @@ class NamedIndex:
 
     index: jax.Array
     names: tuple[str, ...]
-
-    def __iter__(self) -> Iterator[Any]:  # so that it unpacks
-        return iter((self.index, self.names))
 
 
 def first_nonfinite(**trees: Any) -> NamedIndex:

@@ -72,7 +72,7 @@ def make_train_step(
             metrics["train/skipped"] = skipped_by_scaling(scaling, before, opt_state, trainable)
         # Without the norm of the update, the updated parameters show it for a quarter of the bytes.
         update = updates if config.diagnostics.norms else updated
-        bad = first_nonfinite(state["params"], seen, loss, grads, update)
+        bad = locate_nonfinite(state["params"], seen, loss, grads, update)
         if config.train.nan_policy == "skip":
             good = (bad.index < 0) & jnp.isfinite(metrics["train/grad_norm"])
             new = chosen(good, new, state) | {"step": step + 1}
@@ -93,7 +93,7 @@ def chosen(good: jax.Array, new: State, old: State) -> State:
     return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, {name: old[name] for name in new})
 
 
-def first_nonfinite(
+def locate_nonfinite(
     params: Any, seen: Metrics, loss: jax.Array, grads: Any, update: Any
 ) -> NamedIndex:
     """The first tensor of a step that is not finite.
