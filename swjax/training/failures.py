@@ -1,13 +1,14 @@
 """What a disk, the data or a lost process does to a run, in one line."""
 
 import errno
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from swjax import data
 from swjax.training.config import ConfigError, RunError
 
-# What a disk that is full, read-only or broken answers, and the remedy.
+# What a disk that is full, read-only or broken answers: the remedy.
 DISK = {
     errno.ENOSPC: "give it room",
     errno.EDQUOT: "give it room",
@@ -23,8 +24,13 @@ DISK = {
 
 
 @contextmanager
-def blame_data():
-    """Says in one line that too many examples cannot be read, or that nobody is left to read them."""
+def blame_data() -> Iterator[None]:
+    """Says in one line that too many examples cannot be read, or that no loader process is left.
+
+    Raises:
+      ConfigError: in place of `data.BadData`.
+      RunError: in place of `data.LostProcess`.
+    """
     try:
         yield
     except data.BadData as error:
@@ -38,8 +44,15 @@ def blame_data():
 
 
 @contextmanager
-def blame_disk(workdir: Path):
-    """Says in one line that a path cannot be read or written, and names it."""
+def blame_disk(workdir: Path) -> Iterator[None]:
+    """Says in one line that a path cannot be read or written, and what to do.
+
+    Args:
+      workdir: named where the system names no path.
+
+    Raises:
+      RunError: in place of the errors in `DISK`.
+    """
     try:
         yield
     except OSError as error:

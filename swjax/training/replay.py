@@ -1,6 +1,6 @@
-"""A step of a run once more: from the nearest checkpoint, bit for bit, with every tensor looked at.
+"""Replays a step of a run, bit for bit, from the nearest checkpoint, and measures every gradient.
 
-For `python -m swjax.diagnostics`: what a spike's batch was, and what its gradients were.
+`python -m swjax.diagnostics replay` shows a spike's batch and its gradients.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,14 +64,14 @@ class Replay:
 def replay(
     workdir: str | Path, step: int, say: Callable[[str], None] = lambda text: None
 ) -> Replay:
-    """Restores the nearest checkpoint before a step and trains up to it; the run is only read.
+    """Restores the nearest checkpoint before a step and trains up to the step; the run is only read.
 
     On the kind of device that the run had, metrics are those of metrics.jsonl in every bit.
 
     Args:
       workdir: directory of the run.
-      step: from 1 on; the one that made this record.
-      say: is told how it goes.
+      step: its number in the log, from 1.
+      say: prints a line about what is replayed.
 
     Raises:
       ConfigError: there is no such run or step, or its data cannot be opened.
@@ -232,7 +233,16 @@ def _log(workdir: Path) -> Iterator[tuple[int, dict]]:
             yield record["step"], record
 
 
-def differences(record: dict, log: dict[int, dict]) -> list[str]:
+def differences(record: dict[str, Any], log: dict[int, dict[str, Any]]) -> list[str]:
+    """The metrics of a record whose logged value is another.
+
+    Args:
+      record: of a replayed step.
+      log: {step: its record in metrics.jsonl}.
+
+    Returns:
+      "step 3: train/loss: 1.5 there, 1.25 here" for each.
+    """
     there = log.get(record["step"], {})
     return [
         f"step {record['step']}: {name}: {there[name]} there, {number(value)} here"
