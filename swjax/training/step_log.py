@@ -57,6 +57,7 @@ class StepLog:
         self._feed, self._timing, self._console = feed, timing, console
         self._previous: PackedMetrics | None = None
         self._forget()
+        timing.restart()
 
     def _forget(self) -> None:
         self._metrics: dict[int, PackedMetrics] = {}
