@@ -15,7 +15,7 @@ from flax import nnx
 
 from swjax.kernels import reference
 from swjax.nnx import Linear
-from swjax.optax.rms import path_name
+from swjax.optax import path_name
 from swjax.recipes import Recipe, first_match
 
 QUANTIZATION, FEATURES = "tap_quantization", "tap_features"
