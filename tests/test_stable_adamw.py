@@ -285,6 +285,14 @@ def test_unusual_leaves():
     assert none == {} and rms_by_path(no_state) == {}
 
 
+def test_python_scalars_and_names_that_collide():
+    p = {"a/b": 1.0, "a": {"b": 2.0}}
+    optimizer = stable_adamw(0.1, weight_decay=0.0)
+    updates, state = optimizer.update(p, optimizer.init(p), p)
+    np.testing.assert_allclose(updates["a/b"], -0.1, rtol=1e-5)
+    assert set(rms_by_path(state)) == {"a/b", "['a/b']"}
+
+
 def test_a_tiny_eps_does_not_underflow_to_nan():
     p = jnp.ones(3)
     optimizer = stable_adamw(0.1, eps=1e-30)  # its square is 0 in float32
@@ -344,5 +352,11 @@ def test_other_errors_are_one_line():
         ValueError, match=r"block_axes=2 lies outside parameter 'layer' of shape \(2, 3\)"
     ):
         stable_adamw(0.1, block_axes={"layer": 2}).init(p)
+    with pytest.raises(ValueError, match=r"'steps' is int32: cast it"):
+        optimizer.init({"steps": jnp.ones(2, jnp.int32)})
+    lost = optax.tree.map_params(optimizer, lambda x: x, optimizer.init(p))
+    with pytest.raises(ValueError, match="the names of 1 values are lost"):
+        rms_by_path(lost)
+    assert set(rms_by_path(optimizer.update(p, lost, p)[1])) == {"layer"}
     with pytest.raises(ValueError, match="no StableAdamW state"):
         rms_by_path(optax.adamw(0.1).init(p))
