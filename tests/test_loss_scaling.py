@@ -212,7 +212,7 @@ def test_blocks_are_mapped_along_sharded_axes(axes):
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:2])
     for spec in (jax.P("x"), jax.P(None, None, "x")):
         with jax.set_mesh(mesh):
-            put = lambda tree: jax.device_put(tree, NamedSharding(mesh, spec))
+            put = lambda tree, spec=spec: jax.device_put(tree, NamedSharding(mesh, spec))
             after, state = run(guarded, put(params), [put(grads)])
             assert jax.typeof(state.inner.mu["w"]) == jax.typeof(put(params)["w"])
         assert_close(after, want)
@@ -242,7 +242,7 @@ def test_dynamic_scaling_takes_a_donated_state():
 @jax.numpy_dtype_promotion("standard")
 def test_python_scalars_are_parameters(guard, inner):
     params = {"x": 1.0, "y": 2.0}
-    optimizer = guard(inner)
+    optimizer = guard(inner, 1.0)
     updates, _ = optimizer.update({"x": 1.0, "y": 1.0}, optimizer.init(params), params)
     assert float(updates["x"]) == pytest.approx(-0.1, rel=1e-2)
 

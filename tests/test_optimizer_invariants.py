@@ -111,7 +111,7 @@ def trains(optimizer, params=None, steps=2, moves=True):
     """Takes steps in one compiled function: types stay, nothing is NaN, and something moves."""
     params = params_of() if params is None else params
     state = start = optimizer.init(params)
-    update = jax.jit(optimizer.update)
+    update = jax.jit(lambda *args: optimizer.update(*args))  # a function, so a cache, of its own
     for _ in range(steps):
         updates, state = update(params, state, params)
     assert types(updates) == types(params)
