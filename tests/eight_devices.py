@@ -27,7 +27,7 @@ from swjax import Gelu, LayerNorm, Layout
 from swjax.attention import attention
 from swjax.linear.plans import reduced
 from swjax.models import sharding
-from swjax.optax import rms_by_path, stable_adamw
+from swjax.optax import path_name, rms_by_path, stable_adamw
 from swjax.recipes import RECIPES
 from swjax.testing import assert_narrow_gathers, collectives
 from swjax.training import config as config_lib
@@ -322,9 +322,7 @@ def train_program(**changes):
 
 def shapes_of(params):
     """Of the kernels of a block, and of all that is in no block."""
-    params = {
-        sharding.path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)
-    }
+    params = {path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     kernels = {shape[1:] for name, shape in params.items() if "blocks" in name and "kernel" in name}
     return kernels, {shape for name, shape in params.items() if "blocks" not in name}
 

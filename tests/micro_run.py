@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from swjax.models import sharding
+from swjax.optax import path_name
 from swjax.training import config as config_lib
 from swjax.training import loop, setup
 from swjax.training.checkpoint import Checkpoints
@@ -140,7 +141,7 @@ def batch_of(config, seed=0):
 
 
 def paths(tree) -> list[str]:
-    return [sharding.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def assert_same_bits(a, b):

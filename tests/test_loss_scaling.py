@@ -6,10 +6,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
 
 from swjax import optax as swoptax
 from swjax.optax import (
+    adamw_rms_by_path,
     dynamic_loss_scale,
+    from_adamw_state,
     loss_scale,
     per_tensor_guard,
     power_decay,
@@ -198,6 +201,63 @@ def test_power_decay_is_the_weight_of_the_old_second_moment(exponent):
         keep = 1 - t**-exponent
         v = keep * v + (1 - keep) * np.square(g["head"]["w"])
     np.testing.assert_allclose(state.nu["head"]["w"], v, rtol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [0, 2, (0, 2), None], ids=str)
+def test_blocks_are_mapped_along_sharded_axes(axes):
+    """An explicit mesh, where jax.vmap refuses arrays that are sharded in different ways."""
+    params, grads = {"w": jnp.ones((2, 3, 2))}, {"w": jnp.ones((2, 3, 2)).at[1, 0, 0].set(jnp.nan)}
+    guarded = per_tensor_guard(stable_adamw(0.1), block_axes=axes)
+    want, want_state = run(guarded, params, [grads])
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    for spec in (jax.P("x"), jax.P(None, None, "x")):
+        with jax.set_mesh(mesh):
+            put = lambda tree, spec=spec: jax.device_put(tree, NamedSharding(mesh, spec))
+            after, state = run(guarded, put(params), [put(grads)])
+            assert jax.typeof(state.inner.mu["w"]) == jax.typeof(put(params)["w"])
+        assert_close(after, want)
+        assert_close(skipped_by_path(state), skipped_by_path(want_state))
+
+
+def test_noise_differs_between_tensors_and_blocks():
+    """Optimizers that draw random numbers have a key for each."""
+    params = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
+    noisy = optax.noisy_sgd(1.0, eta=1.0, key=jax.random.key(0))
+    guarded = per_tensor_guard(noisy, block_axes={"a": 0, "b": None})
+    after, _ = run(guarded, params, [params])
+    rows = np.stack([*after["a"], after["b"]])
+    assert len(np.unique(rows)) == rows.size
+
+
+def test_dynamic_scaling_takes_a_donated_state():
+    params = {"w": jnp.ones(3)}
+    optimizer = dynamic_loss_scale(stable_adamw(0.1), jnp.float32(8.0))  # an array, which stays
+    step = jax.jit(optimizer.update, donate_argnums=1)
+    for _ in range(2):
+        step(params, optimizer.init(params), params)
+
+
+@pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
+@pytest.mark.parametrize("inner", [stable_adamw(0.1), optax.adamw(0.1)], ids=["ours", "adamw"])
+@jax.numpy_dtype_promotion("standard")
+def test_python_scalars_are_parameters(guard, inner):
+    params = {"x": 1.0, "y": 2.0}
+    optimizer = guard(inner, 1.0)
+    updates, _ = optimizer.update({"x": 1.0, "y": 1.0}, optimizer.init(params), params)
+    assert float(updates["x"]) == pytest.approx(-0.1, rel=1e-2)
+
+
+def test_a_state_from_adamw_may_be_guarded():
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    guarded = per_tensor_guard(stable_adamw(0.1), block_axes={"w": 0, "b": None})
+    old = optax.adamw(0.1).init(params)
+    state = from_adamw_state(old, guarded.init(params), b1=0.9, b2=0.999)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, guarded.init(params))
+    counts = per_tensor_guard(optax.adamw(0.1)).init(params)
+    with pytest.raises(ValueError, match=r"must have one count of steps, got \(2,\)"):
+        from_adamw_state(counts, guarded.init(params), b1=0.9, b2=0.999)
+    with pytest.raises(ValueError, match=r"counts the steps of each tensor"):
+        adamw_rms_by_path(counts, params)
 
 
 def test_exports():

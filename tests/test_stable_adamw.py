@@ -1,6 +1,5 @@
 """stable_adamw against the paper: an independent transcription, and the known ways to misread it."""
 
-import importlib
 import math
 
 import jax
@@ -11,9 +10,7 @@ import pytest
 import stable_adamw_oracle as oracle
 
 from swjax.optax import rms_by_path, stable_adamw
-
-# one_minus_power's module: the attribute of the package by that name is the function
-module = importlib.import_module("swjax.optax.stable_adamw")
+from swjax.optax.stable import one_minus_power
 
 SHAPES = {"matrix": (6, 5), "stack": (3, 4, 5), "vector": (7,), "scalar": (), "tiny": (4, 3)}
 HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6}
@@ -183,7 +180,7 @@ def test_weight_of_a_new_gradient_is_accurate(b, traced):
     given = jnp.float32(b) if traced else b
     for t in (1, 2, 17, 1000, 10**6, 2**31 - 1):
         want = 1 - b * (1 - b ** (t - 1)) / (1 - b**t)
-        got = module.one_minus_power(given, 1) / module.one_minus_power(given, t)
+        got = one_minus_power(given, 1) / one_minus_power(given, t)
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -288,6 +285,14 @@ def test_unusual_leaves():
     assert none == {} and rms_by_path(no_state) == {}
 
 
+def test_python_scalars_and_names_that_collide():
+    p = {"a/b": 1.0, "a": {"b": 2.0}}
+    optimizer = stable_adamw(0.1, weight_decay=0.0)
+    updates, state = optimizer.update(p, optimizer.init(p), p)
+    np.testing.assert_allclose(updates["a/b"], -0.1, rtol=1e-5)
+    assert set(rms_by_path(state)) == {"a/b", "['a/b']"}
+
+
 def test_a_tiny_eps_does_not_underflow_to_nan():
     p = jnp.ones(3)
     optimizer = stable_adamw(0.1, eps=1e-30)  # its square is 0 in float32
@@ -347,5 +352,11 @@ def test_other_errors_are_one_line():
         ValueError, match=r"block_axes=2 lies outside parameter 'layer' of shape \(2, 3\)"
     ):
         stable_adamw(0.1, block_axes={"layer": 2}).init(p)
+    with pytest.raises(ValueError, match=r"'steps' is int32: cast it"):
+        optimizer.init({"steps": jnp.ones(2, jnp.int32)})
+    lost = optax.tree.map_params(optimizer, lambda x: x, optimizer.init(p))
+    with pytest.raises(ValueError, match="the names of 1 values are lost"):
+        rms_by_path(lost)
+    assert set(rms_by_path(optimizer.update(p, lost, p)[1])) == {"layer"}
     with pytest.raises(ValueError, match="no StableAdamW state"):
         rms_by_path(optax.adamw(0.1).init(p))

@@ -18,7 +18,7 @@ from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN
 from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
 from swjax.nnx import Linear
-from swjax.optax.rms import path_name
+from swjax.optax import path_name
 from swjax.recipes import Recipe, first_match
 
 QUANTIZATION, FEATURES = "tap_quantization", "tap_features"

@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from swjax.optax import path_name
+
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"))
 
@@ -127,11 +129,6 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
     return {name: str(2**27) for name in names if name not in os.environ.get("XLA_FLAGS", "")}
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-    """The name of a leaf: its keys joined by "/"."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def spec_of(name: str, rules: SpecRules = RULES) -> P:
     """The partition spec of the parameter with this path.
 
@@ -197,8 +194,7 @@ def gather_params(params: Any, rules: SpecRules = RULES) -> Any:
     """
 
     def leaf(path, x):
-        # A leaf of an nnx.State ends in "value".
-        mesh, name = jax.typeof(x).sharding.mesh, path_name(path).removesuffix("/value")
+        mesh, name = jax.typeof(x).sharding.mesh, path_name(path)
         if mesh.empty or mesh.size == 1 or "blocks/" in name:
             return x
         spec = spec_of(name, rules)

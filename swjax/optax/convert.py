@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from swjax.optax.stable_adamw import StableAdamWState, one_minus_power
+from swjax.optax.stable import StableAdamWState, one_minus_power
 
 
-def from_adamw_state(adamw_state, opt_state, *, b1: float, b2: float):
+def from_adamw_state(
+    adamw_state: optax.OptState, opt_state: optax.OptState, *, b1: float, b2: float
+) -> optax.OptState:
     r"""Moves the moments of an optax AdamW (or Adam) state into a fresh StableAdamW state.
 
     optax stores :math:`M = \sum_i (1 - \beta_1) \beta_1^{t-i} g_i` and debiases it at each use; StableAdamW
@@ -16,16 +18,17 @@ def from_adamw_state(adamw_state, opt_state, *, b1: float, b2: float):
 
     Args:
       adamw_state: contains one `optax.ScaleByAdamState`, for instance that of `optax.adamw`.
-      opt_state: of `stable_adamw(...).init(params)`, or of a chain or wrapper around it; gives structure
-        and dtypes.
+      opt_state: of `stable_adamw(...).init(params)`, or of a chain, wrapper or guard around it; gives
+        structure and dtypes.
       b1: of the AdamW that made `adamw_state`.
-      b2: likewise. The new optimizer may have others.
+      b2: of the same AdamW. The new optimizer may have other values of both.
 
     Returns:
       `opt_state` with count and moments of `adamw_state`. RMS stays 0 until the first step.
 
     Raises:
-      ValueError: there is not exactly one state of the kind in each, or their trees differ.
+      ValueError: there is not exactly one state of the kind in each, their trees differ, or the AdamW counts
+        the steps of each tensor, as inside `per_tensor_guard`.
 
     >>> from swjax.optax import stable_adamw
     >>> params, gradient = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
@@ -37,6 +40,11 @@ def from_adamw_state(adamw_state, opt_state, *, b1: float, b2: float):
     """
     old = _only(optax.ScaleByAdamState, adamw_state, "adamw_state")
     new = _only(StableAdamWState, opt_state, "opt_state")
+    if jnp.ndim(old.count):
+        raise ValueError(
+            f"adamw_state must have one count of steps, got {jnp.shape(old.count)}: "
+            f"pass a state from outside per_tensor_guard"
+        )
     steps = jnp.maximum(old.count, 1)  # before the first step all moments are 0
 
     def debias(moment, like, b):
@@ -46,7 +54,10 @@ def from_adamw_state(adamw_state, opt_state, *, b1: float, b2: float):
         )
 
     mu, nu = debias(old.mu, new.mu, b1), debias(old.nu, new.nu, b2)
-    converted = StableAdamWState(old.count, mu, nu, new.rms)
+    count = jnp.broadcast_to(
+        old.count, jnp.shape(new.count)
+    )  # of each tensor inside per_tensor_guard
+    converted = StableAdamWState(count, mu, nu, new.rms)
     return jax.tree.map(
         lambda x: converted if isinstance(x, StableAdamWState) else x,
         opt_state,

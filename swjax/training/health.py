@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from swjax.diagnostics import taps
-from swjax.models import sharding
+from swjax.optax import path_name
 from swjax.training.packed import PackedMetrics, fetch, pack
 from swjax.training.step import Batch, State, make_loss_and_grad, step_key
 
@@ -74,13 +74,13 @@ class Health:
 
 def _split_taps(variables: dict, params: Any) -> tuple[Any, Any]:
     """Trees like all variables: taps, with None for parameters, and parameters, with None for taps."""
-    named = {sharding.path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+    named = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
 
     def lookup(path, _):
-        return named.get(sharding.path_name(path))
+        return named.get(path_name(path))
 
     def tap(path, x):
-        return None if sharding.path_name(path) in named else jnp.zeros(x.shape, x.dtype)
+        return None if path_name(path) in named else jnp.zeros(x.shape, x.dtype)
 
     each = jax.tree_util.tree_map_with_path
     return each(tap, variables), each(lookup, variables)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
-from swjax.models import clip, sharding
-from swjax.optax import dynamic_loss_scale, per_tensor_guard, power_decay, stable_adamw
+from swjax.models import clip
+from swjax.optax import dynamic_loss_scale, path_name, per_tensor_guard, power_decay, stable_adamw
 from swjax.training.config import ConfigError
 
 
@@ -92,7 +92,7 @@ def decay_of_blocks(params: Any) -> Any:
     """
 
     def stack(path, x):
-        return x[None] if "blocks" in sharding.path_name(path).split("/") else x
+        return x[None] if "blocks" in path_name(path).split("/") else x
 
     return clip.weight_decay_mask(jax.tree_util.tree_map_with_path(stack, params))
 
@@ -110,7 +110,7 @@ def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
     Raises:
       ConfigError: a pattern finds no parameter, or all are frozen.
     """
-    paths = [sharding.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for pattern in patterns:
         if not any(re.search(pattern, path) for path in paths):
             raise ConfigError(
@@ -124,7 +124,7 @@ def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
 
     def keep(frozen):
         def leaf(path, x):
-            found = any(re.search(pattern, sharding.path_name(path)) for pattern in patterns)
+            found = any(re.search(pattern, path_name(path)) for pattern in patterns)
             return x if found == frozen else None
 
         return jax.tree_util.tree_map_with_path(leaf, params)

@@ -20,6 +20,7 @@ from swjax.data import history
 from swjax.diagnostics.names import RMS
 from swjax.diagnostics.recorder import number
 from swjax.models import clip, sharding
+from swjax.optax import path_name
 from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError
 from swjax.training.health import Health
@@ -215,7 +216,7 @@ def _gradients(
         norms, largest = {}, {}
         for (path, g), axis in zip(named, stacked, strict=True):
             reduced = tuple(range(0 if axis is None else 1, g.ndim))
-            magnitude, name = jnp.abs(g), sharding.path_name(path)
+            magnitude, name = jnp.abs(g), path_name(path)
             norms[name] = jnp.sqrt(jnp.sum(jnp.square(magnitude), reduced))
             largest[name] = jnp.max(magnitude, reduced)
         return pack(norms), pack(largest)

@@ -18,7 +18,7 @@ from swjax import data, diagnostics, losses
 from swjax.diagnostics import NamedIndex
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, SKIPPED
 from swjax.models import clip, sharding
-from swjax.optax import loss_scale, skipped_by_path, unscale
+from swjax.optax import loss_scale, path_name, skipped_by_path, unscale
 from swjax.training.accumulation import LossAndGrad, Seen, accumulated, at_once
 from swjax.training.optimizer import combine, ema_decay, split_frozen
 from swjax.training.packed import PackedMetrics, pack
@@ -145,7 +145,7 @@ def skipped_by_scaling(kind: str, before: Any, after: Any, params: Any) -> jax.A
     old, new = skipped_by_path(before), skipped_by_path(after)
     left_out = {path: jnp.mean((new[path] - old[path]).astype(jnp.float32)) for path in new}
     named = jax.tree_util.tree_leaves_with_path(params)
-    sizes = {sharding.path_name(path): x.size for path, x in named}
+    sizes = {path_name(path): x.size for path, x in named}
     return sum(left_out[path] * (size / sum(sizes.values())) for path, size in sizes.items())
 
 

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from swjax.optax.rms import TensorRMS, path_name
+from swjax.optax.tensors import (
+    TensorValues,
+    as_arrays,
+    blocks_by_name,
+    path_name,
+    resolve_block_axes,
+)
 
 
 class StableAdamWState(NamedTuple):
@@ -18,13 +24,13 @@ class StableAdamWState(NamedTuple):
       count: [] int32, steps taken.
       mu: like the parameters, in `mu_dtype`: first moment m.
       nu: like the parameters, float32 (float64 for float64 parameters), real: second moment v.
-      rms: of the last step, see `TensorRMS`; read it with `rms_by_path`.
+      rms: float32, of the last step; read it with `rms_by_path`.
     """
 
     count: jax.Array
     mu: optax.Updates
     nu: optax.Updates
-    rms: TensorRMS
+    rms: TensorValues
 
 
 class Scalars(NamedTuple):
@@ -36,6 +42,10 @@ class Scalars(NamedTuple):
     eps: jax.Array
     weight_decay: jax.Array
     threshold: jax.Array
+
+    @classmethod
+    def of(cls, *numbers: jax.typing.ArrayLike) -> "Scalars":
+        return cls(*(jnp.asarray(x, jnp.result_type(float)) for x in numbers))
 
 
 def stable_adamw(
@@ -98,7 +108,7 @@ def stable_adamw(
 
     Raises:
       ValueError: a hyper-parameter out of its range (not checked when traced), a block axis that the
-        parameter lacks, or an update without parameters.
+        parameter lacks, a parameter of integers, or an update without parameters.
 
     >>> params = {"w": jnp.array([1.0, -2.0, 3.0])}
     >>> optimizer = stable_adamw(learning_rate=0.1)
@@ -118,11 +128,13 @@ def stable_adamw(
     _validate(b1, b2, eps, weight_decay, clip_threshold)
 
     def init(params):
+        params = _inexact(params)
+        blocks = blocks_by_name(params, resolve_block_axes(block_axes, params))
         return StableAdamWState(
             count=jnp.zeros([], jnp.int32),
             mu=jax.tree.map(lambda p: jnp.zeros_like(p, _mu_dtype(p, mu_dtype)), params),
             nu=jax.tree.map(lambda p: jnp.zeros_like(p, _real(_compute_dtype(p))), params),
-            rms=TensorRMS.zeros(params, _block_axes(block_axes, params)),
+            rms=TensorValues.zeros(blocks, jnp.result_type(float)),
         )
 
     def update(grads, state, params=None, **extra_args):
@@ -132,24 +144,24 @@ def stable_adamw(
                 "stable_adamw needs the parameters, got params=None: "
                 "call update(grads, state, params)"
             )
+        grads, params = as_arrays(grads), _inexact(params)
         count = optax.safe_increment(state.count)
-        dtype = jnp.result_type(float)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         new1, new2 = (_new_weight(b, count) for b in (b1, b2))
-        numbers = (rate, new1, new2, eps, weight_decay, clip_threshold)
-        scalars = Scalars(*(jnp.asarray(x, dtype) for x in numbers))
+        scalars = Scalars.of(rate, new1, new2, eps, weight_decay, clip_threshold)
 
         leaves, treedef = jax.tree.flatten(params)
         trees = (treedef.flatten_up_to(tree) for tree in (grads, state.mu, state.nu))
-        static = (_decays(mask, params), _block_axes(block_axes, params))
+        axes = resolve_block_axes(block_axes, params)
         steps = [
-            _step(*leaf, scalars, decays, axes, decoupled_lr)
-            for *leaf, decays, axes in zip(leaves, *trees, *static, strict=True)
+            _step(*leaf, scalars, decays, kept, decoupled_lr)
+            for *leaf, decays, kept in zip(leaves, *trees, _decays(mask, params), axes, strict=True)
         ]
         updates, mu, nu, rms = zip(*steps) if steps else ((), (), (), ())
         updates, mu, nu = (treedef.unflatten(column) for column in (updates, mu, nu))
         updates, mu = _cast_like(updates, params), _cast_like(mu, state.mu)
-        return updates, StableAdamWState(count, mu, nu, state.rms.replace(rms))
+        rms = TensorValues.of(blocks_by_name(params, axes), rms, state.rms.values.dtype)
+        return updates, StableAdamWState(count, mu, nu, rms)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -239,31 +251,16 @@ def _decays(mask, params) -> list[bool]:
     return jax.tree.leaves(jax.tree.broadcast(mask(params) if callable(mask) else mask, params))
 
 
-def _block_axes(block_axes, params) -> list[tuple[int, ...]]:
-    """The axes of each leaf that enumerate blocks, non-negative and ascending."""
-    named = jax.tree_util.tree_leaves_with_path(params)
-    if block_axes is None or not named:  # a placeholder of optax.tree.map_params has no leaves
-        return [()] * len(named)
-
-    def is_axes(x):
-        return x is None or (isinstance(x, tuple) and all(isinstance(axis, int) for axis in x))
-
-    def as_set(axes):  # a leaf, which None and tuples are not
-        return frozenset(() if axes is None else axes if isinstance(axes, tuple) else (axes,))
-
-    tree = block_axes(params) if callable(block_axes) else block_axes
-    sets = jax.tree.broadcast(jax.tree.map(as_set, tree, is_leaf=is_axes), params)
-    return [_normalise(s, path, p) for s, (path, p) in zip(jax.tree.leaves(sets), named)]
-
-
-def _normalise(axes, path, p) -> tuple[int, ...]:
-    outside = [axis for axis in axes if not -p.ndim <= axis < p.ndim]
-    if outside:
-        raise ValueError(
-            f"block_axes={outside[0]} lies outside parameter {path_name(path)!r} of shape {p.shape}: "
-            f"name an axis it has, or None for one RMS"
-        )
-    return tuple(sorted({axis % p.ndim for axis in axes}))
+def _inexact(params):
+    """The parameters as arrays, none of them of integers."""
+    params = as_arrays(params)
+    for path, p in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(p.dtype, jnp.inexact):
+            raise ValueError(
+                f"stable_adamw updates real and complex parameters, {path_name(path)!r} is {p.dtype}: "
+                f"cast it, or leave it out by optax.masked"
+            )
+    return params
 
 
 def _cast_like(tree, other):

@@ -1,0 +1,102 @@
+"""One loss scale for all tensors, adjusted as training goes."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from swjax.optax import overflow
+from swjax.optax.tensors import as_arrays
+
+
+class DynamicLossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale`.
+
+    Attributes:
+      scale: [] float32, of the loss.
+      good_steps: [] int32, since the scale last changed.
+      skipped: [] int32, steps left out.
+      inner: state of the inner transformation.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+    skipped: jax.Array
+    inner: optax.OptState
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    scale: float = 2.0**16,
+    *,
+    growth_steps: int = 2000,
+    factor: float = 2.0,
+) -> optax.GradientTransformationExtraArgs:
+    """One loss scale for all: a step with any gradient that is not finite is skipped whole.
+
+    The scale is divided by `factor` then, down to 1, and multiplied by it after `growth_steps` good steps
+    in a row. It is the common scheme, kept to compare `per_tensor_guard` with: one layer that overflows again
+    and again starves all others of precision.
+
+    Args:
+      inner: any transformation.
+      scale: at first, at least 1; a power of two rounds nothing, and neither does such a factor.
+      growth_steps: at least 1.
+      factor: above 1.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` from gradients of the *scaled* loss to updates in the
+      dtype of the parameters, or of the gradients where `update` is given no parameters.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    >>> from swjax.optax import loss_scale
+    >>> params = {"a": jnp.ones(2)}
+    >>> optimizer = dynamic_loss_scale(optax.sgd(1.0), scale=8.0, growth_steps=2)
+    >>> state, scales = optimizer.init(params), []
+    >>> for g in (8.0, 8.0, jnp.inf, 8.0):
+    ...     updates, state = optimizer.update({"a": jnp.full(2, g)}, state, params)
+    ...     scales.append(float(loss_scale(state)))
+    >>> scales
+    [8.0, 16.0, 8.0, 8.0]
+
+    References:
+      Micikevicius et al., "Mixed precision training", 2018, https://arxiv.org/abs/1710.03740
+    """
+    for name, value in (("scale", scale), ("growth_steps", growth_steps)):
+        overflow.require_at_least("dynamic_loss_scale", name, value, 1)
+    if not isinstance(factor, jax.core.Tracer) and not factor > 1:
+        raise ValueError(f"dynamic_loss_scale's factor must be above 1, got {factor}")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        good_steps, skipped = (jnp.zeros([], jnp.int32) for _ in range(2))
+        return DynamicLossScaleState(
+            overflow.stored_scale(scale), good_steps, skipped, inner.init(as_arrays(params))
+        )
+
+    def update(grads, state, params=None, **extra_args):
+        grads, params = as_arrays((grads, params))
+        ok = jnp.all(jnp.array([overflow.all_finite(g).squeeze() for g in jax.tree.leaves(grads)]))
+        clean = jax.tree.map(lambda g: overflow.divided(g, state.scale, ok), grads)
+        updates, new = inner.update(clean, state.inner, params, **extra_args)
+        dtypes = grads if params is None else params
+        updates = jax.tree.map(lambda u, p: jnp.where(ok, u, 0).astype(p.dtype), updates, dtypes)
+        return updates, adjusted(state, ok, overflow.kept_where(ok, new, state.inner))
+
+    def adjusted(state, ok, inner):
+        good_steps = jnp.where(ok, state.good_steps + 1, 0)
+        enough = good_steps >= jnp.asarray(growth_steps, jnp.int32)
+        grown = state.scale * jnp.asarray(factor, jnp.float32)
+        grows = enough & jnp.isfinite(grown)
+        shrunk = jnp.maximum(state.scale / jnp.asarray(factor, jnp.float32), 1)
+        return DynamicLossScaleState(
+            scale=jnp.where(ok, jnp.where(grows, grown, state.scale), shrunk),
+            good_steps=jnp.where(enough, 0, good_steps),
+            skipped=state.skipped + (~ok).astype(jnp.int32),
+            inner=inner,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,156 @@
+"""A fixed loss scale, and tensors that sit out a step alone where their gradient overflows."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from swjax.optax import overflow
+from swjax.optax.separate import SeparateStates
+from swjax.optax.tensors import (
+    TensorValues,
+    as_arrays,
+    blocks_by_name,
+    resolve_block_axes,
+)
+
+
+class PerTensorGuardState(NamedTuple):
+    """State of `per_tensor_guard`.
+
+    Attributes:
+      scale: [] float32, of the loss.
+      skipped: int32, the steps that each tensor or block has been left out of; read it with
+        `skipped_by_path`.
+      across: state of the transformation of all tensors.
+      inner: state of the inner optimizer. What has one value for all tensors there, such as a count, has a
+        leading axis here, with one entry for each tensor, or each block of a stacked one, in the order of the
+        parameter tree.
+    """
+
+    scale: jax.Array
+    skipped: TensorValues
+    across: optax.OptState
+    inner: optax.OptState
+
+
+def per_tensor_guard(
+    inner: optax.GradientTransformation,
+    scale: float = 2.0**16,
+    *,
+    across: optax.GradientTransformation | None = None,
+    block_axes: Any | Callable[[optax.Params], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """A fixed loss scale; a tensor whose gradient is not finite sits out the step, alone.
+
+    Every tensor has an inner optimizer of its own. Where a gradient has an Inf or NaN, that tensor's
+    parameters stay, and so does its inner state: moments and count, which its bias correction and its
+    schedule go by. One early layer that overflows costs the others nothing, where a global scaler would
+    skip the step for all and halve its scale.
+
+    Args:
+      inner: any optimizer that treats tensors separately, such as `stable_adamw` or `optax.adamw`. What
+        it is shown of a tree is one tensor, the rest being None.
+      scale: what the loss is multiplied by, > 0; a power of two rounds nothing.
+      across: what looks at all tensors together, as `optax.clip_by_global_norm`. It comes before `inner`,
+        and sees unscaled gradients, zeros for those that are not finite.
+      block_axes: as for `stable_adamw`: axes that enumerate tensors stacked in one parameter. `inner` is
+        shown one block, without these axes, so that it needs no `block_axes` itself.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` from gradients of the *scaled* loss to updates in the
+      dtype of the parameters, or of the gradients where `update` is given no parameters.
+
+    Raises:
+      ValueError: a scale that is not positive, or a block axis that a parameter lacks.
+
+    >>> from swjax.optax import loss_scale, skipped_by_path, stable_adamw
+    >>> params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    >>> optimizer = per_tensor_guard(stable_adamw(0.1, weight_decay=0.0), scale=1024.0)
+    >>> state = optimizer.init(params)
+    >>> float(loss_scale(state))  # multiply the loss by it
+    1024.0
+    >>> grads = {"a": jnp.array([1024.0, jnp.inf]), "b": jnp.array([1024.0, -1024.0])}
+    >>> updates, state = optimizer.update(grads, state, params)
+    >>> updates["a"].tolist(), updates["b"].round(3).tolist()
+    ([0.0, 0.0], [-0.10000000149011612, 0.10000000149011612])
+    >>> {path: int(count) for path, count in skipped_by_path(state).items()}
+    {'a': 1, 'b': 0}
+
+    References:
+      Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023,
+      https://arxiv.org/abs/2304.13013, section 3.6.
+    """
+    if not isinstance(scale, jax.core.Tracer) and not scale > 0:
+        raise ValueError(f"per_tensor_guard's scale must be positive, got {scale}")
+    inner = optax.with_extra_args_support(inner)
+    across = optax.with_extra_args_support(across or optax.identity())
+
+    def init(params):
+        params = as_arrays(params)
+        axes = resolve_block_axes(block_axes, params)
+        skipped = TensorValues.zeros(blocks_by_name(params, axes), jnp.int32)
+        inner_state = _init_each(inner, params, axes)
+        return PerTensorGuardState(
+            overflow.stored_scale(scale), skipped, across.init(params), inner_state
+        )
+
+    def update(grads, state, params=None, **extra_args):
+        grads, params = as_arrays((grads, params))
+        axes = resolve_block_axes(block_axes, grads)
+        leaves, treedef = jax.tree.flatten(grads)
+        ok = [overflow.all_finite(g, kept) for g, kept in zip(leaves, axes, strict=True)]
+        clean = [overflow.divided(g, state.scale, fine) for g, fine in zip(leaves, ok)]
+        clean, whole = across.update(treedef.unflatten(clean), state.across, params, **extra_args)
+        updates, new = _update_each(inner, clean, ok, state.inner, params, axes, extra_args)
+
+        blocks = blocks_by_name(grads, axes)
+        bad = TensorValues.of(blocks, [~fine for fine in ok], jnp.int32)
+        skipped = TensorValues(state.skipped.values + bad.values, blocks)
+        return updates, PerTensorGuardState(overflow.stored_scale(scale), skipped, whole, new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init_each(inner, params, axes) -> optax.OptState:
+    states = SeparateStates(inner.init, params, axes)
+    each = []
+    for i, (tensor, p) in enumerate(zip(states.tensors, jax.tree.leaves(params))):
+        init = lambda p, i=i: tuple(jax.tree.leaves(inner.init(states.only(i, p))))
+        each.append(tensor.map_blocks(init, [True], tensor.shaped)(p))
+    return jax.tree.map(_distinct, states.join(each))
+
+
+def _update_each(inner, grads, ok, state, params, axes, extra_args):
+    """Updates every block by itself, and leaves those that are not ok, and their states, as they are."""
+    like = grads if params is None else params
+    states = SeparateStates(inner.init, like, axes)
+    columns = (jax.tree.leaves(tree) for tree in (grads, ok, like))
+    updates, each = [], []
+    for i, (tensor, g, fine, p, old) in enumerate(
+        zip(states.tensors, *columns, states.split(state), strict=True)
+    ):
+
+        def step(g, fine, p, *old, i=i, tensor=tensor):
+            old = tensor.state.unflatten(old)
+            given = None if params is None else states.only(i, p)
+            updates, new = inner.update(states.only(i, g), old, given, **extra_args)
+            (change,) = jax.tree.leaves(updates)
+            kept = overflow.kept_where(fine.reshape(()), new, old)
+            return jnp.where(fine, change, 0).astype(p.dtype), *jax.tree.leaves(kept)
+
+        shaped = (True, True, True, *tensor.shaped), (True, *tensor.shaped)
+        change, *new = tensor.map_blocks(step, *shaped)(g, fine, p, *old)
+        updates.append(change)
+        each.append(new)
+    return jax.tree.structure(grads).unflatten(updates), states.join(each)
+
+
+def _distinct(x: jax.Array) -> jax.Array:
+    """Random keys that differ between tensors."""
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not x.size:
+        return x
+    fold = jax.vmap(jax.random.fold_in)
+    return fold(x.reshape(-1), jnp.arange(x.size)).reshape(x.shape)

@@ -1,0 +1,164 @@
+"""One state of an optimizer in which every tensor has counts and keys of its own.
+
+An optimizer that sees one tensor alone, the rest of its tree being None, has a state with two kinds of
+leaves. A *common* leaf is there whichever tensor it sees: a count, a hyper-parameter, a random key. An *own*
+leaf belongs to this tensor: a moment. The states of all tensors are kept as one, of the structure that the
+optimizer's state has for the whole tree: an own leaf in its place, a common leaf with one entry for each
+tensor or block. So trees like the parameters stay trees like the parameters.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from swjax.optax.tensors import TensorValues, blocks_by_name, join
+
+Path = tuple[Any, ...]
+
+
+class Tensor(NamedTuple):
+    """A parameter, and the state of an optimizer that sees one of its blocks alone.
+
+    Attributes:
+      axes: of the parameter; they enumerate its blocks.
+      blocks: the sizes along these axes.
+      shape: of one block.
+      spec: how the block axes are sharded, on an explicit mesh.
+      state: structure of the state.
+      leaves: shape and dtype of the state's leaves by their paths.
+      shaped: for each leaf whether it is an own one of the block's shape. Block axes are where the
+        parameter has them then, and else in front.
+    """
+
+    axes: tuple[int, ...]
+    blocks: tuple[int, ...]
+    shape: tuple[int, ...]
+    spec: jax.P
+    state: Any
+    leaves: dict[Path, jax.ShapeDtypeStruct]
+    shaped: tuple[bool, ...]
+
+    def placed(self, leaf: jax.Array) -> jax.Array:
+        """A leaf with block axes in front, sharded alike: for `jax.vmap` on explicit meshes."""
+        spec = (*self.spec, *[None] * (leaf.ndim - len(self.spec)))
+        if not self.blocks or tuple(jax.typeof(leaf).sharding.spec) == spec:
+            return leaf
+        return jax.reshard(leaf, jax.P(*spec))
+
+    def map_blocks(self, function: Callable, shaped: Sequence[bool], shaped_out: Sequence[bool]):
+        """Maps a function of arrays of one block over the block axes.
+
+        Args:
+          function: (*arrays) -> tuple of arrays.
+          shaped: for each argument whether it has the parameter's axes; else block axes are in front.
+          shaped_out: the same for each result.
+        """
+        for outer, axis in reversed(list(enumerate(self.axes))):
+            ins, outs = (
+                tuple(axis - outer if has else 0 for has in which) for which in (shaped, shaped_out)
+            )
+            function = jax.vmap(function, ins, outs)
+        return function
+
+
+class SeparateStates:
+    """Divides the one state into states of single tensors, and makes one of them.
+
+    Args:
+      init: of the optimizer.
+      params: tree of arrays.
+      axes: for each of its leaves the axes that enumerate blocks.
+    """
+
+    def __init__(self, init: Callable[[Any], Any], params, axes: list[tuple[int, ...]]):
+        leaves, self._treedef = jax.tree.flatten(params)
+        nothing = self._treedef.unflatten([None] * len(leaves))
+        self._common, _ = _by_path(jax.eval_shape(init, nothing))
+        whole = jax.eval_shape(init, params)
+        self._paths, self._structure = list(_by_path(whole)[0]), jax.tree.structure(whole)
+        self._flat = _paths_of_values(whole)
+        self._blocks = blocks_by_name(params, axes)
+        self.tensors = [
+            self._tensor(init, i, p, kept) for i, (p, kept) in enumerate(zip(leaves, axes))
+        ]
+
+    def only(self, i: int, leaf):
+        """The tree with one leaf, and None for the others: names stay."""
+        leaves = [None] * self._treedef.num_leaves
+        return self._treedef.unflatten([*leaves[:i], leaf, *leaves[i + 1 :]])
+
+    def _tensor(self, init, i: int, p, axes: tuple[int, ...]) -> Tensor:
+        blocks = tuple(p.shape[axis] for axis in axes)
+        shape = tuple(size for axis, size in enumerate(p.shape) if axis not in axes)
+        leaves, state = _by_path(
+            jax.eval_shape(init, self.only(i, jax.ShapeDtypeStruct(shape, p.dtype)))
+        )
+        spec = jax.P(*(jax.typeof(p).sharding.spec[axis] for axis in axes))
+        shaped = tuple(x.shape == shape and path not in self._common for path, x in leaves.items())
+        return Tensor(axes, blocks, shape, spec, state, leaves, shaped)
+
+    def join(self, states: Sequence[Sequence[jax.Array]]) -> optax.OptState:
+        """One state from the leaves of each tensor's, as `split` gives them."""
+        named = [dict(zip(t.leaves, leaves)) for t, leaves in zip(self.tensors, states)]
+        whole = {}
+        for tensor, leaves in zip(self.tensors, named):
+            for (path, leaf), shaped in zip(leaves.items(), tensor.shaped):
+                whole[path] = leaf if shaped else tensor.placed(leaf)
+        for path in self._common.keys() & set(self._paths):
+            whole[path] = self._join(path, [leaves[path] for leaves in named])
+        state = self._structure.unflatten([whole[path] for path in self._paths])
+        return jax.tree.map(self._with_names, state, is_leaf=_is_values)
+
+    def split(self, state: optax.OptState) -> list[list[jax.Array]]:
+        """The leaves of each tensor's state; of a stacked one with its block axes."""
+        whole, _ = _by_path(state)
+        ends = dict.fromkeys(self._paths, 0)
+        states = []
+        for tensor in self.tensors:
+            leaves = []
+            for (path, leaf), shaped in zip(tensor.leaves.items(), tensor.shaped):
+                x = whole[path]
+                if path in self._common:
+                    start = ends[path]
+                    ends[path] += math.prod(tensor.blocks) * self._entries(path, leaf)
+                    x = x[start : ends[path]].reshape(*tensor.blocks, *leaf.shape)
+                leaves.append(x if shaped else tensor.placed(x))
+            states.append(leaves)
+        return states
+
+    def _entries(self, path: Path, leaf) -> int:
+        """How many entries of the joined leaf one block has."""
+        return math.prod(leaf.shape) if self._raveled(path) else 1
+
+    def _raveled(self, path: Path) -> bool:
+        """Whether a joined leaf is a vector, not one entry of the leaf's shape for each block."""
+        shapes = {tensor.leaves[path].shape for tensor in self.tensors}
+        return path in self._flat or len(shapes) > 1
+
+    def _join(self, path: Path, leaves: list[jax.Array]) -> jax.Array:
+        like = self.tensors[0].leaves[path] if self.tensors else self._common[path]
+        return join(leaves, () if self._raveled(path) else like.shape, like.dtype)
+
+    def _with_names(self, node):
+        if not _is_values(node):
+            return node
+        names = {name: shape for name, shape in self._blocks.items() if name in node.blocks}
+        return TensorValues(node.values, names)
+
+
+def _is_values(x) -> bool:
+    return isinstance(x, TensorValues)
+
+
+def _by_path(tree) -> tuple[dict[Path, Any], Any]:
+    named, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return dict(named), structure
+
+
+def _paths_of_values(tree) -> set[Path]:
+    """Paths of the vectors in `TensorValues`: one entry for each tensor as they are."""
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_values)
+    return {(*path, jax.tree_util.GetAttrKey("values")) for path, x in named if _is_values(x)}

@@ -1,0 +1,170 @@
+"""The tensors in a tree of parameters: their names, the blocks of stacked ones, and one value for each."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The name of a leaf: its keys joined by "/".
+
+    Args:
+      path: keys, as `jax.tree_util.tree_leaves_with_path` gives them. The ".value" that a flax.nnx
+        Variable adds at the end is left out.
+
+    >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({"layers": [{"kernel": 0}]})
+    >>> path_name(path)
+    'layers/0/kernel'
+    """
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def as_arrays(tree):
+    """The tree with arrays in place of Python and NumPy scalars. Shapes without values stay."""
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
+
+
+def resolve_block_axes(
+    block_axes: Any | Callable[[Any], Any] | None, params
+) -> list[tuple[int, ...]]:
+    """The axes of each parameter that enumerate blocks, non-negative and ascending.
+
+    Args:
+      block_axes: as users give them, see `stable_adamw`.
+      params: tree of arrays.
+
+    Returns:
+      A tuple of axes for each leaf of `params`.
+
+    Raises:
+      ValueError: an axis that the parameter lacks.
+
+    >>> resolve_block_axes({"blocks": -3, "head": None}, {"blocks": jnp.ones((2, 4, 3)), "head": jnp.ones(3)})
+    [(0,), ()]
+    """
+    named = jax.tree_util.tree_leaves_with_path(params)
+    if block_axes is None or not named:  # a placeholder of optax.tree.map_params has no leaves
+        return [()] * len(named)
+
+    def is_axes(x):
+        return x is None or (isinstance(x, tuple) and all(isinstance(axis, int) for axis in x))
+
+    def as_set(axes):  # a leaf, which None and tuples are not
+        return frozenset(() if axes is None else axes if isinstance(axes, tuple) else (axes,))
+
+    tree = block_axes(params) if callable(block_axes) else block_axes
+    sets = jax.tree.broadcast(jax.tree.map(as_set, tree, is_leaf=is_axes), params)
+    return [_ascending(s, path, p) for s, (path, p) in zip(jax.tree.leaves(sets), named)]
+
+
+def _ascending(axes, path, p) -> tuple[int, ...]:
+    outside = [axis for axis in axes if not -p.ndim <= axis < p.ndim]
+    if outside:
+        raise ValueError(
+            f"block_axes={outside[0]} lies outside parameter {path_name(path)!r} of shape {p.shape}: "
+            f"name an axis it has, or None for one RMS"
+        )
+    return tuple(sorted({axis % p.ndim for axis in axes}))
+
+
+class TensorValues(NamedTuple):
+    """One value for each tensor, or for each block of a stacked one, as part of an optimizer's state.
+
+    JAX sees one leaf, `values`; names and shapes are static, so that reading a value by name inside a
+    compiled function costs nothing. A tree like the parameters would be taken for parameters by functions
+    that shard or decay those. Flax and pickle see a named tuple of standard containers.
+
+    Attributes:
+      values: [..., n], tensors in the order of the parameter tree. `jax.vmap` over an optimizer adds the
+        leading axes.
+      blocks: static; the shape of each tensor's values by the tensor's name, () for a single value.
+    """
+
+    values: jax.Array
+    blocks: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def zeros(cls, blocks: dict[str, tuple[int, ...]], dtype: jax.typing.DTypeLike):
+        """Zeros for the blocks that `blocks_by_name` finds."""
+        size = sum(math.prod(shape) for shape in blocks.values())
+        return cls(jnp.zeros(size, dtype), blocks)
+
+    @classmethod
+    def of(cls, blocks: dict[str, tuple[int, ...]], values: Sequence[jax.Array], dtype):
+        """The values of each tensor in turn, each of the shape of its blocks."""
+        return cls(join([x.astype(dtype) for x in values], (), dtype), blocks)
+
+    def by_path(self) -> dict[str, jax.Array]:
+        """The values by name, each a scalar or of the shape of the blocks.
+
+        Raises:
+          ValueError: the names are lost, as `optax.tree.map_params` loses them.
+        """
+        if not self.blocks and self.values.size:
+            raise ValueError(
+                f"the names of {self.values.size} values are lost, as in the result of "
+                f"optax.tree.map_params: read a state that an update returns"
+            )
+        named, start = {}, 0
+        for path, shape in self.blocks.items():
+            stop = start + math.prod(shape)
+            named[path] = self.values[..., start:stop].reshape(*self.values.shape[:-1], *shape)
+            start = stop
+        return named
+
+
+class _Layout(tuple):
+    """The items of `TensorValues.blocks`, as JAX compares them.
+
+    No items equal any others: `optax.tree.map_params` compares a state with that of a placeholder that
+    has no tensors. Vectors of other lengths have other types, so a compilation cache never confuses them.
+    """
+
+    def __eq__(self, other):
+        return not self or not other or super().__eq__(other)
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        return hash(_Layout)
+
+
+jax.tree_util.register_pytree_with_keys(
+    TensorValues,
+    lambda x: (((jax.tree_util.GetAttrKey("values"), x.values),), _Layout(x.blocks.items())),
+    lambda layout, children: TensorValues(children[0], dict(layout)),
+    lambda x: ((x.values,), _Layout(x.blocks.items())),
+)
+
+
+def blocks_by_name(params, axes: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter's blocks: its sizes along the axes from `resolve_block_axes`.
+
+    >>> blocks_by_name({"blocks": jnp.ones((2, 4, 3)), "head": jnp.ones(3)}, [(0,), ()])
+    {'blocks': (2,), 'head': ()}
+    """
+    blocks = {}
+    for (path, p), kept in zip(jax.tree_util.tree_leaves_with_path(params), axes, strict=True):
+        name = path_name(path)
+        name = jax.tree_util.keystr(path) if name in blocks else name  # {"a/b": x, "a": {"b": y}}
+        blocks[name] = tuple(p.shape[axis] for axis in kept)
+    return blocks
+
+
+def join(arrays: Sequence[jax.Array], shape: tuple[int, ...], dtype) -> jax.Array:
+    """Concatenates arrays of entries: each [..., *shape] becomes [entries, *shape] first.
+
+    The result is replicated, since explicit meshes concatenate only arrays that are sharded alike.
+    """
+    flat = [_replicate(x).reshape(-1, *shape) for x in arrays]
+    return jnp.concatenate(flat) if flat else jnp.zeros((0, *shape), dtype)
+
+
+def _replicate(x: jax.Array) -> jax.Array:
+    return x if jax.typeof(x).sharding.is_fully_replicated else jax.reshard(x, jax.P())
