@@ -196,7 +196,7 @@ def test_images_in_every_container(encoder, tmp_path):
     for images in ones:
         np.testing.assert_allclose(encoder.encode_image(images), expected, atol=1e-6)
     assert encoder.encode_image(np.zeros((0, 32, 32, 3), np.uint8)).shape == (0, CFG.embed_dim)
-    for bad in (IMAGES[1][..., 0], IMAGES[1][0, 0], np.zeros((0,)), np.uint8(3) + np.zeros(())):
+    for bad in (IMAGES[1][..., 0], IMAGES[1][0, 0], np.zeros((0,)), np.array(3, np.uint8)):
         with pytest.raises(ValueError, match=r"an image must be uint8 \[h, w, 3 or 4\], got "):
             encoder.encode_image(bad)
     with pytest.raises(ValueError, match="no image: 3 bytes that begin with b'cat'"):

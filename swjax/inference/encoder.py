@@ -1,16 +1,4 @@
-"""A trained CLIP at work: images and texts in, unit vectors and class probabilities out.
-
-Five lines name a picture, with a run of one's own or weights of others:
-
-  from swjax import inference
-  model = inference.load("runs/openmoji")
-  names = ["cat", "dog", "violin"]
-  probabilities = model.classify("picture.png", model.classifier(names))
-  print(names[probabilities[0].argmax()])
-
-With `prequantize=True` its int8 layers keep int8 weights alone. `save` writes such a model as one file, which
-`load` opens, and `export` as programs that run with jax alone.
-"""
+"""The encoder: images and texts in, unit vectors and class probabilities out; loading, saving, exporting."""
 
 import dataclasses
 import io
