@@ -1,6 +1,7 @@
 """Batches of a source, in an order that a seed fixes, from any position on."""
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,7 +13,7 @@ from swjax.data.memory import Memory
 from swjax.data.packages import require
 from swjax.data.processes import Processes
 from swjax.data.progress import Position, Progress
-from swjax.data.skipping import Skips
+from swjax.data.skipping import Skips, logger
 from swjax.data.sources import Source
 
 _THREADS = 2
@@ -176,8 +177,8 @@ def loader(
       image_size: pixels, height = width.
       process_index: of this process, which takes every process_count-th example.
       process_count: processes that share the examples.
-      workers: processes that load; 0: threads. As of all processes that Python spawns, what starts them in
-        a script must lie below `if __name__ == "__main__":`.
+      workers: processes that load, at most one a core; 0: threads. They are spawned, so a script must start
+        them below `if __name__ == "__main__":`.
       shuffle, shuffle_shards: see `swjax.data.order.order`.
       on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 
@@ -211,6 +212,7 @@ def loader(
         )
     if len(source) > _MOST_EXAMPLES:
         raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")
+    workers = _bounded(workers)
     share = process_index, process_count
     sizes = {"context_length": context_length, "image_size": image_size}
     skips = Skips(on_bad, max_bad_share)
@@ -234,6 +236,19 @@ def loader(
     rows = _training(source, state, share, shuffling, **sizes)
     chunks = _iterate(rows, min(batch_size, _CHUNK), batch_size, workers)
     return TrainBatches(chunks, skips, batch_size, state)
+
+
+def _bounded(workers: int) -> int:
+    """Returns so many processes, or as many as there are cores, and says so."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if workers > cores:
+        logger.warning(
+            "workers=%d is more than the %d cores of this machine: %d processes load",
+            workers,
+            cores,
+            cores,
+        )
+    return min(workers, cores)
 
 
 def _training(source: Source, state: Progress, share: tuple, shuffling: dict, **sizes: int):
