@@ -253,11 +253,11 @@ def _bounded(workers: int) -> int:
 
 def _training(source: Source, state: Progress, share: tuple, shuffling: dict, **sizes: int):
     """Returns the examples that this process has still to take, as a Grain dataset without end."""
-    from swjax.data.order import Share, order
+    from swjax.data.order import ProcessShare, order
 
     crops = np.random.SeedSequence([shuffling["seed"], _CROPS]).generate_state(1)[0]
     examples = order(source, **shuffling).random_map(TrainExample(source, **sizes), seed=crops)
-    return Share(examples, state.base, *share)[state.taken :]
+    return ProcessShare(examples, state.base, *share)[state.taken :]
 
 
 def _evaluation(source: Source, batch_size: int, share: tuple, **sizes: int):

@@ -106,7 +106,7 @@ def tile(title: str, value: str, note: str) -> str:
 
 def _predictions(predictions: list[dict]) -> str:
     if not predictions:
-        return "<p class='missing'>No predictions: the run has no test split with classes, or has not finished.</p>"
+        return "<p class='missing'>No predictions: the run has no test split with classes, or goes on.</p>"
     first = sum(p["guesses"][:1] == [p["name"]] for p in predictions)
     within = sum(p["name"] in p["guesses"] for p in predictions)
     cards = "".join(_prediction(p) for p in predictions)
@@ -154,7 +154,7 @@ def data_url(png: Path) -> str:
 
 def _scores(results: dict[str, float]) -> str:
     if not results:
-        return "<p class='missing'>No scores: the run has no test split, or has not finished.</p>"
+        return "<p class='missing'>No scores: the run has no test split, or goes on.</p>"
     head = "<tr><th>Score</th><th>Run</th><th>Chance</th><th>Ratio</th></tr>"
     return f'<table class="numbers">{head}{"".join(_score_rows(results))}</table>'
 
