@@ -1,6 +1,8 @@
 """Pixels beside the references: Pillow's, and torchvision's where it is installed."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -112,6 +114,21 @@ def animation(file_format: str, **options) -> bytes:
     )
 
 
+def png_of_16_bits(colour_type: int, left: list[int], right: list[int]) -> bytes:
+    """A PNG [32, 48] of 16-bit channels, which Pillow does not write in colour."""
+
+    def part(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    row = b"\0" + struct.pack(f">{len(left)}H", *left) * 24
+    row += struct.pack(f">{len(right)}H", *right) * 24
+    header = struct.pack(">IIBBBBB", 48, 32, 16, colour_type, 0, 0, 0)
+    parts = (b"IHDR", header), (b"IDAT", zlib.compress(row * 32)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(part(*p) for p in parts)
+
+
 # kind: (a file, its left and its right colour, tolerance): how every kind becomes 8-bit RGB.
 RED_AND = ((200, 40, 20), (255, 255, 255))
 BOTH_RED = ((200, 40, 20), (200, 40, 20))
@@ -157,6 +174,21 @@ KINDS = {
     "16-bit grey TIFF": (
         encoded(Image.fromarray(np.where(GREY_16 < 32768, 25700, 51400).astype(np.uint16)), "TIFF"),
         ((100,) * 3, (200,) * 3),
+        0,
+    ),
+    "16-bit RGB PNG": (
+        png_of_16_bits(2, [51400, 10280, 5140], [0, 25700, 65535]),
+        ((200, 40, 20), (0, 100, 255)),
+        0,
+    ),
+    "16-bit RGBA PNG": (
+        png_of_16_bits(6, [51400, 10280, 5140, 65535], [0, 25700, 65535, 0]),
+        RED_AND,
+        0,
+    ),
+    "16-bit grey PNG with opacity": (
+        png_of_16_bits(4, [23130, 65535], [23130, 0]),
+        ((90,) * 3, (255,) * 3),
         0,
     ),
     "grey PNG": (encoded(halves("L", 90, 200), "PNG"), ((90,) * 3, (200,) * 3), 0),

@@ -200,18 +200,7 @@ def loader(
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
     require("grain", "PIL", *(["simplejpeg"] if hasattr(source, "stored") else []))
-    if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
-        raise ValueError(
-            f"batch_size must be positive, workers not negative and process_index below "
-            f"process_count; they are {batch_size}, {workers}, {process_index}, {process_count}"
-        )
-    if start_step < 0 or (start_step and position):
-        raise ValueError(
-            f"start_step must not be negative; it is {start_step}"
-            + (", beside a position: one of them says where to start" if position else "")
-        )
-    if len(source) > _MOST_EXAMPLES:
-        raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")
+    _check(source, batch_size, workers, process_index, process_count, start_step, position)
     workers = _bounded(workers)
     share = process_index, process_count
     sizes = {"context_length": context_length, "image_size": image_size}
@@ -236,6 +225,30 @@ def loader(
     rows = _training(source, state, share, shuffling, **sizes)
     chunks = _iterate(rows, min(batch_size, _CHUNK), batch_size, workers)
     return TrainBatches(chunks, skips, batch_size, state)
+
+
+def _check(
+    source: Source,
+    batch_size: int,
+    workers: int,
+    process_index: int,
+    process_count: int,
+    start_step: int,
+    position: dict | None,
+) -> None:
+    """Raises a ValueError about the first argument of `loader` that makes no sense."""
+    if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
+        raise ValueError(
+            f"batch_size must be positive, workers not negative and process_index below "
+            f"process_count; they are {batch_size}, {workers}, {process_index}, {process_count}"
+        )
+    if start_step < 0 or (start_step and position):
+        raise ValueError(
+            f"start_step must not be negative; it is {start_step}"
+            + (", beside a position: one of them says where to start" if position else "")
+        )
+    if len(source) > _MOST_EXAMPLES:
+        raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")
 
 
 def _bounded(workers: int) -> int:
