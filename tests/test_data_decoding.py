@@ -1,14 +1,17 @@
 """Pixels beside the references: Pillow's, and torchvision's where it is installed."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
 from photographs import encoded, photograph
 from PIL import Image
 
+from swjax import inference
 from swjax.data import decoding
-from swjax.data.images import random_box
+from swjax.data.images import fit, random_box
 from swjax.data.skipping import BadExample
 
 # Levels of 255: of photographs, whose neighbouring pixels are alike; and of the worst there is, noise.
@@ -67,7 +70,6 @@ FILES = {
     "CMYK JPEG": lambda image: encoded(image.convert("CMYK"), "JPEG"),
     "PNG": lambda image: encoded(image, "PNG"),
     "palette PNG": lambda image: encoded(image.convert("P"), "PNG"),
-    "grey PNG with opacity": lambda image: encoded(image.convert("LA"), "PNG"),
     "WebP": lambda image: encoded(image, "WEBP"),
     "GIF": lambda image: encoded(image, "GIF"),
     "black and white": lambda image: encoded(image.convert("1"), "TIFF"),
@@ -80,6 +82,177 @@ def test_decodes_to_pillows_pixels(kind):
     pixels = decoding.decode(data)
     assert pixels.dtype == np.uint8
     np.testing.assert_array_equal(pixels, Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+RED, CLEAR = (200, 40, 20, 255), (200, 40, 20, 0)
+GREY_16 = np.linspace(0, 65535, 48).round().astype(np.uint16)[None].repeat(32, 0)
+
+
+def halves(mode: str, left, right) -> Image.Image:
+    """An image [32, 48] of two colours."""
+    image = Image.new(mode, (48, 32), left)
+    image.paste(right, (24, 0, 48, 32))
+    return image
+
+
+def with_orientation(image: Image.Image, file_format: str, orientation: int = 6) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(image, file_format, exif=exif)
+
+
+def palette_with_transparency() -> bytes:
+    image = halves("P", 0, 1)
+    image.putpalette([200, 40, 20, 90, 60, 30])
+    return encoded(image, "PNG", transparency=1)
+
+
+def animation(file_format: str, **options) -> bytes:
+    frames = [Image.new("RGB", (48, 32), color) for color in ((200, 40, 20), (0, 0, 255))]
+    return encoded(
+        frames[0], file_format, save_all=True, append_images=frames[1:], duration=100, **options
+    )
+
+
+def png_of_16_bits(colour_type: int, left: list[int], right: list[int]) -> bytes:
+    """A PNG [32, 48] of 16-bit channels, which Pillow does not write in colour."""
+
+    def part(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    row = b"\0" + struct.pack(f">{len(left)}H", *left) * 24
+    row += struct.pack(f">{len(right)}H", *right) * 24
+    header = struct.pack(">IIBBBBB", 48, 32, 16, colour_type, 0, 0, 0)
+    parts = (b"IHDR", header), (b"IDAT", zlib.compress(row * 32)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(part(*p) for p in parts)
+
+
+# kind: (a file, its left and its right colour, tolerance): how every kind becomes 8-bit RGB.
+RED_AND = ((200, 40, 20), (255, 255, 255))
+BOTH_RED = ((200, 40, 20), (200, 40, 20))
+KINDS = {
+    "RGBA PNG": (encoded(halves("RGBA", RED, CLEAR), "PNG"), RED_AND, 0),
+    "RGBA PNG, half transparent": (
+        encoded(halves("RGBA", RED, (0, 0, 0, 51)), "PNG"),
+        ((200, 40, 20), (204, 204, 204)),
+        0,
+    ),
+    "RGBA WebP": (encoded(halves("RGBA", RED, CLEAR), "WEBP", lossless=True), RED_AND, 0),
+    "RGBA TIFF": (encoded(halves("RGBA", RED, CLEAR), "TIFF"), RED_AND, 0),
+    "palette PNG with transparency": (palette_with_transparency(), RED_AND, 0),
+    "palette GIF with transparency": (
+        encoded(halves("RGBA", RED, CLEAR), "GIF"),
+        RED_AND,
+        0,
+    ),
+    "RGB PNG with a transparent colour": (
+        encoded(halves("RGB", RED[:3], (0, 0, 1)), "PNG", transparency=(0, 0, 1)),
+        RED_AND,
+        0,
+    ),
+    "grey PNG with opacity": (
+        encoded(halves("LA", (90, 255), (90, 0)), "PNG"),
+        ((90,) * 3, (255,) * 3),
+        0,
+    ),
+    "16-bit grey PNG": (
+        encoded(Image.fromarray(np.where(GREY_16 < 32768, 25700, 51400).astype(np.uint16)), "PNG"),
+        ((100,) * 3, (200,) * 3),
+        0,
+    ),
+    "16-bit grey PNG with a transparent level": (
+        encoded(
+            Image.fromarray(np.where(GREY_16 < 32768, 25700, 51400).astype(np.uint16)),
+            "PNG",
+            transparency=51400,
+        ),
+        ((100,) * 3, (255,) * 3),
+        0,
+    ),
+    "16-bit grey TIFF": (
+        encoded(Image.fromarray(np.where(GREY_16 < 32768, 25700, 51400).astype(np.uint16)), "TIFF"),
+        ((100,) * 3, (200,) * 3),
+        0,
+    ),
+    "16-bit RGB PNG": (
+        png_of_16_bits(2, [51400, 10280, 5140], [0, 25700, 65535]),
+        ((200, 40, 20), (0, 100, 255)),
+        0,
+    ),
+    "16-bit RGBA PNG": (
+        png_of_16_bits(6, [51400, 10280, 5140, 65535], [0, 25700, 65535, 0]),
+        RED_AND,
+        0,
+    ),
+    "16-bit grey PNG with opacity": (
+        png_of_16_bits(4, [23130, 65535], [23130, 0]),
+        ((90,) * 3, (255,) * 3),
+        0,
+    ),
+    "grey PNG": (encoded(halves("L", 90, 200), "PNG"), ((90,) * 3, (200,) * 3), 0),
+    "1-bit PNG": (encoded(halves("1", 0, 1), "PNG"), ((0,) * 3, (255,) * 3), 0),
+    "grey JPEG": (encoded(halves("L", 90, 200), "JPEG"), ((90,) * 3, (200,) * 3), 2),
+    "CMYK JPEG": (
+        encoded(halves("CMYK", (0, 255, 255, 0), (0, 0, 0, 0)), "JPEG", subsampling=0),
+        ((255, 0, 0), (255, 255, 255)),
+        4,
+    ),
+    "CMYK TIFF": (
+        encoded(halves("CMYK", (0, 255, 255, 0), (0, 0, 0, 0)), "TIFF"),
+        ((255, 0, 0), (255, 255, 255)),
+        0,
+    ),
+    "animated GIF": (animation("GIF"), BOTH_RED, 0),
+    "animated WebP": (animation("WEBP", lossless=True), BOTH_RED, 0),
+    "animated PNG": (animation("PNG"), BOTH_RED, 0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_becomes_rgb_alike_in_training_and_inference(kind):
+    data, (left, right), tolerance = KINDS[kind]
+    trained = decoding.decode(data)
+    assert trained.dtype == np.uint8 and trained.shape == (32, 48, 3)
+    assert np.abs(trained[:, :20].astype(int) - left).max() <= tolerance
+    assert np.abs(trained[:, 28:].astype(int) - right).max() <= tolerance
+    served = inference.pixels(data, 32)
+    np.testing.assert_array_equal(served, fit(trained, 32))
+    with Image.open(io.BytesIO(data)) as image:
+        np.testing.assert_array_equal(inference.pixels(image, 32), served)
+
+
+def test_16_bits_keep_their_range():
+    pixels = decoding.decode(encoded(Image.fromarray(GREY_16), "PNG"))
+    np.testing.assert_array_equal(pixels[0, :, 0], np.round(GREY_16[0] / 257))
+    assert pixels.min() == 0 and pixels.max() == 255 and (pixels == 255).mean() < 0.03
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_exif_orientation_is_applied(file_format):
+    image = halves("RGB", (200, 40, 20), (20, 40, 200))
+    for orientation, turned in (
+        (1, lambda x: x),
+        (3, lambda x: np.rot90(x, 2)),
+        (6, lambda x: np.rot90(x, -1)),
+    ):
+        data = with_orientation(image, file_format, orientation)
+        pixels = decoding.decode(data)
+        expected = turned(np.asarray(image))
+        assert pixels.shape == expected.shape
+        apart = np.abs(pixels.astype(int) - expected)
+        assert np.median(apart) <= 8
+        served = inference.pixels(data, 32)
+        np.testing.assert_array_equal(served, fit(pixels, 32))
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_images_of_unknown_range_are_refused(mode):
+    data = encoded(Image.new(mode, (48, 32), 1), "TIFF")
+    for read in (decoding.decode, lambda data: inference.pixels(data, 32)):
+        with pytest.raises(ValueError, match=f"8 or 16 bits a channel, got 32 .mode {mode}."):
+            read(data)
 
 
 def test_formats_that_run_programs_are_not_read():

@@ -271,6 +271,7 @@ def test_any_tfds_data_set_is_a_source(data_dir):
         ("twemoji", {"text_key": "caption"}, "no feature 'caption'; there it has .*keywords"),
         ("twemoji", {"text_key": "name/text"}, "no feature 'name/text'; .* no inner features"),
         ("twemoji", {"image_key": "x", "text_key": "name"}, "no feature 'x'"),
+        ("twemoji", {"builder": ""}, "builder is empty: name the TFDS data set"),
         ("twemoji", {"builder": "coco"}, "no TFDS data set 'coco' in .*download_and_prepare()"),
     ],
 )

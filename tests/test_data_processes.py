@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from swjax import data
+from swjax.data import batches
 from swjax.data.processes import LostProcess, Processes
 
 LARGE = 2**16  # bytes of an example
@@ -200,14 +201,24 @@ def runs(pid):
         return False
 
 
+class Stuck(Rows):
+    """Rows that never come after the first chunk."""
+
+    def __getitem__(self, index):
+        if index >= 2:
+            time.sleep(3600)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("rows", ["Rows", "Stuck"])
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"])
-def test_they_end_with_the_process_that_asked(end):
+def test_they_end_with_the_process_that_asked(end, rows):
     script = f"""
 import multiprocessing, os, signal, sys
-from test_data_processes import Rows, chunks_of
+from test_data_processes import Rows, Stuck, chunks_of
 
 if __name__ == "__main__":
-    chunks = chunks_of(Rows(10_000))
+    chunks = chunks_of({rows}(10_000))
     next(chunks)
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     {end}
@@ -239,3 +250,18 @@ def test_loader_gives_the_same_from_processes_and_threads():
             np.testing.assert_array_equal(one[name], other[name])
     threads.close()
     processes.close()
+
+
+def test_no_more_processes_than_cores(monkeypatch, caplog):
+    monkeypatch.setattr(batches.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    source = data.source("synthetic", "val", image_size=16, classes=7, examples=8)
+    before = children()
+    loader = data.loader(
+        source, batch_size=4, train=False, context_length=6, image_size=16, workers=100_000
+    )
+    assert len(children() - before) == 2
+    assert (
+        "workers=100000 is more than the 2 cores of this machine: 2 processes load" in caplog.text
+    )
+    assert next(loader)["index"].tolist() == [0, 1, 2, 3]
+    loader.close()

@@ -1,5 +1,6 @@
 """Tars, tables, Hugging Face data sets and mixtures as sources, whatever bytes they meet."""
 
+import gzip
 import importlib.util
 import io
 import json
@@ -211,6 +212,9 @@ def test_tars_behind_an_address(tmp_path):
         ("{tmp}/none*.tar", "no file matches .*none"),
         ("{tmp}/00000.tar{,}", "names .*00000.tar' twice"),
         ("{tmp}/{00000..00003}.tar", "cannot open .*00001.tar: No such file"),
+        ("{tmp}", "cannot open .*: Is a directory: name the files in it"),
+        ("{tmp}/fol*", "cannot open .*/folder.tar: Is a directory: name the files in it"),
+        ("{tmp}/00000.tar.gz", "00000.tar.gz is compressed.*: unpack it with gunzip"),
         ("{tmp}/empty.tar", "no samples in the tars .*empty.tar"),
         ("{tmp}/noise.tar", "no samples in the tars .*: .*broken tar at byte 0: no tar header"),
     ],
@@ -218,6 +222,8 @@ def test_tars_behind_an_address(tmp_path):
 def test_webdataset_refuses(tmp_path, pattern, message):
     write_tars(tmp_path, [1])
     (tmp_path / "empty.tar").write_bytes(bytes(10240))
+    (tmp_path / "folder.tar").mkdir()
+    (tmp_path / "00000.tar.gz").write_bytes(gzip.compress((tmp_path / "00000.tar").read_bytes()))
     (tmp_path / "noise.tar").write_bytes(b"noise" * 1000)
     with pytest.raises(ValueError, match=message) as caught:
         open_tars(pattern.replace("{tmp}", str(tmp_path)), tmp_path)
@@ -270,14 +276,31 @@ def test_rows_of_tsv_and_jsonl(tmp_path):
         ("t.csv", "image;caption\n", "no column 'image'; it has image;caption"),
         ("t.csv", "image,caption\n", "no rows in the table"),
         ("t.jsonl", "", "no rows in the table"),
+        (".csv", None, "cannot open .*csv: Is a directory: name the files in it"),
         ("none/t.csv", None, "cannot open .*none/t.csv: No such file"),
     ],
 )
 def test_table_refuses(tmp_path, name, content, message):
+    (tmp_path / ".csv").mkdir()
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         open_table(tmp_path / name, tmp_path)
+
+
+def test_addresses_in_a_table_need_their_package(tmp_path, monkeypatch):
+    from fsspec.registry import known_implementations
+
+    absent = {"class": "no_such_package.Files", "err": "Install no_such_package to read it"}
+    monkeypatch.setitem(known_implementations, "absent", absent)
+    (tmp_path / "t.csv").write_text("image,caption\nabsent://bucket/0.jpg,a\n")
+    message = "cannot read absent://bucket/0.jpg: Install no_such_package to read it"
+    with pytest.raises(ModuleNotFoundError, match=message) as caught:
+        open_table(tmp_path / "t.csv", tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "t.csv").write_text("image,caption\nother://bucket/0.jpg,a\n")
+    with pytest.raises(ValueError, match="cannot read other://bucket/0.jpg: Protocol not known"):
+        open_table(tmp_path / "t.csv", tmp_path)
 
 
 def test_rows_without_end_are_damage(tmp_path):

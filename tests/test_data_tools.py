@@ -50,7 +50,7 @@ def test_the_copy_holds_what_the_tars_do(tmp_path, capsys):
     assert capsys.readouterr().out.count("examples") == 4
 
 
-def test_goes_on_where_it_was_killed(tmp_path, monkeypatch):
+def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     pattern, real, begun = write_tars(tmp_path, [3, 4, 5]), convert._write, []
 
     def killed(path, examples):
@@ -63,6 +63,10 @@ def test_goes_on_where_it_was_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "_write", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, f"--tars={pattern}")
+    assert run(tmp_path, "--verify") == 1  # what is there is whole, but two tars are missing
+    told = capsys.readouterr().out
+    assert "2 of 3 tars of the split 'train' are not converted: give the command that" in told
+    assert "1 of 3 files are as they were written" in told
     with open(folder(tmp_path) / "converted.jsonl", "a") as log:
         log.write('{"split": "train", "sha')  # what a kill leaves of a line
     assert run(tmp_path, f"--tars={pattern}") == run(tmp_path, f"--tars={pattern}") == 0

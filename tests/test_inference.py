@@ -1,5 +1,6 @@
 """Encoding and zero-shot classification, from a run and from files; the pixels they start from."""
 
+import io
 import json
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 from clip_oracle import random_model, small_config
 from flax import nnx
+from photographs import encoded
 from PIL import Image
 
-from swjax import inference, interop
+from swjax import data, inference, interop
 from swjax.data import imagenet, preprocess, tokenize
 from swjax.training import config as config_lib
 from swjax.training import setup
@@ -75,6 +77,10 @@ def test_classes_are_means_of_their_prompts(model, encoder):
 def test_classifiers_need_names_and_templates(encoder):
     with pytest.raises(ValueError, match="needs the name of at least one class, got none"):
         encoder.classifier([])
+    with pytest.raises(
+        ValueError, match=r"names must be a list of names, got 'cat': write \['cat'\]"
+    ):
+        encoder.classifier("cat")
     with pytest.raises(ValueError, match='templates need a "{}" for the name, got '):
         encoder.classifier(NAMES, "a photo")
     with pytest.raises(
@@ -88,6 +94,7 @@ def test_classifiers_need_names_and_templates(encoder):
 def test_from_safetensors(model, tmp_path):
     interop.save(tmp_path, model, "huggingface")
     loaded = inference.load(tmp_path)
+    assert loaded.templates == ("a photo of a {}.",)
     np.testing.assert_allclose(loaded.encode_image(IMAGES), embed(model), atol=1e-6)
     int8 = inference.load(tmp_path / "model.safetensors", model.cfg, recipe="switchback")
     cosine = np.sum(int8.encode_image(IMAGES) * embed(model), axis=1)
@@ -119,7 +126,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-def test_from_a_run(run, ema_decay):
+def test_from_a_run(run, ema_decay, tmp_path):
     workdir, graph, state = run(ema_decay)
     encoder = inference.load(str(workdir))
     params = state["ema" if ema_decay else "params"]
@@ -135,6 +142,11 @@ def test_from_a_run(run, ema_decay):
     expected = embed(nnx.merge(graph, params), IMAGES[:1])
     np.testing.assert_allclose(encoder.encode_image(IMAGES[:1]), expected, atol=1e-6)
     assert inference.load(workdir, recipe="standard").cfg.recipe == "standard"
+    assert encoder.templates == data.source("emoji", "val", config="sample").templates
+    expected = encoder.classifier(NAMES, encoder.templates)
+    np.testing.assert_array_equal(encoder.classifier(NAMES), expected)
+    inference.save(tmp_path / "saved.safetensors", encoder)
+    assert inference.load(tmp_path / "saved.safetensors").templates == encoder.templates
 
 
 def test_runs_that_cannot_be_loaded(tmp_path):
@@ -158,9 +170,37 @@ def test_images_of_every_kind(tmp_path):
     assert (grey == grey[..., :1]).all()
     for other in (image.convert("P"), image.convert("CMYK"), image.convert("1")):
         assert inference.pixels(other, 32).shape == (32, 32, 3)
-    for bad in (IMAGES[0] / 255, IMAGES[0][..., 0], IMAGES[0][None]):
+    data = encoded(image, "PNG")
+    for same in (data, bytearray(data), io.BytesIO(data), jnp.asarray(IMAGES[0])):
+        np.testing.assert_array_equal(inference.pixels(same, 32), expected)
+    for bad in (IMAGES[0] / 255, IMAGES[0][..., 0], IMAGES[0][None], IMAGES[0][:0]):
         with pytest.raises(ValueError, match=r"an image must be uint8 \[h, w, 3 or 4\], got "):
             inference.pixels(bad, 32)
+
+
+@pytest.mark.parametrize("bad", [None, 3, 0.5, {"cat": 1}.keys(), object()])
+def test_what_is_no_image(bad, encoder):
+    with pytest.raises(
+        TypeError, match="an image must be a path, bytes, a binary file, a PIL image or"
+    ):
+        encoder.encode_image(bad if bad is None else [bad])
+
+
+def test_images_in_every_container(encoder, tmp_path):
+    expected = encoder.encode_image([IMAGES[1]])
+    data = encoded(Image.fromarray(IMAGES[1]), "PNG")
+    path = tmp_path / "image.png"
+    path.write_bytes(data)
+    ones = (data, io.BytesIO(data), path, IMAGES[1][None], jnp.asarray(IMAGES[1]),
+            jnp.asarray(IMAGES[1])[None], [data], np.array([str(path)]))  # fmt: skip
+    for images in ones:
+        np.testing.assert_allclose(encoder.encode_image(images), expected, atol=1e-6)
+    assert encoder.encode_image(np.zeros((0, 32, 32, 3), np.uint8)).shape == (0, CFG.embed_dim)
+    for bad in (IMAGES[1][..., 0], IMAGES[1][0, 0], np.zeros((0,)), np.array(3, np.uint8)):
+        with pytest.raises(ValueError, match=r"an image must be uint8 \[h, w, 3 or 4\], got "):
+            encoder.encode_image(bad)
+    with pytest.raises(ValueError, match="no image: 3 bytes that begin with b'cat'"):
+        encoder.encode_image(b"cat")
 
 
 def test_what_is_transparent_is_white_as_in_training():

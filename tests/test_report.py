@@ -1,5 +1,6 @@
 """The report page: complete for a whole run, telling what is missing for any other."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from swjax import report
 from swjax.report import charts, records
@@ -38,6 +40,7 @@ def record(step):
     line |= {"train/learning_rate": 1e-3, "train/logit_scale": 14.3}
     line |= {charts.PATCH_RMS: 2.5 if step == 3 else 0.8, "stability/rms/text/other": 1.0}
     line |= {f"{charts.FEATURES}/{block}": 0.1 * (block + 1) for block in range(11)}
+    line |= {"data/skipped": 1 + step // 6}
     line |= {
         "perf/samples_per_sec_per_device": 512.0,
         "perf/data_wait_frac": 0.02,
@@ -99,6 +102,7 @@ def test_page_of_a_whole_run(workdir):
         "CLIP tiny in switchback on emoji",
         "12 steps of 128 · 6 s · stable_adamw",
         "21.3%chance 0.24%",
+        "Skipped examples3unreadable: see skipped.log",
         "Image to text R@1063.4%2.4%26×",
         "1 right at the first guess, 2 within 3",
         "RMS reached 2.3 in 1 of 12 steps",
@@ -135,7 +139,7 @@ def test_run_without_evaluation_or_stable_adamw(workdir):
         "set config.diagnostics.rms",
         "No stability/feature_mean_abs/vision/<block>",
         "No perf/samples_per_sec_per_device",
-        "No scores: the run has not reached its final evaluation",
+        "No scores: the run has no test split, or goes on",
         "No predictions",
     ):
         assert text in page.text, text
@@ -174,6 +178,23 @@ def test_a_missing_workdir_is_one_line(tmp_path):
     )
     assert done.returncode == 2
     assert re.fullmatch(r"swjax.report: .*/no is not a directory: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("ends", [(0.64, 0.64, 0.64), (0.64, 0.62, 0.1), (0.02, 0.01, 0.0)])
+def test_labels_of_scores_do_not_overlap(ends):
+    steps = np.arange(1, 4)
+    names = ("val/image_to_text_R@10", "zeroshot/emoji_top5", "zeroshot/emoji_top1")
+    metrics = {
+        name: records.Series(steps, np.linspace(0, end, 3))
+        for name, end in zip(names, ends, strict=True)
+    }
+    figure = Figure(figsize=(4.8, 2.9), layout="constrained")
+    charts.draw_accuracy(figure, metrics, charts.LIGHT)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(float(label).is_integer() for label in axes.get_xticks())
 
 
 def test_smooth_matches_brute_force():

@@ -5,7 +5,7 @@ from swjax.data.images import preprocess, random_resized_crop
 from swjax.data.mixture import Mixture
 from swjax.data.processes import LostProcess
 from swjax.data.skipping import BadData, log_to
-from swjax.data.sources import Source, prepare, source
+from swjax.data.sources import Source, prepare, source, templates
 from swjax.data.tokenizer import tokenize
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "preprocess",
     "random_resized_crop",
     "source",
+    "templates",
     "tokenize",
 ]

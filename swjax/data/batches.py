@@ -1,6 +1,7 @@
 """Batches of a source, in an order that a seed fixes, from any position on."""
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,7 +13,7 @@ from swjax.data.memory import Memory
 from swjax.data.packages import require
 from swjax.data.processes import Processes
 from swjax.data.progress import Position, Progress
-from swjax.data.skipping import Skips
+from swjax.data.skipping import Skips, logger
 from swjax.data.sources import Source
 
 _THREADS = 2
@@ -176,8 +177,8 @@ def loader(
       image_size: pixels, height = width.
       process_index: of this process, which takes every process_count-th example.
       process_count: processes that share the examples.
-      workers: processes that load; 0: threads. As of all processes that Python spawns, what starts them in
-        a script must lie below `if __name__ == "__main__":`.
+      workers: processes that load, at most one a core; 0: threads. They are spawned, so a script must start
+        them below `if __name__ == "__main__":`.
       shuffle, shuffle_shards: see `swjax.data.order.order`.
       on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 
@@ -199,18 +200,8 @@ def loader(
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
     require("grain", "PIL", *(["simplejpeg"] if hasattr(source, "stored") else []))
-    if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
-        raise ValueError(
-            f"batch_size must be positive, workers not negative and process_index below "
-            f"process_count; they are {batch_size}, {workers}, {process_index}, {process_count}"
-        )
-    if start_step < 0 or (start_step and position):
-        raise ValueError(
-            f"start_step must not be negative; it is {start_step}"
-            + (", beside a position: one of them says where to start" if position else "")
-        )
-    if len(source) > _MOST_EXAMPLES:
-        raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")
+    _check(source, batch_size, workers, process_index, process_count, start_step, position)
+    workers = _bounded(workers)
     share = process_index, process_count
     sizes = {"context_length": context_length, "image_size": image_size}
     skips = Skips(on_bad, max_bad_share)
@@ -236,13 +227,50 @@ def loader(
     return TrainBatches(chunks, skips, batch_size, state)
 
 
+def _check(
+    source: Source,
+    batch_size: int,
+    workers: int,
+    process_index: int,
+    process_count: int,
+    start_step: int,
+    position: dict | None,
+) -> None:
+    """Raises a ValueError about the first argument of `loader` that makes no sense."""
+    if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
+        raise ValueError(
+            f"batch_size must be positive, workers not negative and process_index below "
+            f"process_count; they are {batch_size}, {workers}, {process_index}, {process_count}"
+        )
+    if start_step < 0 or (start_step and position):
+        raise ValueError(
+            f"start_step must not be negative; it is {start_step}"
+            + (", beside a position: one of them says where to start" if position else "")
+        )
+    if len(source) > _MOST_EXAMPLES:
+        raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")
+
+
+def _bounded(workers: int) -> int:
+    """Returns so many processes, or as many as there are cores, and says so."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if workers > cores:
+        logger.warning(
+            "workers=%d is more than the %d cores of this machine: %d processes load",
+            workers,
+            cores,
+            cores,
+        )
+    return min(workers, cores)
+
+
 def _training(source: Source, state: Progress, share: tuple, shuffling: dict, **sizes: int):
     """Returns the examples that this process has still to take, as a Grain dataset without end."""
-    from swjax.data.order import Share, order
+    from swjax.data.order import ProcessShare, order
 
     crops = np.random.SeedSequence([shuffling["seed"], _CROPS]).generate_state(1)[0]
     examples = order(source, **shuffling).random_map(TrainExample(source, **sizes), seed=crops)
-    return Share(examples, state.base, *share)[state.taken :]
+    return ProcessShare(examples, state.base, *share)[state.taken :]
 
 
 def _evaluation(source: Source, batch_size: int, share: tuple, **sizes: int):

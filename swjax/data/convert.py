@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -28,6 +29,7 @@ from swjax.data.webdataset import WebDataset
 
 _VERSION = "1.0.0"
 _MANIFEST = "converted.jsonl"  # one line for each file that is done
+_EXPECTED = "expected.json"  # files of each split, written before the first is converted
 
 
 def main(argv: list[str]) -> int:
@@ -75,6 +77,7 @@ def convert(out: Path, args: argparse.Namespace) -> None:
         _drop_half_line(out / _MANIFEST)
         done = {line["shard"]: line for line in manifest(out) if line["split"] == args.split}
         _check_same(out, done.values(), len(tars.shards))
+        _expect(out, args.split, len(tars.shards))
         skips = Skips(args.on_bad, args.max_bad_share)
         skips.damage(tars.damage, tars.damaged_share)
         work = functools.partial(_shard, tars, out, args.name, args.split, args.on_bad, done)
@@ -100,6 +103,18 @@ def manifest(out: Path) -> list[dict]:
     return [latest[key] for key in sorted(latest)]
 
 
+def expected(out: Path) -> dict[str, int]:
+    """Returns how many files each split has when its conversion is complete."""
+    path = out / _EXPECTED
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _expect(out: Path, split: str, shards: int) -> None:
+    part = out / f"{_EXPECTED}.part"
+    part.write_text(json.dumps(expected(out) | {split: shards}))
+    os.replace(part, out / _EXPECTED)
+
+
 def _drop_half_line(path: Path) -> None:
     """Cuts off what a killed run may have left at the end: what follows would go on in that line."""
     if path.exists():
@@ -108,13 +123,21 @@ def _drop_half_line(path: Path) -> None:
 
 
 def verify(out: Path) -> int:
-    """Compares every file with its checksum; returns 1, having named those that differ, or 0."""
-    lines = manifest(out)
+    """Compares every file with its checksum; returns 1, having named what differs or lacks, or 0."""
+    lines, wanted = manifest(out), expected(out)
+    done = Counter(line["split"] for line in lines)
     bad = [line["file"] for line in lines if _sha256(out / line["file"]) != line["sha256"]]
     for file in bad:
         print(f"convert: {out / file} is missing or has changed: remove it and convert again")
-    print(f"{len(lines) - len(bad)} of {len(lines)} files are as they were written")
-    return 1 if bad or not lines else 0
+    missing = {split: count - done[split] for split, count in wanted.items() if count > done[split]}
+    for split, count in missing.items():
+        print(
+            f"convert: {out}: {count} of {wanted[split]} tars of the split {split!r} are not converted: "
+            f"give the command that began it again"
+        )
+    total = len(lines) + sum(missing.values())
+    print(f"{len(lines) - len(bad)} of {total} files are as they were written")
+    return 1 if bad or missing or not lines else 0
 
 
 def _of(shards: int) -> str:

@@ -11,19 +11,24 @@ single ones at sharp edges by up to 10.
 import functools
 import io
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from swjax.data.packages import require
 from swjax.data.skipping import BadExample
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 MOST_PIXELS = 2**26  # of an image; a small file can unfold to any number
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow has parsers of a lot more
+_ORIENTATION = 0x0112  # EXIF tag
 _local = threading.local()
 
 
 def decode(data: bytes) -> np.ndarray:
-    """Returns the pixels of an encoded image, as Pillow's `Image.open(...).convert("RGB")`.
+    """Returns the pixels of an encoded image, as `rgb` gives them.
 
     Args:
       data: a JPEG, PNG, WebP, GIF, BMP or TIFF file.
@@ -32,10 +37,10 @@ def decode(data: bytes) -> np.ndarray:
       uint8 [h, w, 3].
 
     Raises:
-      BadExample: if it is none of these, or of more than 2**26 pixels.
+      BadExample: the file is none of these, has more than 2**26 pixels, or is refused by `rgb`.
       Exception: what Pillow raises of images that are truncated or corrupt: OSError for most.
     """
-    if data[:2] == b"\xff\xd8":
+    if data[:2] == b"\xff\xd8" and not _is_rotated(data):
         require("simplejpeg")
         import simplejpeg
 
@@ -46,19 +51,82 @@ def decode(data: bytes) -> np.ndarray:
                 return simplejpeg.decode_jpeg(data)
         except ValueError:
             pass  # it is strict: Pillow reads some of these
-    return _decode_with_pillow(data)
+    return decode_with_pillow(data)
 
 
-def _decode_with_pillow(data: bytes) -> np.ndarray:
+def decode_with_pillow(data: bytes) -> np.ndarray:
+    """The reference: as `decode`, with Pillow alone."""
     require("PIL")
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _check_size(image.height, image.width)
-            return np.asarray(image.convert("RGB"))
+            return rgb(image)
     except UnidentifiedImageError:
         raise BadExample(f"no image: {len(data)} bytes that begin with {data[:8]!r}") from None
+
+
+def rgb(image: "Image.Image") -> np.ndarray:
+    """Converts an image of any kind to 8-bit RGB: the one conversion of training and inference.
+
+    The EXIF orientation is applied. 16-bit grey is scaled to 8 bits. Transparent pixels are blended
+    with white. Of an animation, the frame that the image is at is taken: the first, once opened.
+
+    Args:
+      image: any `PIL.Image.Image` but one of 32-bit integers or floats, whose range is unknown.
+
+    Returns:
+      uint8 [h, w, 3].
+
+    Raises:
+      BadExample: an image of 32-bit integers or floats.
+
+    >>> from PIL import Image
+    >>> rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 51))).tolist()  # 20% red over white
+    [[[255, 204, 204]]]
+    """
+    from PIL import Image, ImageOps
+
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        image = _from_16_bits(image)
+    if image.mode in ("I", "F"):
+        raise BadExample(
+            f"an image must have 8 or 16 bits a channel, got 32 (mode {image.mode}), whose range is "
+            "unknown: scale it and save it with 8 or 16 bits"
+        )
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return np.asarray(image.convert("RGB"))
+
+
+def _from_16_bits(image: "Image.Image") -> "Image.Image":
+    """Returns grey of 8 bits, with opacity where one grey level is declared transparent."""
+    from PIL import Image
+
+    levels = np.asarray(image).astype(np.uint32)
+    grey = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if transparent is None:
+        return grey
+    opacity = np.where(levels == transparent, 0, 255).astype(np.uint8)
+    return Image.merge("LA", (grey, Image.fromarray(opacity)))
+
+
+def _is_rotated(jpeg: bytes) -> bool:
+    """Whether EXIF data give a JPEG another orientation than that of its pixels."""
+    if b"Exif\0\0" not in jpeg:  # of most; a search takes microseconds
+        return False
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(jpeg), formats=("JPEG",)) as image:
+            return image.getexif().get(_ORIENTATION, 1) != 1
+    except Exception:  # whatever is wrong with the file, the decoder says
+        return False
 
 
 def _check_size(height: int, width: int) -> None:

@@ -1,10 +1,12 @@
 """Files of a data set: named by patterns, read in ranges of bytes, on disk or behind fsspec."""
 
+import errno
 import functools
 import glob
 import itertools
 import os
 import re
+import stat
 from pathlib import Path
 
 from swjax.data.packages import require
@@ -62,6 +64,17 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
+def check_protocol(path: str) -> None:
+    """Raises the error of an address whose protocol cannot be read here: that is no fault of a file.
+
+    Raises:
+      ModuleNotFoundError: a package that the protocol needs is not installed.
+      ValueError: there is no such protocol.
+    """
+    if is_remote(path):
+        _filesystem(path)
+
+
 def beside(path: str, of: str) -> str:
     """Returns a path that is relative to the directory of another file, as one from here.
 
@@ -77,10 +90,12 @@ def size_and_version(path: str) -> tuple[int, str]:
     """Returns a file's size in bytes, and what changes when the file does.
 
     Raises:
-      OSError: if there is no such file.
+      OSError: if there is no such file, or it is a directory.
     """
     if not is_remote(path):
         status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, "Is a directory: name the files in it", path)
         return status.st_size, f"{status.st_size} {status.st_mtime_ns}"
     fs, inside = _filesystem(path)
     return fs.size(inside), fs.ukey(inside)
@@ -155,7 +170,19 @@ def _open(path: str) -> _Handle:
 
 
 def _filesystem(path: str):
+    """Returns the file system of an address, and the address in it.
+
+    Raises:
+      ModuleNotFoundError: a package that its protocol needs is not installed.
+      ValueError: there is no such protocol.
+    """
     require("fsspec")
     import fsspec
 
-    return fsspec.core.url_to_fs(path)
+    try:
+        return fsspec.core.url_to_fs(path)
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise ModuleNotFoundError(f"cannot read {path}: {reason}", name=error.name) from None
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {error}") from None

@@ -111,7 +111,7 @@ class ShardShuffle(grain.MapDataset):
         return np.concatenate(rows)[np.argsort(turns, kind="stable")]  # file by file in a turn
 
 
-class Share(grain.MapDataset):
+class ProcessShare(grain.MapDataset):
     """What one of several processes takes of an order, from a position on.
 
     Args:

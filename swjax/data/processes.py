@@ -1,14 +1,16 @@
 """Chunks of examples that several processes make, in memory that all of them see."""
 
+import contextlib
+import mmap
 import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection, util
-from multiprocessing.heap import Arena
+from multiprocessing import connection, reduction, util
 from typing import NamedTuple
 
 import numpy as np
@@ -69,19 +71,21 @@ class Processes(Iterator):
         slots = _AHEAD * count + held
         self._free, self._slots = deque(range(slots)), {}
         self._made: set[int] = set()
-        arena = _shared(slots * self._size)
-        self._memory = arena.buffer
+        file = _unnamed_file(slots * self._size)
+        self._memory = mmap.mmap(file, slots * self._size)
         context = multiprocessing.get_context("spawn")  # this process has threads
         packed = cloudpickle.dumps((rows, chunk, self._fields, self._size))
         self._processes, self._load = {}, {}  # by their pipes
         self._end = util.Finalize(self, _end, [self._processes], exitpriority=0)
         for _ in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_make, args=(there, arena, packed), daemon=True)
+            process = context.Process(target=_make, args=(there, packed), daemon=True)
             process.start()
             there.close()
             self._processes[here], self._load[here] = process, 0
-        os.close(arena.fd)  # what is mapped stays
+            with contextlib.suppress(OSError):  # it has ended; __next__ says how
+                reduction.send_handle(here, file, process.pid)
+        os.close(file)  # the mapping stays
 
     def __next__(self) -> dict[str, np.ndarray]:
         if self._taken == self._total:
@@ -154,15 +158,18 @@ def _fields(example: dict, chunk: int) -> tuple[dict[str, Field], int]:
     return fields, at
 
 
-def _shared(size: int) -> Arena:
-    """Returns memory that processes can be given; none of it exists before it is written."""
+def _unnamed_file(size: int) -> int:
+    """Returns the descriptor of a file in memory; pages exist once they are written.
+
+    `multiprocessing.shared_memory` does the same in /dev/shm, which has 64 MB in a container.
+    """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("swjax-data")
     else:
         with tempfile.TemporaryFile() as unnamed:
             file = os.dup(unnamed.fileno())
     os.ftruncate(file, size)
-    return Arena(size, file)
+    return file
 
 
 def _end(processes: dict) -> None:
@@ -172,13 +179,26 @@ def _end(processes: dict) -> None:
         process.join()
 
 
-def _make(pipe, arena: Arena, packed: bytes) -> None:
-    """Makes the chunks that are asked for, until nobody is there to ask."""
+def _end_with_parent() -> None:
+    """Ends this process at once when the process that started it is gone, whatever it is doing."""
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(0)
+
+
+def _make(pipe, packed: bytes) -> None:
+    """Makes the chunks that are asked for, until the process that asks is gone."""
     import cloudpickle
 
     for kind in (signal.SIGINT, signal.SIGTERM):  # for all: the process that asks ends this one
         signal.signal(kind, signal.SIG_IGN)
     os.nice(_NICE)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        file = reduction.recv_handle(pipe)
+    except (EOFError, OSError):
+        return
+    shared = mmap.mmap(file, os.fstat(file).st_size)
+    os.close(file)
     rows = None
     while True:
         try:
@@ -190,7 +210,7 @@ def _make(pipe, arena: Arena, packed: bytes) -> None:
             if rows is None:
                 rows, chunk, fields, size = cloudpickle.loads(packed)
             examples = [rows[i] for i in range(number * chunk, (number + 1) * chunk)]
-            memory = np.frombuffer(arena.buffer, np.uint8, size, slot * size)
+            memory = np.frombuffer(shared, np.uint8, size, slot * size)
             for name, field in fields.items():
                 np.stack(
                     [example[name] for example in examples], out=field.of(memory), casting="no"

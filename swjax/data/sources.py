@@ -58,10 +58,7 @@ def source(name: str, split: str, *, data_dir: str = "data", **options) -> Sourc
     >>> len(patterns), patterns[12]["label"], patterns[12]["captions"]
     (25, 2, ('pattern 2',))
     """
-    if name not in _SOURCES:
-        raise ValueError(f"there is no data set {name!r}; there are {', '.join(_SOURCES)}")
-    module, class_name = _SOURCES[name]
-    make = getattr(importlib.import_module(module), class_name)
+    make = _class_of(name)
     signature = inspect.signature(make)
     if "data_dir" in signature.parameters:
         options["data_dir"] = data_dir
@@ -75,3 +72,19 @@ def source(name: str, split: str, *, data_dir: str = "data", **options) -> Sourc
 def prepare(name: str, *, data_dir: str = "data", **options) -> None:
     """Prepares a data set ahead of its first use; at once if that was done."""
     source(name, "train", data_dir=data_dir, **options)
+
+
+def templates(name: str) -> tuple[str, ...]:
+    """Returns the prompts of a data set, without opening it; () if it has none, as a mixture.
+
+    >>> templates("synthetic"), templates("mixture")
+    (('{}',), ())
+    """
+    return _class_of(name).templates if name in _SOURCES else ()
+
+
+def _class_of(name: str) -> type[Source]:
+    if name not in _SOURCES:
+        raise ValueError(f"there is no data set {name!r}; there are {', '.join(_SOURCES)}")
+    module, class_name = _SOURCES[name]
+    return getattr(importlib.import_module(module), class_name)

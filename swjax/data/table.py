@@ -37,7 +37,9 @@ class Table(Photographs):
           text_key: column with the caption; in JSONL, with one or a list of them.
 
         Raises:
-          ValueError: if there is no such file, it has another ending, no such column or no rows.
+          ValueError: if there is no such file, it has another ending, no such column or no rows, or
+            the first row's image has an address of an unknown protocol.
+          ModuleNotFoundError: if the package that reads the first row's address is not installed.
         """
         self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
         self._path, self._image_key, self._text_key = split, image_key, text_key
@@ -49,6 +51,7 @@ class Table(Photographs):
         self._columns, self._first = self._header() if self._separator else ([], 0)
         if len(self) < 1:
             raise ValueError(f"there are no rows in the table {split!r}{self._index.excuse()}")
+        self._check_first()
         self.damage, self.damaged_share = self._index.damage, self._index.damaged_share
 
     def __len__(self) -> int:
@@ -84,6 +87,15 @@ class Table(Photographs):
             raise BadExample(f"{len(cells)} cells in a row, {len(self._columns)} columns")
         row = dict(zip(self._columns, cells))
         return row[self._image_key], row[self._text_key]
+
+    def _check_first(self) -> None:
+        """Checks that the first image's address can be read: without a package none can."""
+        try:
+            image = self._row(0)[0]
+        except (OSError, ValueError):
+            return  # a bad row, which the loader skips
+        if isinstance(image, str):
+            files.check_protocol(files.beside(image, of=self._path))
 
     def _header(self) -> tuple[list[str], int]:
         columns = _cells(files.read(*self._index[0]), self._separator) if len(self._index) else []

@@ -79,6 +79,10 @@ def _open(name: str, data_dir: str):
     require("tensorflow_datasets", "array_record", "importlib_resources", "PIL")
     import tensorflow_datasets as tfds
 
+    if not name:
+        raise ValueError(
+            "builder is empty: name the TFDS data set, such as builder='coco_captions'"
+        )
     try:
         return tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:

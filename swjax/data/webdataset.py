@@ -10,6 +10,7 @@ from swjax.data.photographs import Photographs, Record, json_field, texts
 from swjax.data.skipping import BadExample
 
 _LARGEST_SAMPLE = 2**28  # bytes
+_GZIP = b"\x1f\x8b"
 _STEP_LOCAL, _STEP_REMOTE = 2**14, 2**23  # bytes read at once when looking for headers
 
 
@@ -99,7 +100,16 @@ class WebDataset(Photographs):
 
 
 def scan(path: str, size: int) -> Scan:
-    """Finds where the samples of a tar begin, and where what cannot be read does."""
+    """Finds where the samples of a tar begin, and where what cannot be read does.
+
+    Raises:
+      ValueError: the tar is compressed.
+    """
+    if files.read(path, 0, min(size, 2)) == _GZIP:
+        raise ValueError(
+            f"{path} is compressed, and samples of compressed tars cannot be read by number: unpack it "
+            f"with gunzip and name the .tar"
+        )
     step = _STEP_REMOTE if files.is_remote(path) else _STEP_LOCAL
     bounds, last, end, trouble = [], None, 0, ""
     try:

@@ -1,18 +1,7 @@
-"""A trained CLIP at work: images and texts in, unit vectors and class probabilities out.
-
-Five lines name a picture, with a run of one's own or weights of others:
-
-  from swjax import inference
-  model = inference.load("runs/openmoji")
-  names = ["cat", "dog", "violin"]
-  probabilities = model.classify("picture.png", model.classifier(names))
-  print(names[probabilities[0].argmax()])
-
-With `prequantize=True` its int8 layers keep int8 weights alone. `save` writes such a model as one file, which
-`load` opens, and `export` as programs that run with jax alone.
-"""
+"""The encoder: images and texts in, unit vectors and class probabilities out; loading, saving, exporting."""
 
 import dataclasses
+import io
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -27,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from swjax import data, evaluators, interop, serving
+from swjax.data import decoding
 from swjax.data.images import fit
 from swjax.data.packages import require
 from swjax.evaluators import embed, zeroshot
@@ -36,6 +26,8 @@ from swjax.recipes import Product, Quantizer, Recipe
 
 __all__ = ["Encoder", "export", "load", "pixels", "save"]
 
+TEMPLATES = ("a photo of a {}.",)  # for weights that do not say which prompts they know
+
 
 class Encoder:
     """A CLIP model that takes images and texts as they come.
@@ -43,6 +35,11 @@ class Encoder:
     Args:
       model: any CLIP; it computes as its configuration says, in int8 too.
       batch_size: images, or texts, embedded at once at most.
+      templates: prompts that `classifier` uses by default, with "{}" for the name. `load` gives those
+        that a run was evaluated with.
+
+    Raises:
+      ValueError: batch_size is not positive; no template, or one without a place for the name.
 
     >>> cfg = clip.config("tiny", vision={"layers": 1}, text={"layers": 1})
     >>> encoder = Encoder(clip.CLIP(cfg, rngs=nnx.Rngs(0)))
@@ -54,10 +51,17 @@ class Encoder:
     (1, 2)
     """
 
-    def __init__(self, model: clip.CLIP, *, batch_size: int = 64):
+    def __init__(
+        self,
+        model: clip.CLIP,
+        *,
+        batch_size: int = 64,
+        templates: str | Sequence[str] = TEMPLATES,
+    ):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model, self.cfg, self.batch_size = model, model.cfg, batch_size
+        self.templates = embed.check_templates(templates)
         graph, self._params = nnx.split(model)
         self._predict = evaluators.predictor(graph, model.cfg.vision.image_size)
 
@@ -83,18 +87,23 @@ class Encoder:
         return np.concatenate([np.zeros((0, self.cfg.embed_dim), np.float32), *parts])
 
     def classifier(
-        self, names: Sequence[str], templates: str | Sequence[str] = ("a photo of a {}.",)
+        self, names: Sequence[str], templates: str | Sequence[str] | None = None
     ) -> np.ndarray:
         """A unit vector for each class, the mean of its prompts': [len(names), embed_dim] float32.
 
         Args:
           names: of the classes; ImageNet's are `swjax.data.imagenet.class_names()`.
-          templates: prompts with "{}" for the name; `swjax.data.imagenet.templates()` are 80.
+          templates: prompts with "{}" for the name; `swjax.data.imagenet.templates()` are 80. None:
+            the encoder's own.
 
         Raises:
-          ValueError: no name or no template, or a template without a place for the name.
+          ValueError: one string in place of names; no name or no template, or a template without a place
+            for the name.
         """
-        templates = embed.check_templates(templates)
+        if isinstance(names, str):
+            raise ValueError(f"names must be a list of names, got {names!r}: write [{names!r}]")
+        templates = embed.check_templates(self.templates if templates is None else templates)
+        names = list(names)
         sizes = self._text_sizes(len(names) * len(templates))
         return zeroshot.classifier(self._predict, self._params, names, templates, **sizes)
 
@@ -130,9 +139,11 @@ class Encoder:
 
 
 def _is_one_image(images) -> bool:
-    if isinstance(images, np.ndarray):
-        return images.ndim == 3
-    return isinstance(images, str) or not isinstance(images, Iterable)
+    """Whether this is an image, or a mistake that `pixels` names, rather than several images."""
+    if isinstance(images, np.ndarray | jax.Array):
+        return images.ndim != 4 and images.dtype.kind not in "OUS"  # those hold paths, or images
+    kinds = str | bytes | bytearray | memoryview | os.PathLike | io.IOBase
+    return isinstance(images, kinds) or not isinstance(images, Iterable)
 
 
 def load(
@@ -145,7 +156,8 @@ def load(
     """The model of a run, of a file by `save`, or of safetensors by open_clip, OpenAI or Hugging Face.
 
     A run's newest checkpoint is taken, of the averaged parameters if it averages them, and computes as
-    in training; weights of others compute in float32.
+    in training; weights of others compute in float32. `Encoder.templates` are those that the run was
+    evaluated with, which a file by `save` keeps, and "a photo of a {}." for weights of others.
 
     Args:
       path: a run's workdir; a file by `save`; or what `swjax.interop.load` takes: a safetensors file or
@@ -161,6 +173,7 @@ def load(
         checkpoint.
     """
     path = Path(path)
+    templates = TEMPLATES
     is_run = (path / "checkpoints").is_dir()
     saved = serving.read_metadata(path) if path.is_file() else None
     if not is_run and saved is None:
@@ -169,13 +182,15 @@ def load(
         kind = "a run" if is_run else "a file by swjax.inference.save"
         raise ValueError(f"{path} is {kind} and has its own configuration: leave cfg out")
     elif saved is not None:
-        return Encoder(_of_file(path, saved, options))
+        templates = json.loads(saved["templates"]) if "templates" in saved else TEMPLATES
+        return Encoder(_of_file(path, saved, options), templates=templates)
     else:
-        model = _of_run(path, options)
-    return Encoder(serving.prequantize(model) if prequantize else model)
+        model, templates = _of_run(path, options)
+    return Encoder(serving.prequantize(model) if prequantize else model, templates=templates)
 
 
-def _of_run(workdir: Path, options: dict) -> clip.CLIP:
+def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
+    """The model of a run, and the templates that it was evaluated with."""
     # Libraries of training, which weights of others do not need.
     from ml_collections import ConfigDict
 
@@ -196,7 +211,14 @@ def _of_run(workdir: Path, options: dict) -> clip.CLIP:
     name = "ema" if config.train.ema_decay else "params"
     with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
         nnx.replace_by_pure_dict(state, checkpoints.restore_params(like, name))
-    return nnx.merge(graph, state)
+    return nnx.merge(graph, state), _templates(config) or TEMPLATES
+
+
+def _templates(config) -> tuple[str, ...]:
+    """The prompts of the data set that a run was evaluated on; (): it has none."""
+    name = config.eval.data or config.data.name
+    mixture = config.data.get("mixture", {})
+    return data.templates(mixture[name].get("name", name) if name in mixture else name)
 
 
 def save(path: str | Path, encoder: Encoder) -> None:
@@ -204,7 +226,7 @@ def save(path: str | Path, encoder: Encoder) -> None:
 
     Args:
       path: of the file, which is replaced if it is there. `swjax.serving.weights` names its arrays; the
-        configuration is JSON in its metadata.
+        configuration and the templates are JSON in its metadata.
       encoder: of any CLIP, prequantized or not.
 
     Raises:
@@ -221,7 +243,11 @@ def save(path: str | Path, encoder: Encoder) -> None:
     prequantized = any(
         isinstance(leaf, serving.QuantizedKernel) for _, leaf in nnx.iter_graph(encoder.model)
     )
-    description = {"config": dataclasses.asdict(encoder.cfg), "prequantized": prequantized}
+    description = {
+        "config": dataclasses.asdict(encoder.cfg),
+        "prequantized": prequantized,
+        "templates": encoder.templates,
+    }
     metadata = {name: json.dumps(value) for name, value in description.items()}
     serving.save(path, encoder.model, metadata)
 
@@ -303,31 +329,40 @@ def export(
 def pixels(image: Any, size: int) -> np.ndarray:
     """An image as uint8 [size, size, 3]: open_clip's pixels before they are normalised.
 
-    The shorter side is scaled to `size`, bicubic and antialiased, and the middle cut out. What is
-    transparent is white, as in training on drawings; open_clip would show the colour hidden there.
+    `swjax.data.decoding.rgb` converts it as in training: transparent pixels become white, where
+    open_clip shows the colour hidden there. Then the shorter side is scaled to `size`, bicubic and
+    antialiased, and the middle cut out.
 
     Args:
-      image: a file's path, a `PIL.Image.Image`, or uint8 [h, w, 3 or 4].
+      image: a JPEG, PNG, WebP, GIF, BMP or TIFF file, as its path, its bytes or a binary file object
+        such as `io.BytesIO`; a `PIL.Image.Image`; or a NumPy or JAX array, uint8 [h, w, 3 or 4].
       size: pixels.
 
     Raises:
-      ValueError: an array of another shape or dtype.
+      OSError: the file cannot be read or is truncated.
+      TypeError: a value of another type.
+      ValueError: a file that is no such image; an array of another shape or dtype.
     """
     require("PIL")
     from PIL import Image
 
     if isinstance(image, str | os.PathLike):
-        with Image.open(image) as file:
-            return pixels(file, size)
-    if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (3, 4):
+        image = Path(image).read_bytes()
+    elif isinstance(image, io.IOBase):
+        image = image.read()
+    if isinstance(image, bytes | bytearray | memoryview):
+        return fit(decoding.decode_with_pillow(bytes(image)), size)
+    if isinstance(image, np.ndarray | jax.Array):
+        image = np.asarray(image)
+        if image.dtype != np.uint8 or image.shape[2:] not in ((3,), (4,)) or not image.size:
             raise ValueError(
                 f"an image must be uint8 [h, w, 3 or 4], got {image.dtype} {list(image.shape)}: "
-                f"scale it to 0..255"
+                f"scale it to 0..255 and repeat grey three times"
             )
         image = Image.fromarray(image)
-    if not image.has_transparency_data:
-        return fit(np.asarray(image.convert("RGB")), size)
-    drawing = Image.fromarray(fit(np.asarray(image.convert("RGBA")), size))
-    white = Image.new("RGBA", drawing.size, "white")
-    return np.asarray(Image.alpha_composite(white, drawing))[..., :3]
+    if not isinstance(image, Image.Image):
+        raise TypeError(
+            f"an image must be a path, bytes, a binary file, a PIL image or a uint8 array "
+            f"[h, w, 3 or 4], got {type(image).__name__}"
+        )
+    return fit(decoding.rgb(image), size)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from swjax.interop import configs
-from swjax.interop.layouts import LAYOUTS, Layout, tensors
+from swjax.interop.layouts import LAYOUTS, WeightFormat, tensors
 from swjax.models import clip
 from swjax.serving import tensor_files
 
@@ -147,7 +147,7 @@ def _one_line(error: Exception) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
-def _check(path: Path, layout: Layout, found, expected) -> None:
+def _check(path: Path, layout: WeightFormat, found, expected) -> None:
     """Raises a ValueError about the first tensor that is not as the model has it."""
     names = {tensor.name for tensor in expected}
     missing = [tensor.name for tensor in expected if tensor.name not in found]

@@ -12,7 +12,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class WeightFormat:
     """How a library lays out a model.
 
     Attributes:
@@ -67,7 +67,7 @@ _HUGGING_FACE_BLOCK = {
 }
 
 LAYOUTS = {
-    "open_clip": Layout(
+    "open_clip": WeightFormat(
         weights="open_clip_model.safetensors",
         config="open_clip_config.json",
         names={
@@ -89,7 +89,7 @@ LAYOUTS = {
         marker="visual.conv1.weight",
         buffers=frozenset(("input_resolution", "context_length", "vocab_size")),  # OpenAI's files
     ),
-    "huggingface": Layout(
+    "huggingface": WeightFormat(
         weights="model.safetensors",
         config="config.json",
         names={
@@ -150,7 +150,7 @@ class Tensor:
         return ... if self.block is None else self.block
 
 
-def tensors(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
+def tensors(layout: WeightFormat, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
     """The tensors that a file of this layout holds.
 
     Args:

@@ -21,6 +21,7 @@ FEATURES = f"{names.FEATURES}vision"
 METRICS = (
     r"train/",
     r"perf/",
+    r"data/skipped$",
     r"zeroshot/",
     r"[^/]+/(image_to_text|text_to_image)_",
     PATCH_RMS + "$",
@@ -61,6 +62,9 @@ DARK = Theme(
     series=("#7aa7ff", "#fb923c", "#4fd1b5"),
     ramp=("#2b4a86", "#c9dcff"),
 )
+
+
+_LABEL_HEIGHT = 0.17  # of two lines of text, as a share of a chart's axis
 
 
 class Missing(Exception):
@@ -171,11 +175,14 @@ def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
             "accuracy rise."
         )
     axes = lay_out(figure.subplots(), "step")
-    for (label, series), color in zip(shown.items(), theme.series, strict=False):
+    for series, color in zip(shown.values(), theme.series, strict=False):
         axes.plot(series.step, 100 * series.value, color=color, marker="o", markersize=3.5)
-        note(axes, (series.step[-1], 100 * series.last), f"{label}\n{series.last:.1%}", color)
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_ylim(bottom=0)
+    ends = np.array([100 * series.last for series in shown.values()])
+    heights = apart(ends, _LABEL_HEIGHT * axes.get_ylim()[1])
+    for (label, series), color, height in zip(shown.items(), theme.series, heights, strict=False):
+        note(axes, (series.step[-1], height), f"{label}\n{series.last:.1%}", color)
     chance = [metrics[name].last for name in metrics if "chance_top1" in name]
     text = "Unseen images of the validation split"
     return text + (f"; chance is {_percent(chance[0])} for top-1." if chance else ".")
@@ -272,8 +279,23 @@ CHARTS = {
 def lay_out(axes: "Axes", label: str) -> "Axes":
     """Axes whose x axis is labelled in its corner, where it takes no line of its own."""
     axes.margins(x=0.02)
+    if label == "step":
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(label, loc="right")
     return axes
+
+
+def apart(heights: np.ndarray, gap: float) -> np.ndarray:
+    """Moves labels up as far as keeps them `gap` apart, from the lowest on; NaN stays.
+
+    >>> apart(np.array([64.0, 60.0, 10.0]), 8.0)
+    array([68., 60., 10.])
+    """
+    moved, lowest = heights.copy(), -np.inf
+    for i in np.argsort(heights):  # NaN comes last
+        moved[i] = np.maximum(heights[i], lowest)
+        lowest = moved[i] + gap
+    return moved
 
 
 def note(axes: "Axes", point: tuple[float, float], text: str, color: str, **kwargs: Any) -> None:

@@ -92,6 +92,9 @@ def _tiles(results: dict[str, float], metrics: Metrics) -> Iterable[str]:
                 yield tile(label(name), percent(value), note)
     if rate := metrics.get("perf/samples_per_sec_per_device"):
         yield tile("Throughput", f"{rate.last:,.0f}", "samples a second and device")
+    if skipped := metrics.get("data/skipped"):
+        note = "unreadable: see skipped.log" if skipped.last else "all were read"
+        yield tile("Skipped examples", f"{skipped.last:,.0f}", note)
 
 
 def tile(title: str, value: str, note: str) -> str:
@@ -103,9 +106,7 @@ def tile(title: str, value: str, note: str) -> str:
 
 def _predictions(predictions: list[dict]) -> str:
     if not predictions:
-        return (
-            "<p class='missing'>No predictions: the run has not reached its final evaluation.</p>"
-        )
+        return "<p class='missing'>No predictions: the run has no test split with classes, or goes on.</p>"
     first = sum(p["guesses"][:1] == [p["name"]] for p in predictions)
     within = sum(p["name"] in p["guesses"] for p in predictions)
     cards = "".join(_prediction(p) for p in predictions)
@@ -153,7 +154,7 @@ def data_url(png: Path) -> str:
 
 def _scores(results: dict[str, float]) -> str:
     if not results:
-        return "<p class='missing'>No scores: the run has not reached its final evaluation.</p>"
+        return "<p class='missing'>No scores: the run has no test split, or goes on.</p>"
     head = "<tr><th>Score</th><th>Run</th><th>Chance</th><th>Ratio</th></tr>"
     return f'<table class="numbers">{head}{"".join(_score_rows(results))}</table>'
 
