@@ -129,11 +129,11 @@ def test_entries_are_read_by_the_kernels(table):
     ):
         tune.enter(written, work, choice)
     table.write_text(json.dumps({"tiles": written}))
-    assert tiles.row("gelu", 5120) == row.candidates[0]
-    assert tiles.row("gelu", 4096) == tiles.row_rule(4096)
-    assert tiles.mosaic(n=5120, k=1280) == product.candidates[0]
+    assert tiles.row_tile("gelu", 5120) == row.candidates[0]
+    assert tiles.row_tile("gelu", 4096) == tiles.row_rule(4096)
+    assert tiles.mosaic_tile(n=5120, k=1280) == product.candidates[0]
     key = dispatch._shape_key("weight_gradient", *gradient.arrays)
-    assert tiles.preferred("weight_gradient", key) == "xla"
+    assert tiles.preferred_implementation("weight_gradient", key) == "xla"
     for work in (row, product, gradient):
         tune.enter(written, work, None)
     assert not any(leaf for leaf in jax.tree.leaves(written))
