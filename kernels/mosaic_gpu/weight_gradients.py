@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -106,16 +107,9 @@ class WeightGradient:
         always finished), so that every run gives the same sum."""
         number, tile, row, column = self.unit(unit)
         piece = pipeline.piece_of(self.sum_dtype)
-
-        def write(**options):
-            pipeline.store_tile(
-                lambda at: sums[:, at : at + piece],
-                self.scratch.out.at[half],
-                self.out.at[pl.ds(row + half * HALF, HALF), pl.ds(column, TILE_N)],
-                piece,
-                **options,
-            )
-
+        to = self.out.at[pl.ds(row + half * HALF, HALF), pl.ds(column, TILE_N)]
+        pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
+        write = partial(pipeline.store_tile, pieces, buffers, to, piece)
         if self.plan.slices == 1:
             write()
             return
