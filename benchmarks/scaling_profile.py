@@ -29,7 +29,7 @@ def time_of_kernels(devices: list[list[tuple]], steps: int) -> dict:
     """Milliseconds a step, the mean of all devices: of NCCL's kernels, of those while no other runs, of each
     sort of the others, and of nothing between the first kernel and the last, by what ran before.
 
-    >>> device = [("ncclDevKernel", 0, 4e6), ("_row_kernel", 1e6, 2e6), ("nvjet", 2e6, 3e6)]
+    >>> device = [("ncclDevKernel", 0, 4e6), ("_gelu_kernel", 1e6, 2e6), ("nvjet", 2e6, 3e6)]
     >>> for key, ms in time_of_kernels([device, device], steps=1).items():
     ...     print(key, ms)
     collective_ms 4.0

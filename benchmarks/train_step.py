@@ -54,7 +54,7 @@ SORTS = {
     "attention": r"cudnn|flash|fmha|sdpa|attention",
     "narrow products": r"matmul_kernel|_matmul",
     "weight gradients": r"weight_gradient",
-    "quantizers, LayerNorm, GELU": r"_row_kernel|_scale_kernel|layer_norm",
+    "quantizers, LayerNorm, GELU": r"_quantize_\w+_kernel|_gelu_\w*kernel|layer_norm",
     "16-bit products": r"nvjet|gemm|cutlass|xmma|cublas|splitk",
     "copies": r"memcpy|memset",
 }

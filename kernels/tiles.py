@@ -78,7 +78,7 @@ LONGEST_SEQUENCE = 320
 WEIGHT_GRADIENT_STAGES = 4
 
 
-def row(producer: str, width: int) -> RowTile:
+def row_tile(producer: str, width: int) -> RowTile:
     """That of a row kernel: "none", "layer_norm", "layer_norm_backward", "gelu" or "gelu_backward"."""
     tuned = _tuned("rows", producer, width)
     return RowTile(**tuned) if tuned else row_rule(width)
@@ -100,7 +100,7 @@ def row_programs(tile: RowTile, sums: int = 1) -> int:
     return multiprocessors() * min(16, 32 // tile.warps) // sums
 
 
-def triton(m: int, n: int, k: int) -> TritonTile:
+def triton_tile(m: int, n: int, k: int) -> TritonTile:
     """That of a product [m, k] [n, k]T by Triton."""
     tuned = _tuned("triton", f"{n}x{k}") if m >= 1024 else None
     return TritonTile(**tuned) if tuned else triton_rule(m)
@@ -120,7 +120,7 @@ def triton_rule(m: int) -> TritonTile:
 MOSAIC_RULE = MosaicTile(stages=4, width=8)
 
 
-def mosaic(n: int, k: int) -> MosaicTile:
+def mosaic_tile(n: int, k: int) -> MosaicTile:
     """That of a product [m, k] [n, k]T by Mosaic."""
     tuned = _tuned("mosaic_gpu", f"{n}x{k}")
     return MosaicTile(**tuned) if tuned else MOSAIC_RULE
@@ -136,7 +136,7 @@ def weight_gradient_slices(tile_count: int, steps: int, blocks: int) -> int:
     return min(range(1, max(1, min(16, steps // 8)) + 1), key=rounds)
 
 
-def attention(operation: str, tokens: int) -> AttentionTile:
+def attention_tile(operation: str, tokens: int) -> AttentionTile:
     """That of "attention" or "attention_backward": 64 rows are 4 warps, few enough that another program
     computes while one waits. The forward pass holds all scores of its rows anyway, so takes the widest
     products of those that leave the fewest columns idle."""
@@ -169,7 +169,7 @@ def compute_capability() -> tuple[int, int]:
     return tuple(int(part) for part in capability.split("."))
 
 
-def preferred(operation: str, key: str) -> str | None:
+def preferred_implementation(operation: str, key: str) -> str | None:
     """The implementation that was fastest on this device, if that was measured."""
     return _tuned("implementation", operation, key)
 

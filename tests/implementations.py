@@ -1,8 +1,13 @@
-"""The implementations of each operation of `swjax.kernels` as test parameters, and how tests call one."""
+"""The implementations of each operation of `swjax.kernels` as test parameters, and how tests call one.
+
+Besides "xla", which runs everywhere, and the kernels, which run on GPUs, CPUs have "triton interpreted" and
+"mosaic_gpu interpreted": the same kernels in the interpreters of Triton and Pallas, at small sizes.
+"""
 
 import os
 from functools import partial
 
+import interpreters
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,14 +25,33 @@ if jax.config.values["jax_disable_most_optimizations"]:
 if "--xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
     AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
 
+INTERPRETED = " interpreted"
+
 
 def of(*operations):
-    """(operation, implementation) parameters. XLA runs everywhere, the others on GPUs."""
+    """(operation, implementation) parameters, of what is compiled."""
     return [
         pytest.param(operation, name, marks=[pytest.mark.gpu] * (name != "xla"))
         for operation in operations
         for name in ("xla", *dispatch.IMPLEMENTATIONS[operation])
     ]
+
+
+def each(*operations, compiled, interpreted):
+    """Runs a test with every (operation, implementation, shape): some shapes for what is compiled, others for
+    what is interpreted."""
+    parameters = [
+        pytest.param(*parameter.values, shape, marks=parameter.marks)
+        for parameter in of(*operations)
+        for shape in compiled
+    ]
+    parameters += [
+        pytest.param(operation, name + INTERPRETED, shape, marks=interpreters.SKIPS[name])
+        for operation in operations
+        for name in dispatch.IMPLEMENTATIONS[operation]
+        for shape in interpreted
+    ]
+    return pytest.mark.parametrize("operation, implementation, shape", parameters)
 
 
 # Of a layer, which takes XLA where an operation has no implementation of the name; None chooses.
@@ -47,7 +71,10 @@ def require(implementation):
 
 
 def run(operation, *arrays, implementation, **options):
-    """The operation, compiled. Skips, saying why, where the implementation is not for these arguments."""
+    """The operation, compiled or interpreted. Skips, saying why, where the implementation cannot run it."""
+    if implementation and implementation.endswith(INTERPRETED):
+        name = implementation.removesuffix(INTERPRETED)
+        return interpreters.run(name, operation, *arrays, **options)
     if implementation not in ("xla", None):
         if reason := dispatch.why_not(implementation, operation, *arrays, **options):
             pytest.skip(f"{implementation} {reason}")

@@ -14,6 +14,7 @@ PRODUCTS = (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2"
 LAYERS = shapes.vit() | shapes.RAGGED
 ROWS = sorted({(s.tokens, s.k) for s in LAYERS.values()} | {(3, tiles.WIDEST_ROW)})
 RAGGED_ROWS = (77, 333)
+SMALL_RAGGED_ROWS = (7, 77)  # for interpreters
 
 # Operations that read rows, with their static arguments.
 ROW_OPERATIONS = {

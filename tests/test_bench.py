@@ -18,7 +18,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZAT
 
 
 def run(module: str, *flags) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", f"swjax.kernels.{module}", *map(str, flags)]
+    command = [sys.executable, "-m", f"benchmarks.kernels.{module}", *map(str, flags)]
     return subprocess.run(
         command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
@@ -90,7 +90,7 @@ def test_names_of_products(name):
     assert layers.PRODUCT.search(name)
 
 
-@pytest.mark.parametrize("name", ["_row_kernel", "_scale_kernel", "loop_convert_fusion"])
+@pytest.mark.parametrize("name", ["_gelu_kernel", "_quantize_by_kernel", "loop_convert_fusion"])
 def test_names_of_others(name):
     assert not layers.PRODUCT.search(name)
 
@@ -129,11 +129,11 @@ def test_entries_are_read_by_the_kernels(table):
     ):
         tune.enter(written, work, choice)
     table.write_text(json.dumps({"tiles": written}))
-    assert tiles.row("gelu", 5120) == row.candidates[0]
-    assert tiles.row("gelu", 4096) == tiles.row_rule(4096)
-    assert tiles.mosaic(n=5120, k=1280) == product.candidates[0]
+    assert tiles.row_tile("gelu", 5120) == row.candidates[0]
+    assert tiles.row_tile("gelu", 4096) == tiles.row_rule(4096)
+    assert tiles.mosaic_tile(n=5120, k=1280) == product.candidates[0]
     key = dispatch._shape_key("weight_gradient", *gradient.arrays)
-    assert tiles.preferred("weight_gradient", key) == "xla"
+    assert tiles.preferred_implementation("weight_gradient", key) == "xla"
     for work in (row, product, gradient):
         tune.enter(written, work, None)
     assert not any(leaf for leaf in jax.tree.leaves(written))
@@ -142,7 +142,7 @@ def test_entries_are_read_by_the_kernels(table):
 @pytest.mark.parametrize(
     ("operation", "arrays", "key"),
     [
-        ("matmul", tune.narrow_arrays(64, 128, 256), "256x128"),
+        ("matmul", tune.product_arrays(64, 128, 256), "256x128"),
         ("weight_gradient", (jnp.ones((64, 128)), jnp.ones((64, 256))), "256x128"),
         ("gelu_backward", (jnp.ones((64, 128)), jnp.ones((64, 128))), "128"),
         ("gelu_backward", (jnp.ones((2, 32, 128)), jnp.ones((2, 32, 128))), "128"),

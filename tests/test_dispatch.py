@@ -242,7 +242,9 @@ def test_several_devices_take_kernels_inside_shard_map(gpu, monkeypatch):
 def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
     gpu()
     for preferred, chosen in {"triton": "triton", "xla": "xla", None: "mosaic_gpu"}.items():
-        monkeypatch.setattr(tiles, "preferred", lambda operation, key, name=preferred: name)
+        monkeypatch.setattr(
+            tiles, "preferred_implementation", lambda operation, key, name=preferred: name
+        )
         assert dispatch.choose("matmul", A, B) == chosen
 
 
@@ -252,7 +254,7 @@ def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
 @pytest.mark.parametrize("width", [1, 8, 77, 333, 768, 1024, 1280, 4096, 5120, tiles.WIDEST_ROW])
 @pytest.mark.parametrize("operation", ["none", "layer_norm", "gelu_backward"])
 def test_row_tiles_are_powers_of_two_that_cover_a_row(operation, width):
-    tile = tiles.row(operation, width)
+    tile = tiles.row_tile(operation, width)
     for size in (tile.rows, tile.chunk, tile.warps):
         assert size >= 1 and size & (size - 1) == 0
     chunks = -(-width // tile.chunk)
@@ -265,7 +267,7 @@ def test_row_tiles_are_powers_of_two_that_cover_a_row(operation, width):
 @pytest.mark.parametrize("m", [1, 64, 65, 65_536])
 def test_product_tiles_fit_shared_memory(monkeypatch, capability, memory, m):
     monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
-    tile = tiles.triton(m, 5120, 1280)
+    tile = tiles.triton_tile(m, 5120, 1280)
     assert (tile.m + tile.n) * tile.k * tile.stages <= memory * 1024
     assert tile.m == (64 if m <= 64 else 128)
 

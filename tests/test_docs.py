@@ -21,7 +21,7 @@ def test_python_blocks_run(page):
 
 def test_errors_are_worded_as_in_the_code():
     """A part of each that does not differ from case to case."""
-    files = [*(ROOT / "swjax").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
+    files = [*(ROOT / "swjax").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     code = " ".join(squeeze(path.read_text()) for path in files)
     page = (ROOT / "docs" / "errors.md").read_text()
     messages = re.findall(r"^\*\*`(.*)`\*\*$", page, re.MULTILINE)

@@ -147,7 +147,7 @@ def test_row_kernels_move_16_bytes_at_a_time(compiled, case, capability, tmp_pat
 def test_row_kernels_read_ahead(compiled, stages, monkeypatch, tmp_path):
     """Of 16 bits, 16 bytes at a time, and without waiting; of 32 bits, which might not fit, not at all."""
     tile = tiles.RowTile(rows=1, chunk=1024, warps=4, stages=stages)
-    monkeypatch.setattr(tiles, "row", lambda producer, width: tile)
+    monkeypatch.setattr(tiles, "row_tile", lambda producer, width: tile)
     options = {"quantize_to": "int8", "again": True}
     kernel = compiled(90, triton_gpu.gelu_backward, NARROW, NARROW, **options)
     assert instructions(kernel, r"cp\.async\.c[ag]|ld\.global").keys() == {

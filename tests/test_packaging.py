@@ -56,17 +56,17 @@ def wheel(dists):
 
 
 def sources():
-    """Paths inside the wheel of all modules of the checkout, through the symlink swjax/kernels."""
-    folders = [ROOT / "swjax", *(p for p in (ROOT / "swjax").rglob("*") if p.is_dir())]
-    folders = [f for f in folders if f.name != "__pycache__"] + [ROOT / "swjax" / "kernels"]
-    return {path.relative_to(ROOT).as_posix() for folder in folders for path in folder.glob("*.py")}
+    """Paths inside the wheel of all modules of the checkout; kernels/ is installed as swjax/kernels/."""
+    modules = {path.relative_to(ROOT) for path in (ROOT / "swjax").rglob("*.py")}
+    kernels = {"swjax" / path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.py")}
+    return {path.as_posix() for path in modules | kernels}
 
 
 def test_wheel_holds_every_package_and_data_file(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {name for name in names if name.endswith(".py")}
     assert modules == sources()
-    assert "swjax/kernels/reference.py" in modules
+    assert "swjax/kernels/reference/products.py" in modules
     assert set(DATA) <= names
     packages = {str(Path(module).parent).replace("/", ".") for module in modules}
     assert packages == set(PYPROJECT["tool"]["setuptools"]["packages"])
@@ -88,7 +88,7 @@ def test_sdist_is_a_checkout(dists):
     with tarfile.open(path) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     expected = {"train.py", "Makefile", "requirements/constraints.txt", "configs/common.py"}
-    assert expected | {"kernels/reference.py", "tests/conftest.py", *DATA} <= names
+    assert expected | {"kernels/reference/products.py", "tests/conftest.py", *DATA} <= names
     assert not {name for name in names if name.startswith(("runs", "data/", ".venv", "shared"))}
 
 

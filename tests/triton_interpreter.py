@@ -1,14 +1,20 @@
-"""Launches Triton kernels in Triton's interpreter, on NumPy arrays: no GPU, no PyTorch, no jax-triton."""
+"""Runs the Triton kernels of swjax in Triton's interpreter, on NumPy arrays: no GPU, PyTorch or jax-triton.
 
-import importlib.util
-from contextlib import contextmanager
-from types import ModuleType
+Imported by the process of `interpreters`, with TRITON_INTERPRET=1.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from triton.runtime import interpreter
+
+from swjax.kernels import tiles, triton_gpu
+from swjax.kernels.triton_gpu import launcher
+
+
+def run(operation, *arrays, **options):
+    """The function of `triton_gpu`, with results as NumPy arrays."""
+    return jax.tree.map(np.asarray, getattr(triton_gpu, operation)(*arrays, **options))
 
 
 class Pointer:
@@ -43,8 +49,8 @@ def inline_asm(_, text, constraints, values, types, is_pure, pack):
     elif "shl.b32 $0" in text:
         found = [x.view(jnp.bfloat16).astype(np.float32)]
     elif "cvt.rn.bf16x2" in text:
-        narrow = x.astype(jnp.bfloat16)
-        found = [narrow.view(np.uint16), narrow.astype(np.float32)]
+        rounded = x.astype(jnp.bfloat16)
+        found = [rounded.view(np.uint16), rounded.astype(np.float32)]
     else:
         raise ValueError(f"instructions that are not known here: {text}")
     return Results(
@@ -53,8 +59,8 @@ def inline_asm(_, text, constraints, values, types, is_pure, pack):
     )
 
 
-def call(*arrays, kernel, out_type, grid, num_warps, **constants):
-    """`triton_gpu._call`; what no program writes stays NaN, or 99."""
+def call(*arrays, kernel, out_type, grid, num_warps, num_stages=1, **constants):
+    """`launcher.call`; what no program writes stays NaN, or 99."""
     inputs = [Pointer(np.ascontiguousarray(array)) for array in arrays]
     outputs = jax.tree.map(lambda out: Pointer(poisoned(out.shape, out.dtype)), out_type)
     Executor(kernel.rewrite(), kernel.arg_names, grid)(
@@ -75,15 +81,7 @@ def patch_language(lang, scope, patch=interpreter._patch_lang_core):
     scope.set_attr(lang, "range", lambda *bounds, **_: map(tensor, count(*map(int, bounds))))
 
 
-@contextmanager
-def interpreted(module: ModuleType):
-    """A copy of a module of Triton kernels whose `_call` interprets them. Triton must have been imported with
-    TRITON_INTERPRET=1."""
-    spec = importlib.util.spec_from_file_location(f"{module.__name__}_interpreted", module.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(interpreter.interpreter_builder), "create_inline_asm", inline_asm)
-        patch.setattr(interpreter, "_patch_lang_core", patch_language)
-        spec.loader.exec_module(copy)
-        copy._call = call
-        yield copy
+type(interpreter.interpreter_builder).create_inline_asm = inline_asm
+interpreter._patch_lang_core = patch_language
+launcher.call = call
+tiles.multiprocessors = lambda: 1  # few programs, each of several blocks

@@ -85,7 +85,7 @@ def _works(tokens: int) -> Iterator[Work]:
 
 
 def products(width: int) -> list[tuple[int, int]]:
-    """(k, n) of the narrow products of a block, forward and backward."""
+    """(k, n) of the quantized products of a block, forward and backward."""
     forward = [(k, n) for _, k, n in shapes.layers(width).values()]
     return list(dict.fromkeys(forward + [(n, k) for k, n in forward]))
 
@@ -116,27 +116,32 @@ def row_work(producer: str, tokens: int, width: int) -> Work:
 
 
 def row_function(producer: str, tile: RowTile) -> Callable:
-    """A row kernel as SwitchBack uses it: the backward passes write again what the weight gradient needs."""
+    """A row kernel as SwitchBack uses it: the backward passes recompute what the weight gradient needs."""
     from swjax.kernels import triton_gpu
 
-    rows = partial(triton_gpu._rows, producer=producer, quantize_to="int8", tile=tile)
     if producer == "none":
+        rows = partial(triton_gpu.quantizers.quantize_rows, dtype="int8", tile=tile)
         return lambda x: (rows(x), rows(x, total=True))  # of activations; of gradients
-    if producer == "layer_norm":
-        return lambda x, gamma, beta: rows(x, gamma=gamma, beta=beta, epsilon=1e-6)
     if producer == "layer_norm_backward":
         backward = partial(triton_gpu.layer_norm_backward, epsilon=1e-6, tile=tile)
         return lambda x, gamma, residual, *gradients: (  # before an MLP; before attention
             backward(x, gamma, gradients[0], residual, gamma),
             backward(x, gamma, gradients, residual, gamma),
         )
-    return partial(rows, wide=True, total=True, again=True) if "backward" in producer else rows
+    options = {
+        "layer_norm": {"epsilon": 1e-6, "wide": False},
+        "gelu": {"wide": False},
+        "gelu_backward": {"again": True},
+    }[producer]
+    return partial(getattr(triton_gpu, producer), quantize_to="int8", tile=tile, **options)
 
 
 def mosaic_work(tokens: int, k: int, n: int) -> Work:
     candidates = [MosaicTile(4, width) for width in (1, 2, 4, 16, 32)] + [MosaicTile(3, 8)]
-    arrays, path = narrow_arrays(tokens, k, n), ("mosaic_gpu", f"{n}x{k}")
-    return Work(path, tiles.MOSAIC_RULE, candidates, partial(narrow_product, "mosaic_gpu"), arrays)
+    arrays, path = product_arrays(tokens, k, n), ("mosaic_gpu", f"{n}x{k}")
+    return Work(
+        path, tiles.MOSAIC_RULE, candidates, partial(quantized_product, "mosaic_gpu"), arrays
+    )
 
 
 def triton_work(tokens: int, k: int, n: int) -> Work:
@@ -153,18 +158,18 @@ def triton_work(tokens: int, k: int, n: int) -> Work:
         for group in ((8, 16) if (m, n, k, warps) == (128, 128, 128, 4) else (8,))
     ]
     candidates = [tile for tile in cuts if tile != rule]
-    arrays, path = narrow_arrays(tokens, k, n), ("triton", f"{n}x{k}")
-    return Work(path, rule, candidates, partial(narrow_product, "triton"), arrays)
+    arrays, path = product_arrays(tokens, k, n), ("triton", f"{n}x{k}")
+    return Work(path, rule, candidates, partial(quantized_product, "triton"), arrays)
 
 
-def narrow_arrays(tokens: int, k: int, n: int) -> tuple:
+def product_arrays(tokens: int, k: int, n: int) -> tuple:
     shape = jax.ShapeDtypeStruct
     a = QTensor(shape((tokens, k), jnp.int8), shape((tokens, 1), jnp.float32))
     b = QTensor(shape((n, k), jnp.int8), shape((1, 1), jnp.float32))
     return a, b, shape((n,), jnp.float32)
 
 
-def narrow_product(name: str, tile) -> Callable:
+def quantized_product(name: str, tile) -> Callable:
     return partial(dispatch._module(name).matmul, out_dtype="bfloat16", tile=tile)
 
 

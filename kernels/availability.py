@@ -1,0 +1,21 @@
+"""What an implementation says when it cannot compute an operation."""
+
+from typing import NamedTuple
+
+
+class Unavailable(NamedTuple):
+    """Why an implementation cannot compute an operation on given arrays.
+
+    Attributes:
+      reason: the end of a sentence that starts with the implementation; it ends with the remedy.
+      missing_package: the remedy is to install a package: the automatic choice warns before it falls back.
+
+    >>> print("implementation 'triton'", Unavailable("takes no empty arrays: use 'xla'"))
+    implementation 'triton' takes no empty arrays: use 'xla'
+    """
+
+    reason: str
+    missing_package: bool = False
+
+    def __str__(self) -> str:
+        return self.reason

@@ -1,0 +1,30 @@
+"""Pallas Mosaic GPU kernels for Hopper: the quantized product, and the 16-bit weight gradient.
+
+`pipeline` is what both share, `products` and `weight_gradients` are what each computes.
+"""
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.mosaic_gpu import products, weight_gradients
+from swjax.kernels.mosaic_gpu.products import matmul
+from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient
+
+__all__ = ["matmul", "weight_gradient", "why_not"]
+
+# Each has the signature of its operation.
+_WHY_NOT = {"matmul": products.why_not, "weight_gradient": weight_gradients.why_not}
+
+
+def why_not(operation: str, *arrays, **options) -> Unavailable | None:
+    """Why these kernels cannot compute an operation on this GPU; None: they can.
+
+    Args:
+      operation: "matmul" or "weight_gradient".
+      *arrays, **options: its arguments.
+    """
+    capability = tiles.compute_capability()
+    if capability != (9, 0):
+        return Unavailable(
+            f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'triton'"
+        )
+    return _WHY_NOT[operation](*arrays, **options)

@@ -1,0 +1,245 @@
+"""The persistent, warp-specialised pipeline of the Mosaic kernels.
+
+One block of threads stays on each multiprocessor and takes one unit of work after the other, a unit being a
+tile of the output or a slice of one. One warpgroup of the block copies operands into a ring of buffers in
+shared memory (TMA), and two multiply (wgmma), each half of the tile's rows::
+
+    full[slot]    the copies have arrived           memory warpgroup -> compute warpgroups
+    empty[slot]   both have read the slot           compute warpgroups -> memory warpgroup
+
+The memory warpgroup continues with the next unit while the others write this one. Past the edge of an array
+TMA reads zeros and writes nothing.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from swjax.kernels.availability import Unavailable
+
+Ref = Any  # of an array in global or shared memory, or of barriers
+
+TILE_M, TILE_N = (
+    128,
+    256,
+)  # of the output: the 64 x 256 sums of a warpgroup take 128 registers per thread
+HALF = TILE_M // 2
+LINE = 128  # bytes of the longest swizzle: the length of a step, and of the rows of a written piece
+MEMORY = 2  # the index of the memory warpgroup
+
+
+class Scratch(NamedTuple):
+    """The shared memory of a block, in the order of the kernel's arguments.
+
+    Attributes:
+      a, b: rings of operands, [stages, ...].
+      out: [2, 2, HALF, piece], two buffers of each compute warpgroup.
+      full, empty: a barrier for each slot of the rings.
+    """
+
+    a: Ref
+    b: Ref
+    out: Ref
+    full: Ref
+    empty: Ref
+
+
+class Work(Protocol):
+    """What a kernel computes. Arguments named `unit` count the units of this block.
+
+    Attributes:
+      stages: slots of the rings.
+      sum_dtype: of the sums in registers.
+    """
+
+    stages: int
+    sum_dtype: jnp.dtype
+
+    def units(self) -> jax.Array:
+        """The number of units of this block."""
+
+    def span(self, unit: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
+        """The first step of a unit along the contracted axis, and the number of steps."""
+
+    def load(self, unit: jax.Array) -> Callable[[jax.Array, jax.Array, Ref], None]:
+        """A function of (step, slot, barrier) that starts the copies of a step."""
+
+    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
+        """Adds the product of a slot, for one half of the tile's rows."""
+
+    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
+        """Writes one half of the tile."""
+
+
+def run(work: Work, scratch: Scratch) -> None:
+    """The body of a kernel: what each warpgroup does with the units of its block.
+
+    Steps are counted over all units: step `used` is in slot `used % stages` of the rings.
+    """
+    units = work.units()
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == MEMORY)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        _copy_units(work, scratch, units)
+
+    @pl.when(warpgroup < MEMORY)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        _multiply_units(work, scratch, units, warpgroup)
+
+
+def _copy_units(work: Work, scratch: Scratch, units: jax.Array) -> None:
+    """The memory warpgroup."""
+
+    def wait_for_slot(used):
+        @pl.when(used >= work.stages)
+        def _():
+            plgpu.barrier_wait(scratch.empty.at[lax.rem(used, work.stages)])
+
+    def copy_unit(unit, used):
+        start, count = work.span(unit)
+        copy = work.load(unit)
+
+        def step(s, used):
+            wait_for_slot(used)
+            slot = lax.rem(used, work.stages)
+            copy(start + s, slot, scratch.full.at[slot])
+            return used + 1
+
+        return lax.fori_loop(0, count, step, used)
+
+    used = lax.fori_loop(0, units, copy_unit, 0)
+    # A block that ends while its neighbour still signals it would leave the cluster in error.
+    lax.fori_loop(0, work.stages, lambda s, _: wait_for_slot(used + s), None)
+
+
+def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Array) -> None:
+    """A compute warpgroup."""
+
+    def multiply_unit(unit, used):
+        _, count = work.span(unit)
+
+        @partial(pl.run_scoped, sums=plgpu.ACC((HALF, TILE_N), work.sum_dtype))
+        def _(sums):
+            def step(s, _):
+                slot = lax.rem(used + s, work.stages)
+                plgpu.barrier_wait(scratch.full.at[slot])
+                work.multiply(sums, slot, half)
+                plgpu.wgmma_wait(1)  # the previous step has finished
+
+                @pl.when(s > 0)
+                def _():
+                    plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + s - 1, work.stages)])
+
+            lax.fori_loop(0, count, step, None)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + count - 1, work.stages)])
+            work.store(unit, sums[...], half)
+
+        return used + count
+
+    lax.fori_loop(0, units, multiply_unit, 0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
+    """The units of a block, of which unit `i` is number ``block + i * blocks`` of the total."""
+    return (total - block + blocks - 1) // blocks
+
+
+def load_registers(ref: Ref, index: pl.Slice) -> jax.Array:
+    """A few numbers for each row or column, straight into registers."""
+    if jax.__version_info__ < (0, 11):
+        return plgpu.load(ref, index, optimized=False)
+    return plgpu.load(ref.at[index], optimized=False)
+
+
+def store_tile(
+    values: Callable[[int], jax.Array], buffers: Ref, to: Ref, piece: int, **options
+) -> None:
+    """Copies HALF x TILE_N values to global memory, through two buffers.
+
+    Args:
+      values: a function of the first column of a piece that computes the piece.
+      buffers: [2, HALF, piece] in shared memory.
+      to: [HALF, TILE_N] in global memory.
+      piece: columns written at a time.
+      **options: of `plgpu.copy_smem_to_gmem`.
+    """
+    for number, at in enumerate(range(0, TILE_N, piece)):
+        y = values(at)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        buffers[number % 2] = y
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffers.at[number % 2], to.at[:, pl.ds(at, piece)], **options)
+
+
+def piece_of(dtype: jnp.dtype | str) -> int:
+    """Columns of a written piece: a line of them."""
+    return LINE // jnp.dtype(dtype).itemsize
+
+
+def launch(
+    body: Callable,
+    out: jax.ShapeDtypeStruct,
+    *,
+    rings: list[tuple[tuple[int, int], jnp.dtype]],
+    stages: int,
+    blocks: int,
+    cluster: int,
+    interpret: Any,
+) -> Callable:
+    """A kernel of `blocks` clusters of blocks, as a function of its inputs.
+
+    Args:
+      body: a function of the refs of the inputs, of the output and of a `Scratch`.
+      out: the output.
+      rings: shape and dtype of a slot of each ring.
+      stages: slots of the rings.
+      blocks: clusters of blocks.
+      cluster: blocks of a cluster.
+      interpret: parameters of Pallas's interpreter, or None.
+    """
+
+    def buffer(shape, dtype):
+        tiling = plgpu.TilingTransform((8, piece_of(dtype)))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(LINE)))
+
+    arrivals = dict(num_arrivals=2, num_barriers=stages)
+    empty = plgpu.Barrier(**arrivals)
+    in_clusters = {}
+    if cluster > 1:
+        empty = plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
+        in_clusters = dict(cluster=(cluster,), cluster_names=("cluster",))
+    a, b = (buffer((stages, *shape), dtype) for shape, dtype in rings)
+    out_buffers = buffer((2, 2, HALF, piece_of(out.dtype)), out.dtype)
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=list(Scratch(a, b, out_buffers, plgpu.Barrier(**arrivals), empty)),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=MEMORY + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+        **in_clusters,
+    )
+
+
+def why_not_multiples(lengths: dict[str, tuple[int, int]], remedy: str) -> Unavailable | None:
+    """Why a kernel cannot take arrays of these sizes, {name: (length, divisor)}; None: it can."""
+    for name, (length, divisor) in lengths.items():
+        if length % divisor:
+            return Unavailable(
+                f"needs {name} to be a multiple of {divisor}, got {length}: use {remedy!r}"
+            )
+    return None

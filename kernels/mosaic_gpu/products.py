@@ -1,0 +1,238 @@
+"""The quantized product."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch
+from swjax.kernels.reference import QTensor
+
+
+class Inputs(NamedTuple):
+    """Arrays of the product, or refs to them: a bT.
+
+    Attributes:
+      a: [m, k] int8 or fp8.
+      b: [n, k] int8 or fp8.
+      a_scale: [m], padded to whole tiles where m is no multiple of HALF.
+      b_scale: [1], or [n] padded to whole tiles.
+      bias: [n] padded to whole tiles, or [1] where there is none.
+    """
+
+    a: Ref
+    b: Ref
+    a_scale: Ref
+    b_scale: Ref
+    bias: Ref
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes of a product.
+
+    Attributes:
+      m, n, k: of a [m, k] and b [n, k].
+      grid: the output in tiles, those of a cluster counted as one.
+      blocks: clusters of blocks that share the tiles.
+      cluster: 2 if two blocks, whose tiles are adjacent rows, share their tile of b: the cluster loads it
+        once (multicast).
+      tile: how the kernel cuts its work.
+      out_dtype: of the result.
+      per_tensor: b has one scale.
+      bias: there is a bias.
+    """
+
+    m: int
+    n: int
+    k: int
+    grid: tuple[int, int]
+    blocks: int
+    cluster: int
+    tile: tiles.MosaicTile
+    out_dtype: str
+    per_tensor: bool
+    bias: bool
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a half tile ends past the last row."""
+        return self.m % HALF > 0
+
+
+@dataclass(frozen=True)
+class Product:
+    """The `pipeline.Work` of one block."""
+
+    plan: Plan
+    inputs: Inputs
+    out: Ref
+    scratch: Scratch
+    block: jax.Array
+
+    @property
+    def stages(self) -> int:
+        return self.plan.tile.stages
+
+    @property
+    def sum_dtype(self) -> jnp.dtype:
+        return jnp.int32 if self.inputs.a.dtype == jnp.int8 else jnp.float32
+
+    def units(self) -> jax.Array:
+        rows, columns = self.plan.grid
+        return pipeline.unit_count(rows * columns, self.block, self.plan.blocks)
+
+    def span(self, unit: jax.Array) -> tuple[int, int]:
+        del unit
+        return 0, pl.cdiv(self.plan.k, LINE)
+
+    def corner(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first row and column of a tile."""
+        plan = self.plan
+        row, column = plgpu.planar_snake(
+            self.block + unit * plan.blocks, plan.grid, 1, plan.tile.width
+        )
+        rank = lax.axis_index("cluster") if plan.cluster > 1 else 0
+        return (row * plan.cluster + rank) * TILE_M, column * TILE_N
+
+    def load(self, unit: jax.Array) -> Callable:
+        row, column = self.corner(unit)
+        a, b = self.inputs.a, self.inputs.b
+
+        def load_step(step, slot, full):
+            along = pl.ds(step * LINE, LINE)
+            plgpu.copy_gmem_to_smem(a.at[pl.ds(row, TILE_M), along], self.scratch.a.at[slot], full)
+            plgpu.copy_gmem_to_smem(
+                b.at[pl.ds(column, TILE_N), along],
+                self.scratch.b.at[slot],
+                full,
+                collective_axes="cluster" if self.plan.cluster > 1 else None,
+            )
+
+        return load_step
+
+    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
+        a, b = self.scratch.a, self.scratch.b
+        plgpu.wgmma(sums, a.at[slot, pl.ds(half * HALF, HALF)], b.at[slot].T)
+
+    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
+        plan, inputs, piece = self.plan, self.inputs, pipeline.piece_of(self.plan.out_dtype)
+        row, column = self.corner(unit)
+        row += half * HALF
+        # Rows past the edge are not written, so any scale serves for them.
+        first = row if plan.ragged else jnp.minimum(row, plan.m - HALF)
+        a_scale = pipeline.load_registers(inputs.a_scale, pl.ds(first, HALF))
+        if plan.per_tensor:
+            a_scale = a_scale * inputs.b_scale[0]
+        pipeline.store_tile(
+            lambda at: self.scaled(pl.ds(column + at, piece), sums[:, at : at + piece], a_scale),
+            self.scratch.out.at[half],
+            self.out.at[pl.ds(row, HALF), pl.ds(column, TILE_N)],
+            piece,
+        )
+
+    def scaled(self, columns: pl.Slice, sums: jax.Array, a_scale: jax.Array) -> jax.Array:
+        """Some columns of the result from their sums."""
+        y = sums.astype(jnp.float32)
+        scale = lax.broadcast_in_dim(a_scale, y.shape, (0,))
+        if not self.plan.per_tensor:
+            b_scale = pipeline.load_registers(self.inputs.b_scale, columns)
+            scale = scale * lax.broadcast_in_dim(b_scale, y.shape, (1,))
+        y = y * scale
+        if self.plan.bias:
+            bias = pipeline.load_registers(self.inputs.bias, columns).astype(jnp.float32)
+            y = y + lax.broadcast_in_dim(bias, y.shape, (1,))
+        return y.astype(self.plan.out_dtype)
+
+
+def matmul(
+    a: QTensor,
+    b: QTensor,
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: str,
+    contract: tuple[int, int] = (-1, -1),
+    tile: tiles.MosaicTile | None = None,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """`reference.matmul`, for rows a multiple of 8, k of 128, and n of 64 (of 32 in float32)."""
+    a, b = (q.T if axis == 0 else q for q, axis in zip((a, b), contract))
+    k = a.values.shape[-1]
+    m, n = a.values.size // k, b.values.shape[0]
+    cluster = 2 if m > TILE_M else 1
+    plan = Plan(
+        m=m,
+        n=n,
+        k=k,
+        grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, TILE_N)),
+        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
+        cluster=cluster,
+        tile=tile or tiles.mosaic_tile(n, k),
+        out_dtype=out_dtype,
+        per_tensor=b.scale.size == 1,
+        bias=bias is not None,
+    )
+
+    def matmul_kernel(*refs):
+        *inputs, out = refs[: len(Inputs._fields) + 1]
+        scratch = Scratch(*refs[len(Inputs._fields) + 1 :])
+        block = lax.axis_index("block")
+        pipeline.run(Product(plan, Inputs(*inputs), out, scratch, block), scratch)
+
+    y = pipeline.launch(
+        matmul_kernel,
+        jax.ShapeDtypeStruct((m, n), out_dtype),
+        rings=[((TILE_M, LINE), a.values.dtype), ((TILE_N, LINE), b.values.dtype)],
+        stages=plan.tile.stages,
+        blocks=plan.blocks,
+        cluster=cluster,
+        interpret=interpret,
+    )(*_inputs(plan, a, b, bias))
+    return y.reshape(*a.values.shape[:-1], n)
+
+
+def _inputs(plan: Plan, a: QTensor, b: QTensor, bias: jax.Array | None) -> Inputs:
+    """Scales and bias with an element for each row or column of each tile: registers are loaded without
+    bounds."""
+
+    def padded(vector, length):
+        return jnp.pad(vector.reshape(-1), (0, length - vector.size))
+
+    rows, columns = plan.grid[0] * plan.cluster * TILE_M, plan.grid[1] * TILE_N
+    a_scale = jnp.broadcast_to(a.scale.reshape(-1), (plan.m,))
+    return Inputs(
+        a=a.values.reshape(plan.m, plan.k),
+        b=b.values,
+        a_scale=padded(a_scale, rows if plan.ragged else plan.m),
+        b_scale=b.scale.reshape(-1) if plan.per_tensor else padded(b.scale, columns),
+        bias=jnp.zeros(1) if bias is None else padded(bias, columns),
+    )
+
+
+def why_not(
+    a: QTensor,
+    b: QTensor,
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: str | None = None,
+    contract: tuple[int, int] = (-1, -1),
+) -> Unavailable | None:
+    """Why `matmul` cannot multiply these; None: it can."""
+    if a.values.dtype != b.values.dtype and jax.__version_info__ < (0, 11):
+        return Unavailable(
+            f"needs jax 0.11 for operands of two types, got {a.values.dtype} and "
+            f"{b.values.dtype} with jax {jax.__version__}: update jax, or use 'triton'"
+        )
+    k, n = a.values.shape[contract[0]], b.values.size // b.values.shape[contract[1]]
+    columns = 32 if out_dtype == "float32" else 64
+    lengths = {"rows": (a.values.size // k, 8), "k": (k, 128), "n": (n, columns)}
+    return pipeline.why_not_multiples(lengths, remedy="triton")

@@ -1,0 +1,52 @@
+"""What every kernel computes, in jax.numpy: the specification, and the XLA path on every platform.
+
+A quantized array is a ``QTensor``: int8 or fp8 ``values`` and an fp32 ``scale`` with ``x ~ values * scale``.
+Scales are found over an operand's *contracted* axes, or over the whole tensor, so that they factor out
+of the product: ``(a . b)[i, j] = scale_a[i] * scale_b[j] * sum_k a.values[i, k] * b.values[k, j]``.
+"""
+
+from swjax.kernels.reference.heads import attention, attention_backward
+from swjax.kernels.reference.numbers import (
+    INVERSE,
+    LARGEST,
+    SMALLEST_ABSMAX,
+    absolute_maximum,
+    divide,
+    round_to_fp8,
+    scale_of,
+)
+from swjax.kernels.reference.products import dot, matmul, weight_gradient
+from swjax.kernels.reference.quantizers import (
+    QTensor,
+    dequantize,
+    quantize,
+    quantize_and_sum,
+    quantize_both,
+    quantize_by,
+)
+from swjax.kernels.reference.rows import gelu, gelu_backward, layer_norm, layer_norm_backward
+
+__all__ = [
+    "INVERSE",
+    "LARGEST",
+    "SMALLEST_ABSMAX",
+    "QTensor",
+    "absolute_maximum",
+    "attention",
+    "attention_backward",
+    "dequantize",
+    "divide",
+    "dot",
+    "gelu",
+    "gelu_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "matmul",
+    "quantize",
+    "quantize_and_sum",
+    "quantize_both",
+    "quantize_by",
+    "round_to_fp8",
+    "scale_of",
+    "weight_gradient",
+]

@@ -1,0 +1,115 @@
+"""Products of two matrices: quantized, and in the dtype of the operands."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from swjax.kernels.reference.quantizers import QTensor
+
+
+def dot(
+    a: jax.Array,
+    b: jax.Array,
+    contract: tuple[tuple[int, ...], tuple[int, ...]],
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: str,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """The product that is not quantized, plus bias: what a linear layer of Flax computes.
+
+    Args:
+      a, b: two arrays of one floating dtype.
+      contract: the axes of `a` and of `b` that are summed over; the others become the result's axes,
+        those of `a` first.
+      bias: [n] for the last axis of the result, or None.
+      out_dtype: dtype of the result.
+      precision: as for `jax.lax.dot_general`.
+
+    Returns:
+      The product in `out_dtype`.
+
+    >>> a, b = jnp.array([[1.0, 2.0]]), jnp.array([[3.0], [4.0]])
+    >>> dot(a, b, ((1,), (0,)), jnp.ones(1), out_dtype="float32").tolist()
+    [[12.0]]
+    """
+    product = lax.dot_general(
+        a, b, (contract, ((), ())), precision=precision, preferred_element_type=out_dtype
+    )
+    return _add_bias(product, bias)
+
+
+def matmul(
+    a: QTensor,
+    b: QTensor,
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: str,
+    contract: tuple[int, int] = (-1, -1),
+) -> jax.Array:
+    """The product of two quantized arrays: int8 or fp8 products, then scales, bias and `out_dtype`.
+
+    ``a bT = (sum_k a.values * b.values) * (a.scale * b.scale) + bias``. int8 values are multiplied as int8
+    and summed in int32. fp8 values are multiplied exactly and summed in fp32.
+
+    Args:
+      a: values [..., k]; scale [..., 1], or of one element.
+      b: values [n, k]; scale [n, 1], or of one element.
+      bias: [n], or None.
+      out_dtype: "float32", "bfloat16" or "float16".
+      contract: the axes of a and b that are summed over. -1 is how tensor cores read 8-bit matrices: an
+        operand contracted along 0, a matrix [k, ...], is transposed first. XLA for CPUs takes either,
+        but multiplies an operand that was transposed before in int32, five times slower.
+
+    Returns:
+      [..., n] in `out_dtype`.
+
+    >>> one = jnp.ones((1, 1))
+    >>> a = QTensor(jnp.array([[100, 100]], jnp.int8), one)
+    >>> matmul(a, a, out_dtype="float32").tolist()
+    [[20000.0]]
+    """
+    axes = tuple(axis % q.values.ndim for axis, q in zip(contract, (a, b)))
+    dimension_numbers = (tuple((axis,) for axis in axes), ((), ()))
+    if a.values.dtype == jnp.int8:
+        accumulator = lax.dot_general(
+            a.values, b.values, dimension_numbers, preferred_element_type=jnp.int32
+        ).astype(jnp.float32)
+    else:
+        # Every fp8 value is exact in bf16 and in fp32; bf16 products are slow on CPUs.
+        exact = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        accumulator = lax.dot_general(
+            a.values.astype(exact),
+            b.values.astype(exact),
+            dimension_numbers,
+            preferred_element_type=jnp.float32,
+        )
+    scale_a = jnp.expand_dims(lax.squeeze(a.scale, [axes[0]]), -1)
+    scale_b = b.scale.reshape((1,) * (scale_a.ndim - 1) + (-1,))
+    return _add_bias(accumulator * (scale_a * scale_b), bias).astype(out_dtype)
+
+
+def weight_gradient(
+    x: jax.Array, g: jax.Array, *, out_dtype: str, precision: lax.PrecisionLike = None
+) -> jax.Array:
+    """``xT g``, the product of a linear layer that SwitchBack keeps in 16 bits.
+
+    Args:
+      x: [tokens, k].
+      g: [tokens, n], of the same floating dtype.
+      out_dtype: dtype of the result; the sum is in fp32.
+      precision: as for `jax.lax.dot_general`.
+
+    Returns:
+      [k, n] in `out_dtype`.
+
+    >>> weight_gradient(jnp.ones((3, 1)), jnp.ones((3, 2)), out_dtype="float32").tolist()
+    [[3.0, 3.0]]
+    """
+    return dot(x, g, ((0,), (0,)), out_dtype=out_dtype, precision=precision)
+
+
+def _add_bias(product: jax.Array, bias: jax.Array | None) -> jax.Array:
+    if bias is None:
+        return product
+    return product + bias.astype(product.dtype).reshape((1,) * (product.ndim - 1) + bias.shape)

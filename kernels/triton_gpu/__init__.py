@@ -1,0 +1,67 @@
+"""Triton kernels, called through jax-triton, for NVIDIA GPUs from Ampere on (fp8: from Ada on).
+
+Every size is a ``constexpr``: with sizes known only at run time the loads of the product were of single
+bytes. Floating-point fusion is off, so that a kernel rounds as its source is written, like the
+specification.
+
+- `launcher`: the call of jax-triton.
+- `arithmetic`: element-wise functions. `chunks`: rows in registers.
+- `quantizers`, `layer_norms`, `gelus`: the row kernels, one for each producer.
+- `scales`: quantizes a matrix by known maxima. `products`: the quantized product.
+- `heads`, `attention_forward`, `attention_gradients`: attention over short sequences.
+"""
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.triton_gpu import chunks, heads, quantizers, scales
+from swjax.kernels.triton_gpu.attention_forward import attention
+from swjax.kernels.triton_gpu.attention_gradients import attention_backward
+from swjax.kernels.triton_gpu.gelus import gelu, gelu_backward
+from swjax.kernels.triton_gpu.layer_norms import layer_norm, layer_norm_backward
+from swjax.kernels.triton_gpu.products import matmul
+from swjax.kernels.triton_gpu.quantizers import quantize, quantize_and_sum
+from swjax.kernels.triton_gpu.scales import quantize_both, quantize_by
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "gelu",
+    "gelu_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "matmul",
+    "quantize",
+    "quantize_and_sum",
+    "quantize_both",
+    "quantize_by",
+    "why_not",
+]
+
+# Each has the signature of its operation. Operations that are not here take any arguments.
+_WHY_NOT = {
+    "quantize": quantizers.why_not_quantize,
+    "quantize_by": scales.why_not_quantize_by,
+    "quantize_and_sum": chunks.why_not,
+    "layer_norm": chunks.why_not,
+    "layer_norm_backward": chunks.why_not,
+    "gelu": chunks.why_not,
+    "gelu_backward": chunks.why_not,
+    "attention": heads.why_not,
+    "attention_backward": heads.why_not,
+}
+
+
+def why_not(operation: str, *arrays, **options) -> Unavailable | None:
+    """Why these kernels cannot compute an operation on this GPU; None: they can.
+
+    Args:
+      operation: the name of a function of this module.
+      *arrays, **options: its arguments.
+    """
+    capability = tiles.compute_capability()
+    if capability < (8, 0):
+        return Unavailable(
+            f"needs compute capability 8.0 (Ampere), and this GPU has {capability}: use 'xla'"
+        )
+    check = _WHY_NOT.get(operation)
+    return check(*arrays, **options) if check else None

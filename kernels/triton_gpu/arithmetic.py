@@ -1,0 +1,117 @@
+"""Element-wise functions of Triton kernels, in fp32."""
+
+import triton
+import triton.language as tl
+
+# Added to |x| < 2**22, it leaves the nearest integer, ties to even, in the low bits of the sum.
+_ROUNDER: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
+
+_BF16_PAIR: tl.constexpr = tl.constexpr("""{
+    .reg .b32 low, high;
+    cvt.rn.bf16x2.f32 $0, $4, $3;
+    shl.b32 low, $0, 16;
+    and.b32 high, $0, 0xffff0000;
+    mov.b32 $1, low;
+    mov.b32 $2, high;
+}""")
+
+_TWO_BF16: tl.constexpr = tl.constexpr("""{
+    shl.b32 $0, $2, 16;
+    and.b32 $1, $2, 0xffff0000;
+}""")
+
+
+@triton.jit
+def to_quantized(x, dtype: tl.constexpr):
+    """fp32 within the range of `dtype`, rounded to it, ties to even."""
+    if dtype == tl.int8:
+        return (x + _ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def nan_maximum(a, b):
+    """The larger, or NaN if either is: the scale of a row that holds NaN is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """fp32 rounded to `dtype`, in that dtype and in fp32."""
+    if dtype == tl.bfloat16:
+        # In pairs: a single conversion uses the slow unit, which the exponential needs.
+        return tl.inline_asm_elementwise(
+            _BF16_PAIR, "=r,=f,=f,f,f", [x], dtype=(tl.bfloat16, tl.float32), is_pure=True, pack=2
+        )
+    else:
+        y = x.to(dtype)
+        return y, y.to(tl.float32)
+
+
+@triton.jit
+def to_float32(x, PAIRS: tl.constexpr):
+    """In fp32. bf16 takes two instructions a pair, or three one by one."""
+    if PAIRS and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _TWO_BF16, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, approximately."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def normal_tail(x):
+    """P(X > |x|) for a standard normal X, relative error 1e-6, and exp(-x**2 / 2).
+
+    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2), and erfcx a polynomial in
+    t = 1 / (1 + 0.38 z), a minimax fit. One reciprocal and one exponential, as in the tanh form.
+    """
+    t = reciprocal(tl.fma(tl.abs(x), 0.38 * 0.7071067811865476, 1.0))
+    p = tl.fma(t, -0.06268340327314895, 0.16792059162792555)
+    p = tl.fma(t, p, -0.034805477355772395)
+    p = tl.fma(t, p, 0.12379693751587756)
+    p = tl.fma(t, p, 0.09034876746578992)
+    p = tl.fma(t, p, 0.10827743860128841)
+    p = tl.fma(t, p, 0.10714462882421476)
+    e = tl.exp2(x * x * -0.7213475204444817)
+    return t * p * e, e
+
+
+@triton.jit
+def tanh_gate(x):
+    """0.5 (1 + tanh(u)), the tanh form's P(X < x), and du/dx."""
+    square = x * x
+    u = x * tl.fma(square, 0.7978845608028654 * 0.044715, 0.7978845608028654)
+    gate = reciprocal(1.0 + tl.exp2(u * -2.8853900817779268))
+    return gate, tl.fma(square, 0.7978845608028654 * 0.134145, 0.7978845608028654)
+
+
+@triton.jit
+def gelu_value(x, TANH: tl.constexpr):
+    """GELU of x."""
+    if TANH:
+        gate, _ = tanh_gate(x)
+        return x * gate
+    else:
+        tail, _ = normal_tail(x)
+        return tl.fma(-tl.abs(x), tail, tl.maximum(x, 0.0))
+
+
+@triton.jit
+def gelu_slope(x, TANH: tl.constexpr):
+    """The derivative of GELU at x."""
+    if TANH:
+        gate, du = tanh_gate(x)
+        return tl.fma(x * du, 2.0 * gate * (1.0 - gate), gate)
+    else:
+        tail, e = normal_tail(x)
+        return tl.fma(x * 0.3989422804014327, e, tl.where(x < 0, tail, 1.0 - tail))

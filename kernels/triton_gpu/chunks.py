@@ -1,0 +1,198 @@
+"""Rows in the registers of a Triton program, as tuples of chunks.
+
+A block of `ROWS` rows is `CHUNKS` arrays of `CHUNK` columns, a power of two as Triton requires: 1280 columns
+are 5 x 256, so that no lane idles. `block` counts blocks of rows, `i` chunks.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.reference import INVERSE, LARGEST, SMALLEST_ABSMAX, QTensor
+from swjax.kernels.triton_gpu import launcher
+from swjax.kernels.triton_gpu.arithmetic import nan_maximum, round_to, to_float32, to_quantized
+
+SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_ABSMAX)
+
+
+# --- loads and stores ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_chunk(
+    x_ptr, block, i: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, PAIRS: tl.constexpr = True,
+):  # fmt: skip
+    """A chunk of x [M, WIDTH] in fp32, zero past the edges."""
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)  # a tensor may have over 2**31 elements
+    column = i * CHUNK + tl.arange(0, CHUNK)
+    at = x_ptr + row[:, None] * WIDTH + column[None, :]
+    if M % ROWS == 0 and WIDTH % CHUNK == 0:
+        return to_float32(tl.load(at), PAIRS)
+    else:
+        inside = (row < M)[:, None] & (column < WIDTH)[None, :]
+        return to_float32(tl.load(at, mask=inside, other=0.0), PAIRS)
+
+
+@triton.jit
+def store_chunk(
+    y_ptr, y, block, i: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Writes a chunk to y [M, WIDTH]."""
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = i * CHUNK + tl.arange(0, CHUNK)
+    at = y_ptr + row[:, None] * WIDTH + column[None, :]
+    if M % ROWS == 0 and WIDTH % CHUNK == 0:
+        tl.store(at, y)
+    else:
+        tl.store(at, y, mask=(row < M)[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def round_chunk(
+    x, y_ptr, dtype: tl.constexpr, block, i: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """A chunk rounded to `dtype`, as fp32; written to y [M, WIDTH] if WRITE."""
+    y, exact = round_to(x, dtype)
+    if WRITE:
+        store_chunk(y_ptr, y, block, i, M, WIDTH, ROWS, CHUNK)
+    return exact
+
+
+@triton.jit
+def load_vector(x_ptr, i: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk [1, CHUNK] of a vector [WIDTH], in fp32, zero past the edge."""
+    column = (i * CHUNK + tl.arange(0, CHUNK))[None, :]
+    if WIDTH % CHUNK == 0:
+        return tl.load(x_ptr + column).to(tl.float32)
+    else:
+        return tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+
+
+# --- sums over columns and rows -----------------------------------------------------------------------
+
+
+@triton.jit
+def zero_sums(CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Sums over rows that have no terms yet."""
+    sums = ()
+    for _ in tl.static_range(CHUNKS):
+        sums = sums + (tl.zeros((CHUNK,), tl.float32),)
+    return sums
+
+
+@triton.jit
+def store_sum(y_ptr, total, i: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Writes a chunk of this program's row of y [programs, WIDTH]. XLA adds the rows in one fixed order."""
+    column = i * CHUNK + tl.arange(0, CHUNK)
+    tl.store(y_ptr + tl.program_id(0) * WIDTH + column, total, mask=column < WIDTH)
+
+
+@triton.jit
+def row_sum(xs, CHUNKS: tl.constexpr):
+    """The sum of each row: [ROWS, 1]."""
+    total = xs[0]
+    for i in tl.static_range(1, CHUNKS):
+        total += xs[i]
+    return tl.sum(total, 1)[:, None]
+
+
+@triton.jit
+def moments(
+    xs, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EPSILON: tl.constexpr
+):
+    """The rows minus their mean (zero past the edge), and the reciprocals of their standard deviations."""
+    mean = row_sum(xs, CHUNKS) * (1.0 / WIDTH)
+    centred = ()
+    squares = ()
+    for i in tl.static_range(CHUNKS):
+        x = xs[i] - mean
+        if WIDTH % CHUNK != 0:
+            x = tl.where((i * CHUNK + tl.arange(0, CHUNK) < WIDTH)[None, :], x, 0.0)
+        centred = centred + (x,)
+        squares = squares + (x * x,)
+    deviation = tl.sqrt_rn(row_sum(squares, CHUNKS) * (1.0 / WIDTH) + EPSILON)
+    return centred, tl.div_rn(tl.full(deviation.shape, 1.0, tl.float32), deviation)
+
+
+# --- quantization -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def smallest_absmax(ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Where the absolute maximum of each row starts, for each lane."""
+    return tl.full((ROWS, CHUNK), SMALLEST, tl.float32)
+
+
+@triton.jit
+def store_quantized(
+    ys, absmax, values_ptr, scale_ptr, block, M: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LARGEST: tl.constexpr,
+    INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Quantizes rows by their absolute maxima, of which each lane of `absmax` has its own."""
+    absmax = tl.reduce(absmax, 1, nan_maximum)
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(scale_ptr + row, absmax * INVERSE, mask=row < M)
+    factor = tl.div_rn(tl.full((ROWS,), LARGEST, tl.float32), absmax)[:, None]
+    for i in tl.static_range(CHUNKS):
+        values = to_quantized(ys[i] * factor, values_ptr.dtype.element_ty)
+        store_chunk(values_ptr, values, block, i, M, WIDTH, ROWS, CHUNK)
+
+
+# --- launches -----------------------------------------------------------------------------------------
+
+
+def program_count(x: jax.Array, tile: tiles.RowTile, *, persistent: bool, sums: int = 1) -> int:
+    """Programs of a row kernel: one per block of rows, or few that take block after block (`persistent`).
+
+    `sums`: rows of partial sums that each program writes.
+    """
+    blocks = triton.cdiv(x.size // x.shape[-1], tile.rows)
+    return min(blocks, tiles.row_programs(tile, sums)) if persistent else blocks
+
+
+def row_constants(x: jax.Array, tile: tiles.RowTile, *, persistent: bool) -> dict[str, int]:
+    """The sizes that a row kernel is compiled for.
+
+    Stages are tuned for 16 bits: those of fp32 rows might not fit into shared memory.
+    """
+    width = x.shape[-1]
+    return {
+        "M": x.size // width,
+        "WIDTH": width,
+        "ROWS": tile.rows,
+        "CHUNK": tile.chunk,
+        "CHUNKS": triton.cdiv(width, tile.chunk),
+        "STAGES": tile.stages if persistent and x.dtype.itemsize == 2 else 1,
+    }
+
+
+def range_constants(dtype: str | None) -> dict[str, float]:
+    """The range of the dtype that a row kernel quantizes to; None: any, it does not quantize."""
+    return {"LARGEST": LARGEST[dtype or "int8"], "INVERSE": INVERSE[dtype or "int8"]}
+
+
+def quantized_outputs(x: jax.Array, dtype: str | None) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Values and scales of the rows of x."""
+    return (
+        launcher.output(dtype, x.shape, dtype),
+        launcher.output(dtype, (*x.shape[:-1], 1), jnp.float32),
+    )
+
+
+def qtensor(values: jax.Array, scale: jax.Array, dtype: str | None) -> QTensor | None:
+    """The two outputs as one; None if the kernel did not quantize."""
+    return QTensor(values, scale) if dtype else None
+
+
+def why_not(x: jax.Array, *_, **__) -> Unavailable | None:
+    """Why a row kernel cannot read x; None: it can."""
+    if x.shape[-1] > tiles.WIDEST_ROW:
+        return Unavailable(f"takes rows of up to {tiles.WIDEST_ROW}, got {x.shape[-1]}: use 'xla'")
+    return None

@@ -1,0 +1,25 @@
+"""The call of jax-triton, and the outputs that kernels share."""
+
+import jax
+import jax.numpy as jnp
+
+
+def call(*arrays: jax.Array, **options):
+    """`jax_triton.triton_call` with floating-point fusion off.
+
+    Args:
+      *arrays: the inputs of the kernel.
+      **options: kernel, out_type, grid, num_warps, num_stages, and the kernel's constants.
+
+    Returns:
+      The outputs, of the structure of `out_type`.
+    """
+    # Imported here: the kernels also compile where jax-triton is not installed.
+    import jax_triton
+
+    return jax_triton.triton_call(*arrays, backend_options={"enable_fp_fusion": False}, **options)
+
+
+def output(wanted, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+    """An output of the kernel; one element if it is not wanted, since the kernel still needs an address."""
+    return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype if wanted else jnp.float32)
