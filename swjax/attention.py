@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from swjax.kernels import dispatch, tiles
-from swjax.linear.plans import Layout, Plan, Spec, cuts_itself, heads_plan, vary_alike
+from swjax.linear.layouts import Layout, Spec
+from swjax.linear.planning import cuts_itself, plan_heads
+from swjax.linear.plans import Plan, vary_alike
 
 NAMES = ("xla", "cudnn", "triton")
 CUDNN_MULTIPLE = 8  # of tokens; it masks what is padded
@@ -91,7 +93,7 @@ def attention(
     if implementation is None:
         implementation = _choose((q.shape[0], length or tokens, *q.shape[2:]), q, None, layout)
     if implementation == "triton":
-        plan = heads_plan(q, layout)
+        plan = plan_heads(q, layout)
         arrays = (plan.place(x, _heads(plan)) for x in vary_alike(q, k, v))
         return _attention(*arrays, causal, plan)
     if implementation == "cudnn":

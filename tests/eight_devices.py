@@ -26,7 +26,7 @@ import swjax.nnx
 from swjax import Gelu, LayerNorm, Layout
 from swjax.attention import attention
 from swjax.diagnostics import Packer
-from swjax.linear.plans import reduced
+from swjax.linear.planning import reduced
 from swjax.models import sharding
 from swjax.optax import rms_by_path, stable_adamw
 from swjax.recipes import RECIPES

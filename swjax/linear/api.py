@@ -1,0 +1,202 @@
+"""The linear layer as users call it: `switchback`, `mlp`, and `quantize_weight` for inference."""
+
+import jax
+import jax.numpy as jnp
+
+from swjax import recipes
+from swjax.kernels import dispatch
+from swjax.kernels.reference import QTensor
+from swjax.linear.checks import as_array, check_operands, weight_quantizer
+from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
+from swjax.linear.planning import plan_layer, plan_next
+from swjax.linear.plans import vary_alike
+from swjax.linear.products import Settings, prologue_spec
+from swjax.linear.prologues import Gelu, Prologue
+from swjax.linear.vjp import fused_mlp, linears
+from swjax.recipes import Recipe
+
+
+def switchback(
+    x: jax.Array,
+    w: jax.Array | QTensor | tuple[jax.Array | QTensor, ...],
+    bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
+    *,
+    recipe: str | Recipe = "switchback",
+    prologue: Prologue | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    residual: bool = False,
+    implementation: str | None = None,
+    layout: Layout | None = None,
+) -> jax.Array | tuple:
+    """Linear layer ``y = x w + bias`` with quantized products, forward and backward.
+
+    With the default recipe, SwitchBack (Alg. 1 of the paper), one scale a token for x and g, one scale
+    for w::
+
+        y  = int8(x) int8(w)  * scale_x scale_w + bias
+        dx = int8(g) int8(wT) * scale_g scale_w
+        dw = xT g                                     in the dtype of x
+
+    int8 operands are multiplied as int8 and summed in int32. The weight is quantized from `w` as given:
+    pass the fp32 parameter, not a 16-bit copy.
+
+    Args:
+      x: [..., k] float16, bfloat16 or float32; any leading dimensions, empty ones included. Its dtype is
+        that of the products that are not quantized.
+      w: [k, n] in any of these dtypes; its gradient has the same. A tuple stands for several layers of the
+        same x, such as queries, keys and values, for which x is quantized once. What `quantize_weight`
+        made of w has no gradient: y is the same, and so is dx with one scale a tensor.
+      bias: [n] or None; a tuple of these if w is one.
+      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      prologue: a `swjax.LayerNorm` or `swjax.Gelu` that x goes through first, fused with the quantizer.
+      out_dtype: dtype of y; None is that of x.
+      precision: of the products that are not quantized, as for `jax.lax.dot_general`.
+      residual: return x as well, for a residual connection to add: the gradient that comes that way is added
+        in the backward pass of the prologue, not in a pass of its own.
+      implementation: of the quantized ones, see `swjax.kernels.dispatch`; None chooses.
+      layout: where x and w lie, see `swjax.Layout`; not needed on one device and on explicit meshes.
+
+    Returns:
+      y: [..., n] in `out_dtype`; a tuple of these if w is one. With `residual`: (y, x).
+
+    Raises:
+      ValueError: shapes, dtypes, recipe or implementation do not fit.
+
+    >>> x, w = jnp.ones((2, 5, 3)), jnp.full((3, 4), 0.5)
+    >>> y = switchback(x, w)
+    >>> y.shape, float(y[0, 0, 0])
+    ((2, 5, 4), 1.5)
+    >>> [y.shape for y in switchback(x, (w, w[:, :1]), (None, None))]
+    [(2, 5, 4), (2, 5, 1)]
+
+    References:
+      Wortsman et al., "Stable and low-precision training for large-scale vision-language models",
+      NeurIPS 2023, https://arxiv.org/abs/2304.13013
+    """
+    several = isinstance(w, tuple) and not isinstance(w, QTensor)
+    ws, biases = (w, bias or (None,) * len(w)) if several else ((w,), (bias,))
+    for each in zip(ws, biases, strict=True):
+        check_operands(x, *each, recipe)
+    each = [plan_layer(x, as_array(w), layout) for w in ws]
+    settings = tuple(
+        settings_of(x, recipe, out_dtype, precision, implementation, plan) for plan in each
+    )
+    x = _place_input(x, prologue, each[0])
+    ws, biases = zip(*map(_place, ws, biases, each))
+    args = vary_alike(x, ws, biases, prologue)
+    ys, x = linears(*args, settings, residual)
+    y = ys if several else ys[0]
+    return (y, x) if residual else y
+
+
+def mlp(
+    x: jax.Array,
+    w1: jax.Array | QTensor,
+    b1: jax.Array | None,
+    w2: jax.Array | QTensor,
+    b2: jax.Array | None,
+    *,
+    recipe: str | Recipe = "switchback",
+    prologue: Prologue | None = None,
+    approximate: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    residual: bool = False,
+    implementation: str | None = None,
+    layouts: tuple[Layout | None, Layout | None] = (None, None),
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that quantize where the GELU already passes.
+
+    The same result as the two layers; in the backward pass the GELU's gradient is written once in 16 bits,
+    once quantized, and summed for b1, in one pass.
+
+    Args:
+      x: [..., k] float16, bfloat16 or float32.
+      w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None; weights as for `switchback`.
+      recipe, prologue, precision, residual, implementation: as for `switchback`, for both layers.
+      approximate: the tanh form of the GELU.
+      layouts: of x and w1, and of w2; see `swjax.Layout`.
+
+    Returns:
+      [..., n] in the dtype of x; with `residual`, that and x.
+
+    Raises:
+      ValueError: shapes, dtypes, recipe or implementation do not fit.
+
+    >>> x, w1, w2 = jnp.ones((2, 3)), jnp.ones((3, 8)), jnp.ones((8, 3))
+    >>> mlp(x, w1, None, w2, None).shape
+    (2, 3)
+    """
+    check_operands(x, w1, b1, recipe)
+    check_operands(
+        jax.ShapeDtypeStruct((*x.shape[:-1], as_array(w1).shape[1]), x.dtype), w2, b2, recipe
+    )
+    plan = plan_layer(x, as_array(w1), layouts[0])
+    plan2 = plan_next(plan, as_array(w2), layouts[1])
+    first, second = (
+        settings_of(x, recipe, None, precision, implementation, p) for p in (plan, plan2)
+    )
+    x, (w1, b1), (w2, b2) = (
+        _place_input(x, prologue, plan),
+        _place(w1, b1, plan),
+        _place(w2, b2, plan2),
+    )
+    args = vary_alike(x, w1, b1, w2, b2, prologue)
+    y, x = fused_mlp(*args, Gelu(approximate), first, second, residual)
+    return (y, x) if residual else y
+
+
+def settings_of(x, recipe, out_dtype, precision, implementation, plan) -> Settings:
+    dispatch.check(implementation)
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
+    recipe = recipes.get(recipe)
+    return Settings(recipe, x.dtype.name, out_dtype, precision, implementation, plan)
+
+
+def _place_input(x, prologue, plan):
+    return plan.place(x, plan.x if prologue is None else prologue_spec(prologue, plan))
+
+
+def _place(w, bias, plan):
+    bias = plan.place(bias, Spec((plan.n,)))
+    if not isinstance(w, QTensor):
+        return plan.place(w, plan.w), bias
+    specs = specs_of(w, as_matrix(plan.w, True))
+    return QTensor(*map(plan.place, w, specs)), bias
+
+
+def quantize_weight(
+    w: jax.Array, recipe: str | Recipe = "switchback", *, implementation: str | None = None
+) -> QTensor:
+    """`w` as the forward product of that recipe multiplies it: a quarter of fp32's bytes, for inference.
+
+    `switchback` and `mlp` take it in place of w, with the same recipe, and give the same values: it is what
+    they make of w at every call.
+
+    Args:
+      w: [k, n] float16, bfloat16 or float32.
+      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      implementation: see `swjax.kernels.dispatch`; None chooses.
+
+    Returns:
+      values [n, k], the transpose, which is how tensor cores read 8-bit matrices; scale [1, 1], or [n, 1]
+      if the recipe has one for each output channel.
+
+    Raises:
+      ValueError: the recipe's forward product is not quantized, or keeps outliers in 16 bits.
+
+    >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
+    >>> q = quantize_weight(w)
+    >>> q.values.shape, bool(jnp.all(switchback(x, q) == switchback(x, w)))
+    ((4, 3), True)
+    """
+    quantizer = weight_quantizer(recipe)
+    axes = (0, 1) if quantizer.scope == "tensor" else (0,)
+    return dispatch.run(
+        "quantize",
+        w,
+        axes=axes,
+        dtype=quantizer.dtype,
+        transpose=True,
+        implementation=implementation,
+    )
