@@ -6,12 +6,14 @@ import jax.numpy as jnp
 from swjax import recipes
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
+from swjax.linear.arithmetic import Arithmetic
 from swjax.linear.checks import as_array, check_operands, weight_quantizer
 from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
 from swjax.linear.planning import plan_layer, plan_next
 from swjax.linear.plans import vary_alike
-from swjax.linear.products import Settings, prologue_spec
+from swjax.linear.products import Settings
 from swjax.linear.prologues import Gelu, Prologue
+from swjax.linear.sharded import Sharded
 from swjax.linear.vjp import fused_mlp, linears
 from swjax.recipes import Recipe
 
@@ -78,14 +80,13 @@ def switchback(
     ws, biases = (w, bias or (None,) * len(w)) if several else ((w,), (bias,))
     for each in zip(ws, biases, strict=True):
         check_operands(x, *each, recipe)
-    each = [plan_layer(x, as_array(w), layout) for w in ws]
-    settings = tuple(
-        settings_of(x, recipe, out_dtype, precision, implementation, plan) for plan in each
+    plans = [plan_layer(x, as_array(w), layout) for w in ws]
+    layers = tuple(
+        _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
     )
-    x = _place_input(x, prologue, each[0])
-    ws, biases = zip(*map(_place, ws, biases, each))
-    args = vary_alike(x, ws, biases, prologue)
-    ys, x = linears(*args, settings, residual)
+    x = _place_input(x, prologue, layers[0])
+    ws, biases = zip(*map(_place, ws, biases, plans))
+    ys, x = linears(*vary_alike(x, ws, biases, prologue), layers, residual)
     y = ys if several else ys[0]
     return (y, x) if residual else y
 
@@ -134,27 +135,28 @@ def mlp(
     plan = plan_layer(x, as_array(w1), layouts[0])
     plan2 = plan_next(plan, as_array(w2), layouts[1])
     first, second = (
-        settings_of(x, recipe, None, precision, implementation, p) for p in (plan, plan2)
+        _settings(x, recipe, None, precision, implementation, each) for each in (plan, plan2)
     )
-    x, (w1, b1), (w2, b2) = (
-        _place_input(x, prologue, plan),
-        _place(w1, b1, plan),
-        _place(w2, b2, plan2),
-    )
+    x = _place_input(x, prologue, first)
+    (w1, b1), (w2, b2) = _place(w1, b1, plan), _place(w2, b2, plan2)
     args = vary_alike(x, w1, b1, w2, b2, prologue)
     y, x = fused_mlp(*args, Gelu(approximate), first, second, residual)
     return (y, x) if residual else y
 
 
-def settings_of(x, recipe, out_dtype, precision, implementation, plan) -> Settings:
+def _settings(x, recipe, out_dtype, precision, implementation, plan) -> Settings:
     dispatch.check(implementation)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
-    recipe = recipes.get(recipe)
-    return Settings(recipe, x.dtype.name, out_dtype, precision, implementation, plan)
+    sharded = Sharded(plan, Arithmetic(implementation, precision))
+    return Settings(recipes.get(recipe), x.dtype.name, out_dtype, sharded)
 
 
-def _place_input(x, prologue, plan):
-    return plan.place(x, plan.x if prologue is None else prologue_spec(prologue, plan))
+# Arguments are moved to the plan's shardings outside of the `custom_vjp`, so that gradients are moved back.
+
+
+def _place_input(x, prologue, settings):
+    plan = settings.plan
+    return plan.place(x, plan.x if prologue is None else settings.sharded.prologue_spec(prologue))
 
 
 def _place(w, bias, plan):

@@ -126,15 +126,17 @@ class Plan(NamedTuple):
         return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
 
     def gather(self, w, spec):
-        """What this device's products need of an array that lies at rest as `spec` says, or a QTensor."""
+        """What this device's products need of an array, or a QTensor, that is sharded as `spec` says."""
         if isinstance(w, QTensor):
             return QTensor(self.gather(w.values, spec.values), self.gather(w.scale, spec.scale))
-        # fp8 moves as bytes: XLA for CPUs would widen it on the way, and older NCCL does not know it.
-        moved = lax.bitcast_convert_type(w, jnp.int8) if w.dtype.itemsize == 1 else w
-        for axis, axes in enumerate(self._gathered(spec)):
+        dimensions = self._gathered(spec)
+        # fp8 moves as bytes: XLA for CPUs converts it to a larger type, and older NCCL does not know it.
+        as_bytes = any(dimensions) and w.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+        gathered = lax.bitcast_convert_type(w, jnp.int8) if as_bytes else w
+        for axis, axes in enumerate(dimensions):
             if axes:
-                moved = _gather(moved, axes, axis)
-        return lax.bitcast_convert_type(moved, w.dtype)
+                gathered = _gather(gathered, axes, axis)
+        return lax.bitcast_convert_type(gathered, w.dtype) if as_bytes else gathered
 
     def scatter_sum(self, dw: jax.Array) -> jax.Array:
         """What this device holds at rest of dw [k, n], summed over everybody's tokens."""

@@ -1,301 +1,210 @@
-"""One matrix product as a recipe says: quantized, sharded, computed."""
+"""The three products of a linear layer as a recipe says: which operands are quantized, and how.
 
-import math
+`swjax.linear.sharded` computes them on sharded arrays.
+"""
+
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from swjax.kernels import dispatch, reference
+from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
-from swjax.linear.layouts import Spec, as_matrix, specs_of
+from swjax.linear.layouts import Spec, as_matrix
 from swjax.linear.plans import Plan
-from swjax.linear.prologues import Prologue, add
+from swjax.linear.sharded import Operand, Sharded, transposed_operand
 from swjax.recipes import Product, Quantizer, Recipe
 
 
 class Settings(NamedTuple):
-    """What the products of a layer share; all of it static."""
+    """How a layer computes; static.
+
+    Attributes:
+      recipe: what each product is computed in.
+      dtype: of the products that are not quantized.
+      out_dtype: of the layer's output.
+      sharded: what computes the products.
+    """
 
     recipe: Recipe
-    dtype: str  # of the products that are not quantized
+    dtype: str
     out_dtype: str
-    precision: jax.lax.PrecisionLike
-    implementation: str | None
-    plan: Plan
+    sharded: Sharded
+
+    @property
+    def plan(self) -> Plan:
+        return self.sharded.plan
+
+    @property
+    def quantizes_weight_once(self) -> bool:
+        """Whether the forward product and the input's gradient read the same quantized weight."""
+        fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
+        alike = fwd is not None and dgrad is not None and fwd.rhs == dgrad.rhs
+        return alike and fwd.rhs.scope == "tensor"
 
 
-class Operand(NamedTuple):
-    """A matrix, perhaps with leading axes, in the forms that exist of it."""
+class Forms(NamedTuple):
+    """The forms of a matrix, perhaps with leading axes, that are available; the others are None.
 
-    wide: jax.Array | None = None
+    Attributes:
+      high_precision: the matrix itself.
+      quantized: the matrix quantized.
+      transposed: the transpose quantized, of a matrix without leading axes; `quantize_weight` returns it.
+    """
+
+    high_precision: jax.Array | None = None
     quantized: QTensor | None = None
-    transposed: QTensor | None = None  # of a matrix: what `quantize_weight` gives
+    transposed: QTensor | None = None
 
 
-def kernels_run(settings) -> bool:
-    """Kernels sum over the last axis; XLA for CPUs takes either, and is slow with what was transposed."""
-    return jax.default_backend() == "gpu" and settings.implementation != "xla"
-
-
-def named(q: QTensor, name: str) -> QTensor:
-    """For `swjax.checkpoint_policies`. fp8 is kept as bytes: `jax.checkpoint` rounds floats that it keeps to
-    what IEEE makes of their bits, whose e4m3 ends at 240, not at 448."""
-    values, dtype = q.values, q.values.dtype
-    if dtype != jnp.int8:
-        values = jax.lax.bitcast_convert_type(values, jnp.uint8)
-    values = checkpoint_name(values, f"{name}_q")
-    if dtype != jnp.int8:
-        values = jax.lax.bitcast_convert_type(values, dtype)
-    return QTensor(values, checkpoint_name(q.scale, f"{name}_scale"))
+# --- the quantized forms ------------------------------------------------------------------------------
 
 
 def quantizes_rows(product: Product | None) -> bool:
-    """Is its left operand quantized by rows, as the fused quantizers do?"""
+    """Whether the left operand is quantized row-wise, as the fused quantizers do."""
     return product is not None and product.lhs.scope == "row" and not product.outlier_threshold
 
 
-def _runner(settings) -> Callable:
-    return partial(dispatch.run, implementation=settings.implementation)
+def quantize_input(x: jax.Array, settings: Settings) -> QTensor:
+    """x as the forward product reads it."""
+    return settings.sharded.quantize(settings.recipe.fwd.lhs, x, settings.plan.x, -1)
 
 
-def multiply(
-    name: str,
-    a: Operand,
-    b: Operand,
-    bias: jax.Array | None = None,
-    *,
+def weight_forms(w: jax.Array, settings: Settings) -> Forms:
+    """w in the forms that the forward product and the input's gradient read."""
+    recipe, sharded = settings.recipe, settings.sharded
+    once = settings.quantizes_weight_once
+    if once and sharded.arithmetic.reads_last_axis:
+        forms = sharded.quantize_both(w, recipe.fwd.rhs.dtype)
+    elif once or recipe.save_quantized:
+        forms = (sharded.quantize(recipe.fwd.rhs, w, settings.plan.w, 0),)
+    else:
+        return Forms(w)
+    # Outliers are multiplied with w itself.
+    keeps_w = recipe.fwd.outlier_threshold or recipe.dgrad.outlier_threshold
+    return Forms(w if keeps_w else None, *(named(q, "swjax_w") for q in forms))
+
+
+def named(q: QTensor, name: str) -> QTensor:
+    """A quantized array that `swjax.checkpoint_policies` save. fp8 values are saved as bytes."""
+    values = checkpoint_name(to_bytes(q.values), f"{name}_q")
+    return QTensor(from_bytes(values, q.values.dtype), checkpoint_name(q.scale, f"{name}_scale"))
+
+
+def to_bytes(values: jax.Array) -> jax.Array:
+    """fp8 values as uint8; other arrays are returned as they are.
+
+    `jax.checkpoint` rounds the floats that it saves with `jax.lax.reduce_precision`, whose largest e4m3
+    value is 240, not 448: larger values become NaN.
+    """
+    if values.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        return jax.lax.bitcast_convert_type(values, jnp.uint8)
+    return values
+
+
+def from_bytes(values: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Inverse of `to_bytes` for values of that dtype."""
+    if values.dtype == jnp.uint8:
+        return jax.lax.bitcast_convert_type(values, dtype)
+    return values
+
+
+# --- the products -------------------------------------------------------------------------------------
+
+
+def output(x: Forms, w: Forms, bias: jax.Array | None, settings: Settings) -> jax.Array:
+    """y = x w + bias, in `settings.out_dtype`."""
+    plan, sharded = settings.plan, settings.sharded
+
+    def compute(x, w, bias, out_dtype):
+        if isinstance(w.value, QTensor) and not already_quantized:
+            w = w._replace(value=named(w.value, "swjax_w"))
+        return sharded.output(x, w, bias, out_dtype=out_dtype)
+
+    already_quantized = w.quantized is not None
+    sides = (plan.x, -1), (plan.w, 0)
+    return _multiply(settings.recipe.fwd, x, w, bias, sides, compute, settings.out_dtype, settings)
+
+
+def input_gradient(g: Forms, w: Forms, settings: Settings, *, summed: bool = True) -> jax.Array:
+    """dx = g wT, in `settings.dtype`; for `summed` see `Sharded.input_gradient`."""
+    plan, sharded = settings.plan, settings.sharded
+
+    def compute(g, w, _, out_dtype):
+        return sharded.input_gradient(g, w, out_dtype=out_dtype, summed=summed)
+
+    sides = (plan.y, -1), (plan.w, -1)
+    return _multiply(settings.recipe.dgrad, g, w, None, sides, compute, settings.dtype, settings)
+
+
+def weight_gradient(x: Forms, g: Forms, settings: Settings, *, out_dtype: str) -> jax.Array:
+    """dw = xT g, in `out_dtype`."""
+    plan, sharded = settings.plan, settings.sharded
+
+    def compute(x, g, _, out_dtype):
+        return sharded.weight_gradient(x, g, out_dtype=out_dtype)
+
+    sides = (plan.x, 0), (plan.y, 0)
+    return _multiply(settings.recipe.wgrad, x, g, None, sides, compute, out_dtype, settings)
+
+
+Side = tuple[Spec, int]  # how an operand is sharded, and the axis that its product sums over
+
+
+def _multiply(
+    product: Product | None,
+    a: Forms,
+    b: Forms,
+    bias: jax.Array | None,
+    sides: tuple[Side, Side],
+    compute: Callable[..., jax.Array],
     out_dtype: str,
     settings: Settings,
-    summed: bool = True,
 ) -> jax.Array:
-    """The product of that name: "fwd" of x and w, "dgrad" of g and w, or "wgrad" of x and g."""
-    product, multiply = getattr(settings.recipe, name), partial(_in_shards, name, settings, summed)
-    if product is None or product.outlier_threshold:
-        wide_a, wide_b = _widen(a, settings.dtype), _widen(b, settings.dtype)
+    """`compute(a, b, bias, out_dtype)` of operands as `product` wants them."""
+    side_a, side_b = sides
     if product is None:
-        return multiply(wide_a, wide_b, bias, out_dtype)
-
-    (a_spec, a_axis), (b_spec, b_axis) = _geometry(name, settings.plan)
-    if product.outlier_threshold:
-        inliers, outliers = _split_outliers(
-            wide_a, product.outlier_threshold, a_spec, settings.plan
-        )
-        a = Operand(inliers)
-    narrow_a = _narrow(product.lhs, a, a_spec, a_axis, settings)
-    narrow_b = _narrow(product.rhs, b, b_spec, b_axis, settings)
-    if name == "fwd" and b.quantized is None:
-        narrow_b = narrow_b._replace(q=named(narrow_b.q, "swjax_w"))
+        a, b = (_high_precision(each, *side, settings) for each, side in ((a, side_a), (b, side_b)))
+        return compute(a, b, bias, out_dtype)
+    b_quantized = _quantized(product.rhs, b, *side_b, settings)
     if not product.outlier_threshold:
-        return multiply(narrow_a, narrow_b, bias, out_dtype)
-    narrow = multiply(narrow_a, narrow_b, bias, "float32")
-    return (narrow + multiply(outliers, wide_b, None, "float32")).astype(out_dtype)
+        return compute(_quantized(product.lhs, a, *side_a, settings), b_quantized, bias, out_dtype)
+    a = _high_precision(a, *side_a, settings)
+    inliers, outliers = settings.sharded.split_outliers(a.value, product.outlier_threshold, a.spec)
+    inliers = _quantized(product.lhs, Forms(inliers), *side_a, settings)
+    y = compute(inliers, b_quantized, bias, "float32")
+    b = _high_precision(b, *side_b, settings)
+    return (y + compute(a._replace(value=outliers), b, None, "float32")).astype(out_dtype)
 
 
-def _geometry(name: str, plan: Plan) -> tuple[tuple[Spec, int], tuple[Spec, int]]:
-    """Where a product's operands lie, and the axis it sums over in each; 0 of x and g: all their tokens."""
-    return {
-        "fwd": ((plan.x, -1), (plan.w, 0)),
-        "dgrad": ((plan.y, -1), (plan.w, -1)),
-        "wgrad": ((plan.x, 0), (plan.y, 0)),
-    }[name]
+def _high_precision(forms: Forms, spec: Spec, axis: int, settings: Settings) -> Operand:
+    return Operand(as_array(forms, settings.dtype), spec, axis)
 
 
-class _Narrow(NamedTuple):
-    """A quantized operand of a product."""
-
-    q: QTensor
-    specs: QTensor
-    axis: int  # that is summed over
-
-
-def _in_shards(name, settings, summed, a, b, bias, out_dtype) -> jax.Array:
-    """The product of two operands, both narrow or both wide.
-
-    Not summed it has a leading axis, along which lie what devices have of each sum."""
-    plan, contract = settings.plan, None
-    (a_spec, _), (b_spec, _) = _geometry(name, plan)
-    if isinstance(a, _Narrow):
-        (a, a_spec, a_axis), (b, b_spec, b_axis) = a, b
-        contract = a_axis, b_axis
-    if name == "wgrad":
-        rounded = plan.reduce_dtype if plan.splits(plan.token_axes) else None
-        multiply = partial(_local_product, name, settings, rounded or out_dtype, contract)
-
-        def step(x, g):
-            return plan.scatter_sum(multiply(x, g, None)).astype(out_dtype)
-
-        return plan.run(step, (a, b), (a_spec, b_spec), plan.w)
-    multiply = partial(_local_product, name, settings, out_dtype, contract)
-    reduced, out_spec = (plan.k, plan.y) if name == "fwd" else (plan.n, plan.x)
-
-    def step(a, w, bias):
-        bias = None if bias is None else plan.once(bias, reduced)
-        y = multiply(a, plan.gather(w, b_spec), bias)
-        return plan.sum(y, reduced) if summed else y[None]
-
-    out_spec = out_spec if summed else Spec((reduced, *out_spec))
-    return plan.run(step, (a, b, bias), (a_spec, b_spec, Spec((plan.n,))), out_spec)
+def as_array(forms: Forms, dtype: str) -> jax.Array:
+    """The matrix itself, or what its quantized form stands for."""
+    if forms.high_precision is not None:
+        return forms.high_precision.astype(dtype)
+    q = forms.transposed.T if forms.quantized is None else forms.quantized
+    return reference.dequantize(q, dtype)
 
 
-def sum_of(dxs: tuple[jax.Array, ...], plan: Plan) -> jax.Array:
-    """The input's gradient from what `_in_shards` has not summed."""
-
-    def step(*dxs):
-        return plan.sum(add(*(dx[0] for dx in dxs)), plan.n)
-
-    return plan.run(step, dxs, (Spec((plan.n, *plan.x)),) * len(dxs), plan.x)
-
-
-def _local_product(name, settings, out_dtype, contract, a, b, bias):
-    run = _runner(settings)
-    if isinstance(a, QTensor):
-        return run("matmul", a, b, bias, out_dtype=out_dtype, contract=contract)
-    precision = settings.precision
-    if name == "wgrad":
-        return run("weight_gradient", _flat(a), _flat(b), out_dtype=out_dtype, precision=precision)
-    axes = ((a.ndim - 1,), (0 if name == "fwd" else 1,))
-    return reference.dot(a, b, axes, bias, out_dtype=out_dtype, precision=precision)
-
-
-def _narrow(quantizer: Quantizer, t: Operand, spec: Spec, axis: int, settings) -> _Narrow:
-    """`t` quantized, for a product that sums over `axis`."""
-    forms = (t.quantized, False), (t.transposed, True)
-    for q, transposed in forms[::-1] if axis == 0 else forms:  # first what sums over its last axis
+def _quantized(
+    quantizer: Quantizer, forms: Forms, spec: Spec, axis: int, settings: Settings
+) -> Operand:
+    """The form that fits this quantizer and a sum over `axis`, or else one quantized here."""
+    available = [(forms.quantized, False), (forms.transposed, True)]
+    for q, transposed in reversed(available) if axis == 0 else available:
         along = -1 - axis if transposed else axis
         if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
             continue
         if axis == -1 or q.values.ndim == 2:
-            specs = specs_of(q, as_matrix(spec, True) if transposed else spec)
-            return _Narrow(q, specs, along)
-    wide = _widen(t, "float32") if t.wide is None else t.wide
-    transpose = axis == 0 and kernels_run(settings)
-    q = quantize(quantizer, wide, spec, axis, settings, transpose)
-    spec = as_matrix(spec, transpose) if axis == 0 else spec
-    return _Narrow(q, specs_of(q, spec), -1 if transpose else axis)
-
-
-def quantize(
-    quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, settings, transpose: bool = False
-) -> QTensor:
-    """`x` for a product that sums over `axis`; for axis 0 as a matrix [all but the last axis, the last]."""
-    plan, run, per_tensor = settings.plan, _runner(settings), quantizer.scope == "tensor"
-    spec_out = as_matrix(spec, False) if axis == 0 else spec
-    spanned = spec_out if per_tensor else (spec_out[axis],)
-    options = {"dtype": quantizer.dtype, "transpose": transpose}
-
-    def step(x):
-        x = _flat(x) if axis == 0 else x
-        axes = tuple(range(x.ndim)) if per_tensor else (axis % x.ndim,)
-        if not plan.splits(*spanned):
-            return run("quantize", x, axes=axes, **options)
-        absmax = plan.maximum(reference.absolute_maximum(x, axes), *spanned)
-        return run("quantize_by", x, absmax, **options)
-
-    whole = range(len(spec_out)) if per_tensor else (axis % len(spec_out),)
-    scale = Spec(() if i in whole else axes for i, axes in enumerate(spec_out))
-    specs = QTensor(spec_out, scale)
-    if transpose:
-        specs = QTensor(*(Spec(reversed(spec)) for spec in specs))
-    q = plan.run(step, (x,), (spec,), specs)
-    return _fixed_scale(q) if per_tensor else q
-
-
-def quantize_both(w: jax.Array, dtype: str, settings) -> tuple[QTensor, QTensor]:
-    """w by one scale, as it lies and transposed."""
-    plan, run, one = settings.plan, _runner(settings), Spec(((), ()))
-
-    def step(w):
-        # Of parts: one pass for XLA, which takes two for one maximum of all.
-        parts = math.gcd(w.size, 256)
-        absmax = reference.absolute_maximum(w.reshape(parts, -1), (1,)).reshape(parts)
-        if plan.splits(*plan.w):
-            absmax = plan.maximum(reference.absolute_maximum(absmax, (0,)), *plan.w)
-        return run("quantize_both", w, absmax, dtype=dtype)
-
-    specs = QTensor(plan.w, one), QTensor(as_matrix(plan.w, True), one)
-    return tuple(map(_fixed_scale, plan.run(step, (w,), (plan.w,), specs)))
-
-
-def _fixed_scale(q: QTensor) -> QTensor:
-    """Before jax 0.12 XLA moves constants from one factor of a product of scales to the other: then the last
-    bit of y would depend on whether the scale of w is computed here or is an argument."""
-    return q._replace(scale=jax.lax.optimization_barrier(q.scale))
-
-
-def quantize_and_sum(g: jax.Array, dtype: str, settings):
-    plan, run = settings.plan, _runner(settings)
-
-    def step(g):
-        q, total = run("quantize_and_sum", g, dtype=dtype)
-        return q, plan.sum(total, *plan.tokens)
-
-    return plan.run(
-        step, (g,), (plan.y,), (QTensor(plan.y, Spec((*plan.tokens, ()))), Spec((plan.n,)))
-    )
-
-
-def apply(prologue: Prologue, x, *, quantize_to, wide, settings):
-    options = {
-        "quantize_to": quantize_to,
-        "wide": wide,
-        "implementation": settings.implementation,
-    }
-    spec = prologue_spec(prologue, settings.plan)
-    q_spec = QTensor(spec, Spec((*spec[:-1], ())))
-    return settings.plan.run(
-        lambda prologue, x: prologue.forward(x, **options),
-        (prologue, x),
-        (Spec(), spec),
-        (spec if wide else None, q_spec if quantize_to else None),
-    )
-
-
-def apply_backward(prologue: Prologue, x, gradients, residual, quantize_to, again, settings):
-    plan, options = settings.plan, {"quantize_to": quantize_to, "again": again}
-
-    def step(prologue, x, gradients, residual):
-        (dx, dx_q, total), dprologue, y = prologue.backward(
-            x, gradients, residual, implementation=settings.implementation, **options
-        )
-        total, dprologue = plan.sum((total, dprologue), *plan.tokens)
-        return (dx, dx_q, total), dprologue, y
-
-    spec = prologue_spec(prologue, plan)
-    q_spec = QTensor(spec, Spec((*spec[:-1], ()))) if quantize_to else None
-    sum_spec = None if prologue.whole_rows else Spec(spec[-1:])
-    out_specs = ((spec, q_spec, sum_spec), Spec(), spec if again else None)
-    arrays = (prologue, x, gradients, residual)
-    return plan.run(step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs)
-
-
-def prologue_spec(prologue: Prologue, plan: Plan) -> Spec:
-    return Spec((*plan.tokens, ())) if prologue.whole_rows else plan.x
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    """Leading dimensions as one. XLA for GPUs fails to compile some int8 sums over several."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _widen(t: Operand, dtype: str) -> jax.Array:
-    if t.wide is not None:
-        return t.wide.astype(dtype)
-    return reference.dequantize(t.transposed.T if t.quantized is None else t.quantized, dtype)
-
-
-def _split_outliers(x, threshold: float, spec: Spec, plan: Plan):
-    """x as a sum of two: the features below `threshold` for every token, and the others."""
-
-    def step(x):
-        features = reference.absolute_maximum(x, tuple(range(x.ndim - 1)))
-        outlier = ~(
-            plan.maximum(features, *plan.tokens) < threshold
-        )  # NaN is one, on every platform
-        zero = jnp.zeros((), x.dtype)
-        return jnp.where(outlier, zero, x), jnp.where(outlier, x, zero)
-
-    return plan.run(step, (x,), (spec,), (spec, spec))
+            return transposed_operand(q, spec, axis, transposed=transposed)
+    x = forms.high_precision
+    x = as_array(forms, "float32") if x is None else x
+    transpose = axis == 0 and settings.sharded.arithmetic.reads_last_axis
+    q = settings.sharded.quantize(quantizer, x, spec, axis, transpose=transpose)
+    spec = as_matrix(spec, False) if axis == 0 else spec
+    return transposed_operand(q, spec, axis, transposed=transpose)
