@@ -1,5 +1,7 @@
 """The linear layer as users call it: `switchback`, `mlp`, and `quantize_weight` for inference."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -7,8 +9,9 @@ from swjax import recipes
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear.arithmetic import Arithmetic
-from swjax.linear.checks import as_array, check_operands, weight_quantizer
+from swjax.linear.checks import check_dtypes, check_shapes, weight_array, weight_quantizer
 from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
+from swjax.linear.plain import is_plain, plain_output
 from swjax.linear.planning import plan_layer, plan_next
 from swjax.linear.plans import vary_alike
 from swjax.linear.products import Settings
@@ -79,14 +82,19 @@ def switchback(
     several = isinstance(w, tuple) and not isinstance(w, QTensor)
     ws, biases = (w, bias or (None,) * len(w)) if several else ((w,), (bias,))
     for each in zip(ws, biases, strict=True):
-        check_operands(x, *each, recipe)
-    plans = [plan_layer(x, as_array(w), layout) for w in ws]
+        check_shapes(x, *each, recipe)
+    plans = [plan_layer(x, weight_array(w), layout) for w in ws]
     layers = tuple(
         _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
     )
-    x = _place_input(x, prologue, layers[0])
-    ws, biases = zip(*map(_place, ws, biases, plans))
-    ys, x = linears(*vary_alike(x, ws, biases, prologue), layers, residual)
+    if prologue is None and all(map(partial(is_plain, x), ws, biases, layers)):
+        ys = tuple(plain_output(x, *each, precision) for each in zip(ws, biases))
+    else:
+        for each in zip(ws, biases):
+            check_dtypes(x, *each)
+        x = _place_input(x, prologue, layers[0])
+        ws, biases = zip(*map(_place, ws, biases, plans))
+        ys, x = linears(*vary_alike(x, ws, biases, prologue), layers, residual)
     y = ys if several else ys[0]
     return (y, x) if residual else y
 
@@ -128,12 +136,13 @@ def mlp(
     >>> mlp(x, w1, None, w2, None).shape
     (2, 3)
     """
-    check_operands(x, w1, b1, recipe)
-    check_operands(
-        jax.ShapeDtypeStruct((*x.shape[:-1], as_array(w1).shape[1]), x.dtype), w2, b2, recipe
-    )
-    plan = plan_layer(x, as_array(w1), layouts[0])
-    plan2 = plan_next(plan, as_array(w2), layouts[1])
+    check_shapes(x, w1, b1, recipe)
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], weight_array(w1).shape[1]), x.dtype)
+    check_shapes(hidden, w2, b2, recipe)
+    check_dtypes(x, w1, b1)
+    check_dtypes(hidden, w2, b2)
+    plan = plan_layer(x, weight_array(w1), layouts[0])
+    plan2 = plan_next(plan, weight_array(w2), layouts[1])
     first, second = (
         _settings(x, recipe, None, precision, implementation, each) for each in (plan, plan2)
     )
