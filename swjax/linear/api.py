@@ -87,7 +87,9 @@ def switchback(
     layers = tuple(
         _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
     )
-    if prologue is None and all(map(partial(is_plain, x), ws, biases, layers)):
+    if _has_no_tokens(x, plans[0]):
+        ys = tuple(_no_outputs(x, *each) for each in zip(ws, layers))
+    elif prologue is None and all(map(partial(is_plain, x), ws, biases, layers)):
         ys = tuple(plain_output(x, *each, precision) for each in zip(ws, biases))
     else:
         for each in zip(ws, biases):
@@ -146,6 +148,9 @@ def mlp(
     first, second = (
         _settings(x, recipe, None, precision, implementation, each) for each in (plan, plan2)
     )
+    if _has_no_tokens(x, plan):
+        y = _no_outputs(x, w2, second)
+        return (y, x) if residual else y
     x = _place_input(x, prologue, first)
     (w1, b1), (w2, b2) = _place(w1, b1, plan), _place(w2, b2, plan2)
     args = vary_alike(x, w1, b1, w2, b2, prologue)
@@ -158,6 +163,18 @@ def _settings(x, recipe, out_dtype, precision, implementation, plan) -> Settings
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
     sharded = Sharded(plan, Arithmetic(implementation, precision))
     return Settings(recipes.get(recipe), x.dtype.name, out_dtype, sharded)
+
+
+# XLA does not compile a `jax.shard_map` whose results are constants, as the sums over no tokens are.
+
+
+def _has_no_tokens(x, plan) -> bool:
+    return plan.mesh is not None and 0 in x.shape[:-1]
+
+
+def _no_outputs(x, w, settings) -> jax.Array:
+    shape = (*x.shape[:-1], weight_array(w).shape[1])
+    return settings.plan.place(jnp.zeros(shape, settings.out_dtype), settings.plan.y)
 
 
 # Arguments are moved to the plan's shardings outside of the `custom_vjp`, so that gradients are moved back.

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from swjax.linear.layouts import Layout, Spec, device_count, fitting_spec, free_axes, union
+from swjax.linear.layouts import Axes, Layout, Spec, device_count, fitting_spec, free_axes, union
 from swjax.linear.plans import Plan
 
 
@@ -45,8 +45,8 @@ def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout | No
     if not split_k and k_size % device_count(mesh, cut + gathered[0]) == 0:
         split_k = cut
     at_rest = Spec((split_k + gathered[0], split_n + gathered[1]))
-    reduce = (layout.reduce_dtype, layout.reduce_later) if layout else ()
-    return Plan(mesh, tuple(tokens), split_k, split_n, at_rest, *reduce)
+    reduce = (layout.reduce_dtype, layout.reduce_later) if layout else (None, False)
+    return Plan(mesh, tuple(tokens), split_k, split_n, at_rest, *reduce, mapped_axes(mesh))
 
 
 def plan_batch(tokens: P, x: jax.Array, *others: jax.Array) -> Plan:
@@ -59,7 +59,7 @@ def plan_batch(tokens: P, x: jax.Array, *others: jax.Array) -> Plan:
     if mesh is None or (not explicit and all(mesh.shape[axis] == 1 for axis in free_axes(mesh))):
         return Plan(None, ((),))
     spec = jax.typeof(x).sharding.spec if explicit else tokens
-    return Plan(mesh, fitting_spec(spec, x.shape[:1], mesh))
+    return Plan(mesh, fitting_spec(spec, x.shape[:1], mesh), mapped=mapped_axes(mesh))
 
 
 def cuts_itself(x: jax.Array, layout: Layout | None) -> bool:
@@ -84,7 +84,8 @@ def plan_heads(q: jax.Array, layout: Layout | None) -> Plan:
     else:
         (b,) = fitting_spec(layout.tokens, q.shape[:1], mesh)
         (h,) = fitting_spec(P(*layout.w[1:2]), q.shape[2:3], mesh)
-    return Plan(mesh, (b,), n=tuple(axis for axis in h if axis not in b))
+    n = tuple(axis for axis in h if axis not in b)
+    return Plan(mesh, (b,), n=n, mapped=mapped_axes(mesh))
 
 
 def reduced(w: jax.Array, x: jax.Array, layout: Layout | None) -> jax.Array:
@@ -119,3 +120,20 @@ def mesh_of(*arrays: jax.Array) -> AbstractMesh | None:
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(a).sharding.mesh for a in arrays)]
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     return mesh if mesh is not None and free_axes(mesh) else None
+
+
+def mapped_axes(mesh: AbstractMesh) -> Axes:
+    """The explicit axes that a surrounding `jax.vmap` maps over: a `jax.shard_map` cannot take these.
+
+    The backward rule of a `custom_vjp` runs outside of the `jax.vmap`, and cannot find out.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return ()
+    taken = []
+
+    def look():
+        taken.extend(jax.sharding.get_abstract_mesh().manual_axes)
+
+    step = jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=None, check_vma=False)
+    jax.eval_shape(step)
+    return tuple(axis for axis in free_axes(mesh) if axis not in taken)

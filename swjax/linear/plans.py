@@ -44,6 +44,7 @@ class Plan(NamedTuple):
       w: of w [k, n] at rest: k, n and after them the axes that it is gathered over.
       reduce_dtype: of sums of dw; None: its own.
       reduce_later: whether `reduced` sums dw over devices that hold all of it.
+      mapped: the explicit axes that a surrounding `jax.vmap` maps over.
     """
 
     mesh: AbstractMesh | None
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     w: Spec = Spec(((), ()))
     reduce_dtype: str | None = None
     reduce_later: bool = False
+    mapped: Axes = ()
 
     @property
     def x(self) -> Spec:
@@ -98,11 +100,18 @@ class Plan(NamedTuple):
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            # No names stand for all axes but those that an outer vmap maps over.
-            axis_names=set(free_axes(self.mesh)) if self.mesh.manual_axes else set(),
+            axis_names=self._manual_axes,
             check_vma=False,
         )(*arrays)
         return jax.tree.map(lambda x: _vary(x, _varying(arrays)), results)
+
+    @property
+    def _manual_axes(self) -> set[str]:
+        """The axes of the `jax.shard_map`s. The empty set stands for all of them, which `jax.vmap` with a
+        `spmd_axis_name` needs."""
+        if not self.mesh.manual_axes and not self.mapped:
+            return set()
+        return set(free_axes(self.mesh)) - set(self.mapped)
 
     def _reshard(self, spec: P, tree):
         return jax.tree.map(lambda x: jax.reshard(x, jax.NamedSharding(self.mesh, spec)), tree)
@@ -166,6 +175,11 @@ def _gather(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
 
 def _scatter_sum(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
     """This device's part along `axis` of the sum of everybody's x."""
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        # Inside of a `jax.vmap` over an explicit axis, where JAX fails to lower a reduce-scatter.
+        size = x.shape[axis] // lax.axis_size(axes)
+        start = lax.axis_index(axes) * size
+        return lax.dynamic_slice_in_dim(lax.psum(x, axes), start, size, axis)
     if axis == 0:
         return lax.psum_scatter(x, axes, tiled=True)
     parts = x.reshape(*x.shape[:axis], lax.axis_size(axes), -1, *x.shape[axis + 1 :])
