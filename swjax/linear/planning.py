@@ -116,10 +116,10 @@ _reduced.defvjp(lambda w, plan: (w, None), _reduce)
 
 
 def mesh_of(*arrays: jax.Array) -> AbstractMesh | None:
-    """The mesh in context, or else that of the arrays; None: there is nothing to split over."""
+    """The mesh in context, or else that of the arrays; None: there is nothing to shard over."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(a).sharding.mesh for a in arrays)]
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
-    return mesh if mesh is not None and free_axes(mesh) else None
+    return mesh if mesh is not None and set(free_axes(mesh)) - set(mapped_axes(mesh)) else None
 
 
 def mapped_axes(mesh: AbstractMesh) -> Axes:
