@@ -26,7 +26,9 @@ from swjax.recipes import RECIPES
 PAGE = Path(__file__).parent.parent / "docs" / "transformations.md"
 
 YES = "yes"
-NO_FORWARD_MODE = "no: `TypeError: can't apply forward-mode autodiff (jvp) to a custom_vjp function`"
+NO_FORWARD_MODE = (
+    "no: `TypeError: can't apply forward-mode autodiff (jvp) to a custom_vjp function`"
+)
 STANDARD_ONLY = {name: YES if name == "standard" else NO_FORWARD_MODE for name in RECIPES}
 
 # {transformation: its outcome, of all recipes or of each}
