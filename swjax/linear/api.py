@@ -36,37 +36,40 @@ def switchback(
 ) -> jax.Array | tuple:
     """Linear layer ``y = x w + bias`` with quantized products, forward and backward.
 
-    With the default recipe, SwitchBack (Alg. 1 of the paper), one scale a token for x and g, one scale
-    for w::
+    The default recipe is SwitchBack (Alg. 1 of the paper, `swjax.linear.algorithm`): one scale for each token
+    of x and g, one scale for w::
 
         y  = int8(x) int8(w)  * scale_x scale_w + bias
         dx = int8(g) int8(wT) * scale_g scale_w
         dw = xT g                                     in the dtype of x
 
     int8 operands are multiplied as int8 and summed in int32. The weight is quantized from `w` as given:
-    pass the fp32 parameter, not a 16-bit copy.
+    pass the fp32 parameter, not a 16-bit copy. Derivatives of the gradient are straight-through: those of
+    exact products, see docs/transformations.md.
 
     Args:
-      x: [..., k] float16, bfloat16 or float32; any leading dimensions, empty ones included. Its dtype is
-        that of the products that are not quantized.
-      w: [k, n] in any of these dtypes; its gradient has the same. A tuple stands for several layers of the
-        same x, such as queries, keys and values, for which x is quantized once. What `quantize_weight`
-        made of w has no gradient: y is the same, and so is dx with one scale a tensor.
+      x: [..., k] float16, bfloat16 or float32; any leading dimensions, empty ones included. Products that are
+        not quantized are computed in its dtype. With the recipe "standard" also float64 or complex, if w,
+        bias and y have the same dtype and neither `prologue` nor `layout` is given.
+      w: [k, n], dtypes as for x; its gradient has the dtype of w. A tuple is several layers of one input,
+        such as queries, keys and values, for which x is quantized once. A weight from `quantize_weight` has
+        no gradient; y is the same, and so is dx if the recipe has one scale for w.
       bias: [n] or None; a tuple of these if w is one.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
-      prologue: a `swjax.LayerNorm` or `swjax.Gelu` that x goes through first, fused with the quantizer.
+      prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to x first, fused with the quantizer.
       out_dtype: dtype of y; None is that of x.
       precision: of the products that are not quantized, as for `jax.lax.dot_general`.
-      residual: return x as well, for a residual connection to add: the gradient that comes that way is added
-        in the backward pass of the prologue, not in a pass of its own.
-      implementation: of the quantized ones, see `swjax.kernels.dispatch`; None chooses.
-      layout: where x and w lie, see `swjax.Layout`; not needed on one device and on explicit meshes.
+      residual: return x as well, for a residual connection. The gradient that arrives through it is added in
+        the backward pass of the prologue, which saves a pass over it.
+      implementation: of the quantized products, see `swjax.kernels.dispatch`; None chooses.
+      layout: how x and w are sharded, see `swjax.Layout`; not needed on one device and on explicit meshes.
 
     Returns:
       y: [..., n] in `out_dtype`; a tuple of these if w is one. With `residual`: (y, x).
 
     Raises:
-      ValueError: shapes, dtypes, recipe or implementation do not fit.
+      ValueError: an argument is no array; shapes or dtypes do not fit; there is no such recipe or
+        implementation.
 
     >>> x, w = jnp.ones((2, 5, 3)), jnp.full((3, 4), 0.5)
     >>> y = switchback(x, w)
@@ -116,10 +119,10 @@ def mlp(
     implementation: str | None = None,
     layouts: tuple[Layout | None, Layout | None] = (None, None),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that quantize where the GELU already passes.
+    """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that share passes with the GELU between them.
 
-    The same result as the two layers; in the backward pass the GELU's gradient is written once in 16 bits,
-    once quantized, and summed for b1, in one pass.
+    The result is that of the two layers. In the backward pass one pass writes the GELU's gradient, in 16 bits
+    and quantized, and sums it for b1.
 
     Args:
       x: [..., k] float16, bfloat16 or float32.
@@ -132,7 +135,8 @@ def mlp(
       [..., n] in the dtype of x; with `residual`, that and x.
 
     Raises:
-      ValueError: shapes, dtypes, recipe or implementation do not fit.
+      ValueError: an argument is no array; shapes or dtypes do not fit; there is no such recipe or
+        implementation.
 
     >>> x, w1, w2 = jnp.ones((2, 3)), jnp.ones((3, 8)), jnp.ones((8, 3))
     >>> mlp(x, w1, None, w2, None).shape
@@ -196,10 +200,10 @@ def _place(w, bias, plan):
 def quantize_weight(
     w: jax.Array, recipe: str | Recipe = "switchback", *, implementation: str | None = None
 ) -> QTensor:
-    """`w` as the forward product of that recipe multiplies it: a quarter of fp32's bytes, for inference.
+    """`w` as the forward product of that recipe reads it: a quarter of the bytes of fp32, for inference.
 
-    `switchback` and `mlp` take it in place of w, with the same recipe, and give the same values: it is what
-    they make of w at every call.
+    `switchback` and `mlp` take it in place of w, with the same recipe, and return the same values: without it
+    they quantize w at every call.
 
     Args:
       w: [k, n] float16, bfloat16 or float32.
@@ -207,8 +211,8 @@ def quantize_weight(
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Returns:
-      values [n, k], the transpose, which is how tensor cores read 8-bit matrices; scale [1, 1], or [n, 1]
-      if the recipe has one for each output channel.
+      values [n, k], the transpose, because tensor cores read 8-bit matrices so; scale [1, 1], or [n, 1] if
+      the recipe has one scale for each output channel.
 
     Raises:
       ValueError: the recipe's forward product is not quantized, or keeps outliers in 16 bits.

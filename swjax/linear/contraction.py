@@ -14,8 +14,8 @@ from swjax.linear.api import switchback
 from swjax.linear.layouts import Layout
 from swjax.recipes import Recipe
 
-Axes = tuple[int, ...]
-DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+Dimensions = tuple[int, ...]
+DimensionNumbers = tuple[tuple[Dimensions, Dimensions], tuple[Dimensions, Dimensions]]
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ def dot_general(
     return DotGeneral(recipes.get(recipe), implementation, layout)
 
 
-def _remaining(array, *used: Axes) -> Axes:
+def _remaining(array, *used: Dimensions) -> Dimensions:
     return tuple(axis for axis in range(array.ndim) if not any(axis in axes for axes in used))
 
 
-def _shape(array, axes: Axes) -> tuple[int, ...]:
+def _shape(array, axes: Dimensions) -> tuple[int, ...]:
     return tuple(array.shape[axis] for axis in axes)

@@ -1,4 +1,4 @@
-"""How the arrays of a linear layer are sharded: `Layout` as users say it, `Spec` as plans say it."""
+"""How the arrays of a linear layer are sharded: users pass a `Layout`, plans compute with a `Spec`."""
 
 import math
 from collections.abc import Iterable
@@ -9,35 +9,38 @@ from jax.sharding import PartitionSpec as P
 
 from swjax.kernels.reference import QTensor
 
-Axes = tuple[str, ...]  # mesh axes that split one dimension of an array, the slowest first
+Axes = tuple[str, ...]  # mesh axes that shard one dimension of an array, the slowest first
 
 
 class Spec(tuple[Axes, ...]):
-    """The axes that split each dimension of an array. As a subclass of tuple it is a leaf of trees."""
+    """The mesh axes that shard each dimension of an array. As a subclass of tuple it is a leaf of trees."""
 
 
-TOKENS = P(("data", "fsdp"))  # where swjax's own trainer puts the batch
+TOKENS = P(("data", "fsdp"))  # how swjax's own trainer shards the batch
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the operands of a linear layer lie, for meshes whose axes XLA is free to use (`AxisType.Auto`).
+    """How the operands of a linear layer are sharded, on meshes with automatic axes (`AxisType.Auto`).
 
-    Such arrays do not tell while a function is traced how they are split; this does. On a mesh with explicit
-    axes the types of the arrays tell, and a layout is not looked at. Axes that the mesh does not have, that
-    are manual, or whose size does not divide the dimension, count as not splitting it.
+    While a function is traced the types of such arrays do not show their sharding; a layout does. On a mesh
+    with explicit axes the types show it, and `w` and `tokens` are not read. A dimension counts as not sharded
+    over axes that the mesh lacks, that are manual, or whose size does not divide it.
 
     Attributes:
-      w: spec of the weight [k, n] at rest.
+      w: spec of the stored weight [k, n].
       tokens: spec of the leading dimensions of x [..., k].
-      reduce_dtype: what the gradient of w is rounded to before devices add theirs up, and added up in:
-        "bfloat16" or "float16" for half of the bytes, "float32"; None: the dtype of w. It is looked at on
-        every mesh, but not inside of a `jax.shard_map` of the user's, where JAX adds up.
-      reduce_later: devices that hold the same of w keep what their own tokens add to its gradient, for
-        stacks of layers, added up as one by `swjax.nnx.split_stack`, or `swjax.linear.planning.reduced`.
+      reduce_dtype: dtype in which devices all-reduce or reduce-scatter the gradient of w: "float32", or
+        "bfloat16" or "float16" for half of the bytes; None: the dtype of w. It is read on every mesh, but
+        not inside of a `jax.shard_map` of the user's, where JAX sums the gradient.
+      reduce_later: devices with the same shard of w keep the gradient from their own tokens. For stacks of
+        layers, whose gradient `swjax.nnx.split_stack` or `swjax.linear.planning.reduced` all-reduces at once.
 
     Raises:
       ValueError: another reduce_dtype.
+
+    >>> Layout(P("fsdp", "tensor"), reduce_dtype="bfloat16").tokens
+    P(('data', 'fsdp'),)
     """
 
     w: P = field(default=P())
@@ -52,38 +55,33 @@ class Layout:
             )
 
 
+# --- specs --------------------------------------------------------------------------------------------
+
+
 def as_matrix(spec: Spec, transpose: bool) -> Spec:
-    """The spec of an array whose leading dimensions have become one."""
+    """The spec of an array whose leading dimensions are reshaped to one."""
     rows, columns = union(spec[:-1]), spec[-1]
     return Spec((columns, rows) if transpose else (rows, columns))
 
 
 def specs_of(q: QTensor, spec: Spec) -> QTensor:
-    """The specs of a quantized array: its scale is split where it has more than one element."""
+    """The specs of a quantized array; those of its scale are empty along dimensions of length 1."""
     sizes = zip(spec, q.scale.shape)
     return QTensor(spec, Spec(axes if size != 1 else () for axes, size in sizes))
 
 
 def union(spec: Iterable[Axes]) -> Axes:
+    """The axes of all dimensions, each once."""
     return tuple(dict.fromkeys(axis for axes in spec for axis in axes))
 
 
 def partition_spec(spec: Spec) -> P:
+    """The same for JAX."""
     return P(*(axes or None for axes in spec))
 
 
-def free_axes(mesh: AbstractMesh) -> Axes:
-    """Those that no `jax.shard_map` around this has taken."""
-    kinds = zip(mesh.axis_names, mesh.axis_types)
-    return tuple(axis for axis, kind in kinds if kind != AxisType.Manual)
-
-
-def device_count(mesh: AbstractMesh, axes: Axes) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
-
-
 def fitting_spec(spec: P, shape: tuple[int, ...], mesh: AbstractMesh) -> Spec:
-    """A partition spec as a `Spec` of that rank, without what the mesh lacks or does not divide."""
+    """A partition spec as a `Spec` of that rank, without axes that the mesh lacks or that do not divide."""
     entries = (*spec, *(None,) * len(shape))[: len(shape)]
     return Spec(_fit(entry, size, mesh) for entry, size in zip(entries, shape))
 
@@ -94,3 +92,17 @@ def _fit(entry, size: int, mesh: AbstractMesh) -> Axes:
     while size % device_count(mesh, axes):
         axes = axes[:-1]
     return axes
+
+
+# --- meshes -------------------------------------------------------------------------------------------
+
+
+def free_axes(mesh: AbstractMesh) -> Axes:
+    """The axes that no surrounding `jax.shard_map` has made manual."""
+    kinds = zip(mesh.axis_names, mesh.axis_types)
+    return tuple(axis for axis, kind in kinds if kind != AxisType.Manual)
+
+
+def device_count(mesh: AbstractMesh, axes: Axes) -> int:
+    """The number of devices along these axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)

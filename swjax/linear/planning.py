@@ -1,4 +1,4 @@
-"""The plan for the arrays at hand: from their types on an explicit mesh, else from a `Layout`."""
+"""The `Plan` for given arrays: from their types on an explicit mesh, else from a `Layout`."""
 
 from functools import partial
 
@@ -11,15 +11,15 @@ from swjax.linear.plans import Plan
 
 
 def plan_layer(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:
-    """The plan for x [..., k] and w [k, n], from their types on an explicit mesh, else from the layout."""
-    mesh = mesh_of(x, w)
-    whole = Plan(None, ((),) * (x.ndim - 1))
+    """The plan of a layer with x [..., k] and w [k, n]."""
+    mesh = _mesh(x, w)
+    unsharded = Plan(None, ((),) * (x.ndim - 1))
     if mesh is None:
-        return whole
-    if AxisType.Explicit in mesh.axis_types:
+        return unsharded
+    if _is_explicit(mesh):
         x_spec, w_spec = (fitting_spec(jax.typeof(a).sharding.spec, a.shape, mesh) for a in (x, w))
-    elif not cuts_itself(x, layout):
-        return whole
+    elif not has_plan(x, layout):
+        return unsharded
     else:
         x_spec = Spec((*fitting_spec(layout.tokens, x.shape[:-1], mesh), ()))
         w_spec = fitting_spec(layout.w, w.shape, mesh)
@@ -30,9 +30,8 @@ def plan_next(first: Plan, w: jax.Array, layout: Layout | None) -> Plan:
     """The plan of a layer whose x is the y of the first one."""
     if first.mesh is None:
         return first
-    explicit = AxisType.Explicit in first.mesh.axis_types
-    w_spec = jax.typeof(w).sharding.spec if explicit else (layout or Layout()).w
-    return _plan(first.mesh, first.y, fitting_spec(w_spec, w.shape, first.mesh), w.shape[0], layout)
+    spec = jax.typeof(w).sharding.spec if _is_explicit(first.mesh) else (layout or Layout()).w
+    return _plan(first.mesh, first.y, fitting_spec(spec, w.shape, first.mesh), w.shape[0], layout)
 
 
 def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout | None) -> Plan:
@@ -40,59 +39,68 @@ def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout | No
     together = union(tokens)
     gathered = [tuple(a for a in axes if a in together) for axes in w]
     split_k, split_n = (tuple(a for a in axes if a not in together) for axes in w)
-    # Where w is whole along k and x is not, w is cut like x: that costs nothing.
-    cut = tuple(a for a in k if a not in split_n)
-    if not split_k and k_size % device_count(mesh, cut + gathered[0]) == 0:
-        split_k = cut
-    at_rest = Spec((split_k + gathered[0], split_n + gathered[1]))
+    # Where x is sharded along k and w is not, slicing w like x costs nothing.
+    sliced = tuple(a for a in k if a not in split_n)
+    if not split_k and k_size % device_count(mesh, sliced + gathered[0]) == 0:
+        split_k = sliced
+    stored = Spec((split_k + gathered[0], split_n + gathered[1]))
     reduce = (layout.reduce_dtype, layout.reduce_later) if layout else (None, False)
-    return Plan(mesh, tuple(tokens), split_k, split_n, at_rest, *reduce, mapped_axes(mesh))
+    return Plan(mesh, tuple(tokens), split_k, split_n, stored, *reduce, _mapped_axes(mesh))
 
 
 def plan_batch(tokens: P, x: jax.Array, *others: jax.Array) -> Plan:
-    """The plan for x [b, ...] whose rows are split: as its type says on an explicit mesh, else as `tokens`.
+    """The plan for x [b, ...] whose rows are sharded as `tokens` says.
 
-    The others are looked at for the mesh alone.
+    On an explicit mesh the type of x says how. Of the other arrays only the mesh is read.
     """
-    mesh = mesh_of(x, *others)
-    explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-    if mesh is None or (not explicit and all(mesh.shape[axis] == 1 for axis in free_axes(mesh))):
+    mesh = _mesh(x, *others)
+    if mesh is None or (not _is_explicit(mesh) and _has_one_device(mesh)):
         return Plan(None, ((),))
-    spec = jax.typeof(x).sharding.spec if explicit else tokens
-    return Plan(mesh, fitting_spec(spec, x.shape[:1], mesh), mapped=mapped_axes(mesh))
-
-
-def cuts_itself(x: jax.Array, layout: Layout | None) -> bool:
-    """Whether it can be told how arrays like x are split, where they are."""
-    mesh = mesh_of(x)
-    if mesh is None:
-        return False
-    alone = all(mesh.shape[axis] == 1 for axis in free_axes(mesh))
-    return AxisType.Explicit in mesh.axis_types or (layout is not None and not alone)
+    spec = jax.typeof(x).sharding.spec if _is_explicit(mesh) else tokens
+    return Plan(mesh, fitting_spec(spec, x.shape[:1], mesh), mapped=_mapped_axes(mesh))
 
 
 def plan_heads(q: jax.Array, layout: Layout | None) -> Plan:
-    """The plan for q [b, t, h, d] by the layout of the layer that made it: of b, and `n` of h.
+    """The plan for q [b, t, h, d] from the layout of the layer that made it: of b, and as `n` of h.
 
-    Tokens of a sequence are not split.
+    Each device has all tokens of its sequences.
     """
-    if not cuts_itself(q, layout):
+    if not has_plan(q, layout):
         return Plan(None, ((),))
-    mesh = mesh_of(q)
-    if AxisType.Explicit in mesh.axis_types:
+    mesh = _mesh(q)
+    if _is_explicit(mesh):
         b, _, h, _ = fitting_spec(jax.typeof(q).sharding.spec, q.shape, mesh)
     else:
         (b,) = fitting_spec(layout.tokens, q.shape[:1], mesh)
         (h,) = fitting_spec(P(*layout.w[1:2]), q.shape[2:3], mesh)
     n = tuple(axis for axis in h if axis not in b)
-    return Plan(mesh, (b,), n=n, mapped=mapped_axes(mesh))
+    return Plan(mesh, (b,), n=n, mapped=_mapped_axes(mesh))
+
+
+def has_plan(x: jax.Array, layout: Layout | None) -> bool:
+    """Whether arrays like x are on a mesh, and their types or the layout say how they are sharded."""
+    mesh = _mesh(x)
+    if mesh is None:
+        return False
+    return _is_explicit(mesh) or (layout is not None and not _has_one_device(mesh))
+
+
+# --- gradients of stacks ------------------------------------------------------------------------------
 
 
 def reduced(w: jax.Array, x: jax.Array, layout: Layout | None) -> jax.Array:
-    """A stack of weights [layers, k, n] whose layers, called with x [..., k], may reduce later.
+    """w, whose gradient is all-reduced as a whole if `layout.reduce_later`.
 
-    So what devices add to the gradient is summed once, of the whole stack, and not layer by layer: XLA need
-    not copy parts of it side by side to send them together, and no layer computes beside the sum.
+    So devices exchange the gradient of a stack once, not layer by layer: XLA need not copy the layers'
+    gradients next to each other, and no layer's computation competes with the all-reduce.
+
+    Args:
+      w: [layers, k, n], a stack of weights.
+      x: [..., k], the input of a layer.
+      layout: of each layer.
+
+    Returns:
+      w.
     """
     if layout is None or not layout.reduce_later:
         return w
@@ -115,25 +123,36 @@ def _reduce(plan, _, dw):
 _reduced.defvjp(lambda w, plan: (w, None), _reduce)
 
 
-def mesh_of(*arrays: jax.Array) -> AbstractMesh | None:
-    """The mesh in context, or else that of the arrays; None: there is nothing to shard over."""
+# --- meshes -------------------------------------------------------------------------------------------
+
+
+def _mesh(*arrays: jax.Array) -> AbstractMesh | None:
+    """The mesh in context, or else that of the arrays; None where it has no axis to shard over."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(a).sharding.mesh for a in arrays)]
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
-    return mesh if mesh is not None and set(free_axes(mesh)) - set(mapped_axes(mesh)) else None
+    return mesh if mesh is not None and set(free_axes(mesh)) - set(_mapped_axes(mesh)) else None
 
 
-def mapped_axes(mesh: AbstractMesh) -> Axes:
-    """The explicit axes that a surrounding `jax.vmap` maps over: a `jax.shard_map` cannot take these.
+def _is_explicit(mesh: AbstractMesh) -> bool:
+    return AxisType.Explicit in mesh.axis_types
 
-    The backward rule of a `custom_vjp` runs outside of the `jax.vmap`, and cannot find out.
+
+def _has_one_device(mesh: AbstractMesh) -> bool:
+    return all(mesh.shape[axis] == 1 for axis in free_axes(mesh))
+
+
+def _mapped_axes(mesh: AbstractMesh) -> Axes:
+    """The explicit axes that a surrounding `jax.vmap` maps over. No `jax.shard_map` may use these.
+
+    A plan notes them because the backward rule of a `jax.custom_vjp` is traced outside of the `jax.vmap`,
+    where a `jax.shard_map` would use all axes.
     """
-    if AxisType.Explicit not in mesh.axis_types:
+    if not _is_explicit(mesh):
         return ()
-    taken = []
+    manual = []
 
     def look():
-        taken.extend(jax.sharding.get_abstract_mesh().manual_axes)
+        manual.extend(jax.sharding.get_abstract_mesh().manual_axes)
 
-    step = jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=None, check_vma=False)
-    jax.eval_shape(step)
-    return tuple(axis for axis in free_axes(mesh) if axis not in taken)
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=None, check_vma=False))
+    return tuple(axis for axis in free_axes(mesh) if axis not in manual)

@@ -1,28 +1,27 @@
-"""How one linear layer is spread over devices: what each device holds, and every collective in between.
+"""How one linear layer is spread over devices: what each device holds, and the collectives in between.
 
-XLA cannot cut an opaque kernel in pieces: it would gather whole activations to run one. So the layer cuts
-itself: every step of it runs in a `jax.shard_map` of its own, in which kernels see what one device holds.
-Steps stay separate so that `jax.checkpoint` can keep what lies between them.
+XLA cannot partition an opaque kernel: it would gather whole activations to run one. So each step of a layer
+runs in a `jax.shard_map`, in which kernels see the shard of one device.
 
-A `Plan` follows from where x and w lie. A mesh axis that splits w plays one of two parts:
+A `Plan` follows from how x and w are sharded. A mesh axis that shards w has one of two roles:
 
 ==================  ================================  ==================================================
-the axis            splits tokens too: "fsdp"         splits no tokens: "tensor"
+the axis            shards tokens too: "fsdp"         shards no tokens: "tensor"
 ==================  ================================  ==================================================
-in the products     w is gathered over it, narrow     w stays split
-of w's rows k       ..                                x is split too, and y is summed (row parallel)
-of w's columns n    ..                                y is split too, and dx is summed (column parallel),
-                                                      once for all layers of one input
-dw                  summed and scattered over it      stays split
+in the products     w is gathered over it, quantized  w stays sharded
+of w's rows k       ..                                x is sharded too, y is all-reduced (row parallel)
+of w's columns n    ..                                y is sharded too, dx is all-reduced (column
+                                                      parallel), once for all layers of one input
+dw                  reduce-scattered over it          stays sharded
 ==================  ================================  ==================================================
 
-An axis that splits tokens alone, "data", costs nothing but the sum of dw and the bias's gradient. Scales span
-what they span on one device: their absolute maxima are maxima over devices, a scalar for one scale a tensor.
-So int8 values are those of one device, and so are the products that no axis cuts along their sum.
+An axis that shards only tokens, "data", costs nothing but the all-reduce of dw and of the bias's gradient.
+Scales are those of one device: absolute maxima are maxima over devices, one scalar for a tensor-wise scale.
+So int8 values are those of one device, and so are the products whose sum no axis shards.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +34,15 @@ from swjax.linear.layouts import Axes, Spec, free_axes, partition_spec, union
 
 
 class Plan(NamedTuple):
-    """Which mesh axes split which dimension; static.
+    """Which mesh axes shard which dimension; static.
 
     Attributes:
-      mesh: None: nothing is split, and each step is just called.
+      mesh: None: nothing is sharded, and each step is called without a `jax.shard_map`.
       tokens: of the leading dimensions of x, y and g.
-      k, n: of the width of x and of y in the products.
-      w: of w [k, n] at rest: k, n and after them the axes that it is gathered over.
-      reduce_dtype: of sums of dw; None: its own.
-      reduce_later: whether `reduced` sums dw over devices that hold all of it.
+      k, n: of the last dimension of x and of y in the products.
+      w: of the stored w [k, n]: k and n, each followed by the axes that w is gathered over.
+      reduce_dtype: of sums of dw over devices; None: that of dw.
+      reduce_later: whether `swjax.linear.planning.reduced` all-reduces dw.
       mapped: the explicit axes that a surrounding `jax.vmap` maps over.
     """
 
@@ -69,24 +68,27 @@ class Plan(NamedTuple):
         return union(self.tokens)
 
     def splits(self, *dimensions: Axes) -> Axes:
-        """Those of the axes that have more than one device."""
+        """The axes of these dimensions that have more than one device."""
         axes = union(dimensions)
         return tuple(axis for axis in axes if self.mesh and self.mesh.shape[axis] > 1)
 
     def place(self, array: jax.Array | None, spec: Spec) -> jax.Array | None:
-        """An array of an explicit mesh, moved where this plan wants it; XLA moves the others itself."""
+        """`array`, resharded as `spec` says if the mesh is explicit; XLA reshards on other meshes."""
         if array is None or self.mesh is None or AxisType.Explicit not in self.mesh.axis_types:
             return array
         return jax.reshard(array, jax.NamedSharding(self.mesh, partition_spec(spec)))
 
-    def run(self, step: Callable, arrays: tuple, in_specs: tuple, out_specs):
-        """`step` of what each device holds of the arrays.
+    def run(self, step: Callable, arrays: tuple, in_specs: tuple, out_specs: Any) -> Any:
+        """Runs `step` on the shards that each device has of the arrays.
 
         Args:
-          step: a function of arrays, or of trees of them, that may use the collectives below.
+          step: a function of arrays, or of trees of arrays, that may use the collectives below.
           arrays: its arguments.
-          in_specs: for each a `Spec`, or a tree of them with that structure.
+          in_specs: for each argument a `Spec`, or a tree of specs with its structure.
           out_specs: the same for the results.
+
+        Returns:
+          The results of `step`, as global arrays.
         """
         if self.mesh is None:
             return step(*arrays)
@@ -107,8 +109,7 @@ class Plan(NamedTuple):
 
     @property
     def _manual_axes(self) -> set[str]:
-        """The axes of the `jax.shard_map`s. The empty set stands for all of them, which `jax.vmap` with a
-        `spmd_axis_name` needs."""
+        """The axes of each `jax.shard_map`; the empty set means all but those of `spmd_axis_name`."""
         if not self.mesh.manual_axes and not self.mapped:
             return set()
         return set(free_axes(self.mesh)) - set(self.mapped)
@@ -118,24 +119,24 @@ class Plan(NamedTuple):
 
     # --- collectives, inside of `run` -----------------------------------------------------------------
 
-    def sum(self, tree, *dimensions: Axes):
-        """The sum over the devices that split these dimensions."""
+    def sum(self, tree: Any, *dimensions: Axes) -> Any:
+        """The sum over the devices that these dimensions are sharded over."""
         axes = self.splits(*dimensions)
         return lax.psum(tree, axes) if axes else tree
 
     def maximum(self, x: jax.Array, *dimensions: Axes) -> jax.Array:
-        """The maximum of x >= 0 over the devices that split these dimensions."""
+        """The maximum of x >= 0 over the devices that these dimensions are sharded over."""
         axes = self.splits(*dimensions)
         # A maximum over GPUs may drop a NaN; an infinity makes scales non-finite as well, and stays.
         return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), axes) if axes else x
 
     def once(self, x: jax.Array, *dimensions: Axes) -> jax.Array:
-        """x on one of the devices that split these dimensions, zeros on the others."""
+        """x on one of the devices that these dimensions are sharded over, zeros on the others."""
         axes = self.splits(*dimensions)
         return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
 
-    def gather(self, w, spec):
-        """What this device's products need of an array, or a QTensor, that is sharded as `spec` says."""
+    def gather(self, w: jax.Array | QTensor, spec: Spec | QTensor) -> jax.Array | QTensor:
+        """The part of w that this device multiplies with, from its shard of an array or a QTensor."""
         if isinstance(w, QTensor):
             return QTensor(self.gather(w.values, spec.values), self.gather(w.scale, spec.scale))
         dimensions = self._gathered(spec)
@@ -148,7 +149,7 @@ class Plan(NamedTuple):
         return lax.bitcast_convert_type(gathered, w.dtype) if as_bytes else gathered
 
     def scatter_sum(self, dw: jax.Array) -> jax.Array:
-        """What this device holds at rest of dw [k, n], summed over everybody's tokens."""
+        """This device's shard of dw [k, n], summed over the tokens of all devices."""
         for axis, axes in enumerate(self._gathered(self.w)):
             if axes:
                 dw = _scatter_sum(dw, axes, axis)
@@ -156,7 +157,7 @@ class Plan(NamedTuple):
 
     @property
     def sharing(self) -> Axes:
-        """The axes that split tokens and not w: their devices hold the same of w, and sum its gradient."""
+        """The axes that shard tokens and not w: devices along them all-reduce the gradient of w."""
         scattered = union(self._gathered(self.w))
         return self.splits(tuple(axis for axis in self.token_axes if axis not in scattered))
 
@@ -165,8 +166,13 @@ class Plan(NamedTuple):
         return Spec(self.splits(tuple(a for a in axes if a in tokens)) for axes in spec)
 
 
+# XLA for GPUs gathers and scatters along the outermost dimension in memory. Along another one it transposes
+# operand and result element by element, for kernels that read rows. Here whole runs of a row are copied
+# instead. 16-bit operands are left to XLA, whose products read columns as well.
+
+
 def _gather(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
-    """Everybody's x, side by side along `axis`."""
+    """The x of all devices, concatenated along `axis`."""
     if axis == 0 or x.dtype.itemsize > 1:
         return lax.all_gather(x, axes, axis=axis, tiled=True)
     parts = jnp.moveaxis(lax.all_gather(x, axes), 0, axis)
@@ -174,7 +180,7 @@ def _gather(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
 
 
 def _scatter_sum(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
-    """This device's part along `axis` of the sum of everybody's x."""
+    """This device's part along `axis` of the sum of x over devices."""
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         # Inside of a `jax.vmap` over an explicit axis, where JAX fails to lower a reduce-scatter.
         size = x.shape[axis] // lax.axis_size(axes)
@@ -186,11 +192,11 @@ def _scatter_sum(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
     return lax.psum_scatter(jnp.moveaxis(parts, axis, 0), axes)
 
 
-def vary_alike(*trees):
-    """Inside of a `jax.shard_map` of the user's: the arrays as varying over its axes where any of them does.
+def vary_alike(*trees: Any) -> Any:
+    """The arrays, as varying over the axes of a surrounding `jax.shard_map` that any of them varies over.
 
-    A `jax.custom_vjp` wants gradients of the types of its arguments. So the sum of a weight's gradient over
-    devices with other tokens happens here, in the transpose of this, as for JAX's own products.
+    A `jax.custom_vjp` returns gradients with the types of its arguments. So a weight's gradient is summed
+    over devices with other tokens in the transpose of this function, as for JAX's own products.
     """
     return jax.tree.map(lambda x: _vary(x, _varying(trees)), trees)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from swjax.linear.layouts import TOKENS, Spec
 from swjax.linear.planning import plan_batch
 from swjax.linear.plans import vary_alike
-from swjax.losses.ring import Ring, ring
+from swjax.losses.ring import Ring, ring_over
 
 # Similarities that a device holds at once: 1 GiB. The softmax computes those of larger batches twice: one
 # more product to three.
@@ -119,7 +119,7 @@ def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs:
             f"labels must be [B] with B={images.shape[0]} embeddings, got {labels.shape}"
         )
     plan = plan_batch(tokens, images, texts, *scalars)
-    around = ring(plan, *images.shape, pairs=pairs, numbers=NUMBERS)
+    around = ring_over(plan, *images.shape, pairs=pairs, numbers=NUMBERS)
     spec = Spec((*plan.tokens, ()))
     images, texts = (plan.place(x.astype(jnp.float32), spec) for x in (images, texts))
     scalars = tuple(x.astype(jnp.float32) for x in scalars)

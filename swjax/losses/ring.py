@@ -92,8 +92,8 @@ class Ring(NamedTuple):
         return [(i, (i - self.group) % self.devices) for i in range(self.devices)]
 
 
-def ring(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) -> Ring:
-    """The ring for a batch [rows, width] that lies as the plan says, with blocks as large as allowed.
+def ring_over(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) -> Ring:
+    """The ring for a batch [rows, width] that is sharded as the plan says, with blocks as large as allowed.
 
     Args:
       plan: see `swjax.linear.planning.plan_batch`.
