@@ -5,8 +5,9 @@ Layers are in `swjax.nnx` and `swjax.linen`, optimizers in `swjax.optax`; both a
 
 from swjax import checkpoint_policies
 from swjax.kernels.reference import QTensor, dequantize, quantize
-from swjax.linear.operation import dot_general, mlp, quantize_weight, switchback
-from swjax.linear.plans import Layout
+from swjax.linear.api import mlp, quantize_weight, switchback
+from swjax.linear.contraction import dot_general
+from swjax.linear.layouts import Layout
 from swjax.linear.prologues import Gelu, LayerNorm
 from swjax.recipes import RECIPES, Recipe
 

@@ -1,4 +1,4 @@
-"""Multi-head attention: that of `jax.nn`, or a kernel for short sequences on what each device holds."""
+"""Multi-head attention: that of `jax.nn`, or a kernel for short sequences on the shard of each device."""
 
 from functools import partial
 
@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from swjax.kernels import dispatch, tiles
-from swjax.linear.plans import Layout, Plan, Spec, cuts_itself, heads_plan, vary_alike
+from swjax.linear.layouts import Layout, Spec
+from swjax.linear.planning import has_plan, plan_heads
+from swjax.linear.plans import Plan, vary_alike
 
 NAMES = ("xla", "cudnn", "triton")
 CUDNN_MULTIPLE = 8  # of tokens; it masks what is padded
@@ -20,9 +22,9 @@ def choose(
     length: int | None = None,
     layout: Layout | None = None,
 ) -> str:
-    """The implementation of attention over tokens x [b, t, w], of which `length` are not padding.
+    """The name of the implementation for tokens x [b, t, w], `length` of which are not padding.
 
-    None takes, in 16 bits on NVIDIA GPUs, the kernel where it can run, then cuDNN; XLA elsewhere.
+    None means XLA, but for 16-bit tokens on NVIDIA GPUs the kernel where it can run, else cuDNN.
 
     Raises:
       ValueError: the kernel was asked for and cannot run: the message says why.
@@ -36,7 +38,7 @@ def choose(
 
 
 def _choose(shape, like, implementation, layout):
-    """For queries of that shape, of the dtype and on the mesh of another array."""
+    """For queries of that shape, with the dtype and the mesh of another array."""
     q = jax.ShapeDtypeStruct(shape, like.dtype)
     if implementation == "triton":
         if reason := dispatch.why_not("triton", "attention", q, q, q):
@@ -46,12 +48,12 @@ def _choose(shape, like, implementation, layout):
     if jax.default_backend() != "gpu" or q.dtype == jnp.float32:
         return "xla"
     able = dispatch.why_not("triton", "attention", q, q, q) is None
-    if able and (cuts_itself(like, layout) or not dispatch.would_gather()):
+    if able and (has_plan(like, layout) or not dispatch.would_gather()):
         return "triton"
     return "cudnn" if tiles.compute_capability() >= (8, 0) else "xla"
 
 
-def attention(
+def dot_product_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -65,11 +67,11 @@ def attention(
 
     Args:
       q, k, v: [b, t, h, d].
-      causal: a token sees those before it and itself only.
-      length: tokens from there on are padding that no other sees; None: none are.
-      implementation: "xla", "cudnn" or "triton", the kernel, which takes no padding; None is as for
-        `choose`. cuDNN has its tokens padded here unless they are a multiple of 8.
-      layout: of the linear layer that made q, for meshes whose axes are left to XLA.
+      causal: each token attends to itself and the tokens before it.
+      length: number of tokens that are not padding; no token attends to padding. None: t.
+      implementation: "xla", "cudnn" or "triton", the kernel, which takes no padding; None chooses as
+        `choose` does. For cuDNN, tokens are padded to a multiple of 8.
+      layout: of the linear layer that computed q, for meshes with automatic axes.
 
     Returns:
       [b, t, h, d] in the dtype of q.
@@ -78,7 +80,7 @@ def attention(
       ValueError: q, k and v differ in shape or dtype; otherwise as for `choose`.
 
     >>> x = jnp.ones((1, 2, 1, 4))
-    >>> attention(x, x, x).shape
+    >>> dot_product_attention(x, x, x).shape
     (1, 2, 1, 4)
     """
     kinds = [f"{x.dtype}{list(x.shape)}" for x in (q, k, v)]
@@ -91,7 +93,7 @@ def attention(
     if implementation is None:
         implementation = _choose((q.shape[0], length or tokens, *q.shape[2:]), q, None, layout)
     if implementation == "triton":
-        plan = heads_plan(q, layout)
+        plan = plan_heads(q, layout)
         arrays = (plan.place(x, _heads(plan)) for x in vary_alike(q, k, v))
         return _attention(*arrays, causal, plan)
     if implementation == "cudnn":
@@ -114,7 +116,7 @@ def attention(
 
 
 def pad_tokens(x: jax.Array) -> jax.Array:
-    """Zero tokens at the end of [b, t, ...], as many as cuDNN needs."""
+    """x [b, t, ...] with zero tokens at the end, up to a multiple of 8, which cuDNN needs."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (0, -x.shape[1] % CUDNN_MULTIPLE)
     return jnp.pad(x, padding)

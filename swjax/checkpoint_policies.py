@@ -1,8 +1,10 @@
-"""Rematerialisation policies for `jax.checkpoint` that know the residuals of swjax's layers.
+"""Policies for `jax.checkpoint` that name what the forward pass of swjax's layers saves.
 
-`jax.checkpoint_policies.dots_saveable` does not see products inside opaque kernels and recomputes
-everything; these go by name instead. All of them keep the quantized weights, one byte a parameter (on GPUs
-two): none is quantized again where its layer is recomputed.
+`jax.checkpoint_policies.dots_saveable` does not see products inside opaque kernels and recomputes all of
+them; these policies go by name. Each saves the quantized weights, one byte per parameter, on GPUs two, so
+that recomputing a layer does not quantize its weight again.
+
+JAX's own policies work as well; docs/transformations.md lists them.
 """
 
 import jax
@@ -13,11 +15,11 @@ _INPUTS = ("swjax_x_q", "swjax_x_scale")
 # Recompute everything else.
 save_weights = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS)
 
-# Keep the int8 (or fp8) activations that recipes with `save_quantized` need, recompute the rest.
+# Save the int8 or fp8 activations of recipes with `save_quantized`, recompute the rest.
 save_quantized = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, *_INPUTS)
 
-# Keep every linear layer's output, so that no forward product runs twice.
+# Save every linear layer's output, so that no forward product runs twice.
 save_outputs = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, "swjax_y")
 
-# Both of them.
+# Save both.
 save_linear = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, *_INPUTS, "swjax_y")

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from swjax.kernels.reference import QTensor
+from swjax.linear.api import switchback
+from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
-from swjax.linear.operation import dot_general, switchback
-from swjax.linear.plans import Layout
+from swjax.linear.layouts import Layout
 from swjax.recipes import Recipe, get
 
 

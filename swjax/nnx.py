@@ -8,10 +8,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from swjax.kernels import dispatch
+from swjax.linear.api import mlp as fused_mlp
+from swjax.linear.api import switchback
+from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
-from swjax.linear.operation import dot_general, switchback
-from swjax.linear.operation import mlp as fused_mlp
-from swjax.linear.plans import TOKENS, Layout, reduced
+from swjax.linear.layouts import TOKENS, Layout
+from swjax.linear.planning import reduced
 from swjax.linear.prologues import Gelu, Prologue
 from swjax.recipes import Recipe, first_match, get
 

@@ -21,9 +21,9 @@ class Quantizer:
 
     Attributes:
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
-      scope: what one scale spans. "row": a vector of the left operand along the contraction (a token);
+      scope: what shares one scale. "row": a vector of the left operand along the contraction (a token);
         "channel": a vector of the right operand along it (an output channel of that product);
-        "tensor": everything.
+        "tensor": the whole operand.
     """
 
     dtype: str
@@ -36,8 +36,8 @@ class Product:
 
     Attributes:
       lhs, rhs: the quantizers of its operands.
-      outlier_threshold: in units of x; contracted features of x that reach it anywhere stay out of the
-        quantized product and are multiplied in 16 bits. 0 turns this off.
+      outlier_threshold: in units of x; features of x with a magnitude that reaches it for any token are
+        left out of the quantized product and multiplied in 16 bits. 0 turns this off.
     """
 
     lhs: Quantizer
@@ -53,9 +53,9 @@ class Recipe:
       fwd: y = x w.
       dgrad: dx = g wT.
       wgrad: dw = xT g.
-      save_quantized: keep the forward pass's quantized x and w for the backward pass, in place of x and
-        w themselves; wgrad then sees the dequantized x. Saves memory and costs a little accuracy. Of an x
-        that a prologue's backward pass writes again nothing is kept, and wgrad sees x itself.
+      save_quantized: save the quantized x and w for the backward pass, in place of x and w; wgrad then
+        reads the dequantized x. This saves memory and costs a little accuracy. An x that the backward
+        pass of a prologue recomputes is not saved in any form, and wgrad reads x itself.
     """
 
     fwd: Product | None = None
@@ -104,7 +104,7 @@ RECIPES: dict[str, Recipe] = {
     "standard": Recipe(),
     # SwitchBack (Alg. 1): int8 fwd and dgrad; tokens row-wise, the weight tensor-wise.
     "switchback": Recipe(fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR),
-    # SwitchBackM (Alg. 3): the same, keeping int8 residuals.
+    # SwitchBackM (Alg. 3): the same, saving x and w as int8.
     "switchback_m": Recipe(fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR, save_quantized=True),
     # SwitchBackQ (Alg. 4): the weight per output channel in fwd, per input channel in dgrad.
     "switchback_q": Recipe(fwd=_ROW_CHANNEL, dgrad=_ROW_CHANNEL),

@@ -96,7 +96,7 @@ def test_the_layer_is_jax_own(name, causal):
         out, vjp = jax.vjp(attend, *arrays)
         return out, *vjp(gradient.astype(out.dtype))
 
-    attend = partial(attention.attention, causal=causal, implementation=name)
+    attend = partial(attention.dot_product_attention, causal=causal, implementation=name)
     with jax.numpy_dtype_promotion("strict" if name == "triton" else "standard"):
         got = jax.jit(partial(both, attend))(q, k, v)
     with jax.numpy_dtype_promotion("standard"):
@@ -110,13 +110,13 @@ def test_the_layer_is_jax_own(name, causal):
 def test_other_keys_are_refused(other):
     q = jnp.ones((2, 4, 3, 8))
     with pytest.raises(ValueError, match=r"of one shape and dtype, got float32\[2, 4, 3, 8\], "):
-        attention.attention(q, other, other)
+        attention.dot_product_attention(q, other, other)
 
 
 def test_padding_is_seen_by_nobody():
     q, k, v = (jnp.asarray(normal((2, 16, 3, 8), seed=seed)) for seed in range(3))
-    exact = attention.attention(*(x[:, :13] for x in (q, k, v)))
-    padded = attention.attention(q, k, v, length=13)
+    exact = attention.dot_product_attention(*(x[:, :13] for x in (q, k, v)))
+    padded = attention.dot_product_attention(q, k, v, length=13)
     np.testing.assert_allclose(padded[:, :13], exact, atol=1e-6)
     assert attention.pad_tokens(q[:, :13]).shape == q.shape
 

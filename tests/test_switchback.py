@@ -13,7 +13,7 @@ from numeric import floor_db, snr_db
 
 import swjax
 from swjax import checkpoint_policies
-from swjax.linear import operation
+from swjax.linear.arithmetic import Arithmetic
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 from swjax.testing import assert_quantized, matrix_products
 
@@ -217,7 +217,7 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
     """On GPUs weights are transposed where they are quantized. On one device, and on two that split them."""
     x, w, bias, g = arrays((8, 5, 16), 24)
     want = products(x, w, g, name, bias)
-    monkeypatch.setattr(operation, "_kernels_run", lambda settings: True)
+    monkeypatch.setattr(Arithmetic, "reads_last_axis", True)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     for spec in [None, (), ("data",), (None, "data")]:
         put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -327,8 +327,77 @@ def test_dot_general_takes_batch_dimensions():
     assert got.shape == want.shape and snr_db(got, want) > 30
 
 
-def test_dot_general_is_one_function_per_recipe():
-    assert swjax.dot_general("switchback") is swjax.dot_general("switchback")
+def test_dot_generals_of_one_recipe_are_equal():
+    products = [swjax.dot_general("switchback"), swjax.dot_general(RECIPES["switchback"])]
+    assert len(set(products)) == 1 and swjax.dot_general("standard") not in products
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64", "complex128"])
+def test_standard_takes_float64_and_complex(dtype):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        x, w, bias, g = (
+            jnp.asarray(rng.standard_normal(s) * (1 + 1j if "complex" in dtype else 1), dtype)
+            for s in ((4, 3), (3, 2), (2,), (4, 2))
+        )
+        layer = partial(swjax.switchback, recipe="standard")
+        plain = lambda x, w, bias: x @ w + bias[None]
+        got, want = (gradients(f, x, w, bias, g) for f in (layer, plain))
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-6 if dtype == "complex64" else 1e-13)
+        with pytest.raises(ValueError, match="got float64: cast it first; .* 'standard' with"):
+            swjax.switchback(jnp.ones((4, 3), "float64"), jnp.ones((3, 2), "float64"))
+        with pytest.raises(ValueError, match="got float64: cast it first; .* 'standard' with"):
+            layer(jnp.ones((4, 3), "float64"), jnp.ones((3, 2), "float32"))
+
+
+def test_standard_counts_the_operations_of_a_product():
+    """As JAX counts them before it compiles; casts of bits count as operations there."""
+    x, w, bias, g = arrays((64, 32), 48)
+    layer, plain = (
+        partial(swjax.switchback, recipe="standard"),
+        lambda x, w, bias: x @ w + bias[None],
+    )
+    counts = [
+        jax.jit(partial(gradients, f)).lower(x, w, bias, g).cost_analysis()["flops"]
+        for f in (layer, plain)
+    ]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shape", [(0, 16), (0, 5, 16), (4, 0, 16)])
+@pytest.mark.parametrize("prologue", [None, swjax.Gelu()])
+def test_no_tokens_on_a_mesh(shape, kind, prologue):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    layout = swjax.Layout(PartitionSpec("data"), PartitionSpec("data"))
+
+    def loss(w, bias, x):
+        one = swjax.switchback(x, w, bias, prologue=prologue, layout=layout)
+        two = swjax.mlp(x, w, bias, w.T, None, prologue=prologue, layouts=(layout, layout))
+        return jnp.sum(one) + jnp.sum(two)
+
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, PartitionSpec("data")))
+        grads = jax.jit(jax.grad(loss, (0, 1, 2)))(w, jnp.ones(8), jnp.ones(shape))
+    assert [g.shape for g in grads] == [(16, 8), (8,), shape]
+    assert not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
+    x, w, _, _ = arrays((4, 5, 16), 16)
+
+    def loss(w, x):
+        y, x = swjax.switchback(x, w, prologue=swjax.Gelu(), residual=True, layout=layout)
+        return jnp.sum(jnp.sin(x + y))
+
+    layout = swjax.Layout(PartitionSpec("data"), PartitionSpec("data"))
+    want = jax.jit(jax.grad(loss, (0, 1)))(w, x)
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(kind,))):
+        got = jax.jit(jax.grad(loss, (0, 1)))(w, x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
 
 
 @pytest.mark.parametrize(
@@ -339,6 +408,14 @@ def test_dot_general_is_one_function_per_recipe():
             r"needs x \[..., k\] and w \[k, n\], got x \(4, 3\) and w \(5, 3\)",
         ),
         (lambda x, w: swjax.switchback(x, w, jnp.ones(3)), r"bias must have the shape \(5,\)"),
+        (
+            lambda x, w: swjax.switchback([[1.0, 2.0, 3.0]], w),
+            r"x must be an array, got a list: pass jnp.asarray\(x\)",
+        ),
+        (
+            lambda x, w: swjax.mlp(x, w, None, 2.0, None),
+            r"w must be an array, got a float: pass jnp.asarray\(w\)",
+        ),
         (
             lambda x, w: swjax.switchback(x.astype(int), w),
             "x must be float16, bfloat16 or float32, got int32: cast",

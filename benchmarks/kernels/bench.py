@@ -200,11 +200,11 @@ def bench_attention(records: timing.Records, heads: dict[str, tuple]):
 
 
 def _attend(options, q, k, v, _):
-    return attention.attention(q, k, v, **options)
+    return attention.dot_product_attention(q, k, v, **options)
 
 
 def _attend_and_back(options, q, k, v, gradient):
-    out, vjp = jax.vjp(partial(attention.attention, **options), q, k, v)
+    out, vjp = jax.vjp(partial(attention.dot_product_attention, **options), q, k, v)
     return out, vjp(gradient)
 
 

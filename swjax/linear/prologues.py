@@ -1,17 +1,45 @@
 """What runs on a linear layer's input just before it, fused with the quantizer: LayerNorm and GELU.
 
-A prologue is passed to `swjax.switchback`. Its forward pass writes the activation once, quantized. Its
-backward pass needs the prologue's input alone, and writes the activation again for the weight gradient, in 16
-bits: as many bytes as if the forward pass had written it so, and none to keep in between.
+A prologue is an argument of `swjax.switchback`. Its forward pass writes its output once, quantized. Its
+backward pass reads the prologue's input alone and recomputes the output in 16 bits for the weight gradient:
+as many bytes are written as if the forward pass had stored the output, and none are kept in between.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
+
+
+class Gradient(NamedTuple):
+    """The gradient of an array [..., n], with what the layer before it needs of it if that is available.
+
+    Attributes:
+      array: the gradient.
+      quantized: the gradient, quantized row-wise; or None.
+      token_sum: its sum over all tokens, [n] float32: the gradient of a bias; or None.
+    """
+
+    array: jax.Array
+    quantized: QTensor | None = None
+    token_sum: jax.Array | None = None
+
+
+class PrologueGradients(NamedTuple):
+    """What a prologue's backward pass returns.
+
+    Attributes:
+      input: the gradient of the prologue's input.
+      prologue: the gradient of its parameters, as a prologue.
+      recomputed: the prologue's output, or None.
+    """
+
+    input: Gradient
+    prologue: "Prologue"
+    recomputed: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -22,14 +50,22 @@ class LayerNorm:
     Attributes:
       scale, bias: [k].
       epsilon: added to the variance.
+
+    >>> import jax.numpy as jnp, swjax
+    >>> norm = LayerNorm(jnp.ones(2), jnp.zeros(2))
+    >>> swjax.switchback(jnp.array([[3.0, 1.0]]), jnp.eye(2), prologue=norm).round(3).tolist()
+    [[1.0, -1.0]]
     """
 
     scale: jax.Array
     bias: jax.Array
     epsilon: float = field(default=1e-6, metadata={"static": True})
-    whole_rows: ClassVar[bool] = True  # needs all of a row to compute any of it
+    whole_rows: ClassVar[bool] = True  # computing any part of a row needs the whole row
 
-    def forward(self, x, *, quantize_to, wide, implementation):
+    def forward(
+        self, x: jax.Array, *, quantize_to: str | None, implementation: str | None
+    ) -> tuple[jax.Array | None, QTensor | None]:
+        """(output, None), or with `quantize_to`, a dtype, (None, output quantized row-wise)."""
         return dispatch.run(
             "layer_norm",
             x,
@@ -37,28 +73,47 @@ class LayerNorm:
             self.bias,
             epsilon=self.epsilon,
             quantize_to=quantize_to,
-            wide=wide,
+            wide=quantize_to is None,
             implementation=implementation,
         )
 
-    def backward(self, x, gradients, residual, *, quantize_to, again, implementation):
-        """(dx + residual, None, None) for the sum of gradients, the gradient of this prologue, and with
-        `again` its output."""
-        del quantize_to  # a residual stream's gradient is added to before any layer multiplies it
+    def backward(
+        self,
+        x: jax.Array,
+        gradients: tuple[jax.Array, ...],
+        residual_gradient: jax.Array | None,
+        *,
+        quantize_to: str | None,
+        recompute: bool,
+        implementation: str | None,
+    ) -> PrologueGradients:
+        """The gradients of the prologue.
+
+        Args:
+          x: [..., k], the prologue's input.
+          gradients: [..., k] each; their sum is the gradient of the output.
+          residual_gradient: [..., k], added to the input's gradient; or None.
+          quantize_to: dtype to quantize the input's gradient to, if the prologue can; None: not quantized.
+          recompute: whether to return the output.
+          implementation: see `swjax.kernels.dispatch`.
+        """
+        del (
+            quantize_to
+        )  # the gradient of a residual stream is added to before any layer multiplies it
         dx, dscale, dbias, y = dispatch.run(
             "layer_norm_backward",
             x,
             self.scale,
             gradients,
-            residual,
-            self.bias if again else None,
+            residual_gradient,
+            self.bias if recompute else None,
             epsilon=self.epsilon,
             implementation=implementation,
         )
-        gradient = LayerNorm(
+        parameters = LayerNorm(
             dscale.astype(self.scale.dtype), dbias.astype(self.bias.dtype), self.epsilon
         )
-        return (dx, None, None), gradient, y
+        return PrologueGradients(Gradient(dx), parameters, y)
 
 
 @jax.tree_util.register_dataclass
@@ -68,44 +123,64 @@ class Gelu:
 
     Attributes:
       approximate: the tanh form in place of the exact one.
+
+    >>> import jax.numpy as jnp, swjax
+    >>> swjax.switchback(jnp.array([[0.0, 9.0]]), jnp.eye(2), prologue=Gelu()).tolist()
+    [[0.0, 9.0]]
     """
 
     approximate: bool = field(default=False, metadata={"static": True})
     whole_rows: ClassVar[bool] = False
 
-    def forward(self, x, *, quantize_to, wide, implementation):
+    def forward(
+        self, x: jax.Array, *, quantize_to: str | None, implementation: str | None
+    ) -> tuple[jax.Array | None, QTensor | None]:
+        """As for `LayerNorm.forward`."""
         return dispatch.run(
             "gelu",
             x,
             approximate=self.approximate,
             quantize_to=quantize_to,
-            wide=wide,
+            wide=quantize_to is None,
             implementation=implementation,
         )
 
-    def backward(self, x, gradients, residual, *, quantize_to, again, implementation):
-        """(dx, dx quantized or None, the sum of dx's rows), the gradient of this prologue, and with `again`
-        its output."""
-        *input_gradient, y = dispatch.run(
+    def backward(
+        self,
+        x: jax.Array,
+        gradients: tuple[jax.Array, ...],
+        residual_gradient: jax.Array | None,
+        *,
+        quantize_to: str | None,
+        recompute: bool,
+        implementation: str | None,
+    ) -> PrologueGradients:
+        """As for `LayerNorm.backward`."""
+        dx, dx_quantized, token_sum, y = dispatch.run(
             "gelu_backward",
             x,
             add(*gradients),
             approximate=self.approximate,
-            quantize_to=None if residual is not None else quantize_to,
-            again=again,
+            quantize_to=None if residual_gradient is not None else quantize_to,
+            again=recompute,
             implementation=implementation,
         )
-        if residual is not None:  # what is quantized and summed would not be the input's gradient
-            input_gradient = add(input_gradient[0], residual), None, None
-        return tuple(input_gradient), self, y
+        gradient = Gradient(dx, dx_quantized, token_sum)
+        if residual_gradient is not None:  # the other forms are those of dx alone
+            gradient = Gradient(add(dx, residual_gradient))
+        return PrologueGradients(gradient, self, y)
 
 
 def add(*arrays: jax.Array | None) -> jax.Array:
-    """The sum in fp32, rounded once; None counts as nothing."""
+    """The sum in float32, rounded once to the dtype of the first array; None counts as zero.
+
+    >>> import jax.numpy as jnp
+    >>> float(add(jnp.float32(1), None, jnp.float32(2)))
+    3.0
+    """
     first, *others = (array for array in arrays if array is not None)
-    wide = sum((other.astype("float32") for other in others), first.astype("float32"))
-    return wide.astype(first.dtype)
+    total = sum((other.astype("float32") for other in others), first.astype("float32"))
+    return total.astype(first.dtype)
 
 
 Prologue = LayerNorm | Gelu
-Gradient = tuple[jax.Array, QTensor | None, jax.Array | None]

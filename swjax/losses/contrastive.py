@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from swjax.linear.plans import TOKENS, Spec, batch_plan, vary_alike
+from swjax.linear.layouts import TOKENS, Spec
+from swjax.linear.planning import plan_batch
+from swjax.linear.plans import vary_alike
 from swjax.losses.ring import Ring, make_ring
 
 # Similarities that a device holds at once: 1 GiB. The softmax computes those of larger batches twice: one
@@ -116,7 +118,7 @@ def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs:
         raise ValueError(
             f"labels must be [B] with B={images.shape[0]} embeddings, got {labels.shape}"
         )
-    plan = batch_plan(tokens, images, texts, *scalars)
+    plan = plan_batch(tokens, images, texts, *scalars)
     around = make_ring(plan, *images.shape, pairs=pairs, numbers=NUMBERS)
     spec = Spec((*plan.tokens, ()))
     images, texts = (plan.place(x.astype(jnp.float32), spec) for x in (images, texts))

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from swjax.linear.plans import Axes, Plan
+from swjax.linear.layouts import Axes
+from swjax.linear.plans import Plan
 
 
 class Ring(NamedTuple):
@@ -95,7 +96,7 @@ def make_ring(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) ->
     """The ring for a batch [rows, width] that is sharded as the plan says, with blocks as large as allowed.
 
     Args:
-      plan: see `swjax.linear.plans.batch_plan`.
+      plan: see `swjax.linear.planning.plan_batch`.
       rows, width: of the whole batch.
       pairs: at most so many at once on a device.
       numbers: at most so many of visiting rows on a device.

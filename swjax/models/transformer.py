@@ -129,7 +129,7 @@ class Attention(nnx.Module):
         if x.dtype == jnp.float16 and jax.default_backend() == "cpu":
             # JAX asks for float16 products with float32 sums, which XLA for CPUs does not have.
             q, k, v = (head.astype(jnp.float32) for head in (q, k, v))
-        mixed = attention.attention(
+        mixed = attention.dot_product_attention(
             q,
             k,
             v,

@@ -26,7 +26,7 @@ from flax.core import unfreeze
 
 from swjax import linen
 from swjax.kernels.reference import QTensor
-from swjax.linear.operation import quantize_weight
+from swjax.linear.api import quantize_weight
 from swjax.nnx import Linear, describe_model
 from swjax.recipes import Recipe
 from swjax.serving import tensor_files

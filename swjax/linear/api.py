@@ -1,0 +1,234 @@
+"""The linear layer as users call it: `switchback`, `mlp`, and `quantize_weight` for inference."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from swjax import recipes
+from swjax.kernels import dispatch
+from swjax.kernels.reference import QTensor
+from swjax.linear.arithmetic import Arithmetic
+from swjax.linear.checks import check_dtypes, check_shapes, weight_array, weight_quantizer
+from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
+from swjax.linear.plain import is_plain, plain_output
+from swjax.linear.planning import plan_layer, plan_next
+from swjax.linear.plans import vary_alike
+from swjax.linear.products import Settings
+from swjax.linear.prologues import Gelu, Prologue
+from swjax.linear.sharded import Sharded
+from swjax.linear.vjp import fused_mlp, linears
+from swjax.recipes import Recipe
+
+
+def switchback(
+    x: jax.Array,
+    w: jax.Array | QTensor | tuple[jax.Array | QTensor, ...],
+    bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
+    *,
+    recipe: str | Recipe = "switchback",
+    prologue: Prologue | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    residual: bool = False,
+    implementation: str | None = None,
+    layout: Layout | None = None,
+) -> jax.Array | tuple:
+    """Linear layer ``y = x w + bias`` with quantized products, forward and backward.
+
+    The default recipe is SwitchBack (Alg. 1 of the paper, `swjax.linear.algorithm`): one scale for each token
+    of x and g, one scale for w::
+
+        y  = int8(x) int8(w)  * scale_x scale_w + bias
+        dx = int8(g) int8(wT) * scale_g scale_w
+        dw = xT g                                     in the dtype of x
+
+    int8 operands are multiplied as int8 and summed in int32. The weight is quantized from `w` as given:
+    pass the fp32 parameter, not a 16-bit copy. Derivatives of the gradient are straight-through: those of
+    exact products, see docs/transformations.md.
+
+    Args:
+      x: [..., k] float16, bfloat16 or float32; any leading dimensions, empty ones included. Products that are
+        not quantized are computed in its dtype. With the recipe "standard" also float64 or complex, if w,
+        bias and y have the same dtype and neither `prologue` nor `layout` is given.
+      w: [k, n], dtypes as for x; its gradient has the dtype of w. A tuple is several layers of one input,
+        such as queries, keys and values, for which x is quantized once. A weight from `quantize_weight` has
+        no gradient; y is the same, and so is dx if the recipe has one scale for w.
+      bias: [n] or None; a tuple of these if w is one.
+      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to x first, fused with the quantizer.
+      out_dtype: dtype of y; None is that of x.
+      precision: of the products that are not quantized, as for `jax.lax.dot_general`.
+      residual: return x as well, for a residual connection. The gradient that arrives through it is added in
+        the backward pass of the prologue, which saves a pass over it.
+      implementation: of the quantized products, see `swjax.kernels.dispatch`; None chooses.
+      layout: how x and w are sharded, see `swjax.Layout`; not needed on one device and on explicit meshes.
+
+    Returns:
+      y: [..., n] in `out_dtype`; a tuple of these if w is one. With `residual`: (y, x).
+
+    Raises:
+      ValueError: an argument is no array; shapes or dtypes do not fit; there is no such recipe or
+        implementation.
+
+    >>> x, w = jnp.ones((2, 5, 3)), jnp.full((3, 4), 0.5)
+    >>> y = switchback(x, w)
+    >>> y.shape, float(y[0, 0, 0])
+    ((2, 5, 4), 1.5)
+    >>> [y.shape for y in switchback(x, (w, w[:, :1]), (None, None))]
+    [(2, 5, 4), (2, 5, 1)]
+
+    References:
+      Wortsman et al., "Stable and low-precision training for large-scale vision-language models",
+      NeurIPS 2023, https://arxiv.org/abs/2304.13013
+    """
+    several = isinstance(w, tuple) and not isinstance(w, QTensor)
+    ws, biases = (w, bias or (None,) * len(w)) if several else ((w,), (bias,))
+    for each in zip(ws, biases, strict=True):
+        check_shapes(x, *each, recipe)
+    plans = [plan_layer(x, weight_array(w), layout) for w in ws]
+    layers = tuple(
+        _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
+    )
+    if _has_no_tokens(x, plans[0]):
+        ys = tuple(_no_outputs(x, *each) for each in zip(ws, layers))
+    elif prologue is None and all(map(partial(is_plain, x), ws, biases, layers)):
+        ys = tuple(plain_output(x, *each, precision) for each in zip(ws, biases))
+    else:
+        for each in zip(ws, biases):
+            check_dtypes(x, *each)
+        x = _place_input(x, prologue, layers[0])
+        ws, biases = zip(*map(_place, ws, biases, plans))
+        ys, x = linears(*vary_alike(x, ws, biases, prologue), layers, residual)
+    y = ys if several else ys[0]
+    return (y, x) if residual else y
+
+
+def mlp(
+    x: jax.Array,
+    w1: jax.Array | QTensor,
+    b1: jax.Array | None,
+    w2: jax.Array | QTensor,
+    b2: jax.Array | None,
+    *,
+    recipe: str | Recipe = "switchback",
+    prologue: Prologue | None = None,
+    approximate: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    residual: bool = False,
+    implementation: str | None = None,
+    layouts: tuple[Layout | None, Layout | None] = (None, None),
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that share passes with the GELU between them.
+
+    The result is that of the two layers. In the backward pass one pass writes the GELU's gradient, in 16 bits
+    and quantized, and sums it for b1.
+
+    Args:
+      x: [..., k] float16, bfloat16 or float32.
+      w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None; weights as for `switchback`.
+      recipe, prologue, precision, residual, implementation: as for `switchback`, for both layers.
+      approximate: the tanh form of the GELU.
+      layouts: of x and w1, and of w2; see `swjax.Layout`.
+
+    Returns:
+      [..., n] in the dtype of x; with `residual`, that and x.
+
+    Raises:
+      ValueError: an argument is no array; shapes or dtypes do not fit; there is no such recipe or
+        implementation.
+
+    >>> x, w1, w2 = jnp.ones((2, 3)), jnp.ones((3, 8)), jnp.ones((8, 3))
+    >>> mlp(x, w1, None, w2, None).shape
+    (2, 3)
+    """
+    check_shapes(x, w1, b1, recipe)
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], weight_array(w1).shape[1]), x.dtype)
+    check_shapes(hidden, w2, b2, recipe)
+    check_dtypes(x, w1, b1)
+    check_dtypes(hidden, w2, b2)
+    plan = plan_layer(x, weight_array(w1), layouts[0])
+    plan2 = plan_next(plan, weight_array(w2), layouts[1])
+    first, second = (
+        _settings(x, recipe, None, precision, implementation, each) for each in (plan, plan2)
+    )
+    if _has_no_tokens(x, plan):
+        y = _no_outputs(x, w2, second)
+        return (y, x) if residual else y
+    x = _place_input(x, prologue, first)
+    (w1, b1), (w2, b2) = _place(w1, b1, plan), _place(w2, b2, plan2)
+    args = vary_alike(x, w1, b1, w2, b2, prologue)
+    y, x = fused_mlp(*args, Gelu(approximate), first, second, residual)
+    return (y, x) if residual else y
+
+
+def _settings(x, recipe, out_dtype, precision, implementation, plan) -> Settings:
+    dispatch.check(implementation)
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
+    sharded = Sharded(plan, Arithmetic(implementation, precision))
+    return Settings(recipes.get(recipe), x.dtype.name, out_dtype, sharded)
+
+
+# XLA does not compile a `jax.shard_map` whose results are constants, as the sums over no tokens are.
+
+
+def _has_no_tokens(x, plan) -> bool:
+    return plan.mesh is not None and 0 in x.shape[:-1]
+
+
+def _no_outputs(x, w, settings) -> jax.Array:
+    shape = (*x.shape[:-1], weight_array(w).shape[1])
+    return settings.plan.place(jnp.zeros(shape, settings.out_dtype), settings.plan.y)
+
+
+# Arguments are moved to the plan's shardings outside of the `custom_vjp`, so that gradients are moved back.
+
+
+def _place_input(x, prologue, settings):
+    plan = settings.plan
+    return plan.place(x, plan.x if prologue is None else settings.sharded.prologue_spec(prologue))
+
+
+def _place(w, bias, plan):
+    bias = plan.place(bias, Spec((plan.n,)))
+    if not isinstance(w, QTensor):
+        return plan.place(w, plan.w), bias
+    specs = specs_of(w, as_matrix(plan.w, True))
+    return QTensor(*map(plan.place, w, specs)), bias
+
+
+def quantize_weight(
+    w: jax.Array, recipe: str | Recipe = "switchback", *, implementation: str | None = None
+) -> QTensor:
+    """`w` as the forward product of that recipe reads it: a quarter of the bytes of fp32, for inference.
+
+    `switchback` and `mlp` take it in place of w, with the same recipe, and return the same values: without it
+    they quantize w at every call.
+
+    Args:
+      w: [k, n] float16, bfloat16 or float32.
+      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      implementation: see `swjax.kernels.dispatch`; None chooses.
+
+    Returns:
+      values [n, k], the transpose, because tensor cores read 8-bit matrices so; scale [1, 1], or [n, 1] if
+      the recipe has one scale for each output channel.
+
+    Raises:
+      ValueError: the recipe's forward product is not quantized, or keeps outliers in 16 bits.
+
+    >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
+    >>> q = quantize_weight(w)
+    >>> q.values.shape, bool(jnp.all(switchback(x, q) == switchback(x, w)))
+    ((4, 3), True)
+    """
+    quantizer = weight_quantizer(recipe)
+    axes = (0, 1) if quantizer.scope == "tensor" else (0,)
+    return dispatch.run(
+        "quantize",
+        w,
+        axes=axes,
+        dtype=quantizer.dtype,
+        transpose=True,
+        implementation=implementation,
+    )

@@ -1,0 +1,67 @@
+"""The arithmetic of a linear layer on one device: every call of `swjax.kernels.dispatch` that it makes."""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from swjax.kernels import dispatch, reference
+from swjax.kernels.reference import QTensor
+
+
+class Arithmetic(NamedTuple):
+    """How one device computes; static.
+
+    Attributes:
+      implementation: of the quantized operations, see `swjax.kernels.dispatch`; None chooses.
+      precision: of the products that are not quantized, as for `jax.lax.dot_general`.
+    """
+
+    implementation: str | None = None
+    precision: jax.lax.PrecisionLike = None
+
+    def run(self, operation: str, *arrays, **options):
+        """`dispatch.run` with this implementation."""
+        return dispatch.run(operation, *arrays, implementation=self.implementation, **options)
+
+    @property
+    def reads_last_axis(self) -> bool:
+        """Whether quantized operands are transposed so that products sum over their last axis.
+
+        GPU kernels read them so. XLA for CPUs takes either axis and is slow after a transpose.
+        """
+        return jax.default_backend() == "gpu" and self.implementation != "xla"
+
+    def product(self, a, b, bias=None, *, axes: tuple[int, int], out_dtype: str) -> jax.Array:
+        """``a b + bias``, summed over `axes`.
+
+        Args:
+          a: [..., k] array or QTensor, or [k, n] where its axis is 0.
+          b: [k, n] or [n, k] array or QTensor; both are quantized or neither is.
+          bias: [n] or None.
+          axes: the axis of a and of b that is summed over.
+          out_dtype: dtype of the result.
+
+        >>> from jax.numpy import ones
+        >>> Arithmetic().product(ones((2, 3)), ones((3, 4)), axes=(-1, 0), out_dtype="float32").shape
+        (2, 4)
+        """
+        if isinstance(a, QTensor):
+            return self.run("matmul", a, b, bias, out_dtype=out_dtype, contract=axes)
+        contract = tuple((axis % array.ndim,) for axis, array in zip(axes, (a, b)))
+        return reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
+
+    def weight_gradient(self, x, g, *, axes: tuple[int, int], out_dtype: str) -> jax.Array:
+        """``xT g``, [k, n], summed over all tokens of x [..., k] and g [..., n].
+
+        QTensors are matrices already, and `axes` says which of their axes is that of the tokens.
+        """
+        if isinstance(x, QTensor):
+            return self.product(x, g, axes=axes, out_dtype=out_dtype)
+        options = {"out_dtype": out_dtype, "precision": self.precision}
+        return self.run("weight_gradient", as_rows(x), as_rows(g), **options)
+
+
+def as_rows(x: jax.Array) -> jax.Array:
+    """[..., k] as a matrix [tokens, k]. XLA for GPUs fails to compile some int8 sums over several axes."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -1,0 +1,113 @@
+"""The backward pass of layers that share an input: the gradients of their operands."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from swjax.linear.forward_pass import Layers, Saved, SavedWeight
+from swjax.linear.products import (
+    Forms,
+    Settings,
+    from_bytes,
+    input_gradient,
+    quantizes_rows,
+    weight_gradient,
+)
+from swjax.linear.prologues import Gradient, Prologue, add
+
+
+class Gradients(NamedTuple):
+    """The gradients of `Operands`; that of x with its quantized form, if the prologue returned one."""
+
+    x: Gradient
+    ws: tuple[jax.Array | None, ...]
+    biases: tuple[jax.Array | None, ...]
+    prologue: Prologue | None
+
+
+def backward(
+    saved: Saved,
+    gradients: tuple[Gradient, ...],
+    layers: Layers,
+    *,
+    residual_gradient: jax.Array | None = None,
+    quantize_to: str | None = None,
+) -> Gradients:
+    """The gradients of the operands, from those of the outputs.
+
+    `residual_gradient` is added to that of x; a prologue quantizes the sum to `quantize_to` if it can.
+    """
+    x, inputs, weights, prologue = _read(saved, layers)
+    if x.quantized is not None:
+        # Without the barrier XLA dequantizes x in the forward pass and keeps the high-precision array.
+        x, gradients, residual_gradient = lax.optimization_barrier(
+            (x, gradients, residual_gradient)
+        )
+    gradients, biases = zip(*map(_bias_gradient, gradients, weights, layers))
+    dxs = _input_gradients(gradients, weights, layers)
+    if prologue is None:
+        dx, dprologue = Gradient(add(*dxs, residual_gradient)), None
+    else:
+        recompute = x.high_precision is None and x.quantized is None
+        recompute = recompute and any(weight.like is not None for weight in weights)
+        dx, dprologue, recomputed = layers[0].sharded.apply_backward(
+            prologue, inputs, dxs, residual_gradient, quantize_to=quantize_to, recompute=recompute
+        )
+        x = Forms(recomputed) if recompute else x
+    dws = tuple(_weight_gradient(x, *each) for each in zip(gradients, weights, layers))
+    return Gradients(dx, dws, biases, dprologue)
+
+
+def _read(saved: Saved, layers: Layers) -> Saved:
+    """fp8 values that were saved as bytes, as fp8."""
+
+    def read(forms, product_dtype):
+        return jax.tree.map(lambda array: from_bytes(array, product_dtype), forms)
+
+    fwd = layers[0].recipe.fwd
+    if fwd is None:
+        return saved
+    weights = tuple(
+        weight._replace(forms=read(weight.forms, layer.recipe.fwd.rhs.dtype))
+        for weight, layer in zip(saved.weights, layers)
+    )
+    return saved._replace(x=read(saved.x, fwd.lhs.dtype), weights=weights)
+
+
+def _bias_gradient(gradient: Gradient, weight: SavedWeight, layer: Settings):
+    """(the gradient of the output, with the form made here, that of the bias or None)."""
+    if weight.bias_like is None:
+        return gradient, None
+    if gradient.token_sum is None:
+        g, dgrad, plan = gradient.array, layer.recipe.dgrad, layer.plan
+        quantizable = quantizes_rows(dgrad) and not plan.splits(plan.n)
+        if gradient.quantized is None and quantizable:
+            gradient = Gradient(g, *layer.sharded.quantize_and_sum(g, dgrad.lhs.dtype))
+        else:
+            total = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
+            gradient = gradient._replace(token_sum=total)
+    return gradient, gradient.token_sum.astype(weight.bias_like.dtype)
+
+
+def _input_gradients(gradients, weights, layers: Layers) -> tuple[jax.Array, ...]:
+    """The gradient of the input by way of each layer, or one sum of them.
+
+    Layers with equal plans whose sums are split over devices are all-reduced once, after adding.
+    """
+    plan = layers[0].plan
+    together = len(layers) > 1 and len({layer.plan for layer in layers}) == 1
+    together = together and bool(plan.splits(plan.n))
+    dxs = tuple(
+        input_gradient(Forms(g.array, g.quantized), weight.forms, layer, summed=not together)
+        for g, weight, layer in zip(gradients, weights, layers)
+    )
+    return (layers[0].sharded.sum_partial(dxs),) if together else dxs
+
+
+def _weight_gradient(x: Forms, gradient: Gradient, weight: SavedWeight, layer: Settings):
+    if weight.like is None:
+        return None
+    g, out_dtype = Forms(gradient.array), weight.like.dtype.name
+    return weight_gradient(x, g, layer, out_dtype=out_dtype)

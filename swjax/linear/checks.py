@@ -1,0 +1,78 @@
+"""Checks of arguments: each error says in one line what must hold, what was given and what to do."""
+
+import jax
+import jax.numpy as jnp
+
+from swjax import recipes
+from swjax.kernels.reference import QTensor
+from swjax.recipes import Quantizer, Recipe
+
+DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+PLAIN_DTYPES = (jnp.float64, jnp.complex64, jnp.complex128)  # of the recipe "standard" alone
+
+
+def check_shapes(
+    x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None, recipe: str | Recipe
+) -> None:
+    """Raises a ValueError if these are not arrays with the shapes of a linear layer."""
+    for name, array in {"x": x, "w": w, "bias": bias}.items():
+        if array is not None and not isinstance(array, QTensor) and not hasattr(array, "dtype"):
+            raise ValueError(
+                f"{name} must be an array, got a {type(array).__name__}: pass jnp.asarray({name})"
+            )
+    if isinstance(w, QTensor):
+        _check_quantized(w, recipe)
+    w = weight_array(w)
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"switchback needs x [..., k] and w [k, n], got x {x.shape} and w {w.shape}: "
+            "for other contractions use swjax.dot_general"
+        )
+    if bias is not None and bias.shape != w.shape[1:]:
+        raise ValueError(f"bias must have the shape {w.shape[1:]} of w's columns, got {bias.shape}")
+
+
+def check_dtypes(x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None) -> None:
+    """Raises a ValueError if a layer cannot compute with these dtypes.
+
+    The recipe "standard" takes more of them where `swjax.linear.plain.is_plain`.
+    """
+    for name, array in {"x": x, "w": w, "bias": bias}.items():
+        if array is None or isinstance(array, QTensor) or array.dtype in DTYPES:
+            continue
+        needs = f"{name} must be float16, bfloat16 or float32, got {array.dtype}: cast it first"
+        if array.dtype in PLAIN_DTYPES:
+            needs += (
+                "; float64 and complex are for the recipe 'standard' with operands and result of one "
+                "dtype, without prologue and layout"
+            )
+        raise ValueError(needs)
+
+
+def _check_quantized(w: QTensor, recipe: str | Recipe) -> None:
+    quantizer = weight_quantizer(recipe)
+    columns = 1 if quantizer.scope == "tensor" else w.values.shape[0]
+    if w.values.dtype != quantizer.dtype or w.scale.shape != (columns, 1):
+        raise ValueError(
+            f"a quantized w must be {quantizer.dtype} [n, k] with a scale {(columns, 1)} for this recipe, "
+            f"got {w.values.dtype} {w.values.shape} and {w.scale.shape}: "
+            f"make it by swjax.quantize_weight(w, recipe)"
+        )
+
+
+def weight_quantizer(recipe: str | Recipe) -> Quantizer:
+    """How the forward product quantizes w, for recipes whose forward product reads nothing else of w.
+
+    Raises:
+      ValueError: the forward product reads w itself.
+    """
+    fwd = recipes.get(recipe).fwd
+    if fwd is None or fwd.outlier_threshold:
+        needs = "multiplies w as it is" if fwd is None else "multiplies outliers with w as it is"
+        raise ValueError(f"this recipe {needs}, and has no quantized w: pass w itself")
+    return fwd.rhs
+
+
+def weight_array(w: jax.Array | QTensor) -> jax.Array:
+    """An array [k, n] of the shape and the sharding of a weight."""
+    return w.values.T if isinstance(w, QTensor) else w

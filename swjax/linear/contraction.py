@@ -1,0 +1,122 @@
+"""`dot_general`: the linear layer with the signature of `jax.lax.dot_general`, for modules that take one."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from swjax import recipes
+from swjax.kernels import dispatch
+from swjax.kernels.reference import QTensor
+from swjax.linear.api import switchback
+from swjax.linear.layouts import Layout
+from swjax.recipes import Recipe
+
+Dimensions = tuple[int, ...]
+DimensionNumbers = tuple[tuple[Dimensions, Dimensions], tuple[Dimensions, Dimensions]]
+
+
+@dataclass(frozen=True)
+class DotGeneral:
+    """A `jax.lax.dot_general` that computes as a recipe says; `dot_general` makes one.
+
+    Objects with equal attributes are equal, and they pickle.
+
+    Attributes:
+      recipe: what the products are computed in.
+      implementation: see `swjax.kernels.dispatch`; None chooses.
+      layout: how both operands are sharded, as matrices; see `swjax.Layout`.
+    """
+
+    recipe: Recipe
+    implementation: str | None = None
+    layout: Layout | None = None
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | QTensor,
+        dimension_numbers: DimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        out_sharding: NamedSharding | P | None = None,
+    ) -> jax.Array:
+        """As for `jax.lax.dot_general`; `rhs` may be what `swjax.quantize_weight` returns.
+
+        Raises:
+          ValueError: as for `swjax.switchback`.
+        """
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
+        batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
+        k = math.prod(_shape(lhs, lhs_contract))
+        x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
+        if isinstance(rhs, QTensor):  # [n, k] as [*columns, *contracted]
+            columns = rhs.values.shape[: -len(rhs_contract)]
+            w = QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1))
+        else:
+            rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
+            columns = _shape(rhs, rhs_free)
+            w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
+            w = w.reshape(*batch, k, math.prod(columns))
+
+        def linear(x, w):
+            return switchback(
+                x,
+                w,
+                recipe=self.recipe,
+                out_dtype=preferred_element_type,
+                precision=precision,
+                implementation=self.implementation,
+                layout=self.layout,
+            )
+
+        for _ in batch:
+            linear = jax.vmap(linear)
+        y = linear(x, w).reshape(*batch, *rows, *columns)
+        return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+
+def dot_general(
+    recipe: str | Recipe = "switchback",
+    *,
+    implementation: str | None = None,
+    layout: Layout | None = None,
+) -> DotGeneral:
+    """A `jax.lax.dot_general` that computes as `recipe` says, for modules that take one.
+
+    For `dot_general=` of `flax.nnx.Linear`, `LinearGeneral`, `MultiHeadAttention` (`qkv_dot_general=`,
+    `out_dot_general=`) and of their linen counterparts. The left operand is the activation, the right one
+    the weight. Flax casts the weight to the compute dtype first: `swjax.nnx.Linear` and `swjax.linen.Dense`
+    quantize the fp32 parameter itself.
+
+    Args:
+      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      implementation: see `swjax.kernels.dispatch`; None chooses.
+      layout: how both operands are sharded, as matrices; see `swjax.Layout`.
+
+    Returns:
+      A callable with the signature of `jax.lax.dot_general`; equal arguments give equal, hashable objects.
+
+    Raises:
+      ValueError: there is no such recipe or implementation.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> layer = nnx.Linear(3, 4, dot_general=dot_general("switchback"), rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+    dispatch.check(implementation)
+    return DotGeneral(recipes.get(recipe), implementation, layout)
+
+
+def _remaining(array, *used: Dimensions) -> Dimensions:
+    return tuple(axis for axis in range(array.ndim) if not any(axis in axes for axes in used))
+
+
+def _shape(array, axes: Dimensions) -> tuple[int, ...]:
+    return tuple(array.shape[axis] for axis in axes)

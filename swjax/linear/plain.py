@@ -1,0 +1,36 @@
+"""Layers that quantize nothing, as plain products: JAX differentiates them in every mode and to any order."""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from swjax.kernels import reference
+from swjax.kernels.reference import QTensor
+from swjax.linear.checks import PLAIN_DTYPES
+from swjax.linear.products import Settings
+
+_DTYPES = (jnp.float32, *PLAIN_DTYPES)
+
+
+def is_plain(x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None, layer: Settings) -> bool:
+    """Whether JAX's own derivatives are those of `swjax.linear.vjp`, computed the same way.
+
+    That is so where nothing is quantized or sharded by a plan, and all arrays have one dtype of 32 bits or
+    more: the rules of `swjax.linear.vjp` sum the gradients of 16-bit arrays in float32, and may run the
+    weight gradient in a kernel.
+    """
+    recipe = layer.recipe
+    quantizes = isinstance(w, QTensor) or any((recipe.fwd, recipe.dgrad, recipe.wgrad))
+    if quantizes or layer.plan.mesh is not None:
+        return False
+    dtypes = {jnp.dtype(layer.out_dtype), *(a.dtype for a in (x, w, bias) if a is not None)}
+    return len(dtypes) == 1 and x.dtype in _DTYPES
+
+
+def plain_output(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, precision: jax.lax.PrecisionLike
+) -> jax.Array:
+    """``x w + bias`` for x [..., k] and w [k, n], in their dtype."""
+    contract = ((x.ndim - 1,), (0,))
+    y = reference.dot(x, w, contract, bias, out_dtype=x.dtype.name, precision=precision)
+    return checkpoint_name(y, "swjax_y")

@@ -1,0 +1,238 @@
+"""The steps of a linear layer on sharded arrays: each runs in a `jax.shard_map`, with its collectives.
+
+What a step computes on one device is in `swjax.linear.arithmetic`, what it is for in `swjax.linear.products`.
+Steps stay separate so that `jax.checkpoint` can save what passes between them.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swjax.kernels import reference
+from swjax.kernels.reference import QTensor
+from swjax.linear.arithmetic import Arithmetic, as_rows
+from swjax.linear.layouts import Spec, as_matrix, specs_of
+from swjax.linear.plans import Plan
+from swjax.linear.prologues import Gradient, Prologue, PrologueGradients, add
+from swjax.recipes import Quantizer
+
+
+class Operand(NamedTuple):
+    """An operand of a product.
+
+    Attributes:
+      value: an array or a QTensor.
+      spec: how it is sharded; for a QTensor a QTensor of specs.
+      axis: the axis that the product sums over. 0 of an array of tokens stands for all its tokens.
+    """
+
+    value: jax.Array | QTensor
+    spec: Spec | QTensor
+    axis: int
+
+
+class Sharded(NamedTuple):
+    """The steps, for arrays sharded by a plan; static."""
+
+    plan: Plan
+    arithmetic: Arithmetic
+
+    # --- products -------------------------------------------------------------------------------------
+
+    def output(self, x: Operand, w: Operand, bias, *, out_dtype: str) -> jax.Array:
+        """y = x w + bias, all-reduced where the plan splits k."""
+        plan = self.plan
+
+        def step(x_value, w_value, bias):
+            bias = None if bias is None else plan.once(bias, plan.k)
+            y = self._times_weight(x_value, w_value, bias, x, w, out_dtype)
+            return plan.sum(y, plan.k)
+
+        arrays, in_specs = (x.value, w.value, bias), (x.spec, w.spec, Spec((plan.n,)))
+        return plan.run(step, arrays, in_specs, plan.y)
+
+    def input_gradient(self, g: Operand, w: Operand, *, out_dtype: str, summed: bool) -> jax.Array:
+        """dx = g wT, all-reduced where the plan splits n.
+
+        If `summed=False`, returns per-device partial sums along a new leading axis, for `sum_partial`.
+        """
+        plan = self.plan
+
+        def step(g_value, w_value):
+            dx = self._times_weight(g_value, w_value, None, g, w, out_dtype)
+            return plan.sum(dx, plan.n) if summed else dx[None]
+
+        out_spec = plan.x if summed else self._partial_spec
+        return plan.run(step, (g.value, w.value), (g.spec, w.spec), out_spec)
+
+    def _times_weight(self, value, w_value, bias, a: Operand, w: Operand, out_dtype):
+        w_value = self.plan.gather(w_value, w.spec)
+        axes = a.axis, w.axis
+        return self.arithmetic.product(value, w_value, bias, axes=axes, out_dtype=out_dtype)
+
+    def sum_partial(self, dxs: tuple[jax.Array, ...]) -> jax.Array:
+        """The input's gradient from the partial sums of several layers, all-reduced once."""
+        plan = self.plan
+
+        def step(*dxs):
+            return plan.sum(add(*(dx[0] for dx in dxs)), plan.n)
+
+        return plan.run(step, dxs, (self._partial_spec,) * len(dxs), plan.x)
+
+    @property
+    def _partial_spec(self) -> Spec:
+        return Spec((self.plan.n, *self.plan.x))
+
+    def weight_gradient(self, x: Operand, g: Operand, *, out_dtype: str) -> jax.Array:
+        """dw = xT g, reduce-scattered over the axes that shard tokens and w, all-reduced over the others."""
+        plan = self.plan
+        reduce_dtype = plan.reduce_dtype if plan.splits(plan.token_axes) else None
+
+        def step(x_value, g_value):
+            dw = self.arithmetic.weight_gradient(
+                x_value, g_value, axes=(x.axis, g.axis), out_dtype=reduce_dtype or out_dtype
+            )
+            return plan.scatter_sum(dw).astype(out_dtype)
+
+        return plan.run(step, (x.value, g.value), (x.spec, g.spec), plan.w)
+
+    # --- quantizers -----------------------------------------------------------------------------------
+
+    def quantize(
+        self, quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, *, transpose: bool = False
+    ) -> QTensor:
+        """`x` for a product that sums over `axis`; for axis 0, as a matrix of all tokens.
+
+        Scales are those of one device: absolute maxima are maxima over the devices that share a scale.
+        """
+        plan, run, per_tensor = self.plan, self.arithmetic.run, quantizer.scope == "tensor"
+        out_spec = as_matrix(spec, False) if axis == 0 else spec
+        shared = out_spec if per_tensor else (out_spec[axis],)
+        options = {"dtype": quantizer.dtype, "transpose": transpose}
+
+        def step(x):
+            x = as_rows(x) if axis == 0 else x
+            axes = tuple(range(x.ndim)) if per_tensor else (axis % x.ndim,)
+            if not plan.splits(*shared):
+                return run("quantize", x, axes=axes, **options)
+            absmax = plan.maximum(reference.absolute_maximum(x, axes), *shared)
+            return run("quantize_by", x, absmax, **options)
+
+        spanned = range(len(out_spec)) if per_tensor else (axis % len(out_spec),)
+        scale_spec = Spec(() if i in spanned else axes for i, axes in enumerate(out_spec))
+        specs = QTensor(out_spec, scale_spec)
+        if transpose:
+            specs = QTensor(*(Spec(reversed(spec)) for spec in specs))
+        q = plan.run(step, (x,), (spec,), specs)
+        return _with_fixed_scale(q) if per_tensor else q
+
+    def quantize_both(self, w: jax.Array, dtype: str) -> tuple[QTensor, QTensor]:
+        """w [k, n] with one scale, as it is and transposed."""
+        plan, one = self.plan, Spec(((), ()))
+
+        def step(w):
+            # XLA takes one pass for the maxima of parts, and two for one maximum of the whole.
+            parts = math.gcd(w.size, 256)
+            absmax = reference.absolute_maximum(w.reshape(parts, -1), (1,)).reshape(parts)
+            if plan.splits(*plan.w):
+                absmax = plan.maximum(reference.absolute_maximum(absmax, (0,)), *plan.w)
+            return self.arithmetic.run("quantize_both", w, absmax, dtype=dtype)
+
+        specs = QTensor(plan.w, one), QTensor(as_matrix(plan.w, True), one)
+        return tuple(map(_with_fixed_scale, plan.run(step, (w,), (plan.w,), specs)))
+
+    def quantize_and_sum(self, g: jax.Array, dtype: str) -> tuple[QTensor, jax.Array]:
+        """g quantized row-wise, and its sum over all tokens: the gradient of a bias."""
+        plan = self.plan
+
+        def step(g):
+            q, total = self.arithmetic.run("quantize_and_sum", g, dtype=dtype)
+            return q, plan.sum(total, *plan.tokens)
+
+        return plan.run(step, (g,), (plan.y,), (_row_specs(plan.y), Spec((plan.n,))))
+
+    def split_outliers(self, x: jax.Array, threshold: float, spec: Spec):
+        """x as a sum of two: the features below `threshold` for every token, and the others."""
+        plan = self.plan
+
+        def step(x):
+            features = reference.absolute_maximum(x, tuple(range(x.ndim - 1)))
+            # NaN counts as an outlier, on every platform.
+            outlier = ~(plan.maximum(features, *plan.tokens) < threshold)
+            zero = jnp.zeros((), x.dtype)
+            return jnp.where(outlier, zero, x), jnp.where(outlier, x, zero)
+
+        return plan.run(step, (x,), (spec,), (spec, spec))
+
+    # --- prologues ------------------------------------------------------------------------------------
+
+    def prologue_spec(self, prologue: Prologue) -> Spec:
+        """How the input of a prologue is sharded."""
+        return Spec((*self.plan.tokens, ())) if prologue.whole_rows else self.plan.x
+
+    def apply(self, prologue: Prologue, x: jax.Array, *, quantize_to: str | None):
+        """(the prologue's output, None), or with `quantize_to` (None, its output quantized row-wise)."""
+        spec = self.prologue_spec(prologue)
+
+        def step(prologue, x):
+            implementation = self.arithmetic.implementation
+            return prologue.forward(x, quantize_to=quantize_to, implementation=implementation)
+
+        out_specs = (None, _row_specs(spec)) if quantize_to else (spec, None)
+        return self.plan.run(step, (prologue, x), (Spec(), spec), out_specs)
+
+    def apply_backward(
+        self,
+        prologue: Prologue,
+        x: jax.Array,
+        gradients: tuple[jax.Array, ...],
+        residual_gradient: jax.Array | None,
+        *,
+        quantize_to: str | None,
+        recompute: bool,
+    ) -> PrologueGradients:
+        """The gradients of a prologue; see `LayerNorm.backward`."""
+        plan, spec = self.plan, self.prologue_spec(prologue)
+
+        def step(prologue, x, gradients, residual_gradient):
+            of = prologue.backward(
+                x,
+                gradients,
+                residual_gradient,
+                quantize_to=quantize_to,
+                recompute=recompute,
+                implementation=self.arithmetic.implementation,
+            )
+            token_sum, parameters = plan.sum((of.input.token_sum, of.prologue), *plan.tokens)
+            return PrologueGradients(
+                of.input._replace(token_sum=token_sum), parameters, of.recomputed
+            )
+
+        forms = Gradient(spec)
+        if not prologue.whole_rows and residual_gradient is None:
+            forms = Gradient(spec, _row_specs(spec) if quantize_to else None, Spec(spec[-1:]))
+        out_specs = PrologueGradients(forms, Spec(), spec if recompute else None)
+        arrays = (prologue, x, gradients, residual_gradient)
+        return plan.run(step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs)
+
+
+def _row_specs(spec: Spec) -> QTensor:
+    """The specs of an array quantized row-wise."""
+    return QTensor(spec, Spec((*spec[:-1], ())))
+
+
+def _with_fixed_scale(q: QTensor) -> QTensor:
+    """Before jax 0.12 XLA moves constants between the factors of a product of scales. Without the barrier
+    the last bit of y depends on whether the scale of w is computed in the same program or is an argument."""
+    return q._replace(scale=jax.lax.optimization_barrier(q.scale))
+
+
+def transposed_operand(q: QTensor, spec: Spec, axis: int, *, transposed: bool) -> Operand:
+    """A quantized matrix, perhaps stored transposed, for a product that sums over `axis` of the matrix.
+
+    `spec` is that of the matrix itself.
+    """
+    spec = as_matrix(spec, True) if transposed else spec
+    return Operand(q, specs_of(q, spec), -1 - axis if transposed else axis)

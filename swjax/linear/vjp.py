@@ -1,0 +1,125 @@
+"""The two `jax.custom_vjp`s of linear layers: `linears`, of one input and one or several weights, and
+`fused_mlp`, two layers with a GELU between them.
+
+The first derivative is that of the recipe, from `forward` and `backward`. Further derivatives are those of
+the same layers without quantization, see `swjax.linear.derivatives`.
+"""
+
+from functools import partial
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from swjax.kernels.reference import QTensor
+from swjax.linear.backward_pass import backward
+from swjax.linear.derivatives import differentiated_as, may_be_differentiated
+from swjax.linear.forward_pass import Layers, Operands, forward, outputs
+from swjax.linear.products import Settings, quantizes_rows
+from swjax.linear.prologues import Gradient, add
+from swjax.recipes import Recipe
+
+# --- layers of one input ------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def linears(x, ws, biases, prologue, layers: Layers, residual: bool):
+    """The layers' outputs, and x for a residual connection, or None."""
+    return _linears_forward(x, ws, biases, prologue, layers, residual)[0]
+
+
+def _linears_forward(x, ws, biases, prologue, layers, residual):
+    operands = Operands(x, ws, biases, prologue)
+    ys, saved = forward(operands, layers)
+    ys = differentiated_as(partial(_exact_outputs, layers), ys, *operands)
+    ys = tuple(checkpoint_name(y, "swjax_y") for y in ys)
+    return (ys, x if residual else None), (saved, _kept_for_derivatives(operands))
+
+
+def _linears_backward(layers, _, kept, gradients):
+    saved, operands = kept
+    constants, (gs, residual_gradient) = lax.stop_gradient((saved, gradients))
+    gs = tuple(map(Gradient, gs))
+    computed = backward(constants, gs, layers, residual_gradient=residual_gradient)
+    arrays = (computed.x.array, *computed[1:])
+    if operands is None:
+        return arrays
+    exact = partial(_exact_gradients, partial(_exact_outputs, layers))
+    return differentiated_as(exact, arrays, tuple(operands), *gradients)
+
+
+linears.defvjp(_linears_forward, _linears_backward)
+
+
+# --- two layers with a GELU ---------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+def fused_mlp(x, w1, b1, w2, b2, prologue, gelu, first: Settings, second: Settings, residual: bool):
+    """``gelu(x w1 + b1) w2 + b2``, and x for a residual connection, or None."""
+    return _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second, residual)[0]
+
+
+def _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second, residual):
+    operands = x, w1, b1, w2, b2, prologue
+    (hidden,), saved = forward(Operands(x, (w1,), (b1,), prologue), (first,))
+    hidden = checkpoint_name(hidden, "swjax_y")
+    (y,), saved_by_second = forward(Operands(hidden, (w2,), (b2,), gelu), (second,))
+    y = differentiated_as(partial(_exact_mlp, gelu, first, second), y, *operands)
+    y = checkpoint_name(y, "swjax_y")
+    return (y, x if residual else None), (saved, saved_by_second, _kept_for_derivatives(operands))
+
+
+def _mlp_backward(gelu, first, second, _, kept, gradients):
+    saved, saved_by_second, operands = kept
+    constants, (g, residual_gradient) = lax.stop_gradient(((saved, saved_by_second), gradients))
+    dgrad, plan = first.recipe.dgrad, second.plan
+    quantizable = quantizes_rows(dgrad) and not plan.splits(plan.k)
+    quantize_to = dgrad.lhs.dtype if quantizable else None
+    of_second = backward(constants[1], (Gradient(g),), (second,), quantize_to=quantize_to)
+    of_first = backward(constants[0], (of_second.x,), (first,), residual_gradient=residual_gradient)
+    (dw1,), (db1,), (dw2,), (db2,) = of_first.ws, of_first.biases, of_second.ws, of_second.biases
+    arrays = of_first.x.array, dw1, db1, dw2, db2, of_first.prologue
+    if operands is None:
+        return arrays
+    exact = partial(_exact_gradients, partial(_exact_mlp, gelu, first, second))
+    return differentiated_as(exact, arrays, operands, *gradients)
+
+
+fused_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+# --- further derivatives ------------------------------------------------------------------------------
+
+
+def _kept_for_derivatives(operands: tuple) -> tuple | None:
+    """The operands, for derivatives of the backward pass; None where nothing can ask for these.
+
+    The backward pass itself does not read them: a compiler removes those that nothing else reads.
+    """
+    return operands if may_be_differentiated(operands) else None
+
+
+def _exact_outputs(layers: Layers, *operands) -> tuple[jax.Array, ...]:
+    """The outputs without quantization, for JAX to differentiate."""
+    return outputs(Operands(*operands), tuple(map(_exact, layers)))[0]
+
+
+def _exact_mlp(gelu, first, second, x, w1, b1, w2, b2, prologue):
+    (hidden,) = _exact_outputs((first,), x, (w1,), (b1,), prologue)
+    (y,) = _exact_outputs((second,), hidden, (w2,), (b2,), gelu)
+    return y
+
+
+def _exact_gradients(exact_outputs, operands, gradients, residual_gradient):
+    """The gradients without quantization, for JAX to differentiate."""
+    _, vjp = jax.vjp(exact_outputs, *operands)
+    dx, *others = vjp(gradients)
+    is_quantized = lambda leaf: isinstance(leaf, QTensor)
+    others = jax.tree.map(lambda d: None if is_quantized(d) else d, others, is_leaf=is_quantized)
+    return add(dx, residual_gradient), *others
+
+
+def _exact(layer: Settings) -> Settings:
+    arithmetic = layer.sharded.arithmetic._replace(implementation="xla")
+    return layer._replace(recipe=Recipe(), sharded=layer.sharded._replace(arithmetic=arithmetic))

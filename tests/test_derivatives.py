@@ -1,0 +1,238 @@
+"""Derivatives beyond the first: against JAX's own of the same layers without quantization."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numeric import snr_db
+
+import swjax
+from swjax import Gelu, LayerNorm, Layout
+from swjax.linear import vjp as rules
+from swjax.linear.derivatives import differentiated_as
+from swjax.recipes import RECIPES
+
+K, H, N = 8, 16, 4
+# The gradient in an oracle's second derivative is that of exact products: quantized ones are so far away.
+FLOOR_DB = {"standard": 90, "switchback": 25, "switchback_m": 25, "switchback_q": 25}
+FLOOR_DB |= dict.fromkeys(("llm_int8", "llm_int8_outlier6"), 25)
+FLOOR_DB |= dict.fromkeys(("fp8_switchback", "fp8_tensorwise"), 15)
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+ARGUMENTS = {
+    "x": draw(2, 3, K),
+    "w": draw(K, H, seed=1) / 3,
+    "b": draw(H, seed=2),
+    "w2": draw(H, N, seed=3) / 4,
+    "b2": draw(N, seed=4),
+    "scale": 1 + draw(K, seed=5) / 4,
+    "shift": draw(K, seed=6) / 4,
+}
+
+
+def norm(a):
+    return LayerNorm(a["scale"], a["shift"])
+
+
+def exact_norm(a):
+    x = a["x"] - jnp.mean(a["x"], -1, keepdims=True)
+    x = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    return x * a["scale"][None, None] + a["shift"][None, None]
+
+
+def dense(x, w, b):
+    return jnp.matmul(x, w, precision="highest") + b.reshape(1, 1, -1)
+
+
+def exact_gelu(x):
+    return jax.nn.gelu(x, approximate=False)
+
+
+# {name: (the layer of swjax, of JAX)}, functions of `ARGUMENTS`
+LAYERS = {
+    "layer": (
+        lambda layer, _, a: layer(a["x"], a["w"], a["b"]),
+        lambda a: dense(a["x"], a["w"], a["b"]),
+    ),
+    "layer_norm": (
+        lambda layer, _, a: layer(a["x"], a["w"], a["b"], prologue=norm(a)),
+        lambda a: dense(exact_norm(a), a["w"], a["b"]),
+    ),
+    "gelu": (
+        lambda layer, _, a: layer(a["x"], a["w"], a["b"], prologue=Gelu()),
+        lambda a: dense(exact_gelu(a["x"]), a["w"], a["b"]),
+    ),
+    "several_with_residual": (
+        lambda layer, _, a: several(layer, a),
+        lambda a: (
+            dense(exact_norm(a), a["w"], a["b"]) * dense(exact_norm(a), a["w"][::-1], 0 * a["b"])
+            + jnp.sum(a["x"], -1, keepdims=True)
+        ),
+    ),
+    "mlp": (
+        lambda _, mlp, a: mlp_with_residual(mlp, a),
+        lambda a: (
+            dense(exact_gelu(dense(exact_norm(a), a["w"], a["b"])), a["w2"], a["b2"])
+            + a["x"][..., :N]
+        ),
+    ),
+}
+
+
+def several(layer, a):
+    ws, biases = (a["w"], a["w"][::-1]), (a["b"], None)
+    (y, z), x = layer(a["x"], ws, biases, prologue=norm(a), residual=True)
+    return y * z + jnp.sum(x, -1, keepdims=True)
+
+
+def mlp_with_residual(mlp, a):
+    y, x = mlp(a["x"], a["w"], a["b"], a["w2"], a["b2"], prologue=norm(a), residual=True)
+    return y + x[..., :N]
+
+
+def loss(layer, a):
+    return jnp.sum(jnp.sin(layer(a)))
+
+
+def products(forward_over_reverse, fn, a):
+    """The Hessian of fn times a vector."""
+    v = jax.tree.map(jnp.cos, a)
+    if forward_over_reverse:
+        return jax.jvp(jax.grad(fn), (a,), (v,))[1]
+    dot = lambda a, b: jnp.sum(a * b)
+    inner = lambda a: sum(jax.tree.leaves(jax.tree.map(dot, jax.grad(fn)(a), v)))
+    return jax.grad(inner)(a)
+
+
+def of_swjax(name, recipe, **options):
+    layer, mlp = (partial(f, recipe=recipe, **options) for f in (swjax.switchback, swjax.mlp))
+    return partial(LAYERS[name][0], layer, mlp)
+
+
+def assert_close(got, want, recipe):
+    for name in want:
+        if jnp.any(want[name]):
+            assert snr_db(got[name], want[name]) > FLOOR_DB[recipe], name
+        else:
+            assert not jnp.any(got[name]), name
+
+
+@pytest.mark.parametrize("forward_over_reverse", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("recipe", ["standard", "switchback", "switchback_m", "fp8_tensorwise"])
+def test_second_derivatives_are_straight_through(recipe, name, forward_over_reverse):
+    want = products(True, partial(loss, LAYERS[name][1]), ARGUMENTS)
+    fn = partial(loss, of_swjax(name, recipe))
+    got = jax.jit(partial(products, forward_over_reverse, fn))(ARGUMENTS)
+    assert_close(got, want, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_eager_checkpointed_and_mapped_second_derivatives(recipe):
+    want = products(True, partial(loss, LAYERS["layer"][1]), ARGUMENTS)
+    fn = partial(loss, of_swjax("layer", recipe))
+    assert_close(products(True, fn, ARGUMENTS), want, recipe)
+    remat = jax.checkpoint(fn, policy=swjax.checkpoint_policies.save_linear)
+    assert_close(jax.jit(partial(products, True, remat))(ARGUMENTS), want, recipe)
+    twice = jax.tree.map(lambda a: jnp.stack([a, a]), ARGUMENTS)
+    got = jax.jit(jax.vmap(partial(products, False, fn)))(twice)
+    assert_close(jax.tree.map(lambda a: a[1], got), want, recipe)
+
+
+@pytest.mark.parametrize("prologue", [None, Gelu()])
+def test_a_quantized_weight_is_a_constant(prologue):
+    x, w = {"x": ARGUMENTS["x"]}, ARGUMENTS["w"]
+    q, before = swjax.quantize_weight(w), exact_gelu if prologue else lambda x: x
+    layer = lambda a: swjax.switchback(a["x"], q, prologue=prologue)
+    exact = lambda a: jnp.matmul(before(a["x"]), w)
+    got, want = (products(True, partial(loss, fn), x) for fn in (layer, exact))
+    assert snr_db(got["x"], want["x"]) > 25
+
+
+def test_third_derivatives():
+    fn = lambda f, w: jnp.sum(f(ARGUMENTS["x"][0], w) ** 4)
+    third = lambda f: jax.grad(lambda w: jnp.sum(jax.hessian(partial(fn, f))(w) ** 2))
+    w = ARGUMENTS["w"][:, :2]
+    assert snr_db(third(swjax.switchback)(w), third(jnp.matmul)(w)) > 20
+
+
+def test_gradient_penalty():
+    """The loss's own gradient is the recipe's, the penalty's the straight-through estimate."""
+
+    def penalty(multiply, w):
+        dx = jax.grad(lambda x: jnp.sum(jnp.sin(multiply(x, w))))(ARGUMENTS["x"])
+        return jnp.sum(dx**2)
+
+    got, want = (
+        jax.jit(jax.grad(partial(penalty, f)))(ARGUMENTS["w"])
+        for f in (swjax.switchback, jnp.matmul)
+    )
+    assert snr_db(got, want) > 25
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["layer", "mlp"])
+def test_second_derivatives_of_sharded_arrays(name, kind):
+    """The batch over two devices, and weights over the same: they are gathered."""
+    fn = partial(loss, of_swjax(name, "switchback"))
+    want = jax.jit(partial(products, True, fn))(ARGUMENTS)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    specs = {"x": P("data"), "w": P("data"), "w2": P(None, "data")}
+    layouts = [Layout(specs["w"], P("data")), Layout(specs["w2"], P("data"))]
+    options = {"layout": layouts[0]} if name == "layer" else {"layouts": tuple(layouts)}
+    layer, mlp = partial(swjax.switchback, **options), partial(swjax.mlp, **options)
+    sharded = partial(loss, partial(LAYERS[name][0], layer, mlp))
+    with jax.set_mesh(mesh):
+        place = lambda key, a: jax.device_put(a, NamedSharding(mesh, specs.get(key, P())))
+        args = {key: place(key, a) for key, a in ARGUMENTS.items()}
+        for forward_over_reverse in (True, False):
+            got = jax.jit(partial(products, forward_over_reverse, sharded))(args)
+            assert_close(got, jax.tree.map(np.asarray, want), "standard")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_first_derivatives_pay_nothing(recipe, name, monkeypatch):
+    """The lowered program is the same without what carries further derivatives."""
+
+    def program():
+        fn = jax.value_and_grad(partial(loss, of_swjax(name, recipe)))
+        return jax.jit(fn).lower(ARGUMENTS).as_text()
+
+    given = program()
+    monkeypatch.setattr(rules, "differentiated_as", lambda exact, value, *operands: value)
+    monkeypatch.setattr(rules, "_kept_for_derivatives", lambda operands: None)
+    assert given == program()
+
+
+@pytest.mark.parametrize("recipe", ["standard", "switchback", "switchback_m", "fp8_switchback"])
+def test_first_derivatives_of_stacked_layers_need_no_more_memory(recipe, monkeypatch):
+    """Layers in a scan, whose residuals are stacked, with and without `jax.checkpoint`."""
+    ws = jnp.stack([draw(32, 32, seed=seed) for seed in range(3)])
+
+    def memory(wrap):
+        step = wrap(lambda x, w: jnp.tanh(swjax.switchback(x, w, recipe=recipe)))
+        fn = lambda x, ws: jnp.sum(jax.lax.scan(lambda x, w: (step(x, w), None), x, ws)[0])
+        compiled = jax.jit(jax.grad(fn, (0, 1))).lower(draw(16, 32), ws).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    kinds = [lambda f: f, jax.checkpoint]
+    given = [memory(wrap) for wrap in kinds]
+    monkeypatch.setattr(rules, "differentiated_as", lambda exact, value, *operands: value)
+    monkeypatch.setattr(rules, "_kept_for_derivatives", lambda operands: None)
+    assert given == [memory(wrap) for wrap in kinds]
+
+
+def test_a_value_with_the_derivative_of_another_function():
+    step = lambda x: differentiated_as(jnp.sin, jnp.sign(jax.lax.stop_gradient(x)), x)
+    assert float(step(2.0)) == 1.0
+    np.testing.assert_allclose(jax.grad(step)(2.0), np.cos(2.0), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(jax.grad(step))(2.0), -np.sin(2.0), rtol=1e-6)

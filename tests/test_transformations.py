@@ -1,0 +1,401 @@
+"""Every recipe under every transformation of JAX: does it work, and if not, how does it say so?
+
+`OUTCOMES` is the answer, as data. The tests check it, and docs/transformations.md shows it:
+`python tests/test_transformations.py` writes the table there.
+"""
+
+import pickle
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import swjax
+from swjax import checkpoint_policies
+from swjax.recipes import RECIPES
+
+PAGE = Path(__file__).parent.parent / "docs" / "transformations.md"
+
+YES = "yes"
+NO_FORWARD_MODE = (
+    "no: `TypeError: can't apply forward-mode autodiff (jvp) to a custom_vjp function`"
+)
+STANDARD_ONLY = {name: YES if name == "standard" else NO_FORWARD_MODE for name in RECIPES}
+
+# {transformation: its outcome, of all recipes or of each}
+OUTCOMES: dict[str, str | dict[str, str]] = {
+    "`jax.jit`": YES,
+    "`jax.eval_shape`": YES,
+    "ahead of time: `jax.jit(f).lower(...).compile()`": YES,
+    "donation: `jax.jit(f, donate_argnums=...)`": YES,
+    "`jax.grad`": YES,
+    "`jax.value_and_grad`": YES,
+    "`jax.vjp`": YES,
+    "`jax.jacrev`": YES,
+    "`jax.vmap`, over tokens or over weights": YES,
+    "`jax.grad` of `jax.vmap`": YES,
+    "`jax.vmap` of `jax.grad`": YES,
+    "`jax.vmap` over an axis of an explicit mesh, and its `jax.grad`": YES,
+    "second order: `jax.hessian`": YES,
+    "second order: `jax.grad` of `jax.grad`": YES,
+    "`jax.jvp`": STANDARD_ONLY,
+    "`jax.jacfwd`": STANDARD_ONLY,
+    "`jax.linearize`": STANDARD_ONLY,
+    "`jax.checkpoint`": YES,
+    "`jax.checkpoint`, `everything_saveable`": YES,
+    "`jax.checkpoint`, `nothing_saveable`": YES,
+    "`jax.checkpoint`, `dots_saveable`": YES,
+    "`jax.checkpoint`, `dots_with_no_batch_dims_saveable`": YES,
+    "`jax.checkpoint`, `save_anything_except_these_names`": YES,
+    "`jax.checkpoint`, `save_any_names_but_these`": YES,
+    "`jax.checkpoint`, `save_only_these_names`": YES,
+    "`jax.checkpoint`, `save_from_both_policies`": YES,
+    "`jax.checkpoint`, `swjax.checkpoint_policies.save_weights`": YES,
+    "`jax.checkpoint`, `swjax.checkpoint_policies.save_quantized`": YES,
+    "`jax.checkpoint`, `swjax.checkpoint_policies.save_outputs`": YES,
+    "`jax.checkpoint`, `swjax.checkpoint_policies.save_linear`": YES,
+    "`jax.lax.scan` over layers, and its `jax.grad`": YES,
+    "`jax.lax.map`": YES,
+    "`jax.lax.cond`, and its `jax.grad`": YES,
+    "`jax.lax.while_loop`, forward": YES,
+    "`jax.shard_map`, and its `jax.grad`": YES,
+    "`jax.export`, serialized and called": YES,
+    "`pickle` of `swjax.dot_general`": YES,
+}
+
+
+def outcome(transformation: str, recipe: str) -> str:
+    found = OUTCOMES[transformation]
+    return found if isinstance(found, str) else found[recipe]
+
+
+# --- what each of them is -----------------------------------------------------------------------------
+
+CASES: dict[str, Callable[[str], tuple]] = {}  # a recipe -> (what came out, what has to)
+
+
+def case(transformation: str):
+    def register(function):
+        CASES[transformation] = function
+        return function
+
+    return register
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+X, W, BIAS, G = draw(4, 6, 16), draw(16, 16, seed=1) / 4, draw(16, seed=2), draw(4, 6, 16, seed=3)
+
+
+def layer(recipe):
+    return partial(swjax.switchback, recipe=recipe)
+
+
+def loss(recipe, w, x, *more):
+    return jnp.sum(jnp.sin(layer(recipe)(x, w, *more)))
+
+
+@cache
+def gradients(recipe):
+    """The loss, and its gradients by w, x and bias, without any other transformation."""
+    return jax.value_and_grad(partial(loss, recipe), (0, 1, 2))(W, X, BIAS)
+
+
+@cache
+def output(recipe):
+    return layer(recipe)(X, W, BIAS)
+
+
+@case("`jax.jit`")
+def _(recipe):
+    return jax.jit(layer(recipe))(X, W, BIAS), output(recipe)
+
+
+@case("`jax.eval_shape`")
+def _(recipe):
+    shape = jax.eval_shape(layer(recipe), X, W, BIAS)
+    return jnp.zeros(shape.shape, shape.dtype), jnp.zeros_like(output(recipe))
+
+
+@case("ahead of time: `jax.jit(f).lower(...).compile()`")
+def _(recipe):
+    return jax.jit(layer(recipe)).lower(X, W, BIAS).compile()(X, W, BIAS), output(recipe)
+
+
+@case("donation: `jax.jit(f, donate_argnums=...)`")
+def _(recipe):
+    def step(w):
+        return w - jax.grad(partial(loss, recipe))(w, X, BIAS)
+
+    return jax.jit(step, donate_argnums=0)(W.copy()), W - gradients(recipe)[1][0]
+
+
+@case("`jax.grad`")
+def _(recipe):
+    fn = jax.jit(jax.grad(partial(loss, recipe), (0, 1, 2)))
+    return fn(W, X, BIAS), gradients(recipe)[1]
+
+
+@case("`jax.value_and_grad`")
+def _(recipe):
+    fn = jax.jit(jax.value_and_grad(partial(loss, recipe), (0, 1, 2)))
+    return fn(W, X, BIAS), gradients(recipe)
+
+
+@case("`jax.vjp`")
+def _(recipe):
+    y, vjp = jax.vjp(layer(recipe), X, W, BIAS)
+    dx, dw, db = vjp(jnp.cos(y))
+    return (dw, dx, db), gradients(recipe)[1]
+
+
+@case("`jax.jacrev`")
+def _(recipe):
+    fn = lambda bias: jnp.sin(layer(recipe)(X, W, bias))
+    return jnp.sum(jax.jacrev(fn)(BIAS), (0, 1, 2)), gradients(recipe)[1][2]
+
+
+@case("`jax.vmap`, over tokens or over weights")
+def _(recipe):
+    ws = jnp.stack([W, 2 * W.T])
+    got = jax.jit(jax.vmap(layer(recipe), (0, None)))(X, W)
+    by_weight = jax.jit(jax.vmap(layer(recipe), (None, 0)))(X, ws)
+    want = jnp.stack([layer(recipe)(x, W) for x in X])
+    return (got, by_weight), (want, jnp.stack([layer(recipe)(X, w) for w in ws]))
+
+
+@cache
+def by_row(recipe):
+    """The gradients of each row's loss."""
+    grads = [jax.grad(partial(loss, recipe), (0, 1))(W, x) for x in X]
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *grads)
+
+
+@case("`jax.grad` of `jax.vmap`")
+def _(recipe):
+    total = lambda w, x: jnp.sum(jax.vmap(partial(loss, recipe), (None, 0))(w, x))
+    dw, dx = by_row(recipe)
+    return jax.jit(jax.grad(total, (0, 1)))(W, X), (jnp.sum(dw, 0), dx)
+
+
+@case("`jax.vmap` of `jax.grad`")
+def _(recipe):
+    fn = jax.vmap(jax.grad(partial(loss, recipe), (0, 1)), (None, 0))
+    return jax.jit(fn)(W, X), by_row(recipe)
+
+
+@case("`jax.vmap` over an axis of an explicit mesh, and its `jax.grad`")
+def _(recipe):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    total = lambda w, x: jnp.sum(jax.vmap(partial(loss, recipe), (None, 0))(w, x))
+    dw, dx = by_row(recipe)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        w = jax.device_put(W, NamedSharding(mesh, P()))
+        got = jax.jit(jax.grad(total, (0, 1)))(w, x)
+        each = jax.jit(jax.vmap(jax.grad(partial(loss, recipe), (0, 1)), (None, 0)))(w, x)
+    return (got, each), ((jnp.sum(dw, 0), dx), (dw, dx))
+
+
+def quadratic(multiply, w):
+    """Its second derivative does not depend on the values of the products."""
+    return jnp.sum(multiply(X[0], w) ** 2)
+
+
+@cache
+def second_derivative():
+    return jax.hessian(partial(quadratic, jnp.matmul))(W[:, :3])
+
+
+@case("second order: `jax.hessian`")
+def _(recipe):
+    return jax.jit(jax.hessian(partial(quadratic, layer(recipe))))(W[:, :3]), second_derivative()
+
+
+@case("second order: `jax.grad` of `jax.grad`")
+def _(recipe):
+    v = draw(16, 3, seed=5)
+    inner = lambda w: jnp.vdot(jax.grad(partial(quadratic, layer(recipe)))(w), v)
+    want = jnp.einsum("ijkl,kl->ij", second_derivative(), v)
+    return jax.jit(jax.grad(inner))(W[:, :3]), want
+
+
+@case("`jax.jvp`")
+def _(recipe):
+    fn = lambda w: jax.jvp(lambda w: layer(recipe)(X, w, BIAS), (w,), (w,))
+    return jax.jit(fn)(W), (jnp.matmul(X, W) + BIAS[None, None], jnp.matmul(X, W))
+
+
+@case("`jax.jacfwd`")
+def _(recipe):
+    fn = lambda bias: jnp.sin(layer(recipe)(X, W, bias))
+    return jnp.sum(jax.jit(jax.jacfwd(fn))(BIAS), (0, 1, 2)), gradients(recipe)[1][2]
+
+
+@case("`jax.linearize`")
+def _(recipe):
+    _, jvp = jax.linearize(lambda w: layer(recipe)(X, w, BIAS), W)
+    return jvp(W), jnp.matmul(X, W)
+
+
+POLICIES = jax.checkpoint_policies
+NAMES = ("swjax_y", "swjax_x_q")
+CHECKPOINTS = {
+    "": None,
+    ", `everything_saveable`": POLICIES.everything_saveable,
+    ", `nothing_saveable`": POLICIES.nothing_saveable,
+    ", `dots_saveable`": POLICIES.dots_saveable,
+    ", `dots_with_no_batch_dims_saveable`": POLICIES.dots_with_no_batch_dims_saveable,
+    ", `save_anything_except_these_names`": POLICIES.save_anything_except_these_names(*NAMES),
+    ", `save_any_names_but_these`": POLICIES.save_any_names_but_these(*NAMES),
+    ", `save_only_these_names`": POLICIES.save_only_these_names(*NAMES),
+    ", `save_from_both_policies`": POLICIES.save_from_both_policies(
+        POLICIES.dots_saveable, checkpoint_policies.save_weights
+    ),
+} | {
+    f", `swjax.checkpoint_policies.{name}`": getattr(checkpoint_policies, name)
+    for name in ("save_weights", "save_quantized", "save_outputs", "save_linear")
+}
+
+
+def checkpointed(policy, recipe):
+    fn = jax.checkpoint(partial(loss, recipe), policy=policy)
+    return jax.jit(jax.grad(fn, (0, 1, 2)))(W, X, BIAS), gradients(recipe)[1]
+
+
+for name, policy in CHECKPOINTS.items():
+    CASES[f"`jax.checkpoint`{name}"] = partial(checkpointed, policy)
+
+
+def run_layers(fold, recipe, ws, x):
+    return jnp.sum(fold(lambda x, w: (layer(recipe)(x, w), None), x, ws)[0] * G)
+
+
+def unrolled(step, x, ws):
+    for w in ws:
+        x, _ = step(x, w)
+    return x, None
+
+
+@case("`jax.lax.scan` over layers, and its `jax.grad`")
+def _(recipe):
+    ws = jnp.stack([W, W.T])
+    got, want = (
+        jax.jit(jax.grad(partial(run_layers, fold, recipe), (0, 1)))(ws, X)
+        for fold in (lax.scan, unrolled)
+    )
+    return got, want
+
+
+@case("`jax.lax.map`")
+def _(recipe):
+    got = jax.jit(lambda x: lax.map(lambda x: layer(recipe)(x, W), x))(X)
+    return got, jnp.stack([layer(recipe)(x, W) for x in X])
+
+
+@case("`jax.lax.cond`, and its `jax.grad`")
+def _(recipe):
+    def either(w, x, bias, which):
+        return lax.cond(which, partial(loss, recipe), lambda w, x, bias: jnp.sum(x), w, x, bias)
+
+    fn = jax.jit(jax.grad(either, (0, 1, 2)))
+    other = jnp.zeros_like(W), jnp.ones_like(X), jnp.zeros_like(BIAS)
+    return (fn(W, X, BIAS, True), fn(W, X, BIAS, False)), (gradients(recipe)[1], other)
+
+
+@case("`jax.lax.while_loop`, forward")
+def _(recipe):
+    step = lambda carry: (carry[0] + 1, layer(recipe)(carry[1], W))
+    got = jax.jit(lambda x: lax.while_loop(lambda carry: carry[0] < 2, step, (0, x))[1])(X)
+    return got, layer(recipe)(layer(recipe)(X, W), W)
+
+
+@case("`jax.shard_map`, and its `jax.grad`")
+def _(recipe):
+    """Each device its rows, with scales of its own; the gradient of w is summed over devices."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    def each(w, x):
+        return loss(recipe, w, x)[None]
+
+    grads = [jax.grad(partial(loss, recipe), (0, 1))(W, x) for x in (X[:2], X[2:])]
+    want = sum(dw for dw, _ in grads), jnp.concatenate([dx for _, dx in grads])
+    return jax.jit(jax.grad(lambda w, x: jnp.sum(each(w, x)), (0, 1)))(W, X), want
+
+
+@case("`jax.export`, serialized and called")
+def _(recipe):
+    fn = jax.jit(jax.value_and_grad(partial(loss, recipe), (0, 1, 2)))
+    stored = jax.export.export(fn)(W, X, BIAS).serialize()
+    return jax.export.deserialize(stored).call(W, X, BIAS), gradients(recipe)
+
+
+@case("`pickle` of `swjax.dot_general`")
+def _(recipe):
+    product = swjax.dot_general(recipe)
+    copy = pickle.loads(pickle.dumps(product))
+    assert copy == product and hash(copy) == hash(product)
+    return copy(X, W, (((2,), (0,)), ((), ()))), layer(recipe)(X, W)
+
+
+# --- tests --------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_case():
+    assert list(CASES) == list(OUTCOMES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("transformation", OUTCOMES)
+def test_outcome(transformation, recipe):
+    expected = outcome(transformation, recipe)
+    if expected == YES:
+        got, want = CASES[transformation](recipe)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+        return
+    kind, message = re.fullmatch("no: `([A-Za-z]+): (.*)`", expected).groups()
+    with pytest.raises(Exception, match=re.escape(message)) as error:
+        CASES[transformation](recipe)
+    assert error.type.__name__ == kind
+
+
+# --- the page -----------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
+
+
+def table() -> str:
+    """`OUTCOMES` in Markdown: a row a transformation, a column for recipes that agree everywhere."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for recipe in RECIPES:
+        column = tuple(outcome(transformation, recipe) for transformation in OUTCOMES)
+        groups.setdefault(column, []).append(f"`{recipe}`")
+    rows = [("transformation", *map(", ".join, groups.values())), ("---",) * (1 + len(groups))]
+    rows += zip(OUTCOMES, *groups)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def with_table(page: str) -> str:
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+def test_the_page_shows_the_table():
+    page = PAGE.read_text()
+    assert page == with_table(page), "run: python tests/test_transformations.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
