@@ -70,7 +70,7 @@ def run(operation: str, *arrays, implementation: str | None = None, **options):
 def _kernel(name: str, operation: str, **options):
     """One jitted function per kernel and options, so that layers of the same shapes share its lowering, which
     takes about a second."""
-    function = functools.partial(getattr(_module(name), operation), **options)
+    function = functools.partial(getattr(module_of(name), operation), **options)
     function.__name__ = f"swjax_{operation}"
     return jax.jit(jax.custom_batching.sequential_vmap(function))
 
@@ -96,7 +96,7 @@ def choose(operation: str, *arrays, implementation: str | None = None, **options
         return implementation
     if jax.default_backend() != "gpu" or would_gather():
         return "xla"
-    preferred = tiles.preferred_implementation(operation, _shape_key(operation, *arrays))
+    preferred = tiles.preferred_implementation(operation, shape_key(operation, *arrays))
     if preferred == "xla":
         return "xla"
     for name in sorted(known, key=lambda name: name != preferred):  # that one first
@@ -139,7 +139,7 @@ def why_not(name: str, operation: str, *arrays, **options) -> Unavailable | None
         )
     if name == "triton" and (missing := _missing_triton()):
         return Unavailable(missing, missing_package=True)
-    return _module(name).why_not(operation, *arrays, **options)
+    return module_of(name).why_not(operation, *arrays, **options)
 
 
 @functools.cache
@@ -194,11 +194,12 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _module(name: str) -> ModuleType:
+def module_of(name: str) -> ModuleType:
+    """The module of an implementation: "triton" or "mosaic_gpu"."""
     return importlib.import_module(f"swjax.kernels.{MODULES[name]}")
 
 
-def _shape_key(operation: str, *arrays) -> str:
+def shape_key(operation: str, *arrays) -> str:
     """The key of a shape in the tuned table: all but the number of tokens. That of a product is "{n}x{k}"."""
     if operation == "matmul":
         return "x".join(map(str, arrays[1].values.shape))

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
-def run(module: str, *flags) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", f"benchmarks.kernels.{module}", *map(str, flags)]
+def run(*flags) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "benchmarks.kernels", *map(str, flags)]
     return subprocess.run(
         command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
@@ -26,7 +26,7 @@ def run(module: str, *flags) -> subprocess.CompletedProcess:
 
 def test_operations(tmp_path):
     out = tmp_path / "bench.json"
-    done = run("bench", "--smoke", "--ops", "--peers", f"--out={out}")
+    done = run("--smoke", "--ops", "--peers", f"--out={out}")
     written = json.loads(out.read_text())
     assert written["versions"]["jax"] and "--smoke" in written["command"]
     rows = written["rows"]
@@ -54,7 +54,7 @@ def test_layers(tmp_path):
         f"--out={out}",
         f"--plot={plot}",
     )
-    run("bench", "--smoke", *flags)
+    run("--smoke", *flags)
     rows = json.loads(out.read_text())["rows"]
     ours = [row for row in rows if row["implementation"] == "switchback"]
     assert len(ours) == 4 and all(row["snr_db"] > 30 and row["ratio"] > 0 for row in ours)
@@ -118,6 +118,25 @@ def test_what_is_tuned():
                 assert tile.chunk & (tile.chunk - 1) == 0 and tile.warps <= 16
 
 
+def test_every_kernel_that_is_tuned_takes_its_tiles(monkeypatch):
+    """Traced, not run: each with the rule's tile and a candidate."""
+    pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
+    from swjax.kernels.triton_gpu import launcher
+
+    def empty(*arrays, out_type, **options):
+        return jax.tree.map(lambda out: jnp.empty(out.shape, out.dtype), out_type)
+
+    monkeypatch.setattr(launcher, "call", empty)
+    kinds = {}
+    for path, work in tune.works().items():
+        kinds.setdefault(path[:-1], work)
+    assert {path[0] for path in kinds} == {"rows", "triton", "mosaic_gpu", "implementation"}
+    for path, work in kinds.items():
+        if path[0] != "implementation":
+            for tile in (work.rule, work.candidates[0]):
+                jax.eval_shape(work.function(tile), *work.arrays)
+
+
 def test_entries_are_read_by_the_kernels(table):
     works, written = tune.works(), {}
     row, product = works["rows", "gelu", "5120"], works["mosaic_gpu", "5120x1280"]
@@ -132,7 +151,7 @@ def test_entries_are_read_by_the_kernels(table):
     assert tiles.row_tile("gelu", 5120) == row.candidates[0]
     assert tiles.row_tile("gelu", 4096) == tiles.row_rule(4096)
     assert tiles.mosaic_tile(n=5120, k=1280) == product.candidates[0]
-    key = dispatch._shape_key("weight_gradient", *gradient.arrays)
+    key = dispatch.shape_key("weight_gradient", *gradient.arrays)
     assert tiles.preferred_implementation("weight_gradient", key) == "xla"
     for work in (row, product, gradient):
         tune.enter(written, work, None)
@@ -150,7 +169,7 @@ def test_entries_are_read_by_the_kernels(table):
     ],
 )
 def test_keys_leave_out_the_tokens(operation, arrays, key):
-    assert dispatch._shape_key(operation, *arrays) == key
+    assert dispatch.shape_key(operation, *arrays) == key
 
 
 def test_the_fastest_correct_candidate_wins():
@@ -165,7 +184,7 @@ def test_the_fastest_correct_candidate_wins():
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     work = tune.Work(("rows", "none", "256"), "rule", ["wrong", "fast"], function, (x,))
     with tune.ThreadPoolExecutor(2) as pool:
-        assert tune.tune(work, tune.programs(pool, work)) == "fast"
+        assert tune.best_candidate(work, tune.programs(pool, work)) == "fast"
 
 
 def test_no_gpu_is_one_line(capsys, tmp_path):

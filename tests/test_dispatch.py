@@ -26,6 +26,7 @@ def quantized(rows, columns, dtype="int8"):
 @pytest.fixture
 def gpu(monkeypatch):
     """gpu(capability): one GPU with jax-triton, as the rules see it."""
+    pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
 
     def pretend(capability=(9, 0), missing=None, devices=1):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -81,6 +82,8 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((8, 6), "quantize", (X,), {"dtype": "float8_e4m3fn"}, "xla"),
         ((9, 0), "quantize", (array((4, 5, 6)),), {"axes": (1,)}, "xla"),
         ((9, 0), "quantize", (array((4, 5, 6)),), {"axes": (-2, 0)}, "triton"),
+        ((9, 0), "quantize_by", (array((4, 6)), array((4, 1), "float32")), {}, "triton"),
+        ((9, 0), "quantize_by", (array((4, 6)), array((4, 6), "float32")), {}, "xla"),
         ((9, 0), "gelu", (array((4, tiles.WIDEST_ROW + 1)),), {}, "xla"),
         ((8, 6), "layer_norm", (X,), {"quantize_to": "float8_e4m3fn"}, "xla"),
     ],
@@ -179,6 +182,7 @@ def test_missing_jax_triton_is_said_once_with_the_command(gpu):
     gpu(missing=f"needs jax-triton, which is not installed: {dispatch.INSTALL}")
     with pytest.warns(UserWarning, match=r"quantize runs through XLA.* pip install 'swjax\[gpu\]'"):
         assert dispatch.choose("quantize", X) == "xla"
+    assert dispatch.why_not("triton", "quantize", X).missing_package
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert dispatch.choose("quantize", X) == "xla"

@@ -20,10 +20,10 @@ from swjax.kernels.reference import QTensor
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
 triton_gpu = pytest.importorskip("swjax.kernels.triton_gpu")
-triton_attention = pytest.importorskip("swjax.kernels.triton_attention")
+launcher = pytest.importorskip("swjax.kernels.triton_gpu.launcher")
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-FC1 = shapes.layers(1280)["fc1"]
+FC1 = shapes.block(1280)["fc1"]
 
 
 def array(shape, dtype="float32"):
@@ -36,7 +36,7 @@ def quantized(rows, columns, dtype="int8", scales=None):
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """compiled(capability, function of a Triton module, *arrays, **options): its last launch, compiled."""
+    """compiled(capability, function of `triton_gpu`, *arrays, **options): its last launch, compiled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = []
 
@@ -44,8 +44,7 @@ def compiled(monkeypatch, tmp_path):
         launches.append((kernel, [*arrays, *jax.tree.leaves(out_type)], options))
         return jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), out_type)
 
-    monkeypatch.setattr(triton_gpu, "_call", record)
-    monkeypatch.setattr(triton_attention, "_call", record)
+    monkeypatch.setattr(launcher, "call", record)
 
     def compile_(capability, function, *arrays, **options):
         monkeypatch.setattr(tiles, "compute_capability", lambda: divmod(capability, 10))
@@ -106,23 +105,23 @@ def test_products_run_on_tensor_cores_with_wide_loads(
 def test_ragged_products(compiled):
     """Loads stay wide when only tiles are ragged; what K does not allow, the check sees."""
     assert_wide_loads(compiled_product(compiled, 90, k=1008, n=264, m=257))
-    for k, narrow in ((1000, "cp.async.ca"), (333, "ld.global.b8")):
+    for k, load in ((1000, "cp.async.ca"), (333, "ld.global.b8")):
         product = compiled_product(compiled, 90, k=k)
-        with pytest.raises(AssertionError, match=narrow):
+        with pytest.raises(AssertionError, match=load):
             assert_wide_loads(product)
 
 
-WIDE, NARROW = array((65_536, 1280), "bfloat16"), array((65_536, 5120), "bfloat16")
+X, HIDDEN = array((65_536, 1280), "bfloat16"), array((65_536, 5120), "bfloat16")
 VECTOR = array((1280,))
 ROWS = {
-    "quantize": ((WIDE,), {}),
-    "quantize_and_sum": ((NARROW,), {"dtype": E5M2}),
-    "layer_norm": ((WIDE, VECTOR, VECTOR), {"epsilon": 1e-6, "quantize_to": "int8"}),
-    "layer_norm_backward": ((WIDE, VECTOR, WIDE), {"epsilon": 1e-6}),
-    "layer_norm_backward, again": ((WIDE, VECTOR, (WIDE,) * 3, WIDE, VECTOR), {"epsilon": 1e-6}),
-    "gelu": ((NARROW,), {"quantize_to": E4M3}),
-    "gelu_backward": ((NARROW, NARROW), {"quantize_to": "int8"}),
-    "gelu_backward, again": ((NARROW, NARROW), {"quantize_to": "int8", "again": True}),
+    "quantize": ((X,), {}),
+    "quantize_and_sum": ((HIDDEN,), {"dtype": E5M2}),
+    "layer_norm": ((X, VECTOR, VECTOR), {"epsilon": 1e-6, "quantize_to": "int8"}),
+    "layer_norm_backward": ((X, VECTOR, X), {"epsilon": 1e-6}),
+    "layer_norm_backward, recomputing": ((X, VECTOR, (X,) * 3, X, VECTOR), {"epsilon": 1e-6}),
+    "gelu": ((HIDDEN,), {"quantize_to": E4M3}),
+    "gelu_backward": ((HIDDEN, HIDDEN), {"quantize_to": "int8"}),
+    "gelu_backward, recomputing": ((HIDDEN, HIDDEN), {"quantize_to": "int8", "again": True}),
 }
 
 
@@ -149,20 +148,20 @@ def test_row_kernels_read_ahead(compiled, stages, monkeypatch, tmp_path):
     tile = tiles.RowTile(rows=1, chunk=1024, warps=4, stages=stages)
     monkeypatch.setattr(tiles, "row_tile", lambda producer, width: tile)
     options = {"quantize_to": "int8", "again": True}
-    kernel = compiled(90, triton_gpu.gelu_backward, NARROW, NARROW, **options)
+    kernel = compiled(90, triton_gpu.gelu_backward, HIDDEN, HIDDEN, **options)
     assert instructions(kernel, r"cp\.async\.c[ag]|ld\.global").keys() == {
         "cp.async.cg.shared.global"
     }
-    assert kernel.metadata.shared >= (stages - 1) * 2 * 2 * NARROW.shape[-1]
+    assert kernel.metadata.shared >= (stages - 1) * 2 * 2 * HIDDEN.shape[-1]
     assert_no_spills(kernel, tmp_path)
-    wide = array(NARROW.shape)
+    wide = array(HIDDEN.shape)
     kernel = compiled(90, triton_gpu.gelu_backward, wide, wide, **options)
     assert not instructions(kernel, r"cp\.async")
 
 
 def test_quantizers_compute_what_is_written(compiled):
     """No product contracted with a sum, no approximate division, no maximum that drops NaN."""
-    kernel = compiled(90, triton_gpu.quantize, WIDE)
+    kernel = compiled(90, triton_gpu.quantize, X)
     arithmetic = instructions(kernel, r"(?:mul|add|fma|div|max)\.(?:\w+\.)*f32")
     assert arithmetic.keys() == {"mul.rn.f32", "add.rn.f32", "div.rn.f32", "max.NaN.f32"}
 
@@ -192,8 +191,8 @@ def test_ragged_rows_compile(compiled):
 @pytest.mark.parametrize("tokens, width, causal", [(257, 80, False), (77, 64, True)])
 def test_attention_runs_on_tensor_cores_from_wide_loads(compiled, tokens, width, causal, tmp_path):
     q, lse = array((128, tokens, 16, width), "bfloat16"), array((128, 16, tokens))
-    forward = compiled(90, triton_attention.attention, q, q, q, causal=causal)
-    of_keys = compiled(90, triton_attention.attention_backward, q, q, q, q, lse, q, causal=causal)
+    forward = compiled(90, triton_gpu.attention, q, q, q, causal=causal)
+    of_keys = compiled(90, triton_gpu.attention_backward, q, q, q, q, lse, q, causal=causal)
     for kernel in (forward, of_keys):
         assert instructions(kernel, r"wgmma\.mma").total() > 8
         assert "ld.global.b16" not in instructions(kernel, r"ld\.global")

@@ -1,4 +1,4 @@
-"""Times every operation by every implementation, and libraries beside them::
+"""Times every operation in every implementation, and in other libraries::
 
     python -m benchmarks.kernels.bench --out=bench.json                # everything, most important first
     python -m benchmarks.kernels.bench --ops products --seconds=300    # by every implementation, and by XLA
@@ -7,10 +7,10 @@
     python -m benchmarks.kernels.bench --layer plain fused --recipes switchback   # see layers.py
     python -m benchmarks.kernels.bench --smoke                         # tiny, on any machine, in seconds
 
-Inputs are random, and those of tokens larger than the L2 cache. Times are medians of kernel times from CUPTI
-(on CPUs: of the clock on the wall). Beside each stands how close the result is to the specification, so that
-a wrong kernel cannot win; a ratio is to the fastest library, which may do less, such as leave out scales.
-The file is complete after every row.
+Inputs are random, and arrays of tokens are larger than the L2 cache. Times are medians of kernel times from
+CUPTI (on CPUs: of wall time). Each row has the distance of its result from the specification, so that a wrong
+kernel cannot win. A ratio is to the fastest library, which may do less, such as leave out scales. The file is
+complete after every row.
 """
 
 import argparse
@@ -25,18 +25,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import shapes, timing
-from benchmarks.kernels.shapes import Linear
+from benchmarks.kernels import layers, shapes, timing
+from benchmarks.kernels.shapes import LinearShape
 from swjax import attention
 from swjax.kernels import dispatch, reference
 
 COLUMNS = {"op": -33, "shape": -17, "dtype": -13, "implementation": -27, "us": 9, "tops": 7}
 COLUMNS |= {"gbs": 6, "copy_share": 10, "ratio": 6, "peer": -22, "snr_db": 6, "identical": 9}
 COLUMNS |= {"error": -1}
-SMOKE = {"fc1": Linear(256, 64, 256)}
-# Fewer bytes stay in the L2 cache from run to run: no share of the memory's bandwidth.
+SMOKE = {"fc1": LinearShape(256, 64, 256)}
+# Fewer bytes than this stay in the L2 cache from run to run: their rows have no share of the copy bandwidth.
 CACHED = 128 * 2**20
-# Quantization leaves more than 30 dB of int8 and 20 of e5m2; what is under this is wrong.
+# int8 reaches more than 30 dB and e5m2 more than 20; a result below this is wrong.
 LOWEST_DB = 15
 RECIPES = ("switchback", "switchback_m", "switchback_q", "fp8_switchback", "fp8_tensorwise")
 
@@ -47,8 +47,8 @@ class Case(NamedTuple):
     Attributes:
       name: of the row in the table.
       operation: a key of `dispatch.IMPLEMENTATIONS`.
-      peers: {name: (function, its arrays)}: what a library has for it besides the specification.
-      arithmetic: operations of its product, 0 for what only moves bytes.
+      peers: {name: (function, its arrays)}: what libraries offer besides the specification.
+      arithmetic: operations of its product, 0 for an operation that only moves bytes.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Case(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The narrow type, where there is one."""
+        """The quantized dtype, where there is one."""
         names = [leaf.dtype.name for leaf in jax.tree.leaves(self.arrays)]
         return self.options.get("dtype") or self.options.get("quantize_to") or names[0]
 
 
-def products(layer: Linear) -> Iterator[Case]:
+def product_cases(layer: LinearShape) -> Iterator[Case]:
     """The quantized products of a layer, and the weight gradient."""
     m, k, n = layer
     shape = f"{m}x{k}->{n}"
@@ -102,8 +102,8 @@ def _xla_fp8(a, b, a_scale=None, b_scale=None, bias=None):
     return y if bias is None else (y * (a_scale * b_scale) + bias).astype(jnp.bfloat16)
 
 
-def passes(layer: Linear) -> Iterator[Case]:
-    """What only moves bytes, for x [tokens, k], w [k, n] and the output's gradient [tokens, n]."""
+def pass_cases(layer: LinearShape) -> Iterator[Case]:
+    """Operations that only move bytes, for x [tokens, k], w [k, n] and the output's gradient [tokens, n]."""
     m, k, n = layer
     yield from row_quantizers(m, k)
     yield from row_quantizers(m, n)
@@ -158,16 +158,16 @@ def producers(m: int, k: int, n: int) -> Iterator[Case]:
         yield case(name, "gelu_backward", arrays=(x, gradient), options=options)
 
 
-CASES = {"products": products, "passes": passes}
+CASES = {"products": product_cases, "passes": pass_cases}
 
 
-def bench_operations(records: timing.Records, layers: list[Linear], kinds):
+def bench_operations(records: timing.Records, linears: list[LinearShape], kinds):
     """Every case of some `CASES`, each once."""
-    copy_bandwidth(records, layers)
+    copy_bandwidth(records, linears)
     seen = set()
     for kind in kinds:
-        for layer in layers:
-            for case in CASES[kind](layer):
+        for linear in linears:
+            for case in CASES[kind](linear):
                 key = (case.name, case.shape, case.dtype)
                 if records.seconds_left < 0:
                     return
@@ -211,10 +211,10 @@ def _attend_and_back(options, q, k, v, gradient):
 ATTENTION = {"": _attend, ", forward + backward": _attend_and_back}
 
 
-def copy_bandwidth(records: timing.Records, layers: list[Linear]):
-    """The ceiling of what moves bytes: negating an array, by XLA."""
-    for width in sorted({width for _, *widths in layers for width in widths}):
-        x = timing.random(layers[0].tokens, width)
+def copy_bandwidth(records: timing.Records, linears: list[LinearShape]):
+    """The ceiling of operations that move bytes: negating an array, by XLA."""
+    for width in sorted({width for _, *widths in linears for width in widths}):
+        x = timing.random(linears[0].tokens, width)
         time = timing.measure(timing.compiled(jnp.negative, x), x)
         row = {"op": "copy", "shape": f"{x.shape[0]}x{width}", "dtype": "bfloat16"}
         records.add(**row, implementation="xla", us=time.us, gbs=2 * x.nbytes / time.us / 1e3)
@@ -231,7 +231,7 @@ def bench_case(records: timing.Records, case: Case):
         reason = name != "xla" and dispatch.why_not(name, case.operation, *case.arrays, **options)
         if reason:
             row = {"op": case.name, "shape": case.shape, "dtype": case.dtype}
-            records.add(**row, implementation=name, error=reason)
+            records.add(**row, implementation=name, error=str(reason))
             continue
         run = partial(dispatch.run, case.operation, implementation=name, **options)
         add(name, run, case.arrays, peer=name == "xla")
@@ -261,7 +261,7 @@ def bench_one(records, case, specification, name, function, arrays, *, peer):
 
 
 def against_peers(records: timing.Records, row: dict) -> dict:
-    """The fastest library for the same work: for a product in any narrow type, but with its scales."""
+    """The fastest library for the same work: for a product in any quantized dtype, but with its scales."""
     same = ("op", "shape") if row["op"] == "matmul" else ("op", "shape", "dtype")
     peers = [
         r
@@ -277,25 +277,25 @@ def against_peers(records: timing.Records, row: dict) -> dict:
     return {"ratio": best["us"] / row["us"], "peer": f"{best['implementation']} {best['dtype']}"}
 
 
-def bench_torch(records: timing.Records, layers: list[Linear]):
+def bench_torch(records: timing.Records, linears: list[LinearShape]):
     """Products and layers of torch and its libraries."""
     # -P: this folder's modules must not stand in for theirs.
     command = [sys.executable, "-P", str(Path(__file__).with_name("torch_layers.py"))]
-    command += [",".join(map(str, layer)) for layer in layers]
+    command += [",".join(map(str, linear)) for linear in linears]
     timing.add_rows(records, command, seconds=min(records.seconds_left, 240))
 
 
-def main(argv: list[str] | None = None) -> int:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; with none of the four parts named, everything."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.bench", description="Times kernels and layers."
     )
-    text = "operations, by every implementation; all kinds, or some"
+    text = "operations, in every implementation; all kinds, or some"
     parser.add_argument("--ops", nargs="*", choices=CASES, metavar="KIND", help=text)
     parser.add_argument("--attention", action="store_true", help="of every tower, and cuDNN's")
     parser.add_argument("--peers", action="store_true", help="torch and its libraries")
-    kinds = ("plain", "fused", "mlp", "grid")
     text = "layers, forward and backward; all kinds, or some"
-    parser.add_argument("--layer", nargs="*", choices=kinds, metavar="KIND", help=text)
+    parser.add_argument("--layer", nargs="*", choices=layers.KINDS, metavar="KIND", help=text)
     parser.add_argument("--recipes", nargs="+", default=RECIPES, help="of the layers")
     parser.add_argument("--tokens", type=int, default=shapes.TOKENS, help="rows of operations")
     text = "of the transformer block whose operations are timed"
@@ -305,26 +305,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     parser.add_argument("--plot", type=Path, help="PNG file of the layers' grid")
     args = parser.parse_args(argv)
+    if args.ops is None and args.layer is None and not (args.peers or args.attention):
+        args.ops, args.layer, args.peers, args.attention = [], [], True, True
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the GPU
-    everything = not (
-        args.ops is not None or args.layer is not None or args.peers or args.attention
-    )
     records = timing.Records(args.out, args.seconds)
-    block = SMOKE if args.smoke else shapes.layers(args.width, args.tokens)
-    layers = sorted(block.values(), key=lambda layer: -layer.k * layer.n)
-    if args.peers or everything:
-        bench_torch(records, layers)  # first: operations are compared with these rows
-    if args.ops is not None or everything:
-        bench_operations(records, layers, args.ops or CASES)
-    if args.attention or everything:
+    block = SMOKE if args.smoke else shapes.block(args.width, args.tokens)
+    linears = sorted(block.values(), key=lambda linear: -linear.k * linear.n)
+    if args.peers:
+        bench_torch(records, linears)  # first: operations are compared with these rows
+    if args.ops is not None:
+        bench_operations(records, linears, args.ops or CASES)
+    if args.attention:
         smoke = {"": ((2, 24, 2, 16), True)}
         bench_attention(records, smoke if args.smoke else shapes.HEADS)
     if records.rows:
         print("\n" + timing.table(records.rows, COLUMNS))
-    if args.layer is not None or everything:
-        from benchmarks.kernels import layers
-
-        layers.run(records, args.layer or kinds, args.recipes, smoke=args.smoke)
+    if args.layer is not None:
+        layers.run(records, args.layer or layers.KINDS, args.recipes, smoke=args.smoke)
         if args.plot:
             layers.plot(records.rows, args.plot, records.machine["device"])
     return 0

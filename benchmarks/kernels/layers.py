@@ -20,6 +20,8 @@ from benchmarks.kernels import shapes, timing
 COLUMNS = {"op": -13, "shape": -22, "implementation": -29, "us": 9, "wall_us": 9, "tops": 7}
 COLUMNS |= {"ratio": 6, "outside_products": 16, "snr_db": 6, "error": -1}
 
+KINDS = ("plain", "fused", "mlp", "grid")
+
 # Names of kernels that multiply matrices: cuBLAS's, CUTLASS's, XLA's Triton fusions, ours.
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|matmul|mosaic_gpu|kernel_body", re.I)
 
@@ -48,11 +50,11 @@ class Layer(NamedTuple):
         return 6 * self.tokens * self.k * self.n * (2 if self.kind == "mlp" else 1)
 
 
-def layers(kind: str, smoke: bool) -> Iterator[Layer]:
+def layers_of(kind: str, smoke: bool) -> Iterator[Layer]:
     """Those of a kind, the most important first."""
     width, tokens = (64, 256) if smoke else (1280, shapes.TOKENS)
     names = ("fc1", "fc2") if smoke else ("fc1", "fc2", "qkv", "out")
-    vit = [shapes.layers(width, tokens)[name] for name in names]
+    vit = [shapes.block(width, tokens)[name] for name in names]
     if kind == "plain":
         yield from (Layer(kind, *shape) for shape in vit)
     elif kind == "fused":
@@ -84,11 +86,11 @@ def parameters(layer: Layer) -> dict[str, jax.Array]:
 
 def baseline(layer: Layer, x, p):
     if layer.prologue == "layer_norm":
-        wide = x.astype(jnp.float32)
-        mean = jnp.mean(wide, -1, keepdims=True)
-        variance = jnp.mean(wide**2, -1, keepdims=True) - mean**2  # as Flax computes it
-        wide = (wide - mean) * (jax.lax.rsqrt(variance + 1e-6) * p["scale"]) + p["bias"]
-        x = wide.astype(x.dtype)
+        exact = x.astype(jnp.float32)
+        mean = jnp.mean(exact, -1, keepdims=True)
+        variance = jnp.mean(exact**2, -1, keepdims=True) - mean**2  # as Flax computes it
+        exact = (exact - mean) * (jax.lax.rsqrt(variance + 1e-6) * p["scale"]) + p["bias"]
+        x = exact.astype(x.dtype)
     elif layer.prologue == "gelu":
         x = _gelu(x)
     x = x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
@@ -127,7 +129,7 @@ def run(records: timing.Records, kinds, recipes, *, smoke: bool):
     passes = [[recipes[0]], recipes[1:]]
     baselines: dict[Layer, tuple] = {}
     for names in passes:
-        for layer in (layer for kind in kinds for layer in layers(kind, smoke)):
+        for layer in (layer for kind in kinds for layer in layers_of(kind, smoke)):
             if names and records.seconds_left > 0:
                 bench_layer(records, layer, names, baselines)
     rows = [row for row in records.rows if row["op"].startswith("layer ")]
@@ -135,7 +137,7 @@ def run(records: timing.Records, kinds, recipes, *, smoke: bool):
 
 
 def bench_layer(records: timing.Records, layer: Layer, recipes, baselines: dict):
-    """The baseline, once, and each recipe beside it on the same arrays."""
+    """The baseline, once, and each recipe on the same arrays."""
     x, p = timing.random(layer.tokens, layer.k), parameters(layer)
     g = timing.random(layer.tokens, layer.k if layer.kind == "mlp" else layer.n)
     row = {"op": f"layer {layer.kind}", "shape": layer.shape, "dtype": "bfloat16"}

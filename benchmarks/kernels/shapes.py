@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Linear(NamedTuple):
+class LinearShape(NamedTuple):
     tokens: int
     k: int
     n: int
@@ -28,38 +28,38 @@ HEADS = {
 
 # What kernels cut into tiles, and what does not fill them.
 RAGGED = {
-    "one row": Linear(1, 1280, 5120),
-    "one element": Linear(1, 1, 1),
-    "tiles past the edges": Linear(264, 256, 320),
-    "ragged tiles": Linear(257, 144, 264),
-    "k not a multiple of 16": Linear(130, 1000, 256),
-    "all odd": Linear(77, 333, 129),
-    "narrow": Linear(300, 48, 8),
+    "one row": LinearShape(1, 1280, 5120),
+    "one element": LinearShape(1, 1, 1),
+    "tiles past the edges": LinearShape(264, 256, 320),
+    "ragged tiles": LinearShape(257, 144, 264),
+    "k not a multiple of 16": LinearShape(130, 1000, 256),
+    "all odd": LinearShape(77, 333, 129),
+    "narrow": LinearShape(300, 48, 8),
 }
 
 
-def layers(width: int, tokens: int = TOKENS) -> dict[str, Linear]:
+def block(width: int, tokens: int = TOKENS) -> dict[str, LinearShape]:
     """The linear layers of a transformer block.
 
-    >>> layers(1280)["fc1"]
-    Linear(tokens=65536, k=1280, n=5120)
+    >>> block(1280)["fc1"]
+    LinearShape(tokens=65536, k=1280, n=5120)
     """
     return {
-        "qkv": Linear(tokens, width, 3 * width),
-        "out": Linear(tokens, width, width),
-        "fc1": Linear(tokens, width, 4 * width),
-        "fc2": Linear(tokens, 4 * width, width),
+        "qkv": LinearShape(tokens, width, 3 * width),
+        "out": LinearShape(tokens, width, width),
+        "fc1": LinearShape(tokens, width, 4 * width),
+        "fc2": LinearShape(tokens, 4 * width, width),
     }
 
 
-def vit(tokens: int | None = None) -> dict[str, Linear]:
+def vit(tokens: int | None = None) -> dict[str, LinearShape]:
     """Those of every tower, by name; `tokens` None: one image.
 
     >>> vit()["ViT-B/16 out"]
-    Linear(tokens=197, k=768, n=768)
+    LinearShape(tokens=197, k=768, n=768)
     """
     return {
         f"{model} {layer}": shape
         for model, width in WIDTHS.items()
-        for layer, shape in layers(width, tokens or IMAGE_TOKENS[model]).items()
+        for layer, shape in block(width, tokens or IMAGE_TOKENS[model]).items()
     }

@@ -4,9 +4,9 @@
     python -m benchmarks.kernels.tune --only triton rows/gelu
     python -m benchmarks.kernels.tune --dry-run      # what it would try; needs no GPU
 
-An entry is written where it takes more than 2% less time than the rule, measured twice, with the same result.
-The file is complete after every shape; shapes that time does not reach keep the entries they had. Candidates
-compile in threads while others are measured by the times of their kernels.
+An entry is written where a candidate takes more than 2% less time than the rule, in two measurements, with the
+same result. The file is complete after every shape; shapes that the time limit cuts off keep their entries.
+Candidates compile in threads while others are measured.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Work(NamedTuple):
     Attributes:
       path: of the entry in the table.
       rule: what holds without an entry: a tile, or the name of an implementation.
-      candidates: what to try beside it.
+      candidates: what to compare with it.
       function: candidate -> what computes with it.
       arrays: its arguments, as shapes; filled at random.
     """
@@ -70,23 +70,23 @@ def _works(tokens: int) -> Iterator[Work]:
             "gelu": (4 * width,),
             "gelu_backward": (4 * width,),
         }.items():
-            yield from (row_work(producer, tokens, wide) for wide in widths)
-        for _, k, n in shapes.layers(width).values():
+            yield from (row_work(producer, tokens, each) for each in widths)
+        for _, k, n in shapes.block(width).values():
             yield implementation_work("weight_gradient", tokens, k, n)
-        for k, n in products(width):
+        for k, n in product_shapes(width):
             yield mosaic_work(tokens, k, n)
-    for k, n in products(1280) + products(1024) + products(768):
+    for k, n in product_shapes(1280) + product_shapes(1024) + product_shapes(768):
         yield triton_work(tokens, k, n)
     for dim in (4096, 2048):
-        yield from (row_work("none", tokens, wide) for wide in (dim, 4 * dim))
+        yield from (row_work("none", tokens, each) for each in (dim, 4 * dim))
         for k, n in ((dim, 4 * dim), (4 * dim, dim)):
             yield implementation_work("weight_gradient", tokens, k, n)
             yield mosaic_work(tokens, k, n)
 
 
-def products(width: int) -> list[tuple[int, int]]:
+def product_shapes(width: int) -> list[tuple[int, int]]:
     """(k, n) of the quantized products of a block, forward and backward."""
-    forward = [(k, n) for _, k, n in shapes.layers(width).values()]
+    forward = [(k, n) for _, k, n in shapes.block(width).values()]
     return list(dict.fromkeys(forward + [(n, k) for k, n in forward]))
 
 
@@ -170,7 +170,7 @@ def product_arrays(tokens: int, k: int, n: int) -> tuple:
 
 
 def quantized_product(name: str, tile) -> Callable:
-    return partial(dispatch._module(name).matmul, out_dtype="bfloat16", tile=tile)
+    return partial(dispatch.module_of(name).matmul, out_dtype="bfloat16", tile=tile)
 
 
 def implementation_work(operation: str, tokens: int, k: int, n: int) -> Work:
@@ -191,7 +191,7 @@ def implementation_work(operation: str, tokens: int, k: int, n: int) -> Work:
 # --- trying it ----------------------------------------------------------------------------------------
 
 
-def tune(work: Work, compiled: dict) -> object | None:
+def best_candidate(work: Work, compiled: dict) -> object | None:
     """The candidate that beats the rule, or None; `compiled` maps each to what gives its program."""
     arrays = jax.tree.map(fill, work.arrays)
     rule = compiled[work.rule]()
@@ -264,7 +264,7 @@ def ahead(jobs: Iterator, count: int = 2) -> Iterator:
     yield from begun
 
 
-def main(argv: list[str] | None = None) -> int:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.tune", description="Writes the tuned table of this GPU."
     )
@@ -275,7 +275,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file; default: where `tiles` reads it")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="that compile")
     parser.add_argument("--dry-run", action="store_true", help="list what would be tried")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
     chosen = [w for w in works().values() if "/".join(w.path).startswith(tuple(args.only))]
     if args.dry_run:
         for work in chosen:
@@ -289,22 +293,26 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    kind = jax.devices()[0].device_kind
-    out, known = args.out or tiles.table_path(kind), tiles.table_path(kind)
+    known = tiles.table_path(jax.devices()[0].device_kind)
     table = json.loads(known.read_text())["tiles"] if known.exists() else {}
-    clock = timing.Records(None, args.seconds)
-    with ThreadPoolExecutor(args.threads) as pool:
+    write_table(todo, table, args.out or known, args.seconds, args.threads)
+    return 0
+
+
+def write_table(todo: list[Work], table: dict, out: Path, seconds: float, threads: int) -> None:
+    """Tunes works until the time is over, and writes the table after each."""
+    clock = timing.Records(None, seconds)
+    with ThreadPoolExecutor(threads) as pool:
         for work, compiled in ahead((work, programs(pool, work)) for work in todo):
             if clock.seconds_left < 0:
                 pool.shutdown(cancel_futures=True)
                 break
             try:
-                enter(table, work, tune(work, compiled))
+                enter(table, work, best_candidate(work, compiled))
             except Exception as error:  # a rule that fails must not end the run
                 print(*work.path, f"{type(error).__name__}: {str(error)[:300]}")
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(clock.machine | {"tiles": table}, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
