@@ -5,7 +5,7 @@
     python -m benchmarks.kernels.tune --dry-run      # what it would try; needs no GPU
 
 An entry is written where a candidate takes more than 2% less time than the rule, in two measurements, with
-the same result. The file is complete after every shape; shapes that the time limit cuts off keep their entries.
+the same result. The file is complete after every shape; shapes cut off by the time limit keep theirs.
 Candidates compile in threads while others are measured.
 """
 
