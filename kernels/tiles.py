@@ -1,7 +1,7 @@
-"""How each kernel cuts its work: rules with their reasons, and what was measured on a device.
+"""How each kernel cuts its work: rules with their reasons, and tables of tiles measured on a device.
 
 A tuned table is a JSON file in `tuned/`, named after the device; `python -m benchmarks.kernels.tune`
-writes it. Where it has no entry for a shape, the rule holds.
+writes it. A rule applies to shapes that have no entry.
 """
 
 import json
@@ -19,9 +19,9 @@ class RowTile:
     Attributes:
       rows: rows that a program holds at a time.
       chunk: columns of a piece of a row, a power of two.
-      warps: of 32 threads, in a program.
-      stages: of a kernel that also sums columns, whose programs take block after block: 2 read the next
-        into shared memory while one is computed.
+      warps: of 32 threads, per program.
+      stages: blocks in flight of a kernel whose programs take block after block: with 2, the next block is
+        copied to shared memory while one is computed.
     """
 
     rows: int
@@ -32,10 +32,14 @@ class RowTile:
 
 @dataclass(frozen=True)
 class TritonTile:
-    """How Triton's product cuts its work: an m x n output tile a program, k at a step.
+    """How Triton's product cuts its work.
 
     Attributes:
-      group: rows of tiles that run side by side, and share columns of b in the L2 cache.
+      m, n: rows and columns of the output tile of a program.
+      k: length of a step along the contracted axis.
+      warps: of 32 threads, per program.
+      stages: of the pipeline of loads.
+      group: rows of tiles that run at the same time, and share columns of b in the L2 cache.
     """
 
     m: int
@@ -52,7 +56,7 @@ class MosaicTile:
 
     Attributes:
       stages: slots of the ring of operands.
-      width: columns of tiles that run side by side, and share rows of a in the L2 cache.
+      width: columns of tiles that run at the same time, and share rows of a in the L2 cache.
     """
 
     stages: int
@@ -61,7 +65,14 @@ class MosaicTile:
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """How attention cuts the scores of one head: products of rows x columns, one program for all of them."""
+    """How attention cuts the scores of one head, into products of rows x columns.
+
+    Attributes:
+      rows: queries (in the backward pass also keys) of a product.
+      columns: keys (in the backward pass also queries) of a product.
+      warps: of 32 threads, per program.
+      stages: of the pipeline of loads.
+    """
 
     rows: int
     columns: int
@@ -72,21 +83,29 @@ class AttentionTile:
 # Rows of more columns than this do not fit into the registers of a program.
 WIDEST_ROW = 16384
 
-# Nor do the scores of 64 queries with more keys than this.
+# The scores of 64 queries with more keys than this do not either.
 LONGEST_SEQUENCE = 320
 
 WEIGHT_GRADIENT_STAGES = 4
 
 
 def row_tile(producer: str, width: int) -> RowTile:
-    """That of a row kernel: "none", "layer_norm", "layer_norm_backward", "gelu" or "gelu_backward"."""
+    """The tile of a row kernel.
+
+    Args:
+      producer: "none" (the quantizer alone), "layer_norm", "layer_norm_backward", "gelu" or "gelu_backward".
+      width: of a row.
+
+    >>> row_rule(1280)
+    RowTile(rows=1, chunk=256, warps=1, stages=1)
+    """
     tuned = _tuned("rows", producer, width)
     return RowTile(**tuned) if tuned else row_rule(width)
 
 
 def row_rule(width: int) -> RowTile:
-    """One row a program: its sums then need no exchange between rows, and small programs hide each other's
-    waiting. The longest chunks that leave less than an eighth of the lanes idle, and about 40 columns a
+    """One row per program, so that sums need no exchange between rows and small programs hide the latency of
+    others. The longest chunks that leave less than an eighth of the lanes idle, and about 40 columns per
     thread: loads of 16 bytes, several in flight."""
     chunks = (chunk for chunk in (1024, 512, 256, 128) if -width % chunk * 8 <= width)
     return RowTile(
@@ -95,21 +114,21 @@ def row_rule(width: int) -> RowTile:
 
 
 def row_programs(tile: RowTile, sums: int = 1) -> int:
-    """Programs of a kernel that also sums columns: enough to fill every multiprocessor, and few, since each
+    """Programs of a kernel that also sums columns: enough to fill every multiprocessor, but few, since each
     writes `sums` rows of partial sums."""
     return multiprocessors() * min(16, 32 // tile.warps) // sums
 
 
 def triton_tile(m: int, n: int, k: int) -> TritonTile:
-    """That of a product [m, k] [n, k]T by Triton."""
+    """The tile of Triton's product [m, k] [n, k]T."""
     tuned = _tuned("triton", f"{n}x{k}") if m >= 1024 else None
     return TritonTile(**tuned) if tuned else triton_rule(m)
 
 
 def triton_rule(m: int) -> TritonTile:
     """128 x 128 x 128: two programs of 96 KiB fit a Hopper multiprocessor, and one multiplies while the other
-    writes. Cards with 100 KiB of shared memory take half the step. Few rows take a smaller tile. wgmma reads
-    operands from shared memory; other cards hold them in registers, and with 4 warps would spill."""
+    writes. Half the step on GPUs with 100 KiB of shared memory, and a smaller tile for few rows. wgmma reads
+    operands from shared memory; other GPUs hold them in registers, which would spill with 4 warps."""
     capability = compute_capability()
     rows, step = 128 if m > 64 else 64, 128 if capability in ((8, 0), (9, 0), (10, 0)) else 64
     warps = 4 if rows == 64 or capability in ((9, 0), (10, 0)) else 8
@@ -121,14 +140,22 @@ MOSAIC_RULE = MosaicTile(stages=4, width=8)
 
 
 def mosaic_tile(n: int, k: int) -> MosaicTile:
-    """That of a product [m, k] [n, k]T by Mosaic."""
+    """The tile of Mosaic's product [m, k] [n, k]T."""
     tuned = _tuned("mosaic_gpu", f"{n}x{k}")
     return MosaicTile(**tuned) if tuned else MOSAIC_RULE
 
 
 def weight_gradient_slices(tile_count: int, steps: int, blocks: int) -> int:
-    """The number of slices with the shortest run: rounds of the busiest block, a slice of a tile each, and
-    0.9% (measured on an H200) for each slice's writing."""
+    """The number of slices of the tokens that takes the shortest time.
+
+    The time counts the rounds of the busiest block, one slice of a tile each, plus 0.9% (measured on an H200)
+    for writing each slice.
+
+    Args:
+      tile_count: tiles of the output.
+      steps: along the tokens.
+      blocks: that run at the same time.
+    """
 
     def rounds(slices: int) -> float:
         return -(-tile_count * slices // blocks) / slices * (1 + 0.009 * slices)
@@ -137,9 +164,12 @@ def weight_gradient_slices(tile_count: int, steps: int, blocks: int) -> int:
 
 
 def attention_tile(operation: str, tokens: int) -> AttentionTile:
-    """That of "attention" or "attention_backward": 64 rows are 4 warps, few enough that another program
-    computes while one waits. The forward pass holds all scores of its rows anyway, so takes the widest
-    products of those that leave the fewest columns idle."""
+    """The tile of "attention" or "attention_backward".
+
+    64 rows are 4 warps, few enough that another program computes while one waits. The forward pass holds all
+    scores of its rows in any case, so it takes the widest products among those that leave the fewest columns
+    idle.
+    """
     widths = (256, 128, 64) if operation == "attention" else (64,)
 
     def covered(width: int) -> int:
@@ -150,8 +180,12 @@ def attention_tile(operation: str, tokens: int) -> AttentionTile:
 
 
 def attention_pieces(tokens: int, piece: int) -> tuple[int, int]:
-    """How many pieces cover a sequence, and the length of a tail after them: 16, 32 or 0. A longer one is a
-    piece, too."""
+    """How many pieces cover a sequence, and the length of the tail after them: 16, 32 or 0. A longer rest is
+    a piece.
+
+    >>> attention_pieces(257, 64), attention_pieces(100, 64)
+    ((4, 16), (2, 0))
+    """
     full, rest = divmod(tokens, piece)
     if rest > 32:
         return full + 1, 0
@@ -159,18 +193,21 @@ def attention_pieces(tokens: int, piece: int) -> tuple[int, int]:
 
 
 def multiprocessors() -> int:
-    """Of the GPU; an H200's 132 where there is none, to compile for one."""
+    """Multiprocessors of the GPU; without a GPU the 132 of an H200, to compile for one."""
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def compute_capability() -> tuple[int, int]:
-    """Of the GPU; Hopper's where there is none."""
+    """The compute capability of the GPU; without a GPU that of Hopper."""
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
     return tuple(int(part) for part in capability.split("."))
 
 
 def preferred_implementation(operation: str, key: str) -> str | None:
-    """The implementation that was fastest on this device, if that was measured."""
+    """The implementation of a shape that was fastest on this device, or None if it was not measured.
+
+    `key`: see `dispatch.shape_key`.
+    """
     return _tuned("implementation", operation, key)
 
 
