@@ -37,21 +37,20 @@ def of(*operations):
     ]
 
 
-def each(*operations, compiled, interpreted):
+def each(*operations, compiled, interpreted, name="shape"):
     """Runs a test with every (operation, implementation, shape): some shapes for what is compiled, others for
-    what is interpreted."""
-    parameters = [
-        pytest.param(*parameter.values, shape, marks=parameter.marks)
-        for parameter in of(*operations)
-        for shape in compiled
-    ]
-    parameters += [
-        pytest.param(operation, name + INTERPRETED, shape, marks=interpreters.SKIPS[name])
+    what is interpreted. `name` is that of the test's third argument."""
+    kinds = [(parameter.values, parameter.marks, compiled) for parameter in of(*operations)] + [
+        ((operation, kernel + INTERPRETED), interpreters.SKIPS[kernel], interpreted)
         for operation in operations
-        for name in dispatch.IMPLEMENTATIONS[operation]
-        for shape in interpreted
+        for kernel in dispatch.IMPLEMENTATIONS[operation]
     ]
-    return pytest.mark.parametrize("operation, implementation, shape", parameters)
+    parameters = [
+        pytest.param(*values, shape, marks=marks, id="-".join([*values, "x".join(map(str, shape))]))
+        for values, marks, shapes in kinds
+        for shape in shapes
+    ]
+    return pytest.mark.parametrize(f"operation, implementation, {name}", parameters)
 
 
 # Of a layer, which takes XLA where an operation has no implementation of the name; None chooses.

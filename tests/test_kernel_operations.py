@@ -126,6 +126,14 @@ def test_leading_axes_are_rows(operation, implementation, shape, axes):
     assert_same_bits(got, oracle.quantize(x, axes))
 
 
+@implementations.each("quantize", **same((64,), (77,)))
+@pytest.mark.parametrize("axes", [(-1,), ()])
+def test_a_vector_has_one_scale_or_one_per_element(operation, implementation, shape, axes):
+    x = normal(shape, "bfloat16")
+    got = run(operation, x, implementation=implementation, axes=axes)
+    assert_same_bits(got, oracle.quantize(x, axes))
+
+
 @pytest.mark.parametrize("operation, implementation", implementations.of(*ROW_OPERATIONS))
 @pytest.mark.parametrize("shape", ROWS)
 def test_row_operations_at_the_widths_of_every_layer(operation, implementation, shape):

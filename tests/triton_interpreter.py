@@ -6,6 +6,7 @@ Imported by the process of `interpreters`, with TRITON_INTERPRET=1.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 from swjax.kernels import tiles, triton_gpu
@@ -81,7 +82,42 @@ def patch_language(lang, scope, patch=interpreter._patch_lang_core):
     scope.set_attr(lang, "range", lambda *bounds, **_: map(tensor, count(*map(int, bounds))))
 
 
-type(interpreter.interpreter_builder).create_inline_asm = inline_asm
+# The interpreter keeps these as integers.
+AS_INTEGERS = {
+    tl.bfloat16: jnp.bfloat16,
+    tl.float8e4nv: jnp.float8_e4m3fn,
+    tl.float8e5: jnp.float8_e5m2,
+}
+
+
+class Builder(type(interpreter.interpreter_builder)):
+    """The interpreter, with casts that round as GPUs do (its own truncate) and products of bf16."""
+
+    create_inline_asm = inline_asm
+
+    def cast_impl(self, source, to):
+        if source.dtype.scalar == tl.float32 and to.scalar in AS_INTEGERS:
+            data = source.data.astype(AS_INTEGERS[to.scalar])
+            return interpreter.TensorHandle(data.view(f"u{data.itemsize}"), to.scalar)
+        return super().cast_impl(source, to)
+
+    def create_fp_to_fp(self, source, to, rounding_mode):
+        if source.dtype.scalar == tl.float32:
+            return self.cast_impl(source, to)
+        return super().create_fp_to_fp(source, to, rounding_mode)
+
+    def create_dot(self, a, b, *rest):
+        return super().create_dot(to_float32(a), to_float32(b), *rest)
+
+
+def to_float32(handle):
+    if handle.dtype.scalar not in AS_INTEGERS:
+        return handle
+    data = handle.data.view(AS_INTEGERS[handle.dtype.scalar]).astype(np.float32)
+    return interpreter.TensorHandle(data, tl.float32)
+
+
+interpreter.interpreter_builder.__class__ = Builder
 interpreter._patch_lang_core = patch_language
 launcher.call = call
 tiles.multiprocessors = lambda: 1  # few programs, each of several blocks

@@ -113,11 +113,40 @@ def _load_gradients(
 
 
 @triton.jit
+def _backward_terms(
+    gamma_ptr, beta_ptr, y_ptr, xs, inverse, gradients, gamma_sums, beta_sums, block,
+    M: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr,
+):  # fmt: skip
+    """v = gradient gamma, v times the centred rows xs, and the gradients of gamma and beta, summed so far."""
+    vs = ()
+    products = ()
+    new_gamma_sums = ()
+    new_beta_sums = ()
+    for i in tl.static_range(CHUNKS):
+        gamma = load_vector(gamma_ptr, i, WIDTH, CHUNK)
+        if RECOMPUTE:
+            y = xs[i] * (inverse * gamma) + load_vector(beta_ptr, i, WIDTH, CHUNK)
+            y = round_to(y, y_ptr.dtype.element_ty)[0]
+            store_chunk(y_ptr, y, block, i, M, WIDTH, ROWS, CHUNK)
+        v = gradients[i] * gamma
+        vs = vs + (v,)
+        products = products + (v * xs[i],)
+        term = tl.sum(gradients[i] * (xs[i] * inverse), 0)
+        new_gamma_sums = new_gamma_sums + (gamma_sums[i] + term,)
+        new_beta_sums = new_beta_sums + (beta_sums[i] + tl.sum(gradients[i], 0),)
+    return vs, products, new_gamma_sums, new_beta_sums
+
+
+@triton.jit
 def _store_input_gradient(
     dx_ptr, residual_ptr, xs, inverse, vs, products, block, M: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """dx = (v - mean(v) - n mean(v n)) / deviation + residual, of centred rows xs and products v xs."""
+    """dx = (v - mean(v) - n mean(v n)) / deviation + residual, with n the normalized row.
+
+    Args: centred rows xs, `inverse` deviations, v, and the products v xs.
+    """
     v_mean = row_sum(vs, CHUNKS) * (1.0 / WIDTH)
     slope = row_sum(products, CHUNKS) * (1.0 / WIDTH) * inverse * inverse
     for i in tl.static_range(CHUNKS):
@@ -152,7 +181,7 @@ def _layer_norm_backward_kernel(
     RECOMPUTE: tl.constexpr,  # y
     STAGES: tl.constexpr,
 ):
-    """The gradients of rows, gamma and beta, with v = gradient gamma and n the normalized row."""
+    """The gradients of rows, of gamma and of beta."""
     gamma_sums = zero_sums(CHUNK, CHUNKS)
     beta_sums = zero_sums(CHUNK, CHUNKS)
     blocks: tl.constexpr = tl.cdiv(M, ROWS)
@@ -167,24 +196,10 @@ def _layer_norm_backward_kernel(
             gradients = gradients + (gradient,)
         xs, inverse = moments(xs, WIDTH, CHUNK, CHUNKS, EPSILON)
 
-        vs = ()
-        products = ()
-        new_gamma_sums = ()
-        new_beta_sums = ()
-        for i in tl.static_range(CHUNKS):
-            gamma = load_vector(gamma_ptr, i, WIDTH, CHUNK)
-            if RECOMPUTE:
-                y = xs[i] * (inverse * gamma) + load_vector(beta_ptr, i, WIDTH, CHUNK)
-                y = round_to(y, y_ptr.dtype.element_ty)[0]
-                store_chunk(y_ptr, y, block, i, M, WIDTH, ROWS, CHUNK)
-            v = gradients[i] * gamma
-            vs = vs + (v,)
-            products = products + (v * xs[i],)
-            term = tl.sum(gradients[i] * (xs[i] * inverse), 0)
-            new_gamma_sums = new_gamma_sums + (gamma_sums[i] + term,)
-            new_beta_sums = new_beta_sums + (beta_sums[i] + tl.sum(gradients[i], 0),)
-        gamma_sums = new_gamma_sums
-        beta_sums = new_beta_sums
+        vs, products, gamma_sums, beta_sums = _backward_terms(
+            gamma_ptr, beta_ptr, y_ptr, xs, inverse, gradients, gamma_sums, beta_sums, block, M,
+            WIDTH, ROWS, CHUNK, CHUNKS, RECOMPUTE,
+        )  # fmt: skip
         _store_input_gradient(
             dx_ptr, residual_ptr, xs, inverse, vs, products, block, M, WIDTH, ROWS, CHUNK, CHUNKS,
             RESIDUAL,
