@@ -511,6 +511,40 @@ def test_transformations_vmap(kind):
         compare(jax.jit(fn)(x, w, bias), want[0])
 
 
+@pytest.mark.parametrize("case", ["hybrid", "column"])
+def test_transformations_gradient_of_vmap_over_an_explicit_axis(case):
+    mesh, _, (x, w, bias), _ = sharded(case, "explicit")
+    plain = arrays()
+
+    def total(layer, x, w, bias):
+        return jnp.sum(jnp.sin(jax.vmap(layer, (0, None, None))(x, w, bias)))
+
+    differentiate = jax.jit(jax.grad(partial(total, swjax.switchback), (0, 1, 2)))
+    want = differentiate(*plain[:3])
+    with jax.set_mesh(mesh):
+        x = jax.reshard(x, P("data"))
+        compare(differentiate(x, w, bias), want)
+        each = jax.vmap(jax.grad(partial(total, swjax.switchback), 1), (0, None, None))
+        compare(jnp.sum(jax.jit(each)(x[:, None], w, bias), 0), want[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
+def test_transformations_second_derivatives(case, kind):
+    mesh, layout, args, _ = sharded(case, kind)
+
+    def product(layout, x, w, bias):
+        def loss(w):
+            y, x_again = swjax.switchback(x, w, bias, residual=True, layout=layout)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(x_again)
+
+        return jax.jvp(jax.grad(loss), (w,), (jnp.cos(w),))[1]
+
+    want = jax.jit(partial(product, None))(*arrays()[:3])
+    with jax.set_mesh(mesh):
+        compare(jax.jit(partial(product, layout))(*args), want)
+
+
 @pytest.mark.parametrize("taken", [("data",), ("data", "fsdp"), AXES])
 def test_transformations_inside_a_shard_map(taken):
     """What a user's shard_map has taken is the user's; the layer plans for the other axes."""

@@ -14,6 +14,7 @@ import swjax
 from swjax import Gelu, LayerNorm, Layout
 from swjax.linear import vjp as rules
 from swjax.linear.derivatives import differentiated_as
+from swjax.linear.forward_pass import Operands
 from swjax.recipes import RECIPES
 
 K, H, N = 8, 16, 4
@@ -157,6 +158,23 @@ def test_a_quantized_weight_is_a_constant(prologue):
     assert snr_db(got["x"], want["x"]) > 25
 
 
+@pytest.mark.parametrize("transform", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_tensorwise"])
+@pytest.mark.parametrize("name", ["layer", "layer_norm", "mlp"])
+def test_only_the_gradient_of_the_output_depends_on_what_is_differentiated(name, recipe, transform):
+    """Operands are constants. Eager calls save them quantized where the recipe does."""
+
+    def weighted(fn, factor):
+        grads = jax.grad(lambda a: factor * jnp.sum(jnp.sin(fn(a))))(ARGUMENTS)
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+    got, want = (
+        transform(jax.grad(partial(weighted, fn)))(jnp.float32(2))
+        for fn in (of_swjax(name, recipe), LAYERS[name][1])
+    )
+    np.testing.assert_allclose(got, want, rtol=0.2 if "fp8" in recipe else 0.05)
+
+
 def test_third_derivatives():
     fn = lambda f, w: jnp.sum(f(ARGUMENTS["x"][0], w) ** 4)
     third = lambda f: jax.grad(lambda w: jnp.sum(jax.hessian(partial(fn, f))(w) ** 2))
@@ -209,7 +227,8 @@ def test_first_derivatives_pay_nothing(recipe, name, monkeypatch):
 
     given = program()
     monkeypatch.setattr(rules, "differentiated_as", lambda exact, value, *operands: value)
-    monkeypatch.setattr(rules, "_kept_for_derivatives", lambda operands: None)
+    monkeypatch.setattr(rules, "_kept", lambda *operands: (None,) * len(operands))
+    monkeypatch.setattr(rules, "_restored", lambda kept, saved, layers: Operands(*[(None,)] * 4))
     assert given == program()
 
 
@@ -227,7 +246,8 @@ def test_first_derivatives_of_stacked_layers_need_no_more_memory(recipe, monkeyp
     kinds = [lambda f: f, jax.checkpoint]
     given = [memory(wrap) for wrap in kinds]
     monkeypatch.setattr(rules, "differentiated_as", lambda exact, value, *operands: value)
-    monkeypatch.setattr(rules, "_kept_for_derivatives", lambda operands: None)
+    monkeypatch.setattr(rules, "_kept", lambda *operands: (None,) * len(operands))
+    monkeypatch.setattr(rules, "_restored", lambda kept, saved, layers: Operands(*[(None,)] * 4))
     assert given == [memory(wrap) for wrap in kinds]
 
 

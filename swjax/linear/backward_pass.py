@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from swjax.linear.forward_pass import Layers, Saved, SavedWeight
+from swjax.linear.forward_pass import Layers, Operands, Saved, SavedWeight
 from swjax.linear.products import (
     Forms,
     Settings,
+    as_array,
     from_bytes,
     input_gradient,
     quantizes_rows,
@@ -60,6 +61,17 @@ def backward(
     return Gradients(dx, dws, biases, dprologue)
 
 
+def operands_from(saved: Saved, biases: tuple, layers: Layers) -> Operands:
+    """The operands as the backward pass knows them: arrays that were saved quantized are dequantized."""
+    x, inputs, weights, prologue = _read(saved, layers)
+    x = as_array(x, layers[0].dtype) if prologue is None else inputs
+    ws = tuple(
+        forms.transposed if like is None else as_array(forms, like.dtype.name)
+        for forms, like, _ in weights
+    )
+    return Operands(x, ws, biases, prologue)
+
+
 def _read(saved: Saved, layers: Layers) -> Saved:
     """fp8 values that were saved as bytes, as fp8."""
 
@@ -94,7 +106,7 @@ def _bias_gradient(gradient: Gradient, weight: SavedWeight, layer: Settings):
 def _input_gradients(gradients, weights, layers: Layers) -> tuple[jax.Array, ...]:
     """The gradient of the input by way of each layer, or one sum of them.
 
-    Layers with equal plans whose sums are split over devices are all-reduced once, after adding.
+    Layers with equal plans, whose sums are sharded, are added on each device and all-reduced once.
     """
     plan = layers[0].plan
     together = len(layers) > 1 and len({layer.plan for layer in layers}) == 1

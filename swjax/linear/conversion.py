@@ -1,4 +1,4 @@
-"""What `quantize_model` makes of a model: for every matrix its recipe, or why it has none."""
+"""The report of `quantize_model`: for every matrix of a model its recipe, or why it has none."""
 
 import dataclasses
 import math
@@ -15,11 +15,11 @@ class Matrix:
     """A parameter that is, or may be, multiplied with activations.
 
     Attributes:
-      path: of its module, as expressions have to match it.
+      path: of its module, which expressions match.
       kind: the class of its module.
-      name: of the parameter in it.
+      name: the parameter's name in the module.
       shape: of the parameter.
-      recipe: that its products are computed with; None: as ever.
+      recipe: of its products; None: they are not converted.
       reason: why there is no recipe; "" if there is one.
     """
 
@@ -88,7 +88,7 @@ def _name(recipe: Recipe | None) -> str:
 
 
 def refuse_dot_general_cls(path: str, module) -> None:
-    """Raises a ValueError if a layer would not look at the `dot_general` that it is given."""
+    """Raises a ValueError if a layer ignores the `dot_general` that it is given."""
     if getattr(module, "dot_general_cls", None) is not None:
         raise ValueError(
             f"the layer {path!r} has a dot_general_cls, which goes before any dot_general: "

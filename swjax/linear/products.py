@@ -114,73 +114,84 @@ def from_bytes(values: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 # --- the products -------------------------------------------------------------------------------------
 
 
+class Factor(NamedTuple):
+    """A factor of a product.
+
+    Attributes:
+      forms: the forms of it that are available.
+      spec: how it is sharded.
+      axis: the axis that the product sums over; 0 of an array of tokens stands for all its tokens.
+    """
+
+    forms: Forms
+    spec: Spec
+    axis: int
+
+
 def output(x: Forms, w: Forms, bias: jax.Array | None, settings: Settings) -> jax.Array:
     """y = x w + bias, in `settings.out_dtype`."""
     plan, sharded = settings.plan, settings.sharded
 
-    def compute(x, w, bias, out_dtype):
-        if isinstance(w.value, QTensor) and not already_quantized:
+    def compute(x, w, out_dtype, *, first=True):
+        if isinstance(w.value, QTensor) and quantized_here:
             w = w._replace(value=named(w.value, "swjax_w"))
-        return sharded.output(x, w, bias, out_dtype=out_dtype)
+        return sharded.output(x, w, bias if first else None, out_dtype=out_dtype)
 
-    already_quantized = w.quantized is not None
-    sides = (plan.x, -1), (plan.w, 0)
-    return _multiply(settings.recipe.fwd, x, w, bias, sides, compute, settings.out_dtype, settings)
+    quantized_here = w.quantized is None
+    x, w = Factor(x, plan.x, -1), Factor(w, plan.w, 0)
+    return _multiply(settings.recipe.fwd, x, w, compute, settings.out_dtype, settings)
 
 
 def input_gradient(g: Forms, w: Forms, settings: Settings, *, summed: bool = True) -> jax.Array:
     """dx = g wT, in `settings.dtype`; for `summed` see `Sharded.input_gradient`."""
     plan, sharded = settings.plan, settings.sharded
 
-    def compute(g, w, _, out_dtype):
+    def compute(g, w, out_dtype, *, first=True):
         return sharded.input_gradient(g, w, out_dtype=out_dtype, summed=summed)
 
-    sides = (plan.y, -1), (plan.w, -1)
-    return _multiply(settings.recipe.dgrad, g, w, None, sides, compute, settings.dtype, settings)
+    g, w = Factor(g, plan.y, -1), Factor(w, plan.w, -1)
+    return _multiply(settings.recipe.dgrad, g, w, compute, settings.dtype, settings)
 
 
 def weight_gradient(x: Forms, g: Forms, settings: Settings, *, out_dtype: str) -> jax.Array:
     """dw = xT g, in `out_dtype`."""
     plan, sharded = settings.plan, settings.sharded
 
-    def compute(x, g, _, out_dtype):
+    def compute(x, g, out_dtype, *, first=True):
         return sharded.weight_gradient(x, g, out_dtype=out_dtype)
 
-    sides = (plan.x, 0), (plan.y, 0)
-    return _multiply(settings.recipe.wgrad, x, g, None, sides, compute, out_dtype, settings)
-
-
-Side = tuple[Spec, int]  # how an operand is sharded, and the axis that its product sums over
+    x, g = Factor(x, plan.x, 0), Factor(g, plan.y, 0)
+    return _multiply(settings.recipe.wgrad, x, g, compute, out_dtype, settings)
 
 
 def _multiply(
     product: Product | None,
-    a: Forms,
-    b: Forms,
-    bias: jax.Array | None,
-    sides: tuple[Side, Side],
+    a: Factor,
+    b: Factor,
     compute: Callable[..., jax.Array],
     out_dtype: str,
     settings: Settings,
 ) -> jax.Array:
-    """`compute(a, b, bias, out_dtype)` of operands as `product` wants them."""
-    side_a, side_b = sides
+    """`compute(a, b, out_dtype)` of the operands that `product` reads.
+
+    With outliers it is a sum of two products: of the rest of a, quantized, and of the outliers, which are not
+    (`first=False`).
+    """
     if product is None:
-        a, b = (_high_precision(each, *side, settings) for each, side in ((a, side_a), (b, side_b)))
-        return compute(a, b, bias, out_dtype)
-    b_quantized = _quantized(product.rhs, b, *side_b, settings)
+        return compute(_high_precision(a, settings), _high_precision(b, settings), out_dtype)
+    b_quantized = _quantized(product.rhs, b, settings)
     if not product.outlier_threshold:
-        return compute(_quantized(product.lhs, a, *side_a, settings), b_quantized, bias, out_dtype)
-    a = _high_precision(a, *side_a, settings)
-    inliers, outliers = settings.sharded.split_outliers(a.value, product.outlier_threshold, a.spec)
-    inliers = _quantized(product.lhs, Forms(inliers), *side_a, settings)
-    y = compute(inliers, b_quantized, bias, "float32")
-    b = _high_precision(b, *side_b, settings)
-    return (y + compute(a._replace(value=outliers), b, None, "float32")).astype(out_dtype)
+        return compute(_quantized(product.lhs, a, settings), b_quantized, out_dtype)
+    whole = _high_precision(a, settings)
+    rest, outliers = settings.sharded.split_outliers(whole.value, product.outlier_threshold, a.spec)
+    rest = _quantized(product.lhs, a._replace(forms=Forms(rest)), settings)
+    y = compute(rest, b_quantized, "float32")
+    outliers, b = whole._replace(value=outliers), _high_precision(b, settings)
+    return (y + compute(outliers, b, "float32", first=False)).astype(out_dtype)
 
 
-def _high_precision(forms: Forms, spec: Spec, axis: int, settings: Settings) -> Operand:
-    return Operand(as_array(forms, settings.dtype), spec, axis)
+def _high_precision(factor: Factor, settings: Settings) -> Operand:
+    return Operand(as_array(factor.forms, settings.dtype), factor.spec, factor.axis)
 
 
 def as_array(forms: Forms, dtype: str) -> jax.Array:
@@ -191,10 +202,9 @@ def as_array(forms: Forms, dtype: str) -> jax.Array:
     return reference.dequantize(q, dtype)
 
 
-def _quantized(
-    quantizer: Quantizer, forms: Forms, spec: Spec, axis: int, settings: Settings
-) -> Operand:
-    """The form that fits this quantizer and a sum over `axis`, or else one quantized here."""
+def _quantized(quantizer: Quantizer, factor: Factor, settings: Settings) -> Operand:
+    """The form that fits this quantizer and sum, or else one that is quantized here."""
+    forms, spec, axis = factor
     available = [(forms.quantized, False), (forms.transposed, True)]
     for q, transposed in reversed(available) if axis == 0 else available:
         along = -1 - axis if transposed else axis

@@ -12,9 +12,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels.reference import QTensor
-from swjax.linear.backward_pass import backward
+from swjax.linear.backward_pass import backward, operands_from
 from swjax.linear.derivatives import differentiated_as, may_be_differentiated
-from swjax.linear.forward_pass import Layers, Operands, forward, outputs
+from swjax.linear.forward_pass import Layers, Operands, Saved, forward, outputs
 from swjax.linear.products import Settings, quantizes_rows
 from swjax.linear.prologues import Gradient, add
 from swjax.recipes import Recipe
@@ -33,17 +33,18 @@ def _linears_forward(x, ws, biases, prologue, layers, residual):
     ys, saved = forward(operands, layers)
     ys = differentiated_as(partial(_exact_outputs, layers), ys, *operands)
     ys = tuple(checkpoint_name(y, "swjax_y") for y in ys)
-    return (ys, x if residual else None), (saved, _kept_for_derivatives(operands))
+    return (ys, x if residual else None), (saved, _kept(operands))
 
 
-def _linears_backward(layers, _, kept, gradients):
-    saved, operands = kept
+def _linears_backward(layers, _, residuals, gradients):
+    saved, (kept,) = residuals
     constants, (gs, residual_gradient) = lax.stop_gradient((saved, gradients))
     gs = tuple(map(Gradient, gs))
     computed = backward(constants, gs, layers, residual_gradient=residual_gradient)
     arrays = (computed.x.array, *computed[1:])
-    if operands is None:
+    if not may_be_differentiated((kept, gradients)):
         return arrays
+    operands = _restored(kept, constants, layers)
     exact = partial(_exact_gradients, partial(_exact_outputs, layers))
     return differentiated_as(exact, arrays, tuple(operands), *gradients)
 
@@ -61,18 +62,21 @@ def fused_mlp(x, w1, b1, w2, b2, prologue, gelu, first: Settings, second: Settin
 
 
 def _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second, residual):
-    operands = x, w1, b1, w2, b2, prologue
-    (hidden,), saved = forward(Operands(x, (w1,), (b1,), prologue), (first,))
+    operands = Operands(x, (w1,), (b1,), prologue)
+    (hidden,), saved = forward(operands, (first,))
     hidden = checkpoint_name(hidden, "swjax_y")
-    (y,), saved_by_second = forward(Operands(hidden, (w2,), (b2,), gelu), (second,))
-    y = differentiated_as(partial(_exact_mlp, gelu, first, second), y, *operands)
+    operands_of_second = Operands(hidden, (w2,), (b2,), gelu)
+    (y,), saved_by_second = forward(operands_of_second, (second,))
+    exact = partial(_exact_mlp, gelu, first, second)
+    y = differentiated_as(exact, y, x, w1, b1, w2, b2, prologue)
     y = checkpoint_name(y, "swjax_y")
-    return (y, x if residual else None), (saved, saved_by_second, _kept_for_derivatives(operands))
+    kept = _kept(operands, operands_of_second)
+    return (y, x if residual else None), (saved, saved_by_second, kept)
 
 
-def _mlp_backward(gelu, first, second, _, kept, gradients):
-    saved, saved_by_second, operands = kept
-    constants, (g, residual_gradient) = lax.stop_gradient(((saved, saved_by_second), gradients))
+def _mlp_backward(gelu, first, second, _, residuals, gradients):
+    *saved, kept = residuals
+    constants, (g, residual_gradient) = lax.stop_gradient((saved, gradients))
     dgrad, plan = first.recipe.dgrad, second.plan
     quantizable = quantizes_rows(dgrad) and not plan.splits(plan.k)
     quantize_to = dgrad.lhs.dtype if quantizable else None
@@ -80,10 +84,12 @@ def _mlp_backward(gelu, first, second, _, kept, gradients):
     of_first = backward(constants[0], (of_second.x,), (first,), residual_gradient=residual_gradient)
     (dw1,), (db1,), (dw2,), (db2,) = of_first.ws, of_first.biases, of_second.ws, of_second.biases
     arrays = of_first.x.array, dw1, db1, dw2, db2, of_first.prologue
-    if operands is None:
+    if not may_be_differentiated((kept, gradients)):
         return arrays
+    x, (w1,), (b1,), prologue = _restored(kept[0], constants[0], (first,))
+    _, (w2,), (b2,), _ = _restored(kept[1], constants[1], (second,))
     exact = partial(_exact_gradients, partial(_exact_mlp, gelu, first, second))
-    return differentiated_as(exact, arrays, operands, *gradients)
+    return differentiated_as(exact, arrays, (x, w1, b1, w2, b2, prologue), *gradients)
 
 
 fused_mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -92,12 +98,19 @@ fused_mlp.defvjp(_mlp_forward, _mlp_backward)
 # --- further derivatives ------------------------------------------------------------------------------
 
 
-def _kept_for_derivatives(operands: tuple) -> tuple | None:
-    """The operands, for derivatives of the backward pass; None where nothing can ask for these.
+def _kept(*operands: Operands) -> tuple[Operands, ...]:
+    """What derivatives of the backward pass need besides `Saved`.
 
-    The backward pass itself does not read them: a compiler removes those that nothing else reads.
+    The backward pass itself does not read it: compilers remove what nothing else reads. Concrete operands
+    are constants. Without x and w, which may take memory, `_restored` recovers them from `Saved`.
     """
-    return operands if may_be_differentiated(operands) else None
+    if may_be_differentiated(operands):
+        return operands
+    return tuple(each._replace(x=None, ws=(None,) * len(each.ws)) for each in operands)
+
+
+def _restored(kept: Operands, saved: Saved, layers: Layers) -> Operands:
+    return kept if kept.x is not None else operands_from(saved, kept.biases, layers)
 
 
 def _exact_outputs(layers: Layers, *operands) -> tuple[jax.Array, ...]:
