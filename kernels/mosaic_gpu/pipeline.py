@@ -25,10 +25,8 @@ from swjax.kernels.availability import Unavailable
 
 Ref = Any  # of an array in global or shared memory, or of barriers
 
-TILE_M, TILE_N = (
-    128,
-    256,
-)  # of the output: the 64 x 256 sums of a warpgroup take 128 registers per thread
+# Of the output: the 64 x 256 sums of a warpgroup take 128 registers per thread.
+TILE_M, TILE_N = 128, 256
 HALF = TILE_M // 2
 LINE = 128  # bytes of the longest swizzle: the length of a step, and of the rows of a written piece
 MEMORY = 2  # the index of the memory warpgroup

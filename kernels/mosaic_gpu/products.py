@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProductSpec:
     """The sizes of a product.
 
     Attributes:
@@ -72,7 +72,7 @@ class Plan:
 class Product:
     """The `pipeline.Work` of one block."""
 
-    plan: Plan
+    spec: ProductSpec
     inputs: Inputs
     out: Ref
     scratch: Scratch
@@ -80,28 +80,28 @@ class Product:
 
     @property
     def stages(self) -> int:
-        return self.plan.tile.stages
+        return self.spec.tile.stages
 
     @property
     def sum_dtype(self) -> jnp.dtype:
         return jnp.int32 if self.inputs.a.dtype == jnp.int8 else jnp.float32
 
     def units(self) -> jax.Array:
-        rows, columns = self.plan.grid
-        return pipeline.unit_count(rows * columns, self.block, self.plan.blocks)
+        rows, columns = self.spec.grid
+        return pipeline.unit_count(rows * columns, self.block, self.spec.blocks)
 
     def span(self, unit: jax.Array) -> tuple[int, int]:
         del unit
-        return 0, pl.cdiv(self.plan.k, LINE)
+        return 0, pl.cdiv(self.spec.k, LINE)
 
     def corner(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first row and column of a tile."""
-        plan = self.plan
+        spec = self.spec
         row, column = plgpu.planar_snake(
-            self.block + unit * plan.blocks, plan.grid, 1, plan.tile.width
+            self.block + unit * spec.blocks, spec.grid, 1, spec.tile.width
         )
-        rank = lax.axis_index("cluster") if plan.cluster > 1 else 0
-        return (row * plan.cluster + rank) * TILE_M, column * TILE_N
+        rank = lax.axis_index("cluster") if spec.cluster > 1 else 0
+        return (row * spec.cluster + rank) * TILE_M, column * TILE_N
 
     def load(self, unit: jax.Array) -> Callable:
         row, column = self.corner(unit)
@@ -114,7 +114,7 @@ class Product:
                 b.at[pl.ds(column, TILE_N), along],
                 self.scratch.b.at[slot],
                 full,
-                collective_axes="cluster" if self.plan.cluster > 1 else None,
+                collective_axes="cluster" if self.spec.cluster > 1 else None,
             )
 
         return load_step
@@ -124,13 +124,13 @@ class Product:
         plgpu.wgmma(sums, a.at[slot, pl.ds(half * HALF, HALF)], b.at[slot].T)
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
-        plan, inputs, piece = self.plan, self.inputs, pipeline.piece_of(self.plan.out_dtype)
+        spec, inputs, piece = self.spec, self.inputs, pipeline.piece_of(self.spec.out_dtype)
         row, column = self.corner(unit)
         row += half * HALF
         # Rows past the edge are not written, so any scale serves for them.
-        first = row if plan.ragged else jnp.minimum(row, plan.m - HALF)
+        first = row if spec.ragged else jnp.minimum(row, spec.m - HALF)
         a_scale = pipeline.load_registers(inputs.a_scale, pl.ds(first, HALF))
-        if plan.per_tensor:
+        if spec.per_tensor:
             a_scale = a_scale * inputs.b_scale[0]
         pipeline.store_tile(
             lambda at: self.scaled(pl.ds(column + at, piece), sums[:, at : at + piece], a_scale),
@@ -143,14 +143,14 @@ class Product:
         """Some columns of the result from their sums."""
         y = sums.astype(jnp.float32)
         scale = lax.broadcast_in_dim(a_scale, y.shape, (0,))
-        if not self.plan.per_tensor:
+        if not self.spec.per_tensor:
             b_scale = pipeline.load_registers(self.inputs.b_scale, columns)
             scale = scale * lax.broadcast_in_dim(b_scale, y.shape, (1,))
         y = y * scale
-        if self.plan.bias:
+        if self.spec.bias:
             bias = pipeline.load_registers(self.inputs.bias, columns).astype(jnp.float32)
             y = y + lax.broadcast_in_dim(bias, y.shape, (1,))
-        return y.astype(self.plan.out_dtype)
+        return y.astype(self.spec.out_dtype)
 
 
 def matmul(
@@ -169,7 +169,7 @@ def matmul(
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     cluster = 2 if m > TILE_M else 1
-    plan = Plan(
+    spec = ProductSpec(
         m=m,
         n=n,
         k=k,
@@ -186,34 +186,34 @@ def matmul(
         *inputs, out = refs[: len(Inputs._fields) + 1]
         scratch = Scratch(*refs[len(Inputs._fields) + 1 :])
         block = lax.axis_index("block")
-        pipeline.run(Product(plan, Inputs(*inputs), out, scratch, block), scratch)
+        pipeline.run(Product(spec, Inputs(*inputs), out, scratch, block), scratch)
 
     y = pipeline.launch(
         matmul_kernel,
         jax.ShapeDtypeStruct((m, n), out_dtype),
         rings=[((TILE_M, LINE), a.values.dtype), ((TILE_N, LINE), b.values.dtype)],
-        stages=plan.tile.stages,
-        blocks=plan.blocks,
+        stages=spec.tile.stages,
+        blocks=spec.blocks,
         cluster=cluster,
         interpret=interpret,
-    )(*_inputs(plan, a, b, bias))
+    )(*_inputs(spec, a, b, bias))
     return y.reshape(*a.values.shape[:-1], n)
 
 
-def _inputs(plan: Plan, a: QTensor, b: QTensor, bias: jax.Array | None) -> Inputs:
+def _inputs(spec: ProductSpec, a: QTensor, b: QTensor, bias: jax.Array | None) -> Inputs:
     """Scales and bias with an element for each row or column of each tile: registers are loaded without
     bounds."""
 
     def padded(vector, length):
         return jnp.pad(vector.reshape(-1), (0, length - vector.size))
 
-    rows, columns = plan.grid[0] * plan.cluster * TILE_M, plan.grid[1] * TILE_N
-    a_scale = jnp.broadcast_to(a.scale.reshape(-1), (plan.m,))
+    rows, columns = spec.grid[0] * spec.cluster * TILE_M, spec.grid[1] * TILE_N
+    a_scale = jnp.broadcast_to(a.scale.reshape(-1), (spec.m,))
     return Inputs(
-        a=a.values.reshape(plan.m, plan.k),
+        a=a.values.reshape(spec.m, spec.k),
         b=b.values,
-        a_scale=padded(a_scale, rows if plan.ragged else plan.m),
-        b_scale=b.scale.reshape(-1) if plan.per_tensor else padded(b.scale, columns),
+        a_scale=padded(a_scale, rows if spec.ragged else spec.m),
+        b_scale=b.scale.reshape(-1) if spec.per_tensor else padded(b.scale, columns),
         bias=jnp.zeros(1) if bias is None else padded(bias, columns),
     )
 

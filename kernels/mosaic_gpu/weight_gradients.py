@@ -18,7 +18,7 @@ from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, S
 
 
 @dataclass(frozen=True)
-class Plan:
+class WeightGradientSpec:
     """The sizes of a weight gradient.
 
     Attributes:
@@ -36,7 +36,7 @@ class Plan:
     slices: int
 
     @property
-    def tiles(self) -> int:
+    def tile_count(self) -> int:
         return self.grid[0] * self.grid[1]
 
 
@@ -57,7 +57,7 @@ class WeightGradient:
       done: [tiles, 2] semaphores that count the slices written of each half tile; None with one slice.
     """
 
-    plan: Plan
+    spec: WeightGradientSpec
     x: Ref
     g: Ref
     out: Ref
@@ -69,18 +69,18 @@ class WeightGradient:
     sum_dtype = jnp.float32
 
     def units(self) -> jax.Array:
-        total = self.plan.tiles * self.plan.slices
-        return pipeline.unit_count(total, self.block, self.plan.blocks)
+        total = self.spec.tile_count * self.spec.slices
+        return pipeline.unit_count(total, self.block, self.spec.blocks)
 
     def unit(self, i: jax.Array) -> Unit:
         """Slice by slice: blocks at work at the same time read the same tokens, from the L2 cache."""
-        number = self.block + i * self.plan.blocks
-        slice_, tile = number // self.plan.tiles, lax.rem(number, self.plan.tiles)
-        row, column = plgpu.planar_snake(tile, self.plan.grid, 1, 4)
+        number = self.block + i * self.spec.blocks
+        slice_, tile = number // self.spec.tile_count, lax.rem(number, self.spec.tile_count)
+        row, column = plgpu.planar_snake(tile, self.spec.grid, 1, 4)
         return Unit(slice_, tile, row * TILE_M, column * TILE_N)
 
     def span(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        steps, slices = self.plan.steps, self.plan.slices
+        steps, slices = self.spec.steps, self.spec.slices
         number = self.unit(unit).slice
         start = number * steps // slices
         return start, (number + 1) * steps // slices - start
@@ -89,7 +89,7 @@ class WeightGradient:
         _, _, row, column = self.unit(unit)
 
         def load_step(step, slot, full):
-            along = pl.ds(step * self.plan.step_tokens, self.plan.step_tokens)
+            along = pl.ds(step * self.spec.step_tokens, self.spec.step_tokens)
             for source, columns, ring in (
                 (self.x, pl.ds(row, TILE_M), self.scratch.a),
                 (self.g, pl.ds(column, TILE_N), self.scratch.b),
@@ -110,7 +110,7 @@ class WeightGradient:
         to = self.out.at[pl.ds(row + half * HALF, HALF), pl.ds(column, TILE_N)]
         pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
         write = partial(pipeline.store_tile, pieces, buffers, to, piece)
-        if self.plan.slices == 1:
+        if self.spec.slices == 1:
             write()
             return
 
@@ -149,13 +149,13 @@ def weight_gradient(
     step_tokens = LINE // x.dtype.itemsize
     steps = pl.cdiv(tokens, step_tokens)
     slices = slices or tiles.weight_gradient_slices(grid[0] * grid[1], steps, blocks)
-    plan = Plan(grid, blocks, steps, step_tokens, slices)
+    spec = WeightGradientSpec(grid, blocks, steps, step_tokens, slices)
 
     def weight_gradient_kernel(x_ref, g_ref, out_ref, *buffers):
         block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
         if slices > 1:
-            done = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.tiles, 2)))
-        pipeline.run(WeightGradient(plan, x_ref, g_ref, out_ref, scratch, block, done), scratch)
+            done = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.tile_count, 2)))
+        pipeline.run(WeightGradient(spec, x_ref, g_ref, out_ref, scratch, block, done), scratch)
 
     dw = pipeline.launch(
         weight_gradient_kernel,
