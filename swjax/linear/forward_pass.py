@@ -96,10 +96,11 @@ def _input_forms(x, prologue, layer: Settings) -> Forms:
 def _save(operands: Operands, x: Forms, weights: tuple[Forms, ...], layers: Layers) -> Saved:
     """High-precision arrays are saved as given: a copy would be saved next to the array itself."""
     _, ws, biases, prologue = operands
-    if layers[0].recipe.save_quantized and x.high_precision is not None:
-        x = Forms(quantized=x.quantized)
+    save_quantized = layers[0].recipe.save_quantized
+    if prologue is not None:
+        x = Forms(None if save_quantized else x.high_precision)
     else:
-        x = Forms(operands.x if prologue is None else x.high_precision)
+        x = Forms(quantized=x.quantized) if save_quantized else Forms(operands.x)
     inputs = None if prologue is None else operands.x
     saved = jax.tree.map(to_bytes, tuple(map(_save_weight, ws, biases, weights)))
     return Saved(jax.tree.map(to_bytes, x), inputs, saved, prologue)
