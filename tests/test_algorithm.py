@@ -41,6 +41,8 @@ def test_xla_computes_the_same_bits(dtype, transform):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_implementation_computes_the_algorithm(dtype, implementation):
     implementations.require(implementation)
+    if implementation == "mosaic_gpu" and dtype == "float32":
+        pytest.skip("mosaic_gpu computes weight gradients of 16-bit operands")
     args = arrays(dtype)
     layer = partial(swjax.switchback, implementation=implementation)
     got = jax.jit(partial(output_and_gradients, layer))(*args)

@@ -236,7 +236,7 @@ def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
     y, kernel = call(self, inputs, *args, prologue=prologue, **kwargs), self.kernel[...]
     (x,) = self.promote_dtype((inputs,), dtype=self.dtype)
     if prologue is not None:
-        x, _ = prologue.forward(x, quantize_to=None, wide=True, implementation="xla")
+        x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
     tap = getattr(self, QUANTIZATION)[...]
     return _report_product(y, x, kernel, tap, self.recipe, (-1,), (0,), (-1,))
 

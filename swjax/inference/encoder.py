@@ -26,7 +26,9 @@ from swjax.recipes import Product, Quantizer, Recipe
 
 __all__ = ["Encoder", "export", "load", "pixels", "save"]
 
-TEMPLATES = ("a photo of a {}.",)  # for weights that do not say which prompts they know
+TEMPLATES: tuple[str, ...] = (
+    "a photo of a {}.",
+)  # for weights that do not say which prompts they know
 
 
 class Encoder:

@@ -280,7 +280,9 @@ def lay_out(axes: "Axes", label: str) -> "Axes":
     """Axes whose x axis is labelled in its corner, where it takes no line of its own."""
     axes.margins(x=0.02)
     if label == "step":
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        from matplotlib.ticker import MaxNLocator
+
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     axes.set_xlabel(label, loc="right")
     return axes
 
