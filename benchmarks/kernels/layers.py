@@ -2,8 +2,9 @@
 
 Both sides get bf16 activations, fp32 parameters and the gradient of the output, and return the output and
 the gradients of everything. The baseline is what a user writes: ``x @ w.astype(x.dtype) +
-b.astype(x.dtype)``, LayerNorm and exact GELU in fp32. Kinds: "plain", one layer; "fused", with the LayerNorm
-or GELU before it; "mlp", LayerNorm, layer, GELU, layer; "grid", plain layers of the paper's sizes.
+b.astype(x.dtype)``, LayerNorm and exact GELU in fp32. Kinds: "plain", one layer; "no_bias", the same without
+its bias on both sides; "fused", with the LayerNorm or GELU before it; "mlp", LayerNorm, layer, GELU,
+layer; "grid", plain layers of the paper's sizes.
 """
 
 import re
@@ -20,7 +21,7 @@ from benchmarks.kernels import shapes, timing
 COLUMNS = {"op": -13, "shape": -22, "implementation": -29, "us": 9, "wall_us": 9, "tops": 7}
 COLUMNS |= {"ratio": 6, "outside_products": 16, "snr_db": 6, "error": -1}
 
-KINDS = ("plain", "fused", "mlp", "grid")
+KINDS = ("plain", "no_bias", "fused", "mlp", "grid")
 
 # Names of kernels that multiply matrices: cuBLAS's, CUTLASS's, XLA's Triton fusions, ours.
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|matmul|mosaic_gpu|kernel_body", re.I)
@@ -55,7 +56,7 @@ def layers_of(kind: str, smoke: bool) -> Iterator[Layer]:
     width, tokens = (64, 256) if smoke else (1280, shapes.TOKENS)
     names = ("fc1", "fc2") if smoke else ("fc1", "fc2", "qkv", "out")
     vit = [shapes.block(width, tokens)[name] for name in names]
-    if kind == "plain":
+    if kind in ("plain", "no_bias"):
         yield from (Layer(kind, *shape) for shape in vit)
     elif kind == "fused":
         for shape in vit:
@@ -73,7 +74,9 @@ def parameters(layer: Layer) -> dict[str, jax.Array]:
     """fp32: weights, biases, and those of the LayerNorm."""
     new = partial(timing.random, dtype="float32")
     k, n = layer.k, layer.n
-    p = {"w": new(k, n, scale=k**-0.5), "b": new(n)}
+    p = {"w": new(k, n, scale=k**-0.5)}
+    if layer.kind != "no_bias":
+        p["b"] = new(n)
     if layer.kind == "mlp":
         p |= {"w2": new(n, k, scale=n**-0.5), "b2": new(k)}
     if layer.prologue == "layer_norm":
@@ -93,7 +96,9 @@ def baseline(layer: Layer, x, p):
         x = exact.astype(x.dtype)
     elif layer.prologue == "gelu":
         x = _gelu(x)
-    x = x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
+    x = x @ p["w"].astype(x.dtype)
+    if "b" in p:
+        x = x + p["b"].astype(x.dtype)
     if layer.kind == "mlp":
         x = _gelu(x) @ p["w2"].astype(x.dtype) + p["b2"].astype(x.dtype)
     return x
@@ -112,7 +117,7 @@ def quantized(layer: Layer, recipe: str, x, p):
     options = {"recipe": recipe, "prologue": prologue}
     if layer.kind == "mlp":
         return swjax.mlp(x, p["w"], p["b"], p["w2"], p["b2"], **options)
-    return swjax.switchback(x, p["w"], p["b"], **options)
+    return swjax.switchback(x, p["w"], p.get("b"), **options)
 
 
 def step(function, x, p, g):
