@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-PAGES = ("README.md", "docs/diagnostics.md")
+PAGES = ("README.md", "docs/diagnostics.md", "docs/layers.md", "docs/recipes.md")
 BLOCKS = [
     pytest.param(block, id=f"{page}-{i}")
     for page in PAGES
@@ -37,5 +37,5 @@ def test_files_it_names_exist():
 def test_every_recipe_has_its_row():
     from swjax.recipes import RECIPES
 
-    table = README.split("## Recipes")[1].split("##")[0]
+    table = (ROOT / "docs" / "recipes.md").read_text().split("##")[0]
     assert set(re.findall(r"`(\w+)`", table)) >= set(RECIPES)
