@@ -66,4 +66,5 @@ def _process() -> ProcessPoolExecutor:
 def _in_the_process(operation, arrays, options):
     import triton_interpreter  # which imports Triton
 
+    triton_interpreter.install()
     return triton_interpreter.run(operation, *arrays, **options)

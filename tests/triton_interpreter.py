@@ -117,7 +117,9 @@ def to_float32(handle):
     return interpreter.TensorHandle(data, tl.float32)
 
 
-interpreter.interpreter_builder.__class__ = Builder
-interpreter._patch_lang_core = patch_language
-launcher.call = call
-tiles.multiprocessors = lambda: 1  # few programs, each of several blocks
+def install():
+    """Replaces the launcher in this process. Not at import: pytest imports every file for its doctests."""
+    interpreter.interpreter_builder.__class__ = Builder
+    interpreter._patch_lang_core = patch_language
+    launcher.call = call
+    tiles.multiprocessors = lambda: 1  # few programs, each of several blocks
