@@ -51,7 +51,7 @@ def ours(recipe: str, x, w, g) -> Layer:
     dense = nn.Dense(w.shape[1], use_bias=False)
 
     def layer(w, x):
-        with swjax.linen.quantize_model({".*": recipe}):
+        with swjax.linen.quantized({".*": recipe}):
             return dense.apply({"params": {"kernel": w}}, x)
 
     return layer

@@ -1,10 +1,11 @@
-"""SwitchBack for Flax Linen: a drop-in `Dense`, and an interceptor for models that exist already."""
+"""SwitchBack for Flax Linen: a drop-in `Dense`, and a context for existing models."""
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,10 @@ from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cl
 from swjax.linear.layouts import Layout
 from swjax.recipes import Recipe, get
 
+# Its value is part of the key of JAX's caches: a function that was traced with other recipes, or without
+# any, is traced again. This holds for `jax.jit` and for what Flax builds on it, such as `nn.jit`.
+_recipes_in_use = jax.make_user_context(default_value=None)
+
 
 class Dense(nn.Dense):
     """`flax.linen.Dense` whose three matrix products are computed as `recipe` says.
@@ -27,7 +32,7 @@ class Dense(nn.Dense):
     Attributes:
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
-      layout: where input and kernel lie, see `swjax.Layout`.
+      layout: how input and kernel are sharded, see `swjax.Layout`.
       The others are those of `flax.linen.Dense`.
 
     >>> import jax.numpy as jnp
@@ -49,7 +54,7 @@ class Dense(nn.Dense):
                 "swjax.linen.Dense computes its own product and takes no dot_general: "
                 "give it to flax.linen.Dense, or choose a recipe here"
             )
-        kernel = _quantized_kernel(self)
+        inputs, kernel = jnp.asarray(inputs), _quantized_kernel(self)
         if kernel is None:
             shape = (inputs.shape[-1], self.features)
             kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
@@ -71,33 +76,36 @@ class Dense(nn.Dense):
 
 
 @contextmanager
-def quantize_model(recipes: Mapping[str, str | Recipe], *, implementation: str | None = None):
-    """Within it, the linear layers of any Linen model compute as recipes say.
+def quantized(
+    recipes: Mapping[str, str | Recipe], *, implementation: str | None = None
+) -> Iterator[Conversion]:
+    """A context in which the linear layers of any Linen model compute as recipes say.
 
     A linear layer is a `Dense` or `DenseGeneral`, and so is each projection of an attention module.
-    Parameters stay as they are, and so do checkpoints; outside it, the model computes as ever. It acts
-    while a model is traced: use it inside the function you jit.
+    Parameters and checkpoints do not change; outside the context the model computes as before. The recipes
+    are part of the key of JAX's caches: a function under `jax.jit` or `nn.jit` is traced once with them
+    and once without.
 
     Args:
-      recipes: {regular expression: recipe}. An expression has to match a module's whole path, written as
-        in "encoder/layer_0/mlp/Dense_0"; the first that matches counts. The others stay as they are.
+      recipes: {regular expression: recipe}. An expression has to match a module's whole path, such as
+        "encoder/layer_0/mlp/Dense_0"; the first that matches is used. Other layers do not change.
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Yields:
-      A `swjax.linear.conversion.Conversion`, to be printed: what has become of each matrix of the model code
-      that ran. Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves take
-      no `dot_general`, so that no recipe reaches them.
+      A `swjax.linear.conversion.Conversion` to print: the recipe of each matrix of the model code that
+      was traced or ran. Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum`
+      themselves take no `dot_general`, so that no recipe reaches them.
 
     Raises:
       ValueError: there is no such recipe; model code ran and an expression matched none of its layers,
-        or one that makes its product itself with a `dot_general_cls`.
+        or matched one with a `dot_general_cls`, which computes its product itself.
 
     >>> import jax.numpy as jnp
     >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
     >>> params = model.init(jax.random.key(0), jnp.ones((4, 3)))
     >>> @jax.jit
     ... def predict(params, x):
-    ...     with quantize_model({r"layers_0": "switchback"}) as conversion:
+    ...     with quantized({r"layers_0": "switchback"}) as conversion:
     ...         y = model.apply(params, x)
     ...     print(conversion)
     ...     return y
@@ -107,49 +115,71 @@ def quantize_model(recipes: Mapping[str, str | Recipe], *, implementation: str |
     1 of 2 matrices converted, 24 of 40 elements (60%)
     (4, 2)
     """
-    chosen = {pattern: get(recipe) for pattern, recipe in recipes.items()}
-    conversion, seen, unmatched = Conversion(), set(), set(recipes)
+    interceptor = _Interceptor(recipes, implementation)
+    in_use = tuple(interceptor.recipes.items()), implementation
+    with nn.intercept_methods(interceptor), _recipes_in_use(in_use):
+        yield interceptor.conversion
+    interceptor.check_all_matched()
 
-    def intercept(call, args, kwargs, context):
-        module, path = context.module, "/".join(context.module.path)
+
+class _Interceptor:
+    """Runs the methods of modules; linear layers whose path an expression matches run with its recipe."""
+
+    def __init__(self, recipes: Mapping[str, str | Recipe], implementation: str | None):
+        self.recipes = {pattern: get(recipe) for pattern, recipe in recipes.items()}
+        self.conversion = Conversion()
+        self._implementation = implementation
+        self._paths: set[str] = set()
+        self._unmatched = set(recipes)
+
+    def __call__(self, call: Callable, args: tuple, kwargs: dict, context) -> Any:
+        """What Flax calls in place of each method of a bound module."""
         if context.method_name != "__call__":
             return call(*args, **kwargs)
-        if not isinstance(module, (nn.Dense, nn.DenseGeneral)):
-            result, recipe, reason = call(*args, **kwargs), None, "takes no dot_general"
+        module, path = context.module, "/".join(context.module.path)
+        recipe, reason = None, "takes no dot_general"
+        if isinstance(module, (nn.Dense, nn.DenseGeneral)):
+            matched = self._match(path)
+            recipe = matched or (get(module.recipe) if isinstance(module, Dense) else None)
+            reason = "" if recipe else UNMATCHED
+            result = self._run_linear(module, path, matched, call, args, kwargs)
         else:
-            seen.add(path)
-            matching = [pattern for pattern in chosen if re.fullmatch(pattern, path)]
-            unmatched.difference_update(matching[:1])
-            own = get(module.recipe) if isinstance(module, Dense) else None
-            recipe = chosen[matching[0]] if matching else own
-            reason = UNMATCHED if recipe is None else ""
-            kernel = None if isinstance(module, Dense) else _quantized_kernel(module)
-            if kernel is not None:
-                if recipe is None:
-                    raise ValueError(
-                        f"the kernel of {path!r} is quantized and needs its recipe, but no expression "
-                        f"matches: give those that it was quantized with"
-                    )
-                product = dot_general(recipe, implementation=implementation)
-                result = _multiply(module, kernel, product, *args, **kwargs)
-            else:
-                with _computing_as(module, path, recipe if matching else None, implementation):
-                    result = call(*args, **kwargs)
-        conversion.note(path, type(module).__name__, _own_shapes(module), recipe, reason)
+            result = call(*args, **kwargs)
+        self.conversion.note(path, type(module).__name__, _own_shapes(module), recipe, reason)
         return result
 
-    with nn.intercept_methods(intercept):
-        yield conversion
-    if seen and unmatched:
-        raise ValueError(
-            f"pattern {min(unmatched)!r} matches no linear layer as a whole: "
-            f"the paths are {', '.join(map(repr, sorted(seen)))}"
-        )
+    def _match(self, path: str) -> Recipe | None:
+        """The recipe of the first expression that matches the path."""
+        self._paths.add(path)
+        matching = [pattern for pattern in self.recipes if re.fullmatch(pattern, path)]
+        self._unmatched.difference_update(matching[:1])
+        return self.recipes[matching[0]] if matching else None
+
+    def _run_linear(self, module, path: str, recipe: Recipe | None, call, args, kwargs):
+        kernel = None if isinstance(module, Dense) else _quantized_kernel(module)
+        if kernel is None:
+            with _computing_as(module, path, recipe, self._implementation):
+                return call(*args, **kwargs)
+        if recipe is None:
+            raise ValueError(
+                f"the kernel of {path!r} is quantized and needs its recipe, but no expression "
+                f"matches: give those that it was quantized with"
+            )
+        product = dot_general(recipe, implementation=self._implementation)
+        return _multiply(module, kernel, product, *args, **kwargs)
+
+    def check_all_matched(self) -> None:
+        """Raises a ValueError if model code ran and an expression matched none of its layers."""
+        if self._paths and self._unmatched:
+            raise ValueError(
+                f"pattern {min(self._unmatched)!r} matches no linear layer as a whole: "
+                f"the paths are {', '.join(map(repr, sorted(self._paths)))}"
+            )
 
 
 @contextmanager
 def _computing_as(module, path: str, recipe: Recipe | None, implementation: str | None):
-    """Gives a bound module, which is frozen, another recipe for a while; None: leaves it."""
+    """Within it a bound module, which is frozen, has another recipe; None: its own."""
     if recipe is None:
         other = {}
     elif isinstance(module, Dense):

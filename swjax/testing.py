@@ -124,7 +124,7 @@ def _collectives(hlo: str) -> list[Collective]:
     return found
 
 
-def assert_narrow_gathers(
+def assert_quantized_gathers(
     fn: Callable, *args: Any, weights: list[tuple[int, int]], dtype: str = "int8", **kwargs: Any
 ) -> None:
     """Asserts that devices of the compiled `fn` gather weights alone, and those in 8 bits.
@@ -143,7 +143,7 @@ def assert_narrow_gathers(
 
     >>> import jax.numpy as jnp, swjax
     >>> x, w = jnp.ones((8, 32)), jnp.ones((32, 16))
-    >>> assert_narrow_gathers(swjax.switchback, x, w, weights=[w.shape])
+    >>> assert_quantized_gathers(swjax.switchback, x, w, weights=[w.shape])
     """
     narrow = {"int8": "s8"}.get(dtype, dtype)
     for found in collectives(fn, *args, **kwargs):

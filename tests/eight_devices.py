@@ -29,7 +29,7 @@ from swjax.linear.planning import reduced
 from swjax.models import sharding
 from swjax.optax import path_name, rms_by_path, stable_adamw
 from swjax.recipes import RECIPES
-from swjax.testing import assert_narrow_gathers, collectives
+from swjax.testing import assert_quantized_gathers, collectives
 from swjax.training import config as config_lib
 from swjax.training import setup
 from swjax.training.optimizer import make_optimizer, make_schedule
@@ -249,7 +249,7 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
             args = (jax.device_put(args[0], NamedSharding(mesh, spec)), *args[1:])
         programs = compiled(layer, *args), compiled(partial(gradients, layer), args, g)
         for program in programs:
-            assert_narrow_gathers(program, weights=[(K, N)])
+            assert_quantized_gathers(program, weights=[(K, N)])
         forward, both = map(collectives, programs)
     assert ops(forward, "all-gather") == [("all-gather", "s8")]
     assert ("all-reduce", "f32", (1, 1)) in forward  # the largest weight
@@ -286,7 +286,7 @@ def test_collectives_of_an_mlp(name):
     with jax.set_mesh(mesh):
         fn = partial(gradients, partial(mlp, MLP_LAYOUTS, recipe=name))
         program = compiled(fn, *mlp_arguments(mesh))
-        assert_narrow_gathers(program, weights=[(K, N), (N, K)])
+        assert_quantized_gathers(program, weights=[(K, N), (N, K)])
         found = collectives(program)
     assert ops(found, "all-gather").count(("all-gather", "s8")) in (2, 4)
     assert ops(found, "reduce-scatter") == [("reduce-scatter", "f32")] * 2
@@ -380,11 +380,11 @@ def test_collectives_check_can_fail():
     mesh, _, args, _ = sharded("fsdp_rows")
     with jax.set_mesh(mesh):
         with pytest.raises(AssertionError, match=r"found all-gather f32\[48, 80\]"):
-            assert_narrow_gathers(
+            assert_quantized_gathers(
                 partial(swjax.switchback, layout=Layout()), *args, weights=[(K, N)]
             )
         with pytest.raises(AssertionError, match="gathers of weights"):
-            assert_narrow_gathers(
+            assert_quantized_gathers(
                 partial(swjax.switchback, layout=Layout(tokens=P())), *args, weights=[(K, N)]
             )
 
@@ -428,7 +428,7 @@ def test_transformations_remat(name, policy):
     with jax.set_mesh(mesh):
         fn = compiled(partial(gradients, jax.checkpoint(layer, policy=policy)), args, g)
         compare(fn(args, g), one_device(name))
-        assert_narrow_gathers(fn, weights=[(K, N)])
+        assert_quantized_gathers(fn, weights=[(K, N)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -456,7 +456,7 @@ def test_transformations_scan_over_stacked_layers(kind):
     with jax.set_mesh(mesh) if kind == "explicit" else nullcontext():
         fn = compiled(partial(gradients, partial(run, MLP_LAYOUTS)), args, g)
         got = fn(args, g)
-        assert_narrow_gathers(fn, weights=[(K, N), (N, K)])
+        assert_quantized_gathers(fn, weights=[(K, N), (N, K)])
     for a, b in zip(got, want):
         assert snr_db(a, b) > 38  # a later layer may round to another step
 
@@ -611,7 +611,7 @@ def test_transformations_of_layers_in_flax(case, kind):
         compare(injected + bias[None, None], want)
         compare(call(params, x), want)
         if "row" not in case:
-            assert_narrow_gathers(call, weights=[(K, N)])
+            assert_quantized_gathers(call, weights=[(K, N)])
 
 
 # --- losses over a global batch -----------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_nothing_is_converted_when_something_is_wrong():
     dense = nn.Dense(8, dot_general_cls=DotGeneral)
     params = dense.init(jax.random.key(0), X)
     with pytest.raises(ValueError, match="has a dot_general_cls, which goes before"):
-        with swjax.linen.quantize_model({".*": "switchback"}):
+        with swjax.linen.quantized({".*": "switchback"}):
             dense.apply(params, X)
 
 
@@ -111,7 +111,7 @@ def test_linen_says_the_same(recipe):
     model = LinenModel()
     params = model.init(jax.random.key(0), X)
     before = model.apply(params, X)
-    with swjax.linen.quantize_model({"plain|ours": recipe}) as conversion:
+    with swjax.linen.quantized({"plain|ours": recipe}) as conversion:
         for _ in range(2):  # noted once
             jax.eval_shape(model.apply, params, X)
         converted = model.apply(params, X)
@@ -125,6 +125,6 @@ def test_linen_says_the_same(recipe):
     assert str(conversion).split() == table.split()
     assert jnp.any(converted != before)
     assert jnp.all(model.apply(params, X) == before)
-    with swjax.linen.quantize_model({"plain": recipe}) as conversion:
+    with swjax.linen.quantized({"plain": recipe}) as conversion:
         model.apply(params, X)
     assert [m.recipe for m in conversion if m.path == "ours"] == [RECIPES["switchback_m"]]

@@ -137,7 +137,7 @@ def test_linen_interceptor(rules, count):
     params = model.init(jax.random.key(0), X)
 
     def quantized(params, x):
-        with swjax.linen.quantize_model(rules):
+        with swjax.linen.quantized(rules):
             return model.apply(params, x)
 
     assert matrix_products(model.apply, params, X)["s8", "s8"] == 0
@@ -152,7 +152,7 @@ def test_pattern_without_a_layer():
         swjax.nnx.quantize_model(Block(nnx.Rngs(0)), {"ffn": "switchback"})
     params = LinenModel().init(jax.random.key(0), X)
     with pytest.raises(ValueError, match="pattern 'ffn' matches no linear layer .* 'attn/key'"):
-        with swjax.linen.quantize_model({"ffn": "switchback"}):
+        with swjax.linen.quantized({"ffn": "switchback"}):
             LinenModel().apply(params, X)
 
 

@@ -219,7 +219,7 @@ def test_a_linen_model_of_others(make):
         return loss(state.apply_fn({"params": params}, inputs))
 
     def quantized(params):
-        with swjax.linen.quantize_model(rules) as conversion:
+        with swjax.linen.quantized(rules) as conversion:
             value = plain(params)
         conversions.append(conversion)
         return value

@@ -23,7 +23,7 @@ import swjax.nnx
 from swjax import inference, serving
 from swjax.inference.encoder import _config
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
-from swjax.testing import assert_narrow_gathers, matrix_products
+from swjax.testing import assert_quantized_gathers, matrix_products
 
 RNG = np.random.default_rng(0)
 
@@ -115,7 +115,7 @@ def test_two_devices_compute_the_same(recipe, spec):
         values = jax.device_put(q.values, jax.NamedSharding(mesh, P(*reversed(spec))))
         q = q._replace(values=values)
         if axis == "fsdp":
-            assert_narrow_gathers(run, x, q, weights=[w.shape])
+            assert_quantized_gathers(run, x, q, weights=[w.shape])
         np.testing.assert_allclose(run(x, q), expected, rtol=1e-6, atol=1e-5)
 
 
@@ -208,7 +208,7 @@ LINEN = LinenModel()
 
 
 def predict(variables, x):
-    with swjax.linen.quantize_model({"cast|attention/.*|batched": "switchback"}):
+    with swjax.linen.quantized({"cast|attention/.*|batched": "switchback"}):
         return LINEN.apply(variables, x)
 
 
@@ -237,7 +237,7 @@ def test_a_linen_model_computes_the_same(linen_variables):
     with pytest.raises(
         ValueError, match="'attention/query' is quantized and needs its recipe, but"
     ):
-        with swjax.linen.quantize_model({"cast": "switchback"}):
+        with swjax.linen.quantized({"cast": "switchback"}):
             jax.eval_shape(LINEN.apply, small, x)
 
 

@@ -159,11 +159,11 @@ class _PromoteOthers:
 def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) -> dict:
     """`prequantize` for Linen: variables with 8-bit kernels, which the same function takes.
 
-    For layers that are `swjax.linen.Dense`, and those of Flax that `swjax.linen.quantize_model` converts;
+    For layers that are `swjax.linen.Dense`, and those of Flax that `swjax.linen.quantized` converts;
     what keeps its weights is as for `prequantize`.
 
     Args:
-      function: of (variables, *inputs): a Linen model's `apply`, within `quantize_model` where recipes are
+      function: of (variables, *inputs): a Linen model's `apply`, within `quantized` where recipes are
         chosen so. It is traced, not run.
       variables: of the model, {"params": ...}; left as they are. Where layers are stacked, as by `nn.scan`,
         their first axis has to enumerate them.
@@ -180,7 +180,7 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) 
     >>> import swjax.linen
     >>> model, x = nn.Dense(256), jnp.linspace(-1.0, 1.0, 64)[None]
     >>> def predict(variables, x):
-    ...     with swjax.linen.quantize_model({".*": "switchback"}):
+    ...     with swjax.linen.quantized({".*": "switchback"}):
     ...         return model.apply(variables, x)
     >>> variables = model.init(jax.random.key(0), x)
     >>> small = prequantize_variables(predict, variables, x)
@@ -194,7 +194,7 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) 
     if not kernels:
         raise ValueError(
             "prequantize_variables needs a function with quantized linear layers, got none that is a float "
-            "yet: apply the model within swjax.linen.quantize_model"
+            "yet: apply the model within swjax.linen.quantized"
         )
     flat = traverse_util.flatten_dict(unfreeze(dict(variables)), keep_empty_nodes=True)
     for path, kernel in kernels.items():
