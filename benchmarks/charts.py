@@ -1,8 +1,9 @@
 """Draws the README's chart from a recorded result.
 
-    python benchmarks/charts.py    # docs/images/vith_tower_h200.png
+python benchmarks/charts.py    # docs/images/vith_tower_h200.png
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def draw(path: Path) -> None:
     axes.set_xlim(0, 1.12 * max(heights.values()))
     axes.set_xlabel("images per second, one H200, batch 128")
     ratio = heights[LABELS["swjax switchback"]] / heights[LABELS["timm torch.compile"]]
-    title = f"ViT-H/14's image tower, forward and backward: int8 runs at {ratio:.2f} times timm's rate"
+    title = (
+        f"ViT-H/14's image tower, forward and backward: int8 runs at {ratio:.2f} times timm's rate"
+    )
     axes.set_title(title, loc="left", x=-0.37, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -53,4 +56,7 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(ROOT / "docs" / "images" / "vith_tower_h200.png")
+    parser = argparse.ArgumentParser(description="Draws the README's chart from a recorded result.")
+    default = ROOT / "docs" / "images" / "vith_tower_h200.png"
+    parser.add_argument("--out", type=Path, default=default, help="PNG file")
+    draw(parser.parse_args().out)

@@ -20,6 +20,7 @@ os.environ.setdefault(
     "JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(os.environ["JAX_PLATFORMS"] == "cpu"))
 )
 
+import device_process
 import jax
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
@@ -109,8 +110,25 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Runs tests marked `eight_devices` in a process that has them."""
+    if device_process.is_serving() or "eight_devices" not in item.keywords:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in device_process.run(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_sessionfinish():
+    device_process.stop()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def clear_caches():
     """What a module compiled is of no use to others, and Python's collector would go through it often."""
     yield
-    jax.clear_caches()
+    if not device_process.is_serving():  # there each test ends its module
+        jax.clear_caches()

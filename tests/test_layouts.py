@@ -1,0 +1,29 @@
+"""What is said of sharding outside of a compiled program: XLA's options, and what a layout refuses."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from swjax import Layout
+from swjax.models import sharding
+
+
+def test_gpus_gather_in_larger_pieces_unless_told_otherwise(monkeypatch):
+    def options(platform, fsdp):
+        devices = np.array([SimpleNamespace(platform=platform)])
+        return sharding.compiler_options(SimpleNamespace(devices=devices, shape={"fsdp": fsdp}))
+
+    gather, scatter = (
+        f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter")
+    )
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert options("gpu", 1) == options("cpu", 4) == {}
+    assert options("gpu", 4) == {gather: "134217728", scatter: "134217728"}
+    monkeypatch.setenv("XLA_FLAGS", f"--{gather}=31457280")
+    assert options("gpu", 4) == {scatter: "134217728"}
+
+
+def test_layouts_refuse_other_dtypes_of_sums():
+    with pytest.raises(ValueError, match="must be 'float32', 'bfloat16', .* got 'int8'"):
+        Layout(reduce_dtype="int8")

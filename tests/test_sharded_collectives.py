@@ -1,0 +1,206 @@
+"""What devices exchange: which collectives a compiled program has, and of which arrays."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from eight_devices import (
+    CASES,
+    KINDS,
+    MLP_LAYOUTS,
+    TOKENS,
+    TOKENS_EACH,
+    K,
+    N,
+    compare,
+    compiled,
+    gradients,
+    make_mesh,
+    mlp,
+    mlp_arguments,
+    one_device,
+    sharded,
+    slow,
+    train_program,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import swjax
+import swjax.losses
+import swjax.nnx
+from swjax import Layout
+from swjax.optax import path_name
+from swjax.recipes import RECIPES
+from swjax.testing import assert_quantized_gathers, collectives
+
+pytestmark = pytest.mark.eight_devices
+
+MORE_RECIPES = ("switchback_q", "llm_int8", "fp8_switchback", "fp8_tensorwise")
+
+
+def ops(found, *names):
+    """Those collectives, without what holds scales and biases only."""
+    return sorted(
+        (op, dtype) for op, dtype, shape in found if op in names and max(shape, default=1) > 1
+    )
+
+
+@pytest.mark.parametrize("kind", ["auto", slow("explicit")])
+@pytest.mark.parametrize("name", RECIPES)
+def test_collectives_of_data_parallel(name, kind):
+    mesh, layout, args, g = sharded("data", kind, dtype="bfloat16")
+    layer = partial(swjax.switchback, recipe=name, layout=layout)
+    with jax.set_mesh(mesh):
+        forward = collectives(layer, *args)
+        both = collectives(partial(gradients, layer), args, g)
+    if name in ("llm_int8_outlier6", "fp8_tensorwise"):  # depend on the whole batch: its maxima
+        assert all(op == "all-reduce" and np.prod(shape) <= K for op, _, shape in forward)
+    else:
+        assert not forward
+    assert {op for op, _, _ in both} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("data", "column", "row")])
+@pytest.mark.parametrize("name", ["switchback", slow("fp8_switchback")])
+def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, case, kind):
+    if kind == "explicit" and name != "switchback":
+        pytest.skip("how the layer learns of shardings does not depend on the recipe")
+    mesh, layout, args, g = sharded(case, kind, dtype="bfloat16")
+    layer = partial(swjax.switchback, recipe=name, layout=layout)
+    with jax.set_mesh(mesh):
+        if kind == "explicit" and "row" in case.split(
+            "_"
+        ):  # so that x is not cut, nor dx put together
+            spec = P(*TOKENS, None, "tensor")
+            args = (jax.device_put(args[0], NamedSharding(mesh, spec)), *args[1:])
+        programs = compiled(layer, *args), compiled(partial(gradients, layer), args, g)
+        for program in programs:
+            assert_quantized_gathers(program, weights=[(K, N)])
+        forward, both = map(collectives, programs)
+    assert ops(forward, "all-gather") == [("all-gather", "s8")]
+    assert ("all-reduce", "f32", (1, 1)) in forward  # the largest weight
+    # Both products may share one gather: w has one scale, and XLA takes it as it lies.
+    assert ops(both, "all-gather") in ([("all-gather", "s8")], [("all-gather", "s8")] * 2)
+    assert ops(both, "reduce-scatter") == [("reduce-scatter", "f32")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "case, sums", [("data", {"all_reduce"}), ("fsdp_rows", {"reduce_scatter"})]
+)
+def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
+    mesh, layout, args, g = sharded(case, kind)
+    layer = partial(swjax.switchback, layout=replace(layout, reduce_dtype="bfloat16"))
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(partial(gradients, layer)).lower(args, g)
+        got = lowered.compile()(args, g)
+    # As it is asked for: XLA for CPUs adds up in 32 bits what is asked for in 16.
+    asked = re.findall(
+        r'"stablehlo\.(all_reduce|reduce_scatter)"[^^]*\^\w+\(%\w+: tensor<(\w+)>',
+        lowered.as_text(),
+    )
+    assert {op for op, dtype in asked if dtype == "bf16"} == sums
+    compare(got, one_device("switchback"), "bfloat16", exact=(0, 1))
+    dw, exact = np.asarray(got[2]), np.asarray(one_device("switchback")[2])
+    assert 1e-4 < np.linalg.norm(dw - exact) / np.linalg.norm(exact) < 1e-2  # 8 bits, not 24
+
+
+@pytest.mark.parametrize("name", ["switchback", "switchback_m", *map(slow, MORE_RECIPES)])
+def test_collectives_of_an_mlp(name):
+    """Gathers of narrow weights, two scattered gradients; tensor parallel sums y and dx alone."""
+    mesh = make_mesh((2, 2, 2))
+    with jax.set_mesh(mesh):
+        fn = partial(gradients, partial(mlp, MLP_LAYOUTS, recipe=name))
+        program = compiled(fn, *mlp_arguments(mesh))
+        assert_quantized_gathers(program, weights=[(K, N), (N, K)])
+        found = collectives(program)
+    assert ops(found, "all-gather").count(("all-gather", "s8")) in (2, 4)
+    assert ops(found, "reduce-scatter") == [("reduce-scatter", "f32")] * 2
+    activations = [shape for op, _, shape in found if shape[-2:] == (TOKENS_EACH, K)]
+    assert len(activations) == 2 and not [
+        1 for _, _, shape in found if shape[-2:] == (TOKENS_EACH, N)
+    ]
+
+
+def shapes_of(params):
+    """Of the kernels of a block, and of all that is in no block."""
+    params = {path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    kernels = {shape[1:] for name, shape in params.items() if "blocks" in name and "kernel" in name}
+    return kernels, {shape for name, shape in params.items() if "blocks" not in name}
+
+
+def test_collectives_of_a_train_step():
+    """All gathers are of parameters, in 8 bits where recipes apply, and of what the loss compares."""
+    config, cfg, step, like, _, _ = train_program(**{"mesh.data": 2, "mesh.fsdp": 4})
+    kernels, others = shapes_of(like["params"])
+    found = [c for c in collectives(step) if c.op == "all-gather" and len(c.shape) > 1]
+    # Of three sizes the first counts devices, whose columns come one after the other.
+    whole = lambda shape: shape if len(shape) == 2 else (shape[1], shape[0] * shape[2])
+    assert {whole(shape) for _, dtype, shape in found if dtype == "s8"} == kernels
+    embeddings = (config.train.batch_size, cfg.embed_dim)
+    assert {shape for _, dtype, shape in found if dtype != "s8"} <= others | {embeddings}
+
+
+@pytest.mark.parametrize("accumulation", [1, slow(2)])
+def test_collectives_of_a_train_step_that_reduces_once(accumulation):
+    """Gradients of kernels are summed as stacks of layers, and the step leaves what it leaves otherwise."""
+    shared = {"mesh.data": 4, "mesh.fsdp": 2, "train.accumulation": accumulation}
+    shared |= {
+        "train.batch_size": 8 * accumulation,
+        "model.vision.layers": 2,
+        "model.text.layers": 2,
+    }
+    results, sums = [], []
+    for once in (False, True):
+        _, _, step, like, state, batch = train_program(**shared, **{"train.reduce_once": once})
+        kernels, _ = shapes_of(like["params"])
+        parts = {(k // 2, n) for k, n in kernels} | {(k, n // 2) for k, n in kernels}
+        found = [shape for op, _, shape in collectives(step) if op == "all-reduce"]
+        sums.append(Counter(len(shape) for shape in found if shape[-2:] in parts))
+        results.append(step(state(), batch))
+    # Six kernels in two layers of two towers; what is in no block is left.
+    assert sums[0] - sums[1] == {2: 24} and sums[1][3] == 12
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_collectives_check_can_fail():
+    mesh, _, args, _ = sharded("fsdp_rows")
+    with jax.set_mesh(mesh):
+        with pytest.raises(AssertionError, match=r"found all-gather f32\[48, 80\]"):
+            assert_quantized_gathers(
+                partial(swjax.switchback, layout=Layout()), *args, weights=[(K, N)]
+            )
+        with pytest.raises(AssertionError, match="gathers of weights"):
+            assert_quantized_gathers(
+                partial(swjax.switchback, layout=Layout(tokens=P())), *args, weights=[(K, N)]
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["switchback", "standard", slow("llm_int8_outlier6")])
+def test_collectives_sum_the_gradient_of_a_shared_input_once(name, kind):
+    """Three column parallel layers of one input: each device has a part of its gradient."""
+    mesh, layout, (x, w, _), g = sharded("column", kind)
+    ws, gs = (w, 2 * w, w[::-1]), (g, g, -g)
+
+    def run(layouts, x, ws, gs):
+        layers = partial(swjax.switchback, recipe=name, layout=layouts)
+        ys, vjp = jax.vjp(layers, x, ws)
+        specs = [jax.typeof(y).sharding.spec for y in ys]
+        return vjp(tuple(jax.reshard(g, s) if any(s) else g for g, s in zip(gs, specs)))
+
+    alone = [jax.device_put(np.asarray(a), jax.devices()[0]) for a in (x, *ws, *gs)]
+    want = jax.jit(partial(run, None))(alone[0], tuple(alone[1:4]), tuple(alone[4:]))
+    with jax.set_mesh(mesh):
+        fn = jax.jit(partial(run, layout))
+        compare(fn(x, ws, gs), want)
+        found = collectives(fn, x, ws, gs)
+    sums = [shape for op, _, shape in found if op == "all-reduce" and shape[-1:] == (K,)]
+    assert sum(len(shape) > 1 and shape[-2] == TOKENS_EACH for shape in sums) == 1, found

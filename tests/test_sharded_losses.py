@@ -1,0 +1,99 @@
+"""Losses of a batch that devices share."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eight_devices import AXES, KINDS, TOKENS, WHOLE, compiled, draw, make_mesh, put
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import swjax
+import swjax.losses
+import swjax.nnx
+from swjax.testing import collectives
+
+pytestmark = pytest.mark.eight_devices
+
+LOSSES = {"softmax": swjax.losses.softmax_contrastive, "sigmoid": swjax.losses.sigmoid_contrastive}
+
+
+def full_matrix(name, image, text, log_scale, bias, labels):
+    """The losses as one writes them down, and JAX differentiates them."""
+    logits = jnp.exp(log_scale) * jnp.matmul(image, text.T, precision="highest")
+    match = labels[:, None] == labels[None]
+    if name == "sigmoid":
+        logits = logits + bias
+        return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(jnp.where(match, logits, -logits)), axis=1))
+    target = match.astype(jnp.float32) / jnp.sum(match, axis=1, dtype=jnp.float32)[:, None]
+    log_p = (jax.nn.log_softmax(logits, axis=1) + jax.nn.log_softmax(logits, axis=0)) / 2
+    return -jnp.mean(jnp.sum(target * log_p, axis=1))
+
+
+def loss_arguments(batch=48, width=24):
+    image, text = draw(batch, width), draw(batch, width, seed=1)
+    text = text + image
+    unit = lambda x: x / jnp.linalg.norm(x, axis=1, keepdims=True)
+    labels = jnp.arange(batch) % (batch - 7)
+    return unit(image), unit(text), jnp.float32(2.5), jnp.float32(-3), labels
+
+
+def contrast(name, image, text, log_scale, bias, labels, **options):
+    extra = (bias,) if name == "sigmoid" else ()
+    return LOSSES[name](image, text, log_scale, *extra, labels=labels, **options)[0]
+
+
+LOSS_CASES = (
+    ((1, 1, 1), 48 * 48),
+    ((2, 1, 1), 48 * 48),  # everything gathered at once
+    ((2, 2, 2), 12 * 24),  # two gather, and two such pairs make a ring
+    ((4, 2, 1), 6 * 6),  # eight hops
+    ((1, 8, 1), 6 * 2),  # eight hops in three parts
+)
+
+
+@pytest.mark.parametrize(
+    "name, sizes, pairs, kind",
+    [(name, *case, "auto") for name in LOSSES for case in LOSS_CASES]
+    + [("softmax", *case, "explicit") for case in LOSS_CASES[::2]],
+)
+def test_losses_are_those_of_the_whole_matrix(sizes, pairs, name, kind):
+    args = loss_arguments()
+    differentiate = lambda fn: jax.value_and_grad(fn, argnums=(0, 1, 2, 3))
+    want = jax.jit(differentiate(partial(full_matrix, name)))(*args)
+    devices = jax.devices()[: int(np.prod(sizes))]
+    mesh = jax.make_mesh(sizes, AXES, axis_types=(KINDS[kind],) * 3, devices=devices)
+    with jax.set_mesh(mesh):
+        placed = [put(a, mesh, TOKENS if a.ndim else WHOLE) for a in args]
+        fn = compiled(differentiate(partial(contrast, name, pairs=pairs)), *placed)
+        got = fn(*placed)
+        hops = 1 if pairs == 48 * 48 else {12 * 24: 2}.get(pairs, 8)
+        found = {op for op, _, _ in collectives(fn)}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
+    assert got[1][0].sharding.is_equivalent_to(placed[0].sharding, 2)
+    assert ("collective-permute" in found) == (hops > 1)
+    assert ("all-gather" in found) == (len(devices) > 1 and hops < 8)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_need_no_more_memory_on_more_devices(name):
+    """At 64 pairs a device. Buffers of the ring come with the second one; after that nothing grows."""
+    used = {}
+    for devices in (1, 2, 8):
+        mesh = jax.make_mesh(
+            (devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+        )
+        args = [put(a, mesh, P("data") if a.ndim else P()) for a in loss_arguments(64 * devices)]
+        fn = jax.jit(jax.grad(partial(contrast, name, pairs=64 * 64), argnums=(0, 1, 2, 3)))
+        used[devices] = fn.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    matrix = 4 * (64 * 8) ** 2
+    assert used[1] <= used[2] == used[8] < matrix / 4, used
+
+
+def test_losses_of_a_batch_that_devices_do_not_divide():
+    args, mesh = loss_arguments(13), make_mesh((2, 4, 1))
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(contrast, "softmax"))(*args)
+    np.testing.assert_allclose(got, full_matrix("softmax", *args), rtol=1e-5)

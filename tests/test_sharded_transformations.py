@@ -1,0 +1,252 @@
+"""Sharded layers under JAX's transformations."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eight_devices import (
+    AXES,
+    BATCH,
+    CASES,
+    KINDS,
+    MLP_LAYOUTS,
+    TOKENS,
+    TOKENS_EACH,
+    K,
+    N,
+    arrays,
+    compare,
+    compiled,
+    draw,
+    gradients,
+    make_mesh,
+    one_device,
+    put,
+    sharded,
+    slow,
+    train_program,
+)
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from numeric import snr_db
+
+import swjax
+import swjax.losses
+import swjax.nnx
+from swjax import Layout
+from swjax.linear.planning import reduced
+from swjax.testing import assert_quantized_gathers, collectives
+
+pytestmark = pytest.mark.eight_devices
+
+
+@pytest.mark.parametrize("tensor", [slow(1), 2])
+@pytest.mark.parametrize("recipe", ["switchback", slow("standard")])
+def test_transformations_a_train_step_that_reduces_once_leaves_the_same(recipe, tensor):
+    """Scanned and recomputed, with devices that split a layer's width."""
+    changes = {"mesh.data": 8 // tensor, "mesh.tensor": tensor, "model.recipe": recipe}
+    changes |= {"model.scan_layers": True, "model.remat": "full", "model.vision.layers": 2}
+    results = []
+    for once in (False, True):
+        _, _, step, _, state, batch = train_program(**changes, **{"train.reduce_once": once})
+        results.append(step(state(), batch))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("policy", [None, "save_weights", "save_quantized", "save_linear"])
+@pytest.mark.parametrize("name", [slow("switchback"), "switchback_m"])
+def test_transformations_remat(name, policy):
+    mesh, layout, args, g = sharded("fsdp_column")
+    policy = policy and getattr(swjax.checkpoint_policies, policy)
+    layer = partial(swjax.switchback, recipe=name, layout=layout)
+    with jax.set_mesh(mesh):
+        fn = compiled(partial(gradients, jax.checkpoint(layer, policy=policy)), args, g)
+        compare(fn(args, g), one_device(name))
+        assert_quantized_gathers(fn, weights=[(K, N)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformations_scan_over_stacked_layers(kind):
+    """A column and a row parallel layer a step, rematerialised; auto meshes need no `jax.set_mesh`."""
+    mesh = make_mesh((2, 2, 2), KINDS[kind])
+    w1, w2 = draw(3, K, N, seed=1) / np.sqrt(K), draw(3, N, K, seed=2) / np.sqrt(N)
+    x, g = draw(BATCH, TOKENS_EACH, K), draw(BATCH, TOKENS_EACH, K, seed=3)
+
+    def run(layouts, x, w1, w2):
+        @jax.checkpoint
+        def step(h, w):
+            hidden = swjax.switchback(h, w[0], layout=layouts[0])
+            return h + swjax.switchback(jnp.tanh(hidden), w[1], layout=layouts[1]), None
+
+        return jax.lax.scan(step, x, (w1, w2))[0]
+
+    want = jax.jit(partial(gradients, partial(run, (None, None))))((x, w1, w2), g)
+    args = (
+        put(x, mesh, TOKENS),
+        put(w1, mesh, P(None, "fsdp", "tensor")),
+        put(w2, mesh, P(None, "tensor", "fsdp")),
+    )
+    g = put(g, mesh, TOKENS)
+    with jax.set_mesh(mesh) if kind == "explicit" else nullcontext():
+        fn = compiled(partial(gradients, partial(run, MLP_LAYOUTS)), args, g)
+        got = fn(args, g)
+        assert_quantized_gathers(fn, weights=[(K, N), (N, K)])
+    for a, b in zip(got, want):
+        assert snr_db(a, b) > 38  # a later layer may round to another step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["data", "hybrid", "fsdp_rows"])
+def test_transformations_stacks_are_reduced_once(case, kind):
+    """The same bits, by one sum of the stack over devices that hold the same of it, and none of a layer."""
+    (sizes, spec), dtype = CASES[case], "bfloat16"
+    mesh = make_mesh(sizes, KINDS[kind])
+    x, g = (put(draw(BATCH, TOKENS_EACH, K, seed=seed), mesh, TOKENS) for seed in (0, 3))
+    stack = put(draw(3, K, K, seed=1) / np.sqrt(K), mesh, P(None, *spec))
+
+    def run(layout, x, stack):
+        for w in jax.lax.split(reduced(stack, x, layout), (1, 1, 1)):
+            x = x + swjax.switchback(jnp.tanh(x), w.squeeze(0), layout=layout)
+        return x
+
+    with jax.set_mesh(mesh):
+        now, later = (
+            compiled(
+                partial(gradients, partial(run, Layout(spec, TOKENS, dtype, later))), (x, stack), g
+            )
+            for later in (False, True)
+        )
+        for a, b in zip(now((x, stack), g), later((x, stack), g), strict=True):
+            np.testing.assert_array_equal(a, b)
+        layer = (K // sizes[1], K)
+        sums = [
+            [s for op, _, s in collectives(p) if op == "all-reduce" and s[-2:] == layer]
+            for p in (now, later)
+        ]
+    assert sums == ([[], []] if case == "fsdp_rows" else [[layer] * 3, [(3, *layer)]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformations_vmap(kind):
+    """Over weights (experts) and over tokens; a split mapped axis is named, as for any `jax.shard_map`."""
+    mesh, layout, (x, w, bias), _ = sharded("fsdp_column", kind)
+    plain = arrays()
+    experts = jnp.stack([plain[1], 2 * plain[1]])
+    want = [swjax.switchback(plain[0], expert, plain[2]) for expert in experts]
+    layer = partial(swjax.switchback, layout=layout)
+    with jax.set_mesh(mesh):
+        stacked = put(experts, mesh, P(None, *layout.w))
+        y = jax.jit(jax.vmap(layer, (None, 0, None)))(x, stacked, bias)
+        compare(y[0], want[0])
+        compare(y[1], want[1])
+        x = put(plain[0], mesh, P("data"))
+        layer = partial(swjax.switchback, layout=Layout(layout.w, P("fsdp")))
+        fn = jax.vmap(layer, (0, None, None), spmd_axis_name="data" if kind == "auto" else None)
+        compare(jax.jit(fn)(x, w, bias), want[0])
+
+
+@pytest.mark.parametrize("case", ["hybrid", "column"])
+def test_transformations_gradient_of_vmap_over_an_explicit_axis(case):
+    mesh, _, (x, w, bias), _ = sharded(case, "explicit")
+    plain = arrays()
+
+    def total(layer, x, w, bias):
+        return jnp.sum(jnp.sin(jax.vmap(layer, (0, None, None))(x, w, bias)))
+
+    differentiate = jax.jit(jax.grad(partial(total, swjax.switchback), (0, 1, 2)))
+    want = differentiate(*plain[:3])
+    with jax.set_mesh(mesh):
+        x = jax.reshard(x, P("data"))
+        compare(differentiate(x, w, bias), want)
+        each = jax.vmap(jax.grad(partial(total, swjax.switchback), 1), (0, None, None))
+        compare(jnp.sum(jax.jit(each)(x[:, None], w, bias), 0), want[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
+def test_transformations_second_derivatives(case, kind):
+    mesh, layout, args, _ = sharded(case, kind)
+
+    def product(layout, x, w, bias):
+        def loss(w):
+            y, x_again = swjax.switchback(x, w, bias, residual=True, layout=layout)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(x_again)
+
+        return jax.jvp(jax.grad(loss), (w,), (jnp.cos(w),))[1]
+
+    want = jax.jit(partial(product, None))(*arrays()[:3])
+    with jax.set_mesh(mesh):
+        compare(jax.jit(partial(product, layout))(*args), want)
+
+
+@pytest.mark.parametrize("taken", [("data",), ("data", "fsdp"), AXES])
+def test_transformations_inside_a_shard_map(taken):
+    """What a user's shard_map has taken is the user's; the layer plans for the other axes."""
+    mesh, layout, args, g = sharded("fsdp_column")
+    given = P(tuple(a for a in taken if a != "tensor"))
+
+    def whole(x, w, bias):
+        one = lambda x, w, bias: swjax.switchback(x, w, bias, layout=layout)
+        return jax.shard_map(
+            one,
+            in_specs=(given, P(), P()),
+            out_specs=given,
+            axis_names=set(taken),
+            check_vma=False,
+        )(x, w, bias)
+
+    with jax.set_mesh(mesh):
+        compare(jax.jit(partial(gradients, whole))(args, g), one_device("switchback"))
+
+
+@pytest.mark.parametrize("taken", [slow(("data",)), slow(("data", "fsdp")), AXES])
+def test_transformations_inside_a_shard_map_that_checks(taken):
+    """Gradients within; the sum over the user's axes comes with w's type, as for JAX's own products."""
+    mesh, layout, args, g = sharded("hybrid")
+    given = P(tuple(a for a in taken if a != "tensor"))
+
+    @partial(
+        jax.shard_map,
+        in_specs=(given, P(), P(), given),
+        out_specs=(given, given, P(), P()),
+        axis_names=set(taken),
+    )
+    def whole(x, w, bias, g):
+        y, vjp = jax.vjp(partial(swjax.switchback, layout=layout), x, w, bias)
+        return y, *vjp(g)
+
+    with jax.set_mesh(mesh):
+        compare(jax.jit(whole)(*args, g), one_device("switchback"))
+
+
+def test_transformations_none_at_all():
+    """Eager calls."""
+    mesh, layout, args, g = sharded("fsdp_column")
+    with jax.set_mesh(mesh):
+        compare(
+            gradients(partial(swjax.switchback, layout=layout), args, g), one_device("switchback")
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["hybrid", slow("fsdp_row"), slow("fsdp_column")])
+def test_transformations_of_layers_in_flax(case, kind):
+    """An injected dot_general that nobody told of shardings, and a layer with Flax's metadata."""
+    mesh, layout, (x, w, bias), _ = sharded(case, kind)
+    want = swjax.switchback(*arrays()[:3])
+    unannotated = swjax.dot_general("switchback")
+    with jax.set_mesh(mesh):
+        injected = jax.jit(lambda x, w: unannotated(x, w, (((2,), (0,)), ((), ()))))(x, w)
+        names = (*layout.w, None)[:2]
+        layer = swjax.nnx.Linear(K, N, kernel_metadata={"out_sharding": names}, rngs=nnx.Rngs(0))
+        graph, params = nnx.split(layer)
+        params["kernel"].set_value(w), params["bias"].set_value(bias)
+        call = compiled(lambda params, x: nnx.merge(graph, params)(x), params, x)
+        compare(injected + bias[None, None], want)
+        compare(call(params, x), want)
+        if "row" not in case:
+            assert_quantized_gathers(call, weights=[(K, N)])

@@ -1,0 +1,128 @@
+"""Sharded layers compute the values of one device."""
+
+from functools import partial
+
+import jax
+import pytest
+from eight_devices import (
+    BATCH,
+    CASES,
+    KINDS,
+    MLP_LAYOUTS,
+    TOKENS_EACH,
+    K,
+    arrays,
+    compare,
+    compiled,
+    draw,
+    gradients,
+    make_mesh,
+    mlp,
+    mlp_arguments,
+    one_device,
+    put,
+    sharded,
+    slow,
+)
+from jax.sharding import PartitionSpec as P
+
+import swjax
+import swjax.losses
+import swjax.nnx
+from swjax import Gelu, LayerNorm, Layout
+from swjax.attention import dot_product_attention
+from swjax.recipes import RECIPES
+from swjax.testing import collectives
+
+pytestmark = pytest.mark.eight_devices
+
+ROW, COLUMN = ("row", "fsdp_row", "fsdp_and_row_in_one"), ("column", "fsdp_column")
+
+
+INT8 = ("switchback", "switchback_m", "switchback_q", "llm_int8")
+
+
+@pytest.mark.parametrize(
+    "name, case, kind",
+    [("switchback", case, kind) for case in CASES for kind in KINDS]
+    + [(name, case, "auto") for name in RECIPES for case in ("fsdp_column", "fsdp_row")]
+    + [("llm_int8_outlier6", "fsdp_column", "explicit")],
+)
+def test_values_are_those_of_one_device(name, case, kind):
+    mesh, layout, args, g = sharded(case, kind)
+    layer = partial(swjax.switchback, recipe=name, layout=layout)
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(gradients, layer))(args, g)
+    # Integer sums that no axis cuts: y unless rows of w stay split, dx unless its columns do.
+    exact = [i for i, where in enumerate((ROW, COLUMN)) if case not in where and name in INT8]
+    compare(got, one_device(name), exact=exact)
+    assert got[2].sharding.is_equivalent_to(args[1].sharding, 2)
+
+
+@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
+@pytest.mark.parametrize("odd", [{"k": 47, "n": 83}, {"batch": 3}, {"batch": 1, "k": 1, "n": 1}])
+def test_values_of_odd_sizes(case, odd):
+    """What an axis does not divide stays whole."""
+    mesh, layout, args, g = sharded(case, **odd)
+    layer = partial(swjax.switchback, layout=layout)
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(gradients, layer))(args, g)
+    compare(got, one_device("switchback", **odd))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", slow("fsdp_column")])
+@pytest.mark.parametrize("prologue", ["layer_norm", "gelu"])
+@pytest.mark.parametrize("name", ["switchback", slow("switchback_m"), slow("standard")])
+def test_values_after_a_prologue(name, prologue, case, kind):
+    if kind == "explicit" and name != "switchback":
+        pytest.skip("how the layer learns of shardings does not depend on the recipe")
+    mesh, layout, args, g = sharded(case, kind)
+    plain = arrays()
+
+    def layer(layout, x, w, bias, affine):
+        before = LayerNorm(*affine) if prologue == "layer_norm" else Gelu()
+        return swjax.switchback(x, w, bias, recipe=name, prologue=before, layout=layout)
+
+    affine = (draw(K, seed=4), draw(K, seed=5)) if prologue == "layer_norm" else ()
+    want = jax.jit(partial(gradients, partial(layer, None)))((*plain[:3], affine), plain[3])
+    with jax.set_mesh(mesh):
+        affine = tuple(put(t, mesh) for t in affine)
+        got = jax.jit(partial(gradients, partial(layer, layout)))((*args, affine), g)
+    compare(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [slow((8, 1, 1)), slow((2, 4, 1)), (2, 2, 2)], ids=str)
+def test_values_of_an_mlp(sizes, kind):
+    mesh = make_mesh(sizes, KINDS[kind])
+    want = jax.jit(partial(gradients, partial(mlp, (None, None))))(*mlp_arguments())
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(gradients, partial(mlp, MLP_LAYOUTS)))(*mlp_arguments(mesh))
+    compare(got, want, "bfloat16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes, heads", [((2, 2, 2), 4), ((2, 1, 4), 4), ((2, 2, 2), 3)])
+def test_values_of_attention_whose_heads_are_split(sizes, heads, kind):
+    """Images and heads are split; heads that devices do not divide lie whole, and so may everything."""
+    mesh = make_mesh(sizes, KINDS[kind])
+    split = heads % sizes[2] == 0
+    arrays = [draw(BATCH, TOKENS_EACH, heads, 16, seed=seed) for seed in range(4)]
+    run = partial(gradients, partial(dot_product_attention, implementation="triton", causal=True))
+    want = jax.jit(run)(arrays[:3], arrays[3])
+    layout = Layout(w=P("fsdp", "tensor"))
+    spec = P(("data", "fsdp"), None, "tensor" if split else None)
+    placed = [put(a, mesh, spec) for a in arrays]
+    run = partial(
+        gradients,
+        partial(dot_product_attention, implementation="triton", causal=True, layout=layout),
+    )
+    with jax.set_mesh(mesh):
+        fn = compiled(run, placed[:3], placed[3])
+        compare(fn(placed[:3], placed[3]), want)
+        assert not collectives(fn)
+        whole = partial(
+            dot_product_attention, implementation="triton", causal=True, layout=Layout(tokens=P())
+        )
+        compare(jax.jit(whole)(*placed[:3]), want[0])
