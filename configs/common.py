@@ -124,7 +124,8 @@ def get_config() -> ConfigDict:
     config.train.reduce_once = True
     config.train.ema_decay = 0.0  # averages the parameters, and evaluates the average; 0: off
     # What to do when a value is not finite, from the batch to the update: stop | skip (the step; stop if
-    # it is a parameter) | rollback (to the last checkpoint, past the data since).
+    # it is a parameter, or after 50 skipped steps in a row) | rollback (to the last checkpoint, past the
+    # data since).
     config.train.nan_policy = "stop"
     config.train.seed = 0  # of parameters, data order, augmentation and dropout
     config.train.compilation_cache = ".cache/jax"  # directory; "": compile every time

@@ -70,3 +70,14 @@ def make_evaluate(config: ConfigDict, parts: Parts) -> Callable[..., Evaluation]
         return Evaluation(zero_shot.run(params) | scores, predictions)
 
     return evaluate
+
+
+def evaluate_unseen(evaluate: Callable[..., Evaluation], state: Any) -> Evaluation:
+    """The final evaluation of a run: of its test split, or of its val split if it has no test split.
+
+    Args:
+      evaluate: of `make_evaluate`.
+      state: after the last step.
+    """
+    test = evaluate(state, "test", examples=PREDICTIONS)
+    return test if test.scores else evaluate(state, "val", examples=PREDICTIONS)

@@ -43,6 +43,29 @@ def blame_data() -> Iterator[None]:
         ) from error
 
 
+# What names a path that cannot hold the data, as opposed to a disk that fails while it is written.
+WRONG_PATH = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT}
+WRONG_PATH |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+
+
+@contextmanager
+def blame_data_path() -> Iterator[None]:
+    """Says in one line that data cannot be read from, or prepared in, the path that the config names.
+
+    Raises:
+      ConfigError: in place of the errors in `WRONG_PATH`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in WRONG_PATH:
+            raise
+        raise ConfigError(
+            f"config.data: cannot read or write {str(error.filename)!r}: {error.strerror}; "
+            f"change config.data.dir, or the path that the data set names"
+        ) from error
+
+
 @contextmanager
 def blame_disk(workdir: Path) -> Iterator[None]:
     """Says in one line that a path cannot be read or written, and what to do.

@@ -10,6 +10,7 @@ from swjax import data
 from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
+from swjax.training.failures import blame_data_path
 from swjax.training.setup import Parts
 from swjax.training.timing import Timing
 
@@ -65,7 +66,7 @@ def open_part(c: ConfigDict, name: str, split: str) -> Any:
     where = splits.get(split, split)
     if not where and split != "train":
         return None
-    with blame("data"):
+    with blame("data"), blame_data_path():
         if not where:
             raise ValueError(f"{name}.splits.{split} is empty: name the data to train on")
         return data.source(kind, where, data_dir=c.dir, **options)

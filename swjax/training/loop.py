@@ -16,7 +16,7 @@ from swjax.training import distributed
 from swjax.training.checkpoint import Checkpoints, check_shared, lock
 from swjax.training.console import Console
 from swjax.training.errors import ExitCode
-from swjax.training.evaluation import PREDICTIONS, make_evaluate
+from swjax.training.evaluation import evaluate_unseen, make_evaluate
 from swjax.training.failures import blame_data, blame_disk
 from swjax.training.inputs import Feed, open_train_source
 from swjax.training.interrupt import Interrupt, catch
@@ -118,8 +118,8 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt) -> ExitCode:
     if step < parts.steps:
         console.say(f"interrupted: step {step} is saved in {workdir}; the same command goes on")
     else:
-        test = evaluate(state, "test", examples=PREDICTIONS)
+        unseen = evaluate_unseen(evaluate, state)
         distributed.first_does(
-            lambda: write_results(config, workdir, parts, test, step=step, skipped=policy.skipped)
+            lambda: write_results(config, workdir, parts, unseen, step=step, skipped=policy.skipped)
         )
     return ExitCode.FINISHED

@@ -61,7 +61,7 @@ def is_finished(config: ConfigDict, workdir: Path) -> bool:
 
 
 def write_results(
-    config: ConfigDict, workdir: Path, parts: Parts, test: Evaluation, *, step: int, skipped: int
+    config: ConfigDict, workdir: Path, parts: Parts, unseen: Evaluation, *, step: int, skipped: int
 ) -> None:
     """Writes the report, and then results.json, which says that the run is over.
 
@@ -69,25 +69,25 @@ def write_results(
       config: the run's.
       workdir: directory of the run.
       parts: of the run.
-      test: of the test split.
+      unseen: of `evaluate_unseen`.
       step: the last one.
       skipped: steps that were skipped, see `NanPolicy`.
     """
     if config.report.enabled:
         report.write(
             workdir,
-            results=test.scores,
-            predictions=test.predictions,
+            results=unseen.scores,
+            predictions=unseen.predictions,
             attribution=parts.source.attribution,
         )
-    results = {"step": step, "skipped": skipped, "scores": test.scores}
+    results = {"step": step, "skipped": skipped, "scores": unseen.scores}
     unfinished = workdir / "results.part"  # a kill leaves no half of results.json
     unfinished.write_text(json.dumps(results, indent=2) + "\n")
     unfinished.rename(workdir / "results.json")
 
 
 def tell_results(workdir: Path) -> None:
-    """Prints the scores on the test split with those of chance, and where the report is.
+    """Prints the scores on unseen examples with those of chance, and where the report is.
 
     Args:
       workdir: directory of a finished run.
