@@ -1,6 +1,7 @@
 # make train   sets up .venv once, trains the default run and writes its report
 # make test    passes the tests             make test ARGS="tests/test_losses.py -x"
 # make torch   installs PyTorch and its CLIPs, 6 GB, which tests then compare ours with; they skip without
+# make peers   runs the test suites of optax and Flax with our parts in place of theirs, half an hour
 # make report  makes the page of a run again
 # make docs    builds the documentation in build/site, links checked
 # make clean   removes what setting up and testing made, not runs/ and data/
@@ -17,6 +18,7 @@ CREATED := .venv/.created
 READY := .venv/.ready
 KERNELS := .venv/.kernels
 TORCH := .venv/.torch
+PEERS := .cache/peers/.fetched
 DOCS := .venv/.docs
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile
 INSTALL = $(PIP) --constraint requirements/constraints.txt --editable
@@ -29,7 +31,7 @@ export XDG_CACHE_HOME := $(CURDIR)/.cache
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export TFDS_DATA_DIR := $(CURDIR)/data
 
-.PHONY: train test torch report docs clean
+.PHONY: train test torch peers report docs clean
 
 train: $(READY)
 	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
@@ -38,6 +40,9 @@ test: $(READY) $(KERNELS)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 torch: $(TORCH)
+
+peers: $(READY) $(PEERS)
+	@$(BIN)/python -m pytest tests/peers -m slow $(ARGS)
 
 report: $(READY)
 	@$(BIN)/python -m swjax.report $(WORKDIR)
@@ -64,6 +69,13 @@ $(TORCH): $(READY)
 	@! $(BIN)/python -m pip show --quiet triton 2>/dev/null || \
 	  $(PIP) --no-deps --constraint requirements/constraints.txt triton
 	@touch $@
+
+# Flax's tests are in its source distribution, of the installed version; optax's come with its wheel.
+$(PEERS): $(READY)
+	@$(PIP) scikit-learn && mkdir -p $(@D) && cd $(@D) && \
+	  flax=$$($(CURDIR)/$(BIN)/python -c 'import flax; print(flax.__version__)') && \
+	  $(CURDIR)/$(BIN)/python -m pip download --quiet --no-deps --no-binary flax flax==$$flax && \
+	  tar xzf flax-$$flax.tar.gz flax-$$flax/tests && touch $(@F)
 
 $(DOCS): $(READY)
 	@$(INSTALL) '.[docs]' && touch $@

@@ -93,6 +93,14 @@ def test_a_tensor_fares_as_if_alone_and_without_the_steps_it_sat_out(name):
     assert_close(after["head"]["b"], alone(lambda tree: tree["head"]["b"]))
 
 
+@pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
+def test_integer_gradients_are_refused_in_one_line(guard):
+    params = {"count": jnp.array([1, 2])}
+    optimizer = guard(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="must be real or complex, got int32: cast it"):
+        optimizer.update(params, optimizer.init(params), params)
+
+
 def test_rms_has_one_value_for_each_block():
     params, grads = problem()
     guarded = per_tensor_guard(OPTIMIZERS["stable_adamw"](), SCALE, block_axes=AXES)

@@ -15,6 +15,9 @@ def unscale(grads: optax.Updates, scale: jax.typing.ArrayLike) -> optax.Updates:
     Returns:
       A tree like `grads`, in float32 where a gradient has 16 bits.
 
+    Raises:
+      ValueError: a gradient is an integer.
+
     >>> unscale(jnp.array([4.0, jnp.inf]), jnp.float32(2.0))
     Array([2., 0.], dtype=float32)
     """
@@ -23,6 +26,11 @@ def unscale(grads: optax.Updates, scale: jax.typing.ArrayLike) -> optax.Updates:
 
 def divided(g: jax.Array, scale: jax.typing.ArrayLike, ok: jax.Array) -> jax.Array:
     """g / scale in at least float32, and 0 where not `ok`, which broadcasts to g."""
+    if not jnp.issubdtype(g.dtype, jnp.inexact):
+        raise ValueError(
+            f"a gradient that is unscaled must be real or complex, got {g.dtype}: cast it, or leave it "
+            f"out by optax.masked"
+        )
     g = g if jnp.finfo(g.dtype).bits >= 32 else g.astype(jnp.float32)
     return jnp.where(ok, g / jnp.asarray(scale, g.dtype), 0)
 

@@ -1,0 +1,79 @@
+"""A pytest plugin that puts swjax's parts into optax and Flax before their tests are imported.
+
+Loaded by `suites.py` in a process of its own; the environment variable SWJAX_SUBSTITUTION names the part.
+"""
+
+import functools
+import os
+import re
+
+VARIABLE, SELECT = "SWJAX_SUBSTITUTION", "SWJAX_SELECT"
+
+
+def pytest_configure():
+    name = os.environ[VARIABLE]
+    if name != "nothing":
+        {"linen": _linen, "nnx": _nnx}.get(name, functools.partial(_optax, name))()
+
+
+def pytest_collection_modifyitems(items):
+    """Keeps the tests whose parameters match: absl numbers tests, so that -k does not see parameters."""
+    pattern = re.compile(os.environ[SELECT])
+    items[:] = [
+        item
+        for item in items
+        if pattern.search(getattr(item.function, "__x_params_repr__", "") + item.name)
+    ]
+
+
+def _optax(name: str) -> None:
+    """Adam and AdamW become StableAdamW; or every optimizer of the suite gets a guard around it."""
+    import optax
+    from optax._src import alias
+
+    from swjax.optax import dynamic_loss_scale, per_tensor_guard, stable_adamw
+
+    def stable(learning_rate, b1=0.9, b2=0.999, eps=1e-8, **options):
+        known = {k: v for k, v in options.items() if k in ("weight_decay", "mask", "mu_dtype")}
+        return stable_adamw(learning_rate, b1=b1, b2=b2, eps=eps, **known)
+
+    def guarded(guard, original):
+        @functools.wraps(original)  # `inject_hyperparams` reads the signature
+        def make(*args, **kwargs):
+            return guard(original(*args, **kwargs), 1.0)
+
+        return make
+
+    guards = {"per_tensor_guard": per_tensor_guard, "dynamic_loss_scale": dynamic_loss_scale}
+    replaced = ("adam", "adamw") if name == "stable_adamw" else ("adam", "adamw", "sgd", "rmsprop")
+    for original in replaced:
+        new = stable if name == "stable_adamw" else guarded(guards[name], getattr(alias, original))
+        for module in (alias, optax):
+            setattr(module, original, new)
+
+
+def _linen() -> None:
+    """Every `flax.linen.Dense` is `swjax.linen.Dense`, in the recipe that computes as Flax does."""
+    import flax.linen
+    import flax.linen.linear
+
+    import swjax.linen
+
+    class Dense(swjax.linen.Dense):
+        recipe: str = "standard"
+
+    flax.linen.Dense = flax.linen.linear.Dense = Dense
+
+
+def _nnx() -> None:
+    """Every `flax.nnx.Linear` is `swjax.nnx.Linear`, in the recipe that computes as Flax does."""
+    import flax.nnx
+    import flax.nnx.nn.linear
+
+    import swjax.nnx
+
+    class Linear(swjax.nnx.Linear):
+        def __init__(self, *args, recipe="standard", **kwargs):
+            super().__init__(*args, recipe=recipe, **kwargs)
+
+    flax.nnx.Linear = flax.nnx.nn.linear.Linear = Linear
