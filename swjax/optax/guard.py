@@ -100,6 +100,7 @@ def per_tensor_guard(
     def update(grads, state, params=None, **extra_args):
         grads, params = as_arrays((grads, params))
         axes = resolve_block_axes(block_axes, grads)
+        treedef: jax.tree_util.PyTreeDef
         leaves, treedef = jax.tree.flatten(grads)
         ok = [overflow.all_finite(g, kept) for g, kept in zip(leaves, axes, strict=True)]
         clean = [overflow.divided(g, state.scale, fine) for g, fine in zip(leaves, ok)]
@@ -145,7 +146,7 @@ def _update_each(inner, grads, ok, state, params, axes, extra_args):
         change, *new = tensor.map_blocks(step, *shaped)(g, fine, p, *old)
         updates.append(change)
         each.append(new)
-    return jax.tree.structure(grads).unflatten(updates), states.join(each)
+    return jax.tree.unflatten(jax.tree.structure(grads), updates), states.join(each)
 
 
 def _distinct(x: jax.Array) -> jax.Array:

@@ -1,5 +1,7 @@
 """Gradients that overflow, as `per_tensor_guard` and `dynamic_loss_scale` treat them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -41,7 +43,7 @@ def all_finite(g: jax.Array, axes: tuple[int, ...] = ()) -> jax.Array:
     return jnp.all(jnp.isfinite(g), axis=reduced, keepdims=True)
 
 
-def kept_where(ok: jax.Array, new, old):
+def kept_where(ok: jax.Array, new: Any, old: Any) -> Any:
     """The new state where ok, [] bool, and else the old one, in the old one's dtypes and shardings."""
 
     def leaf(new, old):
@@ -59,7 +61,7 @@ def stored_scale(scale: jax.typing.ArrayLike) -> jax.Array:
     return jnp.array(scale, jnp.float32, copy=True)
 
 
-def require_at_least(function: str, name: str, value: jax.typing.ArrayLike, least: float):
+def require_at_least(function: str, name: str, value: jax.Array | float, least: float) -> None:
     """Checks a number that is known now; a traced one is not checked."""
     if not isinstance(value, jax.core.Tracer) and not value >= least:
         raise ValueError(f"{function}'s {name} must be at least {least}, got {value}")

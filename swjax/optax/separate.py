@@ -48,7 +48,7 @@ class Tensor(NamedTuple):
             return leaf
         return jax.reshard(leaf, jax.P(*spec))
 
-    def map_blocks(self, function: Callable, shaped: Sequence[bool], shaped_out: Sequence[bool]):
+    def map_blocks(self, function: Callable, shaped: Sequence[bool], shaped_out: Sequence[bool]) -> Callable:
         """Maps a function of arrays of one block over the block axes.
 
         Args:
@@ -73,19 +73,21 @@ class SeparateStates:
       axes: for each of its leaves the axes that enumerate blocks.
     """
 
-    def __init__(self, init: Callable[[Any], Any], params, axes: list[tuple[int, ...]]):
+    def __init__(self, init: Callable[[Any], Any], params: Any, axes: list[tuple[int, ...]]):
+        self._treedef: jax.tree_util.PyTreeDef
         leaves, self._treedef = jax.tree.flatten(params)
         nothing = self._treedef.unflatten([None] * len(leaves))
         self._common, _ = _by_path(jax.eval_shape(init, nothing))
         whole = jax.eval_shape(init, params)
-        self._paths, self._structure = list(_by_path(whole)[0]), jax.tree.structure(whole)
+        self._paths = list(_by_path(whole)[0])
+        self._structure: jax.tree_util.PyTreeDef = jax.tree.structure(whole)
         self._flat = _paths_of_values(whole)
         self._blocks = blocks_by_name(params, axes)
         self.tensors = [
             self._tensor(init, i, p, kept) for i, (p, kept) in enumerate(zip(leaves, axes))
         ]
 
-    def only(self, i: int, leaf):
+    def only(self, i: int, leaf: Any) -> Any:
         """The tree with one leaf, and None for the others: names stay."""
         leaves = [None] * self._treedef.num_leaves
         return self._treedef.unflatten([*leaves[:i], leaf, *leaves[i + 1 :]])

@@ -27,7 +27,7 @@ class StableAdamWState(NamedTuple):
       rms: float32, of the last step; read it with `rms_by_path`.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count; optax's states name it so, too
     mu: optax.Updates
     nu: optax.Updates
     rms: TensorValues
@@ -150,12 +150,15 @@ def stable_adamw(
         new1, new2 = (_new_weight(b, count) for b in (b1, b2))
         scalars = Scalars.of(rate, new1, new2, eps, weight_decay, clip_threshold)
 
+        treedef: jax.tree_util.PyTreeDef
         leaves, treedef = jax.tree.flatten(params)
         trees = (treedef.flatten_up_to(tree) for tree in (grads, state.mu, state.nu))
         axes = resolve_block_axes(block_axes, params)
         steps = [
-            _step(*leaf, scalars, decays, kept, decoupled_lr)
-            for *leaf, decays, kept in zip(leaves, *trees, _decays(mask, params), axes, strict=True)
+            _step(p, g, m, v, scalars, decays, kept, decoupled_lr)
+            for p, g, m, v, decays, kept in zip(
+                leaves, *trees, _decays(mask, params), axes, strict=True
+            )
         ]
         updates, mu, nu, rms = zip(*steps) if steps else ((), (), (), ())
         updates, mu, nu = (treedef.unflatten(column) for column in (updates, mu, nu))

@@ -24,13 +24,13 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def as_arrays(tree):
+def as_arrays(tree: Any) -> Any:
     """The tree with arrays in place of Python and NumPy scalars. Shapes without values stay."""
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
 def resolve_block_axes(
-    block_axes: Any | Callable[[Any], Any] | None, params
+    block_axes: Any | Callable[[Any], Any] | None, params: Any
 ) -> list[tuple[int, ...]]:
     """The axes of each parameter that enumerate blocks, non-negative and ascending.
 
@@ -89,13 +89,13 @@ class TensorValues(NamedTuple):
     blocks: dict[str, tuple[int, ...]]
 
     @classmethod
-    def zeros(cls, blocks: dict[str, tuple[int, ...]], dtype: jax.typing.DTypeLike):
+    def zeros(cls, blocks: dict[str, tuple[int, ...]], dtype: jax.typing.DTypeLike) -> "TensorValues":
         """Zeros for the blocks that `blocks_by_name` finds."""
         size = sum(math.prod(shape) for shape in blocks.values())
         return cls(jnp.zeros(size, dtype), blocks)
 
     @classmethod
-    def of(cls, blocks: dict[str, tuple[int, ...]], values: Sequence[jax.Array], dtype):
+    def of(cls, blocks: dict[str, tuple[int, ...]], values: Sequence[jax.Array], dtype: jax.typing.DTypeLike) -> "TensorValues":
         """The values of each tensor in turn, each of the shape of its blocks."""
         return cls(join([x.astype(dtype) for x in values], (), dtype), blocks)
 
@@ -143,7 +143,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def blocks_by_name(params, axes: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def blocks_by_name(params: Any, axes: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter's blocks: its sizes along the axes from `resolve_block_axes`.
 
     >>> blocks_by_name({"blocks": jnp.ones((2, 4, 3)), "head": jnp.ones(3)}, [(0,), ()])
@@ -157,7 +157,7 @@ def blocks_by_name(params, axes: list[tuple[int, ...]]) -> dict[str, tuple[int, 
     return blocks
 
 
-def join(arrays: Sequence[jax.Array], shape: tuple[int, ...], dtype) -> jax.Array:
+def join(arrays: Sequence[jax.Array], shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
     """Concatenates arrays of entries: each [..., *shape] becomes [entries, *shape] first.
 
     The result is replicated, since explicit meshes concatenate only arrays that are sharded alike.
