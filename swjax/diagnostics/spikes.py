@@ -201,7 +201,7 @@ class _Losses:
             self._window.append(loss)
         elif step > self._rules.ignore:
             return True
-        return judged and loss > before.mean() + self._rules.sigmas * before.std()
+        return judged and bool(loss > before.mean() + self._rules.sigmas * before.std())
 
 
 class _Merging:
