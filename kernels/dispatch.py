@@ -70,7 +70,10 @@ def run(operation: str, *arrays, implementation: str | None = None, **options):
 def _kernel(name: str, operation: str, **options):
     """One jitted function per kernel and options, so that layers of the same shapes share its lowering, which
     takes about a second."""
-    function = functools.partial(getattr(module_of(name), operation), **options)
+
+    def function(*arrays):
+        return getattr(module_of(name), operation)(*arrays, **options)
+
     function.__name__ = f"swjax_{operation}"
     return jax.jit(jax.custom_batching.sequential_vmap(function))
 

@@ -200,7 +200,8 @@ def multiprocessors() -> int:
 def compute_capability() -> tuple[int, int]:
     """The compute capability of the GPU; without a GPU that of Hopper."""
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
-    return tuple(int(part) for part in capability.split("."))
+    major, minor = capability.split(".")
+    return int(major), int(minor)
 
 
 def preferred_implementation(operation: str, key: str) -> str | None:

@@ -54,7 +54,8 @@ class Dense(nn.Dense):
                 "swjax.linen.Dense computes its own product and takes no dot_general: "
                 "give it to flax.linen.Dense, or choose a recipe here"
             )
-        inputs, kernel = jnp.asarray(inputs), _quantized_kernel(self)
+        inputs = jnp.asarray(inputs)
+        kernel: Any = _quantized_kernel(self)
         if kernel is None:
             shape = (inputs.shape[-1], self.features)
             kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
@@ -64,7 +65,8 @@ class Dense(nn.Dense):
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         like = jnp.zeros((), self.param_dtype) if isinstance(kernel, QTensor) else kernel
         x, _, bias = self.promote_dtype(inputs, like, bias, dtype=self.dtype)
-        return switchback(
+        assert x is not None, "promote_dtype returns None for None alone"
+        y = switchback(
             x,
             kernel,
             bias,
@@ -73,6 +75,8 @@ class Dense(nn.Dense):
             implementation=self.implementation,
             layout=self.layout,
         )
+        assert isinstance(y, jax.Array), "one weight without residual has one output"
+        return y
 
 
 @contextmanager
@@ -180,6 +184,7 @@ class _Interceptor:
 @contextmanager
 def _computing_as(module, path: str, recipe: Recipe | None, implementation: str | None):
     """Within it a bound module, which is frozen, has another recipe; None: its own."""
+    other: dict[str, Any]
     if recipe is None:
         other = {}
     elif isinstance(module, Dense):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -61,7 +62,8 @@ class Linear(nnx.Linear):
                 "give it to flax.nnx.Linear, or choose a recipe here"
             )
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
-        self.replaced = None  # recipe and implementation before `quantize_model`
+        # Recipe and implementation before `quantize_model`.
+        self.replaced: tuple[Recipe, str | None] | None = None
         self.set_recipe(recipe, implementation)
         self.layout = layout if layout is not None else _layout(self.kernel)
 
@@ -75,6 +77,7 @@ class Linear(nnx.Linear):
     ) -> jax.Array:
         """``inputs w + bias``: [..., k] -> [..., n]; the inputs go through `prologue` first."""
         y = switchback(*self._operands(inputs), prologue=prologue, **self._options())
+        assert isinstance(y, jax.Array), "one weight without residual has one output"
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
     def _operands(self, inputs):
@@ -83,7 +86,7 @@ class Linear(nnx.Linear):
         x, _, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
         return x, kernel, bias
 
-    def _options(self):
+    def _options(self) -> dict[str, Any]:
         return {
             "recipe": self.recipe,
             "out_dtype": self.preferred_element_type,
@@ -121,7 +124,9 @@ def linears(
         return (ys, inputs) if residual else ys
     (x, *_), ws, biases = zip(*(layer._operands(inputs) for layer in layers))
     options = {"prologue": prologue, "residual": residual} | layers[0]._options()
-    return switchback(x, ws, biases, **options)
+    outputs = switchback(x, ws, biases, **options)
+    assert isinstance(outputs, tuple), "several weights have several outputs"
+    return outputs
 
 
 def mlp(
@@ -154,8 +159,8 @@ def mlp(
         return (y, inputs) if residual else y
     x, w1, b1 = fc1._operands(inputs)
     _, w2, b2 = fc2._operands(x)
-    options = {"prologue": prologue, "approximate": approximate, "residual": residual}
-    options |= fc1._options()
+    options: dict[str, Any] = fc1._options()
+    options |= {"prologue": prologue, "approximate": approximate, "residual": residual}
     del options["out_dtype"], options["layout"]
     return fused_mlp(x, w1, b1, w2, b2, layouts=(fc1.layout, fc2.layout), **options)
 
@@ -241,6 +246,7 @@ def restore_model(model: nnx.Module) -> nnx.Module:
     >>> restore_model(quantize_model(layer, {".*": "llm_int8"})).layers[0].dot_general.__name__
     'dot_general'
     """
+    module: Any  # some have a `dot_general`
     for _, module in nnx.iter_modules(model):
         before = _conversion_of(module)
         if before and isinstance(module, Linear):

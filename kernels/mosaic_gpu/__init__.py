@@ -3,6 +3,8 @@
 `pipeline` is what both share, `products` and `weight_gradients` are what each computes.
 """
 
+from collections.abc import Callable
+
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import products, weight_gradients
@@ -12,7 +14,10 @@ from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient
 __all__ = ["matmul", "weight_gradient", "why_not"]
 
 # Each has the signature of its operation.
-_WHY_NOT = {"matmul": products.why_not, "weight_gradient": weight_gradients.why_not}
+_WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
+    "matmul": products.why_not,
+    "weight_gradient": weight_gradients.why_not,
+}
 
 
 def why_not(operation: str, *arrays, **options) -> Unavailable | None:

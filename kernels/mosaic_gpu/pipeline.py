@@ -12,7 +12,6 @@ TMA reads zeros and writes nothing.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -56,8 +55,11 @@ class Work(Protocol):
       sum_dtype: of the sums in registers.
     """
 
-    stages: int
-    sum_dtype: jnp.dtype
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def sum_dtype(self) -> jnp.dtype: ...
 
     def units(self) -> jax.Array:
         """The number of units of this block."""
@@ -125,8 +127,7 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     def multiply_unit(unit, used):
         _, count = work.span(unit)
 
-        @partial(pl.run_scoped, sums=plgpu.ACC((HALF, TILE_N), work.sum_dtype))
-        def _(sums):
+        def multiply_tile(sums):
             def step(s, _):
                 slot = lax.rem(used + s, work.stages)
                 plgpu.barrier_wait(scratch.full.at[slot])
@@ -134,7 +135,7 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
                 plgpu.wgmma_wait(1)  # the previous step has finished
 
                 @pl.when(s > 0)
-                def _():
+                def release():
                     plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + s - 1, work.stages)])
 
             lax.fori_loop(0, count, step, None)
@@ -142,6 +143,8 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
             plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + count - 1, work.stages)])
             work.store(unit, sums[...], half)
 
+        sums = plgpu.WGMMAAccumulatorRef((HALF, TILE_N), work.sum_dtype)
+        pl.run_scoped(multiply_tile, sums=sums)
         return used + count
 
     lax.fori_loop(0, units, multiply_unit, 0)
@@ -153,11 +156,12 @@ def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
     return (total - block + blocks - 1) // blocks
 
 
-def load_registers(ref: Ref, index: pl.Slice) -> jax.Array:
+def load_registers(ref: Ref, index: slice | pl.Slice) -> jax.Array:
     """A few numbers for each row or column, straight into registers."""
+    load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
     if jax.__version_info__ < (0, 11):
-        return plgpu.load(ref, index, optimized=False)
-    return plgpu.load(ref.at[index], optimized=False)
+        return load(ref, index, optimized=False)
+    return load(ref.at[index], optimized=False)
 
 
 def store_tile(
@@ -211,9 +215,9 @@ def launch(
         tiling = plgpu.TilingTransform((8, piece_of(dtype)))
         return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(LINE)))
 
-    arrivals = dict(num_arrivals=2, num_barriers=stages)
-    empty = plgpu.Barrier(**arrivals)
-    in_clusters = {}
+    arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
+    empty: plgpu.Barrier | plgpu.ClusterBarrier = plgpu.Barrier(**arrivals)
+    in_clusters: dict[str, Any] = {}
     if cluster > 1:
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
         in_clusters = dict(cluster=(cluster,), cluster_names=("cluster",))

@@ -139,7 +139,7 @@ class Product:
             piece,
         )
 
-    def scaled(self, columns: pl.Slice, sums: jax.Array, a_scale: jax.Array) -> jax.Array:
+    def scaled(self, columns: slice | pl.Slice, sums: jax.Array, a_scale: jax.Array) -> jax.Array:
         """Some columns of the result from their sums."""
         y = sums.astype(jnp.float32)
         scale = lax.broadcast_in_dim(a_scale, y.shape, (0,))

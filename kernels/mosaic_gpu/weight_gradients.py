@@ -63,7 +63,7 @@ class WeightGradient:
     out: Ref
     scratch: Scratch
     block: jax.Array
-    done: Ref | None
+    done: Ref
 
     stages = tiles.WEIGHT_GRADIENT_STAGES
     sum_dtype = jnp.float32

@@ -69,8 +69,8 @@ def matmul(
     >>> matmul(a, a, out_dtype="float32").tolist()
     [[20000.0]]
     """
-    axes = tuple(axis % q.values.ndim for axis, q in zip(contract, (a, b)))
-    dimension_numbers = (tuple((axis,) for axis in axes), ((), ()))
+    axis_a, axis_b = contract[0] % a.values.ndim, contract[1] % b.values.ndim
+    dimension_numbers = (((axis_a,), (axis_b,)), ((), ()))
     if a.values.dtype == jnp.int8:
         accumulator = lax.dot_general(
             a.values, b.values, dimension_numbers, preferred_element_type=jnp.int32
@@ -84,7 +84,7 @@ def matmul(
             dimension_numbers,
             preferred_element_type=jnp.float32,
         )
-    scale_a = jnp.expand_dims(lax.squeeze(a.scale, [axes[0]]), -1)
+    scale_a = jnp.expand_dims(lax.squeeze(a.scale, [axis_a]), -1)
     scale_b = b.scale.reshape((1,) * (scale_a.ndim - 1) + (-1,))
     return _add_bias(accumulator * (scale_a * scale_b), bias).astype(out_dtype)
 

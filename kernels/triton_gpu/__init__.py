@@ -11,6 +11,8 @@ specification.
 - `heads`, `attention_forward`, `attention_gradients`: attention over short sequences.
 """
 
+from collections.abc import Callable
+
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.triton_gpu import chunks, heads, quantizers, scales
@@ -38,7 +40,7 @@ __all__ = [
 ]
 
 # Each has the signature of its operation. Operations that are not here take any arguments.
-_WHY_NOT = {
+_WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
     "quantize": quantizers.why_not_quantize,
     "quantize_by": scales.why_not_quantize_by,
     "quantize_and_sum": chunks.why_not,

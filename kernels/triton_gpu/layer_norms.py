@@ -223,8 +223,8 @@ def layer_norm_backward(
     """`reference.layer_norm_backward`."""
     gradients = gradient if isinstance(gradient, tuple) else (gradient,)
     if len(gradients) > 3:
-        rest = sum(g.astype(jnp.float32) for g in gradients[2:]).astype(x.dtype)
-        gradients = (*gradients[:2], rest)
+        rest = sum((g.astype(jnp.float32) for g in gradients[3:]), gradients[2].astype(jnp.float32))
+        gradients = (*gradients[:2], rest.astype(x.dtype))
     tile = tile or tiles.row_tile("layer_norm_backward", x.shape[-1])
     programs = chunks.program_count(x, tile, persistent=True, sums=2)
     partial_sums = jax.ShapeDtypeStruct((programs, x.shape[-1]), jnp.float32)

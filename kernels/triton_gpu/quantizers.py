@@ -110,4 +110,6 @@ def quantize_and_sum(
     x: jax.Array, dtype: str = "int8", *, tile: tiles.RowTile | None = None
 ) -> tuple[QTensor, jax.Array]:
     """`reference.quantize_and_sum`."""
-    return quantize_rows(x, dtype, total=True, tile=tile)
+    q, total = quantize_rows(x, dtype, total=True, tile=tile)
+    assert total is not None, "total=True"
+    return q, total

@@ -28,7 +28,8 @@ class Batches(Iterator):
     """Iterator over the batches of an evaluation; it can be closed."""
 
     def __init__(self, chunks: Iterator, skips: Skips):
-        self._chunks, self._skips = chunks, skips
+        self._chunks: Iterator | None = chunks
+        self._skips = skips
 
     def __next__(self) -> dict[str, np.ndarray]:
         if self._chunks is None:
@@ -40,8 +41,9 @@ class Batches(Iterator):
 
     def close(self) -> None:
         """Ends its threads and processes."""
-        if hasattr(self._chunks, "close"):
-            self._chunks.close()
+        close = getattr(self._chunks, "close", None)
+        if close:
+            close()
         self._chunks = None
 
     def _count(self, errors: np.ndarray) -> None:
@@ -64,20 +66,26 @@ class TrainBatches(Batches):
         self._state, self._taken = state, state.taken
         self._ended = threading.Event()
         self._assembled = _assembled(chunks, batch_size, self._ended)
-        self._thread, self._coming = ThreadPoolExecutor(1, "swjax-batches"), None
+        self._thread = ThreadPoolExecutor(1, "swjax-batches")
+        self._coming: Future | None = None
 
     def __next__(self) -> dict[str, np.ndarray]:
         if self._chunks is None:
             raise StopIteration
         batch = None
         while batch is None:
-            self._coming = self._coming or self._begin()
-            batch, errors = self._coming.result()
+            coming = self._coming or self._begin()
+            batch, errors = coming.result()
             self._coming = None
             self._count(errors)
             self._taken += len(errors)
-        done = dict(taken=self._taken, read=self._skips.read, skipped=self._skips.skipped)
-        self._state = dataclasses.replace(self._state, batches=self._state.batches + 1, **done)
+        self._state = dataclasses.replace(
+            self._state,
+            batches=self._state.batches + 1,
+            taken=self._taken,
+            read=self._skips.read,
+            skipped=self._skips.skipped,
+        )
         # Last: beside its thread this one may wait, for the interpreter or a core, for milliseconds.
         self._coming = self._begin()
         return batch
@@ -92,7 +100,7 @@ class TrainBatches(Batches):
             wait([self._coming], timeout=_PATIENCE)
         self._thread.shutdown(wait=False, cancel_futures=True)
         super().close()
-        self._coming = self._assembled = None
+        self._coming, self._assembled = None, iter(())
 
     @property
     def skipped(self) -> int:
@@ -253,7 +261,8 @@ def _check(
 
 def _bounded(workers: int) -> int:
     """Returns so many processes, or as many as there are cores, and says so."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    cores = len(affinity) or os.cpu_count() or 1
     if workers > cores:
         logger.warning(
             "workers=%d is more than the %d cores of this machine: %d processes load",

@@ -20,6 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
+
 from swjax.data import files
 from swjax.data.packages import require
 from swjax.data.photographs import texts
@@ -73,16 +75,17 @@ def convert(out: Path, args: argparse.Namespace) -> None:
     require("tensorflow_datasets", "array_record", "importlib_resources")
     keys = dict(image_key=args.image_key, text_key=args.text_key)
     tars = WebDataset(args.tars, data_dir=str(args.data_dir), **keys)
+    shards = len(_counts(tars))
     with lock(out / ".lock"):
         _drop_half_line(out / _MANIFEST)
         done = {line["shard"]: line for line in manifest(out) if line["split"] == args.split}
-        _check_same(out, done.values(), len(tars.shards))
-        _expect(out, args.split, len(tars.shards))
+        _check_same(out, done.values(), shards)
+        _expect(out, args.split, shards)
         skips = Skips(args.on_bad, args.max_bad_share)
         skips.damage(tars.damage, tars.damaged_share)
         work = functools.partial(_shard, tars, out, args.name, args.split, args.on_bad, done)
         with open(out / _MANIFEST, "a") as log:
-            for line in _in_processes(args.jobs, work, range(len(tars.shards))):
+            for line in _in_processes(args.jobs, work, range(shards)):
                 skips.good(line["examples"])
                 for reason in line["skipped"]:
                     skips.bad(reason)
@@ -140,6 +143,12 @@ def verify(out: Path) -> int:
     return 1 if bad or missing or not lines else 0
 
 
+def _counts(tars: WebDataset) -> np.ndarray:
+    """Returns the number of examples of each tar."""
+    assert tars.shards is not None, "tars have an index"
+    return tars.shards
+
+
 def _of(shards: int) -> str:
     return f"-of-{shards:05d}"
 
@@ -164,14 +173,15 @@ def _shard(tars: WebDataset, out: Path, name: str, split: str, on_bad: str, done
     """Returns the manifest's line of a tar, converting it unless that was done."""
     path = tars.paths[shard]
     known = done.get(shard)
-    file = f"{name}-{split}.array_record-{shard:05d}{_of(len(tars.shards))}"
+    counts = _counts(tars)
+    file = f"{name}-{split}.array_record-{shard:05d}{_of(len(counts))}"
     source = {"tar": path, "tar_version": files.size_and_version(path)[1]}
     if known and known["file"] == file and source.items() <= known.items():
         if (out / file).exists() and (out / file).stat().st_size == known["bytes"]:
             return known
-    part, skipped = out / f"{file}.part", []
-    start = int(tars.shards[:shard].sum())
-    examples = _read(tars, range(start, start + int(tars.shards[shard])), skipped, on_bad)
+    part, skipped = out / f"{file}.part", list[str]()
+    start = int(counts[:shard].sum())
+    examples = _read(tars, range(start, start + int(counts[shard])), skipped, on_bad)
     count, digest = _write(part, examples)
     if (count, digest) != _digest(_read_back(part)):
         raise OSError(f"{part} does not hold what was written to it: is the disk in order?")

@@ -83,7 +83,7 @@ class TrainExample(_Example):
             return captions[rng.integers(len(captions))]
 
         def cut(image, size, resize):
-            return resize(image[random_box(*image.shape[:2], rng)], size)
+            return resize(image[random_box(image.shape[0], image.shape[1], rng)], size)
 
         if self._source.photographs:
             return self._photograph(index, cut, choose)

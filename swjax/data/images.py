@@ -122,7 +122,7 @@ def random_resized_crop(
     Returns:
       uint8 [size, size, 3 or 4].
     """
-    box = random_box(*image.shape[:2], rng, scale, ratio)
+    box = random_box(image.shape[0], image.shape[1], rng, scale, ratio)
     return resize_with_pillow(image[box], size)
 
 
@@ -142,7 +142,8 @@ def random_box(
         aspect = math.exp(narrowest + (widest - narrowest) * b)
         h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < h <= height and 0 < w <= width:
-            return _box(rng.integers(height - h + 1), rng.integers(width - w + 1), h, w)
+            top, left = rng.integers(height - h + 1), rng.integers(width - w + 1)
+            return _box(int(top), int(left), h, w)
     # No such rectangle fits: the largest in the middle whose shape is within the range.
     h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
     return _box((height - h) // 2, (width - w) // 2, h, w)

@@ -98,7 +98,7 @@ def texts(value) -> tuple[str, ...]:
         decoded = [text.decode() if isinstance(text, bytes) else text for text in values]
         for text in decoded:
             text.encode()  # JSON can hold halves of characters
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise BadExample(f"the caption is not UTF-8: {error.reason}") from None
     captions = tuple(text.strip() for text in decoded if text.strip())
     if not captions:

@@ -11,7 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection, reduction, util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,13 +69,14 @@ class Processes(Iterator):
         self._given = self._taken = 0  # chunks, in order
         self._fields, self._size = _fields(rows[0], chunk) if self._total else ({}, _ALIGNMENT)
         slots = _AHEAD * count + held
-        self._free, self._slots = deque(range(slots)), {}
+        self._free, self._slots = deque(range(slots)), dict[int, int]()
         self._made: set[int] = set()
         file = _unnamed_file(slots * self._size)
         self._memory = mmap.mmap(file, slots * self._size)
         context = multiprocessing.get_context("spawn")  # this process has threads
         packed = cloudpickle.dumps((rows, chunk, self._fields, self._size))
-        self._processes, self._load = {}, {}  # by their pipes
+        self._processes: dict[Any, Any] = {}  # by their pipes
+        self._load: dict[Any, int] = {}
         self._end = util.Finalize(self, _end, [self._processes], exitpriority=0)
         for _ in range(count):
             here, there = context.Pipe()
@@ -115,7 +116,7 @@ class Processes(Iterator):
     def _give(self) -> None:
         """Gives chunks to those that have fewest, as long as there is memory for them."""
         while self._free and self._given < self._total:
-            pipe = min(self._load, key=self._load.get)
+            pipe = min(self._load, key=self._load.__getitem__)
             if self._load[pipe] == _GIVEN:
                 return
             slot = self._slots[self._given] = self._free.popleft()
@@ -128,6 +129,7 @@ class Processes(Iterator):
 
     def _receive(self, timeout: float | None) -> None:
         """Notes what is made; waits for something to be, without a timeout."""
+        pipe: Any
         for pipe in connection.wait(self._load, timeout):
             try:
                 number, trouble = pipe.recv()
@@ -181,7 +183,9 @@ def _end(processes: dict) -> None:
 
 def _end_with_parent() -> None:
     """Ends this process at once when the process that started it is gone, whatever it is doing."""
-    connection.wait([multiprocessing.parent_process().sentinel])
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this process was started by another"
+    connection.wait([parent.sentinel])
     os._exit(0)
 
 

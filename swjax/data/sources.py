@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Protocol
 
 # A module is imported when its data set is asked for: most bring a large library.
@@ -58,7 +59,7 @@ def source(name: str, split: str, *, data_dir: str = "data", **options) -> Sourc
     >>> len(patterns), patterns[12]["label"], patterns[12]["captions"]
     (25, 2, ('pattern 2',))
     """
-    make = _class_of(name)
+    make: Callable[..., Source] = _class_of(name)
     signature = inspect.signature(make)
     if "data_dir" in signature.parameters:
         options["data_dir"] = data_dir

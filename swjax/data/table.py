@@ -98,7 +98,8 @@ class Table(Photographs):
             files.check_protocol(files.beside(image, of=self._path))
 
     def _header(self) -> tuple[list[str], int]:
-        columns = _cells(files.read(*self._index[0]), self._separator) if len(self._index) else []
+        separator = self._separator or ","
+        columns = _cells(files.read(*self._index[0]), separator) if len(self._index) else []
         for key in (self._image_key, self._text_key):
             if key not in columns:
                 raise ValueError(
@@ -120,7 +121,7 @@ def _cells(data: bytes, separator: str) -> list[str]:
 
 def _scan(path: str, size: int, separator: str) -> Scan:
     """Finds where the rows begin. A quoted cell may hold ends of lines."""
-    bounds, ends = [], []
+    bounds, ends = [], list[int]()
 
     def lines():
         # In Latin-1 every byte is a character: rows in another encoding are found out when read.
@@ -132,7 +133,8 @@ def _scan(path: str, size: int, separator: str) -> Scan:
     trouble, start = "", 0
     try:
         for row in rows:
-            if row if separator else row.strip():
+            # Of a table a list of cells, of which an empty line has none; else a line with its end.
+            if row if isinstance(row, list) else row.strip():
                 bounds.append(start)
             start = ends[-1]
             ends[:] = ends[-1:]

@@ -6,7 +6,7 @@ every step goes forward and stays within the file, so that any bytes at all end 
 
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -49,7 +49,8 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
     Raises:
       BrokenTar: a header that is none, or data that goes on beyond the end.
     """
-    offset, first, extended = 0, None, {}
+    offset, first = 0, None
+    extended: dict[str, Any] = {}
     while offset + _BLOCK <= end:
         header = read(offset, offset + _BLOCK)
         if header == _ZEROS:
@@ -113,11 +114,13 @@ def _extended(kind: bytes, data: bytes, offset: int) -> dict:
     """Returns path and size from a GNU long name, or from pax records "<length> <key>=<value>\\n"."""
     if kind == b"L":
         return {"path": _text(data.split(b"\0", 1)[0])}
-    found, at = {}, 0
+    found, at = dict[str, Any](), 0
     while at < len(data) and data[at]:
         length = re.match(rb"([0-9]{1,5}) ", data[at : at + 6])
-        record = data[at : at + int(length[1])] if length else b""
-        key, equals, value = record[len(length[0]) if length else 0 : -1].partition(b"=")
+        if length is None:
+            raise BrokenTar(offset, "no pax record")
+        record = data[at : at + int(length[1])]
+        key, equals, value = record[len(length[0]) : -1].partition(b"=")
         if not equals or record[-1:] != b"\n":
             raise BrokenTar(offset, "no pax record")
         if key == b"path":

@@ -1,6 +1,7 @@
 """The linear layer as users call it: `switchback`, `mlp`, and `quantize_weight` for inference."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,8 @@ def switchback(
       NeurIPS 2023, https://arxiv.org/abs/2304.13013
     """
     several = isinstance(w, tuple) and not isinstance(w, QTensor)
-    ws, biases = (w, bias or (None,) * len(w)) if several else ((w,), (bias,))
+    ws: Any = w if several else (w,)
+    biases: Any = (bias or (None,) * len(ws)) if several else (bias,)
     for each in zip(ws, biases, strict=True):
         check_shapes(x, *each, recipe)
     plans = [plan_layer(x, weight_array(w), layout) for w in ws]

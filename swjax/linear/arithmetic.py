@@ -48,7 +48,7 @@ class Arithmetic(NamedTuple):
         """
         if isinstance(a, QTensor):
             return self.run("matmul", a, b, bias, out_dtype=out_dtype, contract=axes)
-        contract = tuple((axis % array.ndim,) for axis, array in zip(axes, (a, b)))
+        contract = (axes[0] % a.ndim,), (axes[1] % b.ndim,)
         return reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
 
     def weight_gradient(self, x, g, *, axes: tuple[int, int], out_dtype: str) -> jax.Array:

@@ -53,6 +53,7 @@ def backward(
     else:
         recompute = x.high_precision is None and x.quantized is None
         recompute = recompute and any(weight.like is not None for weight in weights)
+        assert inputs is not None, "a prologue has an input"
         dx, dprologue, recomputed = layers[0].sharded.apply_backward(
             prologue, inputs, dxs, residual_gradient, quantize_to=quantize_to, recompute=recompute
         )
@@ -63,8 +64,8 @@ def backward(
 
 def operands_from(saved: Saved, biases: tuple, layers: Layers) -> Operands:
     """The operands as the backward pass knows them: arrays that were saved quantized are dequantized."""
-    x, inputs, weights, prologue = _read(saved, layers)
-    x = as_array(x, layers[0].dtype) if prologue is None else inputs
+    forms_of_x, inputs, weights, prologue = _read(saved, layers)
+    x = as_array(forms_of_x, layers[0].dtype) if prologue is None else inputs
     ws = tuple(
         forms.transposed if like is None else as_array(forms, like.dtype.name)
         for forms, like, _ in weights
@@ -82,8 +83,7 @@ def _read(saved: Saved, layers: Layers) -> Saved:
     if fwd is None:
         return saved
     weights = tuple(
-        weight._replace(forms=read(weight.forms, layer.recipe.fwd.rhs.dtype))
-        for weight, layer in zip(saved.weights, layers)
+        weight._replace(forms=read(weight.forms, fwd.rhs.dtype)) for weight in saved.weights
     )
     return saved._replace(x=read(saved.x, fwd.lhs.dtype), weights=weights)
 
@@ -94,12 +94,13 @@ def _bias_gradient(gradient: Gradient, weight: SavedWeight, layer: Settings):
         return gradient, None
     if gradient.token_sum is None:
         g, dgrad, plan = gradient.array, layer.recipe.dgrad, layer.plan
-        quantizable = quantizes_rows(dgrad) and not plan.splits(plan.n)
-        if gradient.quantized is None and quantizable:
+        whole_rows = not plan.splits(plan.n)
+        if gradient.quantized is None and quantizes_rows(dgrad) and whole_rows:
             gradient = Gradient(g, *layer.sharded.quantize_and_sum(g, dgrad.lhs.dtype))
         else:
             total = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
             gradient = gradient._replace(token_sum=total)
+    assert gradient.token_sum is not None, "it is computed above"
     return gradient, gradient.token_sum.astype(weight.bias_like.dtype)
 
 

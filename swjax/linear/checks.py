@@ -12,7 +12,10 @@ PLAIN_DTYPES = (jnp.float64, jnp.complex64, jnp.complex128)  # of the recipe "st
 
 
 def check_shapes(
-    x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None, recipe: str | Recipe
+    x: jax.Array | jax.ShapeDtypeStruct,
+    w: jax.Array | QTensor,
+    bias: jax.Array | None,
+    recipe: str | Recipe,
 ) -> None:
     """Raises a ValueError if these are not arrays with the shapes of a linear layer."""
     for name, array in {"x": x, "w": w, "bias": bias}.items():
@@ -32,7 +35,9 @@ def check_shapes(
         raise ValueError(f"bias must have the shape {w.shape[1:]} of w's columns, got {bias.shape}")
 
 
-def check_dtypes(x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None) -> None:
+def check_dtypes(
+    x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array | QTensor, bias: jax.Array | None
+) -> None:
     """Raises a ValueError if a layer cannot compute with these dtypes.
 
     The recipe "standard" takes more of them where `swjax.linear.plain.is_plain`.

@@ -56,12 +56,12 @@ class DotGeneral:
         x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
         if isinstance(rhs, QTensor):  # [n, k] as [*columns, *contracted]
             columns = rhs.values.shape[: -len(rhs_contract)]
-            w = QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1))
+            w: jax.Array | QTensor = QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1))
         else:
             rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
             columns = _shape(rhs, rhs_free)
-            w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
-            w = w.reshape(*batch, k, math.prod(columns))
+            transposed = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
+            w = transposed.reshape(*batch, k, math.prod(columns))
 
         def linear(x, w):
             return switchback(

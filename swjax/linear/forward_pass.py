@@ -1,6 +1,6 @@
 """The forward pass of layers that share an input: their outputs, and what it saves for the backward pass."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ Layers = tuple[Settings, ...]  # one for each weight; what concerns the input is
 
 
 class Operands(NamedTuple):
-    """What layers of one input are functions of."""
+    """What layers of one input are functions of; x and ws are None where `Saved` stands for them."""
 
-    x: jax.Array
-    ws: tuple[jax.Array | QTensor, ...]
+    x: Any
+    ws: tuple[Any, ...]
     biases: tuple[jax.Array | None, ...]
     prologue: Prologue | None
 
@@ -68,13 +68,12 @@ def forward(operands: Operands, layers: Layers) -> tuple[tuple[jax.Array, ...], 
 
 def outputs(operands: Operands, layers: Layers) -> tuple[tuple[jax.Array, ...], Forms, tuple]:
     """Each layer's output, the forms of their input, and of each weight."""
-    x, ws, biases, prologue = operands
-    x = _input_forms(x, prologue, layers[0])
+    x = _input_forms(operands.x, operands.prologue, layers[0])
     forms = tuple(
         Forms(transposed=w) if isinstance(w, QTensor) else weight_forms(w, layer)
-        for w, layer in zip(ws, layers)
+        for w, layer in zip(operands.ws, layers)
     )
-    ys = tuple(output(x, *each) for each in zip(forms, biases, layers))
+    ys = tuple(output(x, *each) for each in zip(forms, operands.biases, layers))
     return ys, x, forms
 
 
@@ -83,12 +82,12 @@ def _input_forms(x, prologue, layer: Settings) -> Forms:
     fwd, save_quantized, plan = layer.recipe.fwd, layer.recipe.save_quantized, layer.plan
     quantized = None
     if prologue is not None:
-        fused = quantizes_rows(fwd) and (prologue.whole_rows or not plan.splits(plan.k))
-        quantize_to = fwd.lhs.dtype if fused else None
+        fusable = prologue.whole_rows or not plan.splits(plan.k)
+        quantize_to = fwd.lhs.dtype if quantizes_rows(fwd) and fusable else None
         x, quantized = layer.sharded.apply(prologue, x, quantize_to=quantize_to)
-    if quantized is None and (quantizes_rows(fwd) or save_quantized):
-        quantized = quantize_input(x, layer)
-    if save_quantized:
+    if quantized is None and fwd is not None and (quantizes_rows(fwd) or save_quantized):
+        quantized = quantize_input(x, fwd, layer)
+    if save_quantized and quantized is not None:
         quantized = named(quantized, "swjax_x")
     return Forms(x, quantized)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -15,6 +16,9 @@ Axes = tuple[str, ...]  # mesh axes that shard one dimension of an array, the sl
 class Spec(tuple[Axes, ...]):
     """The mesh axes that shard each dimension of an array. As a subclass of tuple it is a leaf of trees."""
 
+
+# A tree of arrays, with a `Spec` in place of each array.
+SpecTree: TypeAlias = Any
 
 TOKENS = P(("data", "fsdp"))  # how swjax's own trainer shards the batch
 
@@ -64,10 +68,15 @@ def as_matrix(spec: Spec, transpose: bool) -> Spec:
     return Spec((columns, rows) if transpose else (rows, columns))
 
 
+def quantized_specs(values: SpecTree, scale: SpecTree) -> QTensor:
+    """The specs of a QTensor."""
+    return QTensor(values, scale)
+
+
 def specs_of(q: QTensor, spec: Spec) -> QTensor:
     """The specs of a quantized array; those of its scale are empty along dimensions of length 1."""
     sizes = zip(spec, q.scale.shape)
-    return QTensor(spec, Spec(axes if size != 1 else () for axes, size in sizes))
+    return quantized_specs(spec, Spec(axes if size != 1 else () for axes, size in sizes))
 
 
 def union(spec: Iterable[Axes]) -> Axes:

@@ -20,8 +20,8 @@ def is_plain(x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None, layer
     weight gradient in a kernel.
     """
     recipe = layer.recipe
-    quantizes = isinstance(w, QTensor) or any((recipe.fwd, recipe.dgrad, recipe.wgrad))
-    if quantizes or layer.plan.mesh is not None:
+    quantizes = any((recipe.fwd, recipe.dgrad, recipe.wgrad))
+    if isinstance(w, QTensor) or quantizes or layer.plan.mesh is not None:
         return False
     dtypes = {jnp.dtype(layer.out_dtype), *(a.dtype for a in (x, w, bias) if a is not None)}
     return len(dtypes) == 1 and x.dtype in _DTYPES

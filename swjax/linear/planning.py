@@ -18,7 +18,7 @@ def plan_layer(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:
         return unsharded
     if _is_explicit(mesh):
         x_spec, w_spec = (fitting_spec(jax.typeof(a).sharding.spec, a.shape, mesh) for a in (x, w))
-    elif not has_plan(x, layout):
+    elif layout is None or not has_plan(x, layout):
         return unsharded
     else:
         x_spec = Spec((*fitting_spec(layout.tokens, x.shape[:-1], mesh), ()))
@@ -65,10 +65,10 @@ def plan_heads(q: jax.Array, layout: Layout | None) -> Plan:
 
     Each device has all tokens of its sequences.
     """
-    if not has_plan(q, layout):
-        return Plan(None, ((),))
     mesh = _mesh(q)
-    if _is_explicit(mesh):
+    if mesh is None or not has_plan(q, layout):
+        return Plan(None, ((),))
+    if layout is None or _is_explicit(mesh):
         b, _, h, _ = fitting_spec(jax.typeof(q).sharding.spec, q.shape, mesh)
     else:
         (b,) = fitting_spec(layout.tokens, q.shape[:1], mesh)

@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from swjax.kernels.reference import QTensor
-from swjax.linear.layouts import Axes, Spec, free_axes, partition_spec, union
+from swjax.linear.layouts import Axes, Spec, SpecTree, free_axes, partition_spec, union
 
 
 class Plan(NamedTuple):
@@ -110,12 +110,15 @@ class Plan(NamedTuple):
     @property
     def _manual_axes(self) -> set[str]:
         """The axes of each `jax.shard_map`; the empty set means all but those of `spmd_axis_name`."""
+        assert self.mesh is not None, "without a mesh `run` enters no jax.shard_map"
         if not self.mesh.manual_axes and not self.mapped:
             return set()
         return set(free_axes(self.mesh)) - set(self.mapped)
 
     def _reshard(self, spec: P, tree):
-        return jax.tree.map(lambda x: jax.reshard(x, jax.NamedSharding(self.mesh, spec)), tree)
+        mesh = self.mesh
+        assert mesh is not None, "without a mesh `run` reshards nothing"
+        return jax.tree.map(lambda x: jax.reshard(x, jax.NamedSharding(mesh, spec)), tree)
 
     # --- collectives, inside of `run` -----------------------------------------------------------------
 
@@ -138,7 +141,11 @@ class Plan(NamedTuple):
     def gather(self, w: jax.Array | QTensor, spec: Spec | QTensor) -> jax.Array | QTensor:
         """The part of w that this device multiplies with, from its shard of an array or a QTensor."""
         if isinstance(w, QTensor):
-            return QTensor(self.gather(w.values, spec.values), self.gather(w.scale, spec.scale))
+            assert isinstance(spec, QTensor), "a QTensor has a QTensor of specs"
+            return QTensor(*map(self._gather_array, w, spec))
+        return self._gather_array(w, spec)
+
+    def _gather_array(self, w: jax.Array, spec: SpecTree) -> jax.Array:
         dimensions = self._gathered(spec)
         # fp8 moves as bytes: XLA for CPUs converts it to a larger type, and older NCCL does not know it.
         as_bytes = any(dimensions) and w.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -202,7 +209,8 @@ def vary_alike(*trees: Any) -> Any:
 
 
 def _varying(tree) -> Axes:
-    return union(sorted(jax.typeof(x).manual_axis_type.varying) for x in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    return union(tuple(sorted(jax.typeof(x).manual_axis_type.varying)) for x in leaves)
 
 
 def _vary(x: jax.Array, axes: Axes) -> jax.Array:

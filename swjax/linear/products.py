@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,9 @@ class Settings(NamedTuple):
     def quantizes_weight_once(self) -> bool:
         """Whether the forward product and the input's gradient read the same quantized weight."""
         fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
-        alike = fwd is not None and dgrad is not None and fwd.rhs == dgrad.rhs
-        return alike and fwd.rhs.scope == "tensor"
+        if fwd is None or dgrad is None:
+            return False
+        return fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor"
 
 
 class Forms(NamedTuple):
@@ -62,28 +63,29 @@ class Forms(NamedTuple):
 # --- the quantized forms ------------------------------------------------------------------------------
 
 
-def quantizes_rows(product: Product | None) -> bool:
+def quantizes_rows(product: Product | None) -> TypeGuard[Product]:
     """Whether the left operand is quantized row-wise, as the fused quantizers do."""
     return product is not None and product.lhs.scope == "row" and not product.outlier_threshold
 
 
-def quantize_input(x: jax.Array, settings: Settings) -> QTensor:
+def quantize_input(x: jax.Array, fwd: Product, settings: Settings) -> QTensor:
     """x as the forward product reads it."""
-    return settings.sharded.quantize(settings.recipe.fwd.lhs, x, settings.plan.x, -1)
+    return settings.sharded.quantize(fwd.lhs, x, settings.plan.x, -1)
 
 
 def weight_forms(w: jax.Array, settings: Settings) -> Forms:
     """w in the forms that the forward product and the input's gradient read."""
-    recipe, sharded = settings.recipe, settings.sharded
+    fwd, dgrad, sharded = settings.recipe.fwd, settings.recipe.dgrad, settings.sharded
     once = settings.quantizes_weight_once
-    if once and sharded.arithmetic.reads_last_axis:
-        forms = sharded.quantize_both(w, recipe.fwd.rhs.dtype)
-    elif once or recipe.save_quantized:
-        forms = (sharded.quantize(recipe.fwd.rhs, w, settings.plan.w, 0),)
-    else:
+    if fwd is None or dgrad is None or not (once or settings.recipe.save_quantized):
         return Forms(w)
+    forms: tuple[QTensor, ...]
+    if once and sharded.arithmetic.reads_last_axis:
+        forms = sharded.quantize_both(w, fwd.rhs.dtype)
+    else:
+        forms = (sharded.quantize(fwd.rhs, w, settings.plan.w, 0),)
     # Outliers are multiplied with w itself.
-    keeps_w = recipe.fwd.outlier_threshold or recipe.dgrad.outlier_threshold
+    keeps_w = fwd.outlier_threshold or dgrad.outlier_threshold
     return Forms(w if keeps_w else None, *(named(q, "swjax_w") for q in forms))
 
 
@@ -138,8 +140,8 @@ def output(x: Forms, w: Forms, bias: jax.Array | None, settings: Settings) -> ja
         return sharded.output(x, w, bias if first else None, out_dtype=out_dtype)
 
     quantized_here = w.quantized is None
-    x, w = Factor(x, plan.x, -1), Factor(w, plan.w, 0)
-    return _multiply(settings.recipe.fwd, x, w, compute, settings.out_dtype, settings)
+    factors = Factor(x, plan.x, -1), Factor(w, plan.w, 0)
+    return _multiply(settings.recipe.fwd, *factors, compute, settings.out_dtype, settings)
 
 
 def input_gradient(g: Forms, w: Forms, settings: Settings, *, summed: bool = True) -> jax.Array:
@@ -149,8 +151,8 @@ def input_gradient(g: Forms, w: Forms, settings: Settings, *, summed: bool = Tru
     def compute(g, w, out_dtype, *, first=True):
         return sharded.input_gradient(g, w, out_dtype=out_dtype, summed=summed)
 
-    g, w = Factor(g, plan.y, -1), Factor(w, plan.w, -1)
-    return _multiply(settings.recipe.dgrad, g, w, compute, settings.dtype, settings)
+    factors = Factor(g, plan.y, -1), Factor(w, plan.w, -1)
+    return _multiply(settings.recipe.dgrad, *factors, compute, settings.dtype, settings)
 
 
 def weight_gradient(x: Forms, g: Forms, settings: Settings, *, out_dtype: str) -> jax.Array:
@@ -160,8 +162,8 @@ def weight_gradient(x: Forms, g: Forms, settings: Settings, *, out_dtype: str) -
     def compute(x, g, out_dtype, *, first=True):
         return sharded.weight_gradient(x, g, out_dtype=out_dtype)
 
-    x, g = Factor(x, plan.x, 0), Factor(g, plan.y, 0)
-    return _multiply(settings.recipe.wgrad, x, g, compute, out_dtype, settings)
+    factors = Factor(x, plan.x, 0), Factor(g, plan.y, 0)
+    return _multiply(settings.recipe.wgrad, *factors, compute, out_dtype, settings)
 
 
 def _multiply(
@@ -182,12 +184,12 @@ def _multiply(
     b_quantized = _quantized(product.rhs, b, settings)
     if not product.outlier_threshold:
         return compute(_quantized(product.lhs, a, settings), b_quantized, out_dtype)
-    whole = _high_precision(a, settings)
-    rest, outliers = settings.sharded.split_outliers(whole.value, product.outlier_threshold, a.spec)
-    rest = _quantized(product.lhs, a._replace(forms=Forms(rest)), settings)
-    y = compute(rest, b_quantized, "float32")
-    outliers, b = whole._replace(value=outliers), _high_precision(b, settings)
-    return (y + compute(outliers, b, "float32", first=False)).astype(out_dtype)
+    whole = as_array(a.forms, settings.dtype)
+    rest, outliers = settings.sharded.split_outliers(whole, product.outlier_threshold, a.spec)
+    a_quantized = _quantized(product.lhs, a._replace(forms=Forms(rest)), settings)
+    y = compute(a_quantized, b_quantized, "float32")
+    exact = Operand(outliers, a.spec, a.axis), _high_precision(b, settings)
+    return (y + compute(*exact, "float32", first=False)).astype(out_dtype)
 
 
 def _high_precision(factor: Factor, settings: Settings) -> Operand:
@@ -198,8 +200,10 @@ def as_array(forms: Forms, dtype: str) -> jax.Array:
     """The matrix itself, or what its quantized form stands for."""
     if forms.high_precision is not None:
         return forms.high_precision.astype(dtype)
-    q = forms.transposed.T if forms.quantized is None else forms.quantized
-    return reference.dequantize(q, dtype)
+    if forms.quantized is not None:
+        return reference.dequantize(forms.quantized, dtype)
+    assert forms.transposed is not None, "a matrix has at least one form"
+    return reference.dequantize(forms.transposed.T, dtype)
 
 
 def _quantized(quantizer: Quantizer, factor: Factor, settings: Settings) -> Operand:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
 from swjax.linear.arithmetic import Arithmetic, as_rows
-from swjax.linear.layouts import Spec, as_matrix, specs_of
+from swjax.linear.layouts import Spec, SpecTree, as_matrix, quantized_specs, specs_of
 from swjax.linear.plans import Plan
 from swjax.linear.prologues import Gradient, Prologue, PrologueGradients, add
 from swjax.recipes import Quantizer
@@ -122,9 +122,9 @@ class Sharded(NamedTuple):
 
         spanned = range(len(out_spec)) if per_tensor else (axis % len(out_spec),)
         scale_spec = Spec(() if i in spanned else axes for i, axes in enumerate(out_spec))
-        specs = QTensor(out_spec, scale_spec)
+        specs = quantized_specs(out_spec, scale_spec)
         if transpose:
-            specs = QTensor(*(Spec(reversed(spec)) for spec in specs))
+            specs = quantized_specs(*(Spec(reversed(spec)) for spec in (out_spec, scale_spec)))
         q = plan.run(step, (x,), (spec,), specs)
         return _with_fixed_scale(q) if per_tensor else q
 
@@ -140,8 +140,9 @@ class Sharded(NamedTuple):
                 absmax = plan.maximum(reference.absolute_maximum(absmax, (0,)), *plan.w)
             return self.arithmetic.run("quantize_both", w, absmax, dtype=dtype)
 
-        specs = QTensor(plan.w, one), QTensor(as_matrix(plan.w, True), one)
-        return tuple(map(_with_fixed_scale, plan.run(step, (w,), (plan.w,), specs)))
+        specs = quantized_specs(plan.w, one), quantized_specs(as_matrix(plan.w, True), one)
+        q, transposed = plan.run(step, (w,), (plan.w,), specs)
+        return _with_fixed_scale(q), _with_fixed_scale(transposed)
 
     def quantize_and_sum(self, g: jax.Array, dtype: str) -> tuple[QTensor, jax.Array]:
         """g quantized row-wise, and its sum over all tokens: the gradient of a bias."""
@@ -195,6 +196,7 @@ class Sharded(NamedTuple):
     ) -> PrologueGradients:
         """The gradients of a prologue; see `LayerNorm.backward`."""
         plan, spec = self.plan, self.prologue_spec(prologue)
+        whole: SpecTree = Spec()
 
         def step(prologue, x, gradients, residual_gradient):
             of = prologue.backward(
@@ -210,17 +212,19 @@ class Sharded(NamedTuple):
                 of.input._replace(token_sum=token_sum), parameters, of.recomputed
             )
 
-        forms = Gradient(spec)
+        tree: SpecTree = spec
+        forms = Gradient(tree)
         if not prologue.whole_rows and residual_gradient is None:
-            forms = Gradient(spec, _row_specs(spec) if quantize_to else None, Spec(spec[-1:]))
-        out_specs = PrologueGradients(forms, Spec(), spec if recompute else None)
+            columns: SpecTree = Spec(spec[-1:])
+            forms = Gradient(tree, _row_specs(spec) if quantize_to else None, columns)
+        out_specs = PrologueGradients(forms, whole, tree if recompute else None)
         arrays = (prologue, x, gradients, residual_gradient)
         return plan.run(step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs)
 
 
 def _row_specs(spec: Spec) -> QTensor:
     """The specs of an array quantized row-wise."""
-    return QTensor(spec, Spec((*spec[:-1], ())))
+    return quantized_specs(spec, Spec((*spec[:-1], ())))
 
 
 def _with_fixed_scale(q: QTensor) -> QTensor:

@@ -48,7 +48,9 @@ class Tensor(NamedTuple):
             return leaf
         return jax.reshard(leaf, jax.P(*spec))
 
-    def map_blocks(self, function: Callable, shaped: Sequence[bool], shaped_out: Sequence[bool]) -> Callable:
+    def map_blocks(
+        self, function: Callable, shaped: Sequence[bool], shaped_out: Sequence[bool]
+    ) -> Callable:
         """Maps a function of arrays of one block over the block axes.
 
         Args:

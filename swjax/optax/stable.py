@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from swjax.optax.tensors import (
@@ -240,10 +241,13 @@ def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Arr
     """
     dtype = jnp.result_type(float)
     tiny = float(jnp.finfo(dtype).tiny)  # b = 0: log(0) * 0 would be NaN
+    log_b: float | jax.Array
     if isinstance(b, jax.Array):
         log_b = jnp.log(jnp.maximum(b.astype(dtype), tiny))
     else:
-        log_b = math.log(max(b, tiny))  # in double precision: 0.999999 is not a float32
+        log_b = math.log(
+            max(float(np.asarray(b)), tiny)
+        )  # in double precision: 0.999999 is not a float32
     return -jnp.expm1(jnp.asarray(t, dtype) * log_b)
 
 

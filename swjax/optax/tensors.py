@@ -89,13 +89,20 @@ class TensorValues(NamedTuple):
     blocks: dict[str, tuple[int, ...]]
 
     @classmethod
-    def zeros(cls, blocks: dict[str, tuple[int, ...]], dtype: jax.typing.DTypeLike) -> "TensorValues":
+    def zeros(
+        cls, blocks: dict[str, tuple[int, ...]], dtype: jax.typing.DTypeLike
+    ) -> "TensorValues":
         """Zeros for the blocks that `blocks_by_name` finds."""
         size = sum(math.prod(shape) for shape in blocks.values())
         return cls(jnp.zeros(size, dtype), blocks)
 
     @classmethod
-    def of(cls, blocks: dict[str, tuple[int, ...]], values: Sequence[jax.Array], dtype: jax.typing.DTypeLike) -> "TensorValues":
+    def of(
+        cls,
+        blocks: dict[str, tuple[int, ...]],
+        values: Sequence[jax.Array],
+        dtype: jax.typing.DTypeLike,
+    ) -> "TensorValues":
         """The values of each tensor in turn, each of the shape of its blocks."""
         return cls(join([x.astype(dtype) for x in values], (), dtype), blocks)
 
@@ -138,7 +145,7 @@ class _Layout(tuple):
 jax.tree_util.register_pytree_with_keys(
     TensorValues,
     lambda x: (((jax.tree_util.GetAttrKey("values"), x.values),), _Layout(x.blocks.items())),
-    lambda layout, children: TensorValues(children[0], dict(layout)),
+    lambda layout, children: TensorValues(next(iter(children)), dict(layout)),
     lambda x: ((x.values,), _Layout(x.blocks.items())),
 )
 
@@ -157,7 +164,9 @@ def blocks_by_name(params: Any, axes: list[tuple[int, ...]]) -> dict[str, tuple[
     return blocks
 
 
-def join(arrays: Sequence[jax.Array], shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+def join(
+    arrays: Sequence[jax.Array], shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> jax.Array:
     """Concatenates arrays of entries: each [..., *shape] becomes [entries, *shape] first.
 
     The result is replicated, since explicit meshes concatenate only arrays that are sharded alike.

@@ -244,7 +244,7 @@ def _manifest(state, position: dict) -> dict:
     return manifest | {"crc32": _crc32(manifest)}
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """What went wrong, short: TensorStore's messages end with it, after names of files."""
     while error.__cause__ is not None and not isinstance(error, RunError):
         error = error.__cause__

@@ -90,6 +90,8 @@ def _run_file(file: str) -> ConfigDict:
     if not Path(path).is_file():
         raise ConfigError(f"config file {path!r} does not exist{_nearest_config(Path(path))}")
     spec = importlib.util.spec_from_file_location("swjax_config", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"config file {path!r} must be a Python file, one that ends with .py")
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -154,7 +156,7 @@ def _fit_warmup(config: ConfigDict, durations: ConfigDict, overridden: set[str])
 
 def _flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     """The values by key, as in {"train.steps": 20}."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, ConfigDict):
             flat |= _flatten(value, f"{prefix}{name}.")
@@ -188,7 +190,7 @@ def describe_keys(file: Path = COMMON) -> list[Description]:
     >>> key.name, key.default, key.type
     ('config.model.name', 'tiny', 'str')
     """
-    defaults, meanings, above = _flatten(load(str(file))), {}, []
+    defaults, meanings, above = _flatten(load(str(file))), dict[str, str](), list[str]()
     for line in file.read_text().splitlines():
         code, _, comment = line.strip().partition("# ")
         assigned = re.match(r"config\.([\w.]+) = ", code)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,7 +56,10 @@ def start() -> None:
     if arguments is None:
         return
     with _said_after(_SILENCE, f"train.py: {_waiting(arguments)}"):
-        timeouts = {"heartbeat_timeout_seconds": _HEARTBEAT, "shutdown_timeout_seconds": _SHUTDOWN}
+        timeouts: dict[str, Any] = {
+            "heartbeat_timeout_seconds": _HEARTBEAT,
+            "shutdown_timeout_seconds": _SHUTDOWN,
+        }
         jax.distributed.initialize(**arguments, **timeouts)
     lost_peers.watch(f"train.py: {_lost('it gives no sign of life')}")
 

@@ -8,7 +8,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from swjax.training.errors import ConfigError
 
@@ -66,14 +66,14 @@ class Key(NamedTuple):
             return tuple(patterns) if text else ()
         return self.kind(text)
 
-    def accepts(self, value) -> bool:
+    def accepts(self, value: Any) -> bool:
         """Whether a value has the type and lies in the range; an int is accepted as a float."""
         if self.kind is tuple:
             return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
         kinds = (int, float) if self.kind is float else self.kind
         if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
             return False
-        if self.kind in (bool, str):
+        if not isinstance(value, (int, float)) or self.kind is bool:
             return value in self.choices if self.choices else True
         opening, low, high, closing = _parse(self.interval)
         above = low <= value if opening == "[" else low < value

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 from swjax.training.errors import ExitCode
 
@@ -29,6 +30,7 @@ class _Stderr:
 
     def __init__(self):
         self.old = os.dup(2)
+        self.handler: Any = None  # what `watch` gives to C
         reader, writer = os.pipe()
         os.dup2(writer, 2)
         os.close(writer)

@@ -24,7 +24,9 @@ def rows(archive: str):
     with tarfile.open(archive) as tar:
 
         def read(path):
-            return json.load(tar.extractfile(f"package/{path}"))
+            member = tar.extractfile(f"package/{path}")
+            assert member is not None, f"{path} is no file"
+            return json.load(member)
 
         emoji, groups = read("en/data.json"), read("meta/groups.json")
     for entry in sorted(emoji, key=lambda entry: entry.get("order", 0)):

