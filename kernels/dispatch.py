@@ -9,6 +9,7 @@ import importlib.util
 import os
 import warnings
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ MODULES = {"triton": "triton_gpu", "mosaic_gpu": "mosaic_gpu"}
 INSTALL = "pip install 'swjax[gpu]' (Python 3.12 or newer)"
 
 
-def run(operation: str, *arrays, implementation: str | None = None, **options):
+def run(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> Any:
     """Computes `operation` by a named implementation, or by the best one available.
 
     Args:
@@ -78,7 +79,7 @@ def _kernel(name: str, operation: str, **options):
     return jax.jit(jax.custom_batching.sequential_vmap(function))
 
 
-def choose(operation: str, *arrays, implementation: str | None = None, **options) -> str:
+def choose(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> str:
     """The name of the implementation that `run` uses for these arguments.
 
     On an NVIDIA GPU, None chooses the one that the device's tuned table names as the fastest for the shape,
@@ -120,7 +121,7 @@ def check(implementation: str | None) -> None:
         )
 
 
-def why_not(name: str, operation: str, *arrays, **options) -> Unavailable | None:
+def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
     """Why an implementation cannot compute an operation here; None: it can.
 
     Args:
@@ -202,7 +203,7 @@ def module_of(name: str) -> ModuleType:
     return importlib.import_module(f"swjax.kernels.{MODULES[name]}")
 
 
-def shape_key(operation: str, *arrays) -> str:
+def shape_key(operation: str, *arrays: Any) -> str:
     """The key of a shape in the tuned table: all but the number of tokens. That of a product is "{n}x{k}"."""
     if operation == "matmul":
         return "x".join(map(str, arrays[1].values.shape))

@@ -236,11 +236,12 @@ _kernels: ContextVar[dict[tuple[str, ...], Kernel] | None] = ContextVar("_kernel
 
 
 @contextmanager
-def kernels_used():
+def kernels_used() -> Iterator[dict[tuple[str, ...], Kernel]]:
     """Yields {path of a module: its `Kernel`}, filled as model code runs, for modules with a recipe."""
-    token = _kernels.set({})
+    kernels: dict = {}
+    token = _kernels.set(kernels)
     try:
-        yield _kernels.get()
+        yield kernels
     finally:
         _kernels.reset(token)
 

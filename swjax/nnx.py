@@ -54,8 +54,8 @@ class Linear(nnx.Linear):
         implementation: str | None = None,
         layout: Layout | None = None,
         rngs: nnx.Rngs,
-        **kwargs,
-    ):
+        **kwargs: Any,
+    ) -> None:
         if "dot_general" in kwargs:
             raise ValueError(
                 "swjax.nnx.Linear computes its own product and takes no dot_general: "
@@ -67,13 +67,13 @@ class Linear(nnx.Linear):
         self.set_recipe(recipe, implementation)
         self.layout = layout if layout is not None else _layout(self.kernel)
 
-    def set_recipe(self, recipe: str | Recipe, implementation: str | None = None):
+    def set_recipe(self, recipe: str | Recipe, implementation: str | None = None) -> None:
         """Computes as `recipe` says from now on."""
         dispatch.check(implementation)
         self.recipe, self.implementation = get(recipe), implementation
 
     def __call__(
-        self, inputs: jax.Array, out_sharding=None, *, prologue: Prologue | None = None
+        self, inputs: jax.Array, out_sharding: Any = None, *, prologue: Prologue | None = None
     ) -> jax.Array:
         """``inputs w + bias``: [..., k] -> [..., n]; the inputs go through `prologue` first."""
         y = switchback(*self._operands(inputs), prologue=prologue, **self._options())

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
@@ -20,7 +21,7 @@ _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
 }
 
 
-def why_not(operation: str, *arrays, **options) -> Unavailable | None:
+def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
     """Why these kernels cannot compute an operation on this GPU; None: they can.
 
     Args:

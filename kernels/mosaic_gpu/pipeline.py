@@ -59,7 +59,7 @@ class Work(Protocol):
     def stages(self) -> int: ...
 
     @property
-    def sum_dtype(self) -> jnp.dtype: ...
+    def sum_dtype(self) -> jax.typing.DTypeLike: ...
 
     def units(self) -> jax.Array:
         """The number of units of this block."""
@@ -143,7 +143,7 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
             plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + count - 1, work.stages)])
             work.store(unit, sums[...], half)
 
-        sums = plgpu.WGMMAAccumulatorRef((HALF, TILE_N), work.sum_dtype)
+        sums = plgpu.WGMMAAccumulatorRef((HALF, TILE_N), jnp.dtype(work.sum_dtype))
         pl.run_scoped(multiply_tile, sums=sums)
         return used + count
 
@@ -165,7 +165,7 @@ def load_registers(ref: Ref, index: slice | pl.Slice) -> jax.Array:
 
 
 def store_tile(
-    values: Callable[[int], jax.Array], buffers: Ref, to: Ref, piece: int, **options
+    values: Callable[[int], jax.Array], buffers: Ref, to: Ref, piece: int, **options: Any
 ) -> None:
     """Copies HALF x TILE_N values to global memory, through two buffers.
 
@@ -184,7 +184,7 @@ def store_tile(
         plgpu.copy_smem_to_gmem(buffers.at[number % 2], to.at[:, pl.ds(at, piece)], **options)
 
 
-def piece_of(dtype: jnp.dtype | str) -> int:
+def piece_of(dtype: jax.typing.DTypeLike) -> int:
     """Columns of a written piece: a line of them."""
     return LINE // jnp.dtype(dtype).itemsize
 
@@ -212,8 +212,10 @@ def launch(
     """
 
     def buffer(shape, dtype):
-        tiling = plgpu.TilingTransform((8, piece_of(dtype)))
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(LINE)))
+        tiling: Callable = plgpu.TilingTransform  # jax 0.12 types these two as abstract
+        swizzle: Callable = plgpu.SwizzleTransform
+        transforms = tiling((8, piece_of(dtype))), swizzle(LINE)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
     empty: plgpu.Barrier | plgpu.ClusterBarrier = plgpu.Barrier(**arrivals)

@@ -83,7 +83,7 @@ class Product:
         return self.spec.tile.stages
 
     @property
-    def sum_dtype(self) -> jnp.dtype:
+    def sum_dtype(self) -> jax.typing.DTypeLike:
         return jnp.int32 if self.inputs.a.dtype == jnp.int8 else jnp.float32
 
     def units(self) -> jax.Array:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ class WeightGradient:
     done: Ref
 
     stages = tiles.WEIGHT_GRADIENT_STAGES
-    sum_dtype = jnp.float32
+    sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.float32
 
     def units(self) -> jax.Array:
         total = self.spec.tile_count * self.spec.slices
@@ -169,7 +169,7 @@ def weight_gradient(
     return dw.astype(out_dtype)
 
 
-def why_not(x: jax.Array, g: jax.Array, **_) -> Unavailable | None:
+def why_not(x: jax.Array, g: jax.Array, **_: Any) -> Unavailable | None:
     """Why `weight_gradient` cannot multiply these; None: it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"is for 16-bit operands, got {x.dtype}: use 'xla'")

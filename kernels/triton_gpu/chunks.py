@@ -4,6 +4,8 @@ A block of `ROWS` rows is `CHUNKS` arrays of `CHUNK` columns, a power of two as 
 are 5 x 256, so that no lane idles. `block` counts blocks of rows, `i` chunks.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -191,7 +193,7 @@ def qtensor(values: jax.Array, scale: jax.Array, dtype: str | None) -> QTensor |
     return QTensor(values, scale) if dtype else None
 
 
-def why_not(x: jax.Array, *_, **__) -> Unavailable | None:
+def why_not(x: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Why a row kernel cannot read x; None: it can."""
     if x.shape[-1] > tiles.WIDEST_ROW:
         return Unavailable(f"takes rows of up to {tiles.WIDEST_ROW}, got {x.shape[-1]}: use 'xla'")

@@ -8,6 +8,8 @@ rows at a time, but 8 columns.
 An array [rows, D] is a tuple of one or two pieces, [rows, D_MAIN] and [rows, D_TAIL].
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -156,7 +158,7 @@ def head_constants(q: jax.Array, tile: tiles.AttentionTile, causal: bool) -> dic
     }
 
 
-def why_not(q: jax.Array, *_, **__) -> Unavailable | None:
+def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Why the kernels cannot compute attention of these queries; None: they can."""
     _, tokens, _, width = q.shape
     capability = tiles.compute_capability()

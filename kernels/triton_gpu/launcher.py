@@ -1,10 +1,12 @@
 """The call of jax-triton, and the outputs that kernels share."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 
-def call(*arrays: jax.Array, **options):
+def call(*arrays: jax.Array, **options: Any) -> Any:
     """`jax_triton.triton_call` with floating-point fusion off.
 
     Args:
@@ -20,6 +22,8 @@ def call(*arrays: jax.Array, **options):
     return jax_triton.triton_call(*arrays, backend_options={"enable_fp_fusion": False}, **options)
 
 
-def output(wanted, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+def output(
+    wanted: object, shape: tuple[int, ...], dtype: jax.typing.DTypeLike | None
+) -> jax.ShapeDtypeStruct:
     """An output of the kernel; one element if it is not wanted, since the kernel still needs an address."""
     return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype if wanted else jnp.float32)

@@ -1,5 +1,7 @@
 """Quantizers of rows, which read them once, and `quantize`, which chooses how to find its scales."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -96,7 +98,7 @@ def quantize(
     return quantize_by(x, reference.absolute_maximum(x, axes), dtype, transpose=transpose)
 
 
-def why_not_quantize(x: jax.Array, axes: tuple[int, ...] = (-1,), **_) -> Unavailable | None:
+def why_not_quantize(x: jax.Array, axes: tuple[int, ...] = (-1,), **_: Any) -> Unavailable | None:
     """Why `quantize` cannot find scales over these axes; None: it can."""
     axes = sorted(axis % x.ndim for axis in axes)
     if axes not in (list(range(x.ndim)), list(range(x.ndim - 1)), [x.ndim - 1]):

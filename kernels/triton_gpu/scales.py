@@ -1,5 +1,7 @@
 """Quantizes a matrix by absolute maxima that are known: as it is, transposed, or both."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -79,7 +81,7 @@ def quantize_by(
     return QTensor(transposed, scale.T) if transpose else QTensor(values.reshape(x.shape), scale)
 
 
-def why_not_quantize_by(x: jax.Array, absmax: jax.Array, *_, **__) -> Unavailable | None:
+def why_not_quantize_by(x: jax.Array, absmax: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Why `quantize_by` cannot use scales of this shape; None: it can."""
     *rows, n = x.shape
     ones = (1,) * len(rows)

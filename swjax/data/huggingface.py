@@ -71,6 +71,6 @@ class HuggingFace(Photographs):
             raise BadExample(f"the image is no bytes but {type(image).__name__}")
         return Record(image, texts(row[self._text_key]))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         keys = dict(image_key=self._image_key, text_key=self._text_key)
         return functools.partial(HuggingFace, **keys), (self._split,)

@@ -3,6 +3,7 @@
 import mmap
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Memory:
         return array
 
 
-def when_gone(array: np.ndarray, call: Callable, value) -> None:
+def when_gone(array: np.ndarray, call: Callable, value: Any) -> None:
     """Calls with the value once an array of a buffer, and all views of it, are gone.
 
     Views refer to such an array itself: it is the first above what is none.

@@ -7,16 +7,21 @@ of a run, and what was taken can be said in a few numbers.
 
 import bisect
 import functools
+from typing import Any
 
 import grain
 import numpy as np
 
+from swjax.data.mixture import Mixture
 from swjax.data.progress import Position
+from swjax.data.sources import Source
 
 SHUFFLES = ("global", "shard")
 
 
-def order(source, *, seed: int, shuffle: str = "global", shards: int = 16) -> grain.MapDataset:
+def order(
+    source: Source, *, seed: int, shuffle: str = "global", shards: int = 16
+) -> grain.MapDataset:
     """Returns the endless sequence of example numbers.
 
     Each source, and each part of a mixture, is gone through in epochs, each in another order; no
@@ -39,7 +44,7 @@ def order(source, *, seed: int, shuffle: str = "global", shards: int = 16) -> gr
             f"shuffle must be one of {', '.join(SHUFFLES)} and shuffle_shards positive; they are "
             f"{shuffle!r} and {shards}"
         )
-    if hasattr(source, "parts"):
+    if isinstance(source, Mixture):
         parts = [
             order(part, seed=_seed(seed, i), shuffle=shuffle, shards=shards).map(
                 functools.partial(_add, int(start))
@@ -77,14 +82,14 @@ class ShardShuffle(grain.MapDataset):
         self._plan = functools.lru_cache(4)(self._make_plan)
         self._group = functools.lru_cache(4)(self._make_group)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         make = functools.partial(ShardShuffle, seed=self._seed, shards=self._shards)
         return make, (self._lengths,)
 
     def __len__(self) -> int:
         return int(self._lengths.sum())
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
         epoch, position = divmod(index, len(self))
@@ -129,7 +134,7 @@ class ProcessShare(grain.MapDataset):
     def __len__(self) -> int:
         return (len(self._parent) - self._position.start) // self._count
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
         return self._parent[self._position.of(self._index + index * self._count)]

@@ -2,7 +2,7 @@
 
 import abc
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class Photographs(abc.ABC):
         return self.record(label).captions
 
 
-def texts(value) -> tuple[str, ...]:
+def texts(value: Any) -> tuple[str, ...]:
     """Returns captions without those that are empty.
 
     Args:
@@ -106,7 +106,7 @@ def texts(value) -> tuple[str, ...]:
     return captions
 
 
-def json_field(data: bytes, name: str):
+def json_field(data: bytes, name: str) -> Any:
     """Returns a field of a JSON object.
 
     Raises:

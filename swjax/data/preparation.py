@@ -8,9 +8,10 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 
-def prepared(make_builder: Callable, data_dir: str | Path, name: str):
+def prepared(make_builder: Callable, data_dir: str | Path, name: str) -> Any:
     """Returns a TFDS builder whose data set lies on disk, preparing it at the first call.
 
     TFDS writes into a directory of its own and renames it when complete, so a data set is there

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 # A module is imported when its data set is asked for: most bring a large library.
 _SOURCES = {
@@ -40,7 +40,7 @@ class Source(Protocol):
         """Returns all that is said of a label's images, the shortest and plainest first."""
 
 
-def source(name: str, split: str, *, data_dir: str = "data", **options) -> Source:
+def source(name: str, split: str, *, data_dir: str = "data", **options: Any) -> Source:
     """Opens a split of a data set, and prepares the data set at its first use.
 
     Args:
@@ -70,7 +70,7 @@ def source(name: str, split: str, *, data_dir: str = "data", **options) -> Sourc
     return make(split, **options)
 
 
-def prepare(name: str, *, data_dir: str = "data", **options) -> None:
+def prepare(name: str, *, data_dir: str = "data", **options: Any) -> None:
     """Prepares a data set ahead of its first use; at once if that was done."""
     source(name, "train", data_dir=data_dir, **options)
 

@@ -107,7 +107,7 @@ class Table(Photographs):
                 )
         return columns, 1
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return functools.partial(Table, **self._arguments), (self._path,)
 
 

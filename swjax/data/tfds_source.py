@@ -70,7 +70,7 @@ class TFDS(Photographs):
         record = self._records[index]
         return Record(_at(record, self._image_key), _captions(_at(record, self._text_key)))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return functools.partial(TFDS, **self._arguments), (self._split,)
 
 

@@ -95,7 +95,7 @@ class WebDataset(Photographs):
                 return Record(image, texts(text))
         raise BadExample(f"no {'/'.join(self._text_keys)} but {', '.join(found)}")
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return functools.partial(WebDataset, **self._arguments), (self._split,)
 
 

@@ -101,7 +101,8 @@ def switchback(
             check_dtypes(x, *each)
         x = _place_input(x, prologue, layers[0])
         ws, biases = zip(*map(_place, ws, biases, plans))
-        ys, x = linears(*vary_alike(x, ws, biases, prologue), layers, residual)
+        ys, kept = linears(*vary_alike(x, ws, biases, prologue), layers, residual)
+        x = x if kept is None else kept
     y = ys if several else ys[0]
     return (y, x) if residual else y
 
@@ -160,8 +161,8 @@ def mlp(
     x = _place_input(x, prologue, first)
     (w1, b1), (w2, b2) = _place(w1, b1, plan), _place(w2, b2, plan2)
     args = vary_alike(x, w1, b1, w2, b2, prologue)
-    y, x = fused_mlp(*args, Gelu(approximate), first, second, residual)
-    return (y, x) if residual else y
+    y, kept = fused_mlp(*args, Gelu(approximate), first, second, residual)
+    return y if kept is None else (y, kept)
 
 
 def _settings(x, recipe, out_dtype, precision, implementation, plan) -> Settings:

@@ -1,7 +1,7 @@
 """The arithmetic of a linear layer on one device: every call of `swjax.kernels.dispatch` that it makes."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,7 +20,7 @@ class Arithmetic(NamedTuple):
     implementation: str | None = None
     precision: jax.lax.PrecisionLike = None
 
-    def run(self, operation: str, *arrays, **options):
+    def run(self, operation: str, *arrays: Any, **options: Any) -> Any:
         """`dispatch.run` with this implementation."""
         return dispatch.run(operation, *arrays, implementation=self.implementation, **options)
 
@@ -32,7 +32,15 @@ class Arithmetic(NamedTuple):
         """
         return jax.default_backend() == "gpu" and self.implementation != "xla"
 
-    def product(self, a, b, bias=None, *, axes: tuple[int, int], out_dtype: str) -> jax.Array:
+    def product(
+        self,
+        a: jax.Array | QTensor,
+        b: jax.Array | QTensor,
+        bias: jax.Array | None = None,
+        *,
+        axes: tuple[int, int],
+        out_dtype: str,
+    ) -> jax.Array:
         """``a b + bias``, summed over `axes`.
 
         Args:
@@ -46,17 +54,24 @@ class Arithmetic(NamedTuple):
         >>> Arithmetic().product(ones((2, 3)), ones((3, 4)), axes=(-1, 0), out_dtype="float32").shape
         (2, 4)
         """
-        if isinstance(a, QTensor):
+        if isinstance(a, QTensor) or isinstance(b, QTensor):
             return self.run("matmul", a, b, bias, out_dtype=out_dtype, contract=axes)
         contract = (axes[0] % a.ndim,), (axes[1] % b.ndim,)
         return reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
 
-    def weight_gradient(self, x, g, *, axes: tuple[int, int], out_dtype: str) -> jax.Array:
+    def weight_gradient(
+        self,
+        x: jax.Array | QTensor,
+        g: jax.Array | QTensor,
+        *,
+        axes: tuple[int, int],
+        out_dtype: str,
+    ) -> jax.Array:
         """``xT g``, [k, n], summed over all tokens of x [..., k] and g [..., n].
 
         QTensors are matrices already, and `axes` says which of their axes is that of the tokens.
         """
-        if isinstance(x, QTensor):
+        if isinstance(x, QTensor) or isinstance(g, QTensor):
             return self.product(x, g, axes=axes, out_dtype=out_dtype)
         options = {"out_dtype": out_dtype, "precision": self.precision}
         return self.run("weight_gradient", as_rows(x), as_rows(g), **options)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from swjax.recipes import RECIPES, Recipe
 
@@ -87,7 +88,7 @@ def _name(recipe: Recipe | None) -> str:
     return next((name for name, known in RECIPES.items() if known == recipe), "a Recipe")
 
 
-def refuse_dot_general_cls(path: str, module) -> None:
+def refuse_dot_general_cls(path: str, module: Any) -> None:
     """Raises a ValueError if a layer ignores the `dot_general` that it is given."""
     if getattr(module, "dot_general_cls", None) is not None:
         raise ValueError(

@@ -52,7 +52,7 @@ class Layout:
     reduce_dtype: str | None = None
     reduce_later: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.reduce_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"reduce_dtype must be 'float32', 'bfloat16', 'float16' or None, got {self.reduce_dtype!r}"

@@ -41,7 +41,9 @@ class Sharded(NamedTuple):
 
     # --- products -------------------------------------------------------------------------------------
 
-    def output(self, x: Operand, w: Operand, bias, *, out_dtype: str) -> jax.Array:
+    def output(
+        self, x: Operand, w: Operand, bias: jax.Array | None, *, out_dtype: str
+    ) -> jax.Array:
         """y = x w + bias, all-reduced where the plan splits k."""
         plan = self.plan
 
@@ -154,7 +156,9 @@ class Sharded(NamedTuple):
 
         return plan.run(step, (g,), (plan.y,), (_row_specs(plan.y), Spec((plan.n,))))
 
-    def split_outliers(self, x: jax.Array, threshold: float, spec: Spec):
+    def split_outliers(
+        self, x: jax.Array, threshold: float, spec: Spec
+    ) -> tuple[jax.Array, jax.Array]:
         """x as a sum of two: the features below `threshold` for every token, and the others."""
         plan = self.plan
 
@@ -173,7 +177,9 @@ class Sharded(NamedTuple):
         """How the input of a prologue is sharded."""
         return Spec((*self.plan.tokens, ())) if prologue.whole_rows else self.plan.x
 
-    def apply(self, prologue: Prologue, x: jax.Array, *, quantize_to: str | None):
+    def apply(
+        self, prologue: Prologue, x: jax.Array, *, quantize_to: str | None
+    ) -> tuple[jax.Array | None, QTensor | None]:
         """(the prologue's output, None), or with `quantize_to` (None, its output quantized row-wise)."""
         spec = self.prologue_spec(prologue)
 

@@ -16,14 +16,21 @@ from swjax.linear.backward_pass import backward, operands_from
 from swjax.linear.derivatives import differentiated_as, may_be_differentiated
 from swjax.linear.forward_pass import Layers, Operands, Saved, forward, outputs
 from swjax.linear.products import Settings, quantizes_rows
-from swjax.linear.prologues import Gradient, add
+from swjax.linear.prologues import Gelu, Gradient, Prologue, add
 from swjax.recipes import Recipe
 
 # --- layers of one input ------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def linears(x, ws, biases, prologue, layers: Layers, residual: bool):
+def linears(
+    x: jax.Array,
+    ws: tuple[jax.Array | QTensor, ...],
+    biases: tuple[jax.Array | None, ...],
+    prologue: Prologue | None,
+    layers: Layers,
+    residual: bool,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """The layers' outputs, and x for a residual connection, or None."""
     return _linears_forward(x, ws, biases, prologue, layers, residual)[0]
 
@@ -56,7 +63,18 @@ linears.defvjp(_linears_forward, _linears_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
-def fused_mlp(x, w1, b1, w2, b2, prologue, gelu, first: Settings, second: Settings, residual: bool):
+def fused_mlp(
+    x: jax.Array,
+    w1: jax.Array | QTensor,
+    b1: jax.Array | None,
+    w2: jax.Array | QTensor,
+    b2: jax.Array | None,
+    prologue: Prologue | None,
+    gelu: Gelu,
+    first: Settings,
+    second: Settings,
+    residual: bool,
+) -> tuple[jax.Array, jax.Array | None]:
     """``gelu(x w1 + b1) w2 + b2``, and x for a residual connection, or None."""
     return _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second, residual)[0]
 

@@ -13,6 +13,7 @@ import platform
 import time
 import zlib
 from pathlib import Path
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -98,7 +99,7 @@ class Checkpoints:
         """That of the data in one of them."""
         return _read_manifest(self.directory / str(step))["position"]
 
-    def save(self, step: int, state, position: dict) -> None:
+    def save(self, step: int, state: Any, position: dict) -> None:
         """Starts saving; returns once the state is copied, so that it may be donated.
 
         Args:
@@ -129,7 +130,7 @@ class Checkpoints:
         with self._blame_disk():
             self._manager.check_for_errors()
 
-    def restore(self, like, step: int | None = None):
+    def restore(self, like: Any, step: int | None = None) -> Any:
         """Restores one of them.
 
         Args:
@@ -145,7 +146,7 @@ class Checkpoints:
         self._wait()
         return self._newest(like) if step is None else self._load(step, like)
 
-    def restore_params(self, like, name: str = "params"):
+    def restore_params(self, like: Any, name: str = "params") -> Any:
         """Restores nothing but the parameters of the newest one, or their average "ema"; see `restore`."""
         return self._newest({name: like}, within=f"{name}/")[0][name]
 
@@ -302,7 +303,7 @@ def _named(tree) -> dict:
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
 
 
-def lock(workdir: Path):
+def lock(workdir: Path) -> IO:
     """Makes the workdir if need be, and takes it for this process.
 
     The system frees it when the process ends, however that comes.

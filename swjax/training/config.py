@@ -12,7 +12,7 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,7 +325,7 @@ def _check_data(config: ConfigDict) -> None:
 
 
 @contextlib.contextmanager
-def blame(key: str):
+def blame(key: str) -> Iterator[None]:
     """Turns an error about a value, or a missing package, into one about the config key."""
     try:
         yield
@@ -340,7 +340,7 @@ def to_json(config: ConfigDict) -> str:
     return json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
 
 
-def read_json(what: str, text: str, *, remedy: str, **types) -> dict:
+def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
     """The object that a file of a run holds.
 
     Args:
@@ -407,7 +407,7 @@ SHAPING = ("model.", "data.image_size:", "data.context_length:", "optimizer.name
 
 
 @contextlib.contextmanager
-def blame_changes(workdir: Path, config: ConfigDict):
+def blame_changes(workdir: Path, config: ConfigDict) -> Iterator[None]:
     """Turns an error about the arrays of a checkpoint into one about the config keys that changed them.
 
     Args:

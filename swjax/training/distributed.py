@@ -11,13 +11,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
 
 from swjax.training import lost_peers
 from swjax.training.config import differences, to_json
@@ -100,7 +101,7 @@ def _lost(reason: str) -> str:
 _LOCAL = ("data.dir:", "data.workers:", "train.compilation_cache:")
 
 
-def check_same_config(config) -> None:
+def check_same_config(config: ConfigDict) -> None:
     """Checks that all processes were started with the config of process 0.
 
     Raises:
@@ -182,7 +183,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 @contextlib.contextmanager
-def blame_peers():
+def blame_peers() -> Iterator[None]:
     """Says in one line that another process of the run is gone."""
     try:
         yield
@@ -216,7 +217,7 @@ def is_first() -> bool:
 
 
 @contextlib.contextmanager
-def all_or_none():
+def all_or_none() -> Iterator[None]:
     """Where its body fails in one process it fails in all, once all have come: nobody is waited for in vain.
 
     The body itself must not wait for other processes.
@@ -240,7 +241,7 @@ def all_or_none():
         raise kind(f"process {teller} could not go on: see there what it says") from error
 
 
-def first_does(action: Callable[[], None]) -> None:
+def first_does(action: Callable[[], object]) -> None:
     """Runs `action` in process 0 while the others wait; where it fails, all fail, see `all_or_none`."""
     with all_or_none():
         if is_first():

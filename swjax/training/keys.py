@@ -48,7 +48,7 @@ class Key(NamedTuple):
         limits = [f"{word} {bound:.10g}" for word, bound in bounds if math.isfinite(bound)]
         return ", ".join([_NOUNS[self.kind], *limits])
 
-    def read(self, text: str):
+    def read(self, text: str) -> Any:
         """Returns the value that a text on the command line means.
 
         Raises:

@@ -10,6 +10,7 @@ License v3). The table is committed, so that every Python trains on the same wor
 import json
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 HEADER = """\
@@ -19,7 +20,7 @@ HEADER = """\
 """
 
 
-def rows(archive: str):
+def rows(archive: str) -> Iterator[tuple]:
     """Yields a row for every emoji that has a group, in Unicode's order; skin tones left out."""
     with tarfile.open(archive) as tar:
 

@@ -90,7 +90,7 @@ class Emoji:
             "png": drawing.png,
         }
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         split, data_dir, task, config = self._arguments  # a loader process reads for itself
         make = functools.partial(Emoji, data_dir=data_dir, task=task, config=config)
         return make, (split,)
