@@ -75,24 +75,48 @@ def plot(rows: list[dict], path: Path) -> None:
 
     losses = [row for row in rows if "loss" in row]
     timed = [row for row in rows if "step_ms" in row]
-    height = 4 if losses else 1.2 + 0.28 * len(timed)
-    figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
     if losses:
-        for row in losses:
-            name = f"{row['case']['recipe']}, {place(row['case'])}"
-            axes.plot(range(1, len(row["loss"]) + 1), row["loss"], label=name)
-        axes.set(xlabel="step", ylabel="loss")
-    else:
-        alone = [row["exposed_collective_ms"] or 0 for row in timed]
-        rest = [row["step_ms"] - ms for row, ms in zip(timed, alone)]
-        axes.barh(range(len(timed)), rest, label="everything else")
-        drawn = axes.barh(range(len(timed)), alone, left=rest, label="collectives alone")
-        axes.bar_label(drawn, [f"{efficiency(rows, row) or 0:.3f}" for row in timed], padding=2)
-        axes.set_yticks(range(len(timed)), [short(row["case"]) for row in timed], fontsize=8)
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.set(xlabel="ms a step; the number: weak scaling efficiency")
+        plot_losses(losses, path)
+        return
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.28 * len(timed)), layout="constrained")
+    alone = [row["exposed_collective_ms"] or 0 for row in timed]
+    rest = [row["step_ms"] - ms for row, ms in zip(timed, alone)]
+    axes.barh(range(len(timed)), rest, label="everything else")
+    drawn = axes.barh(range(len(timed)), alone, left=rest, label="collectives alone")
+    axes.bar_label(drawn, [f"{efficiency(rows, row) or 0:.3f}" for row in timed], padding=2)
+    axes.set_yticks(range(len(timed)), [short(row["case"]) for row in timed], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="ms a step; the number: weak scaling efficiency")
     axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def plot_losses(rows: list[dict], path: Path) -> None:
+    """Left the loss on one device; right, for each layout, its distance from that, mean of ten steps."""
+    import matplotlib.pyplot as plt
+
+    alone: dict[str, list[float]] = {}
+    for row in rows:
+        if row["case"]["devices"] == 1:
+            alone.setdefault(row["case"]["recipe"], row["loss"])
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4), layout="constrained")
+    for recipe, loss in alone.items():
+        left.plot(range(1, len(loss) + 1), loss, label=f"{recipe}, 1 device", linewidth=1)
+    left.set(xlabel="step", ylabel="loss", title="on one device")
+    left.legend(fontsize=8)
+    for row in rows:
+        base = alone[row["case"]["recipe"]]
+        if row["loss"] is base:
+            continue
+        far = [abs(a - b) for a, b in zip(row["loss"], base, strict=True)]
+        parts = [far[at : at + 10] for at in range(0, len(far), 10)]
+        name = f"{row['case']['recipe']}, {place(row['case'])}"
+        means = [sum(part) / len(part) for part in parts]
+        right.plot(range(5, 5 + 10 * len(means), 10), means, ".-", linewidth=1, label=name)
+    right.set(xlabel="step", ylabel="distance from one device's loss", yscale="log")
+    right.set_title("repeated on one device, and on several")
+    right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.savefig(path, dpi=110)
 
 

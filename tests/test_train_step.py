@@ -89,7 +89,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
 )  # fmt: skip
 def test_no_branch_makes_a_gpu_wait_for_the_host(micro, options):
     """XLA for GPUs copies the condition of a branch to the host, which waits for the step until there, and
-    begins no other before it ends: see docs/scaling.md."""
+    begins no other before it ends: see benchmarks/notes/scaling.md."""
     config = micro(**options)
     init, step = step_of(config)
     traced = jax.jit(step).trace(jax.eval_shape(init), jax.eval_shape(lambda: batch_of(config)))

@@ -189,25 +189,32 @@ def measure(layer: Layer, function, *arrays) -> tuple[timing.Timing, dict]:
 
 
 def plot(rows: list[dict], path, device: str):
-    """Speed-up and time outside the products of dim -> 4 dim and back together, over tokens, a line a dim."""
+    """Speed-up and time outside the products of dim -> 4 dim and back together, over dim, a line for each
+    number of tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
-    for dim, points in sorted(grid(rows).items()):
-        tokens, speedup, outside = zip(*sorted(points))
-        left.plot(tokens, speedup, "o-", label=f"{dim}")
-        right.plot(tokens, [100 * share for share in outside], "o-", label=f"{dim}")
+    lines: dict[int, list[tuple]] = {}
+    for dim, points in grid(rows).items():
+        for tokens, *values in points:
+            lines.setdefault(tokens, []).append((dim, *values))
+    for tokens, points in sorted(lines.items()):
+        dims, speedup, outside = zip(*sorted(points))
+        left.plot(dims, speedup, "o-", label=f"{tokens:,}")
+        right.plot(dims, [100 * share for share in outside], "o-", label=f"{tokens:,}")
     left.axhline(1, color="grey", linewidth=0.8)
     left.set_ylabel("speed-up over XLA bf16")
     right.set_ylabel("time outside the products, %")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
-        axes.set_xlabel("tokens")
-        axes.legend(title="dim")
+        axes.set_xticks(sorted(grid(rows)), sorted(grid(rows)), minor=False)
+        axes.minorticks_off()
+        axes.set_xlabel("width (dim)")
+        axes.set_ylim(bottom=0)
+        axes.legend(title="tokens")
     figure.suptitle(f"SwitchBack, dim -> 4 dim and back, forward and backward, on one {device}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

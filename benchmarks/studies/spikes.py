@@ -217,7 +217,8 @@ def alignment(results: list[dict], tensor: str) -> str:
 def draw(figure, runs) -> None:
     """A panel for each question that the parts of the study answer."""
     parts = {run["key"]["part"] for run in runs}
-    panels = [draw_counts, draw_sweep, draw_spike] if "sweep" in parts else []
+    panels = [draw_counts, draw_sweep] if "sweep" in parts else []
+    panels += [draw_spike] if foretold(runs) else []
     panels += [draw_finals] if parts - {"sweep"} else []
     panels += [draw_surge] if "surge" in parts else []
     figure.set_size_inches(3.8 * len(panels), 3.6)
@@ -250,25 +251,22 @@ def draw_by_place(axes, runs, value) -> None:
     axes.legend(fontsize=6)
 
 
-def draw_spike(axes, runs) -> None:
-    """The loss spike of the sweep that follows an RMS event of the patch embedding, where RMS is largest."""
+def foretold(runs) -> list[tuple[float, int, dict]]:
+    """(largest RMS, step, run) of each loss spike of the sweep that follows an RMS event."""
     from swjax.diagnostics.spikes import Rules
 
     first, last = Rules().lead
-    sweep = [
-        run for run in cells(runs, "part").get(("sweep",), ()) if run["result"].get("loss_events")
-    ]
-    found = [
+    return [
         (run["result"]["largest_rms"], event, run)
-        for run in sweep
-        for event in run["result"]["loss_events"]
+        for run in cells(runs, "part").get(("sweep",), ())
+        for event in run["result"].get("loss_events", ())
         if any(first <= event - start <= last for start in run["result"]["patch_events"])
     ]
-    if not found:
-        axes.set_axis_off()
-        axes.set_title("no loss spike follows an RMS event")
-        return
-    _, event, run = max(found, key=lambda one: one[0])
+
+
+def draw_spike(axes, runs) -> None:
+    """The loss spike of the sweep that follows an RMS event of the patch embedding, where RMS is largest."""
+    _, event, run = max(foretold(runs), key=lambda one: one[0])
     result, key = run["result"], run["key"]
     near = slice(max(event // study.THIN - 30, 0), event // study.THIN + 20)
     steps = study.thinned_steps(result["loss"])[near]

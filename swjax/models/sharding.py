@@ -117,7 +117,7 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
 def compiler_options(mesh: Mesh) -> dict[str, str]:
     """XLA's options for a train step on this mesh; what the environment sets in XLA_FLAGS is left alone.
 
-    GPUs gather weights, and scatter gradients, in pieces of 128 MiB, not 30: docs/scaling.md has what it
+    GPUs gather weights, and scatter gradients, in pieces of 128 MiB, not 30: benchmarks/notes/scaling.md has what it
     brings.
 
     >>> compiler_options(make_mesh())
