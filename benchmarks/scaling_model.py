@@ -1,4 +1,6 @@
-"""Bytes, FLOPs and seconds of a training step on more GPUs than we have, on paper; benchmarks/notes/scaling.md explains.
+"""Bytes, FLOPs and seconds of a training step on more GPUs than we have, on paper.
+
+benchmarks/notes/scaling.md explains the assumptions.
 
   python benchmarks/scaling_model.py                      # ViT-H/14 on 256 and 4,096 GPUs
   python benchmarks/scaling_model.py --model=vit_b16 --gpus 8 256

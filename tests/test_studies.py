@@ -29,7 +29,7 @@ def test_examples(study, name):
 
 
 def test_spikes_that_follow_an_rms_event(study, tmp_path, capsys):
-    """What benchmarks/notes/accuracy.md says of the sweep on GPUs is what its file says; and its plot is drawn."""
+    """benchmarks/notes/accuracy.md says of the sweep on GPUs what its file says; its plot is drawn."""
     results = STUDIES.parent / "results" / "spikes_gpu.json"
     plot = tmp_path / "plot.png"
     importlib.import_module("spikes").main([f"--merge={results}", f"--plot={plot}"])

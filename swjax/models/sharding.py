@@ -117,8 +117,8 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
 def compiler_options(mesh: Mesh) -> dict[str, str]:
     """XLA's options for a train step on this mesh; what the environment sets in XLA_FLAGS is left alone.
 
-    GPUs gather weights, and scatter gradients, in pieces of 128 MiB, not 30: benchmarks/notes/scaling.md has what it
-    brings.
+    GPUs gather weights, and scatter gradients, in pieces of 128 MiB, not 30: see
+    benchmarks/notes/scaling.md for the gain.
 
     >>> compiler_options(make_mesh())
     {}
