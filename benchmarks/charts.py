@@ -1,6 +1,6 @@
 """Draws the charts of the README and of the result pages from recorded results, without measuring anything.
 
-  python benchmarks/charts.py    # every chart, into docs/images
+  python benchmarks/charts.py    # every chart, and the drawing of the method, into docs/images
 
 A chart shows rows of one run on one card, unless its page says otherwise.
 """
@@ -116,24 +116,75 @@ def draw_recipes(figure) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+ROWWISE, ONE = "a scale per token", "one scale"
+# The products of a linear layer under SwitchBack: title, left and right operand, result, what is summed.
+# An operand is (name, shape, is int8, what shares a scale).
+PRODUCTS = (
+    ("forward", ("x", "tokens x k", True, ROWWISE), ("w", "k x n", True, ONE), "y", "k"),
+    ("input gradient", ("g", "tokens x n", True, ROWWISE), ("wT", "n x k", True, ONE), "dx", "n"),
+    (
+        "weight gradient",
+        ("xT", "k x tokens", False, ""),
+        ("g", "tokens x n", False, ""),
+        "dw",
+        "tokens",
+    ),
+)
+
+
+def draw_method(figure) -> None:
+    """The three products of a linear layer under SwitchBack, and what is int8."""
+    from matplotlib.patches import Rectangle
+
+    figure.set_size_inches(8.4, 3.6)
+    axes = figure.subplots()
+    axes.set(xlim=(0, 10.4), ylim=(0.1, 4.2))
+    axes.set_axis_off()
+
+    def box(x, y, name, shape, int8, note):
+        color = OURS if int8 else PEER
+        axes.add_patch(Rectangle((x, y), 2.1, 0.82, facecolor=color, edgecolor="none"))
+        ink = "white" if int8 else "black"
+        kind = "int8" if int8 else "16 bits"
+        axes.text(x + 1.05, y + 0.55, f"{name}  {kind}", ha="center", va="center", color=ink)
+        lines = f"{shape}, {note}" if note else shape
+        axes.text(x + 1.05, y + 0.22, lines, ha="center", va="center", color=ink, fontsize=7)
+
+    for row, (title, left, right, result, summed) in enumerate(PRODUCTS):
+        y = 3.1 - 1.35 * row
+        axes.text(0, y + 0.41, title, va="center", fontsize=11)
+        box(2.4, y, *left)
+        axes.text(4.75, y + 0.41, "×", ha="center", va="center", fontsize=12)
+        box(5.0, y, *right)
+        axes.text(7.35, y + 0.41, "=", ha="center", va="center", fontsize=12)
+        box(7.6, y, result, f"sums of length {summed}", False, "")
+
+
 CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
     "recipes_default_h200": draw_recipes,
 }
+DRAWINGS = {"method": draw_method}  # written as SVG
 
 
 def draw(folder: Path, names: Iterable[str] = tuple(CHARTS)) -> None:
-    """Writes the named charts as PNG files into a folder."""
+    """Writes the named charts as PNG files into a folder, and the drawings as SVG."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "swjax"  # the same bytes every time
     import matplotlib.pyplot as plt
 
     for name in names:
         figure = plt.figure(dpi=150, layout="constrained")
         CHARTS[name](figure)
         figure.savefig(folder / f"{name}.png", metadata={"Software": None})
+        plt.close(figure)
+    for name, drawing in DRAWINGS.items():
+        figure = plt.figure(layout="constrained")
+        drawing(figure)
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
 
 

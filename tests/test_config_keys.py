@@ -1,6 +1,8 @@
 """Every config key: wrong settings made from its type and range, and its description."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
@@ -96,3 +98,40 @@ def test_the_table_has_the_keys_of_the_config():
 def test_the_table_has_the_models_and_the_recipes():
     assert set(KEYS["model.name"].choices) == set(clip.CONFIGS)
     assert set(KEYS["model.recipe"].choices) == set(RECIPES)
+
+
+def page() -> str:
+    """The reference of the config keys, docs/config.md."""
+    lines = [
+        "# Config keys",
+        "",
+        "`configs/common.py` defines every key; a config in `configs/` changes some of them.",
+        "`--config.SECTION.KEY=VALUE` on the command line changes one. Values are checked before a run.",
+        "This page is generated: `PYTHONPATH=. python tests/test_config_keys.py --write`.",
+    ]
+    section = ""
+    for key in config_lib.describe_keys():
+        _, here, name = key.name.split(".", 2)
+        if here != section:
+            section = here
+            lines += [
+                "",
+                f"## {section}",
+                "",
+                "| key | default | accepts | meaning |",
+                "|---|---|---|---|",
+            ]
+        cells = (f"`{name}`", f"`{key.default!r}`", key.accepts, key.meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+
+
+def test_the_page_lists_every_key():
+    assert PAGE.read_text() == page(), "run PYTHONPATH=. python tests/test_config_keys.py --write"
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    PAGE.write_text(page())
