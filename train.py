@@ -9,8 +9,8 @@ Examples:
       the harder task: no Twemoji drawing is seen in training
   python train.py --config=configs/openmoji.py --workdir=runs/fp32 --config.model.recipe=standard
       the same run without quantization
-  python train.py --config=configs/vith_int8.py --workdir=runs/vith --config.train.accumulation=4
-      ViT-H/14, the paper's recipe
+  python train.py --config=configs/vith_int8.py --workdir=runs/vith --config.train.accumulation=64
+      ViT-H/14, the paper's recipe, on one GPU of 80 GB: 256 pairs at a time
 
 configs/common.py lists every key and what it means. The same command resumes an interrupted run,
 bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends; a second Ctrl-C, or one before the data are

@@ -243,24 +243,26 @@ def open_clip_loader(tars: str) -> Iterator:
     return iter(batches)
 
 
-def write_tars(folder: Path, images: int, sides: tuple[int, int]) -> str:
-    """Writes two tars of JPEGs with captions; returns the pattern of their paths.
+def write_tars(folder: Path, images: int, sides: tuple[int, int], tars: int = 2) -> str:
+    """Writes tars of JPEGs with captions; returns the pattern of their paths.
 
     Args:
       folder: for them.
       images: how many.
       sides: shortest and longest of their sides, in pixels.
+      tars: how many files share them.
     """
     rng = np.random.default_rng(0)
-    for shard in range(2):
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(tars):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
-            for number in range(images // 2):
+            for number in range(images // tars):
                 caption = f"photograph {number} with a caption of a usual length, say ten words"
                 for end, data in (("jpg", _photograph(rng, sides)), ("txt", caption.encode())):
                     info = tarfile.TarInfo(f"{shard:05d}{number:04d}.{end}")
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
-    return f"{folder}/{{00000..00001}}.tar"
+    return f"{folder}/{{00000..{tars - 1:05d}}}.tar"
 
 
 def _photograph(rng: np.random.Generator, sides: tuple[int, int]) -> bytes:
