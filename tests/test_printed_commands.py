@@ -150,6 +150,7 @@ class Parsed(Exception):
     "command",
     [c for c in of("python") if c.values[0].words[1] not in ("train.py", "-c")],
 )
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")  # another test imported it
 def test_scripts_accept_their_flags(command, monkeypatch, capsys):
     """Up to where the script has parsed them."""
     words = [word for word in command.words[1:] if word != "-P"]
