@@ -272,6 +272,7 @@ def test_any_tfds_data_set_is_a_source(data_dir):
         ("twemoji", {"text_key": "name/text"}, "no feature 'name/text'; .* no inner features"),
         ("twemoji", {"image_key": "x", "text_key": "name"}, "no feature 'x'"),
         ("twemoji", {"builder": ""}, "builder is empty: name the TFDS data set"),
+        ("twemoji", {"builder": "b:9"}, "^builder='b:9' is no name of a TFDS data set: [^\n]*$"),
         ("twemoji", {"builder": "coco"}, "no TFDS data set 'coco' in .*download_and_prepare()"),
     ],
 )
