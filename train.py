@@ -12,6 +12,9 @@ Examples:
   python train.py --config=configs/vith_int8.py --workdir=runs/vith --config.train.accumulation=64
       ViT-H/14, the paper's recipe, on one GPU of 80 GB: 256 pairs at a time
 
+  python train.py --config=configs/vith_int8.py --plan --hardware=h200:8
+      what the run would be, and whether it fits: memory, time, checkpoints; nothing is trained
+
 configs/common.py lists every key and what it means. The same command resumes an interrupted run,
 bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends; a second Ctrl-C, or one before the data are
 opened, ends at once.
@@ -44,6 +47,8 @@ def run(argv: list[str]) -> int:
 
     leave: Callable[[int], int] = int
     try:
+        if "--plan" in argv:
+            return plan([argument for argument in argv if argument != "--plan"])
         config, workdir = config_lib.parse(argv)
         # Not earlier: a typo is reported before the training libraries load.
         from swjax.training import distributed, loop
@@ -53,6 +58,19 @@ def run(argv: list[str]) -> int:
     except (config_lib.ConfigError, config_lib.RunError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return leave(error.exit_code)
+
+
+def plan(argv: list[str]) -> int:
+    """`--plan`: prints what the run would be."""
+    from swjax.training import config as config_lib
+    from swjax.training import plan as plan_lib
+
+    flag = "--hardware="
+    hardware = next((a.removeprefix(flag) for a in reversed(argv) if a.startswith(flag)), "")
+    others = [argument for argument in argv if not argument.startswith(flag)]
+    if not any(argument.startswith("--workdir=") for argument in others):
+        others.append("--workdir=none")  # nothing is written
+    return plan_lib.show(config_lib.parse(others)[0], hardware)
 
 
 if __name__ == "__main__":

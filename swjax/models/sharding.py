@@ -55,16 +55,28 @@ def make_mesh(
     {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
     devices = jax.devices() if devices is None else devices
+    return Mesh(np.asarray(devices).reshape(mesh_sizes(len(devices), data, fsdp, tensor)), AXES)
+
+
+def mesh_sizes(count: int, data: int = -1, fsdp: int = 1, tensor: int = 1) -> tuple[int, ...]:
+    """The sizes of the axes of `make_mesh` for so many devices.
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+
+    >>> mesh_sizes(8, data=-1, fsdp=4)
+    (2, 4, 1)
+    """
     sizes = [data, fsdp, tensor]
     if -1 in sizes:
         rest = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = len(devices) // max(rest, 1)
-    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        sizes[sizes.index(-1)] = count // max(rest, 1)
+    if min(sizes) < 1 or math.prod(sizes) != count:
         raise ValueError(
-            f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not multiply to the {len(devices)} "
+            f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not multiply to the {count} "
             f"device(s) here: change config.mesh, or leave one size -1"
         )
-    return Mesh(np.asarray(devices).reshape(sizes), AXES)
+    return tuple(sizes)
 
 
 @dataclass(frozen=True)

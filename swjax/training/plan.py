@@ -1,0 +1,329 @@
+"""What a run would be, before it starts: `python train.py --config=... --plan --hardware=h200:8`.
+
+Nothing is trained and no GPU is needed. Memory is predicted by `swjax.training.memory_model`, time from
+recorded rates.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from swjax.models import sharding
+from swjax.models.config import CLIPConfig
+from swjax.training import config as config_lib
+from swjax.training.config import ConfigError, blame
+from swjax.training.inputs import open_source
+from swjax.training.keys import suggest
+from swjax.training.memory_model import GIB, Memory, Mesh, most_pairs, predict
+from swjax.training.optimizer import make_optimizer, make_schedule
+from swjax.training.setup import make_init, model_config
+
+# Memory of a GPU in GiB, as its driver reports it.
+GPUS = {
+    "h200": 139.8,
+    "h100-80": 79.1,
+    "a100-80": 79.2,
+    "a100-40": 39.4,
+    "l40s": 44.4,
+    "a10g": 22.1,
+    "l4": 22.0,
+    "rtx4090": 23.5,
+}
+# Images per second of whole steps on one H200, 224 pixels, half of the patches dropped; without recomputed
+# blocks, and with all of them: benchmarks/results/train_step_matrix_h200.json.
+RATES = {
+    ("vit_h14", "standard"): (729, 576),
+    ("vit_h14", "switchback"): (913, 781),
+    ("vit_h14", "fp8_switchback"): (900, 765),
+    ("vit_l14", "standard"): (1600, 1261),
+    ("vit_l14", "switchback"): (1959, 1682),
+    ("vit_l14", "fp8_switchback"): (1936, 1643),
+    ("vit_b16", "standard"): (4949, 3903),
+    ("vit_b16", "switchback"): (5644, 4808),
+    ("vit_b16", "fp8_switchback"): (5593, 4803),
+    ("vit_b32", "standard"): (11830, 9229),
+    ("vit_b32", "switchback"): (13720, 11640),
+    ("vit_b32", "fp8_switchback"): (13590, 11490),
+}
+EFFICIENCY = {"one": 1.0, "fsdp": 0.95, "data": 0.91}  # of one host of four H200
+IMAGES_PER_CORE = 900  # JPEGs of 256 to 512 pixels a second, docs/data.md
+DRAWN = ("emoji", "synthetic")  # data sets whose images need no decoding
+
+
+class Hardware(NamedTuple):
+    """The devices that a plan is for.
+
+    Attributes:
+      kind: a key of `GPUS`, or the kind of the devices that are here.
+      devices: how many there are.
+      limit: bytes that JAX may use of each; None: not known.
+    """
+
+    kind: str
+    devices: int
+    limit: float | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Hardware":
+        """From "KIND:COUNT" or "KIND"; from "": the devices that are here.
+
+        Raises:
+          ConfigError: there is no such kind, or the count is no positive number.
+        """
+        if not text:
+            device = jax.devices()[0]
+            stats = (device.memory_stats() or {}) if device.platform == "gpu" else {}
+            return cls(device.device_kind, jax.device_count(), stats.get("bytes_limit"))
+        kind, _, count = text.partition(":")
+        if kind not in GPUS:
+            raise ConfigError(f"--hardware={text} is unknown: {suggest(kind, GPUS)}")
+        if not (count or "1").isdecimal() or int(count or 1) < 1:
+            raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {kind}:8")
+        return cls(kind, int(count or 1), fraction() * GPUS[kind] * GIB)
+
+
+def fraction() -> float:
+    """The part of a GPU's memory that JAX takes."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run as it would be.
+
+    Attributes:
+      config: the run's.
+      model: its configuration.
+      hardware: that it is for.
+      mesh: of the devices.
+      parameters: how many the model has.
+      state_bytes: of the train state, in checkpoints too.
+      steps, warmup: of the run.
+      examples: of the data set.
+      shown: the first captions.
+      memory: of a device at the peak of a step.
+    """
+
+    config: ConfigDict
+    model: CLIPConfig
+    hardware: Hardware
+    mesh: Mesh
+    parameters: int
+    state_bytes: int
+    steps: int
+    warmup: int
+    examples: int
+    shown: tuple[str, ...]
+    memory: Memory
+
+    @property
+    def pairs(self) -> int:
+        """Of a device and micro-batch."""
+        return self.config.train.batch_size // self.mesh.shards // self.config.train.accumulation
+
+    @property
+    def fits(self) -> bool:
+        return self.hardware.limit is None or self.memory.total <= self.hardware.limit
+
+
+def make(config: ConfigDict, hardware: Hardware) -> Plan:
+    """Opens the data, decodes an example and computes the rest.
+
+    Raises:
+      ConfigError: something in the config does not fit.
+    """
+    with blame("mesh"):
+        sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
+    mesh = Mesh(*sizes)
+    config_lib.validate(config, batch_shards=mesh.shards)
+    model = model_config(config)
+    source = open_source(config, "train")
+    counted = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
+    steps = config_lib.steps(config.train, "", **counted)
+    warmup = config_lib.steps(config.schedule, "warmup_", **counted)
+    optimizer = make_optimizer(config, make_schedule(config, steps, warmup))
+    init, _ = make_init(config, model, optimizer)
+    state = jax.eval_shape(init)
+    state_bytes = _bytes(state)
+    accumulation = config.train.accumulation
+    pairs = config.train.batch_size // mesh.shards // accumulation
+    return Plan(
+        config=config,
+        model=model,
+        hardware=hardware,
+        mesh=mesh,
+        parameters=sum(x.size for x in jax.tree.leaves(state["params"])),
+        state_bytes=state_bytes,
+        steps=steps,
+        warmup=warmup,
+        examples=len(source),
+        shown=tuple(source[0]["captions"][:2]),
+        memory=predict(model, state_bytes, pairs, mesh, accumulation=accumulation),
+    )
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """The plan, a line for each subject."""
+    c, mesh, hardware = plan.config, plan.mesh, plan.hardware
+    yield f"plan for {hardware.devices} x {hardware.kind}" + _limit(hardware)
+    yield _line(
+        "model",
+        f"{c.model.name}, {plan.parameters:,} parameters, {c.model.recipe}, {c.model.dtype}, "
+        f"remat={c.model.remat}",
+    )
+    captions = ", ".join(repr(caption[:60]) for caption in plan.shown)
+    yield _line("data", f"{c.data.name}: {plan.examples:,} pairs; the first caption(s): {captions}")
+    pairs = plan.steps * c.train.batch_size
+    yield _line(
+        "length",
+        f"{plan.steps:,} steps of {c.train.batch_size:,} pairs: {pairs:,} pairs, "
+        f"{pairs / max(plan.examples, 1):.1f} epochs",
+    )
+    yield _line("learning rate", ", ".join(_rates(plan)))
+    yield _line(
+        "devices",
+        f"data={mesh.data} fsdp={mesh.fsdp} tensor={mesh.tensor}; {plan.pairs:,} pairs a device "
+        f"at a time, accumulation={c.train.accumulation}",
+    )
+    m = plan.memory
+    yield _line(
+        "memory",
+        f"{_gib(m.total)} a device: train state {_gib(m.state)}, weights and gradients "
+        f"{_gib(m.weights)}, activations {_gib(m.activations)} ({_gib(m.activations / plan.pairs)} "
+        f"a pair), block at work {_gib(m.working)}",
+    )
+    if hardware.limit is not None:
+        for remat in ("none", "full"):
+            most = _most(plan, remat)
+            needed = _accumulation(plan, remat)
+            advice = f"accumulation={needed}" if needed else "no accumulation fits this batch"
+            yield _line(f"  remat={remat}", f"up to {most:,} pairs a device at a time; {advice}")
+    checkpoints = c.checkpoint.keep + 1
+    yield _line(
+        "checkpoints",
+        f"{_gib(plan.state_bytes)} each, up to {checkpoints} at a time: "
+        f"{_gib(checkpoints * plan.state_bytes)}",
+    )
+    yield from _time(plan)
+
+
+def check(plan: Plan) -> None:
+    """Raises a ConfigError with the nearest settings that fit, if this plan does not."""
+    if plan.fits:
+        return
+    remat = plan.config.model.remat
+    remedies = []
+    for other in dict.fromkeys((remat, "full")):
+        needed = _accumulation(plan, other)
+        if needed:
+            flags = f"--config.train.accumulation={needed}"
+            remedies.append(flags + (f" --config.model.remat={other}" if other != remat else ""))
+    assert plan.hardware.limit is not None, "what has no limit fits"
+    raise ConfigError(
+        f"{plan.pairs:,} pairs a device need {_gib(plan.memory.total)}, and JAX has "
+        f"{_gib(plan.hardware.limit)} of this {plan.hardware.kind}: "
+        + (f"set {', or '.join(remedies)}" if remedies else "use more devices with fsdp")
+    )
+
+
+def _limit(hardware: Hardware) -> str:
+    if hardware.limit is None:
+        return "; its memory is not known: name a GPU by --hardware"
+    if hardware.kind not in GPUS:
+        return f", {_gib(hardware.limit)} each for JAX"
+    return (
+        f", {GPUS[hardware.kind]:.1f} GiB each, of which JAX takes {_gib(hardware.limit)} "
+        f"(XLA_PYTHON_CLIENT_MEM_FRACTION={fraction():g})"
+    )
+
+
+def _rates(plan: Plan) -> Iterator[str]:
+    schedule = make_schedule(plan.config, plan.steps, plan.warmup)
+    at = {0, plan.warmup, plan.steps // 4, plan.steps // 2, plan.steps * 3 // 4, plan.steps - 1}
+    for step in sorted(at):
+        yield f"{float(schedule(step)):.2g} at {step:,}"
+
+
+def _most(plan: Plan, remat: str) -> int:
+    assert plan.hardware.limit is not None, "callers check it"
+    model = dataclasses.replace(plan.model, remat=remat)
+    micro = {"accumulation": plan.config.train.accumulation}
+    return most_pairs(model, plan.state_bytes, plan.hardware.limit, plan.mesh, **micro)
+
+
+def _accumulation(plan: Plan, remat: str) -> int:
+    """The fewest micro-batches that fit; 0: none do."""
+    assert plan.hardware.limit is not None, "callers check it"
+    model = dataclasses.replace(plan.model, remat=remat)
+    whole = plan.config.train.batch_size // plan.mesh.shards
+    for count in range(1, whole + 1):
+        if whole % count:
+            continue
+        micro = {"accumulation": count}
+        need = predict(model, plan.state_bytes, whole // count, plan.mesh, **micro)
+        if need.total <= plan.hardware.limit:
+            return count
+    return 0
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    """Recorded rates where there is one for this model, recipe and GPU, and what they ask of the data."""
+    c = plan.config
+    usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
+    recorded = RATES.get((c.model.name, c.model.recipe))
+    if plan.hardware.kind != "h200" or recorded is None or not usual:
+        yield _line("time", "not measured for this model, recipe and hardware")
+        return
+    rate = recorded[_REMATS.index(c.model.remat)]
+    kind = "one" if plan.hardware.devices == 1 else "fsdp" if plan.mesh.fsdp > 1 else "data"
+    total = rate * plan.hardware.devices * EFFICIENCY[kind]
+    seconds = plan.steps * c.train.batch_size / total
+    extrapolated = " (extrapolated from 4 GPUs)" if plan.hardware.devices > 4 else ""
+    yield _line(
+        "time",
+        f"{total:,.0f} pairs a second{extrapolated}: {seconds / 3600:.1f} hours, without evaluation"
+        + ", and without the second forward pass of accumulation" * (c.train.accumulation > 1),
+    )
+    if c.data.name not in DRAWN:
+        processes = int(np.ceil(total / IMAGES_PER_CORE))
+        yield _line(
+            "loader",
+            f"{processes} processes over all hosts (data.workers={c.data.workers} on each), for JPEGs "
+            "of 256 to 512 pixels",
+        )
+
+
+_REMATS = ("none", "full")
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= 0.95 * GIB else f"{size / 2**20:.0f} MiB"
+
+
+def _line(subject: str, text: str) -> str:
+    return f"{subject:<15}{text}"
+
+
+def show(config: ConfigDict, hardware: str) -> int:
+    """Prints the plan of a run and returns exit code 0.
+
+    Raises:
+      ConfigError: it does not fit into the memory, after the plan is printed, or something else is wrong.
+    """
+    plan = make(config, Hardware.parse(hardware))
+    for line in lines(plan):
+        print(line)
+    check(plan)
+    return 0
+
+
+__all__ = ["GPUS", "RATES", "Hardware", "Plan", "check", "lines", "make", "show"]

@@ -1,0 +1,194 @@
+"""`train.py --plan`: its memory and rates against recorded runs, every config, bad input."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+import train
+from swjax.models import clip
+from swjax.training import memory_model, plan
+from swjax.training.memory_model import GIB, Mesh, predict
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CONFIGS = [*sorted(path.stem for path in (ROOT / "configs").glob("vit*.py")), "openmoji"]
+HARDWARE = ("h200:8", "h100-80:8", "a100-40:8", "l4:1")
+
+
+def rows(name: str) -> list[dict]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def one_device() -> list[tuple]:
+    """(model, recipe, remat, batch, mesh, GiB used) of whole steps on one H200."""
+    return [
+        (
+            row["model"],
+            row["implementation"].split()[1],
+            row["remat"],
+            row["batch"],
+            Mesh(),
+            row["memory_gib"],
+        )
+        for row in rows("train_step_matrix_h200")
+        if row["kind"] == "step"
+    ]
+
+
+def several_devices() -> list[tuple]:
+    """The same of two and four; rows with options of XLA are left out."""
+    found = []
+    for row in rows("scaling_h200"):
+        case = row["case"]
+        if case["devices"] > 1 and not {"xla", "reduce_dtype"} & set(case):
+            mesh = Mesh(**{case["layout"]: case["devices"]})
+            found.append(
+                (case["model"], case["recipe"], "none", case["batch"], mesh, row["peak_gib"])
+            )
+    return found
+
+
+def state_bytes(model) -> int:
+    """Parameters and two moments in float32."""
+    shapes = nnx.state(nnx.eval_shape(lambda: clip.CLIP(model, rngs=nnx.Rngs(0))))
+    return 12 * sum(x.size for x in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("case", one_device() + several_devices(), ids=str)
+def test_predicted_memory_is_within_10_percent_of_recorded(case):
+    name, recipe, remat, batch, mesh, used = case
+    model = clip.config(name, recipe=recipe, remat=remat, patch_dropout=0.5)
+    predicted = predict(model, state_bytes(model), batch, mesh).total / GIB
+    assert predicted == pytest.approx(used, rel=0.1)
+
+
+def test_there_are_records_to_compare_with():
+    assert len(one_device()) == 24 and len(several_devices()) == 16
+
+
+def test_rates_are_those_of_the_records():
+    recorded = {}
+    for row in rows("train_step_matrix_h200"):
+        if row["kind"] == "step":
+            key = row["model"], row["implementation"].split()[1]
+            recorded.setdefault(key, {})[row["remat"]] = round(row["images_per_second"])
+    assert {key: (rate["none"], rate["full"]) for key, rate in recorded.items()} == {
+        key: tuple(rates) for key, rates in plan.RATES.items()
+    }
+
+
+def run(config: str, hardware: str, *flags: str) -> int:
+    return train.main(
+        ["train.py", f"--config={ROOT}/configs/{config}.py", "--plan", f"--hardware={hardware}", *flags]
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def drawings(monkeypatch):
+    """The emoji data set is stood in for: preparing it takes a minute."""
+    from swjax import data
+
+    synthetic = data.source("synthetic", "train", image_size=8, classes=10, examples=8448)
+    opened = plan.open_source
+    monkeypatch.setattr(
+        plan, "open_source", lambda c, split: synthetic if c.data.name == "emoji" else opened(c, split)
+    )  # fmt: skip
+
+
+# Each config on one kind here, on the others in the slow tests.
+CASES = [
+    pytest.param(config, hardware, marks=[pytest.mark.slow] if (i + j) % len(HARDWARE) else [])
+    for i, config in enumerate(CONFIGS)
+    for j, hardware in enumerate(HARDWARE)
+]
+
+
+@pytest.mark.parametrize(("config", "hardware"), CASES)
+def test_every_config_on_every_hardware(config, hardware, capsys, tmp_path, monkeypatch):
+    """It fits, or the named settings do."""
+    monkeypatch.chdir(tmp_path)
+    code = run(config, hardware)
+    printed = capsys.readouterr()
+    assert re.search(r"^memory +[\d.]+ [GM]iB a device", printed.out, re.MULTILINE)
+    assert not list(tmp_path.iterdir()), "a plan writes nothing"
+    if code == 0:
+        assert not printed.err
+        return
+    assert code == 2 and printed.err.count("\n") == 1
+    remedy = re.search(r": set ([^,\n]+)", printed.err)
+    if remedy is None:
+        assert "use more devices with fsdp" in printed.err
+        return
+    assert run(config, hardware, *remedy[1].split()) == 0
+
+
+def test_the_text_says_what_a_reader_asks(capsys):
+    assert run("vith_int8", "h200:8", "--config.train.accumulation=8") == 0
+    text = capsys.readouterr().out
+    for part in (
+        "8 x h200, 139.8 GiB each, of which JAX takes 104.9 GiB",
+        "986,109,441 parameters, switchback, bfloat16, remat=none",
+        "synthetic: 100,000 pairs; the first caption(s): 'pattern 0'",
+        "20,000 steps of 16,384 pairs: 327,680,000 pairs, 3276.8 epochs",
+        "0.002 at 5,000",
+        "data=1 fsdp=8 tensor=1; 256 pairs a device at a time, accumulation=8",
+        "checkpoints    11.0 GiB each, up to 3 at a time",
+        "6,939 pairs a second (extrapolated from 4 GPUs): 13.1 hours",
+    ):
+        assert part in text, part
+
+
+def test_loader_processes_follow_from_the_rate(capsys, tmp_path, monkeypatch):
+    from photographs import write_tars
+
+    write_tars(tmp_path / "t", [4, 4])
+    flags = [
+        "--config.data.name=webdataset",
+        f"--config.data.webdataset.splits.train={tmp_path}/t/{{00000..00001}}.tar",
+        f"--config.data.dir={tmp_path}/data",
+        "--config.train.batch_size=4096",
+    ]
+    assert run("vitb32_int8", "h200:1", *flags) == 0
+    assert "loader         16 processes over all hosts" in capsys.readouterr().out
+
+
+def test_a_limit_of_the_environment_counts(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert plan.Hardware.parse("l4:2").limit == pytest.approx(0.9 * 22.0 * GIB)
+
+
+def test_without_hardware_the_devices_here_count(capsys):
+    assert train.main(["train.py", f"--config={ROOT}/configs/openmoji.py", "--plan"]) == 0
+    assert "its memory is not known: name a GPU by --hardware" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hardware", "message"),
+    [
+        ("h300:8", "--hardware=h300:8 is unknown: did you mean 'h200'?"),
+        ("h200:0", "--hardware=h200:0: write KIND:COUNT, such as h200:8"),
+        ("h200:x", "--hardware=h200:x: write KIND:COUNT, such as h200:8"),
+        ("h200:3", "config.train.batch_size=16384 "),
+    ],
+)
+def test_bad_hardware_is_one_line(hardware, message, capsys):
+    assert run("vith_int8", hardware) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"train.py: {message}") and error.count("\n") == 1
+
+
+def test_more_pairs_or_fewer_devices_never_need_less():
+    model = clip.config("vit_b16", patch_dropout=0.5)
+    size = state_bytes(model)
+    totals = [predict(model, size, pairs).total for pairs in (1, 2, 64, 256)]
+    assert totals == sorted(totals)
+    limit = predict(model, size, 100).total
+    assert memory_model.most_pairs(model, size, limit) == 100
+    assert memory_model.most_pairs(model, size, size / 2) == 0
+    less = dataclasses.replace(model, remat="full")
+    assert predict(less, size, 256).total < totals[-1]
