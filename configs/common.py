@@ -105,7 +105,11 @@ def get_config() -> ConfigDict:
     config.optimizer.freeze = ()  # parameters whose path one of these regular expressions finds
 
     config.schedule = ConfigDict()
-    config.schedule.name = "cosine"  # after the linear warm-up: cosine (to 0) | constant
+    # After the linear warm-up: cosine | linear | constant | wsd (stable, then a decay by 1 - sqrt) | rsqrt
+    # (inverse square root, then a linear decay).
+    config.schedule.name = "cosine"
+    config.schedule.floor = 0.0  # the last learning rate / the peak; not of constant
+    config.schedule.decay = 0.1  # the share of the run at its end in which wsd and rsqrt decay
     config.schedule.warmup_steps = 0  # set one of the three; all 0: no warm-up
     config.schedule.warmup_epochs = 0.0  # warm-up in epochs; 0: not set
     config.schedule.warmup_examples = 0  # warm-up in examples; 0: not set

@@ -47,10 +47,47 @@ def test_gradient_clipping_is_the_other_arm(micro, name):
     np.testing.assert_allclose(norm, kept * 1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["cosine", "constant"])
+SCHEDULES = {  # after the warm-up of 10 of 110 steps: at 60, 99 and 110; the last 22 decay
+    "cosine": [0.5, 0.0295, 0.0],
+    "linear": [0.5, 0.11, 0.0],
+    "constant": [1.0, 1.0, 1.0],
+    "wsd": [1.0, 1 - 0.5**0.5, 0.0],
+    "rsqrt": [(10 / 60) ** 0.5, 0.5 * (10 / 99) ** 0.5, 0.0],
+}
+
+
+def schedule_of(micro, name, total=110, warmup=10, **options):
+    settings = {f"schedule__{key}": value for key, value in options.items()}
+    config = micro(schedule__name=name, optimizer__learning_rate=1.0, **settings)
+    return optimizer_lib.make_schedule(config, total, warmup)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule(micro, name):
-    config = micro(schedule__name=name, optimizer__learning_rate=1.0)
-    schedule = optimizer_lib.make_schedule(config, 110, 10)
-    rates = np.array([schedule(step) for step in (0, 4, 9, 10, 60, 110)])
-    end = {"cosine": [0.5, 0.0], "constant": [1.0, 1.0]}[name]
-    np.testing.assert_allclose(rates, [0.1, 0.46, 0.91, 1.0, *end], atol=1e-6)
+    schedule = schedule_of(micro, name, decay=0.2)
+    rates = np.array([schedule(step) for step in (0, 4, 9, 10, 60, 99, 110)])
+    np.testing.assert_allclose(rates, [0.1, 0.46, 0.91, 1.0, *SCHEDULES[name]], atol=1e-4)
+    assert all(rate.dtype == np.float32 for rate in rates)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "constant"])
+def test_a_schedule_ends_at_its_floor(micro, name):
+    schedule = schedule_of(micro, name, decay=0.2, floor=0.25)
+    last = 0.25 * (10 / 110) ** 0.5 if name == "rsqrt" else 0.25
+    assert float(schedule(110)) == pytest.approx(last, rel=1e-5)
+
+
+def test_a_second_run_continues_a_stable_phase(micro):
+    """Of a constant run of 88 steps, and of a longer wsd run before it decays."""
+    stable = schedule_of(micro, "constant", total=88)
+    decaying = schedule_of(micro, "wsd", total=110, decay=0.2)
+    assert [float(stable(step)) for step in range(88)] == [
+        float(decaying(step)) for step in range(88)
+    ]
+    assert float(decaying(89)) < 1
+
+
+@pytest.mark.parametrize("name", ["wsd", "rsqrt"])
+def test_a_decay_before_the_warmup_ends_is_refused(micro, name):
+    with pytest.raises(ConfigError, match="decays in 99 of 110 steps, of which 12 warm up: lower"):
+        schedule_of(micro, name, warmup=12, decay=0.9)

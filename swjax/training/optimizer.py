@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,17 @@ from swjax.training.config import ConfigError
 
 
 def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then cosine to 0 or constant.
+    """Linear warm-up to the peak, then what `config.schedule.name` says.
+
+    =========  ===========================================================================================
+    cosine     half a cosine to `floor` times the peak
+    linear     a line to there
+    constant   the peak
+    wsd        the peak, and in the last part of the run, `decay` of it, 1 - sqrt to `floor` times the peak
+               (Hägele et al., 2024, https://arxiv.org/abs/2405.18392)
+    rsqrt      peak sqrt(warm-up / step), and in the last part a line to `floor` times what that would be
+               (Zhai et al., 2022, https://arxiv.org/abs/2106.04560)
+    =========  ===========================================================================================
 
     Args:
       config: the run's.
@@ -27,7 +37,7 @@ def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule
       step, from 0 -> learning rate, [] float32.
 
     Raises:
-      ConfigError: the run has no step, or none after the warm-up.
+      ConfigError: the run has no step, none after the warm-up, or decays before the warm-up ends.
     """
     if total < 1:
         raise ConfigError("config.train has no duration: set train.steps, epochs or examples")
@@ -36,13 +46,32 @@ def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule
             f"config.schedule warms up for {warmup} of {total} steps: "
             f"lower schedule.warmup_steps, or raise train.steps"
         )
-    peak = config.optimizer.learning_rate
-    pieces = [optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup, 1))]
-    if config.schedule.name == "cosine":
-        pieces.append(optax.cosine_decay_schedule(peak, total - warmup))
-    else:
-        pieces.append(optax.constant_schedule(peak))
-    joined = optax.join_schedules(pieces, [warmup])
+    c, peak = config.schedule, config.optimizer.learning_rate
+    decay = max(1, round(c.decay * total))
+    if c.name in ("wsd", "rsqrt") and warmup + decay > total:
+        raise ConfigError(
+            f"config.schedule.decay={c.decay} decays in {decay} of {total} steps, of which {warmup} warm "
+            f"up: lower schedule.decay or the warm-up"
+        )
+
+    def decayed(step: jax.Array, shape: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """From 1 to the floor in the last steps."""
+        done = jnp.clip((step - (total - decay)) / decay, 0.0, 1.0)
+        return 1.0 - (1.0 - c.floor) * shape(done)
+
+    after_warmup = {
+        "cosine": optax.cosine_decay_schedule(peak, total - warmup, alpha=c.floor),
+        "linear": optax.linear_schedule(peak, c.floor * peak, total - warmup),
+        "constant": optax.constant_schedule(peak),
+        "wsd": lambda step: peak * decayed(step + warmup, jnp.sqrt),
+        "rsqrt": lambda step: (
+            peak
+            * jnp.sqrt(max(warmup, 1) / jnp.maximum(step + warmup, max(warmup, 1)))
+            * decayed(step + warmup, lambda done: done)
+        ),
+    }
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup, 1))
+    joined = optax.join_schedules([rise, after_warmup[c.name]], [warmup])
     return lambda count: joined(jnp.asarray(count, jnp.float32))  # no int meets a float
 
 
