@@ -1,6 +1,7 @@
 """The programs of swjax by name: `swjax COMMAND ...`, or `python -m swjax COMMAND ...`.
 
 report       makes the report page of a run again
+runs         lists runs: state, scores, throughput, what differs; or shows them on one page
 diagnostics  what led to a run's loss spikes: report, replay
 compare      what recipes and dtypes do to layers and to the loss
 convert      WebDataset tars to array_record
@@ -9,9 +10,11 @@ convert      WebDataset tars to array_record
 import difflib
 import runpy
 import sys
+from importlib.metadata import version
 
 COMMANDS = {
     "report": "swjax.report",
+    "runs": "swjax.report.runs",
     "diagnostics": "swjax.diagnostics",
     "compare": "swjax.training.compare_precision",
     "convert": "swjax.data.convert",
@@ -24,6 +27,9 @@ def main() -> int:
     if name in ("-h", "--help"):
         print(__doc__.strip(), file=sys.stdout if len(sys.argv) > 1 else sys.stderr)
         return 0 if len(sys.argv) > 1 else 2
+    if name == "--version":
+        print(f"swjax {version('swjax')}")
+        return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(COMMANDS)}"

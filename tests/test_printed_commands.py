@@ -30,7 +30,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
 ]
-PROGRAMS = ("python", "make", "pip", "srun", "mpirun")
+PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
 # Pairs of a whole training step that one GPU of 80 GB holds (docs/speed.md), rounded down to a power of two.
 FITTING_PAIRS = {"vit_h14": 256, "vit_l14": 512, "vit_b16": 1024, "vit_b32": 4096, "tiny": 8192}
 # Scripts that read their arguments by hand.
@@ -87,6 +87,8 @@ def parse(page: str, line: str) -> Printed | None:
         words = words[1:]
     if words[:1] in (["srun"], ["mpirun"]) and "python" in words:
         words = words[words.index("python") :]
+    if words[:1] == ["swjax"]:
+        words = ["python", "-m", *words]
     if not words or len(words) < 2 or Path(words[0]).name not in PROGRAMS:
         return None
     return Printed(page, (Path(words[0]).name, *words[1:]), devices)

@@ -203,3 +203,62 @@ def test_smooth_matches_brute_force():
     windows = [values[max(0, i - 1) : i + 2] for i in range(20)]
     expected = [np.nanmean(w) if np.isfinite(w).any() else np.nan for w in windows]
     np.testing.assert_allclose(records.smooth(values, 3), expected, rtol=1e-12)
+
+
+# --- several runs -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_runs(workdir, tmp_path):
+    """A finished run, and one that goes on with another recipe."""
+    folder = tmp_path / "runs"
+    for name, recipe, final in (("a", "switchback", True), ("b/<b>", "standard", False)):
+        run = folder / name
+        run.mkdir(parents=True)
+        for file in ("metrics.jsonl", "config.json"):
+            (run / file).write_text((workdir / file).read_text())
+        config = json.loads((run / "config.json").read_text())
+        config["model"]["recipe"] = recipe
+        (run / "config.json").write_text(json.dumps(config))
+        if final:
+            (run / "results.json").write_text(json.dumps({"step": 12, "scores": SCORES}))
+    return folder
+
+
+def runs_command(*arguments):
+    command = [sys.executable, "-m", "swjax", "runs", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_runs_are_listed_with_what_differs(two_runs):
+    done = runs_command(two_runs)
+    assert done.returncode == 0, done.stderr
+    header, first, second = done.stdout.splitlines()
+    assert header.split() == (
+        "run state loss Zero-shot top-1 Image to text R@10 samples/s time recipe".split()
+    )
+    assert first.split() == "a finished, 12 0.333 21.3% 63.4% 512 6 s switchback".split()
+    assert second.split() == "b/<b> at step 12 0.333 512 6 s standard".split()
+
+
+def test_runs_on_one_page(two_runs, tmp_path):
+    done = runs_command(two_runs / "a", two_runs / "b", f"--page={tmp_path}/both.html")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "both.html").read_text()
+    assert "2 runs" in text and "data:image/png" in text and "&lt;b&gt;" in text
+    assert not list(tmp_path.glob("both.*.png"))
+
+
+def test_no_run_is_one_line(tmp_path):
+    done = runs_command(tmp_path / "nothing")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"swjax runs: no run in {tmp_path}/nothing: name folders of runs, or one that holds them\n"
+    )
+
+
+def test_the_version_is_told():
+    done = subprocess.run(
+        [sys.executable, "-m", "swjax", "--version"], capture_output=True, text=True
+    )
+    assert re.fullmatch(r"swjax \d+\.\d+\.\d+\n", done.stdout)

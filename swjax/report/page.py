@@ -44,7 +44,7 @@ def render(
         scores=_scores(results),
         command=escape(environment.get("command", "unknown: the run has no env.txt")),
         environment=_table((k, v) for k, v in environment.items() if k != "command" and v),
-        config=_table(_flatten(config)),
+        config=_table(flatten(config)),
         attribution=_paragraphs(attribution),
     )
 
@@ -77,7 +77,7 @@ def _subtitle(config: dict, metrics: Metrics) -> str:
     if loss := metrics.get("train/loss"):
         parts.append(f"{loss.step[-1]:,} steps of {config.get('train', {}).get('batch_size', '?')}")
     if time := metrics.get("time"):
-        parts.append(_duration(time.last))
+        parts.append(duration(time.last))
     optimizer = config.get("optimizer", {}).get("name")
     return " · ".join([*parts, *([optimizer] if optimizer else [])]) or "no step yet"
 
@@ -203,9 +203,9 @@ def percent(fraction: float | None) -> str:
     return f"{fraction:.2%}" if fraction < 0.01 else f"{fraction:.1%}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """
-    >>> _duration(42), _duration(410), _duration(7300)
+    >>> duration(42), duration(410), duration(7300)
     ('42 s', '6 min 50 s', '2 h 1 min')
     """
     minutes, seconds = divmod(round(seconds), 60)
@@ -215,10 +215,14 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-def _flatten(tree: dict, prefix: str = "") -> Iterable[tuple[str, str]]:
+def flatten(tree: dict, prefix: str = "") -> Iterable[tuple[str, str]]:
+    """
+    >>> list(flatten({"train": {"steps": 20}}))
+    [('train.steps', '20')]
+    """
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, str(value)
 

@@ -1,0 +1,195 @@
+"""`swjax runs FOLDER...`: the runs in folders, a line each; with --page, their curves on one page.
+
+A run is a folder with a config.json. The table shows what differs between the configs.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from swjax.report import charts, page, records
+from swjax.report.records import Series, smooth
+
+WANTED = re.compile(
+    r"train/(loss|learning_rate)$|perf/samples_per_sec_per_device$|zeroshot/.*_top1$"
+)
+IGNORED = ("report.", "log.", "diagnostics.")  # sections that change no score
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the files of a run say.
+
+    Attributes:
+      name: its folder, below what all runs have in common.
+      config: {key: value}, as in {"train.steps": "20"}.
+      metrics: columns of the log.
+      scores: final ones by name; empty while the run goes on.
+    """
+
+    name: str
+    config: dict[str, str]
+    metrics: dict[str, Series]
+    scores: dict[str, float]
+
+    @property
+    def state(self) -> str:
+        """ "finished", or how far the run is."""
+        loss = self.metrics.get("train/loss")
+        if loss is None:
+            return "no step yet"
+        return f"finished, {loss.step[-1]:,}" if self.scores else f"at step {loss.step[-1]:,}"
+
+
+def find(folders: Iterable[Path]) -> list[Run]:
+    """The runs in these folders and below them, by name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    folders = list(folders)
+    paths = sorted({path.parent for folder in folders for path in folder.rglob("config.json")})
+    if not paths:
+        raise ValueError(
+            f"no run in {', '.join(map(str, folders))}: name folders of runs, or one that holds them"
+        )
+    above = paths[0].parent if len(paths) == 1 else _common(paths)
+    return [read(path, str(path.relative_to(above))) for path in paths]
+
+
+def read(path: Path, name: str) -> Run:
+    """One run, whatever of its files is there."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    final = path / "results.json"
+    scores = json.loads(final.read_text(encoding="utf-8"))["scores"] if final.exists() else {}
+    return Run(
+        name, dict(page.flatten(config)), records.read(path / "metrics.jsonl", WANTED), scores
+    )
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """The config keys in which the runs differ."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    return [
+        key
+        for key in keys
+        if not key.startswith(IGNORED) and len({run.config.get(key) for run in runs}) > 1
+    ]
+
+
+def table(runs: Sequence[Run]) -> list[list[str]]:
+    """A header, and a row for each run: state, loss, scores, throughput, time, what differs."""
+    names = [name for name in _score_names(runs) if name.endswith(page.HEADLINES)]
+    differing = differences(runs)
+    header = ["run", "state", "loss", *map(page.label, names), "samples/s", "time"]
+    rows = [[*header, *(key.rpartition(".")[2] for key in differing)]]
+    for run in runs:
+        loss, rate, time = (
+            run.metrics.get(name)
+            for name in ("train/loss", "perf/samples_per_sec_per_device", "time")
+        )
+        row = [run.name, run.state, f"{loss.last:.3f}" if loss else ""]
+        row += [page.percent(run.scores.get(name)) for name in names]
+        row += [f"{rate.last:,.0f}" if rate else "", page.duration(time.last) if time else ""]
+        rows.append([*row, *(run.config.get(key, "") for key in differing)])
+    return rows
+
+
+def write_page(runs: Sequence[Run], path: Path) -> None:
+    """One page of the runs: losses over each other, scores, and the differences of their configs.
+
+    Its pictures are in the page; it needs no other file.
+    """
+    urls = {}
+    for theme in (charts.LIGHT, charts.DARK):
+        picture = path.with_suffix(f".{theme.name}.png")
+        caption = charts.save(lambda *args: _draw(runs, *args), {}, theme, picture)
+        urls[theme.name] = page.data_url(picture)
+        picture.unlink()
+    header, *rows = table(runs)
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    text = page.fill(
+        "runs.html",
+        title=f"{len(runs)} runs",
+        subtitle=", ".join(run.name for run in runs[:6]) + (", ..." if len(runs) > 6 else ""),
+        tiles="",
+        chart=page.chart(charts.Chart("loss", "Training loss", caption), urls),
+        table=f'<table class="numbers"><tr>{head}</tr>{cells}</table>',
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+def _draw(runs: Sequence[Run], figure, metrics, theme: charts.Theme) -> str:
+    import matplotlib
+
+    axes = charts.lay_out(figure.subplots(), "step")
+    colors = [*theme.series, *matplotlib.color_sequences["tab10"][3:]]
+    for number, run in enumerate(runs):
+        loss = run.metrics.get("train/loss")
+        if loss is not None:
+            mean = smooth(loss.value, window=max(5, len(loss.value) // 40))
+            axes.plot(loss.step, mean, color=colors[number % len(colors)], label=run.name)
+    axes.legend(fontsize=7, frameon=False)
+    return "Running means of the loss of every step."
+
+
+def _score_names(runs: Sequence[Run]) -> list[str]:
+    names = dict.fromkeys(name for run in runs for name in run.scores)
+    return [name for name in names if "chance" not in name]
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    """The folder that all paths are below."""
+    above = paths[0].parent
+    while not all(path.is_relative_to(above) and path != above for path in paths):
+        above = above.parent
+    return above
+
+
+def text_table(rows: list[list[str]]) -> str:
+    """Columns in line, the first left, the others right.
+
+    >>> print(text_table([["run", "loss"], ["a", "0.25"], ["long", "1"]]))
+    run   loss
+    a     0.25
+    long     1
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if not i else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Runs the command line; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="swjax runs", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, help="of runs, or folders that hold them")
+    parser.add_argument("--page", type=Path, metavar="FILE.html", help="also writes one page")
+    args = parser.parse_args()
+    try:
+        runs = find(args.folders)
+        print(text_table(table(runs)))
+        if args.page:
+            write_page(runs, args.page)
+            print(args.page)
+    except (ValueError, OSError) as error:
+        print(f"swjax runs: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
