@@ -15,6 +15,13 @@ NEEDS_PARAMETERS = "StableAdamW reads the parameters in `update`; optax.adam doe
 WRITTEN_FOR_ADAM = "compares the state, or values of some steps, with those of optax's Adam"
 STATE_OF_A_GUARD = "looks for a field of the optimizer's own state at the top of the guard's"
 
+GUARDS = {
+    r"combin.*test_extra_args": "an integer gradient is refused in one line",
+    r"_conditionality_test.*test_apply_if_finite": "the guard replaces a non-finite update first",
+    r"_masking_test.*test_masked_state_structure": STATE_OF_A_GUARD,
+    r"_state_utils_test.*(test_adam|test_inject_hparams|test_map_non_params_to_none)": STATE_OF_A_GUARD,
+}
+
 # {part: {pattern of "file::test": reason}}
 KNOWN: dict[str, dict[str, str]] = {
     "stable_adamw": {
@@ -27,8 +34,8 @@ KNOWN: dict[str, dict[str, str]] = {
         r"state_utils.*test_inject_hparams": WRITTEN_FOR_ADAM,
         r"state_utils.*test_tree_set": NEEDS_PARAMETERS,
     },
-    "per_tensor_guard": {},
-    "dynamic_loss_scale": {},
+    "per_tensor_guard": GUARDS,
+    "dynamic_loss_scale": GUARDS,
     "linen": {
         r"linen_linear.*test_complex_input_dense": "a quantized layer refuses complex x in one line",
         r"linen_module.*test_module_trace": "compares the printed attributes of Dense; ours has three more",
