@@ -31,9 +31,9 @@ STEPS = {
 }
 # Panels of the chart of training steps: (kind, model, title).
 STEP_PANELS = (
-    ("encoder", "vit_h14", "ViT-H/14's image tower,\nforward and backward, batch 128"),
-    ("step", "vit_h14", "ViT-H/14, whole CLIP step,\nbatch 256"),
-    ("step", "vit_l14", "ViT-L/14, whole CLIP step,\nbatch 256"),
+    ("encoder", "vit_h14", "ViT-H/14's image tower, forward and backward, batch 128"),
+    ("step", "vit_h14", "ViT-H/14, whole CLIP step, batch 256"),
+    ("step", "vit_l14", "ViT-L/14, whole CLIP step, batch 256"),
 )
 RECIPES = ("standard", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback")
 TOKENS = 65_536
@@ -90,9 +90,10 @@ def draw_tower(figure) -> None:
 def draw_steps(figure) -> None:
     """Training steps beside timm and open_clip; the tower with and without recomputed blocks."""
     rows = read("train_step_h200")["rows"]
-    figure.set_size_inches(10, 3.4)
+    figure.set_size_inches(7.2, 5.6)
     say(figure, "int8 trains 1.42 to 1.48 times as fast as compiled PyTorch in bf16")
-    for axes, (kind, model, title) in zip(figure.subplots(1, 3), STEP_PANELS, strict=True):
+    panels = figure.subplots(3, 1, height_ratios=(6, 3, 3))
+    for axes, (kind, model, title) in zip(panels, STEP_PANELS, strict=True):
         rates = {}
         for remat, note in (("none", ""), ("full", ", blocks recomputed")):
             some = [r for r in rows if (r["kind"], r["model"], r["remat"]) == (kind, model, remat)]
@@ -100,7 +101,7 @@ def draw_steps(figure) -> None:
             rates |= {STEPS[name] + note: found[name] for name in STEPS if name in found}
         draw_bars(axes, rates, "{:,.0f}")
         axes.set_title(title, loc="left", fontsize=9)
-        axes.set_xlabel("images per second")
+    axes.set_xlabel("images per second, one H200", fontsize=9)
 
 
 def say(figure, answer: str) -> None:
@@ -176,9 +177,11 @@ def draw_scaling(figure) -> None:
         for row in rows
         if "xla" not in row["case"]
     }
-    figure.set_size_inches(8.4, 2.6)
+    figure.set_size_inches(7.2, 3.8)
     say(figure, "Four GPUs keep 89 to 96 % of their speed, most of it with FSDP")
-    for axes, (model, title) in zip(figure.subplots(1, 2), SCALED.items(), strict=True):
+    for axes, (model, title) in zip(
+        figure.subplots(2, 1, sharex=True), SCALED.items(), strict=True
+    ):
         kept = {}
         for recipe, dtype in (("switchback", "int8"), ("standard", "bf16")):
             one = rates[model, recipe, "one", 1]["samples_per_s"]
@@ -189,13 +192,13 @@ def draw_scaling(figure) -> None:
         axes.set_yticks(range(len(kept)), [label.removeprefix("swjax, ") for label in kept])
         axes.set_xlim(0, 115)
         axes.set_title(title, loc="left", fontsize=9)
-        axes.set_xlabel("% of 4 times one H200's samples per second", fontsize=9)
+    axes.set_xlabel("% of 4 times one H200's samples per second", fontsize=9)
 
 
 def draw_scaling_losses(figure) -> None:
     """How far losses on several GPUs are from one GPU's, beside how far a second run on one GPU is."""
     rows = read("scaling_losses_h200")["rows"]
-    figure.set_size_inches(9, 3.4)
+    figure.set_size_inches(7.8, 3.4)
     say(figure, "Losses on several GPUs differ about as much as two runs on one GPU")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (recipe, dtype) in zip(panels, DTYPES.items(), strict=True):

@@ -40,3 +40,12 @@ def test_errors_are_worded_as_in_the_code():
 def squeeze(text: str) -> str:
     """Without quotes, line breaks and blanks, which code has elsewhere."""
     return re.sub(r'[\s"\'`\\]+|\bf(?=["\'])', "", text)
+
+
+def test_every_metric_is_explained():
+    """The names that the trainer spells out; scores and names by tensor have a row each."""
+    code = "".join(path.read_text() for path in (ROOT / "swjax" / "training").glob("*.py"))
+    names = set(re.findall(r'"((?:train|perf|data)/\w+)"', code))
+    assert len(names) > 10
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert {name for name in names if f"`{name}`" not in page} == set()
