@@ -38,7 +38,7 @@ STEP_PANELS = (
 RECIPES = ("standard", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback")
 TOKENS = 65_536
 SCALED = {"vit_h14": "ViT-H/14, 256 pairs a GPU", "vit_b16": "ViT-B/16, 256 pairs a GPU"}
-DTYPES = {"standard": "bf16 (standard)", "switchback": "int8 (switchback)"}
+TITLES = {"standard": "standard, fp32 (products in TF32)", "switchback": "switchback, int8"}
 # (devices, layout, dtype of the sums of gradients if not float32): colour and label
 SETUPS = {
     (1, "one", ""): ("black", "1 GPU, again"),
@@ -201,7 +201,7 @@ def draw_scaling_losses(figure) -> None:
     figure.set_size_inches(7.8, 3.4)
     say(figure, "Losses on several GPUs differ about as much as two runs on one GPU")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, (recipe, dtype) in zip(panels, DTYPES.items(), strict=True):
+    for axes, (recipe, title) in zip(panels, TITLES.items(), strict=True):
         mine = [row for row in rows if row["case"]["recipe"] == recipe]
         first = next(row for row in mine if row["case"]["devices"] == 1)
         for row in mine:
@@ -214,7 +214,7 @@ def draw_scaling_losses(figure) -> None:
             width = 2.2 if case["devices"] == 1 else 1.2
             steps = range(5, 5 + 10 * len(means), 10)
             axes.semilogy(steps, means, color=color, linewidth=width, label=label)
-        axes.set_title(dtype, loc="left", fontsize=9)
+        axes.set_title(title, loc="left", fontsize=9)
         axes.set_xlabel("step", fontsize=9)
         axes.legend(fontsize=7, loc="lower right", frameon=False)
         clear(axes)
