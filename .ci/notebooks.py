@@ -72,7 +72,7 @@ def run(source: str, names: dict[str, object], label: str) -> tuple[str, list[by
     drawn = []
     for number in plt.get_fignums():
         png = io.BytesIO()
-        plt.figure(number).savefig(png, format="png", dpi=100)
+        plt.figure(number).savefig(png, format="png", dpi=100, bbox_inches="tight")
         drawn.append(png.getvalue())
     plt.close("all")
     return text.rstrip(), drawn

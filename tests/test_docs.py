@@ -1,6 +1,8 @@
 """What the pages show runs, and the errors they explain are those that are raised."""
 
+import json
 import re
+import runpy
 from pathlib import Path
 
 import jax
@@ -49,3 +51,15 @@ def test_every_metric_is_explained():
     assert len(names) > 10
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+def test_a_notebook_becomes_a_page(tmp_path):
+    pytest.importorskip("mkdocs")  # which only the site needs
+    notebooks = runpy.run_path(str(ROOT / ".ci" / "notebooks.py"))
+    code = "import matplotlib.pyplot as plt\nprint('drawn')\nplt.plot([1, 2])\nlen('four')"
+    cells = [("markdown", "# Title\n\n[next](other.ipynb)"), ("code", code)]
+    path = tmp_path / "small.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": k, "source": [s]} for k, s in cells]}))
+    page, figures = notebooks["execute"](path)
+    assert "[next](other.md)" in page and "```text\ndrawn\n4\n```" in page
+    assert "(small_0.png)" in page and figures["small_0.png"].startswith(b"\x89PNG")
