@@ -3,7 +3,7 @@
 # make torch   installs PyTorch and its CLIPs, 6 GB, which tests then compare ours with; they skip without
 # make peers   runs the test suites of optax and Flax with our parts in place of theirs, half an hour
 # make report  makes the page of a run again
-# make docs    builds the documentation in build/site, links checked
+# make docs    builds the documentation in build/site: links checked, notebooks executed, some minutes
 # make clean   removes what setting up and testing made, not runs/ and data/
 # Everything these commands write stays in this folder.
 

@@ -7,12 +7,13 @@ A chart shows rows of one run on one card, unless its page says otherwise.
 
 import argparse
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-OURS, PEER, OURS_16_BIT = "#2a6fbb", "#b8bec6", "#8fb6e0"
+OURS, PEER, OURS_16_BIT, OTHER = "#2a6fbb", "#b8bec6", "#8fb6e0", "#c8571b"
 
 # {implementation in the result: its label}, from the top.
 TOWER = {
@@ -30,11 +31,33 @@ STEPS = {
 }
 # Panels of the chart of training steps: (kind, model, title).
 STEP_PANELS = (
-    ("encoder", "vit_h14", "ViT-H/14's image tower,\nforward and backward, batch 128"),
-    ("step", "vit_h14", "ViT-H/14, whole CLIP step,\nbatch 256"),
-    ("step", "vit_l14", "ViT-L/14, whole CLIP step,\nbatch 256"),
+    ("encoder", "vit_h14", "ViT-H/14's image tower, forward and backward, batch 128"),
+    ("step", "vit_h14", "ViT-H/14, whole CLIP step, batch 256"),
+    ("step", "vit_l14", "ViT-L/14, whole CLIP step, batch 256"),
 )
 RECIPES = ("standard", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback")
+TOKENS = 65_536
+SCALED = {"vit_h14": "ViT-H/14, 256 pairs a GPU", "vit_b16": "ViT-B/16, 256 pairs a GPU"}
+TITLES = {"standard": "standard, fp32 (products in TF32)", "switchback": "switchback, int8"}
+# (devices, layout, dtype of the sums of gradients if not float32): colour and label
+SETUPS = {
+    (1, "one", ""): ("black", "1 GPU, again"),
+    (2, "data", ""): (OURS_16_BIT, "2 GPUs, data parallel"),
+    (4, "data", ""): (OURS, "4 GPUs, data parallel"),
+    (4, "data", "bfloat16"): ("#6a51a3", "4 GPUs, data parallel, sums in bf16"),
+    (4, "fsdp", ""): (OTHER, "4 GPUs, FSDP"),
+}
+OPTIMIZERS = {
+    "adamw 0.999": "AdamW, β2 = 0.999",
+    "adamw 0.99": "AdamW, 0.99",
+    "adamw 0.95": "AdamW, 0.95",
+    "stable 0.99": "StableAdamW, 0.99",
+}
+ERRORS = {
+    "switchback": ("switchback: dW's product exact, the others in int8", OURS),
+    "llm_int8": ("llm_int8: dW's product alone in int8", OTHER),
+    "fp8_tensorwise": ("fp8_tensorwise: dW's product alone in fp8", PEER),
+}
 TOP1 = "zeroshot/emoji_test_top1"
 
 
@@ -58,28 +81,32 @@ def draw_tower(figure) -> None:
     rates = tower_rates()
     figure.set_size_inches(7.2, 2.6)
     axes = figure.subplots()
-    draw_bars(axes, rates, "%.0f")
+    draw_bars(axes, rates, "{:,.0f}")
     axes.set_xlabel("images per second, one H200, batch 128")
     ratio = rates[TOWER["swjax switchback"]] / rates[TOWER["timm torch.compile"]]
-    title = (
-        f"ViT-H/14's image tower, forward and backward: int8 runs at {ratio:.2f} times timm's rate"
-    )
-    axes.set_title(title, loc="left", x=-0.37, fontsize=10)
+    say(figure, f"int8 trains ViT-H/14's image tower at {ratio:.2f} times the rate of timm in bf16")
 
 
 def draw_steps(figure) -> None:
     """Training steps beside timm and open_clip; the tower with and without recomputed blocks."""
     rows = read("train_step_h200")["rows"]
-    figure.set_size_inches(10, 3.2)
-    for axes, (kind, model, title) in zip(figure.subplots(1, 3), STEP_PANELS, strict=True):
+    figure.set_size_inches(7.2, 5.6)
+    say(figure, "int8 trains 1.42 to 1.48 times as fast as compiled PyTorch in bf16")
+    panels = figure.subplots(3, 1, height_ratios=(6, 3, 3))
+    for axes, (kind, model, title) in zip(panels, STEP_PANELS, strict=True):
         rates = {}
         for remat, note in (("none", ""), ("full", ", blocks recomputed")):
             some = [r for r in rows if (r["kind"], r["model"], r["remat"]) == (kind, model, remat)]
             found = {row["implementation"]: row["images_per_second"] for row in some}
             rates |= {STEPS[name] + note: found[name] for name in STEPS if name in found}
-        draw_bars(axes, rates, "%.0f")
+        draw_bars(axes, rates, "{:,.0f}")
         axes.set_title(title, loc="left", fontsize=9)
-        axes.set_xlabel("images per second")
+    axes.set_xlabel("images per second, one H200", fontsize=9)
+
+
+def say(figure, answer: str) -> None:
+    """The title of a chart: the answer to its question."""
+    figure.suptitle(answer, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
 def draw_bars(axes, values: dict[str, float], number: str) -> None:
@@ -92,15 +119,157 @@ def draw_bars(axes, values: dict[str, float], number: str) -> None:
     axes.bar_label(drawn, fmt=number, padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * max(values.values()))
+    clear(axes)
+    axes.tick_params(axis="y", length=0)
+
+
+def clear(axes) -> None:
+    """No frame, small labels."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(labelsize=8)
+
+
+def draw_layers(figure) -> None:
+    """The speed-up of one linear layer over its width, and of the paper's widths over a fused bias."""
+    times: dict[tuple[int, str], float] = {}
+    rows = [row for row in read("kernels_h200_layers")["rows"] if row["op"] == "layer grid"]
+    for row in rows:
+        tokens, k, n = map(int, re.findall(r"\d+", row["shape"]))
+        if tokens == TOKENS:
+            cell = min(k, n), row["implementation"]
+            times[cell] = times.get(cell, 0) + row["us"]
+    widths = sorted({width for width, _ in times})
+    speedups = [times[width, "xla bf16"] / times[width, "switchback"] for width in widths]
+    figure.set_size_inches(7.2, 3.4)
+    say(figure, "The wider the layer, the more int8 gains")
+    axes = figure.subplots()
+    axes.plot(widths, speedups, "o-", color=OURS, label="over XLA as it is, a pass for the bias")
+    axes.plot([1280], [fused_bias()], "s", color=OTHER, label="over XLA with a fused bias")
+    axes.axhline(1, color="0.6", linewidth=0.8)
+    axes.text(widths[0], 1.01, "XLA, bf16", fontsize=8, color="0.4")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(widths, [f"{width:,}" for width in widths])
+    axes.minorticks_off()
+    axes.set_ylim(0.9, 1.65)
+    axes.set_xlabel(
+        "width: layers of width -> 4 width and back, 65,536 tokens, one H200", fontsize=9
+    )
+    axes.set_ylabel("speed-up, forward and backward", fontsize=9)
+    axes.legend(fontsize=8, loc="center right", frameon=False)
+    clear(axes)
+
+
+def fused_bias() -> float:
+    """1280 -> 5120 and back over XLA with a fused bias."""
+    times = {"xla bf16": 0.0, "switchback": 0.0}
+    for row in read("kernels_h200_layers_bias")["rows"]:
+        up_or_down = row["shape"] in (f"{TOKENS}x1280->5120", f"{TOKENS}x5120->1280")
+        if row["op"] == "layer plain" and up_or_down and row["implementation"] in times:
+            times[row["implementation"]] += row["us"]
+    return times["xla bf16"] / times["switchback"]
+
+
+def draw_scaling(figure) -> None:
+    """The efficiency of four GPUs by model, recipe and mesh."""
+    rows = read("scaling_h200")["rows"]
+    rates = {
+        tuple(row["case"][key] for key in ("model", "recipe", "layout", "devices")): row
+        for row in rows
+        if "xla" not in row["case"]
+    }
+    figure.set_size_inches(7.2, 3.8)
+    say(figure, "Four GPUs keep 89 to 96 % of their speed, most of it with FSDP")
+    for axes, (model, title) in zip(
+        figure.subplots(2, 1, sharex=True), SCALED.items(), strict=True
+    ):
+        kept = {}
+        for recipe, dtype in (("switchback", "int8"), ("standard", "bf16")):
+            one = rates[model, recipe, "one", 1]["samples_per_s"]
+            for layout, mesh in (("fsdp", "FSDP"), ("data", "data parallel")):
+                four = rates[model, recipe, layout, 4]["samples_per_s"]
+                kept[f"swjax, {dtype}, {mesh}"] = 100 * four / (4 * one)
+        draw_bars(axes, kept, "{:.1f} %")
+        axes.set_yticks(range(len(kept)), [label.removeprefix("swjax, ") for label in kept])
+        axes.set_xlim(0, 115)
+        axes.set_title(title, loc="left", fontsize=9)
+    axes.set_xlabel("% of 4 times one H200's samples per second", fontsize=9)
+
+
+def draw_scaling_losses(figure) -> None:
+    """How far losses on several GPUs are from one GPU's, beside how far a second run on one GPU is."""
+    rows = read("scaling_losses_h200")["rows"]
+    figure.set_size_inches(7.8, 3.4)
+    say(figure, "Losses on several GPUs differ about as much as two runs on one GPU")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (recipe, title) in zip(panels, TITLES.items(), strict=True):
+        mine = [row for row in rows if row["case"]["recipe"] == recipe]
+        first = next(row for row in mine if row["case"]["devices"] == 1)
+        for row in mine:
+            case = row["case"]
+            if row is first:
+                continue
+            far = [abs(a - b) for a, b in zip(row["loss"], first["loss"], strict=True)]
+            means = [sum(far[at : at + 10]) / 10 for at in range(0, len(far), 10)]
+            color, label = SETUPS[case["devices"], case["layout"], case.get("reduce_dtype", "")]
+            width = 2.2 if case["devices"] == 1 else 1.2
+            steps = range(5, 5 + 10 * len(means), 10)
+            axes.semilogy(steps, means, color=color, linewidth=width, label=label)
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_xlabel("step", fontsize=9)
+        axes.legend(fontsize=7, loc="lower right", frameon=False)
+        clear(axes)
+    panels[0].set_ylabel("difference of losses,\nmean of ten steps", fontsize=9)
+
+
+def draw_spikes(figure) -> None:
+    """Loss spikes by optimizer: those that follow an RMS event of the patch embedding, and others."""
+    counts = dict.fromkeys(OPTIMIZERS, (0, 0))
+    for run in (run for part in read("spikes_gpu")["runs"] for run in part["result"]["runs"]):
+        followed, spikes = counts[run["arm"]]
+        followed += run["alignment"]["patch"]["followed"]
+        counts[run["arm"]] = followed, spikes + run["spikes"]
+    figure.set_size_inches(7.2, 2.6)
+    say(figure, "AdamW with a high β2 spikes most, and most of its spikes follow an RMS event")
+    axes = figure.subplots()
+    labels = list(OPTIMIZERS.values())
+    follow = [followed for followed, _ in counts.values()]
+    others = [spikes - followed for followed, spikes in counts.values()]
+    axes.barh(labels, follow, color=OTHER, height=0.6, label="1 to 8 steps after an RMS event")
+    axes.barh(labels, others, left=follow, color=PEER, height=0.6, label="other spikes")
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        "loss spikes in 34 runs each (136 runs, learning rates 0.001 to 0.008)", fontsize=9
+    )
+    axes.legend(fontsize=8, loc="lower right", frameon=False)
+    clear(axes)
+    axes.tick_params(axis="y", length=0)
+
+
+def draw_weight_gradients(figure) -> None:
+    """The error of dW over K in a trained model, median of its layers."""
+    figure.set_size_inches(7.2, 3.2)
+    say(figure, "In int8 the error of dW grows with the tokens of the batch, for either recipe")
+    axes = figure.subplots()
+    points: dict[str, list[tuple[int, float]]] = {arm: [] for arm in ERRORS}
+    for run in read("weight_gradients")["runs"]:
+        if run["key"]["moment"] == "trained":
+            result = run["result"]
+            points[run["key"]["arm"]].append((result["K"], 100 * result["median"]))
+    for arm, (label, color) in ERRORS.items():
+        axes.plot(*zip(*sorted(points[arm]), strict=True), "o-", color=color, label=label)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 8)
+    axes.set_xlabel("K: tokens of the batch", fontsize=9)
+    axes.set_ylabel("error of dW, %, median layer", fontsize=9)
+    axes.legend(fontsize=8, loc="lower right", frameon=False)
+    clear(axes)
 
 
 def draw_recipes(figure) -> None:
     """Zero-shot accuracy of every recipe on the default task, a point for each seed."""
     groups = {group["recipe"]: group for group in read("accuracy_mixed_gpu")["groups"]}
-    figure.set_size_inches(7.2, 2.8)
+    figure.set_size_inches(7.2, 3.1)
+    say(figure, "No recipe differs from standard beyond the spread of three seeds")
     axes = figure.subplots()
     for y, recipe in enumerate(RECIPES):
         scores = [100 * score for score in groups[recipe]["scores"][TOP1].values()]
@@ -108,12 +277,14 @@ def draw_recipes(figure) -> None:
         axes.plot(scores, [y] * len(scores), "o", color=color, markersize=7, alpha=0.8)
         axes.plot([sum(scores) / len(scores)], [y], "|", color="black", markersize=18)
     axes.set_yticks(range(len(RECIPES)), RECIPES)
-    axes.invert_yaxis()
     axes.set_xlim(0, 33)
     axes.axvline(0.26, color="0.6", linewidth=0.8)
     axes.text(0.6, 2.1, "chance: 0.26", fontsize=8, color="0.4")
-    axes.set_xlabel("zero-shot top-1 on 381 unseen drawings, %; a point for each seed, | the mean")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(len(RECIPES) - 0.5, -0.5)
+    axes.set_xlabel(
+        "zero-shot top-1 on 381 unseen drawings, %; a point for each seed, | the mean", fontsize=9
+    )
+    clear(axes)
 
 
 ROWWISE, ONE = "a scale per token", "one scale"
@@ -164,6 +335,11 @@ CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
     "recipes_default_h200": draw_recipes,
+    "layers_h200": draw_layers,
+    "scaling_h200": draw_scaling,
+    "scaling_losses_h200": draw_scaling_losses,
+    "spikes_by_optimizer_h200": draw_spikes,
+    "weight_gradients": draw_weight_gradients,
 }
 DRAWINGS = {"method": draw_method}  # written as SVG
 

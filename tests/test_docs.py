@@ -1,6 +1,8 @@
 """What the pages show runs, and the errors they explain are those that are raised."""
 
+import json
 import re
+import runpy
 from pathlib import Path
 
 import jax
@@ -40,3 +42,24 @@ def test_errors_are_worded_as_in_the_code():
 def squeeze(text: str) -> str:
     """Without quotes, line breaks and blanks, which code has elsewhere."""
     return re.sub(r'[\s"\'`\\]+|\bf(?=["\'])', "", text)
+
+
+def test_every_metric_is_explained():
+    """The names that the trainer spells out; scores and names by tensor have a row each."""
+    code = "".join(path.read_text() for path in (ROOT / "swjax" / "training").glob("*.py"))
+    names = set(re.findall(r'"((?:train|perf|data)/\w+)"', code))
+    assert len(names) > 10
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+def test_a_notebook_becomes_a_page(tmp_path):
+    pytest.importorskip("mkdocs")  # which only the site needs
+    notebooks = runpy.run_path(str(ROOT / ".ci" / "notebooks.py"))
+    code = "import matplotlib.pyplot as plt\nprint('drawn')\nplt.plot([1, 2])\nlen('four')"
+    cells = [("markdown", "# Title\n\n[next](other.ipynb)"), ("code", code)]
+    path = tmp_path / "small.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": k, "source": [s]} for k, s in cells]}))
+    page, figures = notebooks["execute"](path)
+    assert "[next](other.md)" in page and "```text\ndrawn\n4\n```" in page
+    assert "(small_0.png)" in page and figures["small_0.png"].startswith(b"\x89PNG")

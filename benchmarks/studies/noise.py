@@ -1,6 +1,7 @@
 """Quantization noise of an inner product against its length K: the paper's formula, and real quantizers.
 
-Command:  python benchmarks/studies/noise.py --out=benchmarks/results/noise.json --plot=docs/images/noise.png
+Command:  python benchmarks/studies/noise.py --out=benchmarks/results/noise.json \\
+            --plot=benchmarks/notes/images/noise.png
 
 Inner products of u and v, independent with zero mean, are computed with quantized operands and exactly; with
 e = quantized - exact,

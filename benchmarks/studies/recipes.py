@@ -1,7 +1,7 @@
 """Accuracy of recipes in towers shaped like ViT-B, L and H; fp8 with and without layer-scale.
 
 Command:  python benchmarks/studies/recipes.py --dtype=bfloat16 --minutes=30 \\
-            --out=benchmarks/results/recipes_gpu.json --plot=docs/images/recipes_gpu.png
+            --out=benchmarks/results/recipes_gpu.json --plot=benchmarks/notes/images/recipes_gpu.png
 
 Towers have the paper's depths (12, 24, 32 blocks of vision; 12, 12, 24 of text) and an eighth of its widths;
 emoji drawings of 32 pixels in patches of 8, so 17 tokens. wgrad contracts batch x 17.

@@ -1,7 +1,7 @@
 """Loss spikes: when they come, whether RMS foretells them, and what each optimizer makes of them.
 
 Command:  python benchmarks/studies/spikes.py --dtype=bfloat16 --end=1 --minutes=8 \\
-            --out=benchmarks/results/spikes_gpu.json --plot=docs/images/spikes_gpu.png
+            --out=benchmarks/results/spikes_gpu.json --plot=benchmarks/notes/images/spikes_gpu.png
 
 Four parts, all of emoji drawings at 32 pixels:
   optimizers  at one high rate: AdamW, lower b2, b2 = 1 - t^-x, gradient clipping, StableAdamW
@@ -217,7 +217,9 @@ def alignment(results: list[dict], tensor: str) -> str:
 def draw(figure, runs) -> None:
     """A panel for each question that the parts of the study answer."""
     parts = {run["key"]["part"] for run in runs}
-    panels = [draw_counts, draw_sweep] if "sweep" in parts else []
+    spikes = any(run["result"]["spikes"] for run in cells(runs, "part").get(("sweep",), ()))
+    panels = [draw_counts] if spikes else []
+    panels += [draw_sweep] if "sweep" in parts else []
     panels += [draw_spike] if foretold(runs) else []
     panels += [draw_finals] if parts - {"sweep"} else []
     panels += [draw_surge] if "surge" in parts else []

@@ -1,7 +1,7 @@
 """What quantization does to the weight gradients of a real model, against the length K of their products.
 
 Command:  python benchmarks/studies/weight_gradients.py --run=runs/openmoji \\
-            --out=benchmarks/results/weight_gradients.json --plot=docs/images/weight_gradients.png
+            --out=benchmarks/results/weight_gradients.json --plot=benchmarks/notes/images/weight_gradients.png
 
 Takes a run of the default config (`make train`), at its start and as trained, and the batches that it
 began with, in several sizes. dW = x^T g of a linear layer contracts the tokens of the whole batch: K is their
