@@ -150,7 +150,9 @@ def get_config() -> ConfigDict:
     config.checkpoint.every_steps = 0  # 0: only after the last step and when interrupted
     config.checkpoint.keep = 2  # the newest ones
     config.checkpoint.resume = ""  # a workdir whose run goes on here, if this one has none
-    config.checkpoint.init_from = ""  # a workdir that gives the first parameters only
+    # Gives the first parameters only: a workdir, or safetensors of open_clip, OpenAI or Hugging Face (the
+    # file or its folder). docs/fine_tuning.md
+    config.checkpoint.init_from = ""
 
     config.log = ConfigDict()
     config.log.every_steps = 20  # how often metrics are fetched and written, each step's

@@ -20,6 +20,10 @@ _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging
 _EXACT = ("F32", "F16", "BF16")  # dtypes that float32 holds exactly
 
 
+class NoConfig(ValueError):
+    """No config file stands beside weights, as OpenAI's have none."""
+
+
 def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
     """A CLIP model from safetensors in the layout of open_clip, OpenAI or Hugging Face.
 
@@ -47,23 +51,42 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
     ...     load(folder, recipe="switchback").cfg.vision.layers
     1
     """
+    cfg, parameters = read(path, cfg)
+    cfg = clip.config(cfg, **options)
+    graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+    values = traverse_util.unflatten_dict(parameters, sep="/")
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
+    return nnx.merge(graph, state)
+
+
+def read(
+    path: str | Path, cfg: clip.CLIPConfig | None = None
+) -> tuple[clip.CLIPConfig, dict[str, np.ndarray]]:
+    """The configuration and the parameters of a file, on the host.
+
+    Args:
+      path, cfg: as for `load`.
+
+    Returns:
+      (configuration, {path: float32 array}); paths as in "vision/blocks/attn/q/kernel".
+
+    Raises:
+      FileNotFoundError, ModuleNotFoundError, ValueError: as `load`.
+    """
     path = _weights_file(Path(path))
     with tensor_files.open_file(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
         layout = _layout_of(path, found)
         if cfg is None:
             cfg = _read_config(path, layout)
-        cfg = clip.config(cfg, **options)
-        graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+        state = nnx.state(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
         shapes = {name: leaf.shape for name, leaf in _flat(state).items()}
         expected = list(tensors(LAYOUTS[layout], shapes))
         _check(path, LAYOUTS[layout], found, expected)
         parameters = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
         for tensor in expected:
             tensor.unpack(file.get_tensor(tensor.name), parameters)
-    values = traverse_util.unflatten_dict(parameters, sep="/")
-    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
-    return nnx.merge(graph, state)
+    return cfg, parameters
 
 
 def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> None:
@@ -129,7 +152,7 @@ def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
     """The configuration from the file beside the weights."""
     file = path.parent / LAYOUTS[layout].config
     if not file.is_file():
-        raise ValueError(
+        raise NoConfig(
             f"{path} has no {file.name} beside it, which tells heads and GELU: pass the model, as in "
             f'cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )

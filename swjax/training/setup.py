@@ -18,6 +18,7 @@ from swjax.nnx import set_layouts
 from swjax.training import config as config_lib
 from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError, blame, choice
+from swjax.training.initialization import first_parameters
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.step import State, make_train_step
 
@@ -217,8 +218,8 @@ def first_state(config: ConfigDict, init: Callable[[], State], like: State) -> S
     options = {"xla_backend_optimization_level": 0}
     state = jax.jit(init, out_shardings=shardings, compiler_options=options)()
     if config.checkpoint.init_from:
-        other = Checkpoints.of("checkpoint.init_from", config.checkpoint.init_from)
-        state["params"] = other.restore_params(like["params"])
+        cfg = model_config(config)
+        state["params"] = first_parameters(config.checkpoint.init_from, cfg, state["params"])
         if "ema" in state:
             state["ema"] = jax.tree.map(jnp.copy, state["params"])
     return state

@@ -1,0 +1,158 @@
+"""Runs that start from weights: of another run of ours, and of files in other libraries' layouts."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from clip_oracle import random_model
+from flax import nnx
+from micro_run import (
+    assert_same_bits,
+    batch_of,
+    final_state,
+    make_init,
+    paths,
+    step_of,
+)
+
+from swjax import interop
+from swjax.models import clip, sharding
+from swjax.training import setup
+from swjax.training.config import ConfigError
+from swjax.training.initialization import interpolate_positions
+
+
+def start(config):
+    """The first parameters of a run."""
+    init, _ = make_init(config)
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    return setup.first_state(config, init, like)["params"]
+
+
+def foreign(config, folder, layout="open_clip", **options):
+    """Weights of a model with some sizes of its own, as a file; returns its parameters."""
+    cfg = clip.config(setup.model_config(config), **options)
+    model = nnx.merge(*random_model(cfg))
+    interop.save(folder, model, layout)
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize("layout", ["open_clip", "huggingface"])
+def test_weights_of_others_are_the_first_parameters(micro, tmp_path, layout):
+    theirs = foreign(micro(), tmp_path, layout)
+    assert_same_bits(start(micro(checkpoint__init_from=str(tmp_path))), theirs)
+
+
+def test_average_starts_from_the_weights_too(micro, tmp_path):
+    theirs = foreign(micro(), tmp_path)
+    config = micro(checkpoint__init_from=str(tmp_path), train__ema_decay=0.9)
+    init, _ = make_init(config)
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    assert_same_bits(setup.first_state(config, init, like)["ema"], theirs)
+
+
+def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path):
+    theirs = foreign(micro(), tmp_path)
+    (tmp_path / "open_clip_config.json").unlink()
+    assert_same_bits(start(micro(checkpoint__init_from=str(tmp_path))), theirs)
+
+
+def test_what_differs_is_adapted_and_said_in_one_line_each(micro, tmp_path, caplog):
+    """Another image size, a shorter and a longer context, another embedding, another loss."""
+    theirs = foreign(micro(), tmp_path)
+    config = micro(
+        checkpoint__init_from=str(tmp_path),
+        data__image_size=32,
+        data__context_length=6,
+        model__embed_dim=24,
+        train__loss="sigmoid",
+    )
+    params, new = start(config), start(micro(data__image_size=32, model__embed_dim=24))
+    expected = interpolate_positions(np.asarray(theirs["vision"]["position_embedding"]), 17)
+    np.testing.assert_array_equal(params["vision"]["position_embedding"], expected)
+    text = theirs["text"]["position_embedding"]
+    np.testing.assert_array_equal(params["text"]["position_embedding"], text[:6])
+    assert_same_bits(params["vision"]["blocks"], theirs["vision"]["blocks"])
+    assert_same_bits(params["vision"]["projection"], new["vision"]["projection"])
+    assert float(params["logit_bias"]) == -10
+    said = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert said == [
+        "logit_bias [] is new: there is none there",
+        "text/position_embedding: the first 6 positions are kept: [8, 32] there, [6, 32] here",
+        "text/projection/kernel is new: [32, 16] there, [32, 24] here",
+        "vision/position_embedding is interpolated: [5, 32] there, [17, 32] here",
+        "vision/projection/kernel is new: [32, 16] there, [32, 24] here",
+    ]
+    caplog.clear()
+    longer = start(micro(checkpoint__init_from=str(tmp_path), data__context_length=12))
+    np.testing.assert_array_equal(longer["text"]["position_embedding"][:8], text)
+    assert "the first 8 positions are kept and 4 are new" in caplog.text
+
+
+def test_a_run_of_another_image_size_is_adapted_too(reference, micro, tmp_path, caplog):
+    workdir = reference[1]
+    first = final_state(micro(), workdir)[0]["params"]
+    params = start(micro(checkpoint__init_from=str(workdir), data__image_size=24))
+    assert_same_bits(params["text"], first["text"])
+    assert params["vision"]["position_embedding"].shape == (10, 32)
+    assert "is interpolated: [5, 32] there, [10, 32] here" in caplog.text
+
+
+def test_positions_of_the_same_grid_stay():
+    positions = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
+    np.testing.assert_allclose(interpolate_positions(positions, 10), positions, atol=1e-6)
+    flat = np.tile(positions[:1], (10, 1))
+    np.testing.assert_allclose(
+        interpolate_positions(flat, 26), np.tile(flat[:1], (26, 1)), rtol=1e-5
+    )
+
+
+OTHERS = {
+    "another activation": ({"gelu": "quick"}, {}, "gelu is 'quick' there and 'tanh' here: set config.model"),
+    "other heads": ({"vision": {"heads": 4}}, {}, "vision.heads is 4 there and 2 here: set config.model."),
+    "another width": ({"text": {"width": 48}}, {}, "text.width is 48 there and 32 here"),
+    "another patch": ({"vision": {"patch_size": 4}}, {}, "vision.patch_size is 4 there and 8 here"),
+    "another vocabulary": (
+        {"text": {"vocab_size": 50}},
+        {},
+        "the shape of text/token_embedding/embedding is [50, 32] there",
+    ),
+    "layer scale here": ({}, {"model__layer_scale": "true"}, "unset config.model.layer_scale"),
+    "layer scale there": ({"layer_scale": 0.5}, {}, "lacks: set config.model.layer_scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("theirs, ours, message", OTHERS.values(), ids=OTHERS)
+def test_weights_of_another_architecture_are_one_line(micro, tmp_path, theirs, ours, message):
+    foreign(micro(), tmp_path, **theirs)
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        start(micro(checkpoint__init_from=str(tmp_path), **ours))
+    assert "\n" not in str(error.value) and "checkpoint.init_from" in str(error.value)
+
+
+def test_no_weights_are_one_line(micro, tmp_path):
+    for address in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match="no checkpoint and no weights: give a run") as error:
+            start(micro(checkpoint__init_from=str(address)))
+        assert "\n" not in str(error.value)
+
+
+def products(config):
+    """The shapes of all matrix products that a compiled step computes."""
+    init, step = step_of(config)
+    text = jax.jit(step).lower(jax.eval_shape(init), batch_of(config)).compile().as_text()
+    return set(re.findall(r"= \w+(\[[\d,]*\])\S* (?:dot|custom-call)\(", text))
+
+
+@pytest.mark.parametrize("recipe", ["standard", "switchback"])
+def test_frozen_layers_have_no_moments_and_no_weight_gradients(micro, recipe):
+    """No product in the compiled step has the shape of a frozen kernel."""
+    sizes = {"model__vision__width": 56, "model__recipe": recipe, "diagnostics__every_steps": 0}
+    kernels = {"[56,224]", "[224,56]", "[1,56,224]", "[1,224,56]"}  # of the image tower's MLP
+    assert kernels & products(micro(**sizes))
+    for pattern in ("^vision/", "^vision/blocks/mlp/"):
+        config = micro(**sizes, optimizer__freeze=pattern)
+        assert not kernels & products(config)
+        moments = paths(jax.eval_shape(make_init(config)[0])["opt_state"])
+        assert not any(re.search(pattern[1:], path) for path in moments)
