@@ -14,6 +14,8 @@ def get_config() -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.name = "tiny"  # tiny | vit_b32 | vit_b16 | vit_l14 | vit_h14
+    # clip | siglip: no class token, attention (MAP) pooling, no causal mask; its loss is sigmoid.
+    config.model.architecture = "clip"
     config.model.vision = ConfigDict()  # sizes of the image tower; 0: the named model's own
     config.model.vision.width = 0  # features of a token; 0: the named model's own
     config.model.vision.layers = 0  # blocks; 0: the named model's own

@@ -1,6 +1,7 @@
 """Runs that start from weights: of another run of ours, and of files in other libraries' layouts."""
 
 import re
+import subprocess
 
 import jax
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 from clip_oracle import random_model
 from flax import nnx
 from micro_run import (
+    ENVIRONMENT,
     assert_same_bits,
     batch_of,
+    command_of,
     final_state,
+    init_and_step,
     make_init,
     paths,
     step_of,
@@ -116,7 +120,7 @@ OTHERS = {
     "another vocabulary": (
         {"text": {"vocab_size": 50}},
         {},
-        "the shape of text/token_embedding/embedding is [50, 32] there",
+        "its tokenizer is another: it has 50 tokens, CLIP's, which training reads captions by, 49408",
     ),
     "layer scale here": ({}, {"model__layer_scale": "true"}, "unset config.model.layer_scale"),
     "layer scale there": ({"layer_scale": 0.5}, {}, "lacks: set config.model.layer_scale"),
@@ -156,3 +160,51 @@ def test_frozen_layers_have_no_moments_and_no_weight_gradients(micro, recipe):
         assert not kernels & products(config)
         moments = paths(jax.eval_shape(make_init(config)[0])["opt_state"])
         assert not any(re.search(pattern[1:], path) for path in moments)
+
+
+SIGLIP = {"model__architecture": "siglip", "model__embed_dim": 0, "train__loss": "sigmoid"}
+
+
+@pytest.mark.parametrize("layout", ["siglip", "big_vision"])
+def test_a_siglip_is_the_start_of_a_run(micro, tmp_path, layout, caplog):
+    theirs = foreign(micro(**SIGLIP), tmp_path, layout)
+    address = tmp_path / "model.npz" if layout == "big_vision" else tmp_path
+    config = micro(**SIGLIP, checkpoint__init_from=str(address), data__image_size=24)
+    params = start(config)
+    assert_same_bits(params["vision"]["pool"], theirs["vision"]["pool"])
+    assert_same_bits(params["text"], theirs["text"])
+    assert "is interpolated: [4, 32] there, [9, 32] here" in caplog.text
+    _, step = init_and_step(config)
+    state, metrics = step(jax.jit(make_init(config)[0])() | {"params": params}, batch_of(config))
+    assert np.isfinite(metrics["train/loss"]) and int(state["step"]) == 1
+    with pytest.raises(ConfigError, match="architecture is 'siglip' there and 'clip' here"):
+        start(micro(checkpoint__init_from=str(address)))
+
+
+@pytest.mark.parametrize("layout", ["open_clip", "huggingface"])
+def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_path, layout):
+    """train.py tunes the text tower of a foreign checkpoint, at another image size, and scores it."""
+    folder, workdir = tmp_path / "weights", tmp_path / "run"
+    theirs = foreign(micro(), folder, layout)
+    command = command_of(
+        workdir,
+        **{"checkpoint.init_from": folder, "data.image_size": 24, "optimizer.freeze": "^vision/"},
+        **{"train.compilation_cache": shared_cache, "eval.every_steps": 3},
+    )
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert "vision/position_embedding is interpolated: [5, 32] there, [10, 32] here" in done.stderr
+    scores = json.loads((workdir / "results.json").read_text())
+    assert any("top1" in name for name in str(scores).split("'")), scores
+    config = micro(data__image_size=24, optimizer__freeze="^vision/")
+    params = final_state(config, workdir)[0]["params"]
+    assert_same_bits(params["vision"]["blocks"], theirs["vision"]["blocks"])
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), params["text"], theirs["text"])
+    assert all(jax.tree.leaves(moved))
+
+
+def test_a_command_that_names_no_weights_ends_in_one_line(tmp_path):
+    command = command_of(tmp_path / "run", **{"checkpoint.init_from": tmp_path / "absent"})
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "no checkpoint and no weights" in done.stderr

@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from swjax.interop import configs
-from swjax.interop.layouts import LAYOUTS, WeightFormat, tensors
+from swjax.interop import big_vision, configs
+from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip
 from swjax.serving import tensor_files
 
-_READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hugging_face}
-_WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face}
+_READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hugging_face,
+            "siglip": configs.from_siglip}  # fmt: skip
+_WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face,
+            "siglip": configs.to_siglip}  # fmt: skip
+SIGLIP = LAYOUTS["siglip"]
 _EXACT = ("F32", "F16", "BF16")  # dtypes that float32 holds exactly
 
 
@@ -73,6 +76,9 @@ def read(
     Raises:
       FileNotFoundError, ModuleNotFoundError, ValueError: as `load`.
     """
+    if Path(path).suffix == ".npz":
+        described, parameters = big_vision.read(Path(path))
+        return cfg or described, for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
     path = _weights_file(Path(path))
     with tensor_files.open_file(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
@@ -86,6 +92,8 @@ def read(
         parameters = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
         for tensor in expected:
             tensor.unpack(file.get_tensor(tensor.name), parameters)
+    if cfg.siglip:
+        parameters = for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
     return cfg, parameters
 
 
@@ -96,7 +104,8 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
       folder: made if need be; its two files, if there, are replaced. `open_clip.create_model(
         "local-dir:FOLDER")` or `CLIPModel.from_pretrained(FOLDER)` opens it.
       model: any CLIP; its recipe and dtype are not saved.
-      layout: "open_clip", which is OpenAI's too, or "huggingface".
+      layout: "open_clip", which is OpenAI's too, "huggingface", or "siglip", Hugging Face's of SigLIP, or
+        "big_vision", which writes model.npz.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
@@ -104,12 +113,20 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
 
     An example is under `load`.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    layouts = (*LAYOUTS, "big_vision")
+    if layout not in layouts:
+        raise ValueError(f"layout must be one of {', '.join(layouts)}, got {layout!r}")
     parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
+    folder = Path(folder)
+    if model.cfg.siglip:
+        parameters = for_their_images(parameters, SIGLIP.mean, SIGLIP.std)
+    if layout == "big_vision":
+        folder.mkdir(parents=True, exist_ok=True)
+        big_vision.write(folder / "model.npz", parameters, model.cfg)
+        return
     shapes = {name: value.shape for name, value in parameters.items()}
     packed = {t.name: t.pack(parameters) for t in tensors(LAYOUTS[layout], shapes)}
-    names, folder = LAYOUTS[layout], Path(folder)
+    names = LAYOUTS[layout]
     folder.mkdir(parents=True, exist_ok=True)
     # transformers refuses files without this format.
     tensor_files.write(folder / names.weights, packed, {"format": "pt"})
@@ -130,7 +147,7 @@ def _weights_file(path: Path) -> Path:
     for layout in LAYOUTS.values():
         if (path / layout.weights).is_file():
             return path / layout.weights
-    names = " nor ".join(layout.weights for layout in LAYOUTS.values())
+    names = " nor ".join(dict.fromkeys(layout.weights for layout in LAYOUTS.values()))
     there = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
     raise FileNotFoundError(
         f"{path} holds neither {names}, only {there}: give the file itself; pickled weights (.bin, .pt) "
@@ -139,12 +156,13 @@ def _weights_file(path: Path) -> Path:
 
 
 def _layout_of(path: Path, names: Iterable[str]) -> str:
-    for name, layout in LAYOUTS.items():
-        if layout.marker in names:
+    for name in ("siglip", "open_clip", "huggingface"):  # Hugging Face's share most names
+        if LAYOUTS[name].marker in names:
             return name
     markers = " nor ".join(repr(layout.marker) for layout in LAYOUTS.values())
     raise ValueError(
-        f"{path} has neither a tensor {markers}: it is no CLIP ViT of open_clip, OpenAI or Hugging Face"
+        f"{path} has neither a tensor {markers}: it is no CLIP ViT of open_clip, OpenAI or Hugging Face, "
+        f"and no SigLIP"
     )
 
 

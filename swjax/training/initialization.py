@@ -114,14 +114,17 @@ def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None
 
 def _compare_models(address: str, theirs: clip.CLIPConfig, cfg: clip.CLIPConfig) -> None:
     """Raises a ConfigError about what the shapes of parameters do not show."""
-    pairs = [("gelu", theirs.gelu, cfg.gelu)]
+    pairs = [
+        ("architecture", theirs.architecture, cfg.architecture),
+        ("gelu", theirs.gelu, cfg.gelu),
+    ]
     for tower in ("vision", "text"):
         there, here = getattr(theirs, tower), getattr(cfg, tower)
         pairs += [
             (f"{tower}.{size}", getattr(there, size), getattr(here, size))
             for size in ("width", "layers", "heads")
         ]
-    pairs.insert(4, ("vision.patch_size", theirs.vision.patch_size, cfg.vision.patch_size))
+    pairs.insert(5, ("vision.patch_size", theirs.vision.patch_size, cfg.vision.patch_size))
     for key, there, here in pairs:
         if there != here:
             raise ConfigError(
@@ -155,6 +158,11 @@ def _fit(address: str, name: str, value: Any, new: jax.Array, said: list[str]) -
         rest = "" if kept == shape[0] else f" and {shape[0] - kept} are new"
         said.append(f"{name}: the first {kept} positions are kept{rest}: {change}")
         return _place(np.concatenate([np.asarray(value)[:kept], np.asarray(new)[kept:]]), new)
+    if name == "text/token_embedding/embedding" and value.shape[1] == shape[1]:
+        raise ConfigError(
+            f"config.{KEY}={address!r}: its tokenizer is another: it has {value.shape[0]} tokens, CLIP's, which "
+            f"training reads captions by, {shape[0]}: use weights that were trained with CLIP's"
+        )
     raise ConfigError(
         f"config.{KEY}={address!r} is of another architecture: the shape of {name} is {change}: set the "
         f"sizes of config.model to those of the weights"
@@ -164,11 +172,12 @@ def _fit(address: str, name: str, value: Any, new: jax.Array, said: list[str]) -
 def interpolate_positions(positions: np.ndarray, count: int) -> np.ndarray:
     """Position embeddings of a square grid of patches, resized to another grid.
 
-    Bicubic and antialiased, as open_clip does it; the class token's, which comes first, stays.
+    Bicubic and antialiased, as open_clip does it. The class token's, which comes first where there is one,
+    stays.
 
     Args:
-      positions: [1 + n^2, width].
-      count: 1 + m^2.
+      positions: [1 + n^2, width], or [n^2, width] without a class token.
+      count: of the result: 1 + m^2, or m^2.
 
     Returns:
       [count, width] float32.
@@ -176,10 +185,11 @@ def interpolate_positions(positions: np.ndarray, count: int) -> np.ndarray:
     >>> interpolate_positions(np.ones((5, 3), np.float32), 10).shape
     (10, 3)
     """
-    old, new = math.isqrt(len(positions) - 1), math.isqrt(count - 1)
-    grid = jnp.asarray(positions[1:]).reshape(old, old, -1)
+    old, new = math.isqrt(len(positions)), math.isqrt(count)
+    first = len(positions) - old * old
+    grid = jnp.asarray(positions[first:]).reshape(old, old, -1)
     resized = jax.image.resize(grid, (new, new, grid.shape[2]), "cubic", antialias=True)
-    return np.concatenate([positions[:1], np.asarray(resized).reshape(new * new, -1)])
+    return np.concatenate([positions[:first], np.asarray(resized).reshape(new * new, -1)])
 
 
 def _place(value: Any, new: jax.Array) -> jax.Array:

@@ -115,13 +115,24 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     }
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
+    elif c.architecture == "siglip":  # the pooled patches are the embedding
+        sizes["embed_dim"] = c.vision.width or clip.CONFIGS[c.name].vision.width
     if c.attention in ("cudnn", "triton") and jax.default_backend() != "gpu":
         raise ConfigError(
             f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
         )
     if config.train.loss == "sigmoid":  # where SigLIP starts
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
-    same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
+    same = (
+        "architecture",
+        "recipe",
+        "dtype",
+        "remat",
+        "scan_layers",
+        "qk_norm",
+        "gelu",
+        "patch_dropout",
+    )
     with blame("model"):
         return clip.config(
             c.name,
