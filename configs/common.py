@@ -152,8 +152,8 @@ def get_config() -> ConfigDict:
     config.checkpoint.every_steps = 0  # 0: only after the last step and when interrupted
     config.checkpoint.keep = 2  # the newest ones
     config.checkpoint.resume = ""  # a workdir whose run goes on here, if this one has none
-    # Gives the first parameters only: a workdir, or safetensors of open_clip, OpenAI or Hugging Face (the
-    # file or its folder). docs/fine_tuning.md
+    # Gives the first parameters only: a workdir, or weights of open_clip, OpenAI, Hugging Face or
+    # big_vision (the file or its folder, a path or an fsspec address). docs/fine_tuning.md
     config.checkpoint.init_from = ""
 
     config.log = ConfigDict()

@@ -1,15 +1,18 @@
 """Runs that start from weights: of another run of ours, and of files in other libraries' layouts."""
 
+import json
 import re
 import subprocess
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from clip_oracle import random_model
 from flax import nnx
 from micro_run import (
     ENVIRONMENT,
+    ROOT,
     assert_same_bits,
     batch_of,
     command_of,
@@ -22,6 +25,7 @@ from micro_run import (
 
 from swjax import interop
 from swjax.models import clip, sharding
+from swjax.training import config as config_lib
 from swjax.training import setup
 from swjax.training.config import ConfigError
 from swjax.training.initialization import interpolate_positions
@@ -208,3 +212,35 @@ def test_a_command_that_names_no_weights_ends_in_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "no checkpoint and no weights" in done.stderr
+
+
+def test_weights_at_an_address(micro, tmp_path):
+    """The file, or its folder, on a file system of fsspec; what is not there is one line."""
+    fsspec = pytest.importorskip("fsspec")
+    theirs = foreign(micro(), tmp_path)
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{tmp_path}/", "/weights/", recursive=True)
+    for address in (
+        "memory://weights",
+        "memory://weights/open_clip_model.safetensors",
+        f"file://{tmp_path}",
+    ):
+        assert_same_bits(start(micro(checkpoint__init_from=address)), theirs)
+    memory.touch("/empty/notes.txt")
+    for address, message in (
+        ("memory://empty", "holds no weights"),
+        ("memory://absent", "cannot be read: FileNotFoundError"),
+        ("gopher://weights", "checkpoint.init_from"),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            start(micro(checkpoint__init_from=address))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["workdir", "config.data.dir", "config.checkpoint.resume"])
+def test_what_cannot_be_remote_is_one_line(tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    flags = [f"--config={ROOT}/configs/openmoji.py", "--workdir=w", f"--{key}=gs://bucket/run"]
+    with pytest.raises(ConfigError, match="must be local, because a run locks .* mount gs://"):
+        config_lib.validate(config_lib.parse(["train.py", *flags])[0], batch_shards=1)
+    assert not list(tmp_path.iterdir())

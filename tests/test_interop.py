@@ -375,7 +375,7 @@ def test_big_visions_layout_by_hand(tmp_path):
 
 def test_a_siglip_has_no_place_in_a_clips_layout(tmp_path):
     for layout in CLIPS:
-        with pytest.raises(ValueError, match="has no place for the parameter '(text|vision)/"):
+        with pytest.raises(ValueError, match="has no place for the parameter '"):
             interop.save(tmp_path, make(**SIGLIP), layout)
     with pytest.raises(ValueError, match="has no place for the parameter"):
         interop.save(tmp_path, make(), "siglip")

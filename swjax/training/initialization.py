@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import re
+import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from flax import traverse_util
 from ml_collections import ConfigDict
 
 from swjax import interop
+from swjax.data import files
+from swjax.interop.layouts import LAYOUTS
 from swjax.models import clip
 from swjax.training import distributed
 from swjax.training.checkpoint import Checkpoints
@@ -37,8 +40,8 @@ def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
     """The parameters that a run starts from.
 
     Args:
-      address: `checkpoint.init_from`: a workdir with checkpoints, a safetensors file of open_clip, OpenAI or
-        Hugging Face, or the folder of one.
+      address: `checkpoint.init_from`: a workdir with checkpoints, or weights, the file or its folder, as a
+        path or an fsspec address; see `swjax.interop.load`.
       cfg: the model of this run.
       new: its parameters as initialized, nested dict of arrays; heads that do not fit keep these values.
 
@@ -49,7 +52,11 @@ def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
       ConfigError: nothing that can be read is there, or the weights belong to another architecture.
     """
     here = traverse_util.flatten_dict(new, sep="/")
-    if (Path(address) / "checkpoints").is_dir():
+    address = address.removeprefix("file://")
+    if "://" in address:
+        with tempfile.TemporaryDirectory() as folder:
+            theirs, found = _of_file(_fetched(address, Path(folder)), cfg)
+    elif (Path(address) / "checkpoints").is_dir():
         theirs, found = _of_run(address, here)
     else:
         theirs, found = _of_file(address, cfg)
@@ -94,6 +101,34 @@ def _of_run(workdir: str, here: dict) -> tuple[clip.CLIPConfig | None, dict]:
         }
         restored = checkpoints.restore_params(traverse_util.unflatten_dict(like, sep="/"))
     return model, traverse_util.flatten_dict(restored, sep="/")
+
+
+def _fetched(address: str, folder: Path) -> str:
+    """Copies weights and their config from an fsspec address; returns the path of the copy."""
+    name = address.rstrip("/").rpartition("/")[2]
+    is_file = name.endswith((".safetensors", ".npz"))
+    parent = address.rstrip("/").rpartition("/")[0] if is_file else address.rstrip("/")
+    with blame(KEY):
+        files.check_protocol(address)
+    import fsspec
+
+    try:
+        filesystem, inside = fsspec.core.url_to_fs(parent)
+        held = {path.rpartition("/")[2]: path for path in filesystem.ls(inside, detail=False)}
+        wanted = {name} if is_file else {layout.weights for layout in LAYOUTS.values()}
+        chosen = held.keys() & (wanted | {layout.config for layout in LAYOUTS.values()})
+        for one in chosen:
+            filesystem.get_file(held[one], str(folder / one))
+    except Exception as error:  # whatever the file systems of others raise
+        raise ConfigError(
+            f"config.{KEY}={address!r} cannot be read: {type(error).__name__}: {_one_line(error)}"
+        ) from error
+    if not chosen & wanted:
+        raise ConfigError(
+            f"config.{KEY}={address!r} holds no weights: give safetensors of open_clip, OpenAI or Hugging "
+            f"Face or their folder; a workdir must be local"
+        )
+    return str(folder / name if is_file else folder)
 
 
 def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None, dict]:
@@ -160,8 +195,8 @@ def _fit(address: str, name: str, value: Any, new: jax.Array, said: list[str]) -
         return _place(np.concatenate([np.asarray(value)[:kept], np.asarray(new)[kept:]]), new)
     if name == "text/token_embedding/embedding" and value.shape[1] == shape[1]:
         raise ConfigError(
-            f"config.{KEY}={address!r}: its tokenizer is another: it has {value.shape[0]} tokens, CLIP's, which "
-            f"training reads captions by, {shape[0]}: use weights that were trained with CLIP's"
+            f"config.{KEY}={address!r}: its tokenizer is another: it has {value.shape[0]} tokens, "
+            f"CLIP's, which training reads captions by, {shape[0]}: use weights that were trained with CLIP's"
         )
     raise ConfigError(
         f"config.{KEY}={address!r} is of another architecture: the shape of {name} is {change}: set the "
