@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +107,8 @@ def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> 
         for block, part in enumerate(value):
             held[theirs.replace("/encoderblock/", f"/encoderblock_{block}/")] = part
     part = path.with_name(path.name + ".part.npz")
-    np.savez(part, **{f"params/{name}": value for name, value in held.items()})
+    arrays: dict[str, Any] = {f"params/{name}": value for name, value in held.items()}
+    np.savez(part, **arrays)
     part.rename(path)
 
 

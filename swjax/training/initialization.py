@@ -67,8 +67,8 @@ def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
     for name in sorted(found.keys() - here.keys()):
         if not _HEADS.match(name):
             raise ConfigError(
-                f"config.{KEY}={address!r} has the parameter {name}, which this model lacks: set "
-                f"{_remedy(name)}"
+                f"config.{KEY}={address!r} has the parameter {name}, which this model lacks: "
+                f"{_remedy(name, has=True)}"
             )
         said.append(f"{name} is left out: this model has none")
     for line in said if distributed.is_first() else ():
@@ -149,9 +149,10 @@ def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None
 
 def _compare_models(address: str, theirs: clip.CLIPConfig, cfg: clip.CLIPConfig) -> None:
     """Raises a ConfigError about what the shapes of parameters do not show."""
-    pairs = [
+    pairs: list[tuple[str, str | int, str | int]] = [
         ("architecture", theirs.architecture, cfg.architecture),
         ("gelu", theirs.gelu, cfg.gelu),
+        ("vision.patch_size", theirs.vision.patch_size, cfg.vision.patch_size),
     ]
     for tower in ("vision", "text"):
         there, here = getattr(theirs, tower), getattr(cfg, tower)
@@ -159,12 +160,11 @@ def _compare_models(address: str, theirs: clip.CLIPConfig, cfg: clip.CLIPConfig)
             (f"{tower}.{size}", getattr(there, size), getattr(here, size))
             for size in ("width", "layers", "heads")
         ]
-    pairs.insert(5, ("vision.patch_size", theirs.vision.patch_size, cfg.vision.patch_size))
-    for key, there, here in pairs:
-        if there != here:
+    for key, value, own in pairs:
+        if value != own:
             raise ConfigError(
-                f"config.{KEY}={address!r} is of another architecture: {key} is {there!r} there and "
-                f"{here!r} here: set config.model.{key}={there}"
+                f"config.{KEY}={address!r} is of another architecture: {key} is {value!r} there and "
+                f"{own!r} here: set config.model.{key}={value}"
             )
 
 
@@ -174,8 +174,8 @@ def _fit(address: str, name: str, value: Any, new: jax.Array, said: list[str]) -
     if value is None:
         if not _HEADS.match(name):
             raise ConfigError(
-                f"config.{KEY}={address!r} lacks the parameter {name}, which this model has: unset "
-                f"{_remedy(name)}"
+                f"config.{KEY}={address!r} lacks the parameter {name}, which this model has: "
+                f"{_remedy(name, has=False)}"
             )
         said.append(f"{name} {list(shape)} is new: there is none there")
         return new
@@ -238,13 +238,13 @@ def _mesh(arrays: dict) -> jax.sharding.Mesh:
     return next(iter(arrays.values())).sharding.mesh
 
 
-def _remedy(name: str) -> str:
-    """The config key that adds or removes a parameter."""
+def _remedy(name: str, *, has: bool) -> str:
+    """How the model gets, or loses, a parameter that the weights have, or lack."""
     if re.search(r"/ls_\d/", name):
-        return "config.model.layer_scale"
+        return f"set config.model.layer_scale={has}"
     if re.search(r"/ln_[qk]/", name):
-        return "config.model.qk_norm"
-    return "config.model.name to the model of the weights"
+        return f"set config.model.qk_norm={has}"
+    return "set config.model.name to the model of the weights"
 
 
 def _one_line(error: Exception) -> str:

@@ -109,13 +109,14 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     choice("model.name", c.name, clip.CONFIGS)
     choice("model.recipe", c.recipe, recipes.RECIPES)
     vision, text = ({k: v for k, v in c[tower].items() if v} for tower in ("vision", "text"))
+    architecture = c.get("architecture", "clip")  # config.json of older versions has no such key
     sizes: dict[str, Any] = {
         "vision": vision | {"image_size": config.data.image_size},
         "text": text | {"context_length": config.data.context_length},
     }
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
-    elif c.architecture == "siglip":  # the pooled patches are the embedding
+    elif architecture == "siglip":  # the pooled patches are the embedding
         sizes["embed_dim"] = c.vision.width or clip.CONFIGS[c.name].vision.width
     if c.attention in ("cudnn", "triton") and jax.default_backend() != "gpu":
         raise ConfigError(
@@ -124,7 +125,6 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     if config.train.loss == "sigmoid":  # where SigLIP starts
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
     same = (
-        "architecture",
         "recipe",
         "dtype",
         "remat",
@@ -136,6 +136,7 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     with blame("model"):
         return clip.config(
             c.name,
+            architecture=architecture,
             attention=c.attention or None,
             layer_scale=0.0 if c.layer_scale else None,
             **{name: c[name] for name in same},
