@@ -14,6 +14,8 @@ def get_config() -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.name = "tiny"  # tiny | vit_b32 | vit_b16 | vit_l14 | vit_h14
+    # clip | siglip: no class token, attention (MAP) pooling, no causal mask; its loss is sigmoid.
+    config.model.architecture = "clip"
     config.model.vision = ConfigDict()  # sizes of the image tower; 0: the named model's own
     config.model.vision.width = 0  # features of a token; 0: the named model's own
     config.model.vision.layers = 0  # blocks; 0: the named model's own
@@ -150,7 +152,9 @@ def get_config() -> ConfigDict:
     config.checkpoint.every_steps = 0  # 0: only after the last step and when interrupted
     config.checkpoint.keep = 2  # the newest ones
     config.checkpoint.resume = ""  # a workdir whose run goes on here, if this one has none
-    config.checkpoint.init_from = ""  # a workdir that gives the first parameters only
+    # Gives the first parameters only: a workdir, or weights of open_clip, OpenAI, Hugging Face or
+    # big_vision (the file or its folder, a path or an fsspec address). docs/fine_tuning.md
+    config.checkpoint.init_from = ""
 
     config.log = ConfigDict()
     config.log.every_steps = 20  # how often metrics are fetched and written, each step's

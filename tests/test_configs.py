@@ -29,7 +29,7 @@ def load(name: str):
 
 def test_there_is_one_for_every_model_and_precision():
     wanted = {f"{m}_{p}" for m in ("vitb32", "vitb16", "vitl14", "vith") for p in RECIPES}
-    assert set(NAMES) == wanted | {"openmoji"}
+    assert set(NAMES) == wanted | {"finetune", "openmoji"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,7 +50,7 @@ def optimizer_of(config):
     return optimizer.make_optimizer(config, optimizer.make_schedule(config, 100_000, 5000))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "openmoji"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("finetune", "openmoji")])
 def test_name_says_the_precision(name):
     config = load(name)
     assert config.model.recipe == RECIPES[name.split("_")[1]]

@@ -31,7 +31,7 @@ APPLICATION = {
     "interop": {"data", "models", "serving"},
     "evaluators": {"data", "models"},
     "report": {"diagnostics"},
-    "training": {*LIBRARY, "data", "evaluators", "losses", "models", "report"},
+    "training": {*LIBRARY, "data", "evaluators", "interop", "losses", "models", "report"},
     "inference": {*LIBRARY, "data", "evaluators", "interop", "models", "training"},
 }
 ALLOWED = LIBRARY | APPLICATION

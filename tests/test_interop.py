@@ -17,13 +17,14 @@ from swjax.interop import configs
 from swjax.interop.layouts import LAYOUTS, tensors
 from swjax.models import clip
 
+CLIPS = ("open_clip", "huggingface")
 PLAIN = {"recipe": "standard", "dtype": "float32"}
 # Options that change the parameters or the activation, and who can hold them.
 VARIANTS = {
-    "plain": ({}, LAYOUTS),
-    "quick gelu": ({"gelu": "quick"}, LAYOUTS),
-    "tanh gelu": ({"gelu": "tanh"}, LAYOUTS),
-    "wider mlp": ({"vision": {"mlp_ratio": 49 / 32}}, LAYOUTS),
+    "plain": ({}, CLIPS),
+    "quick gelu": ({"gelu": "quick"}, CLIPS),
+    "tanh gelu": ({"gelu": "tanh"}, CLIPS),
+    "wider mlp": ({"vision": {"mlp_ratio": 49 / 32}}, CLIPS),
     "layer scale": ({"layer_scale": 0.0}, ["open_clip"]),
     "logit bias": ({"init_logit_bias": -10.0}, ["open_clip"]),
 }
@@ -79,7 +80,7 @@ def test_round_trip_is_bit_exact(tmp_path, variant, layout):
         np.testing.assert_array_equal(value, second[name], strict=True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CLIPS)
 @pytest.mark.parametrize("name", clip.CONFIGS)
 def test_every_parameter_has_one_place(name, layout):
     """Of the real sizes: all tensors together hold every parameter once."""
@@ -148,7 +149,7 @@ def test_model_can_be_given_and_changed(saved):
 
 def test_a_folder_with_both_layouts_is_read_once(tmp_path):
     model = make()
-    for layout in LAYOUTS:
+    for layout in CLIPS:
         interop.save(tmp_path, model, layout)
     same(interop.load(tmp_path), model)
 
@@ -214,7 +215,10 @@ def test_what_a_layout_cannot_hold(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"model.safetensors has no place for .*{parameter}'"):
             interop.save(tmp_path / "none", make(**options), "huggingface")
-    with pytest.raises(ValueError, match="layout must be one of open_clip, huggingface, got 'hf'"):
+    with pytest.raises(
+        ValueError,
+        match="layout must be one of .*, big_vision, got 'hf'",
+    ):
         interop.save(tmp_path / "none", make(), "hf")
     assert not (tmp_path / "none").exists()
 
@@ -307,3 +311,75 @@ def test_configs_of_other_models_are_refused(tmp_path, layout, change, message):
     with pytest.raises(ValueError, match=re.escape(f"{file}: ")) as error:
         interop.load(tmp_path)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+SIGLIP = {
+    "architecture": "siglip",
+    "gelu": "tanh",
+    "embed_dim": 32,
+    "init_logit_bias": -10.0,
+    "text": {"width": 32, "layers": 2, "heads": 4, "context_length": 9, "vocab_size": 60},
+}
+
+
+def assert_near(model, other):
+    """Equal, but for the patch embedding, which takes up the mean and the deviation of the images."""
+    first, second = (nnx.to_pure_dict(nnx.state(m)) for m in (model, other))
+    embeddings = [tree["vision"].pop("patch_embed") for tree in (first, second)]
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), *embeddings)
+
+
+@pytest.mark.parametrize("layout, file", [("siglip", ""), ("big_vision", "model.npz")])
+def test_siglip_round_trip(tmp_path, layout, file):
+    model = make(**SIGLIP)
+    interop.save(tmp_path, model, layout)
+    loaded = interop.load(tmp_path / file)
+    assert_near(model, loaded)
+    scale = {"init_logit_scale": model.cfg.init_logit_scale}
+    assert clip.config(loaded.cfg, **scale) == model.cfg
+
+
+def test_big_visions_layout_by_hand(tmp_path):
+    """Against big_vision's modules: heads are an axis, blocks are separate or stacked by a scan."""
+    model = make(**SIGLIP)
+    interop.save(tmp_path, model, "big_vision")
+    held = dict(np.load(tmp_path / "model.npz"))
+    attention = "params/txt/Encoder_0/encoderblock_1/MultiHeadDotProductAttention_0"
+    assert held[f"{attention}/query/kernel"].shape == (32, 4, 8)
+    assert held[f"{attention}/query/bias"].shape == (4, 8)
+    assert held[f"{attention}/out/kernel"].shape == (4, 8, 32)
+    assert held["params/img/pos_embedding"].shape == (1, 16, 32)
+    assert held["params/img/MAPHead_0/probe"].shape == (1, 1, 32)
+    assert held["params/t"].shape == held["params/b"].shape == (1,)
+    k = np.asarray(model.text.blocks.attn.k.kernel[...][1])
+    np.testing.assert_array_equal(held[f"{attention}/key/kernel"][3, 2, 5], k[3, 2 * 8 + 5])
+    scanned = {}
+    for name, value in held.items():
+        scanned.setdefault(re.sub(r"encoderblock_\d+", "encoderblock", name), []).append(value)
+    arrays = {n: np.stack(v) if "encoderblock/" in n else v[0] for n, v in scanned.items()}
+    np.savez(tmp_path / "scanned.npz", **arrays)
+    assert_near(model, interop.load(tmp_path / "scanned.npz"))
+    for change, message in (
+        (lambda: arrays.update(extra=np.zeros(1)), "unexpected array 'extra'"),
+        (lambda: arrays.pop("params/img/MAPHead_0/probe"), "lacks the array 'img/MAPHead_0/probe'"),
+    ):
+        change()
+        np.savez(tmp_path / "other.npz", **arrays)
+        with pytest.raises(ValueError, match=message):
+            interop.load(tmp_path / "other.npz")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "model.npz").read_bytes()[:1000])
+    with pytest.raises(ValueError, match="is not a whole .npz"):
+        interop.load(tmp_path / "cut.npz")
+
+
+def test_a_siglip_has_no_place_in_a_clips_layout(tmp_path):
+    for layout in CLIPS:
+        with pytest.raises(ValueError, match="has no place for the parameter '"):
+            interop.save(tmp_path, make(**SIGLIP), layout)
+    with pytest.raises(ValueError, match="has no place for the parameter"):
+        interop.save(tmp_path, make(), "siglip")
+    with pytest.raises(
+        ValueError, match="holds architecture='siglip' with gelu='tanh', got 'clip'"
+    ):
+        interop.save(tmp_path, make(), "big_vision")

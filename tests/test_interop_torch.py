@@ -10,20 +10,22 @@ from clip_oracle import compiled, inputs, random_model, shapes, small_config
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from swjax import interop
+from swjax import data, interop
 from swjax.interop.layouts import LAYOUTS, tensors
 from swjax.models import clip
+from swjax.training.initialization import interpolate_positions
 
 peers = torch_peers.load()
 torch, open_clip, transformers = peers.torch, peers.open_clip, peers.transformers
 
 ATOL = 3e-6  # of unit vectors in float32, as against the float64 transcription in test_models.py
+CLIPS = ("open_clip", "huggingface")
 PLAIN = {"recipe": "standard", "dtype": "float32"}
 VARIANTS = {
-    "plain": ({}, LAYOUTS),
-    "quick gelu": ({"gelu": "quick"}, LAYOUTS),
-    "tanh gelu": ({"gelu": "tanh"}, LAYOUTS),
-    "wider mlp": ({"vision": {"mlp_ratio": 49 / 32}, "text": {"mlp_ratio": 3.0}}, LAYOUTS),
+    "plain": ({}, CLIPS),
+    "quick gelu": ({"gelu": "quick"}, CLIPS),
+    "tanh gelu": ({"gelu": "tanh"}, CLIPS),
+    "wider mlp": ({"vision": {"mlp_ratio": 49 / 32}, "text": {"mlp_ratio": 3.0}}, CLIPS),
     "layer scale": ({"layer_scale": 0.5}, ["open_clip"]),
     "logit bias": ({"init_logit_bias": -10.0}, ["open_clip"]),
 }
@@ -163,3 +165,72 @@ def test_real_sizes_hold_the_same_tensors(name, quick):
     for layout, model in theirs.items():
         expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
         assert {t.name: t.shape for t in tensors(LAYOUTS[layout], shapes(cfg))} == expected
+
+
+def siglip(**options):
+    sizes = dict(width=32, layers=2, heads=4, context_length=9, vocab_size=60, mlp_ratio=3.0)
+    return clip.config(
+        small_config(),
+        **PLAIN,
+        architecture="siglip",
+        gelu="tanh",
+        embed_dim=32,
+        init_logit_bias=-10.0,
+        text=sizes,
+        **options,
+    )
+
+
+def assert_siglip_parity(ours, theirs):
+    """Each reads the same pixels, normalised in its own way."""
+    images, tokens = inputs(ours.cfg)
+    pixels = np.asarray(images) * data.images.STD + data.images.MEAN
+    rescaled = torch.from_numpy(np.float32((pixels - 0.5) / 0.5).transpose(0, 3, 1, 2).copy())
+    with torch.no_grad():
+        out = theirs(input_ids=torch.from_numpy(np.array(tokens, np.int64)), pixel_values=rescaled)
+    expected = out.image_embeds, out.text_embeds, out.logits_per_image
+    scale = float(np.exp(ours.logit_scale[...]))
+    for value, other, atol in zip(
+        ours_of(ours, images, tokens), expected, (ATOL, ATOL, ATOL * scale), strict=True
+    ):
+        assert np.linalg.matrix_rank(other.numpy()) > 1
+        np.testing.assert_allclose(value, other.numpy(), rtol=0, atol=atol)
+
+
+def test_our_siglip_in_transformers(tmp_path):
+    model = nnx.merge(*random_model(siglip()))
+    interop.save(tmp_path, model, "siglip")
+    theirs, info = transformers.SiglipModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert_siglip_parity(model, theirs.eval())
+
+
+def test_transformers_siglip_in_ours(tmp_path):
+    interop.save(tmp_path, nnx.merge(*random_model(siglip())), "siglip")  # for the config file
+    (tmp_path / LAYOUTS["siglip"].weights).unlink()
+    torch.manual_seed(0)
+    theirs = transformers.SiglipModel(transformers.SiglipConfig.from_pretrained(tmp_path)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path)
+    ours = interop.load(tmp_path)
+    assert ours.cfg.siglip
+    assert_siglip_parity(ours, theirs)
+    interop.save(tmp_path / "npz", ours, "big_vision")
+    assert_siglip_parity(interop.load(tmp_path / "npz" / "model.npz"), theirs)
+
+
+def test_positions_are_interpolated_as_open_clip_does():
+    from types import SimpleNamespace
+
+    from open_clip.model import resize_pos_embed
+
+    positions = np.random.default_rng(0).normal(size=(1 + 14**2, 8)).astype(np.float32)
+    for grid in (7, 16):
+        state = {"visual.positional_embedding": torch.from_numpy(positions)}
+        like = SimpleNamespace(visual=SimpleNamespace(grid_size=(grid, grid)))
+        resize_pos_embed(state, like)
+        expected = state["visual.positional_embedding"].numpy()
+        ours = interpolate_positions(positions, 1 + grid**2)
+        np.testing.assert_allclose(ours, expected, atol=2e-5)

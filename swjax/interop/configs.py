@@ -23,6 +23,12 @@ _HUGGING_FACE_TEXT = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden
                       "num_attention_heads": 8, "max_position_embeddings": 77,
                       "vocab_size": 49408, "hidden_act": "quick_gelu",
                       "eos_token_id": 2}  # fmt: skip
+_SIGLIP_VISION = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+                  "num_attention_heads": 12, "image_size": 224, "patch_size": 16,
+                  "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}  # fmt: skip
+_SIGLIP_TEXT = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+                "num_attention_heads": 12, "max_position_embeddings": 64, "vocab_size": 32000,
+                "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}  # fmt: skip
 
 _ACTIVATIONS = {
     "exact": "gelu",
@@ -163,6 +169,78 @@ def from_hugging_face(file: Mapping) -> CLIPConfig:
         embed_dim=file.get("projection_dim", 512),
         gelu=gelus[vision["hidden_act"]],
     )
+
+
+def from_siglip(file: Mapping) -> CLIPConfig:
+    """The model that the config.json of a `SiglipModel` describes.
+
+    Raises:
+      ValueError: it is of another kind of model, or has a part that swjax does not have.
+    """
+    _need("model_type", file.get("model_type"), "siglip")
+    vision = _SIGLIP_VISION | file.get("vision_config", {})
+    text = _SIGLIP_TEXT | file.get("text_config", {})
+    for tower, config in (("vision", vision), ("text", text)):
+        for key in ("layer_norm_eps", "hidden_act"):
+            _need(f"{tower}_config.{key}", config[key], _SIGLIP_VISION[key])
+    _need("vision_config.vision_use_head", vision.get("vision_use_head", True), True)
+    projection = text.get("projection_size") or text["hidden_size"]
+    _need("text_config.projection_size", projection, vision["hidden_size"])
+    return CLIPConfig(
+        architecture="siglip",
+        vision=VisionConfig(
+            **_hugging_face_tower(vision),
+            image_size=vision["image_size"],
+            patch_size=vision["patch_size"],
+        ),
+        text=TextConfig(
+            **_hugging_face_tower(text),
+            context_length=text["max_position_embeddings"],
+            vocab_size=text["vocab_size"],
+        ),
+        embed_dim=vision["hidden_size"],
+        gelu="tanh",
+        init_logit_scale=math.log(10),
+        init_logit_bias=-10.0,
+    )
+
+
+def to_siglip(cfg: CLIPConfig) -> dict:
+    """The config.json of a model, for `SiglipModel.from_pretrained`.
+
+    Raises:
+      ValueError: the model is no SigLIP.
+    """
+    _need("architecture", cfg.architecture, "siglip")
+    _need("gelu", cfg.gelu, "tanh")
+
+    def tower(part):
+        return {
+            "hidden_size": part.width,
+            "intermediate_size": part.mlp_width,
+            "num_hidden_layers": part.layers,
+            "num_attention_heads": part.heads,
+            "hidden_act": _SIGLIP_VISION["hidden_act"],
+            "layer_norm_eps": cfg.epsilon,
+        }
+
+    return {
+        "architectures": ["SiglipModel"],
+        "model_type": "siglip",
+        "vision_config": tower(cfg.vision)
+        | {
+            "model_type": "siglip_vision_model",
+            "image_size": cfg.vision.image_size,
+            "patch_size": cfg.vision.patch_size,
+        },
+        "text_config": tower(cfg.text)
+        | {
+            "model_type": "siglip_text_model",
+            "max_position_embeddings": cfg.text.context_length,
+            "vocab_size": cfg.text.vocab_size,
+            "projection_size": cfg.embed_dim,
+        },
+    }
 
 
 def _hugging_face_tower(config: Mapping) -> dict:

@@ -10,14 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from swjax.interop import configs
-from swjax.interop.layouts import LAYOUTS, WeightFormat, tensors
+from swjax.interop import big_vision, configs
+from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip
 from swjax.serving import tensor_files
 
-_READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hugging_face}
-_WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face}
+_READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hugging_face,
+            "siglip": configs.from_siglip}  # fmt: skip
+_WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face,
+            "siglip": configs.to_siglip}  # fmt: skip
+SIGLIP = LAYOUTS["siglip"]
 _EXACT = ("F32", "F16", "BF16")  # dtypes that float32 holds exactly
+
+
+class NoConfig(ValueError):
+    """No config file stands beside weights, as OpenAI's have none."""
 
 
 def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
@@ -47,23 +54,47 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
     ...     load(folder, recipe="switchback").cfg.vision.layers
     1
     """
+    cfg, parameters = read(path, cfg)
+    cfg = clip.config(cfg, **options)
+    graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+    values = traverse_util.unflatten_dict(parameters, sep="/")
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
+    return nnx.merge(graph, state)
+
+
+def read(
+    path: str | Path, cfg: clip.CLIPConfig | None = None
+) -> tuple[clip.CLIPConfig, dict[str, np.ndarray]]:
+    """The configuration and the parameters of a file, on the host.
+
+    Args:
+      path, cfg: as for `load`.
+
+    Returns:
+      (configuration, {path: float32 array}); paths as in "vision/blocks/attn/q/kernel".
+
+    Raises:
+      FileNotFoundError, ModuleNotFoundError, ValueError: as `load`.
+    """
+    if Path(path).suffix == ".npz":
+        described, parameters = big_vision.read(Path(path))
+        return cfg or described, for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
     path = _weights_file(Path(path))
     with tensor_files.open_file(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
         layout = _layout_of(path, found)
         if cfg is None:
             cfg = _read_config(path, layout)
-        cfg = clip.config(cfg, **options)
-        graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+        state = nnx.state(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
         shapes = {name: leaf.shape for name, leaf in _flat(state).items()}
         expected = list(tensors(LAYOUTS[layout], shapes))
         _check(path, LAYOUTS[layout], found, expected)
         parameters = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
         for tensor in expected:
             tensor.unpack(file.get_tensor(tensor.name), parameters)
-    values = traverse_util.unflatten_dict(parameters, sep="/")
-    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
-    return nnx.merge(graph, state)
+    if cfg.siglip:
+        parameters = for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
+    return cfg, parameters
 
 
 def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> None:
@@ -73,7 +104,8 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
       folder: made if need be; its two files, if there, are replaced. `open_clip.create_model(
         "local-dir:FOLDER")` or `CLIPModel.from_pretrained(FOLDER)` opens it.
       model: any CLIP; its recipe and dtype are not saved.
-      layout: "open_clip", which is OpenAI's too, or "huggingface".
+      layout: "open_clip", which is OpenAI's too, "huggingface", or "siglip", Hugging Face's of SigLIP, or
+        "big_vision", which writes model.npz.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
@@ -81,12 +113,20 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
 
     An example is under `load`.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    layouts = (*LAYOUTS, "big_vision")
+    if layout not in layouts:
+        raise ValueError(f"layout must be one of {', '.join(layouts)}, got {layout!r}")
     parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
+    folder = Path(folder)
+    if model.cfg.siglip:
+        parameters = for_their_images(parameters, SIGLIP.mean, SIGLIP.std)
+    if layout == "big_vision":
+        folder.mkdir(parents=True, exist_ok=True)
+        big_vision.write(folder / "model.npz", parameters, model.cfg)
+        return
     shapes = {name: value.shape for name, value in parameters.items()}
     packed = {t.name: t.pack(parameters) for t in tensors(LAYOUTS[layout], shapes)}
-    names, folder = LAYOUTS[layout], Path(folder)
+    names = LAYOUTS[layout]
     folder.mkdir(parents=True, exist_ok=True)
     # transformers refuses files without this format.
     tensor_files.write(folder / names.weights, packed, {"format": "pt"})
@@ -107,7 +147,7 @@ def _weights_file(path: Path) -> Path:
     for layout in LAYOUTS.values():
         if (path / layout.weights).is_file():
             return path / layout.weights
-    names = " nor ".join(layout.weights for layout in LAYOUTS.values())
+    names = " nor ".join(dict.fromkeys(layout.weights for layout in LAYOUTS.values()))
     there = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
     raise FileNotFoundError(
         f"{path} holds neither {names}, only {there}: give the file itself; pickled weights (.bin, .pt) "
@@ -116,12 +156,13 @@ def _weights_file(path: Path) -> Path:
 
 
 def _layout_of(path: Path, names: Iterable[str]) -> str:
-    for name, layout in LAYOUTS.items():
-        if layout.marker in names:
+    for name in ("siglip", "open_clip", "huggingface"):  # Hugging Face's share most names
+        if LAYOUTS[name].marker in names:
             return name
     markers = " nor ".join(repr(layout.marker) for layout in LAYOUTS.values())
     raise ValueError(
-        f"{path} has neither a tensor {markers}: it is no CLIP ViT of open_clip, OpenAI or Hugging Face"
+        f"{path} has neither a tensor {markers}: it is no CLIP ViT of open_clip, OpenAI or Hugging Face, "
+        f"and no SigLIP"
     )
 
 
@@ -129,7 +170,7 @@ def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
     """The configuration from the file beside the weights."""
     file = path.parent / LAYOUTS[layout].config
     if not file.is_file():
-        raise ValueError(
+        raise NoConfig(
             f"{path} has no {file.name} beside it, which tells heads and GELU: pass the model, as in "
             f'cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )

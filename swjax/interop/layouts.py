@@ -6,9 +6,11 @@ keep each block by itself, where swjax stacks them. Nothing else differs, so bot
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
+
+from swjax.data.images import MEAN, STD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,8 @@ class WeightFormat:
         the number of a block.
       marker: a tensor that only this layout has.
       buffers: tensors that some files hold and that are no parameters.
+      scalars: the shape in which scalars are stored.
+      mean, std: of red, green and blue in the images that its models read.
     """
 
     weights: str
@@ -28,6 +32,9 @@ class WeightFormat:
     names: dict[str, str]
     marker: str
     buffers: frozenset[str]
+    scalars: tuple[int, ...] = ()
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
 
 
 def _both(theirs: str, ours: str, weight: str) -> dict[str, str]:
@@ -112,6 +119,41 @@ LAYOUTS = {
             ("vision_model.embeddings.position_ids", "text_model.embeddings.position_ids")
         ),
     ),
+    "siglip": WeightFormat(
+        weights="model.safetensors",
+        config="config.json",
+        names={
+            **_both("vision_model.embeddings.patch_embedding", "vision/patch_embed", "kernel"),
+            "vision_model.embeddings.position_embedding.weight": "vision/position_embedding",
+            **_under("vision_model.encoder.layers.{}.", "vision/blocks", _HUGGING_FACE_BLOCK),
+            **_both("vision_model.post_layernorm", "vision/ln_post", "scale"),
+            "vision_model.head.probe": "vision/pool/probe",
+            "vision_model.head.attention.in_proj_weight": (
+                "vision/pool/q/kernel vision/pool/k/kernel vision/pool/v/kernel"
+            ),
+            "vision_model.head.attention.in_proj_bias": (
+                "vision/pool/q/bias vision/pool/k/bias vision/pool/v/bias"
+            ),
+            **_both("vision_model.head.attention.out_proj", "vision/pool/out", "kernel"),
+            **_both("vision_model.head.layernorm", "vision/pool/ln", "scale"),
+            **_both("vision_model.head.mlp.fc1", "vision/pool/fc1", "kernel"),
+            **_both("vision_model.head.mlp.fc2", "vision/pool/fc2", "kernel"),
+            "text_model.embeddings.token_embedding.weight": "text/token_embedding/embedding",
+            "text_model.embeddings.position_embedding.weight": "text/position_embedding",
+            **_under("text_model.encoder.layers.{}.", "text/blocks", _HUGGING_FACE_BLOCK),
+            **_both("text_model.final_layer_norm", "text/ln_final", "scale"),
+            **_both("text_model.head", "text/projection", "kernel"),
+            "logit_scale": "logit_scale",
+            "logit_bias": "logit_bias",
+        },
+        marker="vision_model.head.probe",
+        buffers=frozenset(
+            ("vision_model.embeddings.position_ids", "text_model.embeddings.position_ids")
+        ),
+        scalars=(1,),
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    ),
 }
 
 
@@ -136,13 +178,16 @@ class Tensor:
     def pack(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
         """Its value, from our parameters by path."""
         parts = [parameters[path][self._place].transpose(self.axes) for path in self.paths]
-        return np.asarray(parts[0] if len(parts) == 1 else np.concatenate(parts), order="C")
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.asarray(joined.reshape(self.shape), order="C")
 
     def unpack(self, value: np.ndarray, parameters: Mapping[str, np.ndarray]) -> None:
         """Writes its value into our parameters."""
         parts = [value] if len(self.paths) == 1 else np.split(value, len(self.paths))
         inverse = [self.axes.index(axis) for axis in range(len(self.axes))]
         for path, part in zip(self.paths, parts, strict=True):
+            if not self.axes:
+                part = part.reshape(())
             parameters[path][self._place] = part.transpose(inverse)
 
     @property
@@ -173,19 +218,70 @@ def tensors(layout: WeightFormat, shapes: Mapping[str, tuple[int, ...]]) -> Iter
             continue
         ours = shapes[paths[0]]
         if "{}" not in name:
-            yield _tensor(name, paths, None, ours)
+            yield _tensor(name, paths, None, ours, layout.scalars)
             continue
         for block in range(ours[0]):
             yield _tensor(name.format(block), paths, block, ours[1:])
 
 
-def _tensor(name: str, paths: tuple[str, ...], block: int | None, ours: tuple[int, ...]) -> Tensor:
+def for_their_images(
+    parameters: Mapping[str, np.ndarray], mean: Iterable[float], std: Iterable[float]
+) -> dict[str, np.ndarray]:
+    """Changes parameters for images that are normalised by another mean and std than `MEAN` and `STD`.
+
+    The embedding of patches takes up the difference, ``(p - mean) / std = a (p - MEAN) / STD + b`` for each
+    colour, so that the model computes the same; it needs a bias.
+
+    Args:
+      parameters: by path.
+      mean, std: of the images that the result is for.
+    """
+    a, b = _affine(mean, std)
+    kernel = parameters["vision/patch_embed/kernel"].astype(np.float64)
+    bias = parameters["vision/patch_embed/bias"].astype(np.float64)
+    # STD x + MEAN = std y + mean: the kernel reads y in place of x = y / a - b / a.
+    kernel = kernel / a[:, None]
+    bias = bias - np.einsum("hwcd,c->d", kernel, b)
+    return dict(parameters) | _patch_embedding(kernel, bias)
+
+
+def for_our_images(
+    parameters: Mapping[str, np.ndarray], mean: Iterable[float], std: Iterable[float]
+) -> dict[str, np.ndarray]:
+    """Undoes `for_their_images`: from images normalised by mean and std to ours."""
+    a, b = _affine(mean, std)
+    kernel = parameters["vision/patch_embed/kernel"].astype(np.float64)
+    bias = parameters["vision/patch_embed/bias"].astype(np.float64)
+    bias = bias + np.einsum("hwcd,c->d", kernel, b)
+    return dict(parameters) | _patch_embedding(kernel * a[:, None], bias)
+
+
+def _affine(mean: Iterable[float], std: Iterable[float]) -> tuple[np.ndarray, np.ndarray]:
+    """(a, b): images normalised by mean and std are a times ours plus b."""
+    theirs, ours = np.array([[*mean], [*std]]), np.array([MEAN, STD])
+    return ours[1] / theirs[1], (ours[0] - theirs[0]) / theirs[1]
+
+
+def _patch_embedding(kernel: np.ndarray, bias: np.ndarray) -> dict[str, np.ndarray]:
+    return {
+        "vision/patch_embed/kernel": kernel.astype(np.float32),
+        "vision/patch_embed/bias": bias.astype(np.float32),
+    }
+
+
+def _tensor(
+    name: str,
+    paths: tuple[str, ...],
+    block: int | None,
+    ours: tuple[int, ...],
+    scalars: tuple[int, ...] = (),
+) -> Tensor:
     axes = tuple(range(len(ours)))
     if len(ours) == 4:
         axes = (3, 2, 0, 1)
-    elif name.endswith("weight") and paths[0].endswith("kernel"):
+    elif name.endswith("weight") and len(ours) == 2 and paths[0].endswith("kernel"):
         axes = (1, 0)
     shape = [ours[axis] for axis in axes]
     if len(paths) > 1:
         shape[0] *= len(paths)
-    return Tensor(name, paths, block, axes, tuple(shape))
+    return Tensor(name, paths, block, axes, tuple(shape) if ours else scalars)

@@ -90,7 +90,7 @@ def weight_decay_mask(params: Any) -> Any:
     """True for the parameters that weight decay applies to.
 
     It does not to vectors and scalars (of one block, if stacked): biases, LayerNorms, layer-scale, the
-    class embedding, the logit scale; nor to position embeddings.
+    class embedding, the logit scale; nor to position embeddings and the query of attention pooling.
 
     Args:
       params: as for `block_axes`.
@@ -100,7 +100,9 @@ def weight_decay_mask(params: Any) -> Any:
     """
 
     def decays(names, parameter):
-        return parameter.ndim - ("blocks" in names) >= 2 and "position_embedding" not in names
+        return parameter.ndim - ("blocks" in names) >= 2 and not {"position_embedding", "probe"} & {
+            *names
+        }
 
     return _map_names(decays, params)
 
@@ -147,9 +149,17 @@ def flops_per_example(cfg: CLIPConfig, *, training: bool = True) -> int:
     vision, text = cfg.vision, cfg.text
     patches = vision.kept_patches(cfg.patch_dropout) if training else vision.patches
     embed_patches = 2 * vision.patches * 3 * vision.patch_size**2 * vision.width
-    project = 2 * (vision.width + text.width) * cfg.embed_dim
-    towers = _blocks_flops(vision, patches + 1) + _blocks_flops(text, text.context_length)
+    project = 2 * (vision.width * (not cfg.siglip) + text.width) * cfg.embed_dim
+    if cfg.siglip:
+        project += _pool_flops(vision, patches)
+    tokens = patches + (not cfg.siglip)
+    towers = _blocks_flops(vision, tokens) + _blocks_flops(text, text.context_length)
     return embed_patches + towers + project
+
+
+def _pool_flops(cfg: TowerConfig, tokens: int) -> int:
+    keys_and_values = tokens * (4 * cfg.width**2 + 4 * cfg.width)
+    return keys_and_values + 4 * cfg.width**2 + 4 * cfg.width * cfg.mlp_width
 
 
 def _blocks_flops(cfg: TowerConfig, tokens: int) -> int:

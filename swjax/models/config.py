@@ -8,6 +8,7 @@ from typing import Any
 from swjax import attention, checkpoint_policies, recipes
 from swjax.recipes import Recipe
 
+ARCHITECTURES = ("clip", "siglip")
 TOWERS = ("vision", "text")
 LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")  # of one block
 
@@ -192,6 +193,8 @@ class CLIPConfig(Options):
       patch_dropout: fraction of the image patches left out in training.
       init_logit_scale: initial logarithm of the logits' scale.
       init_logit_bias: initial logit bias for the sigmoid loss; None: no such parameter.
+      architecture: "clip", or "siglip": no class token, attention (MAP) pooling of the patches, a text tower
+        without causal mask whose last position is its embedding, LayerNorm with epsilon 1e-6.
     """
 
     vision: VisionConfig
@@ -200,13 +203,34 @@ class CLIPConfig(Options):
     patch_dropout: float = 0.0
     init_logit_scale: float = math.log(1 / 0.07)
     init_logit_bias: float | None = None
+    architecture: str = "clip"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_choice("architecture", self.architecture, ARCHITECTURES)
+        if self.siglip and self.embed_dim != self.vision.width:
+            raise ValueError(
+                f"embed_dim must be vision.width={self.vision.width} with architecture='siglip', whose image "
+                f"tower has no projection, got {self.embed_dim}"
+            )
         if self.embed_dim < 1:
             raise ValueError(f"embed_dim must be at least 1, got {self.embed_dim}")
         if not 0 <= self.patch_dropout < 1:
             raise ValueError(f"patch_dropout must be in [0, 1), got {self.patch_dropout}")
+
+    @property
+    def siglip(self) -> bool:
+        return self.architecture == "siglip"
+
+    @property
+    def epsilon(self) -> float:
+        """That of LayerNorm: PyTorch's default, or Flax's."""
+        return 1e-6 if self.siglip else 1e-5
+
+    @property
+    def vision_tokens(self) -> int:
+        """Tokens of an image without patch dropout: the patches and CLIP's class token."""
+        return self.vision.patches + (not self.siglip)
 
 
 def _clip(embed_dim: int, vision: tuple, text: tuple, patch_size: int) -> CLIPConfig:

@@ -35,7 +35,9 @@ RULES: SpecRules = (
     (r"patch_embed/kernel$", P(None, None, None, "fsdp")),
     (r"projection/kernel$", P("fsdp")),
     (r"(^|/)(ln_\w+|ls_\d)/\w+$", P()),
-    (r"(class_embedding|logit_scale|logit_bias)$", P()),
+    (r"pool/(q|k|v|out|fc1|fc2)/kernel$", P("fsdp")),
+    (r"(class_embedding|logit_scale|logit_bias|pool/probe)$", P()),
+    (r"(patch_embed|projection|pool/\w+)/(bias|scale)$", P()),
 )
 
 

@@ -12,7 +12,8 @@ class TextTransformer(nnx.Module):
     """Tokens -> embedding, not yet normalised.
 
     Token embedding + positions -> causal blocks -> LayerNorm -> the token at the end of the text ->
-    projection. Being causal, that token sees the whole caption and none of the padding behind it.
+    projection. Being causal, that token sees the whole caption and none of the padding behind it. SigLIP's
+    blocks are not causal, and the last position, padding or not, is what is projected, with a bias.
 
     Args:
       cfg: the whole model's configuration.
@@ -29,11 +30,15 @@ class TextTransformer(nnx.Module):
             normal(0.01)(rngs.params(), (tower.context_length, width))
         )
         self.blocks = stack_blocks(
-            tower, cfg, cfg.recipes("text"), block_init(tower), causal=True, rngs=rngs
+            tower, cfg, cfg.recipes("text"), block_init(tower), causal=not cfg.siglip, rngs=rngs
         )
-        self.ln_final = LayerNorm(width)
+        self.ln_final = LayerNorm(width, cfg.epsilon)
         self.projection = nnx.Linear(
-            width, cfg.embed_dim, use_bias=False, kernel_init=normal(width**-0.5), rngs=rngs
+            width,
+            cfg.embed_dim,
+            use_bias=cfg.siglip,
+            kernel_init=normal(width**-0.5),
+            rngs=rngs,
         )
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, dict]:
@@ -54,8 +59,11 @@ class TextTransformer(nnx.Module):
         # The lookup comes before the cast, so that its gradient is summed in float32.
         x = self.token_embedding(tokens) + self.position_embedding[None, : tokens.shape[1]]
         x, magnitudes = apply_blocks(self.blocks, x.astype(self.cfg.dtype), self.cfg)
-        end = jnp.argmax(tokens, axis=1)
-        x = jnp.take_along_axis(x, end[:, None, None], axis=1).squeeze(1)
+        if self.cfg.siglip:
+            x = x[:, -1]
+        else:
+            end = jnp.argmax(tokens, axis=1)
+            x = jnp.take_along_axis(x, end[:, None, None], axis=1).squeeze(1)
         pooled = self.ln_final(x)  # of one token: LayerNorm treats each by itself
         embedding = self.projection(pooled.astype(jnp.float32))
         return embedding, {"blocks": magnitudes, "pre_logits": pooled}

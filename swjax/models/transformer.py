@@ -12,11 +12,9 @@ from flax import nnx
 from swjax import attention
 from swjax.diagnostics.values import magnitudes
 from swjax.linear import prologues
-from swjax.models.config import POLICIES, Options, TowerConfig
+from swjax.models.config import POLICIES, CLIPConfig, TowerConfig
 from swjax.nnx import Linear, linears, mlp, split_stack
 from swjax.recipes import Recipe
-
-EPSILON = 1e-5  # PyTorch's, of LayerNorm
 
 
 class BlockInit(NamedTuple):
@@ -42,26 +40,30 @@ class LayerNorm(nnx.Module):
 
     Args:
       width: the size of that axis.
+      epsilon: added to the variance.
     """
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, epsilon: float = 1e-5):
+        self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones(width, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(width, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _layer_norm(x, self.scale[...], self.bias[...])
+        return _layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
 
     def prologue(self) -> prologues.LayerNorm:
         """The same, for the linear layers that read the result: fused with what they do first."""
-        return prologues.LayerNorm(self.scale[...], self.bias[...], EPSILON)
+        return prologues.LayerNorm(self.scale[...], self.bias[...], self.epsilon)
 
 
-@jax.checkpoint  # for the backward pass it keeps x and nothing in float32
-def _layer_norm(x, scale, bias):
+@partial(
+    jax.checkpoint, static_argnums=3
+)  # for the backward pass it keeps x and nothing in float32
+def _layer_norm(x, scale, bias, epsilon):
     exact = x.astype(jnp.float32)
     centred = exact - jnp.mean(exact, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    normalised = centred * jax.lax.rsqrt(variance + EPSILON)
+    normalised = centred * jax.lax.rsqrt(variance + epsilon)
     y = normalised * jnp.broadcast_to(scale, x.shape) + jnp.broadcast_to(bias, x.shape)
     return y.astype(x.dtype)
 
@@ -87,7 +89,7 @@ class Attention(nnx.Module):
     def __init__(
         self,
         cfg: TowerConfig,
-        options: Options,
+        options: CLIPConfig,
         recipes: dict[str, Recipe],
         init: BlockInit,
         *,
@@ -110,8 +112,8 @@ class Attention(nnx.Module):
         # Attention keeps its output for its own backward pass: kept in 8 bits too it would take more.
         out = replace(recipes["attn/out"], save_quantized=False)
         self.out = linear(recipe=out, kernel_init=init.out)
-        self.ln_q = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
-        self.ln_k = LayerNorm(cfg.width // cfg.heads) if options.qk_norm else None
+        self.ln_q = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
+        self.ln_k = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
 
     def implementation(self, x: jax.Array, length: int) -> str:
         """That of `swjax.attention` for tokens x [b, t, w], of which so many are not padding."""
@@ -147,7 +149,7 @@ class Mlp(nnx.Module):
     def __init__(
         self,
         cfg: TowerConfig,
-        options: Options,
+        options: CLIPConfig,
         recipes: dict[str, Recipe],
         init: BlockInit,
         *,
@@ -180,6 +182,11 @@ class Mlp(nnx.Module):
         return branch, x
 
 
+def gelu(x: jax.Array, form: str) -> jax.Array:
+    """GELU of float32 x: "exact", "tanh" or "quick"."""
+    return _quick_gelu(x) if form == "quick" else jax.nn.gelu(x, approximate=form == "tanh")
+
+
 @jax.checkpoint  # autodiff alone would keep several arrays of this size
 def _quick_gelu(x):
     exact = x.astype(jnp.float32)
@@ -192,16 +199,16 @@ class Block(nnx.Module):
     def __init__(
         self,
         cfg: TowerConfig,
-        options: Options,
+        options: CLIPConfig,
         recipes: dict[str, Recipe],
         init: BlockInit,
         *,
         causal: bool,
         rngs: nnx.Rngs,
     ):
-        self.ln_1 = LayerNorm(cfg.width)
+        self.ln_1 = LayerNorm(cfg.width, options.epsilon)
         self.attn = Attention(cfg, options, recipes, init, causal=causal, rngs=rngs)
-        self.ln_2 = LayerNorm(cfg.width)
+        self.ln_2 = LayerNorm(cfg.width, options.epsilon)
         self.mlp = Mlp(cfg, options, recipes, init, rngs=rngs)
         scale = options.layer_scale
         self.ls_1 = None if scale is None else LayerScale(cfg.width, scale)
@@ -217,7 +224,7 @@ class Block(nnx.Module):
 
 def stack_blocks(
     cfg: TowerConfig,
-    options: Options,
+    options: CLIPConfig,
     recipes: dict[str, Recipe],
     init: BlockInit,
     *,
@@ -235,7 +242,7 @@ def stack_blocks(
 
 
 def apply_blocks(
-    blocks: Block, x: jax.Array, options: Options
+    blocks: Block, x: jax.Array, options: CLIPConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs the stack that `stack_blocks` made.
 
@@ -262,7 +269,7 @@ def apply_blocks(
     return x[:, :length], found
 
 
-def _rematerialised(step: Callable, options: Options) -> Callable:
+def _rematerialised(step: Callable, options: CLIPConfig) -> Callable:
     """`step` keeping for its backward pass what `options.remat` says."""
     if options.remat == "none":
         return step

@@ -9,6 +9,7 @@ from swjax.models.transformer import (
     BlockInit,
     LayerNorm,
     apply_blocks,
+    gelu,
     stack_blocks,
     symmetric_uniform,
 )
@@ -17,30 +18,33 @@ from swjax.models.transformer import (
 class PatchEmbed(nnx.Module):
     """A convolution without bias whose stride is its size: one linear map per patch.
 
-    Its kernel has the layout of a convolution, [patch, patch, 3, width].
+    Its kernel has the layout of a convolution, [patch, patch, 3, width]. SigLIP's has a bias.
     """
 
-    def __init__(self, cfg: VisionConfig, dtype: str, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: VisionConfig, dtype: str, *, use_bias: bool, rngs: nnx.Rngs):
         patch = cfg.patch_size
         init = symmetric_uniform((3 * patch * patch) ** -0.5)
         self.kernel = nnx.Param(init(rngs.params(), (patch, patch, 3, cfg.width)))
+        self.bias = nnx.Param(jnp.zeros(cfg.width, jnp.float32)) if use_bias else None
         self.dtype = dtype
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """[b, h, w, 3] -> [b, patches, width], patches row by row."""
+        """[b, h, w, 3] -> [b, patches, width] float32, patches row by row."""
         kernel = self.kernel[...].astype(self.dtype)
         patch, _, channels, width = kernel.shape
         batch, rows, columns = (images.shape[0], *(side // patch for side in images.shape[1:3]))
         x = images.astype(self.dtype).reshape(batch, rows, patch, columns, patch, channels)
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, rows * columns, -1)
-        return x @ kernel.reshape(-1, width)
+        y = (x @ kernel.reshape(-1, width)).astype(jnp.float32)
+        return y if self.bias is None else y + self.bias[...][None, None]
 
 
 class VisionTransformer(nnx.Module):
     """Image -> embedding, not yet normalised.
 
     Patches -> class token + positions -> patch dropout -> LayerNorm -> blocks -> LayerNorm of the class
-    token -> projection.
+    token -> projection. SigLIP's has no class token, no LayerNorm before the blocks and no projection: the
+    patches are pooled by attention.
 
     Args:
       cfg: the whole model's configuration.
@@ -50,14 +54,19 @@ class VisionTransformer(nnx.Module):
         tower, width = cfg.vision, cfg.vision.width
         normal = nnx.initializers.normal(width**-0.5)
         self.cfg = cfg
-        self.patch_embed = PatchEmbed(tower, cfg.dtype, rngs=rngs)
-        self.class_embedding = nnx.Param(normal(rngs.params(), (width,)))
-        self.position_embedding = nnx.Param(normal(rngs.params(), (tower.patches + 1, width)))
-        self.ln_pre = LayerNorm(width)
+        self.patch_embed = PatchEmbed(tower, cfg.dtype, use_bias=cfg.siglip, rngs=rngs)
+        if not cfg.siglip:
+            self.class_embedding = nnx.Param(normal(rngs.params(), (width,)))
+        self.position_embedding = nnx.Param(normal(rngs.params(), (cfg.vision_tokens, width)))
+        if not cfg.siglip:
+            self.ln_pre = LayerNorm(width)
         self.blocks = stack_blocks(
             tower, cfg, cfg.recipes("vision"), block_init(tower), causal=False, rngs=rngs
         )
-        self.ln_post = LayerNorm(width)
+        self.ln_post = LayerNorm(width, cfg.epsilon)
+        if cfg.siglip:
+            self.pool = AttentionPool(cfg, rngs=rngs)
+            return
         self.projection = nnx.Linear(
             width, cfg.embed_dim, use_bias=False, kernel_init=normal, rngs=rngs
         )
@@ -74,7 +83,7 @@ class VisionTransformer(nnx.Module):
 
         Returns:
           Embeddings [b, embed_dim] float32, and {"blocks": magnitudes of each block's output,
-          "pre_logits": class token [b, width] before the projection}.
+          "pre_logits": class token [b, width] before the projection, or the pooled patches}.
 
         Raises:
           ValueError: images of another shape or integer images; patch dropout without a key.
@@ -82,11 +91,16 @@ class VisionTransformer(nnx.Module):
         self._check(images)
         # Sums with parameters are in float32, for then so are the sums over the batch in their gradients.
         position = self.position_embedding[...]
-        x = self.patch_embed(images).astype(jnp.float32) + position[None, 1:]
+        patches = position[-self.cfg.vision.patches :]
+        x = self.patch_embed(images) + patches[None]
         x = x.astype(self.cfg.dtype)
         if self.cfg.patch_dropout > 0 and not deterministic:
             keep = self.cfg.vision.kept_patches(self.cfg.patch_dropout)
             x = drop_patches(x, keep, dropout_key)
+        if self.cfg.siglip:
+            x, magnitudes = apply_blocks(self.blocks, x, self.cfg)
+            pooled = self.pool(self.ln_post(x))
+            return pooled, {"blocks": magnitudes, "pre_logits": pooled}
         first = self.class_embedding[...] + position[0]
         first = jnp.broadcast_to(first, (x.shape[0], 1, first.size)).astype(x.dtype)
         x = self.ln_pre(jnp.concatenate([first, x], axis=1))
@@ -103,6 +117,47 @@ class VisionTransformer(nnx.Module):
             raise ValueError(
                 f"images must be floating, got {images.dtype}: normalise them with swjax.data.preprocess"
             )
+
+
+class AttentionPool(nnx.Module):
+    """MAP pooling: a learned query attends to all patches, and an MLP follows.
+
+    ``y + mlp(ln(y))`` with ``y = attention(probe, x)``. The layers are computed without quantization.
+
+    Args:
+      cfg: the whole model's configuration.
+
+    References:
+      Zhai et al., "Scaling vision transformers", 2022, https://arxiv.org/abs/2106.04560
+    """
+
+    def __init__(self, cfg: CLIPConfig, *, rngs: nnx.Rngs):
+        tower, width = cfg.vision, cfg.vision.width
+        xavier = nnx.initializers.xavier_uniform()
+        self.heads, self.gelu = tower.heads, cfg.gelu
+        self.probe = nnx.Param(xavier(rngs.params(), (1, 1, width)))
+
+        def linear(fan_in, fan_out, dtype="float32"):
+            return nnx.Linear(
+                fan_in, fan_out, kernel_init=xavier, dtype=jnp.dtype(dtype), rngs=rngs
+            )
+
+        self.q, self.out = linear(width, width), linear(width, width)
+        self.k, self.v = linear(width, width, cfg.dtype), linear(width, width, cfg.dtype)
+        self.ln = LayerNorm(width, cfg.epsilon)
+        self.fc1 = linear(width, tower.mlp_width)
+        self.fc2 = linear(tower.mlp_width, width)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[b, patches, width] -> [b, width] float32."""
+        batch, tokens, width = x.shape
+        split = (batch, tokens, self.heads, width // self.heads)
+        k, v = (layer(x).astype(jnp.float32).reshape(split) for layer in (self.k, self.v))
+        q = self.q(self.probe[...]).reshape(self.heads, -1)
+        scores = jnp.einsum("hd,bthd->bht", q, k) * (width // self.heads) ** -0.5
+        mixed = jnp.einsum("bht,bthd->bhd", jax.nn.softmax(scores), v)
+        y = self.out(mixed.reshape(batch, width))
+        return y + self.fc2(gelu(self.fc1(self.ln(y)), self.gelu))
 
 
 def drop_patches(x: jax.Array, keep: int, key: jax.Array | None) -> jax.Array:

@@ -146,6 +146,27 @@ class Checkpoints:
         self._wait()
         return self._newest(like) if step is None else self._load(step, like)
 
+    def shapes(self, within: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of saved arrays, by the rest of a name that begins so.
+
+        They are those of the newest checkpoint whose manifest is whole.
+
+        Args:
+          within: how the names begin, as in "params/".
+
+        Raises:
+          ConfigError: no manifest is whole.
+        """
+        for step in reversed(self.steps()):
+            with contextlib.suppress(OSError, ValueError):  # `restore_params` tells which are damaged
+                arrays = _read_manifest(self.directory / str(step))["arrays"]
+                return {
+                    name.removeprefix(within): tuple(array["shape"])
+                    for name, array in arrays.items()
+                    if name.startswith(within)
+                }
+        raise ConfigError(f"every checkpoint in {self.directory} is damaged: put a copy there")
+
     def restore_params(self, like: Any, name: str = "params") -> Any:
         """Restores nothing but the parameters of the newest one, or their average "ema"; see `restore`."""
         return self._newest({name: like}, within=f"{name}/")[0][name]

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from ml_collections import ConfigDict
 
@@ -57,7 +58,30 @@ def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
         raise ConfigError("no config: pass --config=configs/openmoji.py (--help shows examples)")
     if not flags.get("workdir"):
         raise ConfigError("no working directory: pass --workdir=runs/NAME")
-    return load(flags["config"], overrides), Path(flags["workdir"])
+    workdir = local_path("--workdir", flags["workdir"])
+    return load(flags["config"], overrides), workdir
+
+
+def local_path(name: str, address: str) -> Path:
+    """The path that a flag or a config key names: a plain one, or one as file://.
+
+    Args:
+      name: of the flag or the key, for the message.
+      address: its value.
+
+    Raises:
+      ConfigError: the address is of another file system, which has no locks and no files that grow.
+
+    >>> local_path("--workdir", "file:///tmp/run").as_posix()
+    '/tmp/run'
+    """
+    protocol, separator, rest = address.partition("://")
+    if separator and protocol != "file":
+        raise ConfigError(
+            f"{name}={address!r} must be local, because a run locks its files and appends to them: mount "
+            f"{protocol}:// and give the path, or copy the run there when it has ended"
+        )
+    return Path(unquote(rest)) if separator else Path(address)
 
 
 def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
@@ -251,6 +275,14 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
     _check_optimizer(config)
     _check_batch(config, batch_shards)
     _check_data(config)
+    for key, address in (
+        ("checkpoint.resume", config.checkpoint.resume),
+        ("data.dir", config.data.dir),
+        ("train.compilation_cache", config.train.compilation_cache),
+    ):
+        if "://" in address:  # read as a path, "file:" would be a folder
+            local_path(f"config.{key}", address)
+            raise ConfigError(f"config.{key}={address!r} must be a path: leave out file://")
     if config.checkpoint.resume and config.checkpoint.init_from:
         raise ConfigError(
             f"config.checkpoint.resume={config.checkpoint.resume!r} and "

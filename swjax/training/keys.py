@@ -109,6 +109,7 @@ SOURCES = ("emoji", "synthetic", "tfds", "webdataset", "table", "huggingface")
 
 KEYS: dict[str, Key] = {
     "model.name": _text("tiny", "vit_b32", "vit_b16", "vit_l14", "vit_h14"),
+    "model.architecture": _text("clip", "siglip"),
     "model.vision.width": _whole("[0, 65536]"),
     "model.vision.layers": _whole("[0, 1024]"),
     "model.vision.heads": _whole("[0, 1024]"),

@@ -18,6 +18,7 @@ from swjax.nnx import set_layouts
 from swjax.training import config as config_lib
 from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError, blame, choice
+from swjax.training.initialization import first_parameters
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.step import State, make_train_step
 
@@ -108,22 +109,34 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     choice("model.name", c.name, clip.CONFIGS)
     choice("model.recipe", c.recipe, recipes.RECIPES)
     vision, text = ({k: v for k, v in c[tower].items() if v} for tower in ("vision", "text"))
+    architecture = c.get("architecture", "clip")  # config.json of older versions has no such key
     sizes: dict[str, Any] = {
         "vision": vision | {"image_size": config.data.image_size},
         "text": text | {"context_length": config.data.context_length},
     }
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
+    elif architecture == "siglip":  # the pooled patches are the embedding
+        sizes["embed_dim"] = c.vision.width or clip.CONFIGS[c.name].vision.width
     if c.attention in ("cudnn", "triton") and jax.default_backend() != "gpu":
         raise ConfigError(
             f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
         )
     if config.train.loss == "sigmoid":  # where SigLIP starts
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
-    same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
+    same = (
+        "recipe",
+        "dtype",
+        "remat",
+        "scan_layers",
+        "qk_norm",
+        "gelu",
+        "patch_dropout",
+    )
     with blame("model"):
         return clip.config(
             c.name,
+            architecture=architecture,
             attention=c.attention or None,
             layer_scale=0.0 if c.layer_scale else None,
             **{name: c[name] for name in same},
@@ -217,8 +230,8 @@ def first_state(config: ConfigDict, init: Callable[[], State], like: State) -> S
     options = {"xla_backend_optimization_level": 0}
     state = jax.jit(init, out_shardings=shardings, compiler_options=options)()
     if config.checkpoint.init_from:
-        other = Checkpoints.of("checkpoint.init_from", config.checkpoint.init_from)
-        state["params"] = other.restore_params(like["params"])
+        cfg = model_config(config)
+        state["params"] = first_parameters(config.checkpoint.init_from, cfg, state["params"])
         if "ema" in state:
             state["ema"] = jax.tree.map(jnp.copy, state["params"])
     return state

@@ -1,0 +1,35 @@
+"""Fine-tunes a pretrained CLIP ViT-B/32 in int8 with SwitchBack, from weights of open_clip, OpenAI or others.
+
+Command:  python train.py --config=configs/finetune.py --workdir=runs/finetune
+          --config.checkpoint.init_from=FOLDER --config.data.name=webdataset
+          --config.data.webdataset.splits.train='pairs/*.tar'
+          with --config=configs/finetune.py:lit the image tower is frozen (LiT)
+Hardware: estimated, not run at this size: 1 GPU of 24 GB or more.
+Data:     the emoji drawings, to try it; --config.data.name chooses another.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config(method: str = "all") -> ConfigDict:
+    """Returns the config; `method` is "all", or "lit", which trains the text tower alone."""
+    if method not in ("", "all", "lit"):
+        raise ValueError(f"the method must be all or lit, got {method!r}")
+    config = common.get_config()
+    config.model.name = "vit_b32"
+    config.data.image_size = 224
+    config.data.context_length = 77
+    config.schedule.warmup_steps = 100
+    config.train.batch_size = 512
+    config.train.steps = 2000
+    config.checkpoint.every_steps = 500
+    config.eval.every_steps = 250
+    if method == "lit":
+        config.optimizer.freeze = ("^vision/",)
+        config.optimizer.learning_rate = 5e-4
+    else:
+        config.optimizer.learning_rate = 1e-5
+        config.optimizer.weight_decay = 0.1
+    return config

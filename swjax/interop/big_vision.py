@@ -1,0 +1,200 @@
+"""SigLIP's checkpoints as big_vision publishes them: one .npz of arrays, named by path.
+
+A path is "params/img/embedding/kernel". Kernels are [in, out] as ours, those of attention with the heads as
+an axis of their own. The shapes say all that a configuration needs. Blocks may be separate
+("encoderblock_0/...") or stacked ("encoderblock/...").
+"""
+
+import math
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
+
+_NORM, _MLP, _ATTENTION = "LayerNorm_{}", "MlpBlock_0/Dense_{}", "MultiHeadDotProductAttention_0"
+_HEADS = {"q": "query", "k": "key", "v": "value", "out": "out"}
+
+_BLOCK = {
+    **{f"ln_{i + 1}": _NORM.format(i) for i in range(2)},
+    **{f"mlp/fc{i + 1}": _MLP.format(i) for i in range(2)},
+    **{f"attn/{ours}": f"{_ATTENTION}/{theirs}" for ours, theirs in _HEADS.items()},
+}
+_POOL = {
+    "ln": _NORM.format(0),
+    **{f"fc{i + 1}": _MLP.format(i) for i in range(2)},
+    **{ours: f"{_ATTENTION}/{theirs}" for ours, theirs in _HEADS.items()},
+}
+_ENCODERS = {"vision": "img/Transformer", "text": "txt/Encoder_0"}
+_LAYERS = {
+    "vision/patch_embed": "img/embedding",
+    "vision/ln_post": "img/Transformer/encoder_norm",
+    "text/ln_final": "txt/Encoder_0/encoder_norm",
+    "text/projection": "txt/head",
+    **{f"vision/pool/{ours}": f"img/MAPHead_0/{theirs}" for ours, theirs in _POOL.items()},
+}
+_ARRAYS = {
+    "vision/position_embedding": "img/pos_embedding",
+    "vision/pool/probe": "img/MAPHead_0/probe",
+    "text/token_embedding/embedding": "txt/Embed_0/embedding",
+    "text/position_embedding": "txt/pos_embedding",
+    "logit_scale": "t",
+    "logit_bias": "b",
+}
+
+
+def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
+    """The configuration and the parameters of a checkpoint; images as its own models read them.
+
+    Args:
+      path: of the .npz.
+
+    Returns:
+      (configuration, {our path: float32 array}).
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is no SigLIP of big_vision, or a part of one.
+    """
+    try:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+            held = {name.removeprefix("params/"): file[name] for name in file.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{path} is not a whole .npz of arrays: {error}") from error
+    held = _stacked(held)
+    try:
+        cfg = _config(held)
+        parameters = {ours: _ours(held.pop(theirs), ours, cfg) for ours, theirs in _names()}
+    except KeyError as error:
+        raise ValueError(
+            f"{path} lacks the array {error}: only SigLIPs of big_vision are read"
+        ) from error
+    if held:
+        raise ValueError(
+            f"{path} has an unexpected array {min(held)!r}: it is no SigLIP with MAP pooling"
+        )
+    return cfg, parameters
+
+
+def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> None:
+    """Replaces a checkpoint.
+
+    Args:
+      path: of the .npz.
+      parameters: by our paths, for images as big_vision's models read them.
+      cfg: the model.
+
+    Raises:
+      ValueError: the model is no SigLIP with the GELU that big_vision computes.
+    """
+    if not cfg.siglip or cfg.gelu != "tanh":
+        raise ValueError(
+            f"big_vision's layout holds architecture='siglip' with gelu='tanh', got {cfg.architecture!r} "
+            f"and {cfg.gelu!r}"
+        )
+    held = {}
+    for ours, theirs in _names():
+        value = _theirs(np.asarray(parameters[ours]), ours, cfg)
+        if "/encoderblock/" not in theirs:
+            held[theirs] = value
+            continue
+        for block, part in enumerate(value):
+            held[theirs.replace("/encoderblock/", f"/encoderblock_{block}/")] = part
+    part = path.with_name(path.name + ".part.npz")
+    arrays: dict[str, Any] = {f"params/{name}": value for name, value in held.items()}
+    np.savez(part, **arrays)
+    part.rename(path)
+
+
+def _names() -> Iterator[tuple[str, str]]:
+    """(our path, theirs with stacked blocks) of every parameter."""
+    layers = dict(_LAYERS)
+    for tower, encoder in _ENCODERS.items():
+        for ours, theirs in _BLOCK.items():
+            layers[f"{tower}/blocks/{ours}"] = f"{encoder}/encoderblock/{theirs}"
+    for ours, theirs in layers.items():
+        norm = "LayerNorm" in theirs or "encoder_norm" in theirs
+        for part in ("scale" if norm else "kernel", "bias"):
+            yield f"{ours}/{part}", f"{theirs}/{part}"
+    yield from _ARRAYS.items()
+
+
+def _stacked(held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays with those of separate blocks stacked."""
+    blocks: dict[str, dict[int, np.ndarray]] = {}
+    found = {}
+    for name, value in held.items():
+        if numbered := re.search(r"/encoderblock_(\d+)/", name):
+            stacked = name.replace(numbered[0], "/encoderblock/")
+            blocks.setdefault(stacked, {})[int(numbered[1])] = value
+        else:
+            found[name] = value
+    for name, parts in blocks.items():
+        found[name] = np.stack([parts[block] for block in range(len(parts))])
+    return found
+
+
+def _config(held: Mapping[str, np.ndarray]) -> CLIPConfig:
+    def tower(name):
+        block = f"{_ENCODERS[name]}/encoderblock"
+        layers, width, heads, _ = held[f"{block}/{_ATTENTION}/query/kernel"].shape
+        hidden = held[f"{block}/{_MLP.format(0)}/kernel"].shape[2]
+        return {"width": width, "layers": layers, "heads": heads, "mlp_ratio": hidden / width}
+
+    patch, grid = (
+        held["img/embedding/kernel"].shape[0],
+        math.isqrt(held["img/pos_embedding"].shape[1]),
+    )
+    vocabulary = held["txt/Embed_0/embedding"].shape[0]
+    return CLIPConfig(
+        architecture="siglip",
+        vision=VisionConfig(**tower("vision"), patch_size=patch, image_size=patch * grid),
+        text=TextConfig(
+            **tower("text"),
+            context_length=held["txt/pos_embedding"].shape[1],
+            vocab_size=vocabulary,
+        ),
+        embed_dim=held["txt/head/kernel"].shape[1],
+        gelu="tanh",
+        recipe="standard",
+        dtype="float32",
+        init_logit_scale=math.log(10),
+        init_logit_bias=-10.0,
+    )
+
+
+def _ours(value: np.ndarray, path: str, cfg: CLIPConfig) -> np.ndarray:
+    """An array as we keep it: heads joined, leading axes of length 1 and of scalars removed."""
+    value = np.asarray(value, np.float32)
+    layer, _, part = path.rpartition("/")
+    if "position_embedding" in path or not layer:
+        return value.reshape(value.shape[1:])
+    if layer.rpartition("/")[2] not in _HEADS:
+        return value
+    width = (cfg.text if path.startswith("text/") else cfg.vision).width
+    stack = value.shape[:1] if "/blocks/" in path else ()
+    return value.reshape(*stack, *((width, width) if part == "kernel" else (width,)))
+
+
+def _theirs(value: np.ndarray, path: str, cfg: CLIPConfig) -> np.ndarray:
+    """Undoes `_ours`."""
+    layer, _, part = path.rpartition("/")
+    if "position_embedding" in path or not layer:
+        return value[None]
+    name = layer.rpartition("/")[2]
+    if name not in _HEADS or (name == "out" and part == "bias"):
+        return value
+    tower = cfg.text if path.startswith("text/") else cfg.vision
+    heads = (tower.heads, tower.width // tower.heads)
+    stack = value.shape[:1] if "/blocks/" in path else ()
+    if part == "bias":
+        return value.reshape(*stack, *heads)
+    return value.reshape(
+        *stack, *((*heads, tower.width) if name == "out" else (tower.width, *heads))
+    )

@@ -1,0 +1,257 @@
+"""Runs that start from weights: of another run of ours, and of files in other libraries' layouts."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clip_oracle import random_model
+from flax import nnx
+from micro_run import (
+    ENVIRONMENT,
+    ROOT,
+    assert_same_bits,
+    batch_of,
+    command_of,
+    final_state,
+    init_and_step,
+    make_init,
+    paths,
+    step_of,
+)
+
+from swjax import interop
+from swjax.models import clip, sharding
+from swjax.training import config as config_lib
+from swjax.training import setup
+from swjax.training.config import ConfigError
+from swjax.training.initialization import interpolate_positions
+
+
+def start(config):
+    """The first parameters of a run."""
+    init, _ = make_init(config)
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    return setup.first_state(config, init, like)["params"]
+
+
+def foreign(config, folder, layout="open_clip", **options):
+    """Weights of a model with some sizes of its own, as a file; returns its parameters."""
+    cfg = clip.config(setup.model_config(config), **options)
+    model = nnx.merge(*random_model(cfg))
+    interop.save(folder, model, layout)
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize("layout", ["open_clip", "huggingface"])
+def test_weights_of_others_are_the_first_parameters(micro, tmp_path, layout):
+    theirs = foreign(micro(), tmp_path, layout)
+    assert_same_bits(start(micro(checkpoint__init_from=str(tmp_path))), theirs)
+
+
+def test_average_starts_from_the_weights_too(micro, tmp_path):
+    theirs = foreign(micro(), tmp_path)
+    config = micro(checkpoint__init_from=str(tmp_path), train__ema_decay=0.9)
+    init, _ = make_init(config)
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    assert_same_bits(setup.first_state(config, init, like)["ema"], theirs)
+
+
+def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path):
+    theirs = foreign(micro(), tmp_path)
+    (tmp_path / "open_clip_config.json").unlink()
+    assert_same_bits(start(micro(checkpoint__init_from=str(tmp_path))), theirs)
+
+
+def test_what_differs_is_adapted_and_said_in_one_line_each(micro, tmp_path, caplog):
+    """Another image size, a shorter and a longer context, another embedding, another loss."""
+    theirs = foreign(micro(), tmp_path)
+    config = micro(
+        checkpoint__init_from=str(tmp_path),
+        data__image_size=32,
+        data__context_length=6,
+        model__embed_dim=24,
+        train__loss="sigmoid",
+    )
+    params, new = start(config), start(micro(data__image_size=32, model__embed_dim=24))
+    expected = interpolate_positions(np.asarray(theirs["vision"]["position_embedding"]), 17)
+    np.testing.assert_array_equal(params["vision"]["position_embedding"], expected)
+    text = theirs["text"]["position_embedding"]
+    np.testing.assert_array_equal(params["text"]["position_embedding"], text[:6])
+    assert_same_bits(params["vision"]["blocks"], theirs["vision"]["blocks"])
+    assert_same_bits(params["vision"]["projection"], new["vision"]["projection"])
+    assert float(params["logit_bias"]) == -10
+    said = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert said == [
+        "logit_bias [] is new: there is none there",
+        "text/position_embedding: the first 6 positions are kept: [8, 32] there, [6, 32] here",
+        "text/projection/kernel is new: [32, 16] there, [32, 24] here",
+        "vision/position_embedding is interpolated: [5, 32] there, [17, 32] here",
+        "vision/projection/kernel is new: [32, 16] there, [32, 24] here",
+    ]
+    caplog.clear()
+    longer = start(micro(checkpoint__init_from=str(tmp_path), data__context_length=12))
+    np.testing.assert_array_equal(longer["text"]["position_embedding"][:8], text)
+    assert "the first 8 positions are kept and 4 are new" in caplog.text
+
+
+def test_a_run_of_another_image_size_is_adapted_too(reference, micro, tmp_path, caplog):
+    workdir = reference[1]
+    first = final_state(micro(), workdir)[0]["params"]
+    params = start(micro(checkpoint__init_from=str(workdir), data__image_size=24))
+    assert_same_bits(params["text"], first["text"])
+    assert params["vision"]["position_embedding"].shape == (10, 32)
+    assert "is interpolated: [5, 32] there, [10, 32] here" in caplog.text
+
+
+def test_a_run_of_an_older_version_is_read(reference, micro, tmp_path):
+    """Its config.json has no model.architecture."""
+    workdir = shutil.copytree(reference[1], tmp_path / "older")
+    saved = json.loads((workdir / "config.json").read_text())
+    del saved["model"]["architecture"]
+    (workdir / "config.json").write_text(json.dumps(saved))
+    first = final_state(micro(), workdir)[0]["params"]
+    assert_same_bits(start(micro(checkpoint__init_from=str(workdir))), first)
+
+
+def test_positions_of_the_same_grid_stay():
+    positions = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
+    np.testing.assert_allclose(interpolate_positions(positions, 10), positions, atol=1e-6)
+    flat = np.tile(positions[:1], (10, 1))
+    np.testing.assert_allclose(
+        interpolate_positions(flat, 26), np.tile(flat[:1], (26, 1)), rtol=1e-5
+    )
+
+
+OTHERS = {
+    "another activation": ({"gelu": "quick"}, {}, "gelu is 'quick' there and 'tanh' here: set config.model"),
+    "other heads": ({"vision": {"heads": 4}}, {}, "vision.heads is 4 there and 2 here: set config.model."),
+    "another width": ({"text": {"width": 48}}, {}, "text.width is 48 there and 32 here"),
+    "another patch": ({"vision": {"patch_size": 4}}, {}, "vision.patch_size is 4 there and 8 here"),
+    "another vocabulary": (
+        {"text": {"vocab_size": 50}},
+        {},
+        "its tokenizer is another: it has 50 tokens, CLIP's, which training reads captions by, 49408",
+    ),
+    "layer scale here": ({}, {"model__layer_scale": "true"}, "set config.model.layer_scale=False"),
+    "layer scale there": ({"layer_scale": 0.5}, {}, "lacks: set config.model.layer_scale=True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("theirs, ours, message", OTHERS.values(), ids=OTHERS)
+def test_weights_of_another_architecture_are_one_line(micro, tmp_path, theirs, ours, message):
+    foreign(micro(), tmp_path, **theirs)
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        start(micro(checkpoint__init_from=str(tmp_path), **ours))
+    assert "\n" not in str(error.value) and "checkpoint.init_from" in str(error.value)
+
+
+def test_no_weights_are_one_line(micro, tmp_path):
+    for address in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match="no checkpoint and no weights: give a run") as error:
+            start(micro(checkpoint__init_from=str(address)))
+        assert "\n" not in str(error.value)
+
+
+def products(config):
+    """The shapes of all matrix products that a compiled step computes."""
+    init, step = step_of(config)
+    text = jax.jit(step).lower(jax.eval_shape(init), batch_of(config)).compile().as_text()
+    return set(re.findall(r"= \w+(\[[\d,]*\])\S* (?:dot|custom-call)\(", text))
+
+
+@pytest.mark.parametrize("recipe", ["standard", "switchback"])
+def test_frozen_layers_have_no_moments_and_no_weight_gradients(micro, recipe):
+    """No product in the compiled step has the shape of a frozen kernel."""
+    sizes = {"model__vision__width": 56, "model__recipe": recipe, "diagnostics__every_steps": 0}
+    kernels = {"[56,224]", "[224,56]", "[1,56,224]", "[1,224,56]"}  # of the image tower's MLP
+    assert kernels & products(micro(**sizes))
+    for pattern in ("^vision/", "^vision/blocks/mlp/"):
+        config = micro(**sizes, optimizer__freeze=pattern)
+        assert not kernels & products(config)
+        moments = paths(jax.eval_shape(make_init(config)[0])["opt_state"])
+        assert not any(re.search(pattern[1:], path) for path in moments)
+
+
+SIGLIP = {"model__architecture": "siglip", "model__embed_dim": 0, "train__loss": "sigmoid"}
+
+
+@pytest.mark.parametrize("layout", ["siglip", "big_vision"])
+def test_a_siglip_is_the_start_of_a_run(micro, tmp_path, layout, caplog):
+    theirs = foreign(micro(**SIGLIP), tmp_path, layout)
+    address = tmp_path / "model.npz" if layout == "big_vision" else tmp_path
+    config = micro(**SIGLIP, checkpoint__init_from=str(address), data__image_size=24)
+    params = start(config)
+    assert_same_bits(params["vision"]["pool"], theirs["vision"]["pool"])
+    assert_same_bits(params["text"], theirs["text"])
+    assert "is interpolated: [4, 32] there, [9, 32] here" in caplog.text
+    _, step = init_and_step(config)
+    state, metrics = step(jax.jit(make_init(config)[0])() | {"params": params}, batch_of(config))
+    assert np.isfinite(metrics["train/loss"]) and int(state["step"]) == 1
+    with pytest.raises(ConfigError, match="architecture is 'siglip' there and 'clip' here"):
+        start(micro(checkpoint__init_from=str(address)))
+
+
+@pytest.mark.parametrize("layout", ["open_clip", "huggingface"])
+def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_path, layout):
+    """train.py tunes the text tower of a foreign checkpoint, at another image size, and scores it."""
+    folder, workdir = tmp_path / "weights", tmp_path / "run"
+    theirs = foreign(micro(), folder, layout)
+    command = command_of(
+        workdir,
+        **{"checkpoint.init_from": folder, "data.image_size": 24, "optimizer.freeze": "^vision/"},
+        **{"train.compilation_cache": shared_cache, "eval.every_steps": 3},
+    )
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert "vision/position_embedding is interpolated: [5, 32] there, [10, 32] here" in done.stderr
+    scores = json.loads((workdir / "results.json").read_text())
+    assert any("top1" in name for name in str(scores).split("'")), scores
+    config = micro(data__image_size=24, optimizer__freeze="^vision/")
+    params = final_state(config, workdir)[0]["params"]
+    assert_same_bits(params["vision"]["blocks"], theirs["vision"]["blocks"])
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), params["text"], theirs["text"])
+    assert all(jax.tree.leaves(moved))
+
+
+def test_a_command_that_names_no_weights_ends_in_one_line(tmp_path):
+    command = command_of(tmp_path / "run", **{"checkpoint.init_from": tmp_path / "absent"})
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "no checkpoint and no weights" in done.stderr
+
+
+def test_weights_at_an_address(micro, tmp_path):
+    """The file, or its folder, on a file system of fsspec; what is not there is one line."""
+    fsspec = pytest.importorskip("fsspec")
+    theirs = foreign(micro(), tmp_path)
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{tmp_path}/", "/weights/", recursive=True)
+    for address in (
+        "memory://weights",
+        "memory://weights/open_clip_model.safetensors",
+        f"file://{tmp_path}",
+    ):
+        assert_same_bits(start(micro(checkpoint__init_from=address)), theirs)
+    memory.touch("/empty/notes.txt")
+    for address, message in (
+        ("memory://empty", "holds no weights"),
+        ("memory://absent", "cannot be read: FileNotFoundError"),
+        ("gopher://weights", "checkpoint.init_from"),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            start(micro(checkpoint__init_from=address))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["workdir", "config.data.dir", "config.checkpoint.resume"])
+def test_what_cannot_be_remote_is_one_line(tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    flags = [f"--config={ROOT}/configs/openmoji.py", "--workdir=w", f"--{key}=gs://bucket/run"]
+    with pytest.raises(ConfigError, match="must be local, because a run locks .* mount gs://"):
+        config_lib.validate(config_lib.parse(["train.py", *flags])[0], batch_shards=1)
+    assert not list(tmp_path.iterdir())
