@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
     config.data.tfds = ConfigDict()
     config.data.tfds.builder = ""  # a TensorFlow Datasets builder, such as "coco_captions"
     config.data.tfds.image_key = "image"  # feature that holds the image
-    config.data.tfds.text_key = "caption"  # feature that holds the captions
+    config.data.tfds.text_key = "caption;captions/text;captions;text"  # the first feature there is
     config.data.tfds.splits = ConfigDict()
     config.data.tfds.splits.train = "train"  # the builder's name of the split
     config.data.tfds.splits.val = "val"  # the same; "": no validation
@@ -138,6 +138,9 @@ def get_config() -> ConfigDict:
 
     config.eval = ConfigDict()
     config.eval.data = ""  # data set, or part of the mixture, to evaluate on; "": that of training
+    # Labelled sets for zero-shot classification, [NAME=]KIND:WHERE each, scored with the validation split:
+    # folders:FOLDER | webdataset:TARS (with .cls) | tfds:BUILDER/SPLIT. docs/evaluation.md
+    config.eval.zeroshot = ()
     config.eval.every_steps = 0  # on the validation split; 0: only after the last step
     config.eval.batch_size = 256  # over all devices
     config.eval.captions_per_image = 5  # the first so many, for retrieval; 0: all

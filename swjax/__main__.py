@@ -1,5 +1,6 @@
 """The programs of swjax by name: `swjax COMMAND ...`, or `python -m swjax COMMAND ...`.
 
+evaluate     scores a run or other CLIP weights without training
 report       makes the report page of a run again
 runs         lists runs: state, scores, throughput, what differs; or shows them on one page
 diagnostics  what led to a run's loss spikes: report, replay
@@ -13,6 +14,7 @@ import sys
 from importlib.metadata import version
 
 COMMANDS = {
+    "evaluate": "swjax.evaluate",
     "report": "swjax.report",
     "runs": "swjax.report.runs",
     "diagnostics": "swjax.diagnostics",

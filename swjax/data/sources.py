@@ -13,6 +13,7 @@ _SOURCES = {
     "webdataset": ("swjax.data.webdataset", "WebDataset"),
     "table": ("swjax.data.table", "Table"),
     "huggingface": ("swjax.data.huggingface", "HuggingFace"),
+    "labelled": ("swjax.data.labelled", "Labelled"),
 }
 
 

@@ -18,7 +18,7 @@ class TFDS(Photographs):
         data_dir: str = "data",
         builder: str,
         image_key: str = "image",
-        text_key: str = "caption",
+        text_key: str = "caption;captions/text;captions;text",
     ):
         """Opens the data set.
 
@@ -27,7 +27,8 @@ class TFDS(Photographs):
           data_dir: where it was prepared, in the format array_record.
           builder: its name: "coco_captions", "name/config:version".
           image_key: feature with the image; one inside another is written "outer/inner".
-          text_key: feature with one caption or several.
+          text_key: feature with one caption or several; of several features, with ";" between them, the
+            first that the data set has. COCO has "captions/text".
 
         Raises:
           ValueError: if there is no such data set, split or feature, or no access by number.
@@ -35,14 +36,15 @@ class TFDS(Photographs):
         self._arguments = dict(
             data_dir=data_dir, builder=builder, image_key=image_key, text_key=text_key
         )
-        self._split, self._image_key, self._text_key = split, image_key, text_key
         opened = _open(builder, data_dir)
         if split.partition("[")[0] not in opened.info.splits:
             raise ValueError(
                 f"{builder!r} has no split {split!r}; it has {', '.join(opened.info.splits)}"
             )
-        for key in (image_key, text_key):
-            _check_feature(opened.info.features, key, builder)
+        features = opened.info.features
+        text_key = _first_feature(features, text_key.split(";"), builder)
+        _check_feature(features, image_key, builder)
+        self._split, self._image_key, self._text_key = split, image_key, text_key
         try:
             self._records = opened.as_data_source(split=split, decoders=_undecoded(image_key))
         except NotImplementedError:
@@ -74,6 +76,29 @@ class TFDS(Photographs):
         return functools.partial(TFDS, **self._arguments), (self._split,)
 
 
+class LabelledTFDS(TFDS):
+    """One split of a data set of labelled images; the caption of an image is the number of its class.
+
+    Attributes:
+      class_names: those of the feature `label`; () if it has none.
+    """
+
+    def __init__(self, split: str, *, data_dir: str = "data", builder: str):
+        """Opens the data set, whose features are `image` and `label`; see `TFDS`."""
+        super().__init__(split, data_dir=data_dir, builder=builder, text_key="label")
+        label = _open(builder, data_dir).info.features["label"]
+        self.class_names = tuple(getattr(label, "names", None) or ())
+
+    def record(self, index: int) -> Record:
+        """Reads an example."""
+        record = self._records[index]
+        return Record(_at(record, self._image_key), (str(int(record["label"])),))
+
+    def __reduce__(self):
+        places = {name: self._arguments[name] for name in ("data_dir", "builder")}
+        return functools.partial(LabelledTFDS, **places), (self._split,)
+
+
 def _open(name: str, data_dir: str):
     """Opens a data set from its files: the code that made it may need TensorFlow."""
     require("tensorflow_datasets", "array_record", "importlib_resources", "PIL")
@@ -96,6 +121,18 @@ def _open(name: str, data_dir: str):
             f"builder={name!r} is no name of a TFDS data set: write 'name', 'name/config' or "
             f"'name/config:1.0.0' ({str(error).splitlines()[0]})"
         ) from None
+
+
+def _first_feature(features, paths: list[str], builder: str) -> str:
+    """The first of some paths at which there is a feature."""
+    for path in paths:
+        try:
+            _check_feature(features, path, builder)
+            return path
+        except ValueError:
+            if path == paths[-1]:
+                raise
+    raise ValueError(f"no feature is named for {builder!r}: set text_key")
 
 
 def _check_feature(features, path: str, builder: str) -> None:

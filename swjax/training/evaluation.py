@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+from flax import nnx
 from ml_collections import ConfigDict
 
-from swjax import evaluators
+from swjax import data, evaluators
 from swjax.models import sharding
+from swjax.training import distributed
+from swjax.training.config import ConfigError, blame
+from swjax.training.failures import blame_data_path
 from swjax.training.inputs import open_source
-from swjax.training.setup import Parts
 
 PREDICTIONS = 24  # unseen images in the report
 
@@ -17,7 +21,7 @@ class Evaluation(NamedTuple):
     """What a model makes of a split.
 
     Attributes:
-      scores: {name: number}; {} if the config names no such split.
+      scores: {name: number}: of the split, if the config names it, and of the sets of `eval.zeroshot`.
       predictions: some images with their likeliest classes; [] if the data have no classes.
     """
 
@@ -25,27 +29,52 @@ class Evaluation(NamedTuple):
     predictions: list[evaluators.Prediction]
 
 
-def make_evaluate(config: ConfigDict, parts: Parts) -> Callable[..., Evaluation]:
+def make_evaluate(
+    config: ConfigDict, graph: nnx.GraphDef, mesh: jax.sharding.Mesh
+) -> Callable[..., Evaluation]:
     """Returns a function (state, split, examples=0) -> `Evaluation` with that many predictions.
 
     It evaluates the average of the parameters, if the run has one. All processes must call it.
 
     Args:
       config: the run's.
-      parts: of the run.
+      graph: of the model.
+      mesh: of all devices, over which the batches are sharded.
+
+    Raises:
+      ConfigError: a set of `eval.zeroshot` cannot be opened.
     """
-    embed = evaluators.predictor(parts.graphdef, config.data.image_size)
+    embed = evaluators.predictor(graph, config.data.image_size)
     sizes = {
         "batch_size": config.eval.batch_size,
         "context_length": config.data.context_length,
         "image_size": config.data.image_size,
-        "share": sharding.batch_share(parts.mesh),
+        "share": sharding.batch_share(mesh),
     }
 
     def predict(params, batch):
-        return embed(params, sharding.shard_batch(batch, parts.mesh))
+        return embed(params, sharding.shard_batch(batch, mesh))
+
+    labelled = [
+        evaluators.ZeroShot(
+            predict, source, templates=source.templates, name=source.set_name, **sizes
+        )
+        for source in open_labelled(config)
+    ]
+    last: dict[
+        int, dict
+    ] = {}  # the scores of the labelled sets at the last step that was evaluated
 
     def evaluate(state, split, examples=0):
+        step = int(state["step"])
+        if labelled and step not in last:
+            params = state.get("ema", state["params"])
+            last.clear()
+            last[step] = {key: x for one in labelled for key, x in one.run(params).items()}
+        scores, predictions = evaluate_split(state, split, examples)
+        return Evaluation(last.get(step, {}) | scores, predictions)
+
+    def evaluate_split(state, split, examples):
         source, params = open_source(config, split), state.get("ema", state["params"])
         if source is None:
             return Evaluation({}, [])
@@ -72,6 +101,24 @@ def make_evaluate(config: ConfigDict, parts: Parts) -> Callable[..., Evaluation]
     return evaluate
 
 
+def open_labelled(config: ConfigDict) -> list[data.Source]:
+    """The labelled sets of `eval.zeroshot`.
+
+    Raises:
+      ConfigError: one cannot be opened, or two have one name.
+    """
+    with distributed.all_or_none(), blame("eval.zeroshot"), blame_data_path():
+        options = {"data_dir": config.data.dir}
+        found = [data.source("labelled", text, **options) for text in config.eval.zeroshot]
+    names = [source.set_name for source in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ConfigError(
+            f"config.eval.zeroshot has two sets named {twice!r}: name them, as in NAME=KIND:WHERE"
+        )
+    return found
+
+
 def evaluate_unseen(evaluate: Callable[..., Evaluation], state: Any) -> Evaluation:
     """The final evaluation of a run: of its test split, or of its val split if it has no test split.
 
@@ -80,4 +127,5 @@ def evaluate_unseen(evaluate: Callable[..., Evaluation], state: Any) -> Evaluati
       state: after the last step.
     """
     test = evaluate(state, "test", examples=PREDICTIONS)
-    return test if test.scores else evaluate(state, "val", examples=PREDICTIONS)
+    has_test = any(name.startswith("test/") for name in test.scores)
+    return test if has_test else evaluate(state, "val", examples=PREDICTIONS)

@@ -20,7 +20,7 @@ class Key(NamedTuple):
     """What a config key accepts.
 
     Attributes:
-      kind: bool, int, float, str, or tuple, which holds regular expressions.
+      kind: bool, int, float, str, or tuple, which holds texts.
       interval: of a number, as in "[0, 1)"; "": any finite one.
       choices: of a text; (): any.
     """
@@ -40,7 +40,7 @@ class Key(NamedTuple):
         if self.choices:
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
         if self.kind is tuple:
-            return "regular expressions, separated by commas, or a JSON list of them"
+            return "texts, separated by commas, or a JSON list of them"
         opening, low, high, closing = _parse(self.interval)
         lower = "at least" if opening == "[" else "above"
         upper = "at most" if closing == "]" else "below"
@@ -202,6 +202,7 @@ KEYS: dict[str, Key] = {
     "train.seed": _whole("[0, 2147483647]"),
     "train.compilation_cache": _text(),
     "eval.data": _text(),
+    "eval.zeroshot": Key(tuple),
     "eval.every_steps": _whole(_FROM_0),
     "eval.batch_size": _whole("[1, 1e8]"),
     "eval.captions_per_image": _whole("[0, 1e6]"),

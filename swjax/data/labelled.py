@@ -1,0 +1,201 @@
+"""Labelled image sets for zero-shot classification: image folders, WebDataset tars, TFDS builders.
+
+A set is named by an address, `[NAME=]KIND:WHERE`:
+
+  folders:pets/val                         one folder of images for each class
+  in1k=webdataset:in1k/{0..63}.tar         tars with an image and a .cls file in each sample
+  tfds:imagenet2012/validation             a prepared TensorFlow Datasets builder, and its split
+
+A file `classnames.txt` in the folder of the images or tars names the classes, one a line in the order of the
+labels, and `zeroshot_classification_templates.txt` holds prompts, with "{}" or "{c}" for the name.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from swjax.data import files, imagenet
+from swjax.data.photographs import Photographs, Record
+from swjax.data.skipping import BadExample
+from swjax.data.tfds_source import LabelledTFDS
+from swjax.data.webdataset import WebDataset
+
+KINDS = ("folders", "webdataset", "tfds")
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+TEMPLATES = ("a photo of a {}.",)  # for sets that bring no prompts
+_NAMES, _PROMPTS = "classnames.txt", "zeroshot_classification_templates.txt"
+_SYNSET = re.compile(r"n\d{8}")
+_LARGEST_IMAGE = 2**28  # bytes
+
+
+class Address(NamedTuple):
+    """Where a labelled set is.
+
+    Attributes:
+      name: for the names of its scores.
+      kind: one of `KINDS`.
+      where: a folder, a pattern of tars, or BUILDER/SPLIT.
+    """
+
+    name: str
+    kind: str
+    where: str
+
+
+def address(text: str) -> Address:
+    """Reads the address of a labelled set.
+
+    Without a name, a set is called after its folder, after the folder of its tars, or after its builder.
+
+    Raises:
+      ValueError: the text is no address.
+
+    >>> address("folders:pets/val")
+    Address(name='val', kind='folders', where='pets/val')
+    >>> address("in1k=tfds:imagenet2012:5.1.0/validation[:100]")
+    Address(name='in1k', kind='tfds', where='imagenet2012:5.1.0/validation[:100]')
+    """
+    head, _, where = text.partition(":")
+    name, equals, kind = head.rpartition("=")
+    if kind not in KINDS or not where or (equals and not re.fullmatch(r"[\w.-]+", name)):
+        raise ValueError(
+            f"{text!r} is no labelled set: write [NAME=]KIND:WHERE, where KIND is one of "
+            f"{', '.join(KINDS)}, as in pets=folders:pets/val"
+        )
+    if kind == "tfds" and not all(where.rpartition("/")[::2]):
+        raise ValueError(f"{text!r} names no split: write tfds:BUILDER/SPLIT")
+    default = re.split("[/:]", where)[0] if kind == "tfds" else _folder(kind, where).name
+    return Address(name or default or kind, kind, where)
+
+
+def _folder(kind: str, where: str) -> Path:
+    return Path(where) if kind == "folders" else Path(where).parent
+
+
+class Labelled(Photographs):
+    """A set of labelled images; the one caption of an image is the name of its class."""
+
+    def __init__(self, split: str, *, data_dir: str = "data"):
+        """Opens the set.
+
+        Args:
+          split: its address, see `address`.
+          data_dir: where prepared TFDS builders, and the positions of samples in tars, are stored.
+
+        Raises:
+          ValueError: there is no such set, it has no images, or its classes have no names.
+        """
+        self._split, self._data_dir = split, data_dir
+        self.set_name, kind, where = address(split)
+        if kind == "folders":
+            self._images: Photographs = ImageFolders(where)
+        elif kind == "webdataset":
+            self._images = WebDataset(where, data_dir=data_dir, text_key="cls")
+        else:
+            builder, _, part = where.rpartition("/")
+            self._images = LabelledTFDS(part, data_dir=data_dir, builder=builder)
+        folder = None if kind == "tfds" else _folder(kind, where)
+        found = _lines(folder, _NAMES) or tuple(self._images.class_names)
+        if not found and self.set_name.startswith(("imagenet", "in1k")):
+            found = imagenet.class_names()
+        if not found:
+            raise ValueError(
+                f"the classes of {split!r} have no names: write them to {folder / _NAMES}, one a line in "
+                "the order of the labels"
+            )
+        known = len(self._images.class_names)
+        if known and len(found) != known:
+            raise ValueError(f"{folder / _NAMES} names {len(found)} classes of {known}: name each")
+        shipped = imagenet.class_names()
+        if len(found) == len(shipped) and all(map(_SYNSET.fullmatch, found)):
+            found = shipped  # synsets, sorted, are in the order of ImageNet's labels
+        self.class_names = found
+        prompts = _lines(folder, _PROMPTS) or (
+            imagenet.templates() if found == shipped else TEMPLATES
+        )
+        self.templates = tuple(prompt.replace("{c}", "{}") for prompt in prompts)
+        self.attribution = self._images.attribution
+        self.damage, self.damaged_share = self._images.damage, self._images.damaged_share
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def key(self, index: int) -> str:
+        """Returns what the set calls an image."""
+        return self._images.key(index)
+
+    def record(self, index: int) -> Record:
+        """Reads an image and the name of its class."""
+        image, _, name = self._read(index)
+        return Record(image, (name,))
+
+    def stored(self, index: int) -> dict:
+        """Returns image (its file, as bytes), label (its class) and captions (the name)."""
+        image, label, name = self._read(index)
+        return {"image": image, "label": label, "captions": (name,)}
+
+    def captions(self, label: int) -> tuple[str, ...]:
+        """Returns the name of a class."""
+        return (self.class_names[label],)
+
+    def _read(self, index: int) -> tuple[bytes, int, str]:
+        image, (text, *_) = self._images.record(index)
+        label = int(text) if text.isdecimal() else -1
+        if not 0 <= label < len(self.class_names):
+            raise BadExample(f"the label is {text!r}; there are {len(self.class_names)} classes")
+        return image, label, self.class_names[label]
+
+    def __reduce__(self):
+        return functools.partial(Labelled, data_dir=self._data_dir), (self._split,)
+
+
+class ImageFolders(Photographs):
+    """Images in one folder a class, in order of their names; the caption of an image is its label."""
+
+    def __init__(self, split: str):
+        """Lists the images.
+
+        Args:
+          split: the folder that holds the folders of the classes; "_" in their names reads as a space.
+
+        Raises:
+          ValueError: there is no such folder, or no image in folders inside it.
+        """
+        self._root = split
+        if not Path(split).is_dir():
+            raise ValueError(f"{split!r} is no folder: name the one that holds a folder a class")
+        classes = sorted(entry.name for entry in os.scandir(split) if entry.is_dir())
+        self._paths: list[tuple[int, str]] = []
+        for label, name in enumerate(classes):
+            inside = sorted(Path(split, name).rglob("*"))
+            self._paths += [(label, str(p)) for p in inside if p.suffix.lower() in ENDINGS]
+        if not self._paths:
+            raise ValueError(
+                f"{split!r} has no images in folders: put those of each class in a folder named after it"
+            )
+        self.class_names = tuple(name.replace("_", " ") for name in classes)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def key(self, index: int) -> str:
+        """Returns the path of an image."""
+        return self._paths[index][1]
+
+    def record(self, index: int) -> Record:
+        """Reads an image."""
+        label, path = self._paths[index]
+        return Record(files.read_whole(path, _LARGEST_IMAGE), (str(label),))
+
+    def __reduce__(self):
+        return ImageFolders, (self._root,)
+
+
+def _lines(folder: Path | None, name: str) -> Sequence[str]:
+    """The lines of a file in a local folder that are not empty; () if there is no such file."""
+    if folder is None or not (folder / name).is_file():
+        return ()
+    return tuple(line.strip() for line in (folder / name).read_text().splitlines() if line.strip())

@@ -1,0 +1,73 @@
+"""Scores a run or other CLIP weights without training; prints JSON.
+
+  python -m swjax.evaluate --workdir=runs/openmoji
+  python -m swjax.evaluate --weights=clip.safetensors --data=pets=folders:pets/val
+  python -m swjax.evaluate --weights=clip.safetensors --split=val --config.data.name=tfds \\
+      --config.data.tfds.builder=coco_captions
+
+--workdir   a run: its newest checkpoint, on the data of its config
+--weights   safetensors of open_clip, OpenAI or Hugging Face, or a folder of them
+--data      a labelled set, [NAME=]KIND:WHERE, with KIND one of folders, webdataset, tfds; may be repeated
+--split     val or test: retrieval on this split of the config's data; may be repeated. Default: both for a
+            run, none for weights unless --config.data.name is given
+--config.K  a key of configs/common.py
+
+Exit codes: 0 scored, 2 wrong command line, data or weights.
+"""
+
+import json
+import sys
+
+from swjax.training.errors import ConfigError, RunError
+
+
+def main(argv: list[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    if len(argv) == 1 or {"-h", "--help"} & set(argv):
+        print(__doc__.strip(), file=sys.stdout if len(argv) > 1 else sys.stderr)
+        return 0 if len(argv) > 1 else 2
+    try:
+        print(json.dumps(_score(argv[1:]), indent=2, sort_keys=True))
+    except (ConfigError, RunError) as error:
+        print(f"swjax evaluate: {error}", file=sys.stderr)
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        print(f"swjax evaluate: {error}: pip install 'swjax[train]'", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _score(arguments: list[str]) -> dict[str, float]:
+    flags: dict[str, list[str]] = {"workdir": [], "weights": [], "data": [], "split": []}
+    overrides = []
+    for argument in arguments:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--config.") and equals:
+            overrides.append((name.removeprefix("config."), value))
+        elif not argument.startswith("--") or not equals or not value or name not in flags:
+            raise ConfigError(f"unexpected argument {argument!r}: --help shows the flags")
+        else:
+            flags[name].append(value)
+    for name in ("workdir", "weights"):
+        if len(flags[name]) > 1:
+            raise ConfigError(f"--{name} is given {len(flags[name])} times: score one at a time")
+    # Not at the top: a wrong command line is reported before the models load.
+    from swjax.evaluate.scoring import SPLITS, score
+    from swjax.training.failures import blame_data
+
+    unknown = [split for split in flags["split"] if split not in SPLITS]
+    if unknown:
+        raise ConfigError(f"--split={unknown[0]} is unknown: choose from {', '.join(SPLITS)}")
+    has_data = bool(flags["workdir"]) or any(key == "data.name" for key, _ in overrides)
+    with blame_data():
+        return score(
+            workdir="".join(flags["workdir"]),
+            weights="".join(flags["weights"]),
+            sets=flags["data"],
+            splits=flags["split"] or (SPLITS if has_data else ()),
+            overrides=overrides,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,109 @@
+"""The evaluation of a training run, applied to saved weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from swjax import inference
+from swjax.models import sharding
+from swjax.training import config as config_lib
+from swjax.training.config import ConfigError, blame
+from swjax.training.evaluation import make_evaluate
+
+SPLITS = ("val", "test")
+
+
+def score(
+    *,
+    workdir: str | Path = "",
+    weights: str | Path = "",
+    sets: Sequence[str] = (),
+    splits: Sequence[str] = SPLITS,
+    overrides: Sequence[tuple[str, str]] = (),
+) -> dict[str, float]:
+    """Scores the newest checkpoint of a run, or other CLIP weights, on one device.
+
+    The code is that of training: on the same device kind, the scores of a run are those that training
+    writes at the same step.
+
+    Args:
+      workdir: of a run. Its config names the data.
+      weights: what `swjax.inference.load` takes: a safetensors file of open_clip, OpenAI or Hugging Face, its
+        folder, or a file by `swjax.inference.save`.
+      sets: addresses of labelled sets, see `swjax.data.labelled`; (): those of `eval.zeroshot`.
+      splits: of the config's data set, for retrieval; (): none.
+      overrides: (key, value) pairs of the config, as in ("data.name", "tfds").
+
+    Returns:
+      {name: score}, as `WORKDIR/metrics.jsonl` names them.
+
+    Raises:
+      ConfigError: not exactly one of `workdir` and `weights`; nothing to score; weights or data that cannot
+        be opened.
+    """
+    if bool(workdir) == bool(weights):
+        raise ConfigError("name the weights by one of --workdir=RUN and --weights=FILE")
+    config = config_of(workdir, overrides)
+    if sets:
+        config.eval.zeroshot = tuple(sets)
+    if not splits and not config.eval.zeroshot:
+        raise ConfigError(
+            "nothing to score: pass --data=[NAME=]KIND:WHERE or --config.data.name=NAME"
+        )
+    with blame("weights"):
+        try:
+            model = inference.load(workdir or weights).model
+        except FileNotFoundError as error:
+            raise ConfigError(f"{workdir or weights} holds no weights: {error}") from error
+    config.data.image_size = model.cfg.vision.image_size
+    config.data.context_length = model.cfg.text.context_length
+    graph, params = nnx.split(model)
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    evaluate = make_evaluate(config, graph, mesh)
+    state = {"params": params, "step": jnp.int32(0)}
+    scores: dict[str, float] = {}
+    for split in splits or ("",):
+        scores |= evaluate(state, split).scores
+    return scores
+
+
+def config_of(workdir: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
+    """The config of a run with some keys changed.
+
+    Args:
+      workdir: of the run; "": the defaults.
+      overrides: (key, value) pairs.
+
+    Raises:
+      ConfigError: the directory holds no config; an override is wrong.
+    """
+    config = config_lib.load(str(config_lib.COMMON), overrides)
+    if not workdir:
+        return config
+    path = Path(workdir) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{str(workdir)!r} is no run: it holds no config.json")
+    text = path.read_text(errors="replace")
+    saved = config_lib.read_json(
+        "config.json", text, remedy="put a copy there", data=dict, eval=dict
+    )
+    with config.unlocked():
+        _update(config, saved, {key for key, _ in overrides})
+    return config
+
+
+def _update(config: ConfigDict, saved: dict[str, Any], keep: set[str], prefix: str = "") -> None:
+    """Sets what was saved, but for the keys to keep; a key that swjax no longer has is left out."""
+    for name, value in saved.items():
+        key = f"{prefix}{name}"
+        if key == "data.mixture":  # its keys are the user's
+            config[name] = ConfigDict(value)
+        elif isinstance(value, dict) and isinstance(config.get(name), ConfigDict):
+            _update(config[name], value, keep, f"{key}.")
+        elif name in config and key not in keep:
+            config[name] = tuple(value) if isinstance(value, list) else value

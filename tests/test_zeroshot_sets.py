@@ -1,0 +1,227 @@
+"""Labelled sets from folders, tars and TFDS: read, scored in training, and scored again without it."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from clip_oracle import random_model, small_config
+from flax import nnx
+from micro_run import micro_config, records, train
+from photographs import jpeg, write_tar
+
+from swjax import data, interop
+from swjax.data import imagenet
+from swjax.data.labelled import address
+from swjax.evaluate.__main__ import main
+from swjax.models import clip
+from swjax.training import config as config_lib
+from swjax.training.evaluation import open_labelled
+from swjax.training.inputs import open_source
+
+CLASSES = ("red_fox", "snow_owl", "toad")
+
+
+def write_folders(root, classes=CLASSES, images=4):
+    for label, name in enumerate(classes):
+        (root / name).mkdir(parents=True)
+        for i in range(images):
+            (root / name / f"{i}.jpg").write_bytes(jpeg(label * 7 + i))
+    return f"folders:{root}"
+
+
+def write_labelled_tars(root, names=("fox", "owl")):
+    samples = {f"{i:04d}": {"jpg": jpeg(i), "cls": str(i % 2).encode()} for i in range(6)}
+    write_tar(root / "00.tar", samples)
+    (root / "classnames.txt").write_text("\n".join(names))
+    return f"webdataset:{root}/00.tar"
+
+
+def open_set(text, tmp_path):
+    return data.source("labelled", text, data_dir=str(tmp_path / "data"))
+
+
+def test_folders_are_classes(tmp_path):
+    found = open_set(write_folders(tmp_path / "pets"), tmp_path)
+    assert found.class_names == ("red fox", "snow owl", "toad") and len(found) == 12
+    assert [found[i]["label"] for i in (0, 4, 11)] == [0, 1, 2]
+    assert found[4]["captions"] == found.captions(1) == ("snow owl",)
+    assert found.templates == ("a photo of a {}.",) and found.set_name == "pets"
+    assert pickle.loads(pickle.dumps(found))[11]["label"] == 2
+
+
+def test_tars_have_a_cls_file_and_names_and_prompts_beside_them(tmp_path):
+    text = write_labelled_tars(tmp_path / "birds")
+    (tmp_path / "birds" / "zeroshot_classification_templates.txt").write_text("a {c}\none {}\n")
+    found = open_set(text, tmp_path)
+    assert found.class_names == ("fox", "owl") and found.templates == ("a {}", "one {}")
+    assert [found[i]["label"] for i in range(4)] == [0, 1, 0, 1] and found.set_name == "birds"
+    assert pickle.loads(pickle.dumps(found))[5]["captions"] == ("owl",)
+
+
+def test_synsets_of_imagenet_get_its_names_and_prompts(tmp_path):
+    text = write_labelled_tars(tmp_path / "x", [f"n{i:08d}" for i in range(1000)])
+    found = open_set(text, tmp_path)
+    assert found.class_names == imagenet.class_names()
+    assert found.templates == imagenet.templates()
+
+
+def test_a_label_without_a_name_is_a_bad_example(tmp_path):
+    found = open_set(write_labelled_tars(tmp_path / "x", ["fox"]), tmp_path)
+    with pytest.raises(ValueError, match="the label is '1'; there are 1 classes"):
+        found[1]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("pets", "no labelled set: write"),
+        ("zip:pets", "no labelled set: write"),
+        ("tfds:imagenet2012", "names no split"),
+        ("folders:missing", "is no folder"),
+    ],
+)
+def test_mistakes_in_addresses_are_one_line(text, message, tmp_path):
+    config = micro_config(str(tmp_path), eval__zeroshot=text)
+    with pytest.raises(config_lib.ConfigError, match=message) as caught:
+        open_labelled(config)
+    assert "config.eval.zeroshot" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_two_sets_with_one_name(tmp_path):
+    text = write_folders(tmp_path / "pets")
+    config = micro_config(str(tmp_path), eval__zeroshot=f"{text},{text}")
+    with pytest.raises(config_lib.ConfigError, match="two sets named 'pets'"):
+        open_labelled(config)
+
+
+def test_tfds_splits_may_be_slices():
+    assert address("tfds:a/b:1.0.0/test[:9]") == ("a", "tfds", "a/b:1.0.0/test[:9]")
+
+
+def test_evaluate_gives_the_scores_of_training(tmp_path, shared_cache, capsys):
+    pets, birds = write_folders(tmp_path / "pets"), write_labelled_tars(tmp_path / "birds")
+    config = micro_config(
+        str(shared_cache),
+        eval__zeroshot=f"animals={pets},{birds}",
+        eval__every_steps=4,
+        data__dir=tmp_path / "data",
+    )
+    run = tmp_path / "run"
+    assert train(config, run) == 0
+    rows = [row for row in records(run) if "zeroshot/animals_top1" in row]
+    assert [row["step"] for row in rows] == [4, 6]
+    final = json.loads((run / "results.json").read_text())["scores"]
+    assert {"zeroshot/animals_top1", "zeroshot/birds_top1", "test/image_to_text_R@1"} <= set(final)
+
+    capsys.readouterr()
+    assert main(["evaluate", f"--workdir={run}"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    names = {name for name in rows[-1] if name.startswith(("zeroshot/", "val/"))}
+    logged = {name: np.float32(rows[-1][name]) for name in names}  # metrics.jsonl holds float32
+    assert {name: np.float32(scores[name]) for name in names} == logged
+    assert {name: scores[name] for name in final} == final
+
+    assert main(["evaluate", f"--workdir={run}", "--split=val", f"--data={birds}"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["zeroshot/birds_top1"] == scores["zeroshot/birds_top1"]
+    assert "zeroshot/animals_top1" not in again and "test/image_to_text_R@1" not in again
+
+
+def test_foreign_weights_are_scored(tmp_path, capsys):
+    options = {"recipe": "standard", "dtype": "float32"}
+    interop.save(
+        tmp_path / "clip", nnx.merge(*random_model(clip.config(small_config(), **options)))
+    )
+    pets = write_folders(tmp_path / "pets")
+    assert main(["evaluate", f"--weights={tmp_path}/clip", f"--data={pets}"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert scores["zeroshot/pets_chance_top1"] == pytest.approx(1 / 3)
+    assert set(scores) == {f"zeroshot/pets_{x}" for x in
+                           ("top1", "top5", "chance_top1", "chance_top5")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--workdir=missing"], "is no run"),
+        (["--weights=missing", "--data=folders:x"], "missing"),
+        (["--weights=missing"], "nothing to score"),
+        (["--data=folders:x"], "by one of --workdir"),
+        (["--workdir=a", "--workdir=b"], "2 times"),
+        (["--workdir=a", "--split=train"], "choose from val, test"),
+        (["--wordkir=a"], "unexpected argument"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(flags, message, capsys):
+    assert main(["evaluate", *flags]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def write_tfds(root, features, examples, split):
+    """Writes a prepared TFDS builder `name` of one array_record file, without its code."""
+    import tensorflow_datasets as tfds
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    out = root / "small" / "1.0.0"
+    out.mkdir(parents=True)
+    features = tfds.features.FeaturesDict(features)
+    template = tfds.core.ShardedFileTemplate(
+        data_dir=out, dataset_name="small", filetype_suffix="array_record"
+    )
+    serializer = tfds.core.example_serializer.ExampleSerializer(features.get_serialized_info())
+    writer = ArrayRecordWriter(
+        str(out / f"small-{split}.array_record-00000-of-00001"), "group_size:1"
+    )
+    for example in examples:
+        writer.write(serializer.serialize_example(features.encode_example(example)))
+    writer.close()
+    info = tfds.core.SplitInfo(
+        name=split, shard_lengths=[len(examples)], num_bytes=1, filename_template=template
+    )
+    tfds.folder_dataset.write_metadata(
+        data_dir=out, features=features, split_infos=[info], version="1.0.0",
+        filename_template=template, check_data=False,
+    )  # fmt: skip
+
+
+def test_tfds_labels_have_the_names_of_the_builder(tmp_path):
+    import tensorflow_datasets as tfds
+
+    features = {
+        "image": tfds.features.Image(shape=(None, None, 3)),
+        "label": tfds.features.ClassLabel(names=["fox", "owl"]),
+    }
+    examples = [{"image": jpeg(i), "label": i % 2} for i in range(5)]
+    write_tfds(tmp_path / "data", features, examples, "validation")
+    found = open_set("tfds:small/validation", tmp_path)
+    assert found.class_names == ("fox", "owl") and found.set_name == "small" and len(found) == 5
+    assert [found[i]["label"] for i in range(3)] == [0, 1, 0] and found[1]["captions"] == ("owl",)
+    assert pickle.loads(pickle.dumps(found))[3]["label"] == 1
+
+
+def test_coco_captions_are_found_under_their_real_name(tmp_path):
+    """The features of tfds.object_detection.coco_captions, by the default text_key."""
+    import tensorflow_datasets as tfds
+
+    features = {
+        "image": tfds.features.Image(encoding_format="jpeg"),
+        "image/filename": tfds.features.Text(),
+        "image/id": np.int64,
+        "captions": tfds.features.Sequence({"id": np.int64, "text": np.str_}),
+    }
+    examples = [
+        {
+            "image": jpeg(i),
+            "image/filename": f"{i}.jpg",
+            "image/id": i,
+            "captions": [{"id": i, "text": f"cat {i}"}, {"id": i + 9, "text": f"pet {i}"}],
+        }
+        for i in range(3)
+    ]
+    write_tfds(tmp_path, features, examples, "val")
+    changes = {"data__name": "tfds", "data__tfds__builder": "small", "data__dir": tmp_path}
+    found = open_source(micro_config(str(tmp_path), **changes), "val")
+    assert len(found) == 3 and found.captions(2) == ("cat 2", "pet 2")
+    assert found[1]["captions"] == ("cat 1", "pet 1")
