@@ -94,7 +94,7 @@ class LabelledTFDS(TFDS):
         record = self._records[index]
         return Record(_at(record, self._image_key), (str(int(record["label"])),))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         places = {name: self._arguments[name] for name in ("data_dir", "builder")}
         return functools.partial(LabelledTFDS, **places), (self._split,)
 
