@@ -98,18 +98,19 @@ class Labelled(Photographs):
             builder, _, part = where.rpartition("/")
             self._images = LabelledTFDS(part, data_dir=data_dir, builder=builder)
         folder = None if kind == "tfds" else _folder(kind, where)
+        names_file = _NAMES if folder is None else folder / _NAMES
         found = _lines(folder, _NAMES) or tuple(self._images.class_names)
         if not found and self.set_name.startswith(("imagenet", "in1k")):
             found = imagenet.class_names()
         if not found:
             raise ValueError(
-                f"the classes of {split!r} have no names: write them to {folder / _NAMES}, one a line in "
+                f"the classes of {split!r} have no names: write them to {names_file}, one a line in "
                 "the order of the labels"
             )
         known = len(self._images.class_names)
         if known and len(found) != known:
-            raise ValueError(f"{folder / _NAMES} names {len(found)} classes of {known}: name each")
-        shipped = imagenet.class_names()
+            raise ValueError(f"{names_file} names {len(found)} classes of {known}: name each")
+        shipped = tuple(imagenet.class_names())
         if len(found) == len(shipped) and all(map(_SYNSET.fullmatch, found)):
             found = shipped  # synsets, sorted, are in the order of ImageNet's labels
         self.class_names = found

@@ -39,8 +39,8 @@ class Photographs(abc.ABC):
       damaged_share: of the data set's bytes, cannot be read for that reason.
     """
 
-    class_names = ()
-    templates = ()
+    class_names: tuple[str, ...] = ()
+    templates: tuple[str, ...] = ()
     attribution = ""
     photographs = True
     shards: np.ndarray | None = None

@@ -7,7 +7,8 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from swjax import data, evaluators
+from swjax import evaluators
+from swjax.data.labelled import Labelled
 from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
@@ -101,7 +102,7 @@ def make_evaluate(
     return evaluate
 
 
-def open_labelled(config: ConfigDict) -> list[data.Source]:
+def open_labelled(config: ConfigDict) -> list[Labelled]:
     """The labelled sets of `eval.zeroshot`.
 
     Raises:
@@ -109,7 +110,7 @@ def open_labelled(config: ConfigDict) -> list[data.Source]:
     """
     with distributed.all_or_none(), blame("eval.zeroshot"), blame_data_path():
         options = {"data_dir": config.data.dir}
-        found = [data.source("labelled", text, **options) for text in config.eval.zeroshot]
+        found = [Labelled(text, **options) for text in config.eval.zeroshot]
     names = [source.set_name for source in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
