@@ -158,9 +158,8 @@ class Checkpoints:
           ConfigError: no manifest is whole.
         """
         for step in reversed(self.steps()):
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # `restore_params` tells which are damaged
+            # `restore_params` says which are damaged.
+            with contextlib.suppress(OSError, ValueError):
                 arrays = _read_manifest(self.directory / str(step))["arrays"]
                 return {
                     name.removeprefix(within): tuple(array["shape"])
