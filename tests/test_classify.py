@@ -12,7 +12,7 @@ from swjax.models import clip
 
 @pytest.fixture
 def weights(tmp_path):
-    options = {"recipe": "standard", "dtype": "float32"}
+    options = {"recipe": "standard", "dtype": "float32", "text": {"vocab_size": 49408}}
     interop.save(
         tmp_path / "clip", nnx.merge(*random_model(clip.config(small_config(), **options)))
     )
