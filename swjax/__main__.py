@@ -1,5 +1,6 @@
 """The programs of swjax by name: `swjax COMMAND ...`, or `python -m swjax COMMAND ...`.
 
+classify     which of some names fits a picture best
 evaluate     scores a run or other CLIP weights without training
 report       makes the report page of a run again
 runs         lists runs: state, scores, throughput, what differs; or shows them on one page
@@ -14,6 +15,7 @@ import sys
 from importlib.metadata import version
 
 COMMANDS = {
+    "classify": "swjax.inference.classify",
     "evaluate": "swjax.evaluate",
     "report": "swjax.report",
     "runs": "swjax.report.runs",

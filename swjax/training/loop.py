@@ -67,10 +67,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt) -> ExitCode:
     """Trains to the last step, or until `interrupt.requested`; see `train_and_evaluate`."""
     # -------------------------------------------------------------------------------- Set up
     parts = assemble(config, open_train_source(config))
-    train_step, evaluate = (
-        parts.train_step(config),
-        make_evaluate(config, parts.graphdef, parts.mesh),
-    )
+    train_step, evaluate = parts.train_step(config), make_evaluate(config, *parts.placed)
 
     # -------------------------------------------------------------------------------- Restore
     checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)

@@ -49,6 +49,11 @@ class Parts:
     graphdef: nnx.GraphDef
     like: State
 
+    @property
+    def placed(self) -> tuple[nnx.GraphDef, jax.sharding.Mesh]:
+        """The model's graph definition and the mesh: what an evaluation needs of a run."""
+        return self.graphdef, self.mesh
+
     def train_step(self, config: ConfigDict) -> Callable:
         """The step of `swjax.training.step.make_train_step`, compiled at its first call."""
         step = make_train_step(config, self.graphdef, self.optimizer, self.schedule)

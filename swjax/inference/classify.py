@@ -1,0 +1,43 @@
+"""Says which of some names fits a picture best.
+
+python -m swjax classify runs/openmoji picture.png cat dog "red fox"
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from swjax.inference.encoder import load
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints each name and its probability among the names, the likeliest first.
+
+    Args:
+      arguments: of the command line; None: those of this process.
+
+    Returns:
+      The exit code: 0; 2 if the model or the picture cannot be read.
+    """
+    parser = argparse.ArgumentParser(prog="swjax classify", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a run's workdir, or a safetensors file or its folder")
+    parser.add_argument("picture", help="an image file")
+    parser.add_argument("names", nargs="+", help="of the classes to choose from, two or more")
+    options = parser.parse_args(arguments)
+    if len(options.names) < 2:
+        parser.error(f"one name, {options.names[0]!r}, leaves no choice: give two or more")
+    try:
+        model = load(options.model)
+        (probabilities,) = model.classify(options.picture, model.classifier(options.names))
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(f"swjax classify: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    for share, name in sorted(
+        zip(probabilities.tolist(), options.names, strict=True), reverse=True
+    ):
+        print(f"{share:7.2%}  {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

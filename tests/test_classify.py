@@ -1,0 +1,43 @@
+"""`swjax classify`: names by probability, and mistakes in one line."""
+
+import pytest
+from clip_oracle import random_model, small_config
+from flax import nnx
+from photographs import jpeg
+
+from swjax import interop
+from swjax.inference.classify import main
+from swjax.models import clip
+
+
+@pytest.fixture
+def weights(tmp_path):
+    options = {"recipe": "standard", "dtype": "float32", "text": {"vocab_size": 49408}}
+    interop.save(
+        tmp_path / "clip", nnx.merge(*random_model(clip.config(small_config(), **options)))
+    )
+    return str(tmp_path / "clip")
+
+
+def test_names_are_printed_by_probability(weights, tmp_path, capsys):
+    (tmp_path / "a.jpg").write_bytes(jpeg(3))
+    assert main([weights, f"{tmp_path}/a.jpg", "cat", "red fox", "dog"]) == 0
+    lines = [line.split("%  ") for line in capsys.readouterr().out.splitlines()]
+    shares = [float(share) for share, _ in lines]
+    assert {name for _, name in lines} == {"cat", "red fox", "dog"}
+    assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(100, abs=0.1)
+
+
+@pytest.mark.parametrize("bad", ["model", "picture"])
+def test_what_cannot_be_read_is_one_line(bad, weights, tmp_path, capsys):
+    (tmp_path / "a.jpg").write_bytes(b"no image")
+    model = "missing" if bad == "model" else weights
+    assert main([model, f"{tmp_path}/a.jpg", "cat", "dog"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("swjax classify: ") and captured.err.count("\n") == 1
+
+
+def test_one_name_is_no_choice(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["model", "picture.png", "cat"])
+    assert "leaves no choice" in capsys.readouterr().err
