@@ -50,7 +50,10 @@ MISTAKES = {
         [OPENMOJI, "--workdir=w", "--config.model.recip=standard"],
         "'recipe'",
     ),
-    "strange key": ([OPENMOJI, "--workdir=w", "--config.model.zzz=1"], "choose from attention, "),
+    "strange key": (
+        [OPENMOJI, "--workdir=w", "--config.model.zzz=1"],
+        "choose from architecture, ",
+    ),
     "word for a number": ([OPENMOJI, "--workdir=w", "--config.train.steps=many"], "'many'"),
     "fraction of a step": ([OPENMOJI, "--workdir=w", "--config.train.steps=1.5"], "'1.5'"),
     "section for a key": ([OPENMOJI, "--workdir=w", "--config.model=tiny"], "recipe"),

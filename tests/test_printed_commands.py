@@ -35,6 +35,8 @@ PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
 FITTING_PAIRS = {"vit_h14": 256, "vit_l14": 512, "vit_b16": 1024, "vit_b32": 4096, "tiny": 8192}
 # Scripts that read their arguments by hand.
 WITHOUT_PARSER = ("benchmarks/kernels/torch_layers.py", "tests/test_config_keys.py")
+# A module that reads them so, and then finds that there is no such run or file.
+EVALUATE = "swjax.evaluate"
 HARDWARE = re.compile(r"# (one|\d+) H[12]00\s*$")
 
 
@@ -118,30 +120,33 @@ def test_train(command, tmp_path, monkeypatch, capsys):
         assert train.main(["train.py", *flags]) == 0
         return
     # Two tars stand for however many.
-    flags = [
-        re.sub(r"\{(\d+)\.\.\d+\}", lambda m: f"{{{m[1]}..{int(m[1]) + 1:05d}}}", f) for f in flags
-    ]
+    flags = [re.sub(r"\{(\d+)\.\.\d+\}", lambda m: f"{{{m[1]}..{_next(m[1])}}}", f) for f in flags]
     config, _ = config_lib.parse(["train.py", *flags])
     config_lib.validate(config, batch_shards=max(command.devices, 1))
     pairs = config.train.batch_size // config.train.accumulation // max(command.devices, 1)
     if command.devices:
         assert pairs <= FITTING_PAIRS[config.model.name], f"{pairs} pairs a device do not fit"
     monkeypatch.chdir(tmp_path)
-    for pattern in re.findall(r"=([^=\s]*)\{(\d+)\.\.\d+\}\.tar", " ".join(flags)):
-        write_stand_in(tmp_path / pattern[0], int(pattern[1]))
+    for folder, first in re.findall(r"=([^=\s]*)\{(\d+)\.\.\d+\}\.tar", " ".join(flags)):
+        write_stand_in(tmp_path / folder, first)
     if config.data.name != "emoji":  # which is prepared once for the whole suite elsewhere
         with config.unlocked():
             config.data.dir = str(tmp_path / "data")
         assert len(inputs.open_source(config, "train")) > 0
 
 
-def write_stand_in(folder: Path, first: int) -> None:
-    """Two tars that are named as those of a page."""
+def write_stand_in(folder: Path, first: str) -> None:
+    """Two tars that are named as those of a page, from number `first`."""
     made = folder.parent / f"made-{first}"
     write_tars(made, [4, 4])
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(2):
-        (made / f"{number:05d}.tar").rename(folder / f"{first + number:05d}.tar")
+    for number, name in enumerate((first, _next(first))):
+        (made / f"{number:05d}.tar").rename(folder / f"{name}.tar")
+
+
+def _next(number: str) -> str:
+    """The next number, of as many digits."""
+    return f"{int(number) + 1:0{len(number)}d}"
 
 
 class Parsed(Exception):
@@ -156,13 +161,13 @@ class Parsed(Exception):
 def test_scripts_accept_their_flags(command, monkeypatch, capsys):
     """Up to where the script has parsed them."""
     words = [word for word in command.words[1:] if word != "-P"]
-    real = argparse.ArgumentParser.parse_args
+    real = argparse.ArgumentParser.parse_known_args
 
-    def parse_args(self, *args, **kwargs):
+    def parse(self, *args, **kwargs):
         real(self, *args, **kwargs)
         raise Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
     monkeypatch.chdir(ROOT)
     module = words[0] == "-m"
     name, flags = (words[1], words[2:]) if module else (words[0], words[1:])
@@ -179,6 +184,11 @@ def test_scripts_accept_their_flags(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [path, *(flag.replace("RATE", "921") for flag in flags)])
     monkeypatch.syspath_prepend(str(ROOT if module else (ROOT / name).parent))
     run = runpy.run_module if module else runpy.run_path
+    if name == EVALUATE:
+        with pytest.raises(SystemExit):
+            run(path, run_name="__main__", alter_sys=True)
+        assert "unexpected argument" not in capsys.readouterr().err
+        return None
     with pytest.raises(Parsed):
         run(path, run_name="__main__")
 

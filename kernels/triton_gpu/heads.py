@@ -160,7 +160,7 @@ def head_constants(q: jax.Array, tile: tiles.AttentionTile, causal: bool) -> dic
 
 def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Why the kernels cannot compute attention of these queries; None: they can."""
-    _, tokens, _, width = q.shape
+    tokens, width = q.shape[1], q.shape[3]
     capability = tiles.compute_capability()
     if capability != (9, 0):
         return Unavailable(

@@ -100,10 +100,10 @@ def quantize(
 
 def why_not_quantize(x: jax.Array, axes: tuple[int, ...] = (-1,), **_: Any) -> Unavailable | None:
     """Why `quantize` cannot find scales over these axes; None: it can."""
-    axes = sorted(axis % x.ndim for axis in axes)
-    if axes not in (list(range(x.ndim)), list(range(x.ndim - 1)), [x.ndim - 1]):
+    spanned = sorted(axis % x.ndim for axis in axes)
+    if spanned not in (list(range(x.ndim)), list(range(x.ndim - 1)), [x.ndim - 1]):
         return Unavailable(
-            f"takes scales over the last axis, the others or all, got axes {axes}: use 'xla'"
+            f"takes scales over the last axis, the others or all, got axes {spanned}: use 'xla'"
         )
     return None
 

@@ -138,7 +138,7 @@ class Plan(NamedTuple):
         axes = self.splits(*dimensions)
         return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
 
-    def gather(self, w: jax.Array | QTensor, spec: Spec | QTensor) -> jax.Array | QTensor:
+    def gather_weight(self, w: jax.Array | QTensor, spec: Spec | QTensor) -> jax.Array | QTensor:
         """The part of w that this device multiplies with, from its shard of an array or a QTensor."""
         if isinstance(w, QTensor):
             assert isinstance(spec, QTensor), "a QTensor has a QTensor of specs"

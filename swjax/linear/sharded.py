@@ -70,7 +70,7 @@ class Sharded(NamedTuple):
         return plan.run(step, (g.value, w.value), (g.spec, w.spec), out_spec)
 
     def _times_weight(self, value, w_value, bias, a: Operand, w: Operand, out_dtype):
-        w_value = self.plan.gather(w_value, w.spec)
+        w_value = self.plan.gather_weight(w_value, w.spec)
         axes = a.axis, w.axis
         return self.arithmetic.product(value, w_value, bias, axes=axes, out_dtype=out_dtype)
 

@@ -1,4 +1,8 @@
-"""The report as one HTML page."""
+"""The report as one HTML page.
+
+The templates are our own files for `string.Template`: a report library would bring scripts and fonts from
+other hosts, and the page has to open from disk, in an e-mail, and years later.
+"""
 
 import base64
 import re

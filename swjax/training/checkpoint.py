@@ -374,7 +374,7 @@ def check_shared(workdir: Path) -> None:
     """
     path = workdir / ".lock"
     own = zlib.crc32(path.read_bytes()) if path.exists() else -1
-    seen = distributed.gather(np.array([own], np.int64))[:, 0]
+    seen = distributed.all_processes(np.array([own], np.int64))[:, 0]
     if np.any(seen != seen[0]):
         raise ConfigError(
             f"workdir {str(workdir)!r} is another folder for process {np.argmax(seen != seen[0])} than for "

@@ -232,7 +232,7 @@ def all_or_none() -> Iterator[None]:
     except Exception as caught:  # whatever it is, the others must not wait
         error = caught
     own = 0 if error is None else 2 if isinstance(error, ConfigError) else 1
-    kinds = gather(np.array([own], np.int64))[:, 0]
+    kinds = all_processes(np.array([own], np.int64))[:, 0]
     teller = int(np.argmax(kinds))
     if jax.process_index() == teller and error is not None:
         raise error
@@ -250,12 +250,12 @@ def first_does(action: Callable[[], object]) -> None:
 
 def of_first(numbers: list[int]) -> list[int]:
     """The list that process 0 has, on all."""
-    count = int(gather(np.array([len(numbers)], np.int64))[0, 0])
+    count = int(all_processes(np.array([len(numbers)], np.int64))[0, 0])
     padded = (numbers + count * [0])[:count]
-    return gather(np.array(padded, np.int64))[0].tolist() if count else []
+    return all_processes(np.array(padded, np.int64))[0].tolist() if count else []
 
 
-def gather(own: np.ndarray) -> np.ndarray:
+def all_processes(own: np.ndarray) -> np.ndarray:
     """int64 [n] of every process as [processes, n] on each; JAX would cut it to int32."""
     return np.asarray(multihost_utils.process_allgather(own.view(np.int32))).view(np.int64)
 

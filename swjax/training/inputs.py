@@ -117,13 +117,13 @@ class Feed:
         """Examples that this process has skipped in the run, because they cannot be read."""
         return self._batches.skipped
 
-    def gather(self, own: np.ndarray) -> np.ndarray:
+    def of_readers(self, own: np.ndarray) -> np.ndarray:
         """int64 [n] of every process -> [shares of the batch, n] on each; all processes must call it."""
-        return distributed.gather(own)[self._readers]
+        return distributed.all_processes(own)[self._readers]
 
     def position(self) -> dict[str, Any]:
         """Where the batches given so far end, for JSON; all processes must call it."""
-        return self._batches.position(self.gather)
+        return self._batches.position(self.of_readers)
 
     def close(self) -> None:
         """Ends the loader's threads and processes."""

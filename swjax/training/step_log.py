@@ -109,7 +109,7 @@ class StepLog:
         done = [s for s in self._metrics if s <= last]
         records = fetch({s: self._metrics.pop(s) for s in done})
         own = np.array([self._unreadable.pop(s) for s in done], np.int64)
-        unreadable = self._feed.gather(own).sum(axis=0).tolist()
+        unreadable = self._feed.of_readers(own).sum(axis=0).tolist()
         health, perf = self._health.records(last), self._timing.window()
         for record, count in zip(records, unreadable, strict=True):
             measured = health.get(record["step"], {})
