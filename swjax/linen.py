@@ -16,6 +16,7 @@ from swjax.linear.api import switchback
 from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.linear.layouts import Layout
+from swjax.linear.plain import plain_weight
 from swjax.recipes import Recipe, get
 
 # Its value is part of the key of JAX's caches: a function that was traced with other recipes, or without
@@ -68,7 +69,7 @@ class Dense(nn.Dense):
         assert x is not None, "promote_dtype returns None for None alone"
         y = switchback(
             x,
-            kernel,
+            plain_weight(kernel, x),
             bias,
             recipe=self.recipe,
             precision=self.precision,

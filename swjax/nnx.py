@@ -14,6 +14,7 @@ from swjax.linear.api import switchback
 from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.linear.layouts import TOKENS, Layout
+from swjax.linear.plain import plain_weight
 from swjax.linear.planning import reduced
 from swjax.linear.prologues import Gelu, Prologue
 from swjax.recipes import Recipe, first_match, get
@@ -84,7 +85,7 @@ class Linear(nnx.Linear):
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
         x, _, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
-        return x, kernel, bias
+        return x, plain_weight(kernel, x), bias
 
     def _options(self) -> dict[str, Any]:
         return {

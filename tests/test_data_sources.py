@@ -211,7 +211,7 @@ def test_tars_behind_an_address(tmp_path):
     [
         ("{tmp}/none*.tar", "no file matches .*none"),
         ("{tmp}/00000.tar{,}", "names .*00000.tar' twice"),
-        ("{tmp}/{00000..00003}.tar", "cannot open .*00001.tar: No such file"),
+        ("{tmp}/{00000..00003}.tar", "cannot open .*00001.tar: it does not exist"),
         ("{tmp}", "cannot open .*: Is a directory: name the files in it"),
         ("{tmp}/fol*", "cannot open .*/folder.tar: Is a directory: name the files in it"),
         ("{tmp}/00000.tar.gz", "00000.tar.gz is compressed.*: unpack it with gunzip"),
@@ -277,7 +277,7 @@ def test_rows_of_tsv_and_jsonl(tmp_path):
         ("t.csv", "image,caption\n", "no rows in the table"),
         ("t.jsonl", "", "no rows in the table"),
         (".csv", None, "cannot open .*csv: Is a directory: name the files in it"),
-        ("none/t.csv", None, "cannot open .*none/t.csv: No such file"),
+        ("none/t.csv", None, "cannot open .*none/t.csv: it does not exist"),
     ],
 )
 def test_table_refuses(tmp_path, name, content, message):

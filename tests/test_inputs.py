@@ -18,14 +18,21 @@ def config_of(tmp_path, **changes):
     return config_lib.load("configs/openmoji.py", pairs)
 
 
-@pytest.mark.parametrize("folder", ["/proc/data", "{tmp}/file", "{tmp}/file/below"])
-def test_a_folder_that_cannot_hold_prepared_data(tmp_path, folder):
+@pytest.mark.parametrize(
+    "folder, reason",
+    [
+        ("/proc/data", "does not exist"),
+        ("{tmp}/file", "Not a directory"),
+        ("{tmp}/file/below", "Not a directory"),
+    ],
+)
+def test_a_folder_that_cannot_hold_prepared_data(tmp_path, folder, reason):
     (tmp_path / "file").write_text("")
     tars = write_tars(tmp_path, [3])
     folder = folder.format(tmp=tmp_path)
     config = config_of(tmp_path, data__webdataset__splits__train=tars, data__dir=folder)
     with pytest.raises(
-        config_lib.ConfigError, match=r"^config\.data: .*config\.data\.dir"
+        config_lib.ConfigError, match=rf"^config\.data: .*{reason}.*config\.data\.dir"
     ) as found:
         inputs.open_source(config, "train")
     assert "\n" not in str(found.value)

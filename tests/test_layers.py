@@ -50,6 +50,27 @@ def test_linen_dense_interchanges_with_flax(kwargs):
     assert 30 < snr_db(int8, flax.apply(params, X)) < 60
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "float64"])
+@pytest.mark.parametrize("layer", ["nnx", "linen"])
+def test_standard_takes_inputs_of_more_than_the_parameters_dtype(layer, dtype):
+    """Flax casts float32 parameters to the dtype of such inputs, gradients included."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        x = X.astype(dtype) * (1 + 2j if dtype == "complex64" else 1)
+        if layer == "nnx":
+            options = {"recipe": "standard", "rngs": nnx.Rngs(0)}
+            models = swjax.nnx.Linear(16, 8, **options), nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+            grad = nnx.grad(lambda model: jnp.sum(jnp.abs(model(x)) ** 2))
+            got, want = ((model(x), nnx.to_pure_dict(grad(model))) for model in models)
+        else:
+            models = swjax.linen.Dense(8, recipe="standard"), nn.Dense(8)
+            params = models[0].init(jax.random.key(0), x)
+            same(params, models[1].init(jax.random.key(0), x))
+            loss = lambda p, model: jnp.sum(jnp.abs(model.apply(p, x)) ** 2)
+            got, want = ((m.apply(params, x), jax.grad(loss)(params, m)) for m in models)
+        assert jax.tree.map(lambda a: a.dtype, got) == jax.tree.map(lambda a: a.dtype, want)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_trains_in_both_apis(name):
     layer = swjax.nnx.Linear(16, 8, recipe=name, rngs=nnx.Rngs(0))

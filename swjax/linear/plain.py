@@ -27,6 +27,13 @@ def is_plain(x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None, layer
     return len(dtypes) == 1 and x.dtype in _DTYPES
 
 
+def plain_weight(w: jax.Array | QTensor, x: jax.Array) -> jax.Array | QTensor:
+    """The weight of a layer that casts its parameters to float64 and complex inputs, as Flax's layers do."""
+    if isinstance(w, QTensor) or x.dtype not in PLAIN_DTYPES:
+        return w
+    return w.astype(x.dtype)
+
+
 def plain_output(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, precision: jax.lax.PrecisionLike
 ) -> jax.Array:

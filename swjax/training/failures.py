@@ -61,7 +61,7 @@ def blame_data_path() -> Iterator[None]:
         if error.errno not in WRONG_PATH:
             raise
         raise ConfigError(
-            f"config.data: cannot read or write {str(error.filename)!r}: {error.strerror}; "
+            f"config.data: cannot read or write {str(error.filename)!r}: {_reason(error)}; "
             f"change config.data.dir, or the path that the data set names"
         ) from error
 
@@ -84,5 +84,10 @@ def blame_disk(workdir: Path) -> Iterator[None]:
         remedy = DISK[error.errno]
         path = error.filename or str(workdir)
         raise RunError(
-            f"cannot read or write {path!r}: {error.strerror}; {remedy}, and the same command goes on"
+            f"cannot read or write {path!r}: {_reason(error)}; {remedy}, and the same command goes on"
         ) from error
+
+
+def _reason(error: OSError) -> str | None:
+    """Why the system cannot use a path."""
+    return "it does not exist" if error.errno == errno.ENOENT else error.strerror

@@ -37,7 +37,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "per_tensor_guard": GUARDS,
     "dynamic_loss_scale": GUARDS,
     "linen": {
-        r"linen_linear.*test_complex_input_dense": "a quantized layer refuses complex x in one line",
         r"linen_module.*test_module_trace": "compares the printed attributes of Dense; ours has three more",
     },
     "nnx": {},
