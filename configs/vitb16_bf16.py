@@ -1,7 +1,7 @@
 """CLIP ViT-B/16 in bfloat16, the baseline.
 
 Command:  python train.py --config=configs/vitb16_bf16.py --workdir=runs/vitb16_bf16
-Hardware: estimated, not run at this size: 8 GPUs of 80 GB; fewer with --config.train.accumulation=N,
+Hardware: estimated, not run at this size: 16 GPUs of 80 GB; fewer with --config.train.accumulation=N,
           whose loss is the same, or with a smaller --config.train.batch_size.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """

@@ -58,3 +58,52 @@ def write_tars(folder, counts: list[int], change=lambda number, files: files) ->
         write_tar(folder / f"{shard:05d}.tar", samples)
         number += count
     return f"{folder}/{{00000..{len(counts) - 1:05d}}}.tar"
+
+
+def write_tfds(root, name: str, split: str, features: dict, examples: list[dict]) -> None:
+    """Writes a prepared TFDS builder, "NAME" or "NAME/CONFIG", of one array_record file, without its code."""
+    import tensorflow_datasets as tfds
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    out = root / name / "1.0.0"
+    out.mkdir(parents=True)
+    name = name.partition("/")[0]
+    features = tfds.features.FeaturesDict(features)
+    template = tfds.core.ShardedFileTemplate(
+        data_dir=out, dataset_name=name, filetype_suffix="array_record"
+    )
+    serializer = tfds.core.example_serializer.ExampleSerializer(features.get_serialized_info())
+    path = out / f"{name}-{split}.array_record-00000-of-00001"
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for example in examples:
+        writer.write(serializer.serialize_example(features.encode_example(example)))
+    writer.close()
+    info = tfds.core.SplitInfo(
+        name=split, shard_lengths=[len(examples)], num_bytes=1, filename_template=template
+    )
+    tfds.folder_dataset.write_metadata(
+        data_dir=out, features=features, split_infos=[info], version="1.0.0",
+        filename_template=template, check_data=False,
+    )  # fmt: skip
+
+
+def write_coco(root, split: str) -> None:
+    """Writes three images with two captions each, with the config and features of TFDS's `coco_captions`."""
+    import tensorflow_datasets as tfds
+
+    features = {
+        "image": tfds.features.Image(encoding_format="jpeg"),
+        "image/filename": tfds.features.Text(),
+        "image/id": np.int64,
+        "captions": tfds.features.Sequence({"id": np.int64, "text": np.str_}),
+    }
+    examples = [
+        {
+            "image": jpeg(i),
+            "image/filename": f"{i}.jpg",
+            "image/id": i,
+            "captions": [{"id": i, "text": f"cat {i}"}, {"id": i + 9, "text": f"pet {i}"}],
+        }
+        for i in range(3)
+    ]
+    write_tfds(root, "coco_captions/2014", split, features, examples)

@@ -1,8 +1,8 @@
-"""Every command that a page prints, run as far as a machine without GPU and data can.
+"""Every command that a page or a config prints, run as far as a machine without GPU and data can.
 
-Flags parse, configs build, data sources open on small files of the named format, the batch divides among the
-devices that a comment names and its pairs fit into their memory, scripts accept their flags, make knows its
-targets and pip the extras.
+Flags parse, configs build, data sources open on small files of the named format, the mesh and the batch
+divide among the devices that a comment names, a step fits into their memory, scripts accept their flags, make
+knows its targets and pip the extras.
 """
 
 import argparse
@@ -12,16 +12,20 @@ import runpy
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from photographs import write_tars
+from ml_collections import ConfigDict
+from photographs import jpeg, write_coco, write_tars
 
 import train
+from swjax.data import files
 from swjax.training import config as config_lib
-from swjax.training import inputs
+from swjax.training import inputs, plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -31,13 +35,13 @@ PAGES = [
     *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
 ]
 PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
-# Pairs of a whole training step that one GPU of 80 GB holds (docs/speed.md), rounded down to a power of two.
-FITTING_PAIRS = {"vit_h14": 256, "vit_l14": 512, "vit_b16": 1024, "vit_b32": 4096, "tiny": 8192}
 # Scripts that read their arguments by hand.
 WITHOUT_PARSER = ("benchmarks/kernels/torch_layers.py", "tests/test_config_keys.py")
 # A module that reads them so, and then finds that there is no such run or file.
 EVALUATE = "swjax.evaluate"
-HARDWARE = re.compile(r"# (one|\d+) H[12]00\s*$")
+HARDWARE = re.compile(r"# (one|\d+) (H100|H200)\s*$")
+KINDS = {"H100": "h100-80", "H200": "h200"}
+COUNTED = re.compile(r"\{(\d+)\.\.\d+\}")
 
 
 class Printed(NamedTuple):
@@ -46,12 +50,12 @@ class Printed(NamedTuple):
     Attributes:
       page: relative to the repository.
       words: without what sets the environment or starts several processes.
-      devices: that its comment names; 0: none.
+      hardware: that its comment names, as for `--plan`: "h200:8"; "": none.
     """
 
     page: str
     words: tuple[str, ...]
-    devices: int
+    hardware: str
 
     def __str__(self) -> str:
         return f"{self.page}: {' '.join(self.words)}"
@@ -61,39 +65,50 @@ def commands() -> list[Printed]:
     found = {}
     for page in PAGES:
         for line in lines(page.read_text()):
-            command = parse(str(page.relative_to(ROOT)), line)
-            if command:
-                found.setdefault((command.words, command.devices), command)
+            for command in parse(str(page.relative_to(ROOT)), line):
+                found.setdefault((command.words, command.hardware), command)
     return list(found.values())
 
 
 def lines(text: str) -> list[str]:
     """Of fenced blocks that are not Python's, and of inline code; continued lines as one."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    blocks = [block for language, block in fenced if language in ("", "bash", "console")]
-    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    inline = [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", outside)]
-    return re.sub(r"\\\n\s*", " ", "\n".join(blocks)).splitlines() + inline
+    fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+    blocks = [
+        textwrap.dedent(block)
+        for _, language, block in fence.findall(text)
+        if language in ("", "bash", "console")
+    ]
+    inline = [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", fence.sub("", text))]
+    return re.sub(r"\\\n\s*", " ", "\n".join(map(unrolled, blocks))).splitlines() + inline
 
 
-def parse(page: str, line: str) -> Printed | None:
-    hardware = HARDWARE.search(line)
-    devices = int(hardware[1].replace("one", "1")) if hardware else 0
-    if "..." in line.replace("..0", "").split("#")[0] or "$" in line:
-        return None  # a pattern, not a command
+def unrolled(block: str) -> str:
+    """A shell loop's commands with the first of its values."""
+    for name, value in re.findall(r"^for (\w+) in (\S+)", block, re.MULTILINE):
+        block = block.replace(f"${name}", value)
+    return block
+
+
+def parse(page: str, line: str) -> Iterator[Printed]:
+    named = HARDWARE.search(line)
+    hardware = f"{KINDS[named[2]]}:{named[1].replace('one', '1')}" if named else ""
+    if "..." in COUNTED.sub("", line).split("#")[0] or "$" in line:
+        return  # a pattern, not a command
     try:
-        words = shlex.split(line, comments=True)
+        all_words = shlex.split(line, comments=True)
     except ValueError:
-        return None
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        words = words[1:]
-    if words[:1] in (["srun"], ["mpirun"]) and "python" in words:
-        words = words[words.index("python") :]
-    if words[:1] == ["swjax"]:
-        words = ["python", "-m", *words]
-    if not words or len(words) < 2 or Path(words[0]).name not in PROGRAMS:
-        return None
-    return Printed(page, (Path(words[0]).name, *words[1:]), devices)
+        return
+    while all_words:
+        end = all_words.index("&&") if "&&" in all_words else len(all_words)
+        words, all_words = all_words[:end], all_words[end + 1 :]
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words[:1] in (["srun"], ["mpirun"]) and "python" in words:
+            words = words[words.index("python") :]
+        if words[:1] == ["swjax"]:
+            words = ["python", "-m", *words]
+        if len(words) > 1 and Path(words[0]).name in PROGRAMS:
+            yield Printed(page, (Path(words[0]).name, *words[1:]), hardware)
 
 
 COMMANDS = commands()
@@ -119,34 +134,56 @@ def test_train(command, tmp_path, monkeypatch, capsys):
     if {"--help", "--plan"} & set(flags):
         assert train.main(["train.py", *flags]) == 0
         return
-    # Two tars stand for however many.
-    flags = [re.sub(r"\{(\d+)\.\.\d+\}", lambda m: f"{{{m[1]}..{_next(m[1])}}}", f) for f in flags]
+    # Two files stand for however many.
+    flags = [
+        COUNTED.sub(lambda found: f"{{{found[1]}..{_next(found[1])}}}", flag) for flag in flags
+    ]
     config, _ = config_lib.parse(["train.py", *flags])
-    config_lib.validate(config, batch_shards=max(command.devices, 1))
-    pairs = config.train.batch_size // config.train.accumulation // max(command.devices, 1)
-    if command.devices:
-        assert pairs <= FITTING_PAIRS[config.model.name], f"{pairs} pairs a device do not fit"
+    config_lib.validate(config, batch_shards=1)
+    assert command.hardware or config.model.name == "tiny", "name the hardware: # 8 H100"
     monkeypatch.chdir(tmp_path)
-    for folder, first in re.findall(r"=([^=\s]*)\{(\d+)\.\.\d+\}\.tar", " ".join(flags)):
-        write_stand_in(tmp_path / folder, first)
-    if config.data.name != "emoji":  # which is prepared once for the whole suite elsewhere
-        with config.unlocked():
-            config.data.dir = str(tmp_path / "data")
+    with config.unlocked():
+        config.data.dir = str(tmp_path / "data")
+    write_stand_ins(config)
+    if command.hardware:
+        plan.check(plan.make(config, plan.Hardware.parse(command.hardware)))
+    elif config.data.name != "emoji":  # which is prepared once for the whole suite elsewhere
         assert len(inputs.open_source(config, "train")) > 0
+    if (config.eval.data or config.data.name) in ("webdataset", "table", "tfds"):
+        val = inputs.open_source(config, "val")
+        assert val is None or val[0]["captions"]
 
 
-def write_stand_in(folder: Path, first: str) -> None:
-    """Two tars that are named as those of a page, from number `first`."""
-    made = folder.parent / f"made-{first}"
-    write_tars(made, [4, 4])
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, name in enumerate((first, _next(first))):
-        (made / f"{number:05d}.tar").rename(folder / f"{name}.tar")
+def write_stand_ins(config: ConfigDict) -> None:
+    """Small data sets where a config looks for them, relative to the working directory."""
+    c = config.data
+    paths = [path for split in c.webdataset.splits.values() for path in files.expand(split or "{}")]
+    for number, path in enumerate(filter(None, paths)):
+        made = Path(f"made-{number}")
+        write_tars(made, [4])
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        (made / "00000.tar").rename(path)
+    for path in filter(None, c.table.splits.values()):
+        Path("picture.jpg").write_bytes(jpeg(0))
+        Path(path).write_text(
+            "image,caption\npicture.jpg,a picture\n" + 3 * "picture.jpg,another\n"
+        )
+    if c.tfds.builder:
+        assert c.tfds.builder == "coco_captions"
+        write_coco(Path(c.dir), c.tfds.splits.val)
 
 
 def _next(number: str) -> str:
     """The next number, of as many digits."""
     return f"{int(number) + 1:0{len(number)}d}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("vit*.py")), ids=lambda p: p.stem)
+def test_a_config_fits_the_hardware_that_it_names(path):
+    devices, gigabytes = re.search(r"(\d+) GPUs of (\d+) GB", path.read_text()).groups()
+    kind = {"40": "a100-40", "80": "h100-80"}[gigabytes]
+    config, _ = config_lib.parse(["train.py", f"--config={path}", "--workdir=r"])
+    plan.check(plan.make(config, plan.Hardware.parse(f"{kind}:{devices}")))
 
 
 class Parsed(Exception):
@@ -215,9 +252,16 @@ def check_extras(words) -> None:
         assert not named or set(named[2].split(",")) <= extras, f"no extra of {word}"
 
 
-def test_what_does_not_fit_is_found(tmp_path, monkeypatch):
-    flags = "--config=configs/vith_int8.py --workdir=r --config.train.accumulation=4"
-    command = parse("page", f"python train.py {flags}  # one H200")
-    assert command.devices == 1
-    with pytest.raises(AssertionError, match="4096 pairs a device do not fit"):
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--config.train.accumulation=4  # one H200", "4,096 pairs a device need"),
+        ("--config.train.accumulation=4", "name the hardware"),
+        ("--config.mesh.fsdp=16  # 8 H100", "config.mesh"),
+        ("--config.train.batch_size=1000  # 64 H100", "config.train.batch_size"),
+    ],
+)
+def test_what_does_not_fit_is_found(line, message, tmp_path, monkeypatch):
+    (command,) = parse("page", f"python train.py --config=configs/vith_int8.py --workdir=r {line}")
+    with pytest.raises((AssertionError, config_lib.ConfigError), match=message):
         test_train(command, tmp_path, monkeypatch, None)

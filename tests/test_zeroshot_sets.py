@@ -8,7 +8,7 @@ import pytest
 from clip_oracle import random_model, small_config
 from flax import nnx
 from micro_run import micro_config, records, train
-from photographs import jpeg, write_tar
+from photographs import jpeg, write_coco, write_tar, write_tfds
 
 from swjax import data, interop
 from swjax.data import imagenet
@@ -160,33 +160,6 @@ def test_mistakes_of_the_command_are_one_line(flags, message, capsys):
     assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
-def write_tfds(root, features, examples, split):
-    """Writes a prepared TFDS builder `name` of one array_record file, without its code."""
-    import tensorflow_datasets as tfds
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    out = root / "small" / "1.0.0"
-    out.mkdir(parents=True)
-    features = tfds.features.FeaturesDict(features)
-    template = tfds.core.ShardedFileTemplate(
-        data_dir=out, dataset_name="small", filetype_suffix="array_record"
-    )
-    serializer = tfds.core.example_serializer.ExampleSerializer(features.get_serialized_info())
-    writer = ArrayRecordWriter(
-        str(out / f"small-{split}.array_record-00000-of-00001"), "group_size:1"
-    )
-    for example in examples:
-        writer.write(serializer.serialize_example(features.encode_example(example)))
-    writer.close()
-    info = tfds.core.SplitInfo(
-        name=split, shard_lengths=[len(examples)], num_bytes=1, filename_template=template
-    )
-    tfds.folder_dataset.write_metadata(
-        data_dir=out, features=features, split_infos=[info], version="1.0.0",
-        filename_template=template, check_data=False,
-    )  # fmt: skip
-
-
 def test_tfds_labels_have_the_names_of_the_builder(tmp_path):
     import tensorflow_datasets as tfds
 
@@ -195,7 +168,7 @@ def test_tfds_labels_have_the_names_of_the_builder(tmp_path):
         "label": tfds.features.ClassLabel(names=["fox", "owl"]),
     }
     examples = [{"image": jpeg(i), "label": i % 2} for i in range(5)]
-    write_tfds(tmp_path / "data", features, examples, "validation")
+    write_tfds(tmp_path / "data", "small", "validation", features, examples)
     found = open_set("tfds:small/validation", tmp_path)
     assert found.class_names == ("fox", "owl") and found.set_name == "small" and len(found) == 5
     assert [found[i]["label"] for i in range(3)] == [0, 1, 0] and found[1]["captions"] == ("owl",)
@@ -203,26 +176,9 @@ def test_tfds_labels_have_the_names_of_the_builder(tmp_path):
 
 
 def test_coco_captions_are_found_under_their_real_name(tmp_path):
-    """The features of tfds.object_detection.coco_captions, by the default text_key."""
-    import tensorflow_datasets as tfds
-
-    features = {
-        "image": tfds.features.Image(encoding_format="jpeg"),
-        "image/filename": tfds.features.Text(),
-        "image/id": np.int64,
-        "captions": tfds.features.Sequence({"id": np.int64, "text": np.str_}),
-    }
-    examples = [
-        {
-            "image": jpeg(i),
-            "image/filename": f"{i}.jpg",
-            "image/id": i,
-            "captions": [{"id": i, "text": f"cat {i}"}, {"id": i + 9, "text": f"pet {i}"}],
-        }
-        for i in range(3)
-    ]
-    write_tfds(tmp_path, features, examples, "val")
-    changes = {"data__name": "tfds", "data__tfds__builder": "small", "data__dir": tmp_path}
+    """By the default text_key."""
+    write_coco(tmp_path, "val")
+    changes = {"data__name": "tfds", "data__tfds__builder": "coco_captions", "data__dir": tmp_path}
     found = open_source(micro_config(str(tmp_path), **changes), "val")
     assert len(found) == 3 and found.captions(2) == ("cat 2", "pet 2")
     assert found[1]["captions"] == ("cat 1", "pet 1")
