@@ -61,7 +61,7 @@ def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
       ValueError: it is no SigLIP of big_vision, or a part of one.
     """
     try:
-        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw) as file:
             held = {name.removeprefix("params/"): file[name] for name in file.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, FileNotFoundError):
