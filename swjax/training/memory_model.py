@@ -80,7 +80,7 @@ def predict(
     >>> from swjax.models import clip
     >>> vit_b16 = clip.config("vit_b16", patch_dropout=0.5)
     >>> round(predict(vit_b16, 12 * 149_620_737, 256).total / GIB, 1)  # an H200 used 9.1
-    9.1
+    9.0
     """
     recompute, kept = recomputes(model), 1 if recomputes(model) else 2
     widths: float = WIDTHS_RECOMPUTED if recompute else WIDTHS

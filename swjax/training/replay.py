@@ -125,7 +125,8 @@ def load_config(workdir: Path) -> ConfigDict:
     if not path.exists():
         raise ConfigError(f"{workdir} holds no config.json: name the workdir of a run of train.py")
     saved = json.loads(path.read_text())
-    saved["optimizer"]["freeze"] = tuple(saved["optimizer"]["freeze"])  # JSON has no tuples
+    for section, key in (("optimizer", "freeze"), ("eval", "zeroshot")):  # JSON has no tuples
+        saved[section][key] = tuple(saved[section].get(key, ()))
     return ConfigDict(saved).lock()
 
 
