@@ -5,7 +5,7 @@
 #     --config=configs/openmoji.py --workdir=runs/openmoji
 #
 # jax's wheels bring CUDA, so that a plain Python is enough; the host has the driver and NVIDIA's container
-# toolkit. Of all images of one Python, 3.12 is the first for which jax-triton exists.
+# toolkit. jax-triton needs Python 3.12.
 FROM python:3.12-slim-bookworm
 
 ARG CUDA=13

@@ -145,6 +145,19 @@ def test_constraints_cover_the_requirements_and_name_no_address():
     assert names - pinned == {"swjax", "setuptools"}
 
 
+def test_one_version_everywhere():
+    """The release workflow compares the tag with the same files."""
+    assert f"version: {version()}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{version()}] - " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_extras_of_the_image_exist():
+    extras = re.search(r"\[train,cuda\$\{CUDA\}\]", (ROOT / "Dockerfile").read_text())
+    assert extras and {"train", "cuda12", "cuda13"} <= set(
+        PYPROJECT["project"]["optional-dependencies"]
+    )
+
+
 def test_no_upper_caps():
     project = PYPROJECT["project"]
     extras = [r for group in project["optional-dependencies"].values() for r in group]
