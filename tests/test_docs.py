@@ -18,7 +18,8 @@ PAGES = sorted(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_python_blocks_run(page):
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # what they write goes there
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
