@@ -77,7 +77,7 @@ def tower_rates() -> dict[str, float]:
 
 
 def draw_tower(figure) -> None:
-    """ViT-H/14's tower beside timm and torchao."""
+    """ViT-H/14's tower compared with timm and torchao."""
     rates = tower_rates()
     figure.set_size_inches(7.2, 2.6)
     axes = figure.subplots()
@@ -88,7 +88,7 @@ def draw_tower(figure) -> None:
 
 
 def draw_steps(figure) -> None:
-    """Training steps beside timm and open_clip; the tower with and without recomputed blocks."""
+    """Training steps compared with timm and open_clip; the tower with and without recomputed blocks."""
     rows = read("train_step_h200")["rows"]
     figure.set_size_inches(7.2, 5.6)
     say(figure, "int8 trains 1.42 to 1.48 times as fast as compiled PyTorch in bf16")
@@ -196,7 +196,7 @@ def draw_scaling(figure) -> None:
 
 
 def draw_scaling_losses(figure) -> None:
-    """How far losses on several GPUs are from one GPU's, beside how far a second run on one GPU is."""
+    """The distance of losses on several GPUs, and of a second run on one GPU, from one run's."""
     rows = read("scaling_losses_h200")["rows"]
     figure.set_size_inches(7.8, 3.4)
     say(figure, "Losses on several GPUs differ about as much as two runs on one GPU")

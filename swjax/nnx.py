@@ -247,7 +247,7 @@ def restore_model(model: nnx.Module) -> nnx.Module:
     >>> restore_model(quantize_model(layer, {".*": "llm_int8"})).layers[0].dot_general.__name__
     'dot_general'
     """
-    module: Any  # some have a `dot_general`
+    module: Any  # not every module has a `dot_general`
     for _, module in nnx.iter_modules(model):
         before = _conversion_of(module)
         if before and isinstance(module, Linear):

@@ -1,4 +1,4 @@
-"""What the README and other pages show runs."""
+"""What the README shows runs."""
 
 import re
 from pathlib import Path
@@ -10,14 +10,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-PAGES = ("README.md", "docs/diagnostics.md", "docs/layers.md", "docs/recipes.md")
-BLOCKS = [
-    pytest.param(block, id=f"{page}-{i}")
-    for page in PAGES
-    for i, block in enumerate(
-        re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    )
-]
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -133,7 +133,7 @@ def _scan(path: str, size: int, separator: str) -> Scan:
     trouble, start = "", 0
     try:
         for row in rows:
-            # Of a table a list of cells, of which an empty line has none; else a line with its end.
+            # A row of a table is a list of cells, empty for an empty line; other rows are whole lines.
             if row if isinstance(row, list) else row.strip():
                 bounds.append(start)
             start = ends[-1]

@@ -156,16 +156,7 @@ def from_hugging_face(file: Mapping) -> CLIPConfig:
     if text["eos_token_id"] != 2:  # which stands for the largest id, by a mistake in old files
         _need("text_config.eos_token_id", text["eos_token_id"], last)
     return CLIPConfig(
-        vision=VisionConfig(
-            **_hugging_face_tower(vision),
-            image_size=vision["image_size"],
-            patch_size=vision["patch_size"],
-        ),
-        text=TextConfig(
-            **_hugging_face_tower(text),
-            context_length=text["max_position_embeddings"],
-            vocab_size=text["vocab_size"],
-        ),
+        **_hugging_face_towers(vision, text),
         embed_dim=file.get("projection_dim", 512),
         gelu=gelus[vision["hidden_act"]],
     )
@@ -188,16 +179,7 @@ def from_siglip(file: Mapping) -> CLIPConfig:
     _need("text_config.projection_size", projection, vision["hidden_size"])
     return CLIPConfig(
         architecture="siglip",
-        vision=VisionConfig(
-            **_hugging_face_tower(vision),
-            image_size=vision["image_size"],
-            patch_size=vision["patch_size"],
-        ),
-        text=TextConfig(
-            **_hugging_face_tower(text),
-            context_length=text["max_position_embeddings"],
-            vocab_size=text["vocab_size"],
-        ),
+        **_hugging_face_towers(vision, text),
         embed_dim=vision["hidden_size"],
         gelu="tanh",
         init_logit_scale=math.log(10),
@@ -240,6 +222,22 @@ def to_siglip(cfg: CLIPConfig) -> dict:
             "vocab_size": cfg.text.vocab_size,
             "projection_size": cfg.embed_dim,
         },
+    }
+
+
+def _hugging_face_towers(vision: Mapping, text: Mapping) -> dict[str, Any]:
+    """The towers of a CLIPConfig."""
+    return {
+        "vision": VisionConfig(
+            **_hugging_face_tower(vision),
+            image_size=vision["image_size"],
+            patch_size=vision["patch_size"],
+        ),
+        "text": TextConfig(
+            **_hugging_face_tower(text),
+            context_length=text["max_position_embeddings"],
+            vocab_size=text["vocab_size"],
+        ),
     }
 
 
