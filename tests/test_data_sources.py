@@ -258,6 +258,14 @@ def test_rows_of_a_csv(tmp_path):
     assert table.key(0) == "images/0.jpg"
 
 
+def test_a_table_that_is_replaced_is_read_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, caption in enumerate(("a fox", "an owl")):
+        (tmp_path / "new.csv").write_text(f"image,caption\n{number}.jpg,{caption}\n")
+        (tmp_path / "new.csv").replace("pairs.csv")
+        assert data.source("table", "pairs.csv", data_dir="data").captions(0) == (caption,)
+
+
 def test_rows_of_tsv_and_jsonl(tmp_path):
     write_images(tmp_path, 2)
     (tmp_path / "t.tsv").write_text("title\tpath\nzero, 0\timages/0.jpg\none\timages/1.jpg\n")

@@ -169,6 +169,15 @@ def _open(path: str) -> _Handle:
     return _Handle(path)
 
 
+def close_all() -> None:
+    """Closes the files that `read` keeps open.
+
+    Called before files are indexed: a path may name another file than when it was read last, since the
+    file was replaced or the working directory changed.
+    """
+    _open.cache_clear()
+
+
 def _filesystem(path: str):
     """Returns the file system of an address, and the address in it.
 

@@ -50,6 +50,7 @@ class Index:
         self, paths: list[str], scan: Callable[[str, int], Scan], *, kind: str, data_dir: str
     ):
         self.paths = paths
+        files.close_all()
         with ThreadPoolExecutor(_THREADS) as pool:
             found = list(pool.map(_size_and_version, paths))
         sizes = [size for size, _ in found]
