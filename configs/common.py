@@ -41,10 +41,17 @@ def get_config() -> ConfigDict:
     config.model.patch_dropout = 0.0  # fraction of the patches left out in training
 
     config.data = ConfigDict()
-    # emoji | synthetic | tfds | webdataset | table | huggingface | mixture. docs/data.md
+    # emoji | icons | synthetic | tfds | webdataset | table | huggingface | mixture. docs/data.md
     config.data.name = "emoji"
     config.data.emoji = ConfigDict()
     config.data.emoji.task = "mixed"  # mixed | strict, whose test style is never trained on
+    config.data.icons = ConfigDict()  # docs/icons.md
+    config.data.icons.config = "full"  # full | slice: 8 of 210 sets, 15,000 drawings
+    config.data.icons.archive = ""  # path of the npm package; "": where it is in data.dir
+    config.data.icons.splits = ConfigDict()
+    config.data.icons.splits.train = "train"  # train | val | test | test_sets | test_both
+    config.data.icons.splits.val = "val"  # the same; "": no validation
+    config.data.icons.splits.test = "test"  # the same; "": no test
     config.data.synthetic = ConfigDict()  # patterns of noise
     config.data.synthetic.classes = 1000  # patterns
     config.data.synthetic.examples = 100_000  # training examples

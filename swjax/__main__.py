@@ -1,6 +1,7 @@
 """The programs of swjax by name: `swjax COMMAND ...`, or `python -m swjax COMMAND ...`.
 
 classify     which of some names fits a picture best
+search       the pictures that fit a text best, on a page
 evaluate     scores a run or other CLIP weights without training
 report       makes the report page of a run again
 runs         lists runs: state, scores, throughput, what differs; or shows them on one page
@@ -16,6 +17,7 @@ from importlib.metadata import version
 
 COMMANDS = {
     "classify": "swjax.inference.classify",
+    "search": "swjax.inference.search",
     "evaluate": "swjax.evaluate",
     "report": "swjax.report",
     "runs": "swjax.report.runs",

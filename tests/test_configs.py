@@ -14,6 +14,7 @@ from swjax.training import optimizer, setup
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "common")
+OTHERS = {"finetune", "icons", "openmoji"}  # not of the paper
 PARAMETERS = {
     "vit_b32": 151_277_313,
     "vit_b16": 149_620_737,
@@ -29,7 +30,7 @@ def load(name: str):
 
 def test_there_is_one_for_every_model_and_precision():
     wanted = {f"{m}_{p}" for m in ("vitb32", "vitb16", "vitl14", "vith") for p in RECIPES}
-    assert set(NAMES) == wanted | {"finetune", "openmoji"}
+    assert set(NAMES) == wanted | OTHERS
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,7 +40,8 @@ def test_builds_its_model_and_can_be_sharded(name):
     init, _ = setup.make_init(config, setup.model_config(config), optimizer_of(config))
     state = jax.eval_shape(init)
     count = sum(x.size for x in jax.tree.leaves(state["params"]))
-    assert count == PARAMETERS.get(config.model.name, count)
+    if name not in OTHERS:
+        assert count == PARAMETERS[config.model.name]
     mesh = sharding.make_mesh(data=1, fsdp=-1)
     placed = jax.tree.leaves(sharding.abstract_state(state, mesh)["params"])
     split = sum(x.size for x in placed if not x.sharding.is_fully_replicated)
@@ -50,7 +52,7 @@ def optimizer_of(config):
     return optimizer.make_optimizer(config, optimizer.make_schedule(config, 100_000, 5000))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("finetune", "openmoji")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in OTHERS])
 def test_name_says_the_precision(name):
     config = load(name)
     assert config.model.recipe == RECIPES[name.split("_")[1]]

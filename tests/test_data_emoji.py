@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from swjax import data
+from swjax.data import drawing_processes
 from swjax.data.emoji import drawings, emoji_dataset_builder, rendering, source
 from swjax.data.emoji.concepts import concepts, file_key
 
@@ -173,10 +174,10 @@ def test_drawings_that_look_alike_are_left_out_of_reduced_styles():
 def test_a_worker_that_dies_is_reported(monkeypatch, tmp_path):
     broken = tmp_path / "broken.svg"
     broken.write_text("<svg")
-    monkeypatch.setattr(rendering.drawings, "__file__", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(drawings, "__file__", str(tmp_path / "worker.py"))
     (tmp_path / "worker.py").write_text("raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match=r"process that was drawing .*broken.svg ended"):
-        list(rendering._draw_all([(concepts()[0], str(broken), ("colour",))] * 9))
+    with pytest.raises(RuntimeError, match=r"process that was drawing .*broken.svg.* ended"):
+        list(drawing_processes.answers(drawings.__file__, [(str(broken), ("colour",))] * 9))
 
 
 # The prepared data set
@@ -355,14 +356,14 @@ def test_a_new_version_is_prepared_anew(data_dir, tmp_path, monkeypatch):
 
 
 def test_progress_is_one_line_when_piped_and_counts_on_a_terminal(monkeypatch, capsys):
-    assert list(rendering._with_progress(range(5), 5, "x")) == [0, 1, 2, 3, 4]
+    assert list(drawing_processes.with_progress(range(5), [1] * 5, "x")) == [0, 1, 2, 3, 4]
     assert capsys.readouterr().err == "preparing the data set x (once): 5 files to draw\n"
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     ticks = iter(range(100))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
-    list(rendering._with_progress(range(5), 5, "x"))
+    list(drawing_processes.with_progress(range(5), [1] * 5, "x"))
     shown = terminal.getvalue().split("\r")[1:]
     assert shown[0].startswith("preparing the data set x (once): 1/5")
     assert shown[2].startswith("preparing the data set x (once): 3/5, 2 s left")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 # A module is imported when its data set is asked for: most bring a large library.
 _SOURCES = {
     "emoji": ("swjax.data.emoji.source", "Emoji"),
+    "icons": ("swjax.data.icons.source", "Icons"),
     "synthetic": ("swjax.data.synthetic", "Synthetic"),
     "tfds": ("swjax.data.tfds_source", "TFDS"),
     "webdataset": ("swjax.data.webdataset", "WebDataset"),
@@ -45,12 +46,12 @@ def source(name: str, split: str, *, data_dir: str = "data", **options: Any) -> 
     """Opens a split of a data set, and prepares the data set at its first use.
 
     Args:
-      name: emoji, synthetic, tfds, webdataset, table or huggingface.
-      split: train, val or test; of tfds as the data set has it; of the others the path of tars, of a
-        table, of a directory.
+      name: emoji, icons, synthetic, tfds, webdataset, table or huggingface.
+      split: train, val or test; of icons also test_sets or test_both; of tfds as the data set has it; of
+        the others the path of tars, of a table, of a directory.
       data_dir: where prepared data sets are kept.
-      **options: of emoji: task, config; of synthetic: image_size, classes, examples; of tfds:
-        builder, image_key, text_key; of the others: image_key, text_key.
+      **options: of emoji: task, config; of icons: config, archive; of synthetic: image_size, classes,
+        examples; of tfds: builder, image_key, text_key; of the others: image_key, text_key.
 
     Raises:
       ValueError: if there is no such data set, split or option.

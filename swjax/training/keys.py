@@ -105,7 +105,8 @@ def _text(*choices: str) -> Key:
 
 _FROM_0, _FROM_1 = "[0, 1e9]", "[1, 1e9]"  # of steps, classes, examples
 
-SOURCES = ("emoji", "synthetic", "tfds", "webdataset", "table", "huggingface")
+SOURCES = ("emoji", "icons", "synthetic", "tfds", "webdataset", "table", "huggingface")
+ICON_SPLITS = ("train", "val", "test", "test_sets", "test_both")
 
 KEYS: dict[str, Key] = {
     "model.name": _text("tiny", "vit_b32", "vit_b16", "vit_l14", "vit_h14"),
@@ -138,6 +139,11 @@ KEYS: dict[str, Key] = {
     "model.patch_dropout": _number("[0, 1)"),
     "data.name": _text(*SOURCES, "mixture"),
     "data.emoji.task": _text("mixed", "strict"),
+    "data.icons.config": _text("full", "slice"),
+    "data.icons.archive": _text(),
+    "data.icons.splits.train": _text(*ICON_SPLITS),
+    "data.icons.splits.val": _text("", *ICON_SPLITS),
+    "data.icons.splits.test": _text("", *ICON_SPLITS),
     "data.synthetic.classes": _whole(_FROM_1),
     "data.synthetic.examples": _whole(_FROM_1),
     "data.tfds.builder": _text(),

@@ -52,7 +52,7 @@ RATES = {
 }
 EFFICIENCY = {"one": 1.0, "fsdp": 0.95, "data": 0.91}  # of one host of four H200
 IMAGES_PER_CORE = 900  # JPEGs of 256 to 512 pixels a second, docs/data.md
-DRAWN = ("emoji", "synthetic")  # data sets whose images need no decoding
+DRAWN = ("emoji", "icons", "synthetic")  # data sets whose images need no decoding
 
 
 class Hardware(NamedTuple):

@@ -1,0 +1,191 @@
+"""What there is to draw: the icon sets of Iconify's collection, with words for each drawing.
+
+The collection is one npm package, `PACKAGE`. Left out are sets whose licence forbids commercial use or is
+GPL, emoji, which the default task draws, and the sets of `RESERVED`.
+"""
+
+import hashlib
+import json
+import re
+import tarfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = "iconify-json-2.2.535.tgz"
+COMMAND = "npm pack @iconify/json@2.2.535"  # writes PACKAGE into the working directory
+SHA256 = "1a545f86fa224d6531d8fb101dcbe83aac2b28689a21cbed6fc68318a5af4d91"
+
+# No model has been trained, tuned or tested on these: they are kept for one final test.
+RESERVED = frozenset(
+    "healthicons streamline-ultimate glyphs icon-park flat-color-icons material-icon-theme skill-icons "
+    "carbon".split()
+)
+# 15,000 drawings for a CPU: six sets to train on, and two, eva and ep, that are held out.
+SLICE = frozenset("tabler lucide bi iconoir octicon fa6-solid eva ep".split())
+
+_LICENCES_LEFT_OUT = re.compile(r"NC|GPL")
+# Words at the end of an icon's name that say how it is drawn, not what.
+_STYLES = frozenset(
+    "outline outlined solid fill filled bold light thin regular linear line broken duotone twotone two tone "
+    "sharp round rounded baseline flat duo remix remixed stroke stroked fat alt ltr rtl px".split()
+)
+_SIZE = re.compile(r"\d{1,3}(px)?")
+_HELD_OUT_SETS = 8  # percent of the families of sets
+_HELD_OUT_NAMES = 6  # percent of the names
+_VALIDATION_NAMES = 2
+
+
+class IconSet(NamedTuple):
+    """A set of icons, which one author drew in one style.
+
+    Attributes:
+      prefix: the set's short name.
+      name, author, licence, url: for the attribution; the licence is an SPDX identifier.
+      coloured: whether the icons have colours; the others are black here.
+    """
+
+    prefix: str
+    name: str
+    author: str
+    licence: str
+    url: str
+    coloured: bool
+
+    @property
+    def held_out(self) -> bool:
+        """Whether no drawing of the set is trained on. Sets of one family fall together.
+
+        >>> [IconSet(prefix, "", "", "", "", False).held_out for prefix in ("tabler", "eva")]
+        [False, True]
+        """
+        return _percentile(re.split(r"[-0-9]", self.prefix)[0]) < _HELD_OUT_SETS
+
+
+class Icon(NamedTuple):
+    """A drawing before it is rendered.
+
+    Attributes:
+      key: "SET:NAME", such as "tabler:home-filled".
+      body: the SVG elements inside the frame; currentColor stands for the colour of the text.
+      frame: left, top, width and height.
+      category: what the set files it under, such as "Account / User"; "" if nothing.
+    """
+
+    key: str
+    body: str
+    frame: tuple[float, float, float, float]
+    category: str
+
+    def svg(self) -> str:
+        """The drawing, in black where it has no colours of its own, centred in a square frame."""
+        left, top, width, height = self.frame
+        side = max(width, height)
+        square = left - (side - width) / 2, top - (side - height) / 2, side, side
+        return (
+            '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+            f'viewBox="{" ".join(f"{value:g}" for value in square)}" color="black">{self.body}</svg>'
+        )
+
+
+def concept_and_style(name: str) -> tuple[str, str]:
+    """The words of an icon's name: what is drawn, and how. Sizes are dropped.
+
+    >>> concept_and_style("arrow-up-outline-24"), concept_and_style("home"), concept_and_style("outline")
+    (('arrow up', 'outline'), ('home', ''), ('outline', ''))
+    """
+    words = [word for word in name.lower().split("-") if word]
+    style: list[str] = []
+    while len(words) > 1 and (words[-1] in _STYLES or _SIZE.fullmatch(words[-1])):
+        word = words.pop()
+        if word in _STYLES:
+            style.insert(0, word)
+    return " ".join(words), " ".join(style)
+
+
+def fold(concept: str) -> str:
+    """ "train", "val" or "test": 92, 2 and 6 % of what is drawn, by a hash of its words.
+
+    >>> [fold(concept) for concept in ("home", "rocket", "tree")]
+    ['train', 'train', 'train']
+    """
+    percentile = _percentile(concept)
+    if percentile < _HELD_OUT_NAMES:
+        return "test"
+    return "val" if percentile < _HELD_OUT_NAMES + _VALIDATION_NAMES else "train"
+
+
+def _percentile(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") * 100 >> 64
+
+
+def read(archive: str | Path, only: Collection[str] = ()) -> Iterator[tuple[IconSet, list[Icon]]]:
+    """Yields the sets of the package, each with its icons in the order of their names.
+
+    Args:
+      archive: path of the npm package.
+      only: the prefixes to read; (): all.
+
+    Raises:
+      ValueError: there is no such file, or it is no such package; the message has the command that
+        downloads it.
+    """
+    if not Path(archive).is_file():
+        raise ValueError(
+            f"the data set icons is drawn from {str(archive)!r}, which does not exist: run `{COMMAND}` and "
+            "move the file there, or set config.data.icons.archive"
+        )
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                found = re.fullmatch(r"package/json/([\w-]+)\.json", member.name)
+                if not found or found[1] in RESERVED or (only and found[1] not in only):
+                    continue
+                file = tar.extractfile(member)
+                content = json.load(file) if file else {}
+                if _usable(content["info"]):
+                    yield _icon_set(content), list(_icons(content))
+    except (tarfile.TarError, EOFError, OSError, KeyError) as error:
+        raise ValueError(
+            f"{str(archive)!r} is not {PACKAGE} ({error}): run `{COMMAND}` again"
+        ) from None
+
+
+def _usable(info: dict) -> bool:
+    licence = info["license"].get("spdx", "")
+    is_emoji = info.get("category") == "Emoji" or "emoji" in info["name"].lower()
+    return bool(licence) and not _LICENCES_LEFT_OUT.search(licence) and not is_emoji
+
+
+def _icon_set(content: dict) -> IconSet:
+    info = content["info"]
+    author, licence = info["author"], info["license"]
+    return IconSet(
+        content["prefix"],
+        info["name"],
+        author["name"],
+        licence["spdx"],
+        author.get("url", licence.get("url", "")),
+        bool(info.get("palette")),
+    )
+
+
+def _icons(content: dict) -> Iterator[Icon]:
+    category_of = {
+        name: category
+        for category, names in content.get("categories", {}).items()
+        for name in names
+    }
+    for name, icon in sorted(content["icons"].items()):
+        if icon.get("hidden"):
+            continue
+        left, top, width, height = (
+            float(icon.get(key, content.get(key, default)))
+            for key, default in (("left", 0), ("top", 0), ("width", 16), ("height", 16))
+        )
+        yield Icon(
+            f"{content['prefix']}:{name}",
+            icon["body"],
+            (left, top, width, height),
+            category_of.get(name, ""),
+        )

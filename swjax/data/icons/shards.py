@@ -1,0 +1,247 @@
+"""Renders the icons once, into files of records: a preparation that is killed goes on where it was.
+
+The directory of a prepared data set holds::
+
+  shard-00003-of-00085.array_record   4,096 drawings: a line of JSON and a PNG each
+  shard-00003-of-00085.json           what was drawn, with the checksum of that file
+  train.npy, val.npy, ...             int32 [2, drawings]: positions of a split's drawings, and their labels
+  train.names.json, ...               the name of each label
+  attribution.tsv                     author and licence of each drawing
+  complete.json                       written last: counts, and how many duplicates were left out
+"""
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from swjax.data import drawing_processes
+from swjax.data.icons import drawings, sets
+from swjax.data.icons.sets import Icon, IconSet, concept_and_style, fold
+from swjax.data.packages import require
+from swjax.data.preparation import lock
+
+SPLITS = ("train", "val", "test", "test_sets", "test_both")
+COMPLETE = "complete.json"
+_IN_A_SHARD = 4096
+_IN_A_TASK = 64
+_WORTH_KEEPING = (
+    "test_both",
+    "test_sets",
+    "test",
+    "val",
+    "train",
+)  # of two equal drawings the first
+
+
+class Drawn(NamedTuple):
+    """What one shard holds.
+
+    Attributes:
+      keys: "SET:NAME" of each drawing, in order.
+      digests: of their pixels.
+      sha256: of the file.
+    """
+
+    keys: list[str]
+    digests: list[str]
+    sha256: str
+
+
+def prepare(folder: Path, archive: Path, only: frozenset[str], title: str) -> None:
+    """Draws what is not drawn yet and then assigns the splits; at once if all was done.
+
+    Args:
+      folder: of the prepared data set.
+      archive: path of the npm package.
+      only: prefixes of the sets; empty: all.
+      title: of the data set, for the progress line.
+
+    Raises:
+      ValueError: the package does not exist, or is another version of it.
+      OSError: a file that was written does not have its checksum.
+    """
+    if (folder / COMPLETE).exists():
+        return
+    require("array_record", "PIL", "resvg_py")
+    with lock(folder.parent / f".{folder.name}.lock"):
+        if (folder / COMPLETE).exists():
+            return
+        _check_version(archive)
+        found = list(sets.read(archive, only))
+        folder.mkdir(parents=True, exist_ok=True)
+        shards = _draw(folder, [icon for _, icons in found for icon in icons], title)
+        _assign(folder, shards, {icon_set.prefix: icon_set for icon_set, _ in found})
+
+
+def _check_version(archive: Path) -> None:
+    """Raises ValueError for a file that is not the package. One that is missing is `sets.read`'s error."""
+    if not archive.is_file():
+        return
+    with archive.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sets.SHA256:
+        raise ValueError(
+            f"{str(archive)!r} is not {sets.PACKAGE}: its SHA-256 is {digest[:12]}..., not "
+            f"{sets.SHA256[:12]}...; run `{sets.COMMAND}` again"
+        )
+
+
+# --- drawing ------------------------------------------------------------------------------------------
+
+
+def _draw(folder: Path, icons: list[Icon], title: str) -> list[Drawn]:
+    """Renders the shards that are missing; returns what each shard holds."""
+    parts = [icons[start : start + _IN_A_SHARD] for start in range(0, len(icons), _IN_A_SHARD)]
+    paths = [folder / f"shard-{i:05d}-of-{len(parts):05d}" for i in range(len(parts))]
+    missing = [i for i, path in enumerate(paths) if not path.with_suffix(".json").exists()]
+    tasks = [
+        [icon.svg() for icon in parts[i][start : start + _IN_A_TASK]]
+        for i in missing
+        for start in range(0, len(parts[i]), _IN_A_TASK)
+    ]
+    answers = drawing_processes.with_progress(
+        drawing_processes.answers(drawings.__file__, tasks),
+        map(len, tasks),
+        title,
+        start=sum(len(part) for i, part in enumerate(parts) if i not in set(missing)),
+    )
+    for i in missing:
+        _write(paths[i], parts[i], answers)
+    for _ in answers:  # lets the progress line end
+        raise AssertionError("every answer belongs to a shard")
+    return [Drawn(**json.loads(path.with_suffix(".json").read_text())) for path in paths]
+
+
+def _write(path: Path, icons: list[Icon], answers: Iterator[list]) -> None:
+    """Writes a shard of these icons, from the next answers."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    part = path.with_suffix(".part")
+    writer = ArrayRecordWriter(str(part), "group_size:1")
+    keys, digests = [], []
+    for start in range(0, len(icons), _IN_A_TASK):
+        for icon, drawn in zip(icons[start : start + _IN_A_TASK], next(answers), strict=True):
+            if drawn is None:
+                continue
+            png, digest = drawn
+            writer.write(encode(icon, base64.b64decode(png)))
+            keys.append(icon.key)
+            digests.append(digest)
+    writer.close()
+    with part.open("rb") as file:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    os.replace(part, path.with_suffix(".array_record"))
+    _write_json(path.with_suffix(".json"), Drawn(keys, digests, checksum)._asdict())
+
+
+def encode(icon: Icon, png: bytes) -> bytes:
+    """A record; `decode` reads it.
+
+    >>> decode(encode(Icon("tabler:home", "<path/>", (0, 0, 24, 24), "Buildings"), b"PNG"))
+    ('tabler:home', 'Buildings', b'PNG')
+    """
+    return json.dumps([icon.key, icon.category]).encode() + b"\n" + png
+
+
+def decode(record: bytes) -> tuple[str, str, bytes]:
+    """The key, the category and the PNG of a record."""
+    header, _, png = record.partition(b"\n")
+    key, category = json.loads(header)
+    return key, category, png
+
+
+def _write_json(path: Path, content: dict) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(content))
+    os.replace(part, path)
+
+
+# --- splits -------------------------------------------------------------------------------------------
+
+
+def split_of(held_out: bool, concept: str) -> str | None:
+    """The split of a drawing, by its set and by what it shows; None: of no split.
+
+    >>> split_of(False, "home"), split_of(True, "home")
+    ('train', 'test_sets')
+    """
+    part = fold(concept)
+    if not held_out:
+        return part
+    return {"train": "test_sets", "test": "test_both"}.get(part)
+
+
+def _assign(folder: Path, shards: list[Drawn], found: dict[str, IconSet]) -> None:
+    """Writes the splits, the attribution and `COMPLETE`.
+
+    Of drawings with equal pixels in several splits those of one split are kept; drawings of one split may
+    be equal.
+    """
+    keys = [key for shard in shards for key in shard.keys]
+    digests = [digest for shard in shards for digest in shard.digests]
+    splits, concepts = [], []
+    for key in keys:
+        prefix, _, name = key.partition(":")
+        concept, _ = concept_and_style(name)
+        splits.append(split_of(found[prefix].held_out, concept))
+        concepts.append(concept)
+    rank = {split: i for i, split in enumerate(_WORTH_KEEPING)}
+    kept: dict[str, str] = {}
+    for digest, split in zip(digests, splits, strict=True):
+        if split and (digest not in kept or rank[split] < rank[kept[digest]]):
+            kept[digest] = split
+    counts = {}
+    for split in SPLITS:
+        chosen = [
+            i
+            for i, (own, digest) in enumerate(zip(splits, digests))
+            if own == split == kept[digest]
+        ]
+        names = sorted({concepts[i] for i in chosen})
+        label = {name: number for number, name in enumerate(names)}
+        rows = np.array([chosen, [label[concepts[i]] for i in chosen]], np.int32).reshape(2, -1)
+        np.save(folder / f"{split}.npy", rows)
+        _write_json(folder / f"{split}.names.json", {"names": names})
+        counts[split] = {"drawings": len(chosen), "names": len(names)}
+    _write_attribution(folder / "attribution.tsv", keys, found)
+    duplicates = sum(
+        split is not None and split != kept[digest] for split, digest in zip(splits, digests)
+    )
+    shard_lengths = [len(shard.keys) for shard in shards]
+    coloured = sorted(prefix for prefix, icon_set in found.items() if icon_set.coloured)
+    content = {"splits": counts, "duplicates_left_out": duplicates, "coloured_sets": coloured}
+    _write_json(folder / COMPLETE, content | {"shards": shard_lengths})
+
+
+def _write_attribution(path: Path, keys: list[str], found: dict[str, IconSet]) -> None:
+    lines = ["drawing\tset\tauthor\tlicence\taddress\n"]
+    for key in keys:
+        icon_set = found[key.partition(":")[0]]
+        columns = key, icon_set.name, icon_set.author, icon_set.licence, icon_set.url
+        lines.append("\t".join(columns) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def verify(folder: Path) -> list[str]:
+    """The shards whose bytes are not what was written.
+
+    Args:
+      folder: of a prepared data set.
+
+    Returns:
+      Their paths; [] if all have their checksums.
+    """
+    bad = []
+    for description in sorted(folder.glob("shard-*.json")):
+        path = description.with_suffix(".array_record")
+        wanted = json.loads(description.read_text())["sha256"]
+        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
+            bad.append(str(path))
+    return bad

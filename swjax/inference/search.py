@@ -1,0 +1,220 @@
+"""Finds the pictures that fit a text best, and shows them on a page.
+
+python -m swjax search runs/icons "coffee cup" "arrow pointing left"
+python -m swjax search clip.safetensors "a red fox" --pictures=photos
+"""
+
+import argparse
+import base64
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from swjax.evaluators import ranking
+from swjax.inference.encoder import Encoder, load
+from swjax.report import page
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_THUMBNAIL = 160  # pixels, height and width at most
+
+
+class Found(NamedTuple):
+    """A picture that fits a text.
+
+    Attributes:
+      name: of the picture.
+      cosine: of the angle between the embeddings of picture and text.
+      index: of the picture.
+    """
+
+    name: str
+    cosine: float
+    index: int
+
+
+class Pictures(Protocol):
+    """Pictures by number."""
+
+    def __len__(self) -> int: ...
+
+    def image(self, index: int) -> Any:
+        """Returns a picture as `swjax.inference.pixels` takes it."""
+
+    def name(self, index: int) -> str:
+        """Returns what a picture is called."""
+
+
+class Folder:
+    """The image files in a folder and its subfolders, in the order of their paths.
+
+    Raises:
+      ValueError: there is no such folder, or no image in it.
+    """
+
+    def __init__(self, folder: str):
+        self._paths = sorted(p for p in Path(folder).rglob("*") if p.suffix.lower() in ENDINGS)
+        if not self._paths:
+            raise ValueError(
+                f"there are no pictures in {folder!r}: name a folder with {', '.join(ENDINGS)}"
+            )
+        self._folder = Path(folder)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def image(self, index: int) -> Path:
+        return self._paths[index]
+
+    def name(self, index: int) -> str:
+        return str(self._paths[index].relative_to(self._folder))
+
+
+class Split:
+    """The pictures of a split of a run's data.
+
+    Args:
+      workdir: of the run.
+      split: "train", "val" or "test".
+
+    Raises:
+      ValueError: the run has no such split, or its data cannot be read.
+    """
+
+    def __init__(self, workdir: str, split: str):
+        from swjax.evaluate.scoring import config_of
+        from swjax.training.errors import ConfigError
+        from swjax.training.inputs import open_source
+
+        try:
+            source = open_source(config_of(workdir), split)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if source is None:
+            raise ValueError(
+                f"the run {workdir!r} has no split {split!r}: pass --split or --pictures"
+            )
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def image(self, index: int) -> np.ndarray:
+        return self._source[index]["image"]
+
+    def name(self, index: int) -> str:
+        example = self._source[index]
+        return example.get("key") or example["captions"][0]
+
+
+def search(
+    model: Encoder, queries: Sequence[str], pictures: Pictures, count: int = 20
+) -> list[list[Found]]:
+    """The pictures whose embeddings are nearest to those of texts.
+
+    Args:
+      model: embeds both.
+      queries: texts.
+      pictures: to choose from; each is read once.
+      count: of pictures for each text, at most.
+
+    Returns:
+      For each text its pictures, the nearest first.
+    """
+    images = model.encode_image(_read(pictures))
+    count = min(count, len(pictures))
+    indices, cosines = ranking.top(model.encode_text(list(queries)), images, count)
+    return [
+        [Found(pictures.name(i), float(cosine), int(i)) for i, cosine in zip(*row, strict=True)]
+        for row in zip(indices.tolist(), cosines.tolist(), strict=True)
+    ]
+
+
+def _read(pictures: Pictures) -> Iterator[Any]:
+    """All pictures in order; counted on a terminal."""
+    live = sys.stderr.isatty()
+    for index in range(len(pictures)):
+        if live and (index % 100 == 0 or index == len(pictures) - 1):
+            print(f"\rreading {index + 1} of {len(pictures)}", end="", file=sys.stderr)
+        yield pictures.image(index)
+    if live:
+        print(file=sys.stderr)
+
+
+def write_page(
+    path: Path, title: str, queries: Sequence[str], found: list[list[Found]], pictures: Pictures
+) -> None:
+    """Writes a page with the pictures of each text; it needs no other file."""
+    sections = "".join(
+        f'<h2>{escape(query)}</h2><div class="gallery">'
+        + "".join(
+            f'<figure><img src="{_thumbnail(pictures.image(each.index))}" alt="{escape(each.name)}">'
+            f"<figcaption><strong>{escape(each.name)}</strong>{each.cosine:.2f}</figcaption></figure>"
+            for each in row
+        )
+        + "</div>"
+        for query, row in zip(queries, found, strict=True)
+    )
+    subtitle = f"The nearest of {len(pictures):,} pictures, with cosines"
+    part = path.with_name(f"{path.name}.part")
+    text = page.fill("search.html", title=title, subtitle=subtitle, tiles="", sections=sections)
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def _thumbnail(image: Any) -> str:
+    from PIL import Image
+
+    picture = Image.open(image) if isinstance(image, Path) else Image.fromarray(image)
+    picture = picture.convert("RGBA")
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    data = io.BytesIO()
+    picture.save(data, "PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the nearest pictures of each text and writes the page.
+
+    Args:
+      arguments: of the command line; None: those of this process.
+
+    Returns:
+      The exit code: 0; 2 if the model or the pictures cannot be read.
+    """
+    parser = argparse.ArgumentParser(prog="swjax search", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a run's workdir, or a safetensors file or its folder")
+    parser.add_argument("texts", nargs="+", help="what the pictures are to show")
+    parser.add_argument("--pictures", default="", help="a folder; default: those of the run's data")
+    parser.add_argument("--split", default="test", choices=("train", "val", "test"))
+    parser.add_argument("--count", type=int, default=20, help="of pictures for each text")
+    parser.add_argument("--page", type=Path, default=Path("search.html"), help="the page to write")
+    options = parser.parse_args(arguments)
+    if options.count < 1:
+        parser.error(f"--count={options.count} shows nothing: give 1 or more")
+    try:
+        model = load(options.model)
+        pictures: Pictures
+        if options.pictures:
+            pictures = Folder(options.pictures)
+        elif (Path(options.model) / "config.json").is_file():
+            pictures = Split(options.model, options.split)
+        else:
+            raise ValueError(f"{options.model!r} is no run, which has data: pass --pictures=FOLDER")
+        found = search(model, options.texts, pictures, options.count)
+        write_page(options.page, f"Search in {options.model}", options.texts, found, pictures)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(f"swjax search: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    for text, row in zip(options.texts, found, strict=True):
+        print(f"{text}: {', '.join(each.name for each in row[:5])}")
+    print(f"page: {options.page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""`swjax search`: the nearest pictures of a text, in the terminal and on a page."""
+
+import numpy as np
+import pytest
+from clip_oracle import random_model, small_config
+from flax import nnx
+from photographs import jpeg
+
+from swjax import inference, interop
+from swjax.inference import search as search_lib
+from swjax.inference.search import Folder, main, search
+from swjax.models import clip
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "clip"
+    options = {"recipe": "standard", "dtype": "float32", "text": {"vocab_size": 49408}}
+    interop.save(path, nnx.merge(*random_model(clip.config(small_config(), **options))))
+    return str(path)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    for number in range(7):
+        path = tmp_path / "photos" / f"{number % 2}" / f"<{number}>.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(number))
+    (tmp_path / "photos" / "notes.txt").write_text("no picture")
+    return tmp_path / "photos"
+
+
+def test_the_nearest_come_first(weights, photos):
+    model, pictures = inference.load(weights), Folder(str(photos))
+    queries = ["a fox", "an owl"]
+    found = search(model, queries, pictures, count=3)
+    images = model.encode_image([pictures.image(i) for i in range(len(pictures))])
+    cosines = model.encode_text(queries) @ images.T
+    for row, of_query in zip(found, cosines, strict=True):
+        assert [each.index for each in row] == np.argsort(-of_query)[:3].tolist()
+        np.testing.assert_allclose([each.cosine for each in row], np.sort(of_query)[:-4:-1], 1e-5)
+        assert all(each.name == pictures.name(each.index) for each in row)
+    assert [len(row) for row in search(model, queries, pictures, count=50)] == [7, 7]
+
+
+def test_the_page_needs_no_other_file(weights, photos, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main([weights, "a <fox>", f"--pictures={photos}", f"--page={page}", "--count=2"]) == 0
+    text = page.read_text()
+    assert text.count('<img src="data:image/png;base64,') == 2
+    assert "<h2>a &lt;fox&gt;</h2>" in text and "/&lt;" in text
+    assert "src=" not in text.replace('src="data:', "")
+    out = capsys.readouterr().out
+    assert out.startswith("a <fox>: ") and out.endswith(f"page: {page}\n")
+
+
+def test_the_pictures_of_a_run(weights, photos, tmp_path, monkeypatch):
+    """A run's split is read as training reads it."""
+    table = tmp_path / "pictures.csv"
+    lines = [f"{path},picture {path.stem}" for path in Folder(str(photos))._paths]
+    table.write_text("\n".join(["image,caption", *lines]))
+    run = tmp_path / "run"
+    run.mkdir()
+    config = run_config(table, tmp_path)
+    (run / "config.json").write_text(config)
+    pictures = search_lib.Split(str(run), "test")
+    assert len(pictures) == 7 and pictures.name(0) == "picture <0>"
+    (row,) = search(inference.load(weights), ["picture"], pictures, count=7)
+    assert sorted(each.index for each in row) == list(range(7))
+    with pytest.raises(ValueError, match=r"has no split 'val': pass --split or --pictures"):
+        search_lib.Split(str(run), "val")
+
+
+def run_config(table, tmp_path) -> str:
+    from swjax.training import config as config_lib
+
+    config = config_lib.load(str(config_lib.COMMON))
+    with config.unlocked():
+        config.data.name, config.data.dir = "table", str(tmp_path / "data")
+        config.data.table.splits.test = str(table)
+    return config.to_json()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["WEIGHTS", "fox"], "is no run, which has data: pass --pictures=FOLDER"),
+        (["WEIGHTS", "fox", "--pictures=nowhere"], "there are no pictures in 'nowhere'"),
+        (["missing", "fox", "--pictures=nowhere"], "missing"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    arguments, message, weights, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([weights if a == "WEIGHTS" else a for a in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("swjax search: ") and captured.err.count("\n") == 1
+    assert message in captured.err and not list(tmp_path.glob("*.html"))
