@@ -17,7 +17,7 @@ from importlib.metadata import version
 
 COMMANDS = {
     "classify": "swjax.inference.classify",
-    "search": "swjax.inference.search",
+    "search": "swjax.evaluate.search",
     "evaluate": "swjax.evaluate",
     "report": "swjax.report",
     "runs": "swjax.report.runs",

@@ -33,7 +33,7 @@ APPLICATION = {
     "report": {"diagnostics"},
     "training": {*LIBRARY, "data", "evaluators", "interop", "losses", "models", "report"},
     "inference": {*LIBRARY, "data", "evaluators", "interop", "models", "training"},
-    "evaluate": {*LIBRARY, "data", "inference", "models", "training"},
+    "evaluate": {*LIBRARY, "data", "evaluators", "inference", "models", "report", "training"},
 }
 ALLOWED = LIBRARY | APPLICATION
 # Command lines start whatever they name.

@@ -7,8 +7,8 @@ from flax import nnx
 from photographs import jpeg
 
 from swjax import inference, interop
-from swjax.inference import search as search_lib
-from swjax.inference.search import Folder, main, search
+from swjax.evaluate import search as search_lib
+from swjax.evaluate.search import Folder, main, search
 from swjax.models import clip
 
 
@@ -37,9 +37,9 @@ def test_the_nearest_come_first(weights, photos):
     images = model.encode_image([pictures.image(i) for i in range(len(pictures))])
     cosines = model.encode_text(queries) @ images.T
     for row, of_query in zip(found, cosines, strict=True):
-        assert [each.index for each in row] == np.argsort(-of_query)[:3].tolist()
+        assert [each.number for each in row] == np.argsort(-of_query)[:3].tolist()
         np.testing.assert_allclose([each.cosine for each in row], np.sort(of_query)[:-4:-1], 1e-5)
-        assert all(each.name == pictures.name(each.index) for each in row)
+        assert all(each.name == pictures.name(each.number) for each in row)
     assert [len(row) for row in search(model, queries, pictures, count=50)] == [7, 7]
 
 
@@ -66,7 +66,7 @@ def test_the_pictures_of_a_run(weights, photos, tmp_path, monkeypatch):
     pictures = search_lib.Split(str(run), "test")
     assert len(pictures) == 7 and pictures.name(0) == "picture <0>"
     (row,) = search(inference.load(weights), ["picture"], pictures, count=7)
-    assert sorted(each.index for each in row) == list(range(7))
+    assert sorted(each.number for each in row) == list(range(7))
     with pytest.raises(ValueError, match=r"has no split 'val': pass --split or --pictures"):
         search_lib.Split(str(run), "val")
 

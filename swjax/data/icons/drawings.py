@@ -10,6 +10,7 @@ import io
 import json
 import sys
 
+import numpy as np
 import resvg_py
 from PIL import Image
 
@@ -27,7 +28,7 @@ def draw(svg: str) -> tuple[bytes, str] | None:
     except ValueError:
         return None
     image = Image.open(io.BytesIO(png)).convert("RGBA")
-    if image.getchannel("A").getextrema()[1] < _VISIBLE:
+    if np.asarray(image)[:, :, 3].max() < _VISIBLE:
         return None
     on_white = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return png, hashlib.sha256(on_white.tobytes()).hexdigest()[:32]

@@ -15,9 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load
 from swjax.report import page
+from swjax.training.errors import ConfigError
+from swjax.training.inputs import open_source
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _THUMBNAIL = 160  # pixels, height and width at most
@@ -29,12 +32,12 @@ class Found(NamedTuple):
     Attributes:
       name: of the picture.
       cosine: of the angle between the embeddings of picture and text.
-      index: of the picture.
+      number: of the picture.
     """
 
     name: str
     cosine: float
-    index: int
+    number: int
 
 
 class Pictures(Protocol):
@@ -86,10 +89,6 @@ class Split:
     """
 
     def __init__(self, workdir: str, split: str):
-        from swjax.evaluate.scoring import config_of
-        from swjax.training.errors import ConfigError
-        from swjax.training.inputs import open_source
-
         try:
             source = open_source(config_of(workdir), split)
         except ConfigError as error:
@@ -152,7 +151,7 @@ def write_page(
     sections = "".join(
         f'<h2>{escape(query)}</h2><div class="gallery">'
         + "".join(
-            f'<figure><img src="{_thumbnail(pictures.image(each.index))}" alt="{escape(each.name)}">'
+            f'<figure><img src="{_thumbnail(pictures.image(each.number))}" alt="{escape(each.name)}">'
             f"<figcaption><strong>{escape(each.name)}</strong>{each.cosine:.2f}</figcaption></figure>"
             for each in row
         )
