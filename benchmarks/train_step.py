@@ -16,7 +16,6 @@ memory is what XLA planned. Each case is written as soon as it is measured, and 
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels import timing  # noqa: E402
 from configs import common  # noqa: E402
+from swjax.diagnostics import device_time  # noqa: E402
 from swjax.models import clip  # noqa: E402
 from swjax.models.vit import VisionTransformer  # noqa: E402
 from swjax.training import setup  # noqa: E402
@@ -48,16 +48,6 @@ BATCHES["step"]["vit_b32"] = BATCHES["encoder"]["vit_b32"] = 1024
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12}  # dense bf16 FLOP/s, for MFU
 COLUMNS = {"kind": -8, "model": -8, "implementation": -22, "remat": -5, "batch": 6, "ms": 8}
 COLUMNS |= {"images_per_second": 17, "ratio": 6, "mfu": 6, "memory_gib": 10, "busy": 6, "error": -1}
-
-# Kernels by what they do; the first that matches counts.
-SORTS = {
-    "attention": r"cudnn|flash|fmha|sdpa|attention",
-    "narrow products": r"matmul_kernel|_matmul",
-    "weight gradients": r"weight_gradient",
-    "quantizers, LayerNorm, GELU": r"_quantize_\w+_kernel|_gelu_\w*kernel|layer_norm",
-    "16-bit products": r"nvjet|gemm|cutlass|xmma|cublas|splitk",
-    "copies": r"memcpy|memset",
-}
 
 
 class Case(NamedTuple):
@@ -165,8 +155,11 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
         row["mfu"] = program.flops / seconds / peak
     if jax.default_backend() == "gpu":
         launches = timing.launches(run)
-        kernels = by_sort(launches)
-        row |= {"kernels_ms": kernels, "busy": sum(kernels.values()) / (1e3 * seconds)}
+        kernels = device_time.sum_by_kind(launches)
+        row |= {
+            "kernels_ms": {kind: round(ms, 3) for kind, ms in kernels.items()},
+            "busy": sum(kernels.values()) / (1e3 * seconds),
+        }
         row["top_kernels_ms"] = top_kernels(launches)
     records.add(**row, **against(records.rows, row))
 
@@ -183,15 +176,6 @@ def seconds_per_call(run: Callable, at_least: float) -> float:
         calls += 8
         if (elapsed := time.perf_counter() - start) > at_least:
             return elapsed / calls
-
-
-def by_sort(launches) -> dict[str, float]:
-    """Milliseconds of each sort of kernels."""
-    sums: dict[str, float] = {}
-    for name, ms in launches:
-        sort = next((s for s, p in SORTS.items() if re.search(p, name, re.I)), "other elementwise")
-        sums[sort] = sums.get(sort, 0.0) + ms
-    return {sort: round(ms, 3) for sort, ms in sums.items()}
 
 
 def top_kernels(launches, count: int = 25) -> dict[str, list]:
@@ -333,7 +317,7 @@ def bars(axis, values, rows, title: str):
 
 def stack_times(axis, rows):
     left = [0.0] * len(rows)
-    for name in (*SORTS, "other elementwise"):
+    for name in (*device_time.KINDS, device_time.OTHER):
         widths = [row.get("kernels_ms", {}).get(name, 0.0) for row in rows]
         axis.barh(range(len(rows)), widths, left=left, label=name)
         left = [a + b for a, b in zip(left, widths)]

@@ -142,6 +142,8 @@ def get_config() -> ConfigDict:
     config.train.nan_policy = "stop"
     config.train.seed = 0  # of parameters, data order, augmentation and dropout
     config.train.compilation_cache = ".cache/jax"  # directory; "": compile every time
+    # The first and the last step of a trace of the devices in WORKDIR/profile, as in 100,105; (): no trace.
+    config.train.profile_steps = ()
 
     config.eval = ConfigDict()
     config.eval.data = ""  # data set, or part of the mixture, to evaluate on; "": that of training

@@ -24,6 +24,8 @@ NO_NUMBERS = {
 def wrong_values(key: Key) -> list[str]:
     """Texts of another type, below, above, and of no known choice."""
     wrong = [*NO_NUMBERS.get(key.kind, ())]
+    if key.kind is tuple and key.interval:
+        return ["100", "5,4", "0,3", "1,2,3", "1.5,2", "first,last", "1,inf"]
     if key.choices:
         wrong += [f"{key.choices[-1]}x", "no such choice"]
     if key.interval:

@@ -1,6 +1,5 @@
 """The scaling benchmark, its arithmetic and its tables; that it runs, on two CPU devices."""
 
-import doctest
 import json
 import os
 import subprocess
@@ -9,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scaling, scaling_model, scaling_profile, scaling_tables
+from benchmarks import scaling, scaling_model, scaling_tables
 from swjax.testing import _collectives
 
 ROOT = Path(__file__).parent.parent
-
-
-def test_examples():
-    failed, tried = doctest.testmod(scaling_profile)
-    assert tried and not failed
 
 
 def test_cases_of_several_settings():
@@ -119,12 +113,6 @@ def test_results_of_asynchronous_collectives_are_counted_once():
         ("reduce-scatter", "f32", (4,)),
         ("all-reduce", "f32", ()),
     ]
-
-
-def test_exposed_time_is_what_nothing_else_covers():
-    talk, work = [(0, 4), (10, 14)], [(2, 12)]
-    assert scaling_profile.covered(talk) == 8
-    assert scaling_profile.covered(talk + work) - scaling_profile.covered(work) == 4
 
 
 def test_paper_arithmetic():

@@ -399,7 +399,7 @@ def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
 CHOSEN = "data.mixture."
 # What may change between a run's parts without changing what it computes.
 UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
-             "train.compilation_cache:")  # fmt: skip
+             "train.compilation_cache:", "train.profile_steps:")  # fmt: skip
 
 
 def changes(saved: str, config: ConfigDict) -> list[str]:

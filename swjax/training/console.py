@@ -35,6 +35,8 @@ class Console:
             rate = record["perf/samples_per_sec_per_device"] * jax.device_count()
             line += f"  {rate:.0f} samples/s  data wait {record['perf/data_wait_frac']:.0%}"
             line += f"  ETA {_clock((self._total - record['step']) * seconds)}"
+        if memory := device_memory():
+            line += f"  memory {memory}"
         self._print(f"\r\x1b[K{line}" if self._live else line + "\n")
         self._open = self._live
 
@@ -42,6 +44,18 @@ class Console:
         if jax.process_index() == 0:
             self._stream.write(text)
             self._stream.flush()
+
+
+def device_memory() -> str:
+    """The memory in use and its peak, of this process's device with the highest peak; "" on CPUs."""
+    devices = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+    most: Mapping[str, int] = max(
+        devices, key=lambda stats: stats.get("peak_bytes_in_use", 0), default={}
+    )
+    if "peak_bytes_in_use" not in most:
+        return ""
+    in_use, peak = (most[key] / 2**30 for key in ("bytes_in_use", "peak_bytes_in_use"))
+    return f"{in_use:.1f} GiB, peak {peak:.1f}"
 
 
 def _clock(seconds: float) -> str:

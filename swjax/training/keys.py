@@ -20,8 +20,9 @@ class Key(NamedTuple):
     """What a config key accepts.
 
     Attributes:
-      kind: bool, int, float, str, or tuple, which holds texts.
-      interval: of a number, as in "[0, 1)"; "": any finite one.
+      kind: bool, int, float, str, or tuple.
+      interval: of a number, as in "[0, 1)"; "": any finite one. A tuple with an interval holds nothing, or
+        the first and the last of a range of whole numbers; one without holds texts.
       choices: of a text; (): any.
     """
 
@@ -40,6 +41,8 @@ class Key(NamedTuple):
         if self.choices:
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
         if self.kind is tuple:
+            if self.interval:
+                return "FIRST,LAST: two whole numbers, 1 <= FIRST <= LAST, or nothing"
             return "texts, separated by commas, or a JSON list of them"
         opening, low, high, closing = _parse(self.interval)
         lower = "at least" if opening == "[" else "above"
@@ -56,11 +59,18 @@ class Key(NamedTuple):
 
         >>> Key(tuple).read('text/.*,logit_scale'), Key(tuple).read('["a{1,2}"]')
         (('text/.*', 'logit_scale'), ('a{1,2}',))
+        >>> _range().read("(100, 105)"), _range().read("")
+        ((100, 105), ())
         """
         if self.kind is bool:
             if text.lower() not in _SWITCH:
                 raise ValueError(self.rule())
             return _SWITCH[text.lower()]
+        if self.kind is tuple and self.interval:
+            numbers = tuple(int(part) for part in text.strip("()").split(",") if text.strip("()"))
+            if not self.accepts(numbers):
+                raise ValueError(self.rule())
+            return numbers
         if self.kind is tuple:
             patterns = json.loads(text) if text.startswith('["') else text.split(",")
             return tuple(patterns) if text else ()
@@ -68,6 +78,10 @@ class Key(NamedTuple):
 
     def accepts(self, value: Any) -> bool:
         """Whether a value has the type and lies in the range; an int is accepted as a float."""
+        if self.kind is tuple and self.interval:
+            whole = Key(int, self.interval)
+            ranged = isinstance(value, tuple) and all(whole.accepts(part) for part in value)
+            return ranged and (not value or (len(value) == 2 and value[0] <= value[1]))
         if self.kind is tuple:
             return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
         kinds = (int, float) if self.kind is float else self.kind
@@ -101,6 +115,10 @@ def _number(interval: str) -> Key:
 
 def _text(*choices: str) -> Key:
     return Key(str, choices=choices)
+
+
+def _range() -> Key:
+    return Key(tuple, _FROM_1)
 
 
 _FROM_0, _FROM_1 = "[0, 1e9]", "[1, 1e9]"  # of steps, classes, examples
@@ -207,6 +225,7 @@ KEYS: dict[str, Key] = {
     "train.nan_policy": _text("stop", "skip", "rollback"),
     "train.seed": _whole("[0, 2147483647]"),
     "train.compilation_cache": _text(),
+    "train.profile_steps": _range(),
     "eval.data": _text(),
     "eval.zeroshot": Key(tuple),
     "eval.every_steps": _whole(_FROM_0),

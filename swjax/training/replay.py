@@ -125,7 +125,8 @@ def load_config(workdir: Path) -> ConfigDict:
     if not path.exists():
         raise ConfigError(f"{workdir} holds no config.json: name the workdir of a run of train.py")
     saved = json.loads(path.read_text())
-    for section, key in (("optimizer", "freeze"), ("eval", "zeroshot")):  # JSON has no tuples
+    tuples = (("optimizer", "freeze"), ("eval", "zeroshot"), ("train", "profile_steps"))
+    for section, key in tuples:  # JSON has none
         saved[section][key] = tuple(saved[section].get(key, ()))
     return ConfigDict(saved).lock()
 

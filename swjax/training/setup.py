@@ -73,6 +73,11 @@ def assemble(config: ConfigDict, source: Any) -> Parts:
     mesh, model = check_config(config)
     sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     steps = config_lib.steps(config.train, "", **sizes)
+    if max(config.train.profile_steps, default=0) > steps:
+        raise ConfigError(
+            f"config.train.profile_steps={config.train.profile_steps} must end by the last step, {steps}: "
+            f"give earlier steps"
+        )
     schedule = make_schedule(config, steps, config_lib.steps(config.schedule, "warmup_", **sizes))
     optimizer = make_optimizer(config, schedule)
     init, graphdef = make_init(config, model, optimizer)

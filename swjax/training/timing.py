@@ -8,7 +8,7 @@ from swjax.models import clip
 from swjax.training.step_clock import StepClock
 from swjax.training.throughput import Meter
 
-NO_TRAINING = ("evaluation", "rollback")  # laps that throughput leaves out
+NO_TRAINING = ("evaluation", "rollback", "profile")  # laps that throughput leaves out
 
 
 class Timing:

@@ -1,0 +1,255 @@
+"""Device time by kind of kernel, read from a trace of `jax.profiler`.
+
+    with jax.profiler.trace(folder):
+        jax.block_until_ready(train_steps())
+    print(device_time(read_trace(folder), steps=5).table())
+
+Kernels are classified by name. On GPUs every kernel of every stream is an event. XLA on CPUs records its
+operations, and gives a fusion the name of one or two of the operations that it holds.
+"""
+
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+# Kinds of kernels by name; the first that matches counts.
+KINDS = {
+    "collectives": r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective",
+    "attention": r"cudnn|flash|fmha|sdpa|attention",
+    "quantized products": r"matmul_kernel|_matmul",
+    "weight gradients": r"weight_gradient",
+    "quantizers and norms": r"_quantize_\w+_kernel|_gelu_\w*kernel|layer_norm",
+    "products": r"nvjet|gemm|cutlass|xmma|cublas|splitk|^dot|ynn_fusion|^convolution",
+    "copies": r"memcpy|memset",
+}
+OTHER = "other"  # elementwise operations and reductions, in XLA's fusions
+_LONGEST = 8  # kernels, and kernels before idle time, that are listed
+
+
+class Kernel(NamedTuple):
+    """One execution on a device.
+
+    Attributes:
+      name: of the kernel or the operation.
+      start: in ns.
+      end: in ns.
+    """
+
+    name: str
+    start: float
+    end: float
+
+
+class DeviceTime(NamedTuple):
+    """Where the time of a device goes, in ms a step, the mean of all devices.
+
+    Attributes:
+      devices: how many there are.
+      elapsed: from the start of the first kernel to the end of the last.
+      kinds: of each kind in `KINDS`, or `OTHER`, longest first. Kernels that run at the same time count in
+        full, so the sum may exceed `elapsed`.
+      exposed: of collectives while no other kernel runs.
+      idle: while no kernel runs.
+      idle_after: the longest of `idle`, by the kernel that ended last.
+      longest: the kernels that take longest, by name.
+    """
+
+    devices: int
+    elapsed: float
+    kinds: dict[str, float]
+    exposed: float
+    idle: float
+    idle_after: dict[str, float]
+    longest: dict[str, float]
+
+    def table(self) -> str:
+        """The time of each kind and of the longest kernels, as lines of text.
+
+        >>> kernels = [Kernel("ncclAllReduce", 0, 4e6), Kernel("nvjet", 2e6, 6e6), Kernel("sum", 7e6, 8e6)]
+        >>> print(device_time([kernels], steps=1).table())
+                                    ms/step   share
+          collectives                 4.000   50.0%  (2.000 while no other kernel runs)
+          products                    4.000   50.0%
+          other                       1.000   12.5%
+          idle                        1.000   12.5%
+          elapsed                     8.000  100.0%  (kernels that overlap count in full)
+        longest kernels:
+          ncclAllReduce               4.000   50.0%
+          nvjet                       4.000   50.0%
+          sum                         1.000   12.5%
+        """
+        notes = {"collectives": f"({self.exposed:.3f} while no other kernel runs)"}
+        if sum(self.kinds.values()) + self.idle > 1.001 * self.elapsed:
+            notes["elapsed"] = "(kernels that overlap count in full)"
+        parts = self.kinds | {"idle": self.idle, "elapsed": self.elapsed}
+        lines = [f"{'ms/step':>35}   share", *(self._line(*part, notes) for part in parts.items())]
+        return "\n".join(
+            [*lines, "longest kernels:", *map(self._line, *zip(*self.longest.items()))]
+        )
+
+    def _line(self, name: str, ms: float, notes: dict[str, str] | None = None) -> str:
+        share = ms / self.elapsed if self.elapsed else 0.0
+        return f"  {name[:24]:24} {ms:8.3f}  {share:6.1%}  {(notes or {}).get(name, '')}".rstrip()
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel: one of `KINDS`, or `OTHER`.
+
+    >>> kind_of("nvjet_sm90_tst_128x160"), kind_of("loop_add_fusion_94")
+    ('products', 'other')
+    """
+    return next((kind for kind, names in KINDS.items() if re.search(names, name, re.I)), OTHER)
+
+
+def sum_by_kind(launches: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The times of kernels summed by kind, longest first.
+
+    Args:
+      launches: (name of the kernel, time), in any unit.
+
+    >>> sum_by_kind([("nvjet", 1.0), ("loop_add_fusion_94", 3.0), ("nvjet", 1.0)])
+    {'other': 3.0, 'products': 2.0}
+    """
+    return _sums((kind_of(name), time) for name, time in launches)
+
+
+def _sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The sum of each name's times, largest first."""
+    sums: dict[str, float] = {}
+    for name, time in times:
+        sums[name] = sums.get(name, 0.0) + time
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def read_trace(folder: str | Path) -> list[list[Kernel]]:
+    """The kernels of each device in the newest trace of a folder.
+
+    Args:
+      folder: what was given to `jax.profiler.trace` or `start_trace`.
+
+    Returns:
+      A list for each device, in order of start; [] if the trace has no events of devices.
+    """
+    traces = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    if not traces:
+        return []
+    planes = list(jax.profiler.ProfileData.from_file(str(traces[-1])).planes)
+    devices = [_of_gpu(plane) for plane in planes if "/device:GPU" in plane.name]
+    devices = [kernels for kernels in devices if kernels]
+    return devices or _of_cpus(plane for plane in planes if plane.name == "/host:CPU")
+
+
+def _of_gpu(plane: Any) -> list[Kernel]:
+    # The other lines repeat the events of the streams by operation and by module.
+    streams = (line for line in plane.lines if line.name.startswith("Stream"))
+    return _in_order(event for line in streams for event in line.events)
+
+
+def _of_cpus(planes: Iterable[Any]) -> list[list[Kernel]]:
+    """The operations of XLA on each CPU device, from all of its threads."""
+    devices: dict[int, list[Kernel]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of `stats`, at its first use
+        for line in (line for plane in planes for line in plane.lines):
+            operations: dict[int, list[Any]] = {}
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" in stats:
+                    operations.setdefault(stats.get("device_ordinal", 0), []).append(event)
+            for device, events in operations.items():
+                devices.setdefault(device, []).extend(_leaves(_in_order(events)))
+    return [sorted(devices[device], key=lambda kernel: kernel.start) for device in sorted(devices)]
+
+
+def _in_order(events: Iterable[Any]) -> list[Kernel]:
+    """In order of start; of those that start together the longest first."""
+    kernels = [Kernel(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in events]
+    return sorted(kernels, key=lambda kernel: (kernel.start, -kernel.end))
+
+
+def _leaves(kernels: list[Kernel]) -> list[Kernel]:
+    """Without operations, such as loops, that contain the next one.
+
+    >>> [kernel.name for kernel in _leaves([Kernel("while", 0, 9), Kernel("dot", 1, 5)])]
+    ['dot']
+    """
+    later = [*kernels[1:], Kernel("", float("inf"), float("inf"))]
+    return [
+        kernel for kernel, after in zip(kernels, later, strict=True) if after.start >= kernel.end
+    ]
+
+
+def device_time(devices: Sequence[Sequence[Kernel]], steps: int) -> DeviceTime:
+    """Sums the time of kernels by kind.
+
+    Args:
+      devices: the kernels of each device, as `read_trace` gives them.
+      steps: training steps in the trace.
+
+    Raises:
+      ValueError: no device has a kernel.
+
+    >>> kernels = [Kernel("ncclSend", 0, 4e6), Kernel("_gelu_kernel", 1e6, 2e6), Kernel("nvjet", 2e6, 3e6)]
+    >>> time = device_time([kernels, kernels], steps=1)
+    >>> time.kinds, time.exposed
+    ({'collectives': 4.0, 'quantizers and norms': 1.0, 'products': 1.0}, 2.0)
+    """
+    if not any(devices):
+        raise ValueError(f"a trace of {len(devices)} devices has no kernels: trace steps that run")
+    elapsed = exposed = 0.0
+    for kernels in filter(None, devices):
+        work = [(k.start, k.end) for k in kernels if kind_of(k.name) != "collectives"]
+        every = [(k.start, k.end) for k in kernels]
+        exposed += covered(every) - covered(work)
+        elapsed += max(end for _, end in every) - min(start for start, _ in every)
+    names = _sums((k.name, k.end - k.start) for kernels in devices for k in kernels)
+    idle = _sums(gap for kernels in devices for gap in idle_after(kernels).items())
+
+    def ms(ns: float) -> float:
+        return round(ns / 1e6 / steps / len(devices), 3)
+
+    def longest(times: dict[str, float]) -> dict[str, float]:
+        return {name: ms(ns) for name, ns in list(times.items())[:_LONGEST]}
+
+    return DeviceTime(
+        devices=len(devices),
+        elapsed=ms(elapsed),
+        kinds={kind: ms(ns) for kind, ns in sum_by_kind(names.items()).items()},
+        exposed=ms(exposed),
+        idle=ms(sum(idle.values())),
+        idle_after=longest(idle),
+        longest=longest(names),
+    )
+
+
+def idle_after(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """How long a device ran nothing, in ns, by the name of the kernel that ended last.
+
+    >>> idle_after([Kernel("a", 0, 2), Kernel("b", 1, 4), Kernel("c", 5, 6), Kernel("b", 8, 9)])
+    {'c': 2.0, 'b': 1.0}
+    """
+    gaps: list[tuple[str, float]] = []
+    last, until = "", float("inf")
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel.start):
+        if start > until:
+            gaps.append((last, start - until))
+        if not last or end > until:
+            last, until = name, end
+    return _sums(gaps)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals (start, end).
+
+    >>> covered([(0, 2), (5, 6), (1, 3)])
+    4.0
+    """
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total

@@ -1,0 +1,101 @@
+"""A trace of some steps of a run, and what it says: `train.profile_steps`."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from swjax.diagnostics.device_time import device_time, read_trace
+from swjax.training import distributed
+from swjax.training.console import Console, device_memory
+from swjax.training.step import State
+from swjax.training.timing import Timing
+
+
+class Profiler:
+    """Traces the steps of `config.train.profile_steps` in process 0, and summarizes the time of its devices.
+
+    WORKDIR/profile holds the trace of `jax.profiler`, memory.prof (the device memory after the last traced
+    step, as pprof reads it) and summary.txt. The first step of a process compiles and is not traced.
+
+    Args:
+      config: the run's.
+      workdir: directory of the run.
+      step: that the run goes on from.
+      timing: of the run; throughput leaves out the time in which the trace is written.
+      console: shows the summary.
+    """
+
+    def __init__(
+        self, config: ConfigDict, workdir: Path, *, step: int, timing: Timing, console: Console
+    ):
+        self._folder = workdir / "profile"
+        self._timing, self._console = timing, console
+        self._mark = ExitStack()  # of a step, in the trace
+        self._steps: list[int] = []  # traced
+        self._left = range(0)
+        if config.train.profile_steps and distributed.is_first():
+            first, last = config.train.profile_steps
+            self._left = range(max(first, step + 2), last + 1)
+            if not self._left:
+                console.say(
+                    f"config.train.profile_steps={first},{last}: no trace, for this process begins with "
+                    f"step {step + 1}, which compiles"
+                )
+
+    def begin(self, step: int, state: State) -> None:
+        """Begins or ends the trace if this is the time; to be called before each step.
+
+        Args:
+          step: that comes next.
+          state: the train state; a trace begins and ends when the device has computed it.
+        """
+        if self._steps and step not in self._left:
+            jax.block_until_ready(state)
+            self.close()
+        if step not in self._left:
+            return
+        if not self._steps:
+            jax.block_until_ready(state)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # calls of Python functions would slow the steps
+            self._folder.mkdir(exist_ok=True)
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
+            self._timing.lap("profile")
+        self._mark.close()
+        self._mark.enter_context(jax.profiler.StepTraceAnnotation("train", step_num=step))
+        self._steps.append(step)
+
+    def close(self) -> None:
+        """Ends a trace and writes what it says, if there is one."""
+        if not self._steps:
+            return
+        self._mark.close()
+        jax.profiler.save_device_memory_profile(str(self._folder / "memory.prof"))
+        jax.profiler.stop_trace()
+        summary = self._summary()
+        (self._folder / "summary.txt").write_text(summary + "\n")
+        self._console.say(summary)
+        self._steps, self._left = [], range(0)
+        self._timing.lap("profile")
+
+    def _summary(self) -> str:
+        first, last = self._steps[0], self._steps[-1]
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        devices = read_trace(self._folder)
+        if not devices:
+            return f"profile of {steps}: the trace in {self._folder} has no device times"
+        time = device_time(devices, len(self._steps))
+        lines = [
+            f"profile of {steps}, mean of {time.devices} x {jax.devices()[0].device_kind}; "
+            f"trace: {self._folder}",
+            time.table(),
+        ]
+        if jax.default_backend() == "cpu":
+            lines.append(
+                "(on CPUs a fusion is named after few of its operations: products may count as other)"
+            )
+        if memory := device_memory():
+            lines.append(f"memory: {memory}")
+        return "\n".join(lines)
