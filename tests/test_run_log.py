@@ -149,6 +149,43 @@ def test_console_rewrites_a_terminals_line_and_prints_plain_ones_elsewhere():
         assert "step 5/65  loss 1.5000  64 samples/s  data wait 25%  ETA 2:00" in stream.text
 
 
+def test_console_shows_memory_where_the_backend_tells(monkeypatch):
+    def devices(*stats):
+        found = [types.SimpleNamespace(memory_stats=lambda stats=s: stats) for s in stats]
+        monkeypatch.setattr(jax, "local_devices", lambda: found)
+
+    devices(None)
+    assert console.device_memory() == ""
+    devices(
+        {"bytes_in_use": 2**30, "peak_bytes_in_use": 3 * 2**30},
+        {"bytes_in_use": 2**31, "peak_bytes_in_use": 5 * 2**30},
+    )
+    assert console.device_memory() == "2.0 GiB, peak 5.0"
+    stream = Stream(terminal=False)
+    console.Console(65, stream).update({"step": 5, "train/loss": 1.5, "perf/step_seconds": None})
+    assert stream.text == "step 5/65  loss 1.5000  memory 2.0 GiB, peak 5.0\n"
+
+
+def test_console_keeps_the_first_ranks_of_an_evaluation():
+    scores = {"val/image_to_text_R@1": 0.25, "val/image_to_text_R@5": 0.5,
+              "val/image_to_text_chance_R@1": 0.05, "zeroshot/pets_top1": 0.75}  # fmt: skip
+    stream = Stream(terminal=True)
+    record = {"step": 5, "train/loss": 1.5, "perf/step_seconds": None}
+    console.Console(65, stream).update(record | scores)
+    assert stream.text.startswith("step 5: val/image_to_text_R@1 25.0%, zeroshot/pets_top1 75.0%\n")
+
+
+def test_a_terminals_line_fits_and_is_ended(monkeypatch):
+    """One that wraps would leave its first row behind, and what is printed next would follow it."""
+    monkeypatch.setenv("COLUMNS", "10")
+    stream = Stream(terminal=True)
+    progress = console.Console(65, stream)
+    progress.show("a line of text that is too long")
+    progress.close()
+    progress.close()
+    assert stream.text == "\r\x1b[Ka line of\n"
+
+
 def test_throughput_counts_training_only(monkeypatch):
     now = np.zeros(1)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])

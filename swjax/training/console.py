@@ -1,16 +1,20 @@
 """What a person sees of a run while it goes on."""
 
+import re
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 import jax
 
+_FIRST_RANK = re.compile(r"^(val|zeroshot)/(?!.*_chance_).*_(R@1|top1)$")  # scores to keep in sight
+
 
 class Console:
     """Shows the newest record: in one line that is rewritten on a terminal, and in plain lines elsewhere.
 
-    Process 0 prints; in the others nothing happens.
+    Process 0 prints; in the others nothing happens. What others print belongs after `close`.
 
     Args:
       total: steps of the run.
@@ -28,8 +32,17 @@ class Console:
         self._print(("\r\x1b[K" if self._open else "") + text + "\n")
         self._open = False
 
+    def show(self, text: str) -> None:
+        """Shows on a terminal what goes on, until the next line; prints nothing elsewhere."""
+        if self._live:
+            columns = shutil.get_terminal_size().columns
+            self._print(f"\r\x1b[K{text[: columns - 1]}")  # a longer line would wrap, and stay
+            self._open = True
+
     def update(self, record: Mapping[str, Any]) -> None:
-        """Shows the newest record: its step and loss, and the throughput where it has one."""
+        """Shows the newest record: its step and loss, and the throughput where it has one; keeps scores."""
+        if scores := [f"{name} {record[name]:.1%}" for name in record if _FIRST_RANK.search(name)]:
+            self.say(f"step {record['step']}: {', '.join(scores)}")
         line = f"step {record['step']}/{self._total}  loss {record['train/loss']:.4f}"
         if seconds := record["perf/step_seconds"]:
             rate = record["perf/samples_per_sec_per_device"] * jax.device_count()
@@ -37,8 +50,16 @@ class Console:
             line += f"  ETA {_clock((self._total - record['step']) * seconds)}"
         if memory := device_memory():
             line += f"  memory {memory}"
-        self._print(f"\r\x1b[K{line}" if self._live else line + "\n")
-        self._open = self._live
+        if self._live:
+            self.show(line)
+        else:
+            self.say(line)
+
+    def close(self) -> None:
+        """Ends the line that is rewritten; it stays."""
+        if self._open:
+            self._print("\n")
+        self._open = False
 
     def _print(self, text: str) -> None:
         if jax.process_index() == 0:

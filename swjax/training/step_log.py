@@ -57,6 +57,7 @@ class StepLog:
         self._feed, self._timing, self._console = feed, timing, console
         self._previous: PackedMetrics | None = None
         self._forget()
+        console.show("compiling the first step")
         timing.restart()
 
     def _forget(self) -> None:
@@ -133,8 +134,9 @@ class StepLog:
         self._timing.lap("rollback")
 
     def close(self) -> None:
-        """Closes the files, and undoes what the first step did to Python's garbage collector."""
+        """Closes the files and the console, and undoes what the first step did to the garbage collector."""
         self._files.close()
+        self._console.close()
         gc.unfreeze()
 
 
