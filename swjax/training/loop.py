@@ -21,7 +21,6 @@ from swjax.training.failures import blame_data, blame_disk
 from swjax.training.inputs import Feed, open_train_source
 from swjax.training.interrupt import Interrupt, catch
 from swjax.training.nan_policy import Action, NanPolicy
-from swjax.training.profiling import Profiler
 from swjax.training.results import is_finished, record_setup, tell_results, write_results
 from swjax.training.setup import assemble, check_config, init_or_restore, use_compilation_cache
 from swjax.training.step_log import StepLog, is_due
@@ -81,13 +80,11 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt) -> ExitCode:
     if policy.rolls_back and checkpoints.latest_step() is None:
         checkpoints.save(step, state, feed.position() | policy.saved())
     log = StepLog(config, workdir, parts, step=step, feed=feed, timing=timing, console=console)
-    profiler = Profiler(config, workdir, step=step, timing=timing, console=console)
-    with closing(timing), closing(log), closing(feed), closing(checkpoints), closing(profiler):
+    with closing(timing), closing(log), closing(feed), closing(checkpoints):
         while step < parts.steps and not stopping:
             # ------------------------------------------------------------------------ Step
             batch = next(feed)
-            profiler.begin(step + 1, state)
-            log.measure(step + 1, state, batch)
+            log.before(step + 1, state, batch)
             state, metrics = train_step(state, batch)
             step += 1
             log.add(step, metrics, saving=checkpoints.is_saving())

@@ -15,6 +15,7 @@ from swjax.training.health import Health
 from swjax.training.inputs import Feed
 from swjax.training.metric_log import MetricLog
 from swjax.training.packed import PackedMetrics, fetch
+from swjax.training.profiling import Profiler
 from swjax.training.setup import Parts
 from swjax.training.step import Batch, State
 from swjax.training.timing import Timing
@@ -54,6 +55,7 @@ class StepLog:
         self._health = Health(config, parts.graphdef, parts.like["params"], steps=parts.steps)
         self._files = MetricLog(workdir, config, last_step=step)
         self._watch = Watch(Rules.of_run(parts.steps))
+        self._profiler = Profiler(config, workdir, step=step, timing=timing, console=console)
         self._feed, self._timing, self._console = feed, timing, console
         self._previous: PackedMetrics | None = None
         self._forget()
@@ -65,8 +67,9 @@ class StepLog:
         self._unreadable: dict[int, int] = {}
         self._times: dict[int, dict[str, Any]] = {}
 
-    def measure(self, step: int, state: State, batch: Batch) -> None:
-        """Measures quantization health, if it is due at this step; see `Health.before`."""
+    def before(self, step: int, state: State, batch: Batch) -> None:
+        """Begins or ends the profile and measures quantization health, if they are due at this step."""
+        self._profiler.begin(step, state)
         self._health.before(step, state, batch)
 
     def add(self, step: int, metrics: PackedMetrics, *, saving: bool) -> None:
@@ -134,7 +137,8 @@ class StepLog:
         self._timing.lap("rollback")
 
     def close(self) -> None:
-        """Closes the files and the console, and undoes what the first step did to the garbage collector."""
+        """Closes what it holds open, and undoes what the first step did to the garbage collector."""
+        self._profiler.close()
         self._files.close()
         self._console.close()
         gc.unfreeze()

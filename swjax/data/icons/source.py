@@ -96,7 +96,7 @@ class Icons:
         position = int(self._positions[index])
         key, category, png = shards.decode(self._records[position])
         return {
-            "image": np.asarray(Image.open(io.BytesIO(png)).convert("RGBA")),
+            "image": np.asarray(Image.open(io.BytesIO(png))),
             "label": int(self._labels[index]),
             "captions": self._captions_of(key, category),
             "key": key,
