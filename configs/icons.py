@@ -3,8 +3,8 @@
 Command:  npm pack @iconify/json@2.2.535 --pack-destination data
           python train.py --config=configs/icons.py --workdir=runs/icons
           with --config=configs/icons.py:slice a small CLIP learns 15,000 of the drawings
-Hardware: 1 GPU of 80 GB and 16 CPU cores; no run of all drawings has been trained to the end yet. The slice: any
-CPU, 20 minutes on 2 cores.
+Hardware: 1 GPU of 80 GB and 16 CPU cores; no run of all drawings has been trained to the end yet. The slice:
+any CPU, 20 minutes on 2 cores.
 """
 
 from ml_collections import ConfigDict
