@@ -167,6 +167,9 @@ def get_config() -> ConfigDict:
     # Gives the first parameters only: a workdir, or weights of open_clip, OpenAI, Hugging Face or
     # big_vision (the file or its folder, a path or an fsspec address). docs/fine_tuning.md
     config.checkpoint.init_from = ""
+    # An fsspec address, such as gs://bucket/run, to which the run is copied while it trains, and from which
+    # it goes on where the workdir has no newer checkpoint; "": off.
+    config.checkpoint.mirror = ""
 
     config.log = ConfigDict()
     config.log.every_steps = 20  # how often metrics are fetched and written, each step's

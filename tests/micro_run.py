@@ -16,6 +16,7 @@ from swjax.optax import path_name
 from swjax.training import config as config_lib
 from swjax.training import loop, setup
 from swjax.training.checkpoint import Checkpoints
+from swjax.training.mirror import Mirror
 from swjax.training.optimizer import make_optimizer, make_schedule
 from swjax.training.packed import fetch
 from swjax.training.step import make_train_step
@@ -80,7 +81,7 @@ class Interrupt:
 
 def train(config, workdir, after: int = 10**9) -> int:
     workdir.mkdir(exist_ok=True)
-    return loop.train(config, workdir, Interrupt(after))
+    return loop.train(config, workdir, Interrupt(after), Mirror("", workdir))
 
 
 def records(workdir) -> list[dict]:

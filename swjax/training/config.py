@@ -79,7 +79,7 @@ def local_path(name: str, address: str) -> Path:
     if separator and protocol != "file":
         raise ConfigError(
             f"{name}={address!r} must be local, because a run locks its files and appends to them: mount "
-            f"{protocol}:// and give the path, or copy the run there when it has ended"
+            f"{protocol}:// and give the path; config.checkpoint.mirror copies a local run there"
         )
     return Path(unquote(rest)) if separator else Path(address)
 

@@ -238,6 +238,7 @@ KEYS: dict[str, Key] = {
     "checkpoint.keep": _whole("[1, 1e6]"),
     "checkpoint.resume": _text(),
     "checkpoint.init_from": _text(),
+    "checkpoint.mirror": _text(),
     "log.every_steps": _whole(_FROM_1),
     "log.tensorboard": _flag(),
     "log.wandb": _text(),

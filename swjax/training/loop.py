@@ -20,6 +20,7 @@ from swjax.training.evaluation import evaluate_unseen, make_evaluate
 from swjax.training.failures import blame_data, blame_disk
 from swjax.training.inputs import Feed, open_train_source
 from swjax.training.interrupt import Interrupt, catch
+from swjax.training.mirror import Mirror
 from swjax.training.nan_policy import Action, NanPolicy
 from swjax.training.results import is_finished, record_setup, tell_results, write_results
 from swjax.training.setup import assemble, check_config, init_or_restore, use_compilation_cache
@@ -46,6 +47,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
     check_config(config)
     use_compilation_cache(config)
     workdir = Path(workdir)
+    mirror = Mirror(config.checkpoint.mirror, workdir)
     number = f".{jax.process_index()}" * (not distributed.is_first())
     bad_examples = data.log_to(workdir / f"skipped{number}.log")
     with ExitStack() as stack:
@@ -53,17 +55,19 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
         stack.enter_context(distributed.blame_peers())
         distributed.first_does(lambda: stack.enter_context(lock(workdir)))
         check_shared(workdir)
+        distributed.first_does(mirror.fetch)
         interrupt = stack.enter_context(catch())
         stack.enter_context(bad_examples)
         stack.enter_context(blame_data())
         finished = is_finished(config, workdir)
-        code = ExitCode.FINISHED if finished else train(config, workdir, interrupt)
+        code = ExitCode.FINISHED if finished else train(config, workdir, interrupt, mirror)
+        distributed.first_does(mirror.push)
         if not code and distributed.is_first() and (workdir / "results.json").exists():
             tell_results(workdir)
         return code
 
 
-def train(config: ConfigDict, workdir: Path, interrupt: Interrupt) -> ExitCode:
+def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirror) -> ExitCode:
     """Trains to the last step, or until `interrupt.requested`; see `train_and_evaluate`."""
     # -------------------------------------------------------------------------------- Set up
     parts = assemble(config, open_train_source(config))
@@ -97,6 +101,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt) -> ExitCode:
             if not records:
                 continue
             checkpoints.check()
+            mirror.update(console.say)
             action = policy.decide(records)
             if action is Action.ROLL_BACK:
                 state, step = policy.roll_back(checkpoints, parts.like, log)

@@ -1,0 +1,131 @@
+"""A run that is copied to an fsspec address while it trains, and that another machine goes on with."""
+
+import json
+import shutil
+
+import fsspec
+import pytest
+from micro_run import assert_same_bits, final_state, records
+
+from swjax.training import loop
+from swjax.training.errors import ConfigError, RunError
+from swjax.training.mirror import INDEX, Mirror
+
+
+@pytest.fixture(params=["memory", "file"])
+def address(request, tmp_path):
+    """An empty folder at an address."""
+    yield (
+        f"memory://bucket/{tmp_path.name}"
+        if request.param == "memory"
+        else (f"file://{tmp_path}/there")
+    )
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def run(micro, monkeypatch, tmp_path):
+    """Trains in a folder as train.py does: (folder's name, config changes, stop after so many steps)."""
+    stop = loop.distributed.shall_stop
+
+    def begin(name, after=10**9, **changes):
+        monkeypatch.setattr(
+            loop.distributed, "shall_stop", lambda step, asked: step >= after or stop(step, asked)
+        )
+        code = loop.train_and_evaluate(micro(**changes), tmp_path / name)
+        return tmp_path / name, code
+
+    return begin
+
+
+def held(address):
+    """{name: bytes} of what is at an address."""
+    fs, root = fsspec.core.url_to_fs(address)
+    return {path.removeprefix(root).lstrip("/"): fs.cat_file(path) for path in fs.find(root)}
+
+
+def test_another_machine_goes_on_bit_for_bit(run, address, reference, micro, capsys):
+    first, code = run("first", after=3, checkpoint__mirror=address)
+    assert code == 0
+    there = held(address)
+    assert json.loads(there[INDEX]) == {"checkpoints": [2, 3]}
+    assert there["metrics.jsonl"] == (first / "metrics.jsonl").read_bytes()
+    assert ".lock" not in there
+    shutil.rmtree(first)
+
+    second, code = run("second", checkpoint__mirror=address)
+    assert code == 0
+    assert f"the run comes from {address}, with the checkpoint of step 3" in capsys.readouterr().out
+    assert records(second) == records(reference[1])
+    for mine, theirs in zip(final_state(micro(), second), final_state(*reference), strict=True):
+        assert_same_bits(mine, theirs)
+    there = held(address)
+    assert json.loads(there[INDEX]) == {"checkpoints": [4, 6]}
+    assert {name.split("/")[1] for name in there if name.startswith("checkpoints/")} == {"4", "6"}
+    here = {
+        path.relative_to(second).as_posix(): path.read_bytes()
+        for path in second.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+    assert here == {name: data for name, data in there.items() if name != INDEX}
+
+
+def test_a_finished_run_is_finished_elsewhere(run, address, capsys):
+    run("first", checkpoint__mirror=address)
+    capsys.readouterr()
+    second, code = run("second", checkpoint__mirror=address)
+    assert code == 0 and (second / "results.json").exists()
+    assert "compiling" not in capsys.readouterr().out
+
+
+def test_a_workdir_with_a_newer_checkpoint_is_kept(run, address, capsys):
+    first, _ = run("first", after=3, checkpoint__mirror=address)
+    run("first", after=4)
+    (first / "metrics.jsonl").rename(first / "moved.jsonl")
+    Mirror(address, first).fetch()
+    assert not (first / "metrics.jsonl").exists()
+
+
+def test_a_copy_cut_short_is_not_used(run, address, tmp_path):
+    run("first", after=3, checkpoint__mirror=address)
+    fs, root = fsspec.core.url_to_fs(address)
+    fs.makedirs(f"{root}/checkpoints/9/manifest")
+    fs.pipe_file(f"{root}/checkpoints/9/manifest/metadata", b"half")
+    (tmp_path / "second").mkdir()
+    Mirror(address, tmp_path / "second").fetch()
+    assert [path.name for path in (tmp_path / "second" / "checkpoints").iterdir()] == ["3"]
+
+
+def test_a_failed_copy_is_told_and_tried_again(run, address, monkeypatch, capsys):
+    fs, _ = fsspec.core.url_to_fs(address)
+    put, failures = type(fs).put_file, [1]
+
+    def flaky(self, *args, **kwargs):
+        if failures:
+            raise PermissionError(f"no access {failures.pop()}")
+        return put(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(fs), "put_file", flaky)
+    update, copied = Mirror.update, []
+
+    def waiting(self, say):
+        update(self, say)
+        if self._copy:
+            copied.append(self._copy.exception())  # waits
+
+    monkeypatch.setattr(Mirror, "update", waiting)
+    _, code = run("first", checkpoint__mirror=address, train__steps=12)
+    assert code == 0 and any(copied)
+    assert "PermissionError: no access 1" in capsys.readouterr().out
+    assert json.loads(held(address)[INDEX]) == {"checkpoints": [10, 12]}
+
+
+def test_an_address_that_cannot_be_used_is_one_line(run, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(RunError, match="mirror='file://.*/file' cannot be used: ") as error:
+        run("first", checkpoint__mirror=f"file://{tmp_path}/file")
+    assert "\n" not in str(error.value)
+    for wrong in ("nosuch://bucket/run", "abfs://bucket/run"):  # the second needs a package
+        with pytest.raises(ConfigError, match=r"config.checkpoint.mirror: ") as error:
+            run("second", checkpoint__mirror=wrong)
+        assert "\n" not in str(error.value) and not (tmp_path / "second").exists()
