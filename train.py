@@ -26,7 +26,6 @@ command line or config; 3 the disk, or another machine of the run, failed: the s
 
 import signal
 import sys
-from collections.abc import Callable
 
 
 def main(argv: list[str]) -> int:
@@ -34,43 +33,10 @@ def main(argv: list[str]) -> int:
     if len(argv) == 1 or {"-h", "--help", "-help", "--helpfull"} & set(argv):
         print(__doc__.strip())
         return 0 if len(argv) > 1 else 2
-    try:
-        return run(argv)
-    except ModuleNotFoundError as error:
-        print(f"train.py: {error}; training needs: pip install 'swjax[train]'", file=sys.stderr)
-        return 2
-
-
-def run(argv: list[str]) -> int:
     # Not at the top: --help answers without loading jax.
-    from swjax.training import config as config_lib
+    from swjax.training import command
 
-    leave: Callable[[int], int] = int
-    try:
-        if "--plan" in argv:
-            return plan([argument for argument in argv if argument != "--plan"])
-        config, workdir = config_lib.parse(argv)
-        # Not earlier: a typo is reported before the training libraries load.
-        from swjax.training import distributed, loop
-
-        leave = distributed.leave
-        return loop.train_and_evaluate(config, workdir)
-    except (config_lib.ConfigError, config_lib.RunError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return leave(error.exit_code)
-
-
-def plan(argv: list[str]) -> int:
-    """`--plan`: prints what the run would be."""
-    from swjax.training import config as config_lib
-    from swjax.training import plan as plan_lib
-
-    flag = "--hardware="
-    hardware = next((a.removeprefix(flag) for a in reversed(argv) if a.startswith(flag)), "")
-    others = [argument for argument in argv if not argument.startswith(flag)]
-    if not any(argument.startswith("--workdir=") for argument in others):
-        others.append("--workdir=none")  # nothing is written
-    return plan_lib.show(config_lib.parse(others)[0], hardware)
+    return command.main(["train.py", *argv[1:]])
 
 
 if __name__ == "__main__":

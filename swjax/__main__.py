@@ -1,5 +1,6 @@
 """The programs of swjax by name: `swjax COMMAND ...`, or `python -m swjax COMMAND ...`.
 
+train        trains a CLIP, or plans a run: train.py of a checkout
 classify     which of some names fits a picture best
 search       the pictures that fit a text best, on a page
 evaluate     scores a run or other CLIP weights without training
@@ -16,6 +17,7 @@ import sys
 from importlib.metadata import version
 
 COMMANDS = {
+    "train": "swjax.training.command",
     "classify": "swjax.inference.classify",
     "search": "swjax.evaluate.search",
     "evaluate": "swjax.evaluate",

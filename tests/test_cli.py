@@ -188,6 +188,20 @@ def test_a_workdir_that_cannot_be_made_is_one_line(make, tmp_path, capsys):
     assert error.count("\n") == 1 and "cannot be made" in error
 
 
+def test_train_is_a_command_too(tmp_path):
+    def swjax_train(*flags):
+        command = [sys.executable, "-m", "swjax", "train", *flags]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+    assert "swjax train --config=" in swjax_train("--help").stdout
+    wrong = swjax_train("--config=configs/openmoji.py", f"--workdir={tmp_path}/w", "--config.x=1")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("swjax train: config.x does not exist: choose from checkpoint, ")
+    assert wrong.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+    plan = swjax_train("--config=configs/openmoji.py", "--plan", "--hardware=l4")
+    assert plan.returncode == 0 and plan.stdout.startswith("plan for 1 x l4")
+
+
 def test_a_misspelt_command_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["swjax", "repot"])
     assert swjax_commands.main() == 2

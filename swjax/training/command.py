@@ -1,0 +1,71 @@
+"""Trains CLIP: `swjax train --config=FILE.py[:ARG] --workdir=DIR [--config.section.key=VALUE ...]`.
+
+  swjax train --config=configs/openmoji.py --workdir=runs/openmoji
+      trains; the same command resumes an interrupted run
+  swjax train --config=configs/vith_int8.py --plan --hardware=h200:8
+      what the run would be, and whether it fits; nothing is trained
+
+`python train.py` in a checkout is the same program; its --help has more examples. docs/config.md lists every
+key. Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 3 the disk
+or another machine failed; 130 Ctrl-C that ended it at once.
+"""
+
+import signal
+import sys
+from collections.abc import Callable
+
+
+def main(argv: list[str]) -> int:
+    """Runs one command line and returns its exit code.
+
+    Args:
+      argv: the arguments, after the name of the program, which begins each message of an error.
+    """
+    if len(argv) == 1 or {"-h", "--help", "-help", "--helpfull"} & set(argv):
+        print(__doc__.strip())
+        return 0 if len(argv) > 1 else 2
+    try:
+        return run(argv)
+    except ModuleNotFoundError as error:
+        print(f"{argv[0]}: {error}; training needs: pip install 'swjax[train]'", file=sys.stderr)
+        return 2
+
+
+def run(argv: list[str]) -> int:
+    """Trains or plans; see `main`."""
+    # Not at the top: what is missing is told in one line.
+    from swjax.training import config as config_lib
+
+    leave: Callable[[int], int] = int
+    try:
+        if "--plan" in argv:
+            return plan([argument for argument in argv if argument != "--plan"])
+        config, workdir = config_lib.parse(argv)
+        # Not earlier: a typo is reported before the training libraries load.
+        from swjax.training import distributed, loop
+
+        leave = distributed.leave
+        return loop.train_and_evaluate(config, workdir)
+    except (config_lib.ConfigError, config_lib.RunError) as error:
+        print(f"{argv[0]}: {error}", file=sys.stderr)
+        return leave(error.exit_code)
+
+
+def plan(argv: list[str]) -> int:
+    """`--plan`: prints what the run would be."""
+    from swjax.training import config as config_lib
+    from swjax.training import plan as plan_lib
+
+    flag = "--hardware="
+    hardware = next((a.removeprefix(flag) for a in reversed(argv) if a.startswith(flag)), "")
+    others = [argument for argument in argv if not argument.startswith(flag)]
+    if not any(argument.startswith("--workdir=") for argument in others):
+        others.append("--workdir=none")  # nothing is written
+    return plan_lib.show(config_lib.parse(others)[0], hardware)
+
+
+if __name__ == "__main__":
+    # Until training begins there is nothing to save. A KeyboardInterrupt may be lost in an import.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.path.insert(0, "")  # a config file may import others of its folder, as `python -m` lets it
+    sys.exit(main(["swjax train", *sys.argv[1:]]))
