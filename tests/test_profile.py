@@ -27,6 +27,8 @@ NAMES = {
     "dot_general.104": "products",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "collectives",
     "all-reduce.3": "collectives",
+    "all_gather.10": "collectives",
+    "all-to-all": "collectives",
     "MemcpyD2D": "copies",
     "loop_add_fusion_94": "other",
     "input_reduce_fusion_65": "other",

@@ -18,7 +18,7 @@ import jax
 
 # Kinds of kernels by name; the first that matches counts.
 KINDS = {
-    "collectives": r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective",
+    "collectives": r"nccl|all[-_](reduce|gather|to[-_]all)|reduce[-_]scatter|collective|psum|ppermute",
     "attention": r"cudnn|flash|fmha|sdpa|attention",
     "quantized products": r"matmul_kernel|_matmul",
     "weight gradients": r"weight_gradient",
