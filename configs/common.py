@@ -41,7 +41,8 @@ def get_config() -> ConfigDict:
     config.model.patch_dropout = 0.0  # fraction of the patches left out in training
 
     config.data = ConfigDict()
-    # emoji | icons | synthetic | tfds | webdataset | table | huggingface | mixture. docs/data.md
+    # emoji | icons | synthetic | tfds | webdataset | table | parquet | folders | huggingface |
+    # mixture. docs/data.md
     config.data.name = "emoji"
     config.data.emoji = ConfigDict()
     config.data.emoji.task = "mixed"  # mixed | strict, whose test style is never trained on
@@ -77,6 +78,19 @@ def get_config() -> ConfigDict:
     config.data.table.splits.train = ""  # path of a .csv, .tsv or .jsonl file
     config.data.table.splits.val = ""  # the same; "": no validation
     config.data.table.splits.test = ""  # the same; "": no test
+    config.data.parquet = ConfigDict()
+    config.data.parquet.image_key = "image;jpg;jpeg;png;webp"  # the first column there is
+    config.data.parquet.text_key = "caption;text;txt"  # the same for captions
+    config.data.parquet.splits = ConfigDict()
+    config.data.parquet.splits.train = ""  # paths or URLs, as in "laion/{00000..00127}.parquet"
+    config.data.parquet.splits.val = ""  # the same; "": no validation
+    config.data.parquet.splits.test = ""  # the same; "": no test
+    config.data.folders = ConfigDict()
+    config.data.folders.template = "a photo of a {}."  # caption without a text file; {}: the folder
+    config.data.folders.splits = ConfigDict()
+    config.data.folders.splits.train = ""  # a folder of pictures
+    config.data.folders.splits.val = ""  # the same; "": no validation
+    config.data.folders.splits.test = ""  # the same; "": no test
     config.data.huggingface = ConfigDict()
     config.data.huggingface.image_key = "image"  # column that holds images
     config.data.huggingface.text_key = "caption"  # column that holds captions
@@ -148,7 +162,7 @@ def get_config() -> ConfigDict:
     config.eval = ConfigDict()
     config.eval.data = ""  # data set, or part of the mixture, to evaluate on; "": that of training
     # Labelled sets for zero-shot classification, [NAME=]KIND:WHERE each, scored with the validation split:
-    # folders:FOLDER | webdataset:TARS (with .cls) | tfds:BUILDER/SPLIT. docs/evaluation.md
+    # folders:FOLDER | webdataset:TARS (with .cls) | table:FILE | tfds:BUILDER/SPLIT. docs/evaluation.md
     config.eval.zeroshot = ()
     config.eval.every_steps = 0  # on the validation split; 0: only after the last step
     config.eval.batch_size = 256  # over all devices

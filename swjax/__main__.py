@@ -8,6 +8,7 @@ report       makes the report page of a run again
 runs         lists runs: state, scores, throughput, what differs; or shows them on one page
 diagnostics  what led to a run's loss spikes: report, replay
 compare      what recipes and dtypes do to layers and to the loss
+data check   what training would read of a data set: counts, sizes, captions, bad examples
 convert      WebDataset tars to array_record
 """
 
@@ -25,6 +26,7 @@ COMMANDS = {
     "runs": "swjax.report.runs",
     "diagnostics": "swjax.diagnostics",
     "compare": "swjax.training.compare_precision",
+    "data": "swjax.report.data_check",
     "convert": "swjax.data.convert",
 }
 

@@ -30,7 +30,7 @@ APPLICATION = {
     "data": set(),
     "interop": {"data", "models", "serving"},
     "evaluators": {"data", "models"},
-    "report": {"diagnostics"},
+    "report": {"data", "diagnostics"},
     "training": {*LIBRARY, "data", "evaluators", "interop", "losses", "models", "report"},
     "inference": {*LIBRARY, "data", "evaluators", "interop", "models", "training"},
     "evaluate": {*LIBRARY, "data", "evaluators", "inference", "models", "report", "training"},

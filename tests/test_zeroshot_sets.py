@@ -59,6 +59,34 @@ def test_tars_have_a_cls_file_and_names_and_prompts_beside_them(tmp_path):
     assert pickle.loads(pickle.dumps(found))[5]["captions"] == ("owl",)
 
 
+def write_rows(tmp_path, labels):
+    rows = [f"{i}.jpg,{label}" for i, label in enumerate(labels)]
+    for i in range(len(labels)):
+        (tmp_path / f"{i}.jpg").write_bytes(jpeg(i))
+    (tmp_path / "pets.csv").write_text("\n".join(["image,label", *rows]))
+    return f"table:{tmp_path}/pets.csv"
+
+
+def test_a_column_of_labels(tmp_path):
+    found = open_set(write_rows(tmp_path, ["owl", "red fox", "", "owl"]), tmp_path)
+    assert found.class_names == ("owl", "red fox") and found.set_name == "pets"
+    assert [found[i]["label"] for i in (0, 1, 3)] == [0, 1, 0]
+    assert pickle.loads(pickle.dumps(found))[1]["captions"] == ("red fox",)
+    with pytest.raises(ValueError, match="the row has no label"):
+        found[2]
+
+
+def test_a_column_of_numbers_needs_names(tmp_path):
+    text = write_rows(tmp_path, [1, 0, 2])
+    with pytest.raises(ValueError, match=r"have no names: write them to .*classnames.txt"):
+        open_set(text, tmp_path)
+    (tmp_path / "classnames.txt").write_text("owl\nfox\ntoad\n")
+    found = open_set(text, tmp_path)
+    assert [found[i]["captions"] for i in range(3)] == [("fox",), ("owl",), ("toad",)]
+    with pytest.raises(ValueError, match="no row of .* has a label"):
+        open_set(write_rows(tmp_path, ["", ""]), tmp_path)
+
+
 def test_synsets_of_imagenet_get_its_names_and_prompts(tmp_path):
     text = write_labelled_tars(tmp_path / "x", [f"n{i:08d}" for i in range(1000)])
     found = open_set(text, tmp_path)

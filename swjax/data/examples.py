@@ -12,6 +12,7 @@ from swjax.data.tokenizer import tokenize
 
 _KEPT_BYTES = 2**30  # sources whose scaled images fit are decoded once
 _LONGEST_REASON = 400  # bytes
+_REASON = f"S{_LONGEST_REASON}"
 
 
 class _Example:
@@ -43,7 +44,8 @@ class _Example:
             return self._arrays(index, image, example["label"], caption)
         except Exception as error:
             blank = np.zeros((self._size, self._size, 3), np.uint8)
-            return self._arrays(index, blank, 0, "") | {"error": self._reason(index, error)}
+            why = reason(self._source, index, error).encode(errors="replace")[:_LONGEST_REASON]
+            return self._arrays(index, blank, 0, "") | {"error": np.array(why, _REASON)}
 
     def _drawing(self, index: int) -> dict:
         """Returns an example with its image fitted; decoded once where that can be kept."""
@@ -61,16 +63,16 @@ class _Example:
             "text": tokenize(caption, self._context_length)[0],
             "label": np.int32(label),
             "index": np.int64(index),
-            "error": np.array(b"", f"S{_LONGEST_REASON}"),  # of all alike: they become one array
+            "error": np.array(b"", _REASON),  # of all alike: they become one array
         }
 
-    def _reason(self, index: int, error: Exception) -> np.ndarray:
-        """Returns the key and what is wrong, in one line that prints."""
-        key = self._source.key(index) if hasattr(self._source, "key") else f"example {index}"
-        kind = "" if isinstance(error, BadExample) else f"{type(error).__name__}: "
-        text = " ".join(f"{key}: {kind}{error}".split())
-        text = "".join(letter if letter.isprintable() else "?" for letter in text)
-        return np.array(text.encode(errors="replace")[:_LONGEST_REASON], f"S{_LONGEST_REASON}")
+
+def reason(source: Source, index: int, error: Exception) -> str:
+    """The key of an example and why it cannot be used, in one line that prints."""
+    key = source.key(index) if hasattr(source, "key") else f"example {index}"
+    kind = "" if isinstance(error, BadExample) else f"{type(error).__name__}: "
+    text = " ".join(f"{key}: {kind}{error}".split())
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 class TrainExample(_Example):

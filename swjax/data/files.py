@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 from swjax.data.packages import require
 
@@ -133,6 +134,17 @@ def read_whole(path: str, most: int) -> bytes:
     if len(data) > most:
         raise OSError(f"{path} is larger than {most} bytes")
     return data
+
+
+def open_remote(path: str) -> Any:
+    """An fsspec address, opened to be read from any position.
+
+    Raises:
+      FileNotFoundError, OSError: there is no such file, or it cannot be read.
+      ModuleNotFoundError: a package that its protocol needs is not installed.
+    """
+    fs, inside = _filesystem(path)
+    return fs.open(inside, "rb")
 
 
 class Window:

@@ -1,13 +1,14 @@
-"""Labelled image sets for zero-shot classification: image folders, WebDataset tars, TFDS builders.
+"""Labelled image sets for zero-shot classification: image folders, WebDataset tars, tables, TFDS builders.
 
 A set is named by an address, `[NAME=]KIND:WHERE`:
 
   folders:pets/val                         one folder of images for each class
   in1k=webdataset:in1k/{0..63}.tar         tars with an image and a .cls file in each sample
+  table:pets/val.csv                       a .csv, .tsv or .jsonl file with the columns image and label
   tfds:imagenet2012/validation             a prepared TensorFlow Datasets builder, and its split
 
-A file `classnames.txt` in the folder of the images or tars names the classes, one a line in the order of the
-labels, and `zeroshot_classification_templates.txt` holds prompts, with "{}" or "{c}" for the name.
+A file `classnames.txt` in the folder of the images, tars or table names the classes, one a line in the order
+of the labels, and `zeroshot_classification_templates.txt` holds prompts, with "{}" or "{c}" for the name.
 """
 
 import functools
@@ -20,10 +21,11 @@ from typing import NamedTuple
 from swjax.data import files, imagenet
 from swjax.data.photographs import Photographs, Record
 from swjax.data.skipping import BadExample
+from swjax.data.table import Table
 from swjax.data.tfds_source import LabelledTFDS
 from swjax.data.webdataset import WebDataset
 
-KINDS = ("folders", "webdataset", "tfds")
+KINDS = ("folders", "webdataset", "table", "tfds")
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TEMPLATES = ("a photo of a {}.",)  # for sets that bring no prompts
 _NAMES, _PROMPTS = "classnames.txt", "zeroshot_classification_templates.txt"
@@ -37,7 +39,7 @@ class Address(NamedTuple):
     Attributes:
       name: for the names of its scores.
       kind: one of `KINDS`.
-      where: a folder, a pattern of tars, or BUILDER/SPLIT.
+      where: a folder, a pattern of tars, a table, or BUILDER/SPLIT.
     """
 
     name: str
@@ -48,7 +50,8 @@ class Address(NamedTuple):
 def address(text: str) -> Address:
     """Reads the address of a labelled set.
 
-    Without a name, a set is called after its folder, after the folder of its tars, or after its builder.
+    Without a name, a set is called after its folder, after the folder of its tars, after its table, or after
+    its builder.
 
     Raises:
       ValueError: the text is no address.
@@ -68,6 +71,7 @@ def address(text: str) -> Address:
     if kind == "tfds" and not all(where.rpartition("/")[::2]):
         raise ValueError(f"{text!r} names no split: write tfds:BUILDER/SPLIT")
     default = re.split("[/:]", where)[0] if kind == "tfds" else _folder(kind, where).name
+    default = Path(where).stem if kind == "table" else default
     return Address(name or default or kind, kind, where)
 
 
@@ -94,6 +98,8 @@ class Labelled(Photographs):
             self._images: Photographs = ImageFolders(where)
         elif kind == "webdataset":
             self._images = WebDataset(where, data_dir=data_dir, text_key="cls")
+        elif kind == "table":
+            self._images = LabelledRows(where, data_dir=data_dir)
         else:
             builder, _, part = where.rpartition("/")
             self._images = LabelledTFDS(part, data_dir=data_dir, builder=builder)
@@ -193,6 +199,58 @@ class ImageFolders(Photographs):
 
     def __reduce__(self) -> tuple:
         return ImageFolders, (self._root,)
+
+
+class LabelledRows(Photographs):
+    """The rows of a table with the columns image and label; the caption of an image is its label's number.
+
+    Labels that are numbers are those numbers. Others are names, numbered in alphabetical order.
+    """
+
+    def __init__(self, split: str, *, data_dir: str = "data"):
+        """Reads the labels.
+
+        Args:
+          split: path of a .csv, .tsv or .jsonl file.
+          data_dir: where the positions of its rows are stored.
+
+        Raises:
+          ValueError: as `swjax.data.table.Table`; no row can be read.
+        """
+        self._arguments = split, data_dir
+        self._table = Table(split, data_dir=data_dir, text_key="label")
+        self._labels = [self._label(index) for index in range(len(self._table))]
+        names = sorted(set(self._labels) - {""})
+        if not names:
+            raise ValueError(f"no row of {split!r} has a label")
+        if not all(name.isdecimal() for name in names):
+            self.class_names = tuple(names)
+            number = {name: str(i) for i, name in enumerate(names)}
+            self._labels = [number.get(label, "") for label in self._labels]
+        self.damage, self.damaged_share = self._table.damage, self._table.damaged_share
+
+    def _label(self, index: int) -> str:
+        try:
+            return self._table.captions(index)[0]
+        except (OSError, ValueError):
+            return ""  # a bad row, which the loader skips
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def key(self, index: int) -> str:
+        """Returns the image's path."""
+        return self._table.key(index)
+
+    def record(self, index: int) -> Record:
+        """Reads an image."""
+        if not self._labels[index]:
+            raise BadExample("the row has no label")
+        return Record(self._table.record(index).image, (self._labels[index],))
+
+    def __reduce__(self) -> tuple:
+        split, data_dir = self._arguments
+        return functools.partial(LabelledRows, data_dir=data_dir), (split,)
 
 
 def _lines(folder: Path | None, name: str) -> Sequence[str]:

@@ -13,6 +13,8 @@ _SOURCES = {
     "tfds": ("swjax.data.tfds_source", "TFDS"),
     "webdataset": ("swjax.data.webdataset", "WebDataset"),
     "table": ("swjax.data.table", "Table"),
+    "parquet": ("swjax.data.parquet", "Parquet"),
+    "folders": ("swjax.data.folders", "Folders"),
     "huggingface": ("swjax.data.huggingface", "HuggingFace"),
     "labelled": ("swjax.data.labelled", "Labelled"),
 }
@@ -46,12 +48,13 @@ def source(name: str, split: str, *, data_dir: str = "data", **options: Any) -> 
     """Opens a split of a data set, and prepares the data set at its first use.
 
     Args:
-      name: emoji, icons, synthetic, tfds, webdataset, table or huggingface.
+      name: emoji, icons, synthetic, tfds, webdataset, table, parquet, folders or huggingface.
       split: train, val or test; of icons also test_sets or test_both; of tfds as the data set has it; of
-        the others the path of tars, of a table, of a directory.
+        the others the path of tars, of a table, of Parquet files, of a folder.
       data_dir: where prepared data sets are kept.
       **options: of emoji: task, config; of icons: config, archive; of synthetic: image_size, classes,
-        examples; of tfds: builder, image_key, text_key; of the others: image_key, text_key.
+        examples; of tfds: builder, image_key, text_key; of folders: template; of the others: image_key,
+        text_key.
 
     Raises:
       ValueError: if there is no such data set, split or option.

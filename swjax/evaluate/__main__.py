@@ -7,7 +7,7 @@
 
 --workdir   a run: its newest checkpoint, on the data of its config
 --weights   safetensors of open_clip, OpenAI or Hugging Face, or a folder of them
---data      a labelled set, [NAME=]KIND:WHERE, with KIND one of folders, webdataset, tfds; may be repeated
+--data      a labelled set, [NAME=]KIND:WHERE, KIND: folders, webdataset, table, tfds; may be repeated
 --split     val or test: retrieval on this split of the config's data; may be repeated. Default: both for a
             run, none for weights unless --config.data.name is given
 --config.K  a key of configs/common.py

@@ -123,7 +123,8 @@ def _range() -> Key:
 
 _FROM_0, _FROM_1 = "[0, 1e9]", "[1, 1e9]"  # of steps, classes, examples
 
-SOURCES = ("emoji", "icons", "synthetic", "tfds", "webdataset", "table", "huggingface")
+SOURCES = ("emoji", "icons", "synthetic", "tfds", "webdataset", "table", "parquet", "folders",
+           "huggingface")  # fmt: skip
 ICON_SPLITS = ("train", "val", "test", "test_sets", "test_both")
 
 KEYS: dict[str, Key] = {
@@ -180,6 +181,15 @@ KEYS: dict[str, Key] = {
     "data.table.splits.train": _text(),
     "data.table.splits.val": _text(),
     "data.table.splits.test": _text(),
+    "data.parquet.image_key": _text(),
+    "data.parquet.text_key": _text(),
+    "data.parquet.splits.train": _text(),
+    "data.parquet.splits.val": _text(),
+    "data.parquet.splits.test": _text(),
+    "data.folders.template": _text(),
+    "data.folders.splits.train": _text(),
+    "data.folders.splits.val": _text(),
+    "data.folders.splits.test": _text(),
     "data.huggingface.image_key": _text(),
     "data.huggingface.text_key": _text(),
     "data.huggingface.splits.train": _text(),

@@ -1,0 +1,112 @@
+"""Pictures in folders: with a caption in a text file next to each, or named after their folder."""
+
+import functools
+import os
+from pathlib import Path
+
+from swjax.data import files
+from swjax.data.labelled import ENDINGS, TEMPLATES
+from swjax.data.photographs import Photographs, Record, texts
+from swjax.data.skipping import BadExample
+
+_LARGEST_IMAGE = 2**28  # bytes
+_LARGEST_TEXT = 2**20
+
+
+class Folders(Photographs):
+    """The pictures in a folder and its subfolders, in the order of their paths.
+
+    A picture with a text file of the same name, as in `fox.jpg` and `fox.txt`, has the lines of that file as
+    captions. Another is a picture of its folder's name, in which "_" stands for a space: `red_fox/1.jpg`
+    is "a photo of a red fox." If no picture has a text file, the folders are classes.
+
+    Attributes:
+      class_names: the names of the folders, if they are classes.
+      templates: prompts for zero-shot classification, if they are classes.
+    """
+
+    def __init__(self, split: str, *, template: str = TEMPLATES[0]):
+        """Lists the pictures.
+
+        Args:
+          split: the folder.
+          template: the caption of a picture without a text file, with "{}" for its folder's name.
+
+        Raises:
+          ValueError: there is no such folder, no picture in it, or the template has no "{}".
+        """
+        self._root, self._template = split, template
+        if "{}" not in template:
+            raise ValueError(
+                f'the template {template!r} has no place for the name: write "{{}}" there'
+            )
+        if not Path(split).is_dir():
+            raise ValueError(f"{split!r} is no folder: name the one that holds the pictures")
+        self._pictures, written = _list(split)
+        if not self._pictures:
+            raise ValueError(f"there are no pictures in {split!r}: {', '.join(ENDINGS)} are read")
+        self._has_text = [os.path.splitext(path)[0] in written for path in self._pictures]
+        names = sorted({_folder_name(path) for path in self._pictures})
+        if not any(self._has_text) and "" not in names:
+            self.class_names, self.templates = tuple(names), (template,)
+        self._label = {name: label for label, name in enumerate(self.class_names)}
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def key(self, index: int) -> str:
+        """Returns the path of a picture."""
+        return os.path.join(self._root, self._pictures[index])
+
+    def record(self, index: int) -> Record:
+        """Reads a picture and its captions."""
+        return Record(files.read_whole(self.key(index), _LARGEST_IMAGE), self._captions(index))
+
+    def stored(self, index: int) -> dict:
+        """Returns image (its file, as bytes), label (its class, or the index) and captions."""
+        image, captions = self.record(index)
+        label = self._label[_folder_name(self._pictures[index])] if self._label else index
+        return {"image": image, "label": label, "captions": captions}
+
+    def captions(self, label: int) -> tuple[str, ...]:
+        """Returns the captions of a class, or of a picture."""
+        if self._label:
+            return (self._template.format(self.class_names[label]),)
+        return self._captions(label)
+
+    def _captions(self, index: int) -> tuple[str, ...]:
+        if self._has_text[index]:
+            path = f"{os.path.splitext(self.key(index))[0]}.txt"
+            lines = files.read_whole(path, _LARGEST_TEXT).splitlines()
+            return texts(lines)
+        name = _folder_name(self._pictures[index])
+        if not name:
+            raise BadExample("the picture has neither a text file nor a folder of its own")
+        return (self._template.format(name),)
+
+    def __reduce__(self) -> tuple:
+        return functools.partial(Folders, template=self._template), (self._root,)
+
+
+def _list(root: str) -> tuple[list[str], set[str]]:
+    """The pictures below a folder, and the text files without their ending; paths from the folder."""
+    pictures, written = [], set()
+    for folder, inside, names in os.walk(root):
+        inside.sort()
+        for name in sorted(names):
+            path = os.path.relpath(os.path.join(folder, name), root)
+            stem, ending = os.path.splitext(path)
+            if ending.lower() in ENDINGS:
+                pictures.append(path)
+            elif ending == ".txt":
+                written.add(stem)
+    return sorted(pictures), written
+
+
+def _folder_name(path: str) -> str:
+    """The name of the folder that a picture is in; "" at the top.
+
+    >>> _folder_name("animals/red_fox/1.jpg"), _folder_name("1.jpg")
+    ('red fox', '')
+    """
+    return os.path.basename(os.path.dirname(path)).replace("_", " ")

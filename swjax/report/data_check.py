@@ -1,0 +1,309 @@
+"""`swjax data check WHERE`: what training would read of a data set, before it trains.
+
+  python -m swjax data check 'cc12m/{00000..00009}.tar'
+  python -m swjax data check pairs.csv --context_length=16 --page=check.html
+  python -m swjax data check photos --all
+
+WHERE names tars, a .csv, .tsv, .jsonl or .parquet file, or a folder of pictures; --source another source.
+Exit codes: 0 all that was read can be used, 1 training would skip some of it, 2 nothing can be read.
+"""
+
+import argparse
+import base64
+import io
+import math
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from swjax.data.decoding import decode
+from swjax.data.examples import reason
+from swjax.data.sources import Source, source
+from swjax.data.tokenizer import tokenize
+from swjax.report import page
+
+KINDS = {r".*\.tar$": "webdataset", r".*\.(csv|tsv|jsonl)$": "table", r".*\.parquet$": "parquet"}
+_SAMPLE = 1000
+_SHOWN = 40  # thumbnails, and bad examples with their reasons
+_THUMBNAIL = 160  # pixels, height and width at most
+
+
+class Seen(NamedTuple):
+    """What was read of an example.
+
+    Attributes:
+      key: what messages call it.
+      reason: why training would skip it; "" if it can be used.
+      size: width and height in pixels, (0, 0) if it cannot be used.
+      kind: of the file, such as "JPEG".
+      bytes: of the file.
+      captions: its texts.
+      thumbnail: a small picture as a data URL; "" unless it is to be shown.
+      digest: of the decoded pixels.
+    """
+
+    key: str
+    reason: str
+    size: tuple[int, int] = (0, 0)
+    kind: str = ""
+    bytes: int = 0
+    captions: tuple[str, ...] = ()
+    thumbnail: str = ""
+    digest: int = 0
+
+
+class Check(NamedTuple):
+    """What was read of a data set.
+
+    Attributes:
+      examples: in the data set.
+      seen: those that were read.
+      seconds: that reading and decoding took one thread.
+      damage: (file, reason) of files that can be read in part only.
+    """
+
+    examples: int
+    seen: list[Seen]
+    seconds: float
+    damage: tuple[tuple[str, str], ...]
+
+    @property
+    def good(self) -> list[Seen]:
+        return [each for each in self.seen if not each.reason]
+
+    @property
+    def bad(self) -> list[Seen]:
+        return [each for each in self.seen if each.reason]
+
+
+def kind_of(where: str) -> str:
+    """The source that reads a path: by its ending, or a folder.
+
+    Raises:
+      ValueError: the ending is of none.
+
+    >>> kind_of("cc12m/{00000..00009}.tar"), kind_of("pairs.csv")
+    ('webdataset', 'table')
+    """
+    for ending, kind in KINDS.items():
+        if re.fullmatch(ending, where):
+            return kind
+    if os.path.isdir(where):
+        return "folders"
+    raise ValueError(
+        f"{where!r} is neither a folder nor tars (.tar), a table (.csv, .tsv, .jsonl) or Parquet files "
+        "(.parquet): is the path right? --source names another data set"
+    )
+
+
+def check(pairs: Source, *, sample: int = _SAMPLE, shown: int = _SHOWN) -> Check:
+    """Reads examples of a source as training does, evenly spaced.
+
+    Args:
+      pairs: the source.
+      sample: examples to read at most; 0: all.
+      shown: thumbnails to make.
+
+    Returns:
+      What was read, in order.
+    """
+    count = min(sample or len(pairs), len(pairs))
+    wanted = np.linspace(0, len(pairs) - 1, count).astype(np.int64)
+    thumbnails = set(np.linspace(0, count - 1, min(shown, count)).astype(np.int64).tolist())
+    seen, live = [], sys.stderr.isatty()
+    if count:
+        _see(pairs, 0, shown=True)  # imports what reading needs
+    start = time.thread_time()
+    for number, index in enumerate(wanted.tolist()):
+        seen.append(_see(pairs, index, number in thumbnails))
+        if live and number % 20 == 0:
+            print(f"\rreading {number + 1} of {count}", end="", file=sys.stderr)
+    if live:
+        print("\r\x1b[K", end="", file=sys.stderr)
+    return Check(len(pairs), seen, time.thread_time() - start, getattr(pairs, "damage", ()))
+
+
+def _see(pairs: Source, index: int, shown: bool) -> Seen:
+    try:
+        stored = getattr(pairs, "stored", None)
+        example = stored(index) if stored else pairs[index]
+        image, kind, size = example["image"], "pixels", 0
+        if isinstance(image, bytes):
+            pixels = decode(image)  # first: it says best what is wrong
+            kind, size, image = _format(image), len(image), pixels
+        height, width = image.shape[:2]
+        captions = tuple(example["captions"])
+        key = pairs.key(index) if hasattr(pairs, "key") else f"example {index}"
+        thumbnail = _thumbnail(image) if shown else ""
+        digest = hash((image.shape, image.tobytes()))
+        return Seen(key, "", (width, height), kind, size, captions, thumbnail, digest)
+    except Exception as error:  # whatever is wrong with one example, as in training
+        key = pairs.key(index) if hasattr(pairs, "key") else f"example {index}"
+        return Seen(key, reason(pairs, index, error).removeprefix(f"{key}: "))
+
+
+def _format(image: bytes) -> str:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(image)) as opened:
+        return f"{opened.format} {opened.mode}"
+
+
+def _thumbnail(image: np.ndarray) -> str:
+    from PIL import Image
+
+    picture = Image.fromarray(image)
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    data = io.BytesIO()
+    picture.save(data, "PNG" if picture.mode == "RGBA" else "JPEG", quality=80)
+    kind = "png" if picture.mode == "RGBA" else "jpeg"
+    return f"data:image/{kind};base64," + base64.b64encode(data.getvalue()).decode()
+
+
+# --- what it means ------------------------------------------------------------------------------------
+
+
+def lines(found: Check, context_length: int) -> list[str]:
+    """One screen of text.
+
+    Args:
+      found: of `check`.
+      context_length: tokens of a caption in training, its start and end included.
+    """
+    good, bad = found.good, found.bad
+    out = [f"examples     {found.examples:,}; {len(found.seen):,} read, {len(bad):,} of them bad"]
+    for path, why in found.damage[:3]:
+        out.append(f"damaged      {path}: {why}")
+    if good:
+        widths, heights = np.array([each.size for each in good]).T
+        kinds = Counter(each.kind for each in good).most_common(4)
+        out.append(f"pixels       {_quantiles(widths)} wide, {_quantiles(heights)} high")
+        out.append(f"formats      {', '.join(f'{kind} {n:,}' for kind, n in kinds)}")
+        if any(each.bytes for each in good):
+            out.append(f"file sizes   {_quantiles([each.bytes / 1000 for each in good])} kB")
+        out += _about_captions(good, context_length)
+        copies = len(good) - len({each.digest for each in good})
+        out.append(
+            f"duplicates   {copies:,} of {len(good):,} images have the pixels of another one"
+        )
+        rate = len(found.seen) / max(found.seconds, 1e-9)
+        out.append(
+            f"reading      {rate:,.0f} images/s on one core, to full size: training at 1,000 images/s "
+            f"needs about {math.ceil(1000 / rate)} cores"
+        )
+    reasons = Counter(each.reason for each in bad).most_common(5)
+    out += [f"bad          {n:,} x {why}" for why, n in reasons]
+    out += [f"             {each.key}" for each in bad[:3]]
+    return out
+
+
+def _about_captions(good: list[Seen], context_length: int) -> list[str]:
+    texts = [text for each in good for text in each.captions]
+    # Twice the length shows what does not fit.
+    tokens = (
+        tokenize(texts, context_length=2 * context_length).argmax(axis=1) + 1
+    )  # up to the end mark
+    cut = int((tokens > context_length).sum())
+    most, count = Counter(texts).most_common(1)[0]
+    out = [
+        f"captions     {len(texts) / len(good):.1f} an image, {_quantiles(tokens)} tokens; {cut:,} "
+        f"({cut / len(texts):.0%}) are cut at context_length={context_length}"
+    ]
+    if count > 1:
+        out.append(f"most common  {most[:60]!r}, {count:,} times")
+    return out
+
+
+def _quantiles(values: Any) -> str:
+    low, middle, high = np.quantile(np.asarray(values), (0.05, 0.5, 0.95))
+    if low == high:
+        return f"{low:,.0f}"
+    return f"{low:,.0f} to {high:,.0f} (median {middle:,.0f})"
+
+
+def write_page(path: Path, where: str, found: Check, context_length: int) -> None:
+    """Writes a page with thumbnails, captions and bad examples; it needs no other file."""
+    figures = "".join(
+        f'<figure><img src="{each.thumbnail}" alt="">'
+        f"<figcaption>{'<br>'.join(map(escape, each.captions[:3]))}</figcaption></figure>"
+        for each in found.good
+        if each.thumbnail
+    )
+    rows = "".join(
+        f"<tr><td>{escape(each.key)}</td><td>{escape(each.reason)}</td></tr>"
+        for each in found.bad[:_SHOWN]
+    )
+    text = page.fill(
+        "data_check.html",
+        title=where,
+        subtitle=f"{found.examples:,} examples, {len(found.seen):,} of them read",
+        tiles="",
+        facts=escape("\n".join(lines(found, context_length))),
+        figures=figures or "<p>No example can be used.</p>",
+        bad=f"<table>{rows}</table>" if rows else "<p>None of those that were read.</p>",
+    )
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks a data set, prints what it has and writes a page.
+
+    Args:
+      arguments: of the command line; None: those of this process.
+
+    Returns:
+      The exit code, see above.
+    """
+    parser = argparse.ArgumentParser(
+        prog="swjax data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("check",))
+    parser.add_argument("where", help="tars, a table, Parquet files or a folder")
+    parser.add_argument("--source", default="", help="a name of docs/data.md, such as tfds")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="its keys"
+    )
+    parser.add_argument(
+        "--sample", type=int, default=_SAMPLE, help="examples to read, spread evenly"
+    )
+    parser.add_argument("--all", action="store_true", help="read all examples")
+    parser.add_argument("--context_length", type=int, default=77, help="tokens of a caption")
+    parser.add_argument("--data_dir", default="data", help="where prepared data sets are kept")
+    parser.add_argument("--page", type=Path, default=Path("data_check.html"), help="to be written")
+    options = parser.parse_args(arguments)
+    if options.sample < 1 or options.context_length < 2:
+        parser.error(
+            f"--sample={options.sample} must be at least 1 and --context_length="
+            f"{options.context_length} at least 2"
+        )
+    try:
+        pairs = source(
+            options.source or kind_of(options.where),
+            options.where,
+            data_dir=options.data_dir,
+            **dict(option.split("=", 1) for option in options.option),
+        )
+        found = check(pairs, sample=0 if options.all else options.sample)
+        print("\n".join(lines(found, options.context_length)))
+        write_page(options.page, options.where, found, options.context_length)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(f"swjax data check: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"page         {options.page}")
+    if not found.good:
+        return 2
+    return 1 if found.bad or found.damage else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

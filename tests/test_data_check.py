@@ -1,0 +1,91 @@
+"""`swjax data check`: what training would read, and what it would skip."""
+
+from pathlib import Path
+
+import pytest
+from photographs import jpeg, write_tars
+
+from swjax import data
+from swjax.report.data_check import check, lines, main
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Five rows: two equal pictures, one long caption, one that is no picture, one without a caption."""
+    monkeypatch.chdir(tmp_path)
+    for number in (0, 1, 2, 4):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number if number < 2 else 0))
+    (tmp_path / "3.jpg").write_bytes(b"<html>")
+    captions = ["fox!", "an owl " + "on a branch " * 9, "fox!", "toad", ""]
+    rows = [f"{number}.jpg,{caption}" for number, caption in enumerate(captions)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["image,caption", *rows]))
+    return "pairs.csv"
+
+
+def test_what_is_good_and_what_is_bad(table, capsys):
+    assert main(["check", table, "--context_length=8", "--page=page.html"]) == 1
+    out = capsys.readouterr().out
+    for wanted in (
+        "examples     5; 5 read, 2 of them bad",
+        "pixels       48 wide, 40 high",
+        "JPEG RGB 3",
+        "1 (33%) are cut at context_length=8",
+        "most common  'fox!', 2 times",
+        "1 of 3 images have the pixels of another one",
+        "1 x no image: 6 bytes that begin with b'<html>'",
+        "1 x the caption is empty",
+        "page         page.html",
+    ):
+        assert wanted in out
+    page = Path("page.html").read_text()
+    assert page.count('src="data:image/jpeg;base64,') == 3 and "<td>3.jpg</td>" in page
+    assert "&lt;html&gt;" in page and "<html>'" not in page
+
+
+def test_a_good_set_ends_with_0(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_tars(tmp_path, [4, 3])
+    assert main(["check", "{00000..00001}.tar", "--sample=3"]) == 0
+    assert "examples     7; 3 read, 0 of them bad" in capsys.readouterr().out
+
+
+def test_examples_are_spread_over_the_set(tmp_path):
+    pairs = data.source("synthetic", "train", image_size=8, classes=5, examples=101)
+    found = check(pairs, sample=3, shown=0)
+    assert [each.captions for each in found.seen] == [
+        ("pattern 0",), ("pattern 0",), ("pattern 0",)
+    ]  # fmt: skip
+    assert [len(check(pairs, sample=n, shown=2).seen) for n in (0, 500)] == [101, 101]
+    assert any(line.startswith("captions     1.0 an image") for line in lines(found, 77))
+
+
+def test_a_damaged_file_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_tars(tmp_path, [4])
+    tar = tmp_path / "00000.tar"
+    tar.write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
+    assert main(["check", "00000.tar"]) == 1
+    assert "damaged      00000.tar: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere"], "is neither a folder nor tars"),
+        (["missing.tar"], "cannot open missing.tar"),
+        (["pairs.csv", "--option=text_key=title"], "has no column 'title'"),
+        (["x", "--source=nothing"], "there is no data set 'nothing'"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_line(arguments, message, table, capsys):
+    assert main(["check", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("swjax data check: ") and captured.err.count("\n") == 1
+    assert message in captured.err and not captured.out
+
+
+def test_nothing_good_ends_with_2(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.jpg").write_bytes(b"no picture")
+    assert main(["check", "a"]) == 2

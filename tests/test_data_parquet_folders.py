@@ -1,0 +1,179 @@
+"""Pictures in folders, and Parquet files, as sources of pairs."""
+
+import functools
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from photographs import jpeg
+from PIL import Image
+
+from swjax import data
+from swjax.data import parquet
+
+
+def pixels(number):
+    return np.asarray(Image.open(io.BytesIO(jpeg(number))))
+
+
+# --- folders ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Three pictures in two folders."""
+    for number, name in enumerate(("red_fox/a.jpg", "red_fox/b.JPG", "owl/deep.jpeg")):
+        path = tmp_path / "pictures" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(number))
+    (tmp_path / "pictures" / "readme.md").write_text("no picture")
+    return tmp_path / "pictures"
+
+
+def test_folders_are_classes(pictures):
+    source = data.source("folders", str(pictures))
+    assert source.class_names == ("owl", "red fox") and source.templates == ("a photo of a {}.",)
+    examples = [source[i] for i in range(len(source))]
+    assert [(e["label"], e["captions"]) for e in examples] == [
+        (0, ("a photo of a owl.",)),
+        (1, ("a photo of a red fox.",)),
+        (1, ("a photo of a red fox.",)),
+    ]
+    np.testing.assert_array_equal(examples[0]["image"], pixels(2))
+    assert source.captions(1) == ("a photo of a red fox.",)
+    assert source.key(2) == str(pictures / "red_fox/b.JPG")
+    again = pickle.loads(pickle.dumps(source))
+    assert again[1]["captions"] == examples[1]["captions"]
+
+
+def test_text_files_are_captions(pictures):
+    (pictures / "red_fox/a.txt").write_text("a fox\n\nin the snow\n")
+    (pictures / "top.jpg").write_bytes(jpeg(3))
+    (pictures / "top.txt").write_text("größer")
+    source = data.source("folders", str(pictures), template="{}")
+    assert source.class_names == () and len(source) == 4
+    captions = [source[i]["captions"] for i in range(4)]
+    assert captions == [("owl",), ("a fox", "in the snow"), ("red fox",), ("größer",)]
+    assert [source[i]["label"] for i in range(4)] == [0, 1, 2, 3]
+    assert source.captions(3) == ("größer",)
+
+
+def test_a_picture_without_any_words_is_skipped(pictures):
+    (pictures / "top.jpg").write_bytes(jpeg(3))
+    batches = data.loader(
+        data.source("folders", str(pictures)), batch_size=4, train=False, image_size=8
+    )
+    (batch,) = batches
+    assert batch["mask"].tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "where, options, message",
+    [
+        ("nowhere", {}, "is no folder: name the one that holds the pictures"),
+        ("empty", {}, r"there are no pictures in 'empty': .jpg"),
+        ("pictures", {"template": "a photo"}, 'has no place for the name: write "{}"'),
+    ],
+)
+def test_folders_refuse(where, options, message, pictures, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=message) as error:
+        data.source("folders", where, **options)
+    assert "\n" not in str(error.value)
+
+
+# --- Parquet ------------------------------------------------------------------------------------------
+
+
+def write_parquet(path, images, captions, *, rows=3, names=("image", "caption")):
+    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({names[0]: images, names[1]: captions, "width": [1] * len(images)})
+    pyarrow_parquet.write_table(table, path, row_group_size=rows)
+
+
+def test_rows_of_parquet_files(tmp_path):
+    for file in range(2):
+        images = [jpeg(10 * file + row) for row in range(7)]
+        write_parquet(tmp_path / f"{file}.parquet", images, [f"c{file}{row}" for row in range(7)])
+    source = data.source("parquet", f"{tmp_path}/{{0..1}}.parquet")
+    assert len(source) == 14 and source.shards.tolist() == [3, 3, 1] * 2
+    order = [13, 0, 7, 6, 3, 8]
+    assert [source[i]["captions"] for i in order] == [
+        (c,) for c in ("c16", "c00", "c10", "c06", "c03", "c11")
+    ]
+    np.testing.assert_array_equal(source[9]["image"], pixels(12))
+    assert source.key(13) == f"{tmp_path}/1.parquet[6]"
+    assert pickle.loads(pickle.dumps(source)).captions(6) == ("c06",)
+    assert len(pickle.dumps(source)) < 2000
+
+
+def test_every_layout_of_an_image(tmp_path):
+    (tmp_path / "on_disk.jpg").write_bytes(jpeg(5))
+    layouts = {
+        "bytes": [jpeg(5)],
+        "path": ["on_disk.jpg"],
+        "struct": [{"bytes": jpeg(5), "path": None}],
+        "struct of path": [{"bytes": None, "path": str(tmp_path / "on_disk.jpg")}],
+    }
+    for name, images in layouts.items():
+        path = tmp_path / f"{name}.parquet"
+        write_parquet(path, images, [["", "one", "two"]], names=("jpg", "text"))
+        source = data.source("parquet", str(path))
+        np.testing.assert_array_equal(source[0]["image"], pixels(5))
+        assert source.captions(0) == ("one", "two")
+
+
+def test_threads_read_a_group_once(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "a.parquet", [jpeg(n) for n in range(8)], list("abcdefgh"), rows=8)
+    source = data.source("parquet", str(tmp_path / "a.parquet"))
+    opened = []
+    real = parquet._open
+    monkeypatch.setattr(parquet, "_open", lambda path: opened.append(path) or real(path))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(functools.partial(source.captions), range(8)))
+    assert found == [(letter,) for letter in "abcdefgh"] and len(opened) == 1
+
+
+def test_parquet_behind_an_address(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    write_parquet(tmp_path / "a.parquet", [jpeg(1)], ["far away"])
+    with fsspec.open("memory://pairs/a.parquet", "wb") as file:
+        file.write((tmp_path / "a.parquet").read_bytes())
+    assert data.source("parquet", "memory://pairs/*.parquet").captions(0) == ("far away",)
+
+
+def test_bad_rows_are_skipped(tmp_path):
+    images = [jpeg(0), None, b"no image", b""]
+    write_parquet(tmp_path / "a.parquet", images, ["good", "a", "b", "c"])
+    write_parquet(tmp_path / "b.parquet", [jpeg(1)], [None])
+    source = data.source("parquet", f"{tmp_path}/*.parquet")
+    batches = data.loader(source, batch_size=5, train=False, image_size=8)
+    (batch,) = batches
+    assert batch["mask"].tolist() == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "where, options, message",
+    [
+        ("missing.parquet", {}, "cannot open missing.parquet: it does not exist"),
+        ("text.parquet", {}, "text.parquet is no whole Parquet file"),
+        ("half.parquet", {}, "half.parquet is no whole Parquet file"),
+        ("a.parquet", {"text_key": "title"}, "no column 'title'; it has image, caption, width"),
+        ("empty.parquet", {}, "there are no rows in 'empty.parquet'"),
+    ],
+)
+def test_parquet_refuses(where, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_parquet("a.parquet", [jpeg(0)], ["a"])
+    write_parquet("empty.parquet", [], [])
+    with open("a.parquet", "rb") as file, open("half.parquet", "wb") as half:
+        half.write(file.read()[:-20])
+    with open("text.parquet", "w") as text:
+        text.write("no columns")
+    with pytest.raises(ValueError, match=message) as error:
+        data.source("parquet", where, **options)
+    assert "\n" not in str(error.value)
