@@ -12,7 +12,7 @@ Examples:
   python train.py --config=configs/vith_int8.py --workdir=runs/vith --config.train.accumulation=64
       ViT-H/14, the paper's recipe, on one GPU of 80 GB: 256 pairs at a time
 
-  python train.py --config=configs/vith_int8.py --plan --hardware=h200:8
+  python train.py --config=configs/vith_int8.py --plan --hardware=h200:8 --config.train.accumulation=8
       what the run would be, and whether it fits: memory, time, checkpoints; nothing is trained
 
 configs/common.py lists every key and what it means. The same command resumes an interrupted run,

@@ -224,9 +224,8 @@ def _about_captions(good: list[Seen], context_length: int) -> list[str]:
 
 def _quantiles(values: Any) -> str:
     low, middle, high = np.quantile(np.asarray(values), (0.05, 0.5, 0.95))
-    if low == high:
-        return f"{low:,.0f}"
-    return f"{low:,.0f} to {high:,.0f} (median {middle:,.0f})"
+    shown = [f"{value:,.0f}" for value in (low, high, middle)]
+    return shown[0] if shown[0] == shown[1] else "{} to {} (median {})".format(*shown)
 
 
 def write_page(path: Path, where: str, found: Check, context_length: int) -> None:

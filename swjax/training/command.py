@@ -2,7 +2,7 @@
 
   swjax train --config=configs/openmoji.py --workdir=runs/openmoji
       trains; the same command resumes an interrupted run
-  swjax train --config=configs/vith_int8.py --plan --hardware=h200:8
+  swjax train --config=configs/vith_int8.py --plan --hardware=h200:8 --config.train.accumulation=8
       what the run would be, and whether it fits; nothing is trained
 
 `python train.py` in a checkout is the same program; its --help has more examples. docs/config.md lists every
