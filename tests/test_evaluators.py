@@ -195,6 +195,25 @@ def test_predictions_are_the_nearest_names(source):
         np.testing.assert_allclose(p.cosines, np.sort(cosines)[::-1][:3], rtol=1e-5)
 
 
+def test_the_nearest_captions_of_images(source):
+    """Images of data without classes are shown with captions; any of an image's own is right."""
+    model = Model()
+    retrieval = evaluators.Retrieval(model, source, **SIZES)
+    shown = retrieval.predictions(np.float32(1), count=5)
+    captions = sorted({c for label in source.labels for c in source.captions(label)})
+    texts = unit(model.text(tokens(captions)))
+    assert [p.image[0, 0, 0] for p in shown] == [0, 9, 18, 27, 36]
+    for p in shown:
+        index = p.image[0, 0, 0]
+        cosines = texts @ unit(model.image[index])
+        assert list(p.guesses) == [captions[i] for i in np.argsort(-cosines)[:3]]
+        own = source.captions(source.labels[index])
+        found = [guess for guess in p.guesses if guess in own]
+        assert p.name == (found or own)[0]
+    assert any(p.name in p.guesses for p in shown)
+    assert len(retrieval.predictions(np.float32(1), count=99, k=99)) == len(source)
+
+
 def evaluate_sharded(tensor=1):
     """Scores and predictions with embeddings that lie on all devices of all processes."""
     model, source, mesh = Model(), make_source(), sharding.make_mesh(tensor=tensor)

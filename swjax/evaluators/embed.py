@@ -134,6 +134,15 @@ def images(
     return embeddings[order], labels[order], kept
 
 
+def evenly_spaced(count: int, total: int) -> np.ndarray:
+    """The indices of some of `total` examples; of all if there are fewer.
+
+    >>> evenly_spaced(3, 9), evenly_spaced(9, 2)
+    (array([0, 4, 8]), array([0, 1]))
+    """
+    return np.unique(np.linspace(0, total - 1, count).round().astype(int))
+
+
 def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the prompt templates; one string is one of them.
 

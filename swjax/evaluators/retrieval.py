@@ -7,7 +7,8 @@ import numpy as np
 
 from swjax import data
 from swjax.evaluators import embed
-from swjax.evaluators.ranking import chance, ranks, recall
+from swjax.evaluators.ranking import chance, ranks, recall, top
+from swjax.evaluators.zeroshot import Prediction
 from swjax.models.sharding import Share
 
 
@@ -60,13 +61,9 @@ class Retrieval:
           "<name>/image_to_text_R@1", ...R@5, ...R@10, "<name>/text_to_image_R@1", ..., and the same with
           "_chance_R@".
         """
-        images, labels, _ = embed.images(
-            self._predict, params, self._source, image_size=self._image_size, **self._sizes
-        )
-        captions, captions_of, images_of = pair(
-            labels, lambda label: self._source.captions(label)[: self._captions_per_image]
-        )
-        texts = np.concatenate(list(embed.texts(self._predict, params, captions, **self._sizes)))
+        images, labels, _ = self._images(params)
+        captions, captions_of, images_of = self._pair(labels)
+        texts = self._texts(params, captions)
         scores = {}
         for direction, queries, candidates, correct in (
             ("image_to_text", images, texts, captions_of),
@@ -79,6 +76,47 @@ class Retrieval:
                     correct, len(candidates), k
                 )
         return scores
+
+    def predictions(self, params: Any, *, count: int, k: int = 3) -> list[Prediction]:
+        """The captions nearest to some images, among all captions: evenly spaced images, not selected.
+
+        Args:
+          params: passed to `predict`.
+          count: how many images; all if there are fewer.
+          k: how many captions for each.
+
+        Returns:
+          For each image its nearest captions. `name` is that of its own captions which is the nearest of
+          them, if it is among these, or else its first one.
+        """
+        chosen = embed.evenly_spaced(count, len(self._source))
+        images, labels, pixels = self._images(params, keep=chosen)
+        captions, captions_of, _ = self._pair(labels)
+        texts = self._texts(params, captions)
+        guesses, cosines = top(images[chosen], texts, min(k, len(captions)))
+        shown = []
+        for i, index in enumerate(chosen):
+            own, found = captions_of[index], guesses[i].tolist()
+            name = next((guess for guess in found if guess in own), own[0])
+            names = tuple(captions[guess] for guess in found)
+            shown.append(Prediction(pixels[i], captions[name], names, tuple(cosines[i].tolist())))
+        return shown
+
+    def _images(self, params, keep=()):
+        return embed.images(
+            self._predict,
+            params,
+            self._source,
+            image_size=self._image_size,
+            keep=keep,
+            **self._sizes,
+        )
+
+    def _pair(self, labels: np.ndarray) -> tuple[list[str], list[list[int]], list[list[int]]]:
+        return pair(labels, lambda label: self._source.captions(label)[: self._captions_per_image])
+
+    def _texts(self, params, captions: list[str]) -> np.ndarray:
+        return np.concatenate(list(embed.texts(self._predict, params, captions, **self._sizes)))
 
 
 def pair(

@@ -18,8 +18,8 @@ class Prediction:
 
     Attributes:
       image: uint8 [height, width, channels], as the loader gives it.
-      name: the right class.
-      guesses: the most similar classes, best first.
+      name: the right class or, in retrieval, a caption of the image.
+      guesses: the most similar classes or captions, best first.
       cosines: their similarities.
     """
 
@@ -98,8 +98,7 @@ class ZeroShot:
           count: how many images; all if there are fewer.
           k: how many guesses for each.
         """
-        last = len(self._source) - 1
-        chosen = np.unique(np.linspace(0, last, count).round().astype(int))
+        chosen = embed.evenly_spaced(count, len(self._source))
         images, labels, pixels = self._images(params, keep=chosen)
         names, correct = self._classes(labels)
         classifier = self._classifier(params, names)

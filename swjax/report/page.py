@@ -110,12 +110,12 @@ def tile(title: str, value: str, note: str) -> str:
 
 def _predictions(predictions: list[dict]) -> str:
     if not predictions:
-        return "<p class='missing'>No predictions: the run has no test split with classes, or goes on.</p>"
+        return "<p class='missing'>No predictions: the run has no test or validation split, or goes on.</p>"
     first = sum(p["guesses"][:1] == [p["name"]] for p in predictions)
     within = sum(p["name"] in p["guesses"] for p in predictions)
     cards = "".join(_prediction(p) for p in predictions)
     return (
-        f"<p>{len(predictions)} images evenly spaced over the test split, not selected: {first} right at "
+        f"<p>{len(predictions)} images evenly spaced over the split, not selected: {first} right at "
         f"the first guess, {within} within {len(predictions[0]['guesses'])}.</p>"
         f'<div class="gallery">{cards}</div>'
     )

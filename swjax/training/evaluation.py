@@ -23,7 +23,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
       scores: {name: number}: of the split, if the config names it, and of the sets of `eval.zeroshot`.
-      predictions: some images with their likeliest classes; [] if the data have no classes.
+      predictions: some images with their likeliest classes, or captions if the data have no classes.
     """
 
     scores: dict[str, Any]
@@ -88,7 +88,8 @@ def make_evaluate(
         )
         scores = retrieval.run(params)
         if not source.class_names:
-            return Evaluation(scores, [])
+            nearest = retrieval.predictions(params, count=examples) if examples else []
+            return Evaluation(scores, nearest)
         zero_shot = evaluators.ZeroShot(
             predict,
             source,
