@@ -54,8 +54,8 @@ class Parquet(Photographs):
         with ThreadPoolExecutor(_THREADS) as pool:
             footers = list(pool.map(_footer, self._paths))
         self._groups = [(i, g) for i, (_, rows) in enumerate(footers) for g in range(len(rows))]
-        self.shards = np.array([n for _, rows in footers for n in rows], np.int64)
-        self._ends = np.cumsum(self.shards)
+        self._rows = np.array([n for _, rows in footers for n in rows], np.int64)
+        self._ends, self.shards = np.cumsum(self._rows), self._rows
         if not len(self):
             raise ValueError(f"there are no rows in {split!r}")
         columns = footers[0][0]
@@ -70,13 +70,13 @@ class Parquet(Photographs):
         """Returns the file and the number of a row in it."""
         group = int(np.searchsorted(self._ends, index, side="right"))
         file = self._groups[group][0]
-        first = int(self.shards[: self._groups.index((file, 0))].sum())
+        first = int(self._rows[: self._groups.index((file, 0))].sum())
         return f"{self._paths[file]}[{index - first}]"
 
     def record(self, index: int) -> Record:
         """Reads a row, and the image if the row holds its path."""
         group = int(np.searchsorted(self._ends, index, side="right"))
-        row = index - int(self._ends[group]) + int(self.shards[group])
+        row = index - int(self._ends[group]) + int(self._rows[group])
         image, text = (column[row].as_py() for column in self._read(group))
         return Record(self._bytes(image, self._paths[self._groups[group][0]]), texts(text))
 
