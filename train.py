@@ -20,7 +20,7 @@ bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends; a second Ctrl-C, or 
 opened, ends at once.
 
 Exit codes: 0 finished, or saved and interrupted; 1 diverged, or 50 steps in a row were skipped; 2 wrong
-command line or config; 3 the disk, or another machine of the run, failed: the same command goes on;
+command line or config; 3 the disk, or another machine of the run, failed: the same command resumes it;
 130 Ctrl-C that ended it at once.
 """
 

@@ -1,4 +1,4 @@
-"""Images a second that one core reads, decodes, crops and batches; open_clip's loader beside it.
+"""Images a second that one core reads, decodes, crops and batches; and open_clip's loader for comparison.
 
   python -m benchmarks.data_loading [--tars 'DIR/{00000..00009}.tar'] [--out FILE.json]
 

@@ -1,4 +1,4 @@
-"""What diagnostics cost: the train step with each of them beside the step with none, on the same batch.
+"""What diagnostics cost: the train step with each of them and with none, on the same batch.
 
   python benchmarks/diagnostics_overhead.py --out=benchmarks/results/diagnostics_overhead_cpu.json
   python benchmarks/diagnostics_overhead.py --config=configs/vitb16_int8.py --set train.batch_size=256 \\

@@ -70,7 +70,7 @@ def differences(rows: list[dict]):
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Loss curves; or a step's time, and of it collectives alone, beside the efficiency, a bar a case."""
+    """Loss curves; or a step's time, its collectives, and the efficiency, one bar per case."""
     import matplotlib.pyplot as plt
 
     losses = [row for row in rows if "loss" in row]

@@ -1,4 +1,4 @@
-"""Times training on one GPU: a vision tower forward and backward, and whole CLIP steps; beside PyTorch's.
+"""Times training on one GPU: a vision tower forward and backward, and whole CLIP steps; and PyTorch's.
 
     python benchmarks/train_step.py --out=benchmarks/results/train_step.json    # the most important first
     python benchmarks/train_step.py --models vit_h14 --kinds encoder --recipes standard switchback

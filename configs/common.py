@@ -177,12 +177,12 @@ def get_config() -> ConfigDict:
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 0  # 0: only after the last step and when interrupted
     config.checkpoint.keep = 2  # the newest ones
-    config.checkpoint.resume = ""  # a workdir whose run goes on here, if this one has none
+    config.checkpoint.resume = ""  # a workdir whose run is continued here, if this one has none
     # Gives the first parameters only: a workdir, or weights of open_clip, OpenAI, Hugging Face or
     # big_vision (the file or its folder, a path or an fsspec address). docs/fine_tuning.md
     config.checkpoint.init_from = ""
     # An fsspec address, such as gs://bucket/run, to which the run is copied while it trains, and from which
-    # it goes on where the workdir has no newer checkpoint; "": off.
+    # it is continued where the workdir has no newer checkpoint; "": off.
     config.checkpoint.mirror = ""
 
     config.log = ConfigDict()

@@ -22,7 +22,7 @@ def choose(
     length: int | None = None,
     layout: Layout | None = None,
 ) -> str:
-    """The name of the implementation for tokens x [b, t, w], `length` of which are not padding.
+    """The name of the implementation for tokens x [b, t, w] with `length` tokens that are not padding.
 
     None means XLA, but for 16-bit tokens on NVIDIA GPUs the kernel where it can run, else cuDNN.
 

@@ -31,7 +31,7 @@ class Linear(nnx.Linear):
       in_features, out_features: k and n.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
-      layout: where input and kernel lie, see `swjax.Layout`; None: the kernel where Flax's metadata
+      layout: how input and kernel are sharded, see `swjax.Layout`; None: the kernel where Flax's metadata
         says (`kernel_metadata={"out_sharding": ("fsdp", "tensor")}`), if it does.
       rngs: as for `flax.nnx.Linear`.
       **kwargs: use_bias, dtype, param_dtype, precision, kernel_init, bias_init, promote_dtype,
@@ -304,7 +304,7 @@ def set_layouts(
     reduce_dtype: str | None = None,
     reduce_later: bool = False,
 ) -> nnx.Module:
-    """Tells the `Linear` layers of a model where their operands lie, in place.
+    """Sets how the operands of a model's `Linear` layers are sharded, in place.
 
     For parameters that are put in place by a table of rules rather than by Flax's metadata.
 

@@ -139,7 +139,7 @@ def assert_quantized_gathers(
 
     Raises:
       AssertionError: an array is gathered in another type or is no weight, or is moved by an all-to-all or
-        a collective-permute: then something lies elsewhere than its layout says.
+        a collective-permute: then an array is not sharded as its layout says.
 
     >>> import jax.numpy as jnp, swjax
     >>> x, w = jnp.ones((8, 32)), jnp.ones((32, 16))

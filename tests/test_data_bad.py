@@ -89,7 +89,7 @@ def test_the_last_sample_of_a_truncated_tar(tmp_path, caplog):
     os.truncate(path, content.index(b"picture 59") + 3)
     taken, loader = take(open_tars(pattern, tmp_path), 15, max_bad_share=0.05)
     assert set(indices(taken)) <= set(range(59))
-    assert "broken tar at byte" in caplog.text and "what lies before is used" in caplog.text
+    assert "broken tar at byte" in caplog.text and "what comes before is used" in caplog.text
     loader.close()
     with pytest.raises(data.BadData, match=r"1 damaged files, 0.\d\d% of the bytes, more than may"):
         take(open_tars(pattern, tmp_path), 1, max_bad_share=0.001)

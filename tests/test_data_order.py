@@ -240,8 +240,8 @@ def test_seeds_differ_between_the_parts_of_a_mixture():
         ({"shuffle": "none"}, "shuffle must be one of global, shard"),
         ({"shuffle_shards": 0}, "shuffle_shards positive; they are 'global' and 0"),
         ({"on_bad": "cry"}, "one of skip, stop .* they are 'cry' and 1.0"),
-        ({"max_bad_share": 1.5}, r"lie in \[0, 1\]; they are 'skip' and 1.5"),
-        ({"start_step": 1, "position": {"batches": 1}}, "beside a position"),
+        ({"max_bad_share": 1.5}, r"must be in \[0, 1\]; they are 'skip' and 1.5"),
+        ({"start_step": 1, "position": {"batches": 1}}, "and there is a position"),
     ],
 )
 def test_loader_refuses(options, message):

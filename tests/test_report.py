@@ -139,7 +139,7 @@ def test_run_without_evaluation_or_stable_adamw(workdir):
         "set config.diagnostics.rms",
         "No stability/feature_mean_abs/vision/<block>",
         "No perf/samples_per_sec_per_device",
-        "No scores: the run has no test split, or goes on",
+        "No scores: the run has no test split, or has not finished",
         "No predictions",
     ):
         assert text in page.text, text

@@ -349,7 +349,7 @@ def test_other_errors_are_one_line():
     with pytest.raises(ValueError, match="needs the parameters, got params=None"):
         optimizer.update(p, optimizer.init(p))
     with pytest.raises(
-        ValueError, match=r"block_axes=2 lies outside parameter 'layer' of shape \(2, 3\)"
+        ValueError, match=r"block_axes=2 is not an axis of parameter 'layer' of shape \(2, 3\)"
     ):
         stable_adamw(0.1, block_axes={"layer": 2}).init(p)
     with pytest.raises(ValueError, match=r"'steps' is int32: cast it"):

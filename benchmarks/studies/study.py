@@ -83,7 +83,7 @@ def do(args, runs: Iterable[Run]) -> dict:
         if json.loads(json.dumps(key)) in done:
             continue
         if time.perf_counter() - start + longest > 60 * args.minutes:
-            print(f"{args.minutes} minutes are over: the same command goes on", flush=True)
+            print(f"{args.minutes} minutes are over: the same command continues", flush=True)
             break
         began = time.perf_counter()
         result = function()
@@ -218,7 +218,7 @@ def thin(values, digits: int = 4, every: int = THIN) -> list[float]:
 
 
 def thinned_steps(curve: list) -> range:
-    """Where the points of a thinned curve lie: at the first of their steps."""
+    """The steps of the points of a thinned curve: the first of each group."""
     return range(0, THIN * len(curve), THIN)
 
 

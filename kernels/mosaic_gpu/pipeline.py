@@ -152,7 +152,7 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
 
 
 def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
-    """The units of a block, of which unit `i` is number ``block + i * blocks`` of the total."""
+    """The units of a block; unit `i` is number ``block + i * blocks`` of the total."""
     return (total - block + blocks - 1) // blocks
 
 

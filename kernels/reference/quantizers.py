@@ -54,7 +54,7 @@ def quantize(
 def quantize_by(
     x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, transpose: bool = False
 ) -> QTensor:
-    """`quantize` with known absolute maxima, such as those of an array of which `x` is one shard.
+    """`quantize` with known absolute maxima, such as those of a sharded array with the shard `x`.
 
     Args:
       x: [...] float16, bfloat16 or float32.
@@ -80,7 +80,7 @@ def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple
 
     Args:
       x: [k, n] float16, bfloat16 or float32.
-      absmax: [p] float32: the absolute maxima of p parts of x, of which the largest is used.
+      absmax: [p] float32: the absolute maxima of p parts of x; the largest is used.
       dtype: as for `quantize`.
 
     Returns:

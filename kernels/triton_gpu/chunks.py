@@ -137,7 +137,7 @@ def store_quantized(
     ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes rows by their absolute maxima, of which each lane of `absmax` has its own."""
+    """Quantizes rows by their absolute maxima; each lane of `absmax` has that of its rows."""
     absmax = tl.reduce(absmax, 1, nan_maximum)
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(scale_ptr + row, absmax * INVERSE, mask=row < M)

@@ -72,9 +72,7 @@ def gelu(
     if tile is None:  # tuned for how an MLP calls it: quantized and not written
         tuned = quantize_to and not wide
         tile = tiles.row_tile("gelu", x.shape[-1]) if tuned else tiles.row_rule(x.shape[-1])
-    persistent = (
-        tile.stages > 1
-    )  # several blocks per program, of which the next ones are prefetched
+    persistent = tile.stages > 1  # several blocks per program; the next ones are prefetched
     y, values, scale = launcher.call(
         x,
         kernel=_gelu_kernel,

@@ -108,7 +108,7 @@ class TrainBatches(Batches):
         return self._state.skipped
 
     def position(self, gather: Callable[[np.ndarray], np.ndarray] = lambda own: own[None]) -> dict:
-        """Returns, for JSON, where the batches given so far end; the next loader goes on there.
+        """Returns, for JSON, where the batches given so far end; another loader continues there.
 
         Args:
           gather: int64 [3] of this process -> [processes, 3], in order. All must call it after the
@@ -179,7 +179,7 @@ def loader(
       seed: of order, captions and crops.
       start_step: batches to leave out.
       position: `position()` of an earlier loader, of any number of processes and any batch size, which
-        this one goes on from; not beside start_step.
+        this one continues from; not together with start_step.
       train: see above.
       context_length: tokens of a caption.
       image_size: pixels, height = width.
@@ -253,7 +253,7 @@ def _check(
     if start_step < 0 or (start_step and position):
         raise ValueError(
             f"start_step must not be negative; it is {start_step}"
-            + (", beside a position: one of them says where to start" if position else "")
+            + (" and there is a position: pass one of them" if position else "")
         )
     if len(source) > _MOST_EXAMPLES:
         raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")

@@ -4,7 +4,7 @@
   python train.py --config.data.name=tfds --config.data.tfds.builder=laion ...
 
 Each tar becomes one file. Images are copied as they are, not decoded. A file is read again after it is
-written, and counts as done only if it holds what the tar does; so the same command goes on where it
+written, and counts as done only if it holds what the tar does; so the same command continues where it
 was interrupted. --verify checks all files against the checksums written then.
 """
 
@@ -217,7 +217,7 @@ def _features():
 
 
 def _write(path: Path, examples: Iterator[dict]) -> tuple[int, str]:
-    """Writes a file of records, each of which can be read alone; returns their `_digest`."""
+    """Writes a file of records that can be read one by one; returns their `_digest`."""
     import tensorflow_datasets as tfds
     from array_record.python.array_record_module import ArrayRecordWriter
 

@@ -15,7 +15,7 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 
 _SCALE = (0.85, 1.05)  # of a drawing in training; it fills the image at 1
 _ASPECT = 0.05  # natural logarithm of height / width changes by at most this
-_SHIFT = 0.5  # of the room that is left beside the drawing, and at least
+_SHIFT = 0.5  # of the margin around the drawing, and at least
 _SHIFT_AT_LEAST = 0.04  # of the image
 _CONTRAST = 0.1  # a channel's distance from white changes by at most this factor
 
@@ -86,7 +86,7 @@ def fit(
 ) -> np.ndarray:
     """Scales the shorter side to `size`, bicubic and antialiased, then cuts out the middle.
 
-    By Pillow these are the pixels that open_clip and torchvision's Resize and CenterCrop give, each of them.
+    By Pillow every pixel is that of open_clip's, and torchvision's, Resize and CenterCrop.
 
     Args:
       image: uint8 [h, w, 3 or 4].

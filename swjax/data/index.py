@@ -1,4 +1,4 @@
-"""Where the records of many files lie, found once and kept beside the data."""
+"""The positions of the records in many files, found once and stored with the data."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ _THREADS = 16  # files looked through at once: one that is far away keeps no oth
 
 
 class Scan(NamedTuple):
-    """What lies in one file.
+    """The records of one file.
 
     Attributes:
       bounds: int64 [records + 1]; record i is the bytes from bounds[i] to bounds[i + 1].
@@ -34,7 +34,7 @@ class Index:
 
     The bounds of all records are one array on disk, 8 bytes a record, which all processes of a
     machine share. What was found in a file is kept too, until its size or time changes: a killed
-    preparation goes on, and files that are added are looked through alone.
+    preparation continues, and only files that are added are read.
 
     Args:
       paths: of the files.
@@ -80,7 +80,7 @@ class Index:
     def __getitem__(self, index: int) -> tuple[str, int, int]:
         """Returns the path of a record's file, and its first byte and the one after its last."""
         file = int(np.searchsorted(self._ends, index, side="right"))
-        # Before it lie all earlier records and, one more a file, the ends of the earlier files.
+        # The bounds before it are those of all earlier records, and one more for each earlier file.
         start, stop = self._bounds[index + file : index + file + 2].tolist()
         return self.paths[file], start, stop
 

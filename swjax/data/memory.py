@@ -11,7 +11,7 @@ _LARGE = 2**20  # bytes: below, malloc keeps pages itself
 
 
 class Memory:
-    """What arrays of a batch lie in, of the same few sizes each time.
+    """The memory of the arrays of a batch, in the same few sizes each time.
 
     >>> memory = Memory()
     >>> memory.joined([np.zeros((1, 2)), np.ones((1, 2))]).tolist()
@@ -24,7 +24,7 @@ class Memory:
     def joined(self, pieces: list[np.ndarray]) -> np.ndarray:
         """The pieces, one after the other along their first axis; one alone is returned as it is.
 
-        A large result lies in memory that is used again when it and all views of it are gone.
+        The memory of a large result is used again when the result and all views of it are gone.
         """
         if len(pieces) == 1:
             return pieces[0]

@@ -34,7 +34,7 @@ class Photographs(abc.ABC):
       templates: ().
       attribution: "".
       photographs: True: the loader crops at random in training, and in the middle otherwise.
-      shards: int64, how many examples lie in each file, in order; None: there is no such order.
+      shards: int64, the number of examples in each file, in order; None: examples are not in files.
       damage: (file, reason) for each file that can be read in part only.
       damaged_share: of the data set's bytes, cannot be read for that reason.
     """

@@ -12,11 +12,11 @@ from typing import Any
 
 
 def prepared(make_builder: Callable, data_dir: str | Path, name: str) -> Any:
-    """Returns a TFDS builder whose data set lies on disk, preparing it at the first call.
+    """Returns a TFDS builder whose data set is on disk; the first call prepares it.
 
     TFDS writes into a directory of its own and renames it when complete, so a data set is there
     or not there. What a killed preparation left is removed by the next, and one process prepares
-    while others wait. The version is part of the path: a new one is prepared beside the old.
+    while others wait. The version is part of the path: a new version does not replace the old one.
 
     Args:
       make_builder: returns the builder, given data_dir.

@@ -32,7 +32,7 @@ class LostProcess(RuntimeError):
 
 
 class Field(NamedTuple):
-    """Where one array of a chunk lies in the chunk's memory."""
+    """The place of one array in the memory of a chunk."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -151,7 +151,7 @@ class Processes(Iterator):
 
 
 def _fields(example: dict, chunk: int) -> tuple[dict[str, Field], int]:
-    """Returns where the arrays of a chunk lie, and its size in bytes."""
+    """Returns the places of the arrays of a chunk, and its size in bytes."""
     fields, at = {}, 0
     for name, value in example.items():
         value = np.asarray(value)

@@ -68,7 +68,7 @@ class Progress:
     def of(
         cls, position: dict, examples: int, process_index: int, process_count: int
     ) -> "Progress":
-        """Goes on from what `position` returned."""
+        """Continues from what `position` returned."""
         if position["examples"] != examples:
             raise ValueError(
                 f"the data set has {examples} examples; when this run was saved it had "

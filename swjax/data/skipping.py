@@ -36,7 +36,7 @@ class Skips:
         if policy not in POLICIES or not 0 <= max_share <= 1:
             raise ValueError(
                 f"the policy for bad examples must be one of {', '.join(POLICIES)} and the share "
-                f"that may be bad lie in [0, 1]; they are {policy!r} and {max_share}"
+                f"that may be bad must be in [0, 1]; they are {policy!r} and {max_share}"
             )
         self._policy, self._share = policy, max_share
         self.read, self.skipped = read, skipped
@@ -72,7 +72,7 @@ class Skips:
           BadData: if that is too much.
         """
         for path, reason in files:
-            logger.warning("%s: %s; what lies before is used", path, reason)
+            logger.warning("%s: %s; what comes before is used", path, reason)
         if files and (self._policy == "stop" or share > self._share):
             raise BadData(
                 f"{len(files)} damaged files, {share:.2%} of the bytes, more than may be skipped; "

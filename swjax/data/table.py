@@ -32,7 +32,7 @@ class Table(Photographs):
         Args:
           split: path or fsspec address of a UTF-8 file: .csv (commas), .tsv (tabs), the names of
             the columns in its first row; or .jsonl, an object in each line.
-          data_dir: where is kept what lies where.
+          data_dir: where the positions of the rows are stored.
           image_key: column with the image's path, from the table's directory, or its address.
           text_key: column with the caption; in JSONL, with one or a list of them.
 

@@ -1,4 +1,4 @@
-"""Reads the members of a tar where they lie: nothing is extracted, no name becomes a path.
+"""Reads the members of a tar in place: nothing is extracted, no name becomes a path.
 
 Python's tarfile would do, at a quarter of the speed and with unbounded work on forged headers. Here
 every step goes forward and stays within the file, so that any bytes at all end or raise BrokenTar.
@@ -31,7 +31,7 @@ class BrokenTar(ValueError):
 
 
 class Member(NamedTuple):
-    """A regular file in a tar: where its first header and its data lie, in bytes."""
+    """A regular file in a tar: the offsets of its first header and of its data, in bytes."""
 
     header: int
     name: str
@@ -47,7 +47,7 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
       end: size of the file.
 
     Raises:
-      BrokenTar: a header that is none, or data that goes on beyond the end.
+      BrokenTar: a malformed header, or data that ends after the file does.
     """
     offset, first = 0, None
     extended: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """CLIP's tokenizer: lower-cased byte-pair encoding, exactly as OpenAI's CLIP and open_clip do it.
 
 The vocabulary file bpe_simple_vocab_16e6.txt.gz is OpenAI's, under the MIT licence
-(LICENSE-bpe_simple_vocab.txt, beside it).
+(LICENSE-bpe_simple_vocab.txt, next to it).
 """
 
 import functools
@@ -80,7 +80,7 @@ def encode(text: str) -> list[int]:
 
 
 def _clean(text: str) -> str:
-    """Mends mis-decoded characters and HTML entities, some of which are escaped twice."""
+    """Repairs mis-decoded characters and HTML entities; some entities are escaped twice."""
     require("ftfy", "regex")
     import ftfy
 

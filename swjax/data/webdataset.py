@@ -18,7 +18,7 @@ class WebDataset(Photographs):
     """The samples of tars: consecutive files that share their name up to the first dot.
 
     Where each sample begins is found at the first use, by reading the tars' headers, and kept. From
-    then on a sample is one read of its bytes, wherever it lies: local tars need no conversion to be
+    then on a sample is one read of its bytes: local tars need no conversion to be
     shuffled. Of tars behind an fsspec address, too, every sample is one request.
 
     Nothing is extracted to disk, and nothing unpickled.
@@ -36,9 +36,9 @@ class WebDataset(Photographs):
 
         Args:
           split: their paths or addresses: "cc12m/{00000..01242}.tar", "gs://bucket/laion/*.tar".
-          data_dir: where is kept what lies where.
+          data_dir: where the positions of the samples are stored.
           image_key: extension of the image; of several, with ";" between them, the first there is.
-          text_key: extension of the caption, likewise; "json/caption" is a field of a JSON file.
+          text_key: the same for the caption; "json/caption" is a field of a JSON file.
 
         Raises:
           ValueError: if no tar is found, one is missing, or there is no sample in them.

@@ -1,7 +1,7 @@
 """Why a run is unstable: what to record in any Flax project, spikes, and what led to them.
 
 In the training step, all of it on the device: `norms`, `rms` or `adamw_rms`. Now and then: `measure`. Into a
-file that `python -m swjax.diagnostics report` reads: `Recorder`. While the run goes on: `Detector`.
+file that `python -m swjax.diagnostics report` reads: `Recorder`. During the run: `Detector`.
 """
 
 from swjax.diagnostics.recorder import Packer, Recorder

@@ -74,7 +74,7 @@ class Recorder:
 
     Args:
       path: of the file, as "runs/mine/metrics.jsonl"; its directory is created.
-      last_step: goes on with the file after this step, and removes what a killed run left beyond it.
+      last_step: continues the file after this step, and removes later lines that a killed run left.
       fetch_every: steps.
 
     >>> import tempfile

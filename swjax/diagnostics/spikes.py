@@ -78,7 +78,7 @@ class Event:
 
 
 class Detector:
-    """Finds events while a run goes on.
+    """Finds events while a run trains.
 
     Args:
       rules: what counts as an event.
@@ -260,7 +260,7 @@ def leaders(
 
 @dataclasses.dataclass(frozen=True)
 class Alignment:
-    """How often loss events follow the RMS events of one tensor, beside chance.
+    """How often loss events follow the RMS events of one tensor, and how often they would by chance.
 
     Attributes:
       name: of the tensor.

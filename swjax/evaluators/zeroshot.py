@@ -1,4 +1,4 @@
-"""Zero-shot classification: each image goes to the class whose prompts lie nearest."""
+"""Zero-shot classification: each image is assigned to the class with the nearest prompts."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The config files that stand beside weights: open_clip's and Hugging Face's, as `CLIPConfig` and back.
+"""The config files next to weights: open_clip's and Hugging Face's, as `CLIPConfig` and back.
 
 Weights alone do not say how many attention heads there are, nor which GELU. Whatever a config asks for
 that `swjax.models` does not have is refused by name: a model that almost fits computes something else.

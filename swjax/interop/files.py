@@ -24,7 +24,7 @@ _EXACT = ("F32", "F16", "BF16")  # dtypes that float32 holds exactly
 
 
 class NoConfig(ValueError):
-    """No config file stands beside weights, as OpenAI's have none."""
+    """There is no config file next to the weights: OpenAI's have none."""
 
 
 def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
@@ -34,7 +34,7 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
 
     Args:
       path: a file, or a folder with one as open_clip or Hugging Face write it.
-      cfg: the model; None: as the config file beside the weights says, in float32 and without
+      cfg: the model; None: as the config file next to the weights says, in float32 and without
         quantization, which is what those libraries compute.
       **options: fields of the configuration to be replaced, such as recipe="switchback".
 
@@ -167,11 +167,11 @@ def _layout_of(path: Path, names: Iterable[str]) -> str:
 
 
 def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
-    """The configuration from the file beside the weights."""
+    """The configuration from the file next to the weights."""
     file = path.parent / LAYOUTS[layout].config
     if not file.is_file():
         raise NoConfig(
-            f"{path} has no {file.name} beside it, which tells heads and GELU: pass the model, as in "
+            f"{path} has no {file.name} next to it, which names heads and GELU: pass the model, as in "
             f'cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )
     try:

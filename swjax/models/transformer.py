@@ -116,7 +116,7 @@ class Attention(nnx.Module):
         self.ln_k = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
 
     def implementation(self, x: jax.Array, length: int) -> str:
-        """That of `swjax.attention` for tokens x [b, t, w], of which so many are not padding."""
+        """The implementation of `swjax.attention` for tokens x [b, t, w] without the padding."""
         return attention.choose(x, self.heads, self.asked, length=length, layout=self.q.layout)
 
     def __call__(self, x: jax.Array, norm: LayerNorm, length: int) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ def from_adamw_state(
     r"""Moves the moments of an optax AdamW (or Adam) state into a fresh StableAdamW state.
 
     optax stores :math:`M = \sum_i (1 - \beta_1) \beta_1^{t-i} g_i` and debiases it at each use; StableAdamW
-    stores :math:`m = M / (1 - \beta_1^t)`, and v likewise. Training goes on as AdamW would have, up to
+    stores :math:`m = M / (1 - \beta_1^t)`, and v likewise. Training continues as AdamW would have, up to
     clipping.
 
     Args:

@@ -66,7 +66,7 @@ def _ascending(axes, path, p) -> tuple[int, ...]:
     outside = [axis for axis in axes if not -p.ndim <= axis < p.ndim]
     if outside:
         raise ValueError(
-            f"block_axes={outside[0]} lies outside parameter {path_name(path)!r} of shape {p.shape}: "
+            f"block_axes={outside[0]} is not an axis of parameter {path_name(path)!r} of shape {p.shape}: "
             f"name an axis it has, or None for one RMS"
         )
     return tuple(sorted({axis % p.ndim for axis in axes}))

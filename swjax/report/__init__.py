@@ -1,6 +1,6 @@
 """What a person sees of a run: one page with its curves, scores and predictions.
 
-`python -m swjax.report WORKDIR` makes the page again, for a run that has ended or goes on.
+`python -m swjax.report WORKDIR` writes the page again, for a run that has ended or still trains.
 """
 
 import json
@@ -22,7 +22,7 @@ def write(
     predictions: Sequence | None = None,
     attribution: str | None = None,
 ) -> Path:
-    """Writes WORKDIR/report/index.html, which needs no other file, and its pictures as PNGs beside it.
+    """Writes WORKDIR/report/index.html, which needs no other file, and its pictures as PNGs next to it.
 
     Curves come from metrics.jsonl, the rest from config.json and env.txt. What is missing, the page says.
     The arguments are kept in report/results.json; one that is None is read from there.

@@ -159,7 +159,7 @@ def draw_loss(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
 
 
 def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
-    """Zero-shot and retrieval scores of the evaluations during training, beside chance."""
+    """Zero-shot and retrieval scores of the evaluations during training, with those of chance."""
     shown = {
         label: metrics[name]
         for label, name in (

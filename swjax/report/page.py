@@ -87,7 +87,7 @@ def _subtitle(config: dict, metrics: Metrics) -> str:
 
 
 def _tiles(results: dict[str, float], metrics: Metrics) -> Iterable[str]:
-    """The scores to read first, each beside chance."""
+    """The headline scores, each with that of chance."""
     for ending in HEADLINES:
         for name, value in results.items():
             if name.endswith(ending) and "chance" not in name:
@@ -110,7 +110,9 @@ def tile(title: str, value: str, note: str) -> str:
 
 def _predictions(predictions: list[dict]) -> str:
     if not predictions:
-        return "<p class='missing'>No predictions: the run has no test or validation split, or goes on.</p>"
+        return (
+            "<p class='missing'>No predictions: the run has no test split, or has not finished.</p>"
+        )
     first = sum(p["guesses"][:1] == [p["name"]] for p in predictions)
     within = sum(p["name"] in p["guesses"] for p in predictions)
     cards = "".join(_prediction(p) for p in predictions)
@@ -158,7 +160,7 @@ def data_url(png: Path) -> str:
 
 def _scores(results: dict[str, float]) -> str:
     if not results:
-        return "<p class='missing'>No scores: the run has no test split, or goes on.</p>"
+        return "<p class='missing'>No scores: the run has no test split, or has not finished.</p>"
     head = "<tr><th>Score</th><th>Run</th><th>Chance</th><th>Ratio</th></tr>"
     return f'<table class="numbers">{head}{"".join(_score_rows(results))}</table>'
 

@@ -118,7 +118,7 @@ def draw_losses(figure: "Figure", result: dict, theme: Theme) -> str:
 
 
 def draw_gap(figure: "Figure", result: dict, theme: Theme) -> str:
-    """|loss - reference| for the same seed, beside other seeds'."""
+    """|loss - reference| for the same seed and for other seeds."""
     axes = charts.lay_out(figure.subplots(), "step")
     seeds = np.array(result["seeds"])
     steps = np.arange(1, seeds.shape[1] + 1)

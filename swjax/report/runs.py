@@ -29,7 +29,7 @@ class Run:
       name: its folder, below what all runs have in common.
       config: {key: value}, as in {"train.steps": "20"}.
       metrics: columns of the log.
-      scores: final ones by name; empty while the run goes on.
+      scores: final ones by name; empty until the run has finished.
     """
 
     name: str

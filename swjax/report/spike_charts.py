@@ -77,7 +77,7 @@ def draw_rms(figure: "Figure", data: Data, theme: Theme) -> str:
 
 
 def draw_tensors(figure: "Figure", data: Data, theme: Theme) -> str:
-    """How many spikes follow each tensor, beside chance."""
+    """How many spikes follow each tensor, and how many would by chance."""
     shown = [a for a in data.analysis.alignments if a.loss_events][:10][::-1]
     if not shown:
         raise Missing("No loss spike, or no RMS event that one could follow.")

@@ -16,7 +16,7 @@ class Seen(NamedTuple):
 
     Attributes:
       means: {name: array}, averaged.
-      maxima: {name: array}, of which the largest counts.
+      maxima: {name: array}; the largest over micro-batches is kept.
     """
 
     means: dict[str, jax.Array]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the train state and the data position, saved while training goes on.
+"""Checkpoints of a run: the train state and the data position, saved while training continues.
 
 Orbax writes and commits them; TensorStore checks few of the bytes that it reads. So each holds a manifest
 with the shape and the checksum of every array, and what does not come back as it was is not used.
@@ -254,7 +254,7 @@ class Checkpoints:
             kept = f"the one of step {max(steps)} is whole" if steps else "none is whole yet"
             raise RunError(
                 f"a checkpoint could not be written in {self.directory}, {kept}: {_reason(error)}; "
-                f"mend the disk, and the same command goes on"
+                f"make room or repair the disk; the same command then resumes the run"
             ) from error
 
 

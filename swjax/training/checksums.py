@@ -1,4 +1,4 @@
-"""Checksums of arrays, computed where they lie: the same on any mesh, and read in one pass."""
+"""Checksums of arrays, computed on the devices that hold them: the same on any mesh, and read in one pass."""
 
 import math
 

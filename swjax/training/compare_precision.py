@@ -9,7 +9,7 @@ quantization, the reference. Written into the workdir: compare_precision.html, o
 
   layers   one pass over some examples: the relative error of every linear layer's output, of the
            gradient there, and of every parameter's gradient
-  loss     some steps of training: how far the loss is from the reference's, beside how far other seeds' are
+  loss     some steps of training: the distance of its loss to the reference's, and of other seeds'
 
 Everything of the config counts, and --config.section.key=VALUE, but durations and evaluation.
 """

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes on."""
+"""What a person sees of a run while it trains."""
 
 import re
 import shutil
@@ -33,7 +33,7 @@ class Console:
         self._open = False
 
     def show(self, text: str) -> None:
-        """Shows on a terminal what goes on, until the next line; prints nothing elsewhere."""
+        """Shows a transient message on a terminal, until the next line; prints nothing elsewhere."""
         if self._live:
             columns = shutil.get_terminal_size().columns
             self._print(f"\r\x1b[K{text[: columns - 1]}")  # a longer line would wrap, and stay

@@ -39,7 +39,7 @@ def blame_data() -> Iterator[None]:
         ) from error
     except data.LostProcess as error:
         raise RunError(
-            f"{error}; config.data.workers is their number. That mended, the same command goes on"
+            f"{error}; config.data.workers is their number. With that fixed, the same command resumes the run"
         ) from error
 
 
@@ -84,7 +84,7 @@ def blame_disk(workdir: Path) -> Iterator[None]:
         remedy = DISK[error.errno]
         path = error.filename or str(workdir)
         raise RunError(
-            f"cannot read or write {path!r}: {_reason(error)}; {remedy}, and the same command goes on"
+            f"cannot read or write {path!r}: {_reason(error)}; {remedy}; the same command resumes the run"
         ) from error
 
 

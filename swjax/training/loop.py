@@ -121,7 +121,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
 
     # -------------------------------------------------------------------------------- Report
     if step < parts.steps:
-        console.say(f"interrupted: step {step} is saved in {workdir}; the same command goes on")
+        console.say(f"interrupted: step {step} is saved in {workdir}; the same command resumes it")
     else:
         unseen = evaluate_unseen(evaluate, state)
         distributed.first_does(

@@ -1,4 +1,4 @@
-"""A copy of a run's folder at an fsspec address, from which another machine goes on: `checkpoint.mirror`.
+"""`checkpoint.mirror`: a copy of a run at an fsspec address, from which another machine continues it.
 
 A run itself is local: it locks its folder, appends to its metrics and renames what is complete, which object
 stores cannot do. `mirror.json` at the address lists the checkpoints that are whole there. It is written after
@@ -166,7 +166,7 @@ class Mirror:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise RunError(
                 f"config.checkpoint.mirror={self._address!r} cannot be used: {reason}; mend it, and the same "
-                f"command goes on"
+                f"command continues"
             ) from error
 
 

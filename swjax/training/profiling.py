@@ -22,7 +22,7 @@ class Profiler:
     Args:
       config: the run's.
       workdir: directory of the run.
-      step: that the run goes on from.
+      step: the last step before this part of the run.
       timing: of the run; throughput leaves out the time in which the trace is written.
       console: shows the summary.
     """

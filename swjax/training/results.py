@@ -23,7 +23,7 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
       config: the run's.
       workdir: directory of the run.
       console: where to say it.
-      step: that the run goes on from; 0: it begins.
+      step: the last step before this part of the run; 0: it begins.
     """
     path = workdir / "config.json"
     if step and path.exists():
@@ -104,7 +104,7 @@ def tell_results(workdir: Path) -> None:
         if isinstance(score, float) and isinstance(chance, float):
             lines.append(f"  {name:32} {score:7.2%}   {chance:7.2%}")
     skipped = f", {results['skipped']} of them skipped" if results.get("skipped") else ""
-    heading = "; on unseen images, beside chance:" if lines else ""
+    heading = "; on unseen images, with chance:" if lines else ""
     print("\n".join([f"finished after {results['step']} steps{skipped}{heading}", *lines]))
     page = workdir / "report" / "index.html"
     if page.exists():

@@ -31,7 +31,7 @@ class StepLog:
       config: the run's.
       workdir: directory of the run.
       parts: of the run.
-      step: that the run goes on from.
+      step: the last step before this part of the run.
       feed: counts the examples that could not be read.
       timing: of the run.
       console: shows the newest record and what happens.

@@ -1,4 +1,4 @@
-"""Renders the icons once, into files of records: a preparation that is killed goes on where it was.
+"""Renders the icons once, into files of records: a preparation that was interrupted continues.
 
 The directory of a prepared data set holds::
 
