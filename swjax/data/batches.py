@@ -21,7 +21,7 @@ _CHUNK = 128  # examples that are loaded as one piece
 _CHUNKS_AHEAD = 4
 _MOST_EXAMPLES = 2**31 - 1  # labels are int32
 _PATIENCE = 10  # seconds for a chunk that is being loaded when a loader is closed
-_CROPS = 4  # tells the seed of captions and crops from that of the order
+_CROPS = 4  # separates the seed of captions and crops from that of the order
 
 
 class Batches(Iterator):
@@ -260,7 +260,7 @@ def _check(
 
 
 def _bounded(workers: int) -> int:
-    """Returns so many processes, or as many as there are cores, and says so."""
+    """Returns the number of processes, at most that of the cores, with a warning."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     cores = len(affinity) or os.cpu_count() or 1
     if workers > cores:

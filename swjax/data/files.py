@@ -120,7 +120,7 @@ def read(path: str, start: int, stop: int) -> bytes:
 
 
 def read_whole(path: str, most: int) -> bytes:
-    """Returns all bytes of a file that has at most so many.
+    """Returns all bytes of a file of at most `most` bytes.
 
     Raises:
       OSError: if the file is missing, unreadable or larger.

@@ -14,7 +14,7 @@ import numpy as np
 from swjax.data import files
 from swjax.data.preparation import lock
 
-_THREADS = 16  # files looked through at once: one that is far away keeps no other waiting
+_THREADS = 16  # files indexed at once: a remote one does not delay the others
 
 
 class Scan(NamedTuple):

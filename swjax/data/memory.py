@@ -24,7 +24,7 @@ class Memory:
     def joined(self, pieces: list[np.ndarray]) -> np.ndarray:
         """The pieces, one after the other along their first axis; one alone is returned as it is.
 
-        The memory of a large result is used again when the result and all views of it are gone.
+        The memory of a large result is used again when the result and all views of it are freed.
         """
         if len(pieces) == 1:
             return pieces[0]
@@ -44,7 +44,7 @@ class Memory:
 
 
 def when_gone(array: np.ndarray, call: Callable, value: Any) -> None:
-    """Calls with the value once an array of a buffer, and all views of it, are gone.
+    """Calls with the value once an array of a buffer, and all views of it, are freed.
 
     Views refer to such an array itself: it is the first above what is none.
     """

@@ -24,7 +24,7 @@ def order(
 ) -> grain.MapDataset:
     """Returns the endless sequence of example numbers.
 
-    Each source, and each part of a mixture, is gone through in epochs, each in another order; no
+    Each source, and each part of a mixture, is read in epochs, each in another order; no
     example comes again before all have come. Parts of a mixture take turns as their weights say.
 
     Args:

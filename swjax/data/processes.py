@@ -48,7 +48,7 @@ class Processes(Iterator):
 
     A process gets a chunk when it has made one, so that a slow core holds up few. They write into memory
     outside of all file systems (/dev/shm has 64 MB in a container), which is used again when a chunk and
-    all views of it are gone. They end with the process that asks for chunks, however that ends, leave
+    all views of it are freed. They end with the process that asks for chunks, however that ends, leave
     SIGINT and SIGTERM to it, and give way to it where there are fewer cores than work.
 
     Args:
@@ -182,7 +182,7 @@ def _end(processes: dict) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process at once when the process that started it is gone, whatever it is doing."""
+    """Ends this process at once when the process that started it has ended, whatever it is doing."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this process was started by another"
     connection.wait([parent.sentinel])
@@ -190,7 +190,7 @@ def _end_with_parent() -> None:
 
 
 def _make(pipe, packed: bytes) -> None:
-    """Makes the chunks that are asked for, until the process that asks is gone."""
+    """Makes the chunks that are asked for, until the process that asks has ended."""
     import cloudpickle
 
     for kind in (signal.SIGINT, signal.SIGTERM):  # for all: the process that asks ends this one

@@ -26,7 +26,7 @@ class Position:
         return self.left[turn] if beyond < 0 else self.start + beyond
 
     def after(self, taken: list[int]) -> "Position":
-        """Returns the position after processes have taken so many each, in turn.
+        """Returns the position after each process has taken some examples, in turn.
 
         >>> after = Position().after([3, 1])  # process 0 took 0, 2, 4 and process 1 took 1
         >>> after.left, after.start

@@ -28,7 +28,7 @@ class Skips:
 
     Args:
       policy: skip: go on without them. stop: the first one ends the run.
-      max_share: of the examples read, and of the first 1,000, so many may be bad.
+      max_share: the share of the examples read, and of the first 1,000, that may be bad.
       read, skipped: counts to go on from.
     """
 
@@ -58,7 +58,7 @@ class Skips:
             "skipped %s (%d of %d)", reason, self.skipped, self.read,
         )  # fmt: skip
         if self._policy == "stop":
-            raise BadData(f"cannot read {reason}: mend it, or let bad examples be skipped")
+            raise BadData(f"cannot read {reason}: repair it, or let bad examples be skipped")
         if self.skipped > self._share * max(self.read, _FIRST):
             raise BadData(
                 f"{self.skipped} of {self.read} examples cannot be read, more than the share of "

@@ -22,8 +22,8 @@ class Rules:
     Attributes:
       rms: an RMS from which on a step belongs to an RMS event; 2.3 is section 3.4 of the paper.
       sigmas: a loss deviates above running mean + `sigmas` running standard deviations.
-      window: the running statistics are those of so many losses before the step; our choice.
-      deviations: so many deviations within `merge` steps make a loss event; the paper's "multiple".
+      window: losses before the step in the running statistics; our choice.
+      deviations: this many within `merge` steps make a loss event; the paper's "multiple".
       merge: events at most so far apart are one.
       ignore: steps at the beginning in which nothing counts.
       lead: how far after the start of an RMS event a loss event follows it, first and last.
@@ -51,7 +51,7 @@ class Rules:
 
     @classmethod
     def of_run(cls, steps: int, **changes: Any) -> "Rules":
-        """The rules for a run of so many steps: the paper's share, 1 in 20, of it is ignored.
+        """The rules for a run of some number of steps: the paper's share, 1 in 20, of it is ignored.
 
         >>> Rules.of_run(20_000).ignore, Rules.of_run(600).ignore
         (1000, 30)

@@ -33,7 +33,7 @@ class ZeroShot:
     """Top-1 and top-5 accuracy among the names of the classes that occur in a set.
 
     A class is the mean of the unit vectors of its prompts, one a template, at length 1. Classes with one
-    name are one class, since no prompt tells them apart. Ties count against the model.
+    name are one class, since no prompt separates them. Ties count against the model.
 
     Args:
       predict: see `swjax.evaluators.embed`.

@@ -30,7 +30,7 @@ class NoConfig(ValueError):
 def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
     """A CLIP model from safetensors in the layout of open_clip, OpenAI or Hugging Face.
 
-    The layout is told from the tensors' names. Values are read as they are, 16-bit ones widened.
+    The names of the tensors determine the layout. 16-bit values are converted to float32.
 
     Args:
       path: a file, or a folder with one as open_clip or Hugging Face write it.

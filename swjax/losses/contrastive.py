@@ -44,8 +44,8 @@ def softmax_contrastive(
       image_emb, text_emb: [B, e] unit vectors; row i of both is a pair.
       logit_scale: scalar, the logarithm of the inverse temperature.
       labels: int [B]; pairs with equal labels all match each other. None: a pair matches itself only.
-      tokens: how B is split over a mesh whose axes are left to XLA; explicit ones tell.
-      pairs: of these at most so many are held at once on a device, or one row of its own and one other.
+      tokens: how B is sharded on a mesh with automatic axes; explicit axes are read from the types.
+      pairs: at most this many are held at once on a device, or one row of its own and one other.
 
     Returns:
       The loss, and metrics, float32 scalars all: `logit_scale` (its exponential), `image_to_text_accuracy`

@@ -98,8 +98,8 @@ def make_ring(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) ->
     Args:
       plan: see `swjax.linear.planning.plan_batch`.
       rows, width: of the whole batch.
-      pairs: at most so many at once on a device.
-      numbers: at most so many of visiting rows on a device.
+      pairs: at most this many at once on a device.
+      numbers: at most this many of visiting rows on a device.
     """
     axes = plan.splits(plan.token_axes)
     devices = 1 if plan.mesh is None else math.prod(plan.mesh.shape[axis] for axis in axes)

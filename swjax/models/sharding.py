@@ -61,7 +61,7 @@ def make_mesh(
 
 
 def mesh_sizes(count: int, data: int = -1, fsdp: int = 1, tensor: int = 1) -> tuple[int, ...]:
-    """The sizes of the axes of `make_mesh` for so many devices.
+    """The sizes of the axes of `make_mesh` for a number of devices.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
 
 def run(argv: list[str]) -> int:
     """Trains or plans; see `main`."""
-    # Not at the top: what is missing is told in one line.
+    # Not at the top: a missing package is reported in one line.
     from swjax.training import config as config_lib
 
     leave: Callable[[int], int] = int

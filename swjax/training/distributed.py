@@ -29,14 +29,14 @@ _DETECTED = (
     ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),  # a step of srun; a batch script is alone
     ("OMPI_COMM_WORLD_SIZE", "OMPI_MCA_orte_hnp_uri"),  # Open MPI up to version 4
 )
-# Other MPIs tell less: the package mpi4py asks them.
+# Other MPIs set fewer variables: the package mpi4py asks them.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # Seconds without a sign of life after which a process counts as dead, and the others end; and that one
 # which fails waits for the others. Together less than a minute.
 _HEARTBEAT, _SHUTDOWN = 30, 20
 _SILENCE = 5  # seconds of waiting for the others until this process says so
-# What collectives and JAX's service say when a process is gone: their errors have one type, and no code.
+# Messages of collectives and of JAX's service when a process has ended: the errors have one type, no code.
 _LOST = (
     r"Gloo|NCCL|nccl|Connection (reset|closed)|UNAVAILABLE|DEADLINE_EXCEEDED|coordination service"
 )
@@ -120,7 +120,7 @@ def check_same_config(config: ConfigDict) -> None:
 
 
 def read_environment(environment: Mapping[str, str]) -> dict | None:
-    """What `jax.distributed.initialize` has to be told; None: this process is alone.
+    """The arguments of `jax.distributed.initialize`; None: this process is alone.
 
     Args:
       environment: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what SLURM's srun or
@@ -184,7 +184,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 @contextlib.contextmanager
 def blame_peers() -> Iterator[None]:
-    """Says in one line that another process of the run is gone."""
+    """Reports in one line that another process of the run has ended."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -195,7 +195,7 @@ def blame_peers() -> Iterator[None]:
 
 
 def leave(code: int) -> int:
-    """Ends a process whose run failed, if it is one of several: the others may be gone.
+    """Ends a process whose run failed, if it is one of several: the others may have ended.
 
     Returns:
       `code`, if it is alone.
@@ -206,7 +206,7 @@ def leave(code: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if is_first():
-        # When the service of process 0 ends, JAX aborts those that have not told their error.
+        # When the service of process 0 ends, JAX aborts those that have not reported their error.
         time.sleep(1)
     os._exit(code)  # an orderly end would wait for all, and abort when they do not come
 
@@ -223,7 +223,7 @@ def all_or_none() -> Iterator[None]:
     The body itself must not wait for other processes.
 
     Raises:
-      Exception: in the first process that failed, its own: for it alone to tell.
+      Exception: in the first process that failed, its own error, which it alone reports.
       ConfigError: in the others, if that one's is; RunError: if it is anything else.
     """
     error = None
@@ -265,8 +265,8 @@ def shall_stop(step: int, requested: bool) -> bool:
 
     Args:
       step: the number of finished steps.
-      requested: what the only process of a run was told. For several, JAX watches SIGTERM: a second or two
-        after any of them got it, all are told the same step.
+      requested: whether the only process of a run was asked to stop. For several, JAX watches SIGTERM: a
+        second or two after any of them received it, all get the same step.
     """
     if jax.process_count() == 1:
         return requested

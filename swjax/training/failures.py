@@ -16,7 +16,7 @@ DISK = {
     errno.EROFS: "make it writable",
     errno.EACCES: "make it writable",
     errno.EPERM: "make it writable",
-    errno.EIO: "mend the disk",
+    errno.EIO: "repair the disk",
     errno.ENOENT: "name a path that exists or can be made",
     errno.ENOTDIR: "name a directory, not a file",
     errno.EEXIST: "name a directory, not a file",

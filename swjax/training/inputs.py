@@ -92,7 +92,7 @@ class Feed:
       config: the run's.
       parts: of the run.
       position: where an earlier feed ended; None: the beginning.
-      timing: of the run; it is told how long the loop waits.
+      timing: of the run; measures how long the loop waits for data.
 
     Raises:
       ConfigError: the position is of other data.

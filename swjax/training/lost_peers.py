@@ -1,4 +1,4 @@
-"""One line and exit code 3 in place of the abort with which JAX ends a process whose peer is gone.
+"""One line and exit code 3 in place of the abort with which JAX ends a process that lost a peer.
 
 JAX's coordination client logs about ten lines and calls `abort()` from a C++ thread; its callback for this
 event throws `std::bad_cast` in jax 0.10. So this module handles SIGABRT, and holds back for a second what
@@ -16,7 +16,7 @@ from typing import Any
 
 from swjax.training.errors import ExitCode
 
-# What JAX writes when another process is gone. Its log lines have no other mark.
+# What JAX writes when another process has ended. Its log lines have no other mark.
 _GONE = b"JAX distributed service detected fatal errors"
 _SECOND = 1.0
 _installed: "_Stderr | None" = None
@@ -82,7 +82,7 @@ def watch(line: str) -> None:
             if not _told.is_set():
                 os.write(stderr.old, line.encode() + b"\n")
                 os._exit(ExitCode.FAILED)
-            time.sleep(10 * _SECOND)  # the main thread has told it, and ends the process
+            time.sleep(10 * _SECOND)  # the main thread has reported it, and ends the process
             os._exit(ExitCode.FAILED)
         stderr.flush()
         libc.signal(signal.SIGABRT, None)  # what `abort` does next
@@ -98,7 +98,7 @@ _told = threading.Event()
 
 
 def told() -> None:
-    """Says that this process has found out itself that a peer is gone, and ends with a line of its own."""
+    """Records that the main thread has found the lost peer, and reports it in a line of its own."""
     _told.set()
 
 

@@ -153,5 +153,5 @@ def parse_line(number: int, line: str) -> dict[str, Any]:
     Raises:
       ConfigError: the line is damaged.
     """
-    what, remedy = f"metrics.jsonl, line {number},", "mend the line, or remove it"
+    what, remedy = f"metrics.jsonl, line {number},", "correct the line, or remove it"
     return read_json(what, line, remedy=remedy, step=int, time=int | float)

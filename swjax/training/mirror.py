@@ -165,8 +165,8 @@ class Mirror:
         except Exception as error:  # whatever the file systems of others raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise RunError(
-                f"config.checkpoint.mirror={self._address!r} cannot be used: {reason}; mend it, and the same "
-                f"command continues"
+                f"config.checkpoint.mirror={self._address!r} cannot be used: {reason}; with that "
+                f"fixed, the same command continues"
             ) from error
 
 

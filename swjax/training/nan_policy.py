@@ -36,7 +36,7 @@ class NanPolicy:
       config: the run's.
       steps: of the run.
       position: as saved with a checkpoint, see `saved`; None: the run begins.
-      console: is told of skipped steps.
+      console: prints which steps were skipped.
 
     Attributes:
       reason: in one line why the last decision was not to go on.
@@ -98,7 +98,7 @@ class NanPolicy:
         bad = first_bad(records)
         if bad and self._policy == "skip":
             self._console.say(f"{bad}: skipped, {self.skipped} in all")
-            bad = first_bad(records, kind="parameter")  # skipping does not mend that
+            bad = first_bad(records, kind="parameter")  # skipping does not repair that
         if bad and self.rolls_back and self._rollbacks < MAX_ROLLBACKS:
             self.reason, self._rollbacks = bad, self._rollbacks + 1
             return Action.ROLL_BACK

@@ -184,7 +184,7 @@ def _position_before(config, workdir: Path, step: int) -> tuple[int, dict | None
 
 @contextmanager
 def _checkpoint_before(config, workdir: Path, step: int):
-    """(checkpoints, step of the nearest one before a step) of the run, or of that which it goes on with.
+    """(checkpoints, step of the nearest one before a step) of the run, or of the run that it continues.
 
     None: there is none, and the run began with no other.
     """

@@ -1,4 +1,4 @@
-"""What a run writes about itself when it begins and when it is over, and what it tells then."""
+"""What a run writes and prints about itself at its start and at its end."""
 
 import json
 import re

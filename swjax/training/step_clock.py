@@ -46,13 +46,13 @@ class StepClock:
         """
         laps, self._laps = self._laps, {}
         seconds = sum(laps.values())
-        told: dict[str, Any] = {"perf/seconds": seconds}
+        record: dict[str, Any] = {"perf/seconds": seconds}
         if len(self._spent) >= self._LEAST:
             if seconds > 3 * statistics.median(sum(other.values()) for other in self._spent):
-                told["perf/slow"] = _where(laps, self._spent)
-                told["perf/slow"] += " while a checkpoint was written" * saving
+                record["perf/slow"] = _where(laps, self._spent)
+                record["perf/slow"] += " while a checkpoint was written" * saving
         self._spent.append(laps)
-        return told
+        return record
 
     def close(self) -> None:
         """Closes what it reads times from."""

@@ -145,7 +145,7 @@ class StepLog:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps, 0: never, happens after this one.
+    """Whether something that happens every `every` steps, 0: never, happens after this step.
 
     >>> is_due(4, 2), is_due(5, 2), is_due(4, 0)
     (True, False, False)
