@@ -1,4 +1,4 @@
-"""Batches of a source, in an order that a seed fixes, from any position on."""
+"""Batches of a source. The seed fixes their order, and a loader can start at any position."""
 
 import dataclasses
 import os
@@ -57,7 +57,7 @@ class Batches(Iterator):
 
 
 class TrainBatches(Batches):
-    """Iterator over batches of training, without end; it knows its position.
+    """Endless iterator over training batches that knows its position.
 
     A thread puts the next batch together while the last one is used."""
 
@@ -94,7 +94,7 @@ class TrainBatches(Batches):
         return self._thread.submit(next, self._assembled)
 
     def close(self) -> None:
-        """Ends its threads and processes, and lets go of what they have loaded."""
+        """Ends its threads and processes, and frees what they have loaded."""
         self._ended.set()
         if self._coming:
             wait([self._coming], timeout=_PATIENCE)
@@ -120,7 +120,7 @@ class TrainBatches(Batches):
 def _assembled(
     chunks: Iterator, size: int, ended: threading.Event
 ) -> Iterator[tuple[dict | None, np.ndarray]]:
-    """Batches of good rows, each with the errors, or b"", of all rows that it took, in their order. Where
+    """Batches of readable rows, each with the error, or b"", of every row that was read for it. Where
     most rows are bad: None, and the errors so far, which may be reason to stop."""
     memory = Memory()
     chunk, at = {"error": np.empty(0, "S")}, 0  # rows before `at` are done with
@@ -165,9 +165,9 @@ def loader(
 ) -> Batches:
     """Returns an iterator over this process's part of every batch.
 
-    In training it never ends: epoch after epoch, each in an order of its own, with one caption of
-    each image at random. What comes depends on the seed and the position alone: not on the workers,
-    nor on where the run was interrupted. Otherwise it is one pass in order, each image with its first
+    In training it never ends: epoch after epoch, each in another order, with a random caption
+    of each image. The batches depend on the seed and the position alone: not on the workers, nor on where
+    the run was interrupted. Otherwise it is one pass in order, each image with its first
     caption; all processes give the same number of batches, the last ones padded.
 
     An example that cannot be read is counted, logged with its key, and left out: in training the next
@@ -293,7 +293,7 @@ def _evaluation(source: Source, batch_size: int, share: tuple, **sizes: int):
 
 
 def _iterate(rows, chunk: int, batch_size: int, workers: int) -> Iterator:
-    """Puts examples together in chunks, and reads ahead in threads or processes."""
+    """Assembles examples into chunks, and reads ahead in threads or processes."""
     of_batch = -(-batch_size // chunk)
     if workers:
         return Processes(rows, chunk, workers, held=2 * of_batch)

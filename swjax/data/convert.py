@@ -98,7 +98,7 @@ def convert(out: Path, args: argparse.Namespace) -> None:
 
 
 def manifest(out: Path) -> list[dict]:
-    """Returns what is known of each file, in the order of splits and files."""
+    """Returns the manifest's line of each file, in the order of splits and files."""
     path = out / _MANIFEST
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     known = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -119,14 +119,14 @@ def _expect(out: Path, split: str, shards: int) -> None:
 
 
 def _drop_half_line(path: Path) -> None:
-    """Cuts off what a killed run may have left at the end: what follows would go on in that line."""
+    """Removes an incomplete last line, which an interrupted run may have left."""
     if path.exists():
         whole = path.read_bytes()
         os.truncate(path, whole.rfind(b"\n") + 1)
 
 
 def verify(out: Path) -> int:
-    """Compares every file with its checksum; returns 1, having named what differs or lacks, or 0."""
+    """Compares every file with its checksum; prints those that differ or are missing, and then returns 1, else 0."""
     lines, wanted = manifest(out), expected(out)
     done = Counter(line["split"] for line in lines)
     bad = [line["file"] for line in lines if _sha256(out / line["file"]) != line["sha256"]]
@@ -193,7 +193,7 @@ def _shard(tars: WebDataset, out: Path, name: str, split: str, on_bad: str, done
 
 
 def _read(tars: WebDataset, indices: range, skipped: list[str], on_bad: str) -> Iterator[dict]:
-    """Yields examples; writes down why others are none."""
+    """Yields the readable examples; records why others are skipped."""
     for index in indices:
         try:
             key, found = tars.sample(index)
@@ -250,7 +250,7 @@ def _read_back(path: Path) -> Iterator[dict]:
 
 
 def _digest(examples: Iterator[dict]) -> tuple[int, str]:
-    """Returns how many examples there are, and a checksum of all they hold."""
+    """Returns the number of examples, and a checksum of their contents."""
     count, total = 0, hashlib.sha256()
     for example in examples:
         count += 1

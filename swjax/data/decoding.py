@@ -1,11 +1,11 @@
 """Encoded photographs to pixels, and pixels to size, at the speed of the fastest wheels.
 
 The reference is Pillow, as torchvision uses it. JPEGs are decoded by libjpeg-turbo through
-simplejpeg, to the same pixels; what it refuses Pillow decides about. Images are scaled by the Rust
+simplejpeg, to the same pixels; Pillow decodes the files that it refuses. Images are scaled by the Rust
 crate fast_image_resize where its wheel (cykooz-resizer) is installed, else by Pillow: the same
-antialiased bicubic filter. They round between rows and columns, and may take these in another order:
-of photographs, values differ by 0.2 of 255 levels in the mean, 99.9 % of them by at most 2, and
-single ones at sharp edges by up to 10.
+antialiased bicubic filter. The two scale rows and columns in different orders and round in between. In
+photographs, values differ by 0.2 of 255 levels on average, 99.9 % of them by at most 2, and a few at
+sharp edges by up to 10.
 """
 
 import functools
@@ -71,7 +71,7 @@ def rgb(image: "Image.Image") -> np.ndarray:
     """Converts an image of any kind to 8-bit RGB: the one conversion of training and inference.
 
     The EXIF orientation is applied. 16-bit grey is scaled to 8 bits. Transparent pixels are blended
-    with white. Of an animation, the frame that the image is at is taken: the first, once opened.
+    with white. Of an animation, the current frame is used: the first one of an image that was just opened.
 
     Args:
       image: any `PIL.Image.Image` but one of 32-bit integers or floats, whose range is unknown.

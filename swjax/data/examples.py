@@ -1,4 +1,4 @@
-"""One example as the arrays that a batch has of it, or why there is none."""
+"""One example as the arrays of a batch, or the reason why it cannot be used."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ class _Example:
     def _photograph(self, index: int, cut: Callable, choose_caption: Callable) -> dict:
         """Returns the arrays of a photograph; blank ones, and why, if it cannot be read.
 
-        Whatever goes wrong is about this one example: data sets of the web have everything.
+        Any exception concerns this one example: data sets from the web contain every kind of damage.
         """
         try:
             source = self._source

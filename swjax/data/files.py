@@ -66,7 +66,7 @@ def is_remote(path: str) -> bool:
 
 
 def check_protocol(path: str) -> None:
-    """Raises the error of an address whose protocol cannot be read here: that is no fault of a file.
+    """Raises the error of an address whose protocol cannot be read here: no file is at fault.
 
     Raises:
       ModuleNotFoundError: a package that the protocol needs is not installed.
@@ -77,7 +77,7 @@ def check_protocol(path: str) -> None:
 
 
 def beside(path: str, of: str) -> str:
-    """Returns a path that is relative to the directory of another file, as one from here.
+    """Returns a path, given relative to the directory of another file, as a path of its own.
 
     >>> beside("images/1.jpg", of="/disk/train.csv")
     '/disk/images/1.jpg'
@@ -88,7 +88,7 @@ def beside(path: str, of: str) -> str:
 
 
 def size_and_version(path: str) -> tuple[int, str]:
-    """Returns a file's size in bytes, and what changes when the file does.
+    """Returns a file's size in bytes, and a text that changes when the file does.
 
     Raises:
       OSError: if there is no such file, or it is a directory.

@@ -1,4 +1,4 @@
-"""Which examples a batch of a run had: the order is fixed by a seed, so that nothing needs recording."""
+"""The examples of a batch of a run, computed from the seed: nothing has to be recorded."""
 
 import numpy as np
 
@@ -19,8 +19,8 @@ def batch_indices(
 ) -> np.ndarray:
     """The examples of one batch of a run, of all processes together; no example is read.
 
-    It holds while none was skipped for being unreadable: the position of a checkpoint knows of those
-    before it.
+    The result is right if no example was skipped since the start or since `position`, which counts earlier
+    ones.
 
     Args:
       source: what the run trains on.
@@ -57,7 +57,7 @@ def batch_indices(
 
 
 def key(source: Source, index: int) -> str:
-    """What a person finds an example by: its key where the source has keys, else number and caption."""
+    """A name by which a person finds an example: its key if the source has keys, else number and caption."""
     if hasattr(source, "key"):
         return str(source.key(index))
     example = source[index]

@@ -1,6 +1,6 @@
 """ImageNet's classes in words that CLIP understands, and the prompts to put them in.
 
-Both lists are OpenAI's, who edited names by which zero-shot classification went wrong (a nail is a "metal
+Both lists are OpenAI's, who edited names that misled zero-shot classification (a nail is a "metal
 nail") and found the prompts by trial; published figures of CLIP models on ImageNet use them. They come
 with the package: nothing is downloaded. THIRD_PARTY.md has their source and licence.
 """

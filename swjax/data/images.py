@@ -1,4 +1,4 @@
-"""From stored pixels to what the image tower reads: on the host to size, on the device to floats."""
+"""Stored pixels as the image tower reads them: resized on the host, converted to floats on the device."""
 
 import math
 from collections.abc import Callable

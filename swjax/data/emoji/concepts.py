@@ -1,4 +1,4 @@
-"""What there is to learn: 1,914 emoji with their words, in families that no split takes apart."""
+"""The 1,914 emoji and their words. A family of similar emoji is in one split."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ def concepts() -> tuple[Concept, ...]:
 
 
 def file_key(code: str) -> str:
-    """Returns what the file names of one emoji have in common, however a set writes them.
+    """Returns a key of an emoji's file names that does not depend on how a set writes them.
 
     >>> file_key("0031-FE0F-20E3"), file_key("31-20e3")
     ('31-20E3', '31-20E3')

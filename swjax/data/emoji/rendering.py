@@ -18,8 +18,8 @@ _REDUCED = ("line", "flat")  # styles in which some concepts look alike
 def render(concepts: Iterable[Concept], title: str) -> list[tuple[Concept, str, bytes]]:
     """Returns (concept, style, PNG) of every drawing of some concepts, in a fixed order.
 
-    Left out are empty drawings, and those by which concepts cannot be told apart because their
-    colours or lines are gone: a flag's outline, a keycap without its digit.
+    Left out are empty drawings, and drawings of several concepts that look alike without their
+    colours or lines: a flag's outline, a keycap without its digit.
 
     Args:
       concepts: what to draw.

@@ -1,4 +1,4 @@
-"""The emoji data set's splits: drawings to train on, and drawings to name that were never seen."""
+"""The splits of the emoji data set: drawings to train on, and unseen drawings to name."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ class Emoji:
     """One split of a task.
 
     mixed:  train has OpenMoji's drawings of every emoji, and Twemoji's of 70 % of the families;
-            val and test have Twemoji's of the other families, to be told apart by their names.
+            val and test have Twemoji's of the other families, to be classified by their names.
     strict: train has OpenMoji's drawings only; val has Twemoji's of 10 % of the families, test all
             other drawings of Twemoji's.
 

@@ -1,4 +1,4 @@
-"""What there is to draw: the icon sets of Iconify's collection, with words for each drawing.
+"""The icon sets of Iconify's collection, with words for each drawing.
 
 The collection is one npm package, `PACKAGE`. Left out are sets whose licence forbids commercial use or is
 GPL, emoji, which the default task draws, and the sets of `RESERVED`.

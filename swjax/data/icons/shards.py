@@ -64,7 +64,6 @@ def prepare(folder: Path, archive: Path, only: frozenset[str], title: str) -> No
 
     Raises:
       ValueError: the package does not exist, or is another version of it.
-      OSError: a file that was written does not have its checksum.
     """
     if (folder / COMPLETE).exists():
         return
