@@ -126,7 +126,7 @@ def _drop_half_line(path: Path) -> None:
 
 
 def verify(out: Path) -> int:
-    """Compares every file with its checksum; prints those that differ or are missing, and then returns 1, else 0."""
+    """Compares every file with its checksum; prints what differs or is missing, and returns 1, or 0."""
     lines, wanted = manifest(out), expected(out)
     done = Counter(line["split"] for line in lines)
     bad = [line["file"] for line in lines if _sha256(out / line["file"]) != line["sha256"]]

@@ -21,10 +21,10 @@ _CONTRAST = 0.1  # a channel's distance from white changes by at most this facto
 
 
 def preprocess(images: jax.Array, key: jax.Array | None = None, image_size: int = 224) -> jax.Array:
-    """Returns normalised images: (x / 255 - mean) / std, drawings laid on white.
+    """Returns normalised images: (x / 255 - mean) / std, drawings composited on white.
 
     Given a key, drawings (images with opacity) are also scaled, moved and changed in contrast,
-    slightly, each in its own way. They are not mirrored: arrows and letters mean something.
+    slightly, each by other random amounts. They are not mirrored: arrows and letters have a direction.
     Photographs (without opacity) were cropped at random by the loader.
 
     Args:
@@ -60,7 +60,7 @@ def preprocess(images: jax.Array, key: jax.Array | None = None, image_size: int 
 
 
 def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
-    """Scales, moves and changes the contrast of drawings, each in its own way."""
+    """Scales, moves and changes the contrast of drawings, each by other random amounts."""
     b, size = ink.shape[:2]
     keys = jax.random.split(key, 4)
     scale = jax.random.uniform(keys[0], (b, 1), jnp.float32, *_SCALE)
@@ -86,7 +86,7 @@ def fit(
 ) -> np.ndarray:
     """Scales the shorter side to `size`, bicubic and antialiased, then cuts out the middle.
 
-    By Pillow every pixel is that of open_clip's, and torchvision's, Resize and CenterCrop.
+    With Pillow every pixel is that of open_clip's, and torchvision's, Resize and CenterCrop.
 
     Args:
       image: uint8 [h, w, 3 or 4].

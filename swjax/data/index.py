@@ -30,16 +30,16 @@ class Scan(NamedTuple):
 
 
 class Index:
-    """The records of files, counted through.
+    """The records of files by number.
 
     The bounds of all records are one array on disk, 8 bytes a record, which all processes of a
-    machine share. What was found in a file is kept too, until its size or time changes: a killed
+    machine share. The result of each file is stored too, until its size or time changes: an interrupted
     preparation continues, and only files that are added are read.
 
     Args:
       paths: of the files.
       scan: finds the records of a file, given its path and size.
-      kind: names what `scan` does; another is another index.
+      kind: names what `scan` does; part of the key of the index.
       data_dir: where indices are kept.
 
     Raises:
@@ -74,7 +74,7 @@ class Index:
         return int(self._ends[-1])
 
     def excuse(self) -> str:
-        """Returns, to end a message, why there may be fewer records than there should be."""
+        """Returns the end of a message: why there may be fewer records than expected."""
         return f": {self.damage[0][0]} is a {self.damage[0][1]}" if self.damage else ""
 
     def __getitem__(self, index: int) -> tuple[str, int, int]:
@@ -95,7 +95,7 @@ def _size_and_version(path: str) -> tuple[int, str]:
 
 
 def _make(prefix: str, paths: list, sizes: list, keys: list, scan) -> None:
-    """Writes PREFIX.npy and then, since it says that all is there, PREFIX.json."""
+    """Writes PREFIX.npy and then PREFIX.json, which marks the index as complete."""
     parts = [Path(prefix).parent / "files" / f"{key}.npz" for key in keys]
     missing = [i for i, part in enumerate(parts) if not part.exists()]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -137,7 +137,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _tell(done: Iterator, total: int) -> Iterator:
-    """Passes an iterator on, saying on a terminal how far it is."""
+    """Passes an iterator on, and shows its progress on a terminal."""
     live = sys.stderr.isatty() and total > 1
     for count, item in enumerate(done, 1):
         if live:

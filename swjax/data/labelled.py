@@ -131,7 +131,7 @@ class Labelled(Photographs):
         return len(self._images)
 
     def key(self, index: int) -> str:
-        """Returns what the set calls an image."""
+        """Returns the key of an image, for messages."""
         return self._images.key(index)
 
     def record(self, index: int) -> Record:
@@ -160,7 +160,7 @@ class Labelled(Photographs):
 
 
 class ImageFolders(Photographs):
-    """Images in one folder a class, in order of their names; the caption of an image is its label."""
+    """Images in one folder per class, in order of their names; the caption of an image is its label."""
 
     def __init__(self, split: str):
         """Lists the images.

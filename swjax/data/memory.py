@@ -1,4 +1,4 @@
-"""Memory of large arrays, used again: to touch fresh pages takes longer than all that is copied there."""
+"""Reused memory for large arrays: touching fresh pages takes longer than copying into them."""
 
 import mmap
 import weakref
@@ -22,7 +22,7 @@ class Memory:
         self._free: dict[int, list[mmap.mmap]] = {}  # by size in bytes
 
     def joined(self, pieces: list[np.ndarray]) -> np.ndarray:
-        """The pieces, one after the other along their first axis; one alone is returned as it is.
+        """The pieces, concatenated along their first axis; a single one is returned as it is.
 
         The memory of a large result is used again when the result and all views of it are freed.
         """
@@ -46,6 +46,6 @@ class Memory:
 def when_gone(array: np.ndarray, call: Callable, value: Any) -> None:
     """Calls with the value once an array of a buffer, and all views of it, are freed.
 
-    Views refer to such an array itself: it is the first above what is none.
+    Views refer to the array itself, which is found by following `base`.
     """
     weakref.finalize(array, call, value).atexit = False

@@ -1,4 +1,4 @@
-"""Several data sets as one, drawn from in given proportions."""
+"""Several data sets as one, sampled in given proportions."""
 
 import numpy as np
 
@@ -19,14 +19,14 @@ class Mixture:
     shards = None
 
     def __init__(self, parts: dict):
-        """Puts sources together.
+        """Combines sources.
 
         Args:
           parts: {name: (source, weight)}.
 
         Raises:
           ValueError: if there are none, a weight is not positive, or a source's images are drawings,
-            which do not go into one batch with photographs.
+            which cannot be in one batch with photographs.
 
         >>> from swjax.data import source
         >>> few, many = (source("synthetic", "train", examples=n) for n in (10, 1000))
@@ -57,7 +57,7 @@ class Mixture:
         return int(self.starts[-1])
 
     def stored(self, index: int) -> dict:
-        """Returns an example of a source's; labels of one source follow those of another."""
+        """Returns an example of a source; labels of one source follow those of another."""
         number, i = self._find(index)
         part = self.parts[number]
         example = part.stored(i) if hasattr(part, "stored") else part[i]
@@ -70,7 +70,7 @@ class Mixture:
         return example | {"image": decode(image) if isinstance(image, bytes) else image}
 
     def key(self, index: int) -> str:
-        """Returns the source and what it calls the example."""
+        """Returns the name of the source and its key of the example."""
         part, i = self._find(index)
         key = self.parts[part].key(i) if hasattr(self.parts[part], "key") else i
         return f"{self.names[part]}: {key}"

@@ -1,8 +1,8 @@
-"""In which order examples are drawn: fixed by a seed, shared among processes, resumed anywhere.
+"""The order of the examples: fixed by a seed, shared among processes, resumed anywhere.
 
-The order of a run is one endless sequence of example numbers. It knows nothing of batches, processes
-or workers: these only take turns at its positions, so that their number may change between two parts
-of a run, and what was taken can be said in a few numbers.
+The order of a run is one endless sequence of example numbers. It does not depend on batches, processes
+or workers, which take turns at its positions. So their number may change between two parts of a run, and
+a few numbers describe what was taken.
 """
 
 import bisect
@@ -25,7 +25,7 @@ def order(
     """Returns the endless sequence of example numbers.
 
     Each source, and each part of a mixture, is read in epochs, each in another order; no
-    example comes again before all have come. Parts of a mixture take turns as their weights say.
+    example comes again before all have come. Parts of a mixture take turns in proportion to their weights.
 
     Args:
       source: examples by number.
@@ -67,7 +67,7 @@ def _add(start: int, index: int) -> int:
 
 
 class ShardShuffle(grain.MapDataset):
-    """The numbers of examples in files, epoch after epoch, shuffled so that few files are open.
+    """The numbers of the examples of files, epoch after epoch, shuffled with few files open at a time.
 
     Args:
       lengths: int64 [files], examples in each, numbered from file to file.
@@ -117,7 +117,7 @@ class ShardShuffle(grain.MapDataset):
 
 
 class ProcessShare(grain.MapDataset):
-    """What one of several processes takes of an order, from a position on.
+    """The part of an order that one of several processes takes, from a position on.
 
     Args:
       parent: the order.

@@ -1,4 +1,4 @@
-"""The packages that only data needs: installed with swjax[train], imported when used."""
+"""Packages that only data sources need: installed with swjax[train], imported when used."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""What data sets of encoded photographs with captions have in common."""
+"""The base class of data sets of encoded photographs with captions."""
 
 import abc
 import json
@@ -25,7 +25,7 @@ class Record(NamedTuple):
 
 
 class Photographs(abc.ABC):
-    """A source of photographs with captions; a data set says how to read its records.
+    """A source of photographs with captions; subclasses say how to read a record.
 
     Every example is a class of its own: nothing but its own captions matches an image.
 
@@ -36,7 +36,7 @@ class Photographs(abc.ABC):
       photographs: True: the loader crops at random in training, and in the middle otherwise.
       shards: int64, the number of examples in each file, in order; None: examples are not in files.
       damage: (file, reason) for each file that can be read in part only.
-      damaged_share: of the data set's bytes, cannot be read for that reason.
+      damaged_share: the share of the data set's bytes in those unreadable parts.
     """
 
     class_names: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Photographs(abc.ABC):
 
     @abc.abstractmethod
     def key(self, index: int) -> str:
-        """Returns what messages call an example, even one that cannot be read."""
+        """Returns the name of an example in messages, even of one that cannot be read."""
 
     def stored(self, index: int) -> dict:
         """Returns image (its file, as bytes), label (the index) and captions."""
@@ -110,7 +110,7 @@ def json_field(data: bytes, name: str) -> Any:
     """Returns a field of a JSON object.
 
     Raises:
-      BadExample: if it is none, or has no such field.
+      BadExample: if the data are no JSON object, or it has no such field.
     """
     try:
         fields = json.loads(data)

@@ -1,4 +1,4 @@
-"""Prepares a data set once: whole or not at all, whoever is killed and however many ask."""
+"""Prepares a data set once, completely or not at all, also with interruptions and several processes."""
 
 import contextlib
 import fcntl
@@ -14,9 +14,9 @@ from typing import Any
 def prepared(make_builder: Callable, data_dir: str | Path, name: str) -> Any:
     """Returns a TFDS builder whose data set is on disk; the first call prepares it.
 
-    TFDS writes into a directory of its own and renames it when complete, so a data set is there
-    or not there. What a killed preparation left is removed by the next, and one process prepares
-    while others wait. The version is part of the path: a new version does not replace the old one.
+    TFDS writes into a temporary directory and renames it when complete. The next call removes what an
+    interrupted preparation left. One process prepares while others wait. The version is part of the path: a
+    new version does not replace the old one.
 
     Args:
       make_builder: returns the builder, given data_dir.
@@ -39,7 +39,7 @@ def prepared(make_builder: Callable, data_dir: str | Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences TFDS: it has progress bars, announces downloads, warns of what is not there yet."""
+    """Silences the progress bars, announcements and warnings of TFDS."""
     import tensorflow_datasets as tfds
 
     logger = logging.getLogger("absl")

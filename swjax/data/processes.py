@@ -1,4 +1,4 @@
-"""Chunks of examples that several processes make, in memory that all of them see."""
+"""Chunks of examples, made by several processes in shared memory."""
 
 import contextlib
 import mmap
@@ -44,22 +44,22 @@ class Field(NamedTuple):
 
 
 class Processes(Iterator):
-    """Iterator over the chunks of examples, in order, whoever makes them.
+    """Iterator over the chunks of examples, in order.
 
-    A process gets a chunk when it has made one, so that a slow core holds up few. They write into memory
-    outside of all file systems (/dev/shm has 64 MB in a container), which is used again when a chunk and
-    all views of it are freed. They end with the process that asks for chunks, however that ends, leave
-    SIGINT and SIGTERM to it, and give way to it where there are fewer cores than work.
+    A process gets the next chunk when it has finished one, so that a slow core delays few. The processes write
+    into anonymous shared memory (/dev/shm has only 64 MB in a container), which is used again when a chunk
+    and all views of it are freed. They end with their parent process, ignore SIGINT and SIGTERM, and run at
+    a lower priority than it.
 
     Args:
       rows: examples by number, each a dict of arrays of the same shapes and dtypes; it can be pickled.
       chunk: examples in a chunk; what is left over at the end is left out.
       count: processes.
-      held: chunks that are used at once; of more, copies are given.
+      held: chunks that the caller uses at once; further ones are copied.
 
     Raises:
       LostProcess: from the iterator, if a process was ended from outside.
-      RuntimeError: from the iterator, with what was raised in a process.
+      RuntimeError: from the iterator, with the error of a process.
     """
 
     def __init__(self, rows: Sequence[dict], chunk: int, count: int, held: int):
@@ -114,7 +114,7 @@ class Processes(Iterator):
         self._end()
 
     def _give(self) -> None:
-        """Gives chunks to those that have fewest, as long as there is memory for them."""
+        """Assigns chunks to the processes that have fewest, as long as there is memory for them."""
         while self._free and self._given < self._total:
             pipe = min(self._load, key=self._load.__getitem__)
             if self._load[pipe] == _GIVEN:
@@ -128,7 +128,7 @@ class Processes(Iterator):
             self._given += 1
 
     def _receive(self, timeout: float | None) -> None:
-        """Notes what is made; waits for something to be, without a timeout."""
+        """Receives finished chunks; waits for one without a timeout."""
         pipe: Any
         for pipe in connection.wait(self._load, timeout):
             try:
@@ -190,7 +190,7 @@ def _end_with_parent() -> None:
 
 
 def _make(pipe, packed: bytes) -> None:
-    """Makes the chunks that are asked for, until the process that asks has ended."""
+    """Makes the requested chunks, until the parent process has ended."""
     import cloudpickle
 
     for kind in (signal.SIGINT, signal.SIGTERM):  # for all: the process that asks ends this one

@@ -1,4 +1,4 @@
-"""How far a run is in its data, in a few numbers that any number of processes can go on from."""
+"""The progress of a run through its data, in a few numbers from which any number of processes can continue."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,10 +7,11 @@ import numpy as np
 
 
 class Position:
-    """Which positions of an order have been taken.
+    """The positions of an order that have been taken.
 
-    All before `start` but those `left`. Since processes skip what they cannot read, one may be ahead
-    of another by a few examples: when their number changes, these are left, and come first.
+    These are all before `start` without those in `left`. Processes skip examples that they cannot read, so
+    one may be a few examples ahead of another. When the number of processes changes, the others' examples
+    are left, and come first.
 
     Attributes:
       left: positions before start that are still to be taken, in order.
@@ -45,15 +46,15 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a process is in its share of an order.
+    """The progress of a process through its share of an order.
 
     Attributes:
-      examples: of the source, to notice another one.
+      examples: the length of the source, to detect another source.
       processes: that share the order.
       base: what had been taken when the number of processes last changed.
-      taken: positions that this process has been through since.
+      taken: positions that this process has taken since.
       batches: given in the run.
-      read, skipped: examples of the run that this process answers for.
+      read, skipped: examples of the run that this process counts.
     """
 
     examples: int

@@ -1,4 +1,4 @@
-"""What to do about examples that cannot be read: count and name each, go on, or stop."""
+"""Examples that cannot be read: each is counted and logged, and skipped or the end of the run."""
 
 import contextlib
 import logging
@@ -27,9 +27,9 @@ class Skips:
     level INFO.
 
     Args:
-      policy: skip: go on without them. stop: the first one ends the run.
+      policy: skip: leave them out. stop: the first one ends the run.
       max_share: the share of the examples read, and of the first 1,000, that may be bad.
-      read, skipped: counts to go on from.
+      read, skipped: counts to continue from.
     """
 
     def __init__(self, policy: str, max_share: float, read: int = 0, skipped: int = 0):
@@ -49,7 +49,7 @@ class Skips:
         """Counts and logs an example that is not.
 
         Raises:
-          BadData: if it shall end the run.
+          BadData: if the policy ends the run.
         """
         self.read, self.skipped = self.read + 1, self.skipped + 1
         shown = self.skipped <= _SHOWN or self.skipped.bit_count() == 1
@@ -66,7 +66,7 @@ class Skips:
             )
 
     def damage(self, files: tuple[tuple[str, str], ...], share: float) -> None:
-        """Logs files that end early, and checks what share of all bytes is lost with their ends.
+        """Logs files that end early, and checks the share of all bytes that is lost.
 
         Raises:
           BadData: if that is too much.
@@ -82,7 +82,7 @@ class Skips:
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Writes all bad examples to the end of a file, made for the first, and some to stderr."""
+    """Appends all bad examples to a file, which the first one creates, and prints some to stderr."""
     file, stderr = logging.FileHandler(path, delay=True), logging.StreamHandler()
     stderr.setLevel(logging.WARNING)
     before = logger.level, logger.propagate

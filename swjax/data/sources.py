@@ -21,12 +21,12 @@ _SOURCES = {
 
 
 class Source(Protocol):
-    """What a loader, an evaluator and the report need of a data set: examples by number.
+    """A data set as loaders, evaluators and the report read it: examples by number.
 
     Attributes:
       class_names: name of each label; () where examples belong to no classes.
       templates: prompts for zero-shot classification, such as "a drawing of {}".
-      attribution: whose work it is, for the report.
+      attribution: authors and licences, for the report.
       photographs: whether the loader crops the images at random in training.
     """
 
@@ -41,7 +41,7 @@ class Source(Protocol):
         """Returns at least image (uint8 [h, w, 3 or 4]), label (int), captions (of strings)."""
 
     def captions(self, label: int) -> tuple[str, ...]:
-        """Returns all that is said of a label's images, the shortest and plainest first."""
+        """Returns all captions of a label's images, the plainest first."""
 
 
 def source(name: str, split: str, *, data_dir: str = "data", **options: Any) -> Source:

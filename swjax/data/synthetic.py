@@ -1,4 +1,4 @@
-"""Images and captions made of nothing, at no cost: to measure everything but data."""
+"""Images and captions that cost nothing to make: to measure everything except data loading."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
 """Checkpoints of a run: the train state and the data position, saved while training continues.
 
-Orbax writes and commits them; TensorStore checks few of the bytes that it reads. So each holds a manifest
-with the shape and the checksum of every array, and what does not come back as it was is not used.
+Orbax writes and commits them; TensorStore checks few of the bytes that it reads. So each
+checkpoint has a manifest with the shape and the checksum of every array; one that differs is not used.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ logger = logging.getLogger("swjax.training.checkpoint")
 
 
 class DamagedCheckpoint(ValueError):
-    """What a checkpoint gives is not what was saved."""
+    """A checkpoint does not contain what was saved."""
 
 
 class _SaidOnce(logging.Filter):
@@ -45,7 +45,7 @@ for _name in ("absl", "asyncio"):
 class Checkpoints:
     """The checkpoints `workdir`/checkpoints/<step>: asynchronous, atomic, verified, for any mesh.
 
-    One that is damaged is said to be, moved to `workdir`/damaged, and the one before it used.
+    A damaged checkpoint is reported and moved to `workdir`/damaged; the one before it is used.
 
     Args:
       workdir: directory of the run.
@@ -122,7 +122,7 @@ class Checkpoints:
         return self._manager.is_saving_in_progress()
 
     def check(self) -> None:
-        """Looks whether what was saved in the background is on disk, or on its way.
+        """Checks that saving in the background has not failed.
 
         Raises:
           RunError: it could not be written.
@@ -169,7 +169,7 @@ class Checkpoints:
         raise ConfigError(f"every checkpoint in {self.directory} is damaged: put a copy there")
 
     def restore_params(self, like: Any, name: str = "params") -> Any:
-        """Restores nothing but the parameters of the newest one, or their average "ema"; see `restore`."""
+        """Restores only the parameters of the newest one, or their average "ema"; see `restore`."""
         return self._newest({name: like}, within=f"{name}/")[0][name]
 
     def _newest(self, like, within: str = ""):
@@ -326,9 +326,9 @@ def _named(tree) -> dict:
 
 
 def lock(workdir: Path) -> IO:
-    """Makes the workdir if need be, and takes it for this process.
+    """Creates the workdir if it does not exist, and locks it for this process.
 
-    The system frees it when the process ends, however that comes.
+    The system releases the lock when the process ends, for whatever reason.
 
     Returns:
       The open lock file: keep it.

@@ -14,7 +14,7 @@ _FIRST_RANK = re.compile(r"^(val|zeroshot)/(?!.*_chance_).*_(R@1|top1)$")  # sco
 class Console:
     """Shows the newest record: in one line that is rewritten on a terminal, and in plain lines elsewhere.
 
-    Process 0 prints; in the others nothing happens. What others print belongs after `close`.
+    Only process 0 prints. Other output belongs after `close`.
 
     Args:
       total: steps of the run.

@@ -1,7 +1,7 @@
-"""One run as several processes: how they find each other, and what they have to agree on.
+"""One run as several processes: how they connect, and what they must agree on.
 
 Start the same command once for each GPU (docs/scaling.md). Each process computes on its own devices and
-reads its own part of the data; process 0 alone writes files and speaks.
+reads its own part of the data; process 0 alone writes files and prints.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ _LOST = (
 def start() -> None:
     """Joins the other processes of this run, if it was started as one of several; else does nothing.
 
-    To be called before anything asks JAX for its devices. Where `jax.distributed` is initialized already,
-    that holds.
+    Call it before anything asks JAX for its devices. If `jax.distributed` is initialized already, it is used
+    as it is.
 
     Raises:
       ConfigError: the environment says that there are several, but not enough to find them.
@@ -212,13 +212,13 @@ def leave(code: int) -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes files and speaks."""
+    """Whether this is the process that writes files and prints."""
     return jax.process_index() == 0
 
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """Where its body fails in one process it fails in all, once all have come: nobody is waited for in vain.
+    """If its body fails in one process, it fails in all, after all have reached it: no process waits in vain.
 
     The body itself must not wait for other processes.
 

@@ -1,4 +1,4 @@
-"""What a run ran on: the text of env.txt."""
+"""The environment of a run: the text of env.txt."""
 
 import importlib.metadata
 import os

@@ -19,7 +19,7 @@ PREDICTIONS = 24  # unseen images in the report
 
 
 class Evaluation(NamedTuple):
-    """What a model makes of a split.
+    """The evaluation of a split.
 
     Attributes:
       scores: {name: number}: of the split, if the config names it, and of the sets of `eval.zeroshot`.

@@ -1,4 +1,4 @@
-"""What a disk, the data or a lost process does to a run, in one line."""
+"""Failures of the disk, the data or another process, each reported in one line."""
 
 import errno
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Quantization health of a run: a program of its own, at some steps."""
+"""Quantization health of a run, measured at some steps by a separate program."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ from swjax.training.step import Batch, State, make_loss_and_grad, step_key
 class Health:
     """Quantization health every `diagnostics.every_steps` steps, on the batch and parameters of the step.
 
-    A program of its own measures it, so the train step does not depend on it. The program scans over
+    A separate program measures it, so the train step does not depend on it. The program scans over
     blocks: it compiles fast rather than runs fast.
 
     Args:
