@@ -46,7 +46,7 @@ class Field(NamedTuple):
 class Processes(Iterator):
     """Iterator over the chunks of examples, in order.
 
-    A process gets the next chunk when it has finished one, so that a slow core delays few. The processes write
+    A process gets the next chunk when it has finished one, so that a slow core delays few. Processes write
     into anonymous shared memory (/dev/shm has only 64 MB in a container), which is used again when a chunk
     and all views of it are freed. They end with their parent process, ignore SIGINT and SIGTERM, and run at
     a lower priority than it.

@@ -1,4 +1,4 @@
-"""The progress of a run through its data, in a few numbers from which any number of processes can continue."""
+"""The progress of a run through its data, in a few numbers from which any number of processes continue."""
 
 import dataclasses
 from collections.abc import Callable
