@@ -214,6 +214,29 @@ def test_the_nearest_captions_of_images(source):
     assert len(retrieval.predictions(np.float32(1), count=99, k=99)) == len(source)
 
 
+class WithUnreadable(Source):
+    """Photographs; the first and the last cannot be read."""
+
+    photographs = True
+
+    def __getitem__(self, i):
+        if i in (0, len(self) - 1):
+            raise OSError("no image")
+        return super().__getitem__(i)
+
+
+def test_images_that_cannot_be_read_are_not_shown(source):
+    """The others keep their own names and captions."""
+    unreadable = WithUnreadable(source.labels)
+    retrieval = evaluators.Retrieval(Model(), unreadable, **SIZES)
+    for scorer in (zero_shot(Model(), unreadable), retrieval):
+        shown = scorer.predictions(np.float32(1), count=5)
+        assert [p.image[0, 0, 0] for p in shown] == [9, 18, 27]
+        for p in shown:
+            label = source.labels[p.image[0, 0, 0]]
+            assert p.name in (NAMES[label], *source.captions(label))
+
+
 def evaluate_sharded(tensor=1):
     """Scores and predictions with embeddings that lie on all devices of all processes."""
     model, source, mesh = Model(), make_source(), sharding.make_mesh(tensor=tensor)

@@ -6,7 +6,7 @@ come back to all of them, on the host.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -75,6 +75,22 @@ def texts(
         yield unit(_gather(predict(params, {"text": tokens})["text"]))[: len(part)]
 
 
+class Images(NamedTuple):
+    """The images of a source that can be read.
+
+    Attributes:
+      embeddings: unit vectors [n, e] float32.
+      labels: [n].
+      rows: [m] the rows of those whose pixels were wanted.
+      pixels: uint8 [m, height, width, channels]; None if none were wanted.
+    """
+
+    embeddings: np.ndarray
+    labels: np.ndarray
+    rows: np.ndarray
+    pixels: np.ndarray | None
+
+
 def images(
     predict: Predict,
     params: Any,
@@ -85,8 +101,8 @@ def images(
     image_size: int,
     share: Share = ALONE,
     keep: Sequence[int] = (),
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Embeds every image of a source, in order.
+) -> Images:
+    """Embeds every image of a source that can be read, in order.
 
     Args:
       predict: (params, {"image": uint8 [b, height, width, channels]}) -> {"image": embeddings [b, e]}.
@@ -95,11 +111,7 @@ def images(
       batch_size: over all processes.
       context_length, image_size: as in training.
       share: this process's part of each batch.
-      keep: indices of images whose pixels are wanted.
-
-    Returns:
-      Unit vectors [n, e] float32, labels [n], and pixels uint8 [len(keep), height, width, channels], or
-      None if none are wanted.
+      keep: indices of images whose pixels are wanted, rising.
 
     Raises:
       ValueError: there are no images.
@@ -129,9 +141,12 @@ def images(
             kept[slots] = batch["image"][rows]
     embeddings, labels, index = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(index)
-    if kept is not None:  # each image was read by one process, and is 0 in the others
-        kept = _gather(kept[None]).max(axis=0)
-    return embeddings[order], labels[order], kept
+    if kept is None:
+        return Images(embeddings[order], labels[order], np.zeros(0, np.int64), None)
+    kept = _gather(kept[None]).max(axis=0)  # one process read each image; it is 0 in the others
+    readable = np.isin(keep, index)
+    rows = np.searchsorted(index[order], np.asarray(keep)[readable])
+    return Images(embeddings[order], labels[order], rows, kept[readable])
 
 
 def evenly_spaced(count: int, total: int) -> np.ndarray:

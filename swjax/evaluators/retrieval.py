@@ -61,13 +61,13 @@ class Retrieval:
           "<name>/image_to_text_R@1", ...R@5, ...R@10, "<name>/text_to_image_R@1", ..., and the same with
           "_chance_R@".
         """
-        images, labels, _ = self._images(params)
-        captions, captions_of, images_of = self._pair(labels)
+        images = self._images(params)
+        captions, captions_of, images_of = self._pair(images.labels)
         texts = self._texts(params, captions)
         scores = {}
         for direction, queries, candidates, correct in (
-            ("image_to_text", images, texts, captions_of),
-            ("text_to_image", texts, images, images_of),
+            ("image_to_text", images.embeddings, texts, captions_of),
+            ("text_to_image", texts, images.embeddings, images_of),
         ):
             rank = ranks(queries, candidates, correct)
             for k in (1, 5, 10):
@@ -82,7 +82,7 @@ class Retrieval:
 
         Args:
           params: passed to `predict`.
-          count: how many images; all if there are fewer.
+          count: how many images; fewer if some cannot be read.
           k: how many captions for each.
 
         Returns:
@@ -90,16 +90,19 @@ class Retrieval:
           them, if it is among these, or else its first one.
         """
         chosen = embed.evenly_spaced(count, len(self._source))
-        images, labels, pixels = self._images(params, keep=chosen)
-        captions, captions_of, _ = self._pair(labels)
+        images = self._images(params, keep=chosen)
+        assert images.pixels is not None, "some are wanted"
+        captions, captions_of, _ = self._pair(images.labels)
         texts = self._texts(params, captions)
-        guesses, cosines = top(images[chosen], texts, min(k, len(captions)))
+        guesses, cosines = top(images.embeddings[images.rows], texts, min(k, len(captions)))
         shown = []
-        for i, index in enumerate(chosen):
+        for i, index in enumerate(images.rows):
             own, found = captions_of[index], guesses[i].tolist()
             name = next((guess for guess in found if guess in own), own[0])
             names = tuple(captions[guess] for guess in found)
-            shown.append(Prediction(pixels[i], captions[name], names, tuple(cosines[i].tolist())))
+            shown.append(
+                Prediction(images.pixels[i], captions[name], names, tuple(cosines[i].tolist()))
+            )
         return shown
 
     def _images(self, params, keep=()):

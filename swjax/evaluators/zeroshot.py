@@ -81,9 +81,9 @@ class ZeroShot:
         Returns:
           "zeroshot/<name>_top1", "zeroshot/<name>_top5", and "..._chance_top1", "..._chance_top5".
         """
-        images, labels, _ = self._images(params)
-        names, correct = self._classes(labels)
-        rank = ranks(images, self._classifier(params, names), correct)
+        images = self._images(params)
+        names, correct = self._classes(images.labels)
+        rank = ranks(images.embeddings, self._classifier(params, names), correct)
         scores = {}
         for k in (1, 5):
             scores[f"zeroshot/{self._name}_top{k}"] = recall(rank, k)
@@ -99,18 +99,19 @@ class ZeroShot:
           k: how many guesses for each.
         """
         chosen = embed.evenly_spaced(count, len(self._source))
-        images, labels, pixels = self._images(params, keep=chosen)
-        names, correct = self._classes(labels)
+        images = self._images(params, keep=chosen)
+        assert images.pixels is not None, "some are wanted"
+        names, correct = self._classes(images.labels)
         classifier = self._classifier(params, names)
-        guesses, cosines = top(images[chosen], classifier, min(k, len(names)))
+        guesses, cosines = top(images.embeddings[images.rows], classifier, min(k, len(names)))
         return [
             Prediction(
-                image=pixels[i],
+                image=images.pixels[i],
                 name=names[correct[index][0]],
                 guesses=tuple(names[g] for g in guesses[i]),
                 cosines=tuple(cosines[i].tolist()),
             )
-            for i, index in enumerate(chosen)
+            for i, index in enumerate(images.rows)
         ]
 
     def _images(self, params, keep=()):
