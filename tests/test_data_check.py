@@ -89,3 +89,10 @@ def test_nothing_good_ends_with_2(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "1.jpg").write_bytes(b"no picture")
     assert main(["check", "a"]) == 2
+
+
+def test_an_option_without_a_value_is_told_so(table, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", table, "--option=text_key"])
+    assert ended.value.code == 2
+    assert "--option=text_key must be KEY=VALUE" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from micro_run import micro_config, records, train
 from photographs import jpeg, write_coco, write_tar, write_tfds
 
 from swjax import data, interop
-from swjax.data import imagenet
+from swjax.data import imagenet, labelled
 from swjax.data.labelled import address
 from swjax.evaluate.__main__ import main
 from swjax.models import clip
@@ -210,3 +210,11 @@ def test_coco_captions_are_found_under_their_real_name(tmp_path):
     found = open_source(micro_config(str(tmp_path), **changes), "val")
     assert len(found) == 3 and found.captions(2) == ("cat 2", "pet 2")
     assert found[1]["captions"] == ("cat 1", "pet 1")
+
+
+def test_labels_that_are_names_follow_the_names_file(tmp_path):
+    (tmp_path / "classnames.txt").write_text("zebra\nape\n")
+    (tmp_path / "0.jpg").write_bytes(jpeg(0))
+    (tmp_path / "val.csv").write_text("image,label\n0.jpg,zebra\n")
+    found = labelled.Labelled(f"table:{tmp_path}/val.csv", data_dir=str(tmp_path / "index"))
+    assert found.class_names == ("zebra", "ape") and found[0]["captions"] == ("zebra",)

@@ -99,7 +99,9 @@ class Labelled(Photographs):
         elif kind == "webdataset":
             self._images = WebDataset(where, data_dir=data_dir, text_key="cls")
         elif kind == "table":
-            self._images = LabelledRows(where, data_dir=data_dir)
+            self._images = LabelledRows(
+                where, data_dir=data_dir, class_names=_lines(_folder(kind, where), _NAMES)
+            )
         else:
             builder, _, part = where.rpartition("/")
             self._images = LabelledTFDS(part, data_dir=data_dir, builder=builder)
@@ -204,26 +206,29 @@ class ImageFolders(Photographs):
 class LabelledRows(Photographs):
     """The rows of a table with the columns image and label; the caption of an image is its label's number.
 
-    Labels that are numbers are those numbers. Others are names, numbered in alphabetical order.
+    Labels that are numbers are those numbers. Others are names, numbered in the order of
+    `class_names` if it has all of them, or else in alphabetical order.
     """
 
-    def __init__(self, split: str, *, data_dir: str = "data"):
+    def __init__(self, split: str, *, data_dir: str = "data", class_names: Sequence[str] = ()):
         """Reads the labels.
 
         Args:
           split: path of a .csv, .tsv or .jsonl file.
           data_dir: where the positions of its rows are stored.
+          class_names: names in the order of the labels.
 
         Raises:
           ValueError: as `swjax.data.table.Table`; no row can be read.
         """
-        self._arguments = split, data_dir
+        self._arguments = split, data_dir, class_names
         self._table = Table(split, data_dir=data_dir, text_key="label")
         self._labels = [self._label(index) for index in range(len(self._table))]
         names = sorted(set(self._labels) - {""})
         if not names:
             raise ValueError(f"no row of {split!r} has a label")
         if not all(name.isdecimal() for name in names):
+            names = list(class_names) if set(names) <= set(class_names) else names
             self.class_names = tuple(names)
             number = {name: str(i) for i, name in enumerate(names)}
             self._labels = [number.get(label, "") for label in self._labels]
@@ -249,8 +254,8 @@ class LabelledRows(Photographs):
         return Record(self._table.record(index).image, (self._labels[index],))
 
     def __reduce__(self) -> tuple:
-        split, data_dir = self._arguments
-        return functools.partial(LabelledRows, data_dir=data_dir), (split,)
+        split, data_dir, names = self._arguments
+        return functools.partial(LabelledRows, data_dir=data_dir, class_names=names), (split,)
 
 
 def _lines(folder: Path | None, name: str) -> Sequence[str]:

@@ -285,6 +285,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--sample={options.sample} must be at least 1 and --context_length="
             f"{options.context_length} at least 2"
         )
+    for option in options.option:
+        if "=" not in option:
+            parser.error(f"--option={option} must be KEY=VALUE, such as --option=text_key=title")
     try:
         pairs = source(
             options.source or kind_of(options.where),
