@@ -69,8 +69,8 @@ class Parquet(Photographs):
     def key(self, index: int) -> str:
         """Returns the file and the number of a row in it."""
         group = int(np.searchsorted(self._ends, index, side="right"))
-        file = self._groups[group][0]
-        first = int(self._rows[: self._groups.index((file, 0))].sum())
+        file, number = self._groups[group]
+        first = int(self._ends[group - number] - self._rows[group - number])
         return f"{self._paths[file]}[{index - first}]"
 
     def record(self, index: int) -> Record:

@@ -54,14 +54,29 @@ class Retrieval:
         self._image_size = image_size
         self._captions_per_image = captions_per_image
 
-    def run(self, params: Any) -> dict[str, float]:
+    def images(self, params: Any, *, count: int = 0) -> embed.Images:
+        """Embeds the images of the set, with the pixels of `count` evenly spaced ones."""
+        return embed.images(
+            self._predict,
+            params,
+            self._source,
+            image_size=self._image_size,
+            keep=embed.evenly_spaced(count, len(self._source)) if count else (),
+            **self._sizes,
+        )
+
+    def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
         """Scores, and what chance would reach.
+
+        Args:
+          params: passed to `predict`.
+          images: of `images`; None: embedded here.
 
         Returns:
           "<name>/image_to_text_R@1", ...R@5, ...R@10, "<name>/text_to_image_R@1", ..., and the same with
           "_chance_R@".
         """
-        images = self._images(params)
+        images = images or self.images(params)
         captions, captions_of, images_of = self._pair(images.labels)
         texts = self._texts(params, captions)
         scores = {}
@@ -77,21 +92,23 @@ class Retrieval:
                 )
         return scores
 
-    def predictions(self, params: Any, *, count: int, k: int = 3) -> list[Prediction]:
+    def predictions(
+        self, params: Any, *, count: int, k: int = 3, images: embed.Images | None = None
+    ) -> list[Prediction]:
         """The captions nearest to some images, among all captions: evenly spaced images, not selected.
 
         Args:
           params: passed to `predict`.
           count: how many images; fewer if some cannot be read.
-          k: how many captions for each.
+          k: how many captions for each image.
+          images: of `images` with this count; None: embedded here.
 
         Returns:
-          For each image its nearest captions. `name` is that of its own captions which is the nearest of
-          them, if it is among these, or else its first one.
+          For each image its nearest captions. `name` is the nearest of its own captions if it is among
+          these, and its first caption otherwise.
         """
-        chosen = embed.evenly_spaced(count, len(self._source))
-        images = self._images(params, keep=chosen)
-        assert images.pixels is not None, "some are wanted"
+        images = images or self.images(params, count=count)
+        assert images.pixels is not None, "count is the number of pixels"
         captions, captions_of, _ = self._pair(images.labels)
         texts = self._texts(params, captions)
         guesses, cosines = top(images.embeddings[images.rows], texts, min(k, len(captions)))
@@ -104,16 +121,6 @@ class Retrieval:
                 Prediction(images.pixels[i], captions[name], names, tuple(cosines[i].tolist()))
             )
         return shown
-
-    def _images(self, params, keep=()):
-        return embed.images(
-            self._predict,
-            params,
-            self._source,
-            image_size=self._image_size,
-            keep=keep,
-            **self._sizes,
-        )
 
     def _pair(self, labels: np.ndarray) -> tuple[list[str], list[list[int]], list[list[int]]]:
         return pair(labels, lambda label: self._source.captions(label)[: self._captions_per_image])

@@ -75,13 +75,17 @@ class ZeroShot:
         }
         self._image_size = image_size
 
-    def run(self, params: Any) -> dict[str, float]:
+    def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
         """Scores, and what chance would reach.
+
+        Args:
+          params: passed to `predict`.
+          images: of `Retrieval.images` for the same set; None: embedded here.
 
         Returns:
           "zeroshot/<name>_top1", "zeroshot/<name>_top5", and "..._chance_top1", "..._chance_top5".
         """
-        images = self._images(params)
+        images = images or self._images(params)
         names, correct = self._classes(images.labels)
         rank = ranks(images.embeddings, self._classifier(params, names), correct)
         scores = {}
@@ -90,17 +94,20 @@ class ZeroShot:
             scores[f"zeroshot/{self._name}_chance_top{k}"] = chance(correct, len(names), k)
         return scores
 
-    def predictions(self, params: Any, *, count: int, k: int = 3) -> list[Prediction]:
-        """What some images are taken for: evenly spaced over the set, not selected.
+    def predictions(
+        self, params: Any, *, count: int, k: int = 3, images: embed.Images | None = None
+    ) -> list[Prediction]:
+        """The nearest classes of some images: evenly spaced over the set, not selected.
 
         Args:
           params: passed to `predict`.
-          count: how many images; all if there are fewer.
+          count: how many images; fewer if some cannot be read.
           k: how many guesses for each.
+          images: of `Retrieval.images` for the same set and count; None: embedded here.
         """
         chosen = embed.evenly_spaced(count, len(self._source))
-        images = self._images(params, keep=chosen)
-        assert images.pixels is not None, "some are wanted"
+        images = images or self._images(params, keep=chosen)
+        assert images.pixels is not None, "count is the number of pixels"
         names, correct = self._classes(images.labels)
         classifier = self._classifier(params, names)
         guesses, cosines = top(images.embeddings[images.rows], classifier, min(k, len(names)))

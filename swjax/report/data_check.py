@@ -66,7 +66,7 @@ class Check(NamedTuple):
     Attributes:
       examples: in the data set.
       seen: those that were read.
-      seconds: that reading and decoding took one thread.
+      seconds: of reading and decoding in one thread, waiting for disks and networks included.
       damage: (file, reason) of files that can be read in part only.
     """
 
@@ -121,14 +121,14 @@ def check(pairs: Source, *, sample: int = _SAMPLE, shown: int = _SHOWN) -> Check
     seen, live = [], sys.stderr.isatty()
     if count:
         _see(pairs, 0, shown=True)  # imports what reading needs
-    start = time.thread_time()
+    start = time.monotonic()
     for number, index in enumerate(wanted.tolist()):
         seen.append(_see(pairs, index, number in thumbnails))
         if live and number % 20 == 0:
             print(f"\rreading {number + 1} of {count}", end="", file=sys.stderr)
     if live:
         print("\r\x1b[K", end="", file=sys.stderr)
-    return Check(len(pairs), seen, time.thread_time() - start, getattr(pairs, "damage", ()))
+    return Check(len(pairs), seen, time.monotonic() - start, getattr(pairs, "damage", ()))
 
 
 def _see(pairs: Source, index: int, shown: bool) -> Seen:
@@ -188,7 +188,7 @@ def lines(found: Check, context_length: int) -> list[str]:
         out.append(f"pixels       {_quantiles(widths)} wide, {_quantiles(heights)} high")
         out.append(f"formats      {', '.join(f'{kind} {n:,}' for kind, n in kinds)}")
         if any(each.bytes for each in good):
-            out.append(f"file sizes   {_quantiles([each.bytes / 1000 for each in good])} kB")
+            out.append(f"file sizes   {_quantiles([each.bytes for each in good])} bytes")
         out += _about_captions(good, context_length)
         copies = len(good) - len({each.digest for each in good})
         out.append(
@@ -196,8 +196,8 @@ def lines(found: Check, context_length: int) -> list[str]:
         )
         rate = len(found.seen) / max(found.seconds, 1e-9)
         out.append(
-            f"reading      {rate:,.0f} images/s on one core, to full size: training at 1,000 images/s "
-            f"needs about {math.ceil(1000 / rate)} cores"
+            f"reading      {rate:,.0f} images/s in one process, to full size: training at 1,000 images/s "
+            f"needs about {math.ceil(1000 / rate)} loader process(es)"
         )
     reasons = Counter(each.reason for each in bad).most_common(5)
     out += [f"bad          {n:,} x {why}" for why, n in reasons]

@@ -86,9 +86,11 @@ def make_evaluate(
             captions_per_image=config.eval.captions_per_image or None,
             **sizes,
         )
-        scores = retrieval.run(params)
+        images = retrieval.images(params, count=examples)  # one pass for all scores
+        shown = {"count": examples, "images": images}
+        scores = retrieval.run(params, images)
         if not source.class_names:
-            nearest = retrieval.predictions(params, count=examples) if examples else []
+            nearest = retrieval.predictions(params, **shown) if examples else []
             return Evaluation(scores, nearest)
         zero_shot = evaluators.ZeroShot(
             predict,
@@ -97,8 +99,8 @@ def make_evaluate(
             name=f"{config.eval.data or config.data.name}_{split}",
             **sizes,
         )
-        predictions = zero_shot.predictions(params, count=examples) if examples else []
-        return Evaluation(zero_shot.run(params) | scores, predictions)
+        predictions = zero_shot.predictions(params, **shown) if examples else []
+        return Evaluation(zero_shot.run(params, images) | scores, predictions)
 
     return evaluate
 
