@@ -149,13 +149,13 @@ def images(
     return Images(embeddings[order], labels[order], rows, kept[readable])
 
 
-def evenly_spaced(count: int, total: int) -> np.ndarray:
+def evenly_spaced(count: int, total: int) -> list[int]:
     """The indices of some of `total` examples; of all if there are fewer.
 
     >>> evenly_spaced(3, 9), evenly_spaced(9, 2)
-    (array([0, 4, 8]), array([0, 1]))
+    ([0, 4, 8], [0, 1])
     """
-    return np.unique(np.linspace(0, total - 1, count).round().astype(int))
+    return np.unique(np.linspace(0, total - 1, count).round().astype(int)).tolist()
 
 
 def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
