@@ -1,4 +1,4 @@
-"""A loss spike made on purpose, found and explained: AdamW beside StableAdamW in a model of Flax alone.
+"""A loss spike made on purpose, found and explained, with AdamW and StableAdamW in a plain Flax model.
 
   python examples/loss_spikes.py --out=runs/loss_spikes
   python -m swjax.diagnostics report runs/loss_spikes/adamw

@@ -243,7 +243,7 @@ def test_sources_reach_worker_processes_small(data_dir, name):
         options = {"builder": "emoji/sample", "text_key": "name"}
         records = data.source("tfds", "openmoji", data_dir=data_dir, **options)
     sent = pickle.dumps(records)
-    assert len(sent) < 1000  # where it lies, not what it holds
+    assert len(sent) < 1000  # its location, not its content
     there = pickle.loads(sent)
     assert len(there) == len(records)
     np.testing.assert_equal(there[11], records[11])

@@ -68,7 +68,7 @@ def test_every_rematerialisation_differentiates(recipe, remat):
 
 
 def test_rematerialisation_keeps_what_it_says():
-    """Bytes that the backward pass of the vision tower gets from the forward pass, beside parameters."""
+    """Bytes that the forward pass of the vision tower saves for the backward pass, without parameters."""
 
     def kept(recipe, remat):
         cfg = clip.config("tiny", recipe=recipe, dtype="bfloat16", remat=remat)

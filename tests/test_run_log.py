@@ -1,4 +1,4 @@
-"""What a run tells while it goes on, and when."""
+"""What a run prints while it trains, and when."""
 
 import gc
 import json
@@ -84,7 +84,7 @@ class Stream:
     ],
 )
 def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason):
-    """After steps of a second, of which the device takes 0.9."""
+    """After steps of one second, 0.9 s of it on the device."""
     now, queued = [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(step_clock.CoreQueue, "seconds", lambda self: queued[0])

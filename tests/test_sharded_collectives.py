@@ -76,7 +76,7 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
     with jax.set_mesh(mesh):
         if kind == "explicit" and "row" in case.split(
             "_"
-        ):  # so that x is not cut, nor dx put together
+        ):  # so that x is not split and dx not concatenated
             spec = P(*TOKENS, None, "tensor")
             args = (jax.device_put(args[0], NamedSharding(mesh, spec)), *args[1:])
         programs = compiled(layer, *args), compiled(partial(gradients, layer), args, g)
@@ -85,7 +85,7 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
         forward, both = map(collectives, programs)
     assert ops(forward, "all-gather") == [("all-gather", "s8")]
     assert ("all-reduce", "f32", (1, 1)) in forward  # the largest weight
-    # Both products may share one gather: w has one scale, and XLA takes it as it lies.
+    # Both products may share one gather: w has one scale, and XLA reads it in either layout.
     assert ops(both, "all-gather") in ([("all-gather", "s8")], [("all-gather", "s8")] * 2)
     assert ops(both, "reduce-scatter") == [("reduce-scatter", "f32")]
 
@@ -113,7 +113,7 @@ def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_m", *map(slow, MORE_RECIPES)])
 def test_collectives_of_an_mlp(name):
-    """Gathers of narrow weights, two scattered gradients; tensor parallel sums y and dx alone."""
+    """Gathers of quantized weights, two scattered gradients; tensor parallelism all-reduces only y and dx."""
     mesh = make_mesh((2, 2, 2))
     with jax.set_mesh(mesh):
         fn = partial(gradients, partial(mlp, MLP_LAYOUTS, recipe=name))
