@@ -32,7 +32,7 @@ SHAPES = {"scalar": (), "bias": (7,), "kernel": (16, 8), "embedding": (400, 16)}
 
 @pytest.fixture(autouse=True)
 def collect():
-    """So that what Orbax leaves behind shows here, if it does."""
+    """Collects garbage, so that leaks of Orbax show in this test."""
     yield
     gc.collect()
 

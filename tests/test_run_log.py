@@ -176,7 +176,7 @@ def test_console_keeps_the_first_ranks_of_an_evaluation():
 
 
 def test_a_terminals_line_fits_and_is_ended(monkeypatch):
-    """One that wraps would leave its first row behind, and what is printed next would follow it."""
+    """A line that wraps would leave its first row on the screen, and later output would follow it."""
     monkeypatch.setenv("COLUMNS", "10")
     stream = Stream(terminal=True)
     progress = console.Console(65, stream)

@@ -136,7 +136,7 @@ def shapes_of(params):
 
 
 def test_collectives_of_a_train_step():
-    """All gathers are of parameters, in 8 bits where recipes apply, and of what the loss compares."""
+    """All gathers are of parameters, in 8 bits where recipes apply, and of embeddings for the loss."""
     config, cfg, step, like, _, _ = train_program(**{"mesh.data": 2, "mesh.fsdp": 4})
     kernels, others = shapes_of(like["params"])
     found = [c for c in collectives(step) if c.op == "all-gather" and len(c.shape) > 1]
@@ -149,7 +149,7 @@ def test_collectives_of_a_train_step():
 
 @pytest.mark.parametrize("accumulation", [1, slow(2)])
 def test_collectives_of_a_train_step_that_reduces_once(accumulation):
-    """Gradients of kernels are summed as stacks of layers, and the step leaves what it leaves otherwise."""
+    """Gradients of kernels are all-reduced as stacks of layers, and the results of the step are equal."""
     shared = {"mesh.data": 4, "mesh.fsdp": 2, "train.accumulation": accumulation}
     shared |= {
         "train.batch_size": 8 * accumulation,

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """(module, file) of what mypy checks."""
+    """(module, file) of the modules that mypy checks."""
     for folder, package in (
         ("swjax", "swjax"),
         ("kernels", "swjax.kernels"),

@@ -18,10 +18,10 @@ from swjax.linear.plans import Plan
 
 
 class Ring(NamedTuple):
-    """Static.
+    """How the rows of a batch go around the devices of a mesh; static.
 
     Attributes:
-      axes: mesh axes that split the batch; its collectives run inside of a `jax.shard_map`.
+      axes: mesh axes that shard the batch; the collectives run inside of a `jax.shard_map`.
       devices: number of them along these axes.
       group: neighbouring devices that all-gather their rows; divides `devices`.
       parts: in which a device processes the rows that visit it.
@@ -33,18 +33,18 @@ class Ring(NamedTuple):
     parts: int
 
     def start(self, tree: Any) -> Any:
-        """Arrays [b, ...] of each device as the rows [group b, ...] that visit it first."""
+        """All-gathers arrays [b, ...] within each group: the first visiting rows, [group b, ...]."""
         if self.group == 1:
             return tree
         gather = lambda x: lax.all_gather(x, self.axes, axis_index_groups=self._groups, tiled=True)
         return jax.tree.map(gather, tree)
 
     def visit(self, see: Callable, own: Any, visiting: Any) -> tuple[Any, Any]:
-        """Folds `see` over all blocks of visiting rows; these end where they started.
+        """Folds `see` over all blocks of visiting rows, which return to their device at the end.
 
         Args:
           see: (own, block) -> (own, block), with the structure and shapes that it was given.
-          own: what stays on this device.
+          own: the tree that stays on this device.
           visiting: arrays [group b, ...], from `start` or equal in all of a group.
 
         Returns:

@@ -25,7 +25,7 @@ class PerTensorGuardState(NamedTuple):
       skipped: int32, the steps that each tensor or block has been left out of; read it with
         `skipped_by_path`.
       across: state of the transformation of all tensors.
-      inner: state of the inner optimizer. What has one value for all tensors there, such as a count, has a
+      inner: state of the inner optimizer. A leaf that all tensors share there, such as a count, has a
         leading axis here, with one entry for each tensor, or each block of a stacked one, in the order of the
         parameter tree.
     """
@@ -57,7 +57,7 @@ def per_tensor_guard(
       across: a transformation of all tensors together, as `optax.clip_by_global_norm`. It runs before
         `inner`, and sees unscaled gradients, zeros for those that are not finite.
       block_axes: as for `stable_adamw`: axes that enumerate tensors stacked in one parameter. `inner` is
-        shown one block, without these axes, so that it needs no `block_axes` itself.
+        given one block, without these axes, so that it needs no `block_axes` itself.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` from gradients of the *scaled* loss to updates in the

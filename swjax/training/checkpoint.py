@@ -250,9 +250,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # TensorStore's are ValueErrors
             if isinstance(error.__cause__, jax.errors.JaxRuntimeError):
                 raise error.__cause__ from error  # a process ended: `distributed.blame_peers`
-            steps = self._manager.all_steps(
-                read=True
-            )  # Orbax forgets a step before it removes it
+            steps = self._manager.all_steps(read=True)  # Orbax forgets a step before it removes it
             kept = f"the one of step {max(steps)} is whole" if steps else "none is whole yet"
             raise RunError(
                 f"a checkpoint could not be written in {self.directory}, {kept}: {_reason(error)}; "
