@@ -1,8 +1,8 @@
 # make train   sets up .venv once, trains the default run and writes its report
-# make test    passes the tests             make test ARGS="tests/test_losses.py -x"
-# make torch   installs PyTorch and its CLIPs, 6 GB, which tests then compare ours with; they skip without
+# make test    runs the tests               make test ARGS="tests/test_losses.py -x"
+# make torch   installs PyTorch and its CLIPs, 6 GB, for the tests that compare with them and skip without
 # make peers   runs the test suites of optax and Flax with our parts in place of theirs, half an hour
-# make report  makes the page of a run again
+# make report  rewrites the report page of a run
 # make docs    builds the documentation in build/site: links checked, notebooks executed, some minutes
 # make clean   removes what setting up and testing made, not runs/ and data/
 # Everything these commands write stays in this folder.
@@ -23,10 +23,10 @@ DOCS := .venv/.docs
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile
 INSTALL = $(PIP) --constraint requirements/constraints.txt --editable
 
-# XLA takes its memory anew at every step: in pages of 2 MB a CPU spends half as long on that, where Linux allows it.
+# XLA allocates its memory at every step: with pages of 2 MB, where Linux allows them, that takes half as long.
 export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 
-# Libraries would else keep these in the home directory.
+# Otherwise libraries write these to the home directory.
 export XDG_CACHE_HOME := $(CURDIR)/.cache
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export TFDS_DATA_DIR := $(CURDIR)/data

@@ -13,7 +13,7 @@ Examples:
       ViT-H/14, the paper's recipe, on one GPU of 80 GB: 256 pairs at a time
 
   python train.py --config=configs/vith_int8.py --plan --hardware=h200:8 --config.train.accumulation=8
-      what the run would be, and whether it fits: memory, time, checkpoints; nothing is trained
+      a summary of the run, and whether it fits: memory, time, checkpoints; nothing is trained
 
 configs/common.py lists every key and what it means. The same command resumes an interrupted run,
 bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends; a second Ctrl-C, or one before the data are

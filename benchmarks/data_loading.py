@@ -143,7 +143,7 @@ def measure(tars: str, folder: str, images: int, rounds: int) -> dict:
 
     Args:
       tars: pattern of their paths.
-      folder: for what is kept beside them.
+      folder: for the files that are kept with them.
       images: in a round.
       rounds: how often each runs.
 

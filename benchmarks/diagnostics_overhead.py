@@ -5,7 +5,7 @@
       --out=benchmarks/results/diagnostics_overhead_gpu.json
 
 Variants take turns in random order, so that a slow moment of the machine meets all alike; the cost is the
-median over the rounds, beside that of the step with none. On a CPU time is that of all cores, which other
+median over the rounds, next to that of the step with none. On a CPU time is that of all cores, which other
 programs disturb less than the clock on the wall. "none again" is the same program once more: how far it is
 from 0 says what the numbers can tell. Quantization health is a program of its own: its time is divided by
 `config.diagnostics.every_steps`. What XLA counts, "bytes" and "flops", has no noise; "bytes" are before

@@ -43,8 +43,8 @@ class Model(NamedTuple):
     """What a step depends on.
 
     Attributes:
-      kernels: parameters of the linear layers in blocks; gathered narrow, twice.
-      others: parameters besides; float32.
+      kernels: parameters of the linear layers in blocks; gathered twice, quantized.
+      others: all other parameters; float32.
       linear: FLOP of these layers for one pair, forward and backward.
       rest: the same of attention and all else.
       embed_dim: of the common space.

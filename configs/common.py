@@ -26,16 +26,16 @@ def get_config() -> ConfigDict:
     config.model.text.layers = 0  # blocks; 0: the named model's own
     config.model.text.heads = 0  # attention heads a block; 0: the named model's own
     config.model.embed_dim = 0  # features of an embedding; 0: the named model's own
-    # What the linear layers of every block compute in: standard | switchback | switchback_m |
+    # Precision of the linear layers of every block: standard | switchback | switchback_m |
     # switchback_q | llm_int8 | llm_int8_outlier6 | fp8_switchback | fp8_tensorwise.
     config.model.recipe = "switchback"
     config.model.dtype = "bfloat16"  # compute: float32 | bfloat16 | float16; parameters are float32
     config.model.attention = ""  # xla | cudnn | triton; "": the fastest that can run
-    # What a block keeps for the backward pass: none (no recomputation) | full (its input only) |
-    # dots | save_quantized | save_linear. Quantized weights are kept by all.
+    # What a block saves for the backward pass: none (no recomputation) | full (its input only) |
+    # dots | save_quantized | save_linear. All save quantized weights.
     config.model.remat = "none"
     config.model.scan_layers = False  # True compiles faster, False runs faster
-    config.model.layer_scale = False  # zero-initialised scale on each residual branch: steadies fp8
+    config.model.layer_scale = False  # zero-initialised scale on residual branches: stabilizes fp8
     config.model.qk_norm = False  # LayerNorm on queries and keys
     config.model.gelu = "exact"  # exact | tanh | quick (OpenAI's weights)
     config.model.patch_dropout = 0.0  # fraction of the patches left out in training
@@ -193,7 +193,7 @@ def get_config() -> ConfigDict:
     config.diagnostics = ConfigDict()  # docs/diagnostics.md
     config.diagnostics.rms = True  # RMS of every tensor's update, each step
     config.diagnostics.features = True  # mean and maximum |x| of every block's output, each step
-    config.diagnostics.norms = True  # of the update, each step; the gradient's is always there
+    config.diagnostics.norms = True  # of the update, each step; the gradient's is always logged
     # Of each quantized operand the zeros, saturated values and SQNR, every so many steps; 0: never.
     config.diagnostics.every_steps = 200
 

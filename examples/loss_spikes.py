@@ -1,12 +1,12 @@
-"""A loss spike made on purpose, found and explained: AdamW beside StableAdamW in a model of Flax alone.
+"""A loss spike made on purpose, found and explained, with AdamW and StableAdamW in a plain Flax model.
 
   python examples/loss_spikes.py --out=runs/loss_spikes
   python -m swjax.diagnostics report runs/loss_spikes/adamw
 
-Half of the inputs are silent at first, and so are their weights. Every 150 steps eight of them begin to
-carry a constant, as a new source of data may bring a border or a watermark. The loss does not notice. But
-nothing is known of these weights' gradients, the second moment lags behind them, and AdamW takes steps that
-are too large: the loss spikes. StableAdamW sees the RMS of the tensor's update, and takes smaller ones.
+Half of the inputs are zero at first, so their weights have no gradient. Every 150 steps eight of them become
+a non-zero constant, as when new data have a border or a watermark. The loss does not change at first. But the
+second moment of these weights lags behind their new gradients, and AdamW takes steps that are too large: the
+loss spikes. StableAdamW measures the RMS of the tensor's update, and takes smaller steps.
 """
 
 import argparse

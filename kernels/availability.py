@@ -1,4 +1,4 @@
-"""What an implementation says when it cannot compute an operation."""
+"""The reason why an implementation cannot compute an operation."""
 
 from typing import NamedTuple
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from swjax.kernels import reference, tiles
 from swjax.kernels.availability import Unavailable
 
-# {operation: its implementations besides "xla", the preferred one first}. Each is a function named after the
-# operation in the module of the implementation, with the signature and result of that in `reference`.
+# {operation: its implementations other than "xla", the preferred one first}. Each is a function with the name
+# of the operation in the module of the implementation, with the signature and result of that in `reference`.
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "quantize": ("triton",),
     "quantize_by": ("triton",),
@@ -148,7 +148,7 @@ def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavaila
 
 @functools.cache
 def _missing_triton() -> str | None:
-    """What the "triton" modules need and the installation lacks; they are imported only without any."""
+    """The missing packages of the "triton" modules, which are imported only if none is missing."""
     if importlib.util.find_spec("jax_triton") is None:
         return f"needs jax-triton, which is not installed: {INSTALL}"
     version = importlib.metadata.version("triton")

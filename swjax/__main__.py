@@ -4,11 +4,11 @@ train        trains a CLIP, or plans a run: train.py of a checkout
 classify     which of some names fits a picture best
 search       the pictures that fit a text best, on a page
 evaluate     scores a run or other CLIP weights without training
-report       makes the report page of a run again
+report       rewrites the report page of a run
 runs         lists runs: state, scores, throughput, what differs; or shows them on one page
 diagnostics  what led to a run's loss spikes: report, replay
-compare      what recipes and dtypes do to layers and to the loss
-data check   what training would read of a data set: counts, sizes, captions, bad examples
+compare      how recipes and dtypes change layers and the loss
+data check   counts, sizes, captions and bad examples of a data set, as training reads it
 convert      WebDataset tars to array_record
 """
 

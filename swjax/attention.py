@@ -24,10 +24,10 @@ def choose(
 ) -> str:
     """The name of the implementation for tokens x [b, t, w] with `length` tokens that are not padding.
 
-    None means XLA, but for 16-bit tokens on NVIDIA GPUs the kernel where it can run, else cuDNN.
+    None means XLA. For 16-bit tokens on NVIDIA GPUs it means our kernel where that can run, else cuDNN.
 
     Raises:
-      ValueError: the kernel was asked for and cannot run: the message says why.
+      ValueError: the kernel was requested and cannot run; the message says why.
 
     >>> choose(jnp.ones((1, 3, 8)), 2)
     'xla'

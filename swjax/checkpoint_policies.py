@@ -1,4 +1,4 @@
-"""Policies for `jax.checkpoint` that name what the forward pass of swjax's layers saves.
+"""Policies for `jax.checkpoint` that select by name the arrays that swjax's layers save.
 
 `jax.checkpoint_policies.dots_saveable` does not see products inside opaque kernels and recomputes all of
 them; these policies go by name. Each saves the quantized weights, one byte per parameter, on GPUs two, so

@@ -184,7 +184,7 @@ class _Interceptor:
 
 @contextmanager
 def _computing_as(module, path: str, recipe: Recipe | None, implementation: str | None):
-    """Within it a bound module, which is frozen, has another recipe; None: its own."""
+    """A context in which a bound module, which is frozen, has another recipe; None: its own."""
     other: dict[str, Any]
     if recipe is None:
         other = {}
@@ -216,14 +216,14 @@ def _own_shapes(module) -> dict[str, tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A parameter "kernel" that was about to be multiplied as a recipe says.
+    """A parameter "kernel" that a product of a recipe reads.
 
     Attributes:
       recipe: of the product.
       shape: [*in_features, *out_features], of one layer where layers are stacked.
       outs: how many axes are of out_features.
-      dtype: that its module expects of it.
-      cast_to: what Flax casts it to before the product; None: nothing.
+      dtype: that its module expects.
+      cast_to: the dtype that Flax casts it to before the product; None: it is not cast.
     """
 
     recipe: Recipe
@@ -263,7 +263,7 @@ def _quantized_kernel(module) -> QTensor | None:
 def _multiply(
     layer: nn.Dense | nn.DenseGeneral, kernel: QTensor, product: Callable, inputs: jax.Array
 ) -> jax.Array:
-    """What a layer of Flax computes, with a kernel for which its own code has no place."""
+    """The output of a Flax layer whose kernel is a `QTensor`, which Flax's own code cannot hold."""
     axes = sorted(axis % inputs.ndim for axis in _tuple(getattr(layer, "axis", -1)))
     bias = nn.meta.unbox(layer.get_variable("params", "bias")) if layer.use_bias else None
     like = jnp.zeros((), layer.param_dtype)

@@ -24,8 +24,8 @@ class Linear(nnx.Linear):
     """`flax.nnx.Linear` whose three matrix products are computed as `recipe` says.
 
     The parameters, their names, shapes, dtypes and initial values are those of `flax.nnx.Linear`, so
-    checkpoints go both ways. The weight is quantized from the parameter in `param_dtype`, not from a copy
-    in `dtype`.
+    checkpoints load in both directions. The weight is quantized from the parameter in `param_dtype`, not
+    from a copy in `dtype`.
 
     Args:
       in_features, out_features: k and n.
@@ -172,7 +172,7 @@ def _alike(*layers: Linear, but: str | None = None) -> bool:
         (layer.dtype, *(value for name, value in layer._options().items() if name != but))
         for layer in layers
     }
-    # A subclass with a call of its own, as a tapped layer has, wants to be called.
+    # A subclass with its own `__call__`, such as a tapped layer, must be called.
     return len(seen) == 1 and all(type(layer).__call__ is Linear.__call__ for layer in layers)
 
 
@@ -259,7 +259,7 @@ def restore_model(model: nnx.Module) -> nnx.Module:
 
 
 def _conversion_of(module):
-    """What `quantize_model` has left in a module; None: it has not been there."""
+    """The changes of `quantize_model` to a module; None: it is not converted."""
     if isinstance(module, Linear):
         return module.replaced
     product = getattr(module, "dot_general", None)
@@ -267,7 +267,7 @@ def _conversion_of(module):
 
 
 def describe_model(model: nnx.Module) -> Conversion:
-    """What every matrix of a model is multiplied with: a table to be printed.
+    """The recipe of every matrix of a model, as a table to print.
 
     Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves take no
     `dot_general`, so that no recipe reaches them. An example is under `quantize_model`.
@@ -306,7 +306,7 @@ def set_layouts(
 ) -> nnx.Module:
     """Sets how the operands of a model's `Linear` layers are sharded, in place.
 
-    For parameters that are put in place by a table of rules rather than by Flax's metadata.
+    For parameters that a table of rules shards, not Flax's metadata.
 
     Args:
       model: an NNX model; it is changed.
@@ -314,7 +314,7 @@ def set_layouts(
         are stacked, as for `jax.lax.scan`, the last two dimensions count.
       tokens: the spec of the leading dimensions of every layer's input.
       reduce_dtype: of the sums of kernels' gradients over devices; see `swjax.Layout`.
-      reduce_later: of kernels that are stacked, for who splits the stack by `split_stack`.
+      reduce_later: of stacked kernels, for code that splits the stack by `split_stack`.
 
     Returns:
       `model`.
@@ -333,14 +333,14 @@ def set_layouts(
 
 
 def split_stack(stack: nnx.Module, x: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
-    """`nnx.split` of a stack of equal layers, as for `jax.lax.scan`, that sums what its layers leave.
+    """`nnx.split` of a stack of equal layers, as for `jax.lax.scan`, that all-reduces its gradients at once.
 
-    Devices that hold the same of a kernel sum its gradient: of the whole stack here, where the layout of its
-    `Linear` has `reduce_later`.
+    Devices with the same shard of a kernel all-reduce its gradient: here that of the whole stack, where the
+    layout of its `Linear` has `reduce_later`.
 
     Args:
       stack: its parameters have a leading axis, one entry a layer.
-      x: [..., k], for which the layers are called.
+      x: [..., k], the input of the layers.
 
     >>> import jax.numpy as jnp
     >>> make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: Linear(4, 4, rngs=rngs)))

@@ -1,4 +1,4 @@
-"""Recipes: what each of the three matrix products of a linear layer is computed in.
+"""Recipes: the precision of each of the three matrix products of a linear layer.
 
 With activations x [b, k], kernel w [k, n] and output gradient g [b, n], a linear layer computes::
 

@@ -1,4 +1,4 @@
-"""Checks for your own tests: does a compiled function multiply, and send, int8 where you think it does?"""
+"""Checks for your own tests: which products and collectives of a compiled function are in int8."""
 
 import re
 from collections import Counter
@@ -27,7 +27,7 @@ def matrix_products(fn: Callable, *args: Any, **kwargs: Any) -> Counter:
       *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      Counter of (left, right) HLO types, as ("s8", "s8"). XLA for CPUs widens some int8 products to
+      Counter of (left, right) HLO types, as ("s8", "s8"). XLA for CPUs converts some int8 products to
       ("s32", "s32").
 
     >>> import jax.numpy as jnp, swjax
@@ -99,7 +99,7 @@ class Collective(NamedTuple):
 
 
 def collectives(fn: Callable, *args: Any, **kwargs: Any) -> list[Collective]:
-    """What the devices exchange in the compiled `fn`.
+    """The arrays that devices exchange in the compiled `fn`.
 
     Args:
       fn: a function, jitted or not; it is compiled for `args` and not run. Or one that is compiled.
@@ -127,14 +127,14 @@ def _collectives(hlo: str) -> list[Collective]:
 def assert_quantized_gathers(
     fn: Callable, *args: Any, weights: list[tuple[int, int]], dtype: str = "int8", **kwargs: Any
 ) -> None:
-    """Asserts that devices of the compiled `fn` gather weights alone, and those in 8 bits.
+    """Asserts that the devices of the compiled `fn` gather only weights, in 8 bits.
 
     Args:
       fn: a function, jitted or not; it is compiled for `args` and not run.
       *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s sharded as in your program.
       weights: the shapes [k, n] of the weights. A gathered array is one of them if its sizes, in either
         order, are k and n or tensor-parallel parts of these; of three sizes the first counts devices, whose
-        parts come one after the other. Vectors of scales and biases are let pass.
+        parts come one after the other. Vectors of scales and biases are allowed.
       dtype: what they are gathered in: "int8", also for fp8, which moves as bytes; or a name of HLO.
 
     Raises:

@@ -42,7 +42,7 @@ def compiled(function, *args):
 
 
 def random_model(cfg, seed=0):
-    """The model's structure and parameters none of which is at a special value such as 0 or 1."""
+    """The model's structure, and parameters without special values such as 0 or 1."""
     graph, params = abstract(cfg)
     rng = np.random.default_rng(seed)
 

@@ -77,7 +77,7 @@ def reference(micro, tmp_path_factory):
 
 @pytest.fixture
 def started(shared_cache, tmp_path):
-    """Starts train.py in `tmp_path`, see `micro_run.start`; kills what is left of it."""
+    """Starts train.py in `tmp_path`, see `micro_run.start`; kills its remaining processes."""
     from micro_run import start
 
     processes = []
@@ -93,7 +93,7 @@ def started(shared_cache, tmp_path):
 
 @pytest.fixture(scope="module")
 def compiles_as_users_do():
-    """For modules whose tests see what XLA makes of numbers."""
+    """For modules whose tests depend on the optimizations of XLA."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
     yield

@@ -71,7 +71,7 @@ def is_serving() -> bool:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """In the process with eight devices: runs the tests it is asked for, until nobody asks."""
+    """In the process with eight devices: runs the requested tests until its input ends."""
     if not is_serving():
         return None
     items = {item.nodeid: item for item in session.items}

@@ -81,7 +81,7 @@ def gradients(layer, args, g):
 
 
 def sharded(case, kind="auto", **changes):
-    """The mesh of a case, its layout, and arguments that lie on it."""
+    """The mesh of a case, its layout, and arguments that are sharded over it."""
     sizes, spec = CASES[case]
     mesh = make_mesh(sizes, KINDS[kind])
     x, w, bias, g = arrays(**changes)

@@ -15,7 +15,7 @@ import pytest
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 
-# Undoes what tests/conftest.py leaves out to compile faster.
+# Restores the optimizations that tests/conftest.py disables to compile faster.
 AS_USERS_COMPILE = {}
 if jax.config.values["jax_disable_most_optimizations"]:
     AS_USERS_COMPILE |= {

@@ -40,7 +40,7 @@ MICRO = {
     "train.steps": 6,
     "eval.every_steps": 0,
     "eval.batch_size": 16,
-    "schedule.name": "constant",  # so that runs of any length share one program
+    "schedule.name": "constant",  # so that runs of any length share one compiled program
     "schedule.warmup_steps": 1,
     "checkpoint.every_steps": 2,
     "log.every_steps": 2,
@@ -48,7 +48,7 @@ MICRO = {
     "report.enabled": "false",
 }
 
-# Processes compile as this one does, and find what it has compiled.
+# Processes compile with the options of this one, and share its cache.
 ENVIRONMENT = os.environ | {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_DEFAULT_MATMUL_PRECISION": jax.config.jax_default_matmul_precision,
@@ -85,7 +85,7 @@ def train(config, workdir, after: int = 10**9) -> int:
 
 
 def records(workdir) -> list[dict]:
-    """metrics.jsonl without what a clock measured."""
+    """metrics.jsonl without measured times."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [
         {k: v for k, v in json.loads(line).items() if k != "time" and not k.startswith("perf/")}

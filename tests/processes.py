@@ -8,7 +8,7 @@ import subprocess
 
 @contextlib.contextmanager
 def two_processes(command: list[str], environment=os.environ):
-    """Starts a command twice, with what `swjax.training.distributed` reads; kills what is left of them."""
+    """Starts a command twice, with what `swjax.training.distributed` reads; kills the remaining processes."""
     with socket.socket() as sock:
         sock.bind(("localhost", 0))
         address = f"localhost:{sock.getsockname()[1]}"

@@ -32,7 +32,7 @@ SHAPES = {"scalar": (), "bias": (7,), "kernel": (16, 8), "embedding": (400, 16)}
 
 @pytest.fixture(autouse=True)
 def collect():
-    """So that what Orbax leaves behind shows here, if it does."""
+    """Collects garbage, so that leaks of Orbax show in this test."""
     yield
     gc.collect()
 
@@ -56,7 +56,7 @@ def save(workdir, *steps, keep=2):
 
 
 def restored_step(workdir, keep=0) -> int:
-    """Restores; checks every bit; returns of which step it is."""
+    """Restores a checkpoint, checks every bit, and returns its step."""
     state, position = Checkpoints(workdir, keep=keep).restore(LIKE)
     step = position["batches"]
     jax.tree.map(np.testing.assert_array_equal, state, state_of(step))

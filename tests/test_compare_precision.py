@@ -47,7 +47,7 @@ def test_probes_see_outputs_and_their_gradients():
 
 @pytest.mark.slow
 def test_layers_training_and_page(tmp_path, capsys):
-    """One arm without quantization: compiling is what takes time here."""
+    """One arm without quantization, because compiling dominates the time."""
     command = ["compare_precision", *FLAGS, f"--workdir={tmp_path}", "--arms", "standard:float16"]
     command += ["--config.optimizer.loss_scale=256"]
     sizes = ["--steps=2", "--seeds=2", "--batch-size=8", "--examples=4"]

@@ -188,7 +188,11 @@ def test_loader_refuses(options, message):
 @pytest.mark.parametrize(
     "arguments, options, message",
     [
-        (("imagenet", "train"), {}, "no data set 'imagenet'; there are emoji, icons, synthetic, tfds"),
+        (
+            ("imagenet", "train"),
+            {},
+            "no data set 'imagenet'; there are emoji, icons, synthetic, tfds",
+        ),
         (("synthetic", "dev"), {}, "split is 'dev'; it must be one of train, val, test"),
         (("synthetic", "val"), {"classes": 0}, "must be positive; they are 224, 0 and 100000"),
         (("synthetic", "val"), {"sise": 3}, "options of the data set 'synthetic': .*'sise'"),

@@ -1,4 +1,4 @@
-"""Pixels beside the references: Pillow's, and torchvision's where it is installed."""
+"""Decoded pixels compared with Pillow's, and with torchvision's where it is installed."""
 
 import io
 import struct

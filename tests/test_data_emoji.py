@@ -76,7 +76,7 @@ def test_concepts_are_distinct_and_have_words():
 
 
 def test_the_split_is_the_same_everywhere():
-    """Other Pythons, other machines: whatever changes this changes what scores mean."""
+    """The split is equal on every Python and machine: a change would change the meaning of scores."""
     folds = "".join(f"{c.code} {c.split}\n" for c in concepts())
     assert hashlib.sha256(folds.encode()).hexdigest()[:16] == "91fc811f6d81c3e1"
     counts = collections.Counter(c.split for c in concepts())
@@ -243,7 +243,7 @@ def test_sources_reach_worker_processes_small(data_dir, name):
         options = {"builder": "emoji/sample", "text_key": "name"}
         records = data.source("tfds", "openmoji", data_dir=data_dir, **options)
     sent = pickle.dumps(records)
-    assert len(sent) < 1000  # where it lies, not what it holds
+    assert len(sent) < 1000  # its location, not its content
     there = pickle.loads(sent)
     assert len(there) == len(records)
     np.testing.assert_equal(there[11], records[11])

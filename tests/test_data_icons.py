@@ -41,7 +41,7 @@ def write_package(path: Path, content: dict[str, dict]) -> Path:
 
 
 def small() -> dict[str, dict]:
-    """40 drawings of every fold in two sets, each with a radius of its own."""
+    """40 drawings of every fold in two sets, each with a different radius."""
     content, radius = {}, 1.0
     for prefix in (SEEN, HELD_OUT):
         icons = {}

@@ -65,7 +65,7 @@ def test_start_by_an_mpi_that_only_mpi4py_knows(monkeypatch):
 
 
 def mesh_of(data, fsdp, tensor, devices_each):
-    """A mesh of processes with so many devices each, of which only the numbers are looked at."""
+    """A stand-in for a mesh of processes with this many devices each; only the numbers are read."""
     processes = np.arange(data * fsdp * tensor) // devices_each
     devices = np.array([SimpleNamespace(process_index=int(p)) for p in processes], object)
     return SimpleNamespace(
@@ -139,7 +139,7 @@ def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
 
 
 def test_two_processes_train_stop_and_go_on_as_one(micro, shared_cache, tmp_path):
-    """SIGTERM reaches one of two; both save the same step, from which one process goes on."""
+    """SIGTERM reaches one of two processes; both save the same step, and one process resumes from it."""
     two, one, rest = (tmp_path / name for name in ("two", "one", "rest"))
     command = [sys.executable, str(ROOT / "train.py")]
     command += [f"--config={ROOT}/configs/openmoji.py", f"--workdir={two}"]

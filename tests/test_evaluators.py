@@ -238,7 +238,7 @@ def test_images_that_cannot_be_read_are_not_shown(source):
 
 
 def evaluate_sharded(tensor=1):
-    """Scores and predictions with embeddings that lie on all devices of all processes."""
+    """Scores and predictions with embeddings that are sharded over the devices of all processes."""
     model, source, mesh = Model(), make_source(), sharding.make_mesh(tensor=tensor)
     sizes = SIZES | {"share": sharding.batch_share(mesh)}
 

@@ -40,7 +40,7 @@ def start(config):
 
 
 def foreign(config, folder, layout="open_clip", **options):
-    """Weights of a model with some sizes of its own, as a file; returns its parameters."""
+    """Writes the weights of a model with other sizes to a file; returns its parameters."""
     cfg = clip.config(setup.model_config(config), **options)
     model = nnx.merge(*random_model(cfg))
     interop.save(folder, model, layout)

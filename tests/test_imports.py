@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# The folders of swjax, and the folders that each may import. "swjax" stands for the modules that lie flat in
+# The folders of swjax, and the folders that each may import. "swjax" stands for the modules directly in
 # swjax/: all of them belong to the library.
 LIBRARY = {
     "kernels": set(),
@@ -41,7 +41,7 @@ COMMANDS = {"swjax.__main__", "swjax.diagnostics.__main__"}
 
 
 def folder_of(module: str) -> str:
-    """`swjax.optax.rms` lies in the folder `optax`, `swjax.recipes` flat in `swjax`."""
+    """`swjax.optax.rms` is in the folder `optax`, `swjax.recipes` is directly in `swjax`."""
     names = module.split(".")
     return names[1] if len(names) > 1 and names[1] in ALLOWED else "swjax"
 

@@ -79,7 +79,7 @@ def test_slices_of_the_weight_gradient_add_up(slices, shape, dtype):
     np.testing.assert_array_equal(call(x, g), dw)
 
 
-LAST = 100  # rows that are looked at: what lies beyond 2**31 elements
+LAST = 100  # rows that are compared: those beyond 2**31 elements
 
 
 def test_rows_beyond_2_to_the_31_elements():

@@ -1,4 +1,4 @@
-"""Loss scaling: a tensor that overflows sits out alone, as if its step had not been; or all do."""
+"""Loss scaling: a tensor that overflows skips the step, alone or with all others."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A run that is copied to an fsspec address while it trains, and that another machine goes on with."""
+"""A run that is copied to an fsspec address while it trains, and resumed on another machine."""
 
 import json
 import shutil

@@ -46,7 +46,7 @@ SAME = {
 }
 
 
-# What no loss depends on: adding one vector to all keys leaves a softmax as it is.
+# No loss depends on these: a softmax does not change when one vector is added to all keys.
 BLIND = re.compile(r"'k'\]\['bias'")
 
 

@@ -68,7 +68,7 @@ def test_every_rematerialisation_differentiates(recipe, remat):
 
 
 def test_rematerialisation_keeps_what_it_says():
-    """Bytes that the backward pass of the vision tower gets from the forward pass, beside parameters."""
+    """Bytes that the forward pass of the vision tower saves for the backward pass, without parameters."""
 
     def kept(recipe, remat):
         cfg = clip.config("tiny", recipe=recipe, dtype="bfloat16", remat=remat)
@@ -100,7 +100,7 @@ def test_rematerialisation_keeps_what_it_says():
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_nothing_is_left_for_switchback_m_to_save(remat):
-    """It is the same program: prologues write again what it would keep in 8 bits."""
+    """Prologues recompute inputs that `switchback_m` would save, so its program is that of `switchback`."""
     images = jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.float32)
 
     def program(recipe):

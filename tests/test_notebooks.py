@@ -62,7 +62,7 @@ def install_cell(path):
 
 @pytest.mark.parametrize("where", ["wheel", "checkout", "nowhere"])
 def test_the_first_cell_installs_what_is_here_and_never_from_an_index(where, monkeypatch, tmp_path):
-    """A registry may hold a package of the same name by someone else."""
+    """A registry may hold another package of the same name."""
     folder = tmp_path / "examples" / "notebooks"
     folder.mkdir(parents=True)
     expected = []

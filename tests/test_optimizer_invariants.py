@@ -295,7 +295,7 @@ def nnx_optimizer(optimizer):
 
 
 def wrapped(wrap, moves=True):
-    """A check that what `wrap` makes of an optimizer trains, and that map_params goes through it."""
+    """A check that an optimizer wrapped by `wrap` trains and supports map_params."""
 
     def check(optimizer):
         outer = wrap(optimizer)

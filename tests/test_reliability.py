@@ -30,7 +30,7 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch):
 
 @pytest.fixture
 def collect():
-    """So that what Orbax leaves behind shows here, if it does."""
+    """Collects garbage, so that leaks of Orbax show in this test."""
     yield
     gc.collect()
 
@@ -61,7 +61,7 @@ def test_the_fuzzer_sees_what_must_not_happen(tmp_path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_unpickled_evaluated_or_unpacked(path):
-    """By name, in all code that ships; the fuzzer watches what runs."""
+    """Searches all shipped code for the names; the fuzzer checks at run time."""
     text = path.read_text()
     names = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
     if path == ROOT / "swjax/data/processes.py":  # what a process gives those that it starts

@@ -118,7 +118,7 @@ def test_page_of_a_whole_run(workdir):
     ):
         assert text in page.text, text
     assert "No " not in page.text
-    # Self-contained: every picture is inside, and beside the page as a file.
+    # Self-contained: every picture is embedded, and also a file next to the page.
     assert len(page.urls) == 2 * len(charts.CHARTS) + len(PREDICTIONS)
     assert all(url.startswith("data:image/png;base64,iVBOR") for url in page.urls)
     assert {p.name for p in path.parent.glob("*.png")} == {
@@ -210,7 +210,7 @@ def test_smooth_matches_brute_force():
 
 @pytest.fixture
 def two_runs(workdir, tmp_path):
-    """A finished run, and one that goes on with another recipe."""
+    """A finished run, and one that continues it with another recipe."""
     folder = tmp_path / "runs"
     for name, recipe, final in (("a", "switchback", True), ("b/<b>", "standard", False)):
         run = folder / name

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on, and when."""
+"""What a run prints while it trains, and when."""
 
 import gc
 import json
@@ -84,7 +84,7 @@ class Stream:
     ],
 )
 def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason):
-    """After steps of a second, of which the device takes 0.9."""
+    """After steps of one second, 0.9 s of it on the device."""
     now, queued = [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(step_clock.CoreQueue, "seconds", lambda self: queued[0])
@@ -176,7 +176,7 @@ def test_console_keeps_the_first_ranks_of_an_evaluation():
 
 
 def test_a_terminals_line_fits_and_is_ended(monkeypatch):
-    """One that wraps would leave its first row behind, and what is printed next would follow it."""
+    """A line that wraps would leave its first row on the screen, and later output would follow it."""
     monkeypatch.setenv("COLUMNS", "10")
     stream = Stream(terminal=True)
     progress = console.Console(65, stream)

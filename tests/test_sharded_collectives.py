@@ -76,7 +76,7 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
     with jax.set_mesh(mesh):
         if kind == "explicit" and "row" in case.split(
             "_"
-        ):  # so that x is not cut, nor dx put together
+        ):  # so that x is not split and dx not concatenated
             spec = P(*TOKENS, None, "tensor")
             args = (jax.device_put(args[0], NamedSharding(mesh, spec)), *args[1:])
         programs = compiled(layer, *args), compiled(partial(gradients, layer), args, g)
@@ -85,7 +85,7 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
         forward, both = map(collectives, programs)
     assert ops(forward, "all-gather") == [("all-gather", "s8")]
     assert ("all-reduce", "f32", (1, 1)) in forward  # the largest weight
-    # Both products may share one gather: w has one scale, and XLA takes it as it lies.
+    # Both products may share one gather: w has one scale, and XLA reads it in either layout.
     assert ops(both, "all-gather") in ([("all-gather", "s8")], [("all-gather", "s8")] * 2)
     assert ops(both, "reduce-scatter") == [("reduce-scatter", "f32")]
 
@@ -113,7 +113,7 @@ def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_m", *map(slow, MORE_RECIPES)])
 def test_collectives_of_an_mlp(name):
-    """Gathers of narrow weights, two scattered gradients; tensor parallel sums y and dx alone."""
+    """Gathers of quantized weights, two scattered gradients; tensor parallelism all-reduces only y and dx."""
     mesh = make_mesh((2, 2, 2))
     with jax.set_mesh(mesh):
         fn = partial(gradients, partial(mlp, MLP_LAYOUTS, recipe=name))
@@ -136,7 +136,7 @@ def shapes_of(params):
 
 
 def test_collectives_of_a_train_step():
-    """All gathers are of parameters, in 8 bits where recipes apply, and of what the loss compares."""
+    """All gathers are of parameters, in 8 bits where recipes apply, and of embeddings for the loss."""
     config, cfg, step, like, _, _ = train_program(**{"mesh.data": 2, "mesh.fsdp": 4})
     kernels, others = shapes_of(like["params"])
     found = [c for c in collectives(step) if c.op == "all-gather" and len(c.shape) > 1]
@@ -149,7 +149,7 @@ def test_collectives_of_a_train_step():
 
 @pytest.mark.parametrize("accumulation", [1, slow(2)])
 def test_collectives_of_a_train_step_that_reduces_once(accumulation):
-    """Gradients of kernels are summed as stacks of layers, and the step leaves what it leaves otherwise."""
+    """Gradients of kernels are all-reduced as stacks of layers, and the results of the step are equal."""
     shared = {"mesh.data": 4, "mesh.fsdp": 2, "train.accumulation": accumulation}
     shared |= {
         "train.batch_size": 8 * accumulation,

@@ -62,7 +62,7 @@ def test_values_are_those_of_one_device(name, case, kind):
 @pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
 @pytest.mark.parametrize("odd", [{"k": 47, "n": 83}, {"batch": 3}, {"batch": 1, "k": 1, "n": 1}])
 def test_values_of_odd_sizes(case, odd):
-    """What an axis does not divide stays whole."""
+    """A dimension that an axis does not divide is replicated."""
     mesh, layout, args, g = sharded(case, **odd)
     layer = partial(swjax.switchback, layout=layout)
     with jax.set_mesh(mesh):
@@ -105,7 +105,7 @@ def test_values_of_an_mlp(sizes, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes, heads", [((2, 2, 2), 4), ((2, 1, 4), 4), ((2, 2, 2), 3)])
 def test_values_of_attention_whose_heads_are_split(sizes, heads, kind):
-    """Images and heads are split; heads that devices do not divide lie whole, and so may everything."""
+    """Images and heads are sharded; heads that devices do not divide are replicated, or everything is."""
     mesh = make_mesh(sizes, KINDS[kind])
     split = heads % sizes[2] == 0
     arrays = [draw(BATCH, TOKENS_EACH, heads, 16, seed=seed) for seed in range(4)]

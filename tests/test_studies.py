@@ -1,4 +1,4 @@
-"""The studies in benchmarks/studies: each runs in its shortest form, and goes on where it was cut off."""
+"""The studies in benchmarks/studies: each runs in its shortest form, and resumes where it was interrupted."""
 
 import doctest
 import importlib

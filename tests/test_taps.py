@@ -192,7 +192,7 @@ class Pair(nnx.Module):
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1])
 def test_adamw_has_the_rms_of_stable_adamw(clip_norm):
-    """As it is without clipping its updates; after the gradient's clipping where there is some."""
+    """The RMS equals that of `stable_adamw` without update clipping, also after gradient clipping."""
     params = {"w": jnp.ones((4, 5)), "blocks": jnp.ones((3, 7))}
     axes = {"w": None, "blocks": 0}
     first = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()

@@ -323,7 +323,7 @@ def _(recipe):
 
 @case("`jax.shard_map`, and its `jax.grad`")
 def _(recipe):
-    """Each device its rows, with scales of its own; the gradient of w is summed over devices."""
+    """Each device has its own rows and scales; the gradient of w is all-reduced."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))

@@ -47,7 +47,7 @@ class Case(NamedTuple):
     Attributes:
       name: of the row in the table.
       operation: a key of `dispatch.IMPLEMENTATIONS`.
-      peers: {name: (function, its arrays)}: what libraries offer besides the specification.
+      peers: {name: (function, its arrays)}: what other libraries offer.
       arithmetic: operations of its product, 0 for an operation that only moves bytes.
     """
 

@@ -157,7 +157,7 @@ class Records:
         return self.deadline - time.monotonic()
 
     def add(self, **row) -> dict:
-        """Appends a row, rounded, and writes the file anew."""
+        """Appends a rounded row and rewrites the file."""
         row = {
             key: _round(value) if isinstance(value, float) else value for key, value in row.items()
         }

@@ -263,7 +263,7 @@ def configs(place: Path, rng: random.Random):
 
 
 def weights(place: Path, rng: random.Random):
-    """safetensors: header, lengths, offsets, dtypes, and the config beside it."""
+    """safetensors: header, lengths, offsets, dtypes, and the config next to it."""
     from flax import nnx
 
     from swjax import interop

@@ -3,8 +3,8 @@
 A run is killed and started again until it is finished, then compared in every bit of its last checkpoint
 (parameters, moments), in its position in the data, and in every metric of every step but times; then
 another is begun. Half of the moments are drawn from the whole life of a process, its start included, the
-others from the time when it trains, much of which goes into checkpoints. With --workers those that are
-killed have loader processes, none of which may be left in the end; the one that is left alone has none.
+others from the time when it trains, much of which goes into checkpoints. With --workers the
+killed runs have loader processes, and none may be left at the end; the uninterrupted run has none.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Kills one of two processes of a run: the other must end within a minute and say why; both go on."""
+"""Kills one of two processes of a run: the other must end within a minute with the reason; both resume."""
 
 import os
 import re
@@ -13,7 +13,7 @@ MINUTE = 60.0
 
 
 def measure(folder: Path, rounds: int = 2) -> dict:
-    """Kills process 1, then process 0, and so on, of a run that each time goes on.
+    """Kills process 1, then process 0, and so on, of a run that resumes each time.
 
     Args:
       folder: for the workdir.

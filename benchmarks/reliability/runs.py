@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# A step takes milliseconds, so that starting, logging and saving are most of what goes on.
+# A step takes milliseconds, so that most of the time goes into starting, logging and saving.
 TINY = """
   data.name=synthetic data.image_size=16 data.context_length=8 data.synthetic.classes=20
   data.synthetic.examples=40 model.vision.width=32 model.vision.layers=1 model.vision.heads=2

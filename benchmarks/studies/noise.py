@@ -9,7 +9,7 @@ e = quantized - exact,
   Var[quantized] - Var[exact] = K (su2 + qu2) (sv2 + qv2) - K su2 sv2
 
 where su2, sv2 are the variances of the elements and qu2, qv2 of their rounding errors. All are measured; for
-int8, rounding errors predicted as (scale of the row)2 / 12 are given beside. The lengths include what each
+int8, rounding errors predicted as (scale of the row)2 / 12 are given as well. The lengths include what each
 product of a ViT-H contracts: fwd and dgrad its widths 1280 and 5120, wgrad batch x tokens, 65,536.
 
 Elements are normal, or "tokens": normal times a factor for each contracted position, log-normal with sigma 1,

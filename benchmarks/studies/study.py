@@ -2,8 +2,8 @@
 
 A study is a list of runs, each with a key (its settings) and a function that returns its result. The file
 is written after every run; a run whose key is in it already is not done again, so that a study which was
-cut off, or is extended by more settings, goes on. Parts of a study that processes wrote to files of their own
-are put together by `--merge`.
+interrupted, or is extended by more settings, resumes. `--merge` joins the files of a study whose parts
+ran in separate processes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flags.add_argument("--out", type=Path, help="JSON file: written after every run, gone on with")
+    flags.add_argument("--out", type=Path, help="JSON file, written after every run and resumed")
     flags.add_argument("--plot", type=Path, help="PNG file, drawn from the JSON file or the runs")
     flags.add_argument("--minutes", type=float, default=math.inf, help="no run starts after these")
     flags.add_argument("--smoke", action="store_true", help="the shortest form, seconds on a CPU")

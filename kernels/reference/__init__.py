@@ -1,4 +1,4 @@
-"""What every kernel computes, in jax.numpy: the specification, and the XLA path on every platform.
+"""The specification of every kernel in jax.numpy, which is also the XLA path on every platform.
 
 A quantized array is a ``QTensor``: int8 or fp8 ``values`` and an fp32 ``scale`` with ``x ~ values * scale``.
 Scales are found over an operand's *contracted* axes, or over the whole tensor, so that they factor out

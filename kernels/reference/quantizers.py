@@ -76,7 +76,7 @@ def quantize_by(
 
 
 def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
-    """A weight as its two products read it: quantized by one scale, and its transpose, in one pass.
+    """Quantizes a weight and its transpose with one scale, in one pass.
 
     Args:
       x: [k, n] float16, bfloat16 or float32.

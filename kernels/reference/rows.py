@@ -25,7 +25,7 @@ def layer_norm(
       gamma, beta: [n].
       epsilon: added to the variance.
       quantize_to: a dtype to quantize the result to, row-wise; None: not quantized.
-      wide: return the result in the dtype of x.
+      wide: also return the result in the dtype of x.
 
     Returns:
       (the result or None, the result quantized or None). The quantizer reads the result rounded to the

@@ -25,5 +25,5 @@ def call(*arrays: jax.Array, **options: Any) -> Any:
 def output(
     wanted: object, shape: tuple[int, ...], dtype: jax.typing.DTypeLike | None
 ) -> jax.ShapeDtypeStruct:
-    """An output of the kernel; one element if it is not wanted, since the kernel still needs an address."""
+    """An output of the kernel; one element if it is unused, since the kernel still needs an address."""
     return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype if wanted else jnp.float32)

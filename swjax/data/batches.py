@@ -86,7 +86,7 @@ class TrainBatches(Batches):
             read=self._skips.read,
             skipped=self._skips.skipped,
         )
-        # Last: beside its thread this one may wait, for the interpreter or a core, for milliseconds.
+        # Last: once its thread runs, this one may wait milliseconds for the interpreter or a core.
         self._coming = self._begin()
         return batch
 

@@ -35,7 +35,7 @@ _EXPECTED = "expected.json"  # files of each split, written before the first is 
 
 
 def main(argv: list[str]) -> int:
-    """Converts, or verifies; returns the exit code: 1 if a file is not what it should be."""
+    """Converts, or verifies; returns the exit code: 1 if a file is missing or differs from its checksum."""
     parser = argparse.ArgumentParser(prog="swjax.data.convert", description=__doc__.splitlines()[0])
     parser.add_argument("--tars", help="pattern of their paths or addresses")
     parser.add_argument("--name", required=True, help="of the new data set")
@@ -70,7 +70,7 @@ def convert(out: Path, args: argparse.Namespace) -> None:
 
     Raises:
       BadData: if too many samples have no image or no caption.
-      OSError: if a file does not hold what was written.
+      OSError: if a file differs from the records that were written.
     """
     require("tensorflow_datasets", "array_record", "importlib_resources")
     keys = dict(image_key=args.image_key, text_key=args.text_key)

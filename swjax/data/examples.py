@@ -106,6 +106,6 @@ class EvalExample(_Example):
             example = self._drawing(index)
             caption = example["captions"][0]
             arrays = self._arrays(index, example["image"], example["label"], caption)
-        if position > index:  # what is wrong with the last is counted once
+        if position > index:  # an error of the last example is counted once
             arrays["error"] = np.zeros_like(arrays["error"])
         return arrays | {"mask": np.bool_(position == index)}

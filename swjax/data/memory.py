@@ -24,7 +24,7 @@ class Memory:
     def joined(self, pieces: list[np.ndarray]) -> np.ndarray:
         """The pieces, concatenated along their first axis; a single one is returned as it is.
 
-        The memory of a large result is used again when the result and all views of it are freed.
+        The memory of a large result is reused when the result and all views of it are freed.
         """
         if len(pieces) == 1:
             return pieces[0]

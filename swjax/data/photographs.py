@@ -9,7 +9,7 @@ import numpy as np
 from swjax.data.decoding import decode
 from swjax.data.skipping import BadExample
 
-_LONGEST_CAPTION = 2**16  # bytes; what is longer is no caption, and slow to make tokens of
+_LONGEST_CAPTION = 2**16  # bytes; longer text is no caption, and slow to tokenize
 
 
 class Record(NamedTuple):

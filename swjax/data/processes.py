@@ -20,7 +20,7 @@ from swjax.data.memory import when_gone
 _GIVEN = 2  # chunks that a process has at once: one that it makes, and the next
 _AHEAD = 4  # chunks for each process that are made or being made
 _ALIGNMENT = 64  # bytes
-_NICE = 5  # what they do can wait for the process that trains, which a device waits for
+_NICE = 5  # the process that trains has priority, since a device waits for it
 _ENDS = {
     -signal.SIGKILL: ", killed, as by a machine that runs out of memory: fewer workers need less",
     1: '; it printed why: is what starts it, in a script, below `if __name__ == "__main__":`?',

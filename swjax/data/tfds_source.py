@@ -116,7 +116,7 @@ def _open(name: str, data_dir: str):
             f'{name!r}, data_dir={str(data_dir)!r}, file_format="array_record")'
             ".download_and_prepare()"
         ) from None
-    except ValueError as error:  # several lines of what a name may be
+    except ValueError as error:  # a message of several lines
         raise ValueError(
             f"builder={name!r} is no name of a TFDS data set: write 'name', 'name/config' or "
             f"'name/config:1.0.0' ({str(error).splitlines()[0]})"

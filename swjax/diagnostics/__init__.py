@@ -1,4 +1,4 @@
-"""Why a run is unstable: what to record in any Flax project, spikes, and what led to them.
+"""Finds why a run is unstable: metrics to record in any Flax project, loss spikes, and their causes.
 
 In the training step, all of it on the device: `norms`, `rms` or `adamw_rms`. Now and then: `measure`. Into a
 file that `python -m swjax.diagnostics report` reads: `Recorder`. During the run: `Detector`.

@@ -2,5 +2,5 @@
 
 RMS = "stability/rms/"  # followed by the parameter's path
 SKIPPED = "stability/skipped/"  # the same
-FEATURE_MEAN, FEATURE_MAX = "feature_mean_abs", "feature_max_abs"  # of |x| over all elements
+FEATURE_MEAN, FEATURE_MAX = "feature_mean_abs", "feature_max_abs"  # of |x|, over all elements
 FEATURES = f"stability/{FEATURE_MEAN}/"  # followed by the tower, or the module's path

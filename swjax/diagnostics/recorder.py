@@ -1,4 +1,4 @@
-"""Metrics of every step in a file, for any training loop, without a step waiting for them."""
+"""Writes the metrics of every step to a file, for any training loop, without making a step wait."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Loss spikes, RMS events, and whether the ones follow the others: as a run goes, or in its log.
+"""Loss spikes, RMS events, and whether the spikes follow the events: during a run, or in its log.
 
 Needs numpy alone. The rules are those of arXiv 2304.13013, where 28 of 30 loss spikes follow an RMS event
 of the patch embedding by 1 to 8 steps; what the paper leaves open is marked in `Rules`.
@@ -17,7 +17,7 @@ from swjax.diagnostics.names import RMS
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What counts as an event, all in steps but for the first two.
+    """What counts as an event; all but the first two in steps.
 
     Attributes:
       rms: an RMS from which on a step belongs to an RMS event; 2.3 is section 3.4 of the paper.
@@ -151,7 +151,7 @@ class Detector:
 
 
 class Watch:
-    """Says in a line what happened, for the loss events of a run as its records come.
+    """Describes the loss events of a run in one line each, as its records arrive.
 
     Args:
       rules: what counts as an event.
@@ -162,7 +162,7 @@ class Watch:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was, for a run that goes back."""
+        """Forgets all records, for a run that goes back to an earlier step."""
         self._detector = Detector(self._rules)
 
     def update(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -369,7 +369,7 @@ def analyse(
             raise ValueError(f"{name!r} must have one value a step, {len(step)}, got {len(values)}")
     rules = rules or Rules.of_run(int(step[-1]) if len(step) else 0)
     detector = Detector(rules)
-    # Only what a rule looks at: a small part of a long log.
+    # Only the steps that a rule reads: a small part of a long log.
     high: list[dict[str, float]] = [{} for _ in step]
     for name, values in rms.items():
         for i in np.flatnonzero(np.asarray(values) >= rules.rms).tolist():

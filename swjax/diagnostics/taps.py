@@ -1,4 +1,4 @@
-"""What flows through the layers of an NNX model, measured inside the step: no change to the model's code.
+"""Measures operands and outputs of the layers of an NNX model inside the step, without a change of its code.
 
 A tap is an extra variable of a module. Nothing depends on its value; its *gradient* is what was measured
 where the module ran. So measurements leave the model the way gradients do: through `jax.lax.scan`,
@@ -41,7 +41,7 @@ def measure(
     quantization: str | None = r".*",
     features: str | None = None,
 ) -> dict[str, jax.Array]:
-    """How the layers of a model do on one batch; costs about a forward and a backward pass.
+    """Measures the layers of a model on one batch; costs about a forward and a backward pass.
 
     The model stays as it is. The weight gradients are not computed.
 
@@ -80,7 +80,7 @@ def measure(
 def insert(
     model: nnx.Module, *, quantization: str | None = r".*", features: str | None = None
 ) -> nnx.Module:
-    """Puts taps into a model, in place; `measure` does so with a copy.
+    """Puts taps into a model, in place; `measure` puts them into a copy.
 
     For code that handles gradients itself: differentiate with respect to the `Tap` variables, and
     `read` the gradient.
@@ -118,7 +118,7 @@ def read(gradients: Any) -> dict[str, jax.Array]:
     """The measurements in a gradient with respect to `Tap` variables; see `measure`.
 
     Args:
-      gradients: a tree with the model's paths; leaves other than taps' are passed over.
+      gradients: a tree with the model's paths; leaves other than taps are ignored.
     """
     found = {}
     for path, sums in jax.tree_util.tree_leaves_with_path(gradients):
@@ -175,7 +175,7 @@ def report(of_gradient: Callable, y: jax.Array, tap: jax.Array, seen: jax.Array)
 
     Args:
       of_gradient: (seen, gradient of y) -> the gradient of `tap`, with its shape and dtype.
-      y: what the model goes on with; its gradient passes unchanged.
+      y: the output of the module; its gradient passes unchanged.
       tap: the value of a `Tap`.
       seen: what the forward pass keeps for `of_gradient`; nothing flows back through it.
 
@@ -275,7 +275,7 @@ def _ignore_gradient(seen, g):
     return seen
 
 
-@cache  # equal graphs, so that compiled functions are found again
+@cache  # equal graphs share compiled functions
 def _subclass(kind: type, tapped_call: Callable) -> type:
     """The class of a tapped module."""
 

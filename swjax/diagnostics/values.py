@@ -1,4 +1,4 @@
-"""Trees of a training step as scalars by name, to be computed inside the step: no host sync.
+"""Named scalars of the trees of a training step, computed inside the step without a host sync.
 
 A value is a scalar, or a vector with one entry a block, which the log writes as "<name>/<block>".
 """

@@ -1,4 +1,4 @@
-"""Scores of a model that embeds images and texts in one space: a predict function in, numbers by name out."""
+"""Evaluators of models that embed images and texts in one space: from a predict function to named scores."""
 
 from swjax.evaluators.embed import predictor
 from swjax.evaluators.ranking import chance, ranks, recall

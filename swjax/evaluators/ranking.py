@@ -1,4 +1,4 @@
-"""Ranks of the correct candidates, what recall they mean, and what chance would reach."""
+"""Ranks of the correct candidates, the recall at k, and the recall of chance."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # Two cosines closer than this are a tie: float32 rounds the sum differently in different positions of
-# a matrix, so that a model which embeds everything alike would else win some comparisons by luck.
+# a matrix, so a model with equal embeddings would otherwise win some comparisons by chance.
 TIE = 1e-6
 # Similarities held at once: 64 MiB in float32, whatever the number of queries.
 CHUNK = 2**24
@@ -18,10 +18,10 @@ CHUNK = 2**24
 def ranks(
     queries: np.ndarray, candidates: np.ndarray, correct: Sequence[Sequence[int]]
 ) -> np.ndarray:
-    """Counts the wrong candidates that are not below each query's best correct one.
+    """Counts the wrong candidates that score at least as high as each query's best correct one.
 
-    Query i is answered within the first k iff its rank is less than k. Ties count against the model, and
-    so does a NaN: one that embeds everything alike, or diverged, has the worst rank.
+    Query i is answered within the first k iff its rank is less than k. Ties and NaN count against the
+    model: equal embeddings, or those of a diverged model, have the worst rank.
 
     Args:
       queries: [n, e] float32, rows of length 1.

@@ -66,7 +66,7 @@ class Retrieval:
         )
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
-        """Scores, and what chance would reach.
+        """Scores, and those of chance.
 
         Args:
           params: passed to `predict`.

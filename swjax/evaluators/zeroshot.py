@@ -14,7 +14,7 @@ from swjax.models.sharding import Share
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One image and what it was taken for.
+    """One image and its predicted classes or captions.
 
     Attributes:
       image: uint8 [height, width, channels], as the loader gives it.
@@ -76,7 +76,7 @@ class ZeroShot:
         self._image_size = image_size
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
-        """Scores, and what chance would reach.
+        """Scores, and those of chance.
 
         Args:
           params: passed to `predict`.
@@ -97,7 +97,7 @@ class ZeroShot:
     def predictions(
         self, params: Any, *, count: int, k: int = 3, images: embed.Images | None = None
     ) -> list[Prediction]:
-        """The nearest classes of some images: evenly spaced over the set, not selected.
+        """The nearest classes of some images, which are evenly spaced over the set, not selected.
 
         Args:
           params: passed to `predict`.

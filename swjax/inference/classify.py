@@ -1,4 +1,4 @@
-"""Says which of some names fits a picture best.
+"""Ranks names by how well they describe a picture.
 
 python -m swjax classify runs/openmoji picture.png cat dog "red fox"
 """

@@ -26,16 +26,14 @@ from swjax.recipes import Product, Quantizer, Recipe
 
 __all__ = ["Encoder", "export", "load", "pixels", "save"]
 
-TEMPLATES: tuple[str, ...] = (
-    "a photo of a {}.",
-)  # for weights that do not say which prompts they know
+TEMPLATES: tuple[str, ...] = ("a photo of a {}.",)  # for weights without recorded prompts
 
 
 class Encoder:
-    """A CLIP model that takes images and texts as they come.
+    """A CLIP model that takes images of any size, and texts.
 
     Args:
-      model: any CLIP; it computes as its configuration says, in int8 too.
+      model: any CLIP, in any recipe.
       batch_size: images, or texts, embedded at once at most.
       templates: prompts that `classifier` uses by default, with "{}" for the name. `load` gives those
         that a run was evaluated with.
@@ -141,7 +139,7 @@ class Encoder:
 
 
 def _is_one_image(images) -> bool:
-    """Whether this is an image, or a mistake that `pixels` names, rather than several images."""
+    """Whether the argument is one image, or an invalid one that `pixels` rejects, not several images."""
     if isinstance(images, np.ndarray | jax.Array):
         return images.ndim != 4 and images.dtype.kind not in "OUS"  # those hold paths, or images
     kinds = str | bytes | bytearray | memoryview | os.PathLike | io.IOBase
@@ -193,7 +191,7 @@ def load(
 
 def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
     """The model of a run, and the templates that it was evaluated with."""
-    # Libraries of training, which weights of others do not need.
+    # These modules need the training libraries, which other weights do not.
     from ml_collections import ConfigDict
 
     from swjax.training.checkpoint import Checkpoints
@@ -265,7 +263,7 @@ def _of_file(path: Path, metadata: dict[str, str], options: dict) -> clip.CLIP:
 
 
 def _config(fields: dict) -> clip.CLIPConfig:
-    """From what `dataclasses.asdict` and JSON have made of it."""
+    """The configuration from JSON of its `dataclasses.asdict`."""
     vision, text = VisionConfig(**fields["vision"]), TextConfig(**fields["text"])
     recipe = _recipe(fields["recipe"])
     return clip.CLIPConfig(**fields | {"vision": vision, "text": text, "recipe": recipe})
@@ -299,10 +297,10 @@ def export(
         vectors = program.call(safetensors.numpy.load_file("model.safetensors"), images)
 
     Args:
-      folder: made if need be.
+      folder: created if it is missing.
       encoder: of any CLIP whose layers run through XLA: on a GPU load it with implementation="xla" and
         attention="xla".
-      platforms: that the programs are to run on, see `swjax.serving.export`.
+      platforms: that the programs run on, see `swjax.serving.export`.
 
     Raises:
       ImportError: safetensors or flatbuffers is not installed.

@@ -1,4 +1,4 @@
-"""CLIP weights of others, in and out: open_clip's and OpenAI's layout, and Hugging Face's.
+"""Loads and saves CLIP weights in the layouts of open_clip, OpenAI and Hugging Face.
 
 Files are safetensors; nothing is unpickled. `load` gives a `swjax.models.clip.CLIP`, `read` its
 configuration and its parameters on the host. `save` writes what `open_clip.create_model("local-dir:...")` and

@@ -1,7 +1,7 @@
 """SigLIP's checkpoints as big_vision publishes them: one .npz of arrays, named by path.
 
-A path is "params/img/embedding/kernel". Kernels are [in, out] as ours, those of attention with the heads as
-an axis of their own. The shapes say all that a configuration needs. Blocks may be separate
+A path is "params/img/embedding/kernel". Kernels are [in, out] as in swjax, with a separate axis for heads in
+attention. The shapes determine the configuration. Blocks may be separate
 ("encoderblock_0/...") or stacked ("encoderblock/...").
 """
 
@@ -48,7 +48,7 @@ _ARRAYS = {
 
 
 def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
-    """The configuration and the parameters of a checkpoint; images as its own models read them.
+    """The configuration and the parameters of a checkpoint, for images normalised as in big_vision.
 
     Args:
       path: of the .npz.
@@ -87,7 +87,7 @@ def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> 
 
     Args:
       path: of the .npz.
-      parameters: by our paths, for images as big_vision's models read them.
+      parameters: by swjax's paths, for images normalised as in big_vision.
       cfg: the model.
 
     Raises:
@@ -170,7 +170,7 @@ def _config(held: Mapping[str, np.ndarray]) -> CLIPConfig:
 
 
 def _ours(value: np.ndarray, path: str, cfg: CLIPConfig) -> np.ndarray:
-    """An array as we keep it: heads joined, leading axes of length 1 and of scalars removed."""
+    """An array in swjax's layout: heads joined, leading axes of length 1 and of scalars removed."""
     value = np.asarray(value, np.float32)
     layer, _, part = path.rpartition("/")
     if "position_embedding" in path or not layer:

@@ -1,7 +1,7 @@
 """The config files next to weights: open_clip's and Hugging Face's, as `CLIPConfig` and back.
 
-Weights alone do not say how many attention heads there are, nor which GELU. Whatever a config asks for
-that `swjax.models` does not have is refused by name: a model that almost fits computes something else.
+Weights alone determine neither the number of attention heads nor the kind of GELU. An error names the
+first setting that `swjax.models` does not support: a model without it would compute something else.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from swjax.data.images import MEAN, STD
 from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
 
-# What the libraries take where a file says nothing.
+# The libraries' defaults for keys that a file lacks.
 _OPEN_CLIP_VISION = {"layers": 12, "width": 768, "head_width": 64, "mlp_ratio": 4.0,
                      "patch_size": 16, "image_size": 224, "ls_init_value": None}  # fmt: skip
 _OPEN_CLIP_TEXT = {"layers": 12, "width": 512, "heads": 8, "mlp_ratio": 4.0,
@@ -139,7 +139,7 @@ def from_hugging_face(file: Mapping) -> CLIPConfig:
       ValueError: it is of another kind of model, or has a part that swjax does not have.
     """
     _need("model_type", file.get("model_type"), "clip")
-    # Older files say the same once more, and then it is this that counts.
+    # Older files repeat the sections under these keys, which then take precedence.
     vision, text = (
         defaults | file.get(f"{tower}_config", {}) | (file.get(f"{tower}_config_dict") or {})
         for tower, defaults in (("vision", _HUGGING_FACE_VISION), ("text", _HUGGING_FACE_TEXT))
@@ -288,7 +288,7 @@ def _need(key: str, value, only) -> None:
 
 
 def _refuse(section: str, given: Mapping, known, fixed: Mapping) -> None:
-    """Raises a ValueError for a key that asks for something."""
+    """Raises a ValueError for a key with a value other than its neutral one."""
     for key, value in given.items():
         if key in known or not value or fixed.get(key) == value:
             continue

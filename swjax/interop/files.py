@@ -34,8 +34,8 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
 
     Args:
       path: a file, or a folder with one as open_clip or Hugging Face write it.
-      cfg: the model; None: as the config file next to the weights says, in float32 and without
-        quantization, which is what those libraries compute.
+      cfg: the model; None: that of the config file next to the weights, in float32 and without
+        quantization, as in those libraries.
       **options: fields of the configuration to be replaced, such as recipe="switchback".
 
     Returns:
@@ -101,7 +101,7 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
     """Writes a model as float32 safetensors, with its config, for other libraries.
 
     Args:
-      folder: made if need be; its two files, if there, are replaced. `open_clip.create_model(
+      folder: created if it is missing; existing files are replaced. `open_clip.create_model(
         "local-dir:FOLDER")` or `CLIPModel.from_pretrained(FOLDER)` opens it.
       model: any CLIP; its recipe and dtype are not saved.
       layout: "open_clip", which is OpenAI's too, "huggingface", or "siglip", Hugging Face's of SigLIP, or
@@ -109,7 +109,7 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
-      ValueError: there is no such layout, or it has no place for a parameter of this model.
+      ValueError: there is no such layout, or it lacks a parameter of this model.
 
     An example is under `load`.
     """
@@ -139,7 +139,7 @@ def _flat(tree) -> dict:
 
 
 def _weights_file(path: Path) -> Path:
-    """The safetensors file that a path means."""
+    """The safetensors file at a path or in its folder."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -189,7 +189,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _check(path: Path, layout: WeightFormat, found, expected) -> None:
-    """Raises a ValueError about the first tensor that is not as the model has it."""
+    """Raises a ValueError that names the first tensor whose shape or dtype differs from the model's."""
     names = {tensor.name for tensor in expected}
     missing = [tensor.name for tensor in expected if tensor.name not in found]
     unexpected = sorted(found.keys() - names - layout.buffers)

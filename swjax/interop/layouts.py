@@ -1,8 +1,8 @@
-"""What others call the parameters of a CLIP model, and how they store them.
+"""Names and layouts of a CLIP model's parameters in other libraries.
 
 PyTorch keeps a linear layer's weight as [out, in], Flax its kernel as [in, out]; a convolution's as
-[out, in, h, w] and [h, w, in, out]. open_clip keeps q, k and v as one matrix, one after the other. All
-keep each block by itself, where swjax stacks them. Nothing else differs, so both ways are exact.
+[out, in, h, w] and [h, w, in, out]. open_clip concatenates q, k and v to one matrix. All
+store each block separately, where swjax stacks them. Nothing else differs, so both conversions are exact.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from swjax.data.images import MEAN, STD
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How a library lays out a model.
+    """How a library stores a model.
 
     Attributes:
       weights, config: its file names.
@@ -163,9 +163,9 @@ class Tensor:
 
     Attributes:
       name: as the file has it.
-      paths: of our parameters that it is made of.
+      paths: of the swjax parameters that it contains.
       block: number within their stacks; None: they are not stacked.
-      axes: the order of its axes among ours.
+      axes: the permutation from swjax's axes to its own.
       shape: in the file.
     """
 
@@ -176,13 +176,13 @@ class Tensor:
     shape: tuple[int, ...]
 
     def pack(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Its value, from our parameters by path."""
+        """Its value, from swjax's parameters by path."""
         parts = [parameters[path][self._place].transpose(self.axes) for path in self.paths]
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return np.asarray(joined.reshape(self.shape), order="C")
 
     def unpack(self, value: np.ndarray, parameters: Mapping[str, np.ndarray]) -> None:
-        """Writes its value into our parameters."""
+        """Writes its value into swjax's parameters."""
         parts = [value] if len(self.paths) == 1 else np.split(value, len(self.paths))
         inverse = [self.axes.index(axis) for axis in range(len(self.axes))]
         for path, part in zip(self.paths, parts, strict=True):
@@ -229,7 +229,7 @@ def for_their_images(
 ) -> dict[str, np.ndarray]:
     """Changes parameters for images that are normalised by another mean and std than `MEAN` and `STD`.
 
-    The embedding of patches takes up the difference, ``(p - mean) / std = a (p - MEAN) / STD + b`` for each
+    The embedding of patches absorbs the difference, ``(p - mean) / std = a (p - MEAN) / STD + b`` for each
     colour, so that the model computes the same; it needs a bias.
 
     Args:

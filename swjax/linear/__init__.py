@@ -1,4 +1,4 @@
 """The linear layer with quantized products: the operation, what computes it, and how it is sharded.
 
-`swjax` exports what users need of it.
+`swjax` exports the public names.
 """

@@ -49,7 +49,7 @@ def switchback(
     exact products, see docs/transformations.md.
 
     Args:
-      x: [..., k] float16, bfloat16 or float32; any leading dimensions, empty ones included. Products that are
+      x: [..., k] float16, bfloat16 or float32; any leading dimensions, also of size 0. Products that are
         not quantized are computed in its dtype. With the recipe "standard" also float64 or complex, if w,
         bias and y have the same dtype and neither `prologue` nor `layout` is given.
       w: [k, n], dtypes as for x; its gradient has the dtype of w. A tuple is several layers of one input,
@@ -203,7 +203,7 @@ def _place(w, bias, plan):
 def quantize_weight(
     w: jax.Array, recipe: str | Recipe = "switchback", *, implementation: str | None = None
 ) -> QTensor:
-    """`w` as the forward product of that recipe reads it: a quarter of the bytes of fp32, for inference.
+    """Quantizes `w` for the forward product of a recipe: a quarter of the bytes of fp32, for inference.
 
     `switchback` and `mlp` take it in place of w, with the same recipe, and return the same values: without it
     they quantize w at every call.
@@ -214,7 +214,7 @@ def quantize_weight(
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Returns:
-      values [n, k], the transpose, because tensor cores read 8-bit matrices so; scale [1, 1], or [n, 1] if
+      values [n, k], the transpose, which tensor cores read; scale [1, 1], or [n, 1] if
       the recipe has one scale for each output channel.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The arithmetic of a linear layer on one device: every call of `swjax.kernels.dispatch` that it makes."""
+"""The arithmetic of a linear layer on one device: all of the layer's calls of `swjax.kernels.dispatch`."""
 
 import math
 from typing import Any, NamedTuple

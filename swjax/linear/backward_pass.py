@@ -20,7 +20,7 @@ from swjax.linear.prologues import Gradient, Prologue, add
 
 
 class Gradients(NamedTuple):
-    """The gradients of `Operands`; that of x with its quantized form, if the prologue returned one."""
+    """The gradients of `Operands`; the gradient of x has a quantized form if the prologue returned one."""
 
     x: Gradient
     ws: tuple[jax.Array | None, ...]
@@ -63,7 +63,7 @@ def backward(
 
 
 def operands_from(saved: Saved, biases: tuple, layers: Layers) -> Operands:
-    """The operands as the backward pass knows them: arrays that were saved quantized are dequantized."""
+    """The operands in the backward pass: arrays that were saved quantized are dequantized."""
     forms_of_x, inputs, weights, prologue = _read(saved, layers)
     x = as_array(forms_of_x, layers[0].dtype) if prologue is None else inputs
     ws = tuple(
@@ -105,7 +105,7 @@ def _bias_gradient(gradient: Gradient, weight: SavedWeight, layer: Settings):
 
 
 def _input_gradients(gradients, weights, layers: Layers) -> tuple[jax.Array, ...]:
-    """The gradient of the input by way of each layer, or one sum of them.
+    """The gradient of the input through each layer, or one sum of them.
 
     Layers with equal plans, whose sums are sharded, are added on each device and all-reduced once.
     """

@@ -19,11 +19,11 @@ from swjax.linear.products import (
 )
 from swjax.linear.prologues import Prologue
 
-Layers = tuple[Settings, ...]  # one for each weight; what concerns the input is read from the first
+Layers = tuple[Settings, ...]  # one for each weight; settings of the input come from the first
 
 
 class Operands(NamedTuple):
-    """What layers of one input are functions of; x and ws are None where `Saved` stands for them."""
+    """The operands of layers that share an input; x and ws are None where `Saved` replaces them."""
 
     x: Any
     ws: tuple[Any, ...]

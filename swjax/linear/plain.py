@@ -1,4 +1,4 @@
-"""Layers that quantize nothing, as plain products: JAX differentiates them in every mode and to any order."""
+"""Layers without quantization as plain products: JAX differentiates them in every mode and to any order."""
 
 import jax
 import jax.numpy as jnp

@@ -91,8 +91,8 @@ def has_plan(x: jax.Array, layout: Layout | None) -> bool:
 def reduced(w: jax.Array, x: jax.Array, layout: Layout | None) -> jax.Array:
     """w, whose gradient is all-reduced as a whole if `layout.reduce_later`.
 
-    So devices exchange the gradient of a stack once, not layer by layer: XLA need not copy the layers'
-    gradients next to each other, and no layer's computation competes with the all-reduce.
+    Devices all-reduce the gradient of a stack once, not layer by layer: XLA need not concatenate the layers'
+    gradients, and no layer's computation competes with the all-reduce.
 
     Args:
       w: [layers, k, n], a stack of weights.

@@ -1,4 +1,4 @@
-"""How one linear layer is spread over devices: what each device holds, and the collectives in between.
+"""How one linear layer is sharded: the shards of each device, and the collectives between its steps.
 
 XLA cannot partition an opaque kernel: it would gather whole activations to run one. So each step of a layer
 runs in a `jax.shard_map`, in which kernels see the shard of one device.
@@ -174,7 +174,7 @@ class Plan(NamedTuple):
 
 
 # XLA for GPUs gathers and scatters along the outermost dimension in memory. Along another one it transposes
-# operand and result element by element, for kernels that read rows. Here whole runs of a row are copied
+# operand and result element by element, for kernels that read rows. Here whole segments of a row are copied
 # instead. 16-bit operands are left to XLA, whose products read columns as well.
 
 

@@ -197,7 +197,7 @@ def _high_precision(factor: Factor, settings: Settings) -> Operand:
 
 
 def as_array(forms: Forms, dtype: str) -> jax.Array:
-    """The matrix itself, or what its quantized form stands for."""
+    """The matrix itself, or its dequantized form."""
     if forms.high_precision is not None:
         return forms.high_precision.astype(dtype)
     if forms.quantized is not None:

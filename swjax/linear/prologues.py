@@ -1,4 +1,4 @@
-"""What runs on a linear layer's input just before it, fused with the quantizer: LayerNorm and GELU.
+"""Operations on a linear layer's input that are fused with its quantizer: LayerNorm and GELU.
 
 A prologue is an argument of `swjax.switchback`. Its forward pass writes its output once, quantized. Its
 backward pass reads the prologue's input alone and recomputes the output in 16 bits for the weight gradient:
@@ -15,7 +15,7 @@ from swjax.kernels.reference import QTensor
 
 
 class Gradient(NamedTuple):
-    """The gradient of an array [..., n], with what the layer before it needs of it if that is available.
+    """The gradient of an array [..., n], with forms that the preceding layer reads, where available.
 
     Attributes:
       array: the gradient.

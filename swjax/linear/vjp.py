@@ -117,7 +117,7 @@ fused_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _kept(*operands: Operands) -> tuple[Operands, ...]:
-    """What derivatives of the backward pass need besides `Saved`.
+    """Arrays that derivatives of the backward pass need in addition to `Saved`.
 
     The backward pass itself does not read it: compilers remove what nothing else reads. Concrete operands
     are constants. Without x and w, which may take memory, `_restored` recovers them from `Saved`.

@@ -33,7 +33,7 @@ def softmax_contrastive(
     tokens: P = TOKENS,
     pairs: int = PAIRS,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """CLIP's loss: find the text of each image among all, and the image of each text.
+    """CLIP's loss: classifies the text of each image among all texts, and the image of each text.
 
     With logits ``l_ij = exp(logit_scale) <image_i, text_j>`` and the pairs (i, j) that match spread evenly,
     ``p_ij = [labels_i = labels_j] / |{j: labels_i = labels_j}|``::
@@ -49,8 +49,8 @@ def softmax_contrastive(
 
     Returns:
       The loss, and metrics, float32 scalars all: `logit_scale` (its exponential), `image_to_text_accuracy`
-      and `text_to_image_accuracy`, the fractions of the batch whose best match is one. Where others are as
-      good it counts as none. Only the loss has a gradient.
+      and `text_to_image_accuracy`, the fractions of the batch whose most similar candidate matches. A tie
+      with a candidate that does not match is not a hit. Only the loss has a gradient.
 
     Raises:
       ValueError: shapes do not fit.
@@ -77,7 +77,7 @@ def sigmoid_contrastive(
     tokens: P = TOKENS,
     pairs: int = PAIRS,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """SigLIP's loss: for each image and each text, do they match?
+    """SigLIP's loss: classifies each pair of an image and a text as a match or not.
 
     With ``l_ij = exp(logit_scale) <image_i, text_j> + logit_bias`` and ``z_ij`` 1 for a match, else -1::
 
@@ -85,7 +85,7 @@ def sigmoid_contrastive(
 
     Args:
       image_emb, text_emb, logit_scale, labels, tokens, pairs: as for `softmax_contrastive`.
-      logit_bias: scalar; about -10 makes a random pair no match at the start.
+      logit_bias: scalar; with about -10 a random pair is classified as no match at the start.
 
     Returns:
       The loss, and metrics as those of `softmax_contrastive` and `logit_bias`.
@@ -107,7 +107,7 @@ def sigmoid_contrastive(
 
 
 def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs: int):
-    """Checks, plans, and calls a loss; `local` is one of the two below."""
+    """Checks the arguments, plans, and runs a loss; `local` is one of the two below."""
     if images.ndim != 2 or images.shape != texts.shape:
         raise ValueError(
             f"image_emb and text_emb must both be [B, e], got {images.shape} and {texts.shape}"
@@ -237,7 +237,7 @@ def _sigmoid(around: Ring, gradient: bool, images, texts, scalars, labels):
 
     zeros = jnp.zeros_like(images[:, 0])
     nothing = partial(_nothing, names=("match", "other"))
-    # What has no gradient has nothing to add it to.
+    # Arguments without a gradient are skipped.
     start = jnp.zeros_like(images) if gradient else None
     own = nothing(images), zeros, start, zeros
     block = visiting, there, nothing(visiting), jnp.zeros_like(visiting) if gradient else None
@@ -261,7 +261,7 @@ def _similarity(images, texts) -> jax.Array:
 
 
 def _summary(logits, match, *, axis: int, names=tuple(_MERGE)) -> dict[str, jax.Array]:
-    """What there is to know of a block's rows (axis 1) or columns (axis 0); see `_MERGE`."""
+    """The statistics of a block's rows (axis 1) or columns (axis 0); see `_MERGE`."""
     of = {
         "lse": lambda: jax.nn.logsumexp(logits, axis=axis),
         "match": lambda: jnp.max(jnp.where(match, logits, -jnp.inf), axis=axis),
@@ -273,7 +273,7 @@ def _summary(logits, match, *, axis: int, names=tuple(_MERGE)) -> dict[str, jax.
 
 
 def _nothing(rows, names=tuple(_MERGE)) -> dict[str, jax.Array]:
-    """The summary of no logits, for each row."""
+    """The summary of zero logits for each row, the neutral element of `_MERGE`."""
     return {name: jnp.full_like(rows[:, 0], _NONE[name]) for name in names}
 
 

@@ -1,9 +1,9 @@
 """All pairs of two batches sharded over many devices, a block of pairs at a time.
 
-Each device keeps its rows of one batch; the rows of the other visit it. Neighbours on the mesh first put
-theirs together, as many as memory allows (`group`); what they have then goes around in a ring. So a few
-devices gather everything at once and thousands take few hops, with buffers that do not grow with them. One
-device is a ring of one: the same loop, without collectives.
+Each device keeps its rows of one batch; the rows of the other batch are passed around. Neighbours on the mesh
+first all-gather their rows, as many devices as memory allows (`group`); the groups' rows then go around in a
+ring. A few devices gather everything at once. Thousands of devices take few hops, and buffers do not grow
+with their number. One device is a ring of one: the same loop, without collectives.
 """
 
 import math
@@ -18,13 +18,13 @@ from swjax.linear.plans import Plan
 
 
 class Ring(NamedTuple):
-    """Static.
+    """How the rows of a batch go around the devices of a mesh; static.
 
     Attributes:
-      axes: mesh axes that split the batch; its collectives run inside of a `jax.shard_map`.
-      devices: along these axes.
-      group: devices, next to each other, that put their rows together; divides `devices`.
-      parts: in which a device looks at the rows that visit it.
+      axes: mesh axes that shard the batch; the collectives run inside of a `jax.shard_map`.
+      devices: number of them along these axes.
+      group: neighbouring devices that all-gather their rows; divides `devices`.
+      parts: in which a device processes the rows that visit it.
     """
 
     axes: Axes
@@ -33,18 +33,18 @@ class Ring(NamedTuple):
     parts: int
 
     def start(self, tree: Any) -> Any:
-        """Arrays [b, ...] of each device as the rows [group b, ...] that visit it first."""
+        """All-gathers arrays [b, ...] within each group: the first visiting rows, [group b, ...]."""
         if self.group == 1:
             return tree
         gather = lambda x: lax.all_gather(x, self.axes, axis_index_groups=self._groups, tiled=True)
         return jax.tree.map(gather, tree)
 
     def visit(self, see: Callable, own: Any, visiting: Any) -> tuple[Any, Any]:
-        """Folds `see` over all blocks of visiting rows; these end where they started.
+        """Folds `see` over all blocks of visiting rows, which return to their device at the end.
 
         Args:
           see: (own, block) -> (own, block), with the structure and shapes that it was given.
-          own: what stays on this device.
+          own: the tree that stays on this device.
           visiting: arrays [group b, ...], from `start` or equal in all of a group.
 
         Returns:
@@ -61,7 +61,7 @@ class Ring(NamedTuple):
         return lax.fori_loop(0, hops, hop, (own, visiting))
 
     def home(self, tree: Any) -> Any:
-        """Rows [group b, ...] as [group, b, ...]: what each of the group has for this device's own rows."""
+        """The results for this device's own rows, one of each device of the group: [group, b, ...]."""
 
         def exchange(x):
             x = x.reshape(self.group, -1, *x.shape[1:])

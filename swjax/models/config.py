@@ -1,4 +1,4 @@
-"""What a CLIP model is made of: sizes of the towers, options of their blocks, the named models."""
+"""The configuration of a CLIP model: sizes of the towers, options of their blocks, the named models."""
 
 import math
 from collections.abc import Mapping
@@ -117,7 +117,7 @@ class TextConfig(TowerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How the blocks compute; none of it but `layer_scale` and `qk_norm` changes the parameters.
+    """How the blocks compute; only `layer_scale` and `qk_norm` change the parameters.
 
     Attributes:
       recipe: of the linear layers: a name in `swjax.recipes.RECIPES`, a Recipe, or a mapping from
@@ -127,14 +127,14 @@ class Options:
       implementation: of the recipes' kernels, see `swjax.kernels.dispatch`; None chooses.
       dtype: what activations are computed and stored in. Parameters, attention scores, softmax and
         LayerNorm are float32.
-      attention: "triton", our kernel for up to 320 tokens in 16 bits; "cudnn", for which tokens are padded to
+      attention: "triton", our kernel for up to 320 tokens in 16 bits; "cudnn", which pads tokens to
         a multiple of 8; "xla". None chooses, see `swjax.attention.choose`.
       gelu: "exact", "tanh" or "quick".
       layer_scale: initial value of a learned factor on each residual branch's features; None: no factor.
         0.0 keeps features small, which is what makes tensor-wise fp8 train.
       qk_norm: LayerNorm over each head's queries and keys.
-      remat: what a block keeps for its backward pass besides its quantized weights: "none" (all of it, no
-        recomputation), "full" (only its input), "dots" (the outputs of its linear layers too),
+      remat: what a block saves for its backward pass in addition to quantized weights: "none" (everything,
+        no recomputation), "full" (only its input), "dots" (the outputs of its linear layers too),
         "save_quantized" or "save_linear" of `swjax.checkpoint_policies`.
       scan_layers: run the blocks in a `jax.lax.scan`, which compiles faster, rather than unrolled,
         which runs faster.
@@ -165,7 +165,7 @@ class Options:
                 "set dtype='bfloat16', or attention='xla'"
             )
         for tower in TOWERS:
-            self.recipes(tower)  # one that does not exist fails here
+            self.recipes(tower)  # an unknown recipe fails here
 
     def recipes(self, tower: str) -> dict[str, Recipe]:
         """The recipe of each linear layer of a tower's blocks: {"attn/q": ..., ...}.

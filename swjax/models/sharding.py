@@ -1,8 +1,7 @@
 """How arrays are sharded: one mesh, and a table of rules from parameter paths to partition specs.
 
-The mesh has three axes. "data" splits the batch; "fsdp" splits the batch and, at rest,
-the parameters; "tensor" splits the width of the layers. One device is the mesh (1, 1, 1): the same
-code runs on N.
+The mesh has three axes. "data" shards the batch; "fsdp" shards the batch, the parameters and the moments;
+"tensor" shards the width of the layers. One device is the mesh (1, 1, 1), which runs the same code.
 """
 
 import functools
@@ -88,7 +87,7 @@ class Share:
     Attributes:
       index: of the part, from 0, in the order of the batch's rows.
       readers: for each part one process that reads it, this one for its own. Processes that a "tensor" axis
-        spans need the same rows, and each reads them.
+        spans read the same rows.
     """
 
     index: int
@@ -107,7 +106,7 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
       process: its index; None: this one.
 
     Raises:
-      ValueError: devices of one process hold rows that only partly are another's.
+      ValueError: the rows of two processes overlap in part.
 
     >>> batch_share(make_mesh()).count
     1
@@ -189,7 +188,7 @@ def abstract_state(state: Any, mesh: Mesh, rules: SpecRules = RULES) -> Any:
 
 
 def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Leaves a dimension whole where its mesh axis does not divide it."""
+    """Replicates a dimension that its mesh axis does not divide."""
     axes = [
         axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape)
     ]
@@ -200,7 +199,7 @@ def gather_params(params: Any, rules: SpecRules = RULES) -> Any:
     """Replicates the parameters that no quantized layer gathers: all but those of the blocks.
 
     Otherwise XLA moves activations to the shards of an embedding. The backward pass reduce-scatters the
-    gradients. Nothing changes on one device, or outside of `jax.jit`.
+    gradients. On one device and outside of `jax.jit` it does nothing.
 
     Args:
       params: tree of arrays; names as for `spec_of`, from anywhere below the model.

@@ -12,8 +12,8 @@ class TextTransformer(nnx.Module):
     """Tokens -> embedding, not yet normalised.
 
     Token embedding + positions -> causal blocks -> LayerNorm -> the token at the end of the text ->
-    projection. Being causal, that token sees the whole caption and none of the padding behind it. SigLIP's
-    blocks are not causal, and the last position, padding or not, is what is projected, with a bias.
+    projection. With causal attention that token attends to the whole caption and not to the padding. SigLIP's
+    blocks are not causal; its last position, padding or not, is projected, with a bias.
 
     Args:
       cfg: the whole model's configuration.
@@ -80,7 +80,7 @@ class TextTransformer(nnx.Module):
 
 
 def block_init(cfg: TextConfig) -> BlockInit:
-    """OpenAI's: normal, with less on the layers that write to the residual stream as these get more."""
+    """OpenAI's: normal, with a smaller deviation on the layers that write to the residual stream."""
     normal = nnx.initializers.normal
     residual = (cfg.width * 2 * cfg.layers) ** -0.5
     return BlockInit(

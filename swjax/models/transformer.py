@@ -52,7 +52,7 @@ class LayerNorm(nnx.Module):
         return _layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
 
     def prologue(self) -> prologues.LayerNorm:
-        """The same, for the linear layers that read the result: fused with what they do first."""
+        """The same LayerNorm as a prologue of the linear layers that read its result."""
         return prologues.LayerNorm(self.scale[...], self.bias[...], self.epsilon)
 
 
@@ -109,7 +109,7 @@ class Attention(nnx.Module):
         self.q = linear(recipe=recipes["attn/q"], kernel_init=init.qkv)
         self.k = linear(recipe=recipes["attn/k"], kernel_init=init.qkv)
         self.v = linear(recipe=recipes["attn/v"], kernel_init=init.qkv)
-        # Attention keeps its output for its own backward pass: kept in 8 bits too it would take more.
+        # Attention saves its output for its own backward pass: an 8-bit copy would take additional memory.
         out = replace(recipes["attn/out"], save_quantized=False)
         self.out = linear(recipe=out, kernel_init=init.out)
         self.ln_q = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
@@ -249,7 +249,7 @@ def apply_blocks(
     Args:
       blocks: the stack, L blocks.
       x: [b, t, w] tokens.
-      options: remat and scan_layers are what counts here.
+      options: `remat` and `scan_layers` are read.
 
     Returns:
       The tokens after the last block, [b, t, w], and the magnitude of every block's output, float32
@@ -270,7 +270,7 @@ def apply_blocks(
 
 
 def _rematerialised(step: Callable, options: CLIPConfig) -> Callable:
-    """`step` keeping for its backward pass what `options.remat` says."""
+    """`step`, with the residuals that `options.remat` says."""
     if options.remat == "none":
         return step
     # XLA cannot merge the recomputation with the forward pass across a scan, so needs no barrier there.

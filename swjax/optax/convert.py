@@ -13,8 +13,8 @@ def from_adamw_state(
     r"""Moves the moments of an optax AdamW (or Adam) state into a fresh StableAdamW state.
 
     optax stores :math:`M = \sum_i (1 - \beta_1) \beta_1^{t-i} g_i` and debiases it at each use; StableAdamW
-    stores :math:`m = M / (1 - \beta_1^t)`, and v likewise. Training continues as AdamW would have, up to
-    clipping.
+    stores :math:`m = M / (1 - \beta_1^t)`, and v in the same way. Training continues as AdamW would have,
+    up to clipping.
 
     Args:
       adamw_state: contains one `optax.ScaleByAdamState`, for instance that of `optax.adamw`.

@@ -1,4 +1,4 @@
-"""One loss scale for all tensors, adjusted as training goes."""
+"""One loss scale for all tensors, adjusted during training."""
 
 from typing import NamedTuple
 
@@ -33,15 +33,15 @@ def dynamic_loss_scale(
     growth_steps: int = 2000,
     factor: float = 2.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """One loss scale for all: a step with any gradient that is not finite is skipped whole.
+    """One loss scale for all tensors: a step with any non-finite gradient is skipped for all of them.
 
-    The scale is divided by `factor` then, down to 1, and multiplied by it after `growth_steps` good steps
-    in a row. It is the common scheme, kept to compare `per_tensor_guard` with: one layer that overflows again
-    and again starves all others of precision.
+    A skipped step divides the scale by `factor`, down to 1; `growth_steps` finite steps in a row multiply it
+    by `factor`. This is the common scheme, a baseline for `per_tensor_guard`: one layer that overflows again
+    and again lowers the scale, and so the precision, of all others.
 
     Args:
       inner: any transformation.
-      scale: at first, at least 1; a power of two rounds nothing, and neither does such a factor.
+      scale: the initial scale, at least 1; powers of two, also as `factor`, scale without rounding.
       growth_steps: at least 1.
       factor: above 1.
 

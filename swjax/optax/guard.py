@@ -1,4 +1,4 @@
-"""A fixed loss scale, and tensors that sit out a step alone where their gradient overflows."""
+"""A fixed loss scale, and steps that are skipped only for the tensors whose gradients overflow."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class PerTensorGuardState(NamedTuple):
       skipped: int32, the steps that each tensor or block has been left out of; read it with
         `skipped_by_path`.
       across: state of the transformation of all tensors.
-      inner: state of the inner optimizer. What has one value for all tensors there, such as a count, has a
+      inner: state of the inner optimizer. A leaf that all tensors share there, such as a count, has a
         leading axis here, with one entry for each tensor, or each block of a stacked one, in the order of the
         parameter tree.
     """
@@ -43,21 +43,21 @@ def per_tensor_guard(
     across: optax.GradientTransformation | None = None,
     block_axes: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """A fixed loss scale; a tensor whose gradient is not finite sits out the step, alone.
+    """A fixed loss scale; only the tensors whose gradients are not finite skip the step.
 
     Every tensor has an inner optimizer of its own. Where a gradient has an Inf or NaN, that tensor's
-    parameters stay, and so does its inner state: moments and count, which its bias correction and its
-    schedule go by. One early layer that overflows costs the others nothing, where a global scaler would
-    skip the step for all and halve its scale.
+    parameters do not change, nor does its inner state: the moments, and the count that determines its bias
+    correction and schedule. An early layer that overflows does not affect the others; a global scaler would
+    skip the step for all tensors and halve its scale.
 
     Args:
-      inner: any optimizer that treats tensors separately, such as `stable_adamw` or `optax.adamw`. What
-        it is shown of a tree is one tensor, the rest being None.
-      scale: what the loss is multiplied by, > 0; a power of two rounds nothing.
-      across: what looks at all tensors together, as `optax.clip_by_global_norm`. It comes before `inner`,
-        and sees unscaled gradients, zeros for those that are not finite.
+      inner: any optimizer that treats tensors separately, such as `stable_adamw` or `optax.adamw`. It is
+        given trees with one tensor and None in place of the others.
+      scale: factor of the loss, > 0; a power of two scales without rounding.
+      across: a transformation of all tensors together, as `optax.clip_by_global_norm`. It runs before
+        `inner`, and sees unscaled gradients, zeros for those that are not finite.
       block_axes: as for `stable_adamw`: axes that enumerate tensors stacked in one parameter. `inner` is
-        shown one block, without these axes, so that it needs no `block_axes` itself.
+        given one block, without these axes, so that it needs no `block_axes` itself.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` from gradients of the *scaled* loss to updates in the

@@ -53,8 +53,8 @@ def adamw_rms_by_path(
     r"""The RMS of every tensor's update at the last step of `optax.adam` or `optax.adamw`.
 
     With the second moment debiased, :math:`\hat v = v / (1 - \beta_2^t)`,
-    :math:`\mathrm{RMS} = \sqrt{\mathrm{mean}(|g|^2 / \max(\hat v, \epsilon^2))}`: what `stable_adamw` has in
-    its state. Works inside and outside jit, and does not wait for the device.
+    :math:`\mathrm{RMS} = \sqrt{\mathrm{mean}(|g|^2 / \max(\hat v, \epsilon^2))}`: the value in the
+    state of `stable_adamw`. Works inside and outside jit, and does not wait for the device.
 
     Args:
       opt_state: the state after the step, with one `optax.ScaleByAdamState` in it: of `optax.adamw`, or a

@@ -1,4 +1,4 @@
-"""Loss scaling for float16: what a training step reads from the state of either scaler.
+"""Loss scaling for float16: values that a training step reads from the state of either scaler.
 
 float16 gradients below 6e-8 are 0. So the loss is multiplied by a scale, and gradients are divided by it
 before the update. A gradient that then exceeds 65504 becomes infinite: `per_tensor_guard` leaves out the
@@ -13,7 +13,7 @@ from swjax.optax.guard import PerTensorGuardState
 
 
 def loss_scale(opt_state: optax.OptState) -> jax.Array:
-    """What to multiply the next loss by: [] float32.
+    """The factor of the next loss: [] float32.
 
     Args:
       opt_state: of `per_tensor_guard` or `dynamic_loss_scale`, or of a chain or wrapper around one.

@@ -1,10 +1,10 @@
-"""One state of an optimizer in which every tensor has counts and keys of its own.
+"""An optimizer state in which every tensor has counts and keys of its own.
 
 An optimizer that sees one tensor alone, the rest of its tree being None, has a state with two kinds of
-leaves. A *common* leaf is there whichever tensor it sees: a count, a hyper-parameter, a random key. An *own*
+leaves. A *common* leaf does not depend on the tensor: a count, a hyper-parameter, a random key. An *own*
 leaf belongs to this tensor: a moment. The states of all tensors are kept as one, of the structure that the
 optimizer's state has for the whole tree: an own leaf in its place, a common leaf with one entry for each
-tensor or block. So trees like the parameters stay trees like the parameters.
+tensor or block. So states with the structure of the parameters keep it.
 """
 
 import math
@@ -67,7 +67,7 @@ class Tensor(NamedTuple):
 
 
 class SeparateStates:
-    """Divides the one state into states of single tensors, and makes one of them.
+    """Splits a joined state into the states of single tensors, and joins them.
 
     Args:
       init: of the optimizer.

@@ -28,14 +28,14 @@ class StableAdamWState(NamedTuple):
       rms: float32, of the last step; read it with `rms_by_path`.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # hides tuple.count; optax's states name it so, too
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as optax's states do
     mu: optax.Updates
     nu: optax.Updates
     rms: TensorValues
 
 
 class Scalars(NamedTuple):
-    """What a step needs besides arrays; each a scalar array, since each may be traced."""
+    """The scalars of a step; each is a scalar array, since each may be traced."""
 
     learning_rate: jax.Array
     new1: jax.Array  # weight of the new gradient in m: 1 - b1 of Alg. 2
@@ -75,14 +75,14 @@ def stable_adamw(
       \eta &= \alpha_t / \max(1, \mathrm{RMS} / d) \\
       p &\leftarrow p - \eta \lambda p - \eta m / (\sqrt v + \epsilon)
 
-    RMS is near 1 while :math:`v` describes the gradients that arrive and rises when they outgrow it: then
+    RMS is near 1 while :math:`v` matches the squared gradients and rises when they outgrow :math:`v`: then
     plain AdamW takes steps that are too large. RMS never exceeds :math:`\sqrt{1 / (1 - \beta_2)}`.
 
     Statistics span whole arrays, however jit shards them. Inside `jax.shard_map` an array is the local
     shard, and so would be its RMS: update the parameters outside.
 
-    Under `optax.inject_hyperparams` every number may be traced; name what is none in `static_args`:
-    "mask", "mu_dtype", "block_axes" where given. For parameters below float32 add
+    Under `optax.inject_hyperparams` every number may be traced; name the other arguments that are given in
+    `static_args`: "mask", "mu_dtype", "block_axes". For parameters below float32 add
     `hyperparam_dtype=jnp.float32`, since b2 = 0.999 is 1 in bfloat16.
 
     Args:
@@ -175,7 +175,7 @@ def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], dec
 
     The rate needs the RMS of the whole tensor, so a compiled step makes two passes, and keeps only v
     between them: read g, v, write v; read p, g, m, v, write p, m. That is 36 bytes a float32 parameter,
-    the least there can be. XLA gets there by itself: 36.0 on an H200, at the speed of a copy (4.3 TB/s).
+    the minimum. XLA reaches it without a kernel: 36.0 on an H200, at the speed of a copy (4.3 TB/s).
     """
     dtype = _compute_dtype(p)
     s = Scalars(*(x.astype(_real(dtype)) for x in scalars))
@@ -201,7 +201,7 @@ def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], dec
 def power_decay(exponent: float) -> Callable[[jax.Array], jax.Array]:
     r"""The schedule :math:`\hat\beta_2 = 1 - t^{-\lambda}` for `stable_adamw(b2=...)`.
 
-    v forgets fast at first and ever more slowly; RMS stays below :math:`t^{\lambda / 2}`.
+    v forgets fast at first and then more and more slowly; RMS stays below :math:`t^{\lambda / 2}`.
 
     Args:
       exponent: :math:`\lambda` in (0, 1]. The paper tried 0.45, 0.5 and 0.65 and saw no gain; 1 averages all.

@@ -1,6 +1,6 @@
-"""What a person sees of a run: one page with its curves, scores and predictions.
+"""The report of a run: one page with its curves, scores and predictions.
 
-`python -m swjax.report WORKDIR` writes the page again, for a run that has ended or still trains.
+`python -m swjax.report WORKDIR` rewrites the page, after a run or during it.
 """
 
 import json
@@ -24,7 +24,7 @@ def write(
 ) -> Path:
     """Writes WORKDIR/report/index.html, which needs no other file, and its pictures as PNGs next to it.
 
-    Curves come from metrics.jsonl, the rest from config.json and env.txt. What is missing, the page says.
+    Curves come from metrics.jsonl, the rest from config.json and env.txt. The page names missing parts.
     The arguments are kept in report/results.json; one that is None is read from there.
 
     Args:
@@ -74,7 +74,7 @@ def _remember(folder: Path, results, predictions, attribution) -> dict:
     if attribution is not None:
         final["attribution"] = attribution
     if predictions is not None:
-        from PIL import Image  # here: the page can be made again without it
+        from PIL import Image  # here: rewriting the page does not need it
 
         (folder / "images").mkdir(exist_ok=True)
         final["predictions"] = []

@@ -1,4 +1,4 @@
-"""`python -m swjax.report WORKDIR`: makes the report of a run again and prints its path."""
+"""`python -m swjax.report WORKDIR`: rewrites the report of a run and prints its path."""
 
 import argparse
 import sys

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # slow to load
 RMS_EVENT = Rules.rms  # where the patch embedding is "stuck in the past"
 PATCH_RMS = f"{names.RMS}vision/patch_embed/kernel"
 FEATURES = f"{names.FEATURES}vision"
-# Regular expressions of what the charts and the page read; the log has hundreds of other columns.
+# Regular expressions of the columns that the charts and the page read; the log has hundreds of others.
 METRICS = (
     r"train/",
     r"perf/",
@@ -68,7 +68,7 @@ _LABEL_HEIGHT = 0.17  # of two lines of text, as a share of a chart's axis
 
 
 class Missing(Exception):
-    """The log lacks what a chart shows; the message says what, and how to have it."""
+    """The log lacks the metrics of a chart; the message names them and the key that records them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Chart:
 
 
 def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, Path]]]:
-    """Draws every chart for which there are metrics.
+    """Draws every chart whose metrics are recorded.
 
     Args:
       metrics: columns of the log.

@@ -133,7 +133,7 @@ CHARTS = (
 
 
 def draw_event(event: Event) -> Callable:
-    """A drawing of the steps around an event: the loss, and below it the RMS of what led."""
+    """A drawing of the steps around an event: the loss, and below it the RMS of the leading tensors."""
 
     def draw(figure, data: Data, theme: Theme) -> str:
         step = data.loss.step
@@ -167,7 +167,7 @@ def usual(data: Data, step: int) -> float:
 
 
 def _watched(data: Data) -> str:
-    """The tensor whose RMS the page shows: what the loss follows, else the patch embedding."""
+    """The tensor whose RMS the page shows: the one that the loss follows, else the patch embedding."""
     if data.analysis.loss and data.analysis.alignments:
         return data.analysis.alignments[0].name
     largest = lambda name: np.nanmax(data.rms[name], initial=0.0)

@@ -1,4 +1,4 @@
-"""The page about a run's loss spikes: where they are, what they follow, and what led to each.
+"""The page about a run's loss spikes: their steps, and the RMS events and batches before each.
 
 It needs a metrics.jsonl with train/loss and stability/rms/<tensor>, of train.py or of
 `swjax.diagnostics.Recorder`.
@@ -32,12 +32,12 @@ def write(
 
     Args:
       workdir: directory of a run.
-      examples: step -> what its batch was made of; raises a ValueError if nobody knows. None: no run
-        of train.py, and nothing to replay.
+      examples: step -> the examples of its batch; raises a ValueError if they are unknown. None: not a run
+        of train.py, and not replayable.
       **rules: changes to `swjax.diagnostics.Rules.of_run`.
 
     Returns:
-      Path of the page, and what it shows.
+      Path of the page, and its data.
 
     Raises:
       ValueError: there is no loss to look at.
@@ -200,7 +200,7 @@ def _leaders(event: Event, rules: Rules) -> str:
 
 
 def _batches(workdir: Path, event: Event, examples: Examples | None) -> str:
-    """What the batches were, of the step that led and of the first high loss; and how to replay it."""
+    """The batches of the leading step and of the first high loss, and the command that replays them."""
     if examples is None:
         return ""
     led = event.leaders[0][2] if event.leaders else event.start

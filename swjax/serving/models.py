@@ -1,7 +1,7 @@
 """Models for inference: weights in 8 bits, in memory, in files and in exported programs.
 
-`prequantize` does once what the forward pass of a quantized layer does with its weight at every call, and
-keeps nothing else of it. `save` and `load` are files of the result, `export` programs that need no Flax:
+`prequantize` quantizes weights once, which quantized layers otherwise do at every call, and drops the
+originals. `save` and `load` are files of the result, `export` programs that need no Flax:
 
   from swjax import serving
   serving.prequantize(model)
@@ -58,11 +58,11 @@ class QuantizedKernel(nnx.Variable):
 
 
 def prequantize(model: NNXModel) -> NNXModel:
-    """Quantizes the weights of a model's quantized linear layers for good, in place.
+    """Quantizes the weights of a model's quantized linear layers irreversibly, in place.
 
     For layers that are `swjax.nnx.Linear`, and those of Flax that `swjax.nnx.quantize_model` has converted.
     Their kernels become 8-bit values and scales; the fp32 ones are dropped. The forward pass gives the same
-    values, bit for bit, for it quantizes weights in the same way, whether a recipe has one scale a tensor
+    values, bit for bit, because it quantizes weights in the same way, whether a recipe has one scale a tensor
     (`switchback`, `switchback_m`, `fp8_switchback`, `fp8_tensorwise`) or one a channel (`switchback_q`,
     `llm_int8`). It cannot be undone, and these kernels are no `nnx.Param`: they take no gradient.
 
@@ -187,7 +187,7 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) 
     >>> small["params"]["kernel"].values.dtype, bool(jnp.all(predict(small, x) == predict(variables, x)))
     (dtype('int8'), True)
     """
-    # Without jit, for a trace of before would run no module.
+    # Without jit, because a cached trace would run no module.
     with linen.kernels_used() as kernels, jax.disable_jit():
         jax.eval_shape(lambda *args: function(*args), variables, *inputs)
     kernels = {path: kernel for path, kernel in kernels.items() if _can_be_quantized(kernel.recipe)}
@@ -339,7 +339,7 @@ def export(
       function: of (model, *inputs).
       model: any NNX model, or variables of a Linen one, prequantized or not.
       *inputs: shapes and dtypes; `jax.export.symbolic_shape("b, 224, 224, 3")` leaves a size open.
-      platforms: "cpu", "cuda", "rocm", "tpu": those it is to run on.
+      platforms: that the program runs on: "cpu", "cuda", "rocm", "tpu".
 
     Returns:
       A `jax.export.Exported`, a function of (arrays of the file by name, *inputs); its `serialize()` are

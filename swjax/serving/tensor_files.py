@@ -1,4 +1,4 @@
-"""safetensors files: opened with errors of one line, written whole or not at all."""
+"""safetensors files: opened with one-line errors, written atomically."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -27,7 +27,7 @@ logger = logging.getLogger("swjax.training.checkpoint")
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint does not contain what was saved."""
+    """A checkpoint differs from the saved state."""
 
 
 class _SaidOnce(logging.Filter):
@@ -80,7 +80,7 @@ class Checkpoints:
                 )
         logger = logging.getLogger("absl")
         level = logger.level
-        logger.setLevel(logging.ERROR)  # Orbax warns that what is only read is only read
+        logger.setLevel(logging.ERROR)  # Orbax warns that a reader cannot save
         try:
             return cls(workdir, keep=0)
         finally:
@@ -181,7 +181,7 @@ class Checkpoints:
             except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:  # whatever Orbax and TensorStore make of broken files
-                # Process 0 speaks, and the one that found it.
+                # Process 0 reports it, and the process that found it.
                 tell = self._say if isinstance(error, RunError) else logger.warning
                 tell("checkpoint %s is damaged: %s", self.directory / str(step), _reason(error))
                 damaged.append(step)
@@ -215,7 +215,7 @@ class Checkpoints:
         logger.log(logging.WARNING if distributed.is_first() else logging.DEBUG, message, *args)
 
     def _set_aside(self, steps: list[int]) -> None:
-        """Moves damaged checkpoints out of the way of those that training will write again."""
+        """Moves damaged checkpoints away, so that training can rewrite their steps."""
 
         def move():
             aside = self.directory.parent / "damaged"
@@ -249,8 +249,8 @@ class Checkpoints:
             yield
         except (OSError, ValueError) as error:  # TensorStore's are ValueErrors
             if isinstance(error.__cause__, jax.errors.JaxRuntimeError):
-                raise error.__cause__ from error  # a peer is gone: `distributed.blame_peers`
-            steps = self._manager.all_steps(read=True)  # what it forgets it may not have removed
+                raise error.__cause__ from error  # a process ended: `distributed.blame_peers`
+            steps = self._manager.all_steps(read=True)  # Orbax forgets a step before it removes it
             kept = f"the one of step {max(steps)} is whole" if steps else "none is whole yet"
             raise RunError(
                 f"a checkpoint could not be written in {self.directory}, {kept}: {_reason(error)}; "

@@ -42,7 +42,7 @@ def _sum(x) -> jax.Array:
 
 
 def _index(shape: tuple[int, ...]) -> jax.Array:
-    """The position of each element, modulo 2**32; made of one iota an axis, so that it shards as x."""
+    """The position of each element, modulo 2**32: a sum of one iota per axis, sharded like x."""
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)

@@ -3,7 +3,7 @@
   swjax train --config=configs/openmoji.py --workdir=runs/openmoji
       trains; the same command resumes an interrupted run
   swjax train --config=configs/vith_int8.py --plan --hardware=h200:8 --config.train.accumulation=8
-      what the run would be, and whether it fits; nothing is trained
+      a summary of the run, and whether it fits; nothing is trained
 
 `python train.py` in a checkout is the same program; its --help has more examples. docs/config.md lists every
 key. Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 3 the disk
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
 
 
 def plan(argv: list[str]) -> int:
-    """`--plan`: prints what the run would be."""
+    """`--plan`: prints a summary of the run."""
     from swjax.training import config as config_lib
     from swjax.training import plan as plan_lib
 

@@ -1,4 +1,4 @@
-"""`python -m swjax.training.compare_precision`: what rounding does to a model, layer by layer and over time.
+"""`python -m swjax.training.compare_precision`: the effect of rounding on a model, by layer and over time.
 
   python -m swjax.training.compare_precision --config=configs/openmoji.py --workdir=runs/compare
   python -m swjax.training.compare_precision --config=... --workdir=... \\
@@ -179,7 +179,7 @@ def first_batches(config: ConfigDict, count: int) -> list[dict[str, np.ndarray]]
 
 
 def observe(config: ConfigDict, batch: dict) -> dict[str, jax.Array]:
-    """What the config's model computes of a batch, see `layer_errors.observe`."""
+    """Outputs and gradients of the config's model on a batch, see `layer_errors.observe`."""
     _, cfg = check_config(config)
     scale = config.optimizer.loss_scale if config.optimizer.loss_scaling else 1.0
     return layer_errors.observe(config, cfg, batch, scale=scale)
@@ -217,7 +217,7 @@ def losses_of(config: ConfigDict, steps: int, seeds: list[int]) -> list[list[flo
 
 
 def finite(tree: Any) -> Any:
-    """The tree with None for NaN and infinities, for which JSON has no number."""
+    """The tree with None for NaN and infinities, which JSON cannot store."""
     return jax.tree.map(
         lambda x: None if isinstance(x, float) and not math.isfinite(x) else x, tree
     )

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains."""
+"""The terminal output of a run."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""One run as several processes: how they connect, and what they must agree on.
+"""One run as several processes: how they connect and agree on their config.
 
 Start the same command once for each GPU (docs/scaling.md). Each process computes on its own devices and
 reads its own part of the data; process 0 alone writes files and prints.
@@ -78,7 +78,7 @@ def _said_after(seconds: float, line: str):
 
 
 def _waiting(arguments: Mapping) -> str:
-    """Whom a process waits for at its start.
+    """The process that a process waits for at its start, and its address.
 
     >>> _waiting({"process_id": 1, "num_processes": 2, "coordinator_address": "node1:1234"})
     'process 1 of 2 waits for process 0 at node1:1234'
@@ -229,7 +229,7 @@ def all_or_none() -> Iterator[None]:
     error = None
     try:
         yield
-    except Exception as caught:  # whatever it is, the others must not wait
+    except Exception as caught:  # any error, so that the others do not wait
         error = caught
     own = 0 if error is None else 2 if isinstance(error, ConfigError) else 1
     kinds = all_processes(np.array([own], np.int64))[:, 0]

@@ -148,7 +148,7 @@ def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None
 
 
 def _compare_models(address: str, theirs: clip.CLIPConfig, cfg: clip.CLIPConfig) -> None:
-    """Raises a ConfigError about what the shapes of parameters do not show."""
+    """Raises a ConfigError if settings differ that the shapes of parameters do not show."""
     pairs: list[tuple[str, str | int, str | int]] = [
         ("architecture", theirs.architecture, cfg.architecture),
         ("gelu", theirs.gelu, cfg.gelu),

@@ -1,4 +1,4 @@
-"""What each linear layer of a CLIP computes, forward and backward, and how far two precisions are apart."""
+"""Outputs and gradients of each linear layer of a CLIP, and their relative errors between two precisions."""
 
 from collections.abc import Callable
 from functools import partial

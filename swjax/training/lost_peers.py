@@ -52,7 +52,7 @@ class _Stderr:
             self.flush(before=time.monotonic())
 
     def held(self) -> bytes:
-        """What is held back now."""
+        """The output that is delayed now."""
         with self._lock:
             return b"".join(data for _, data in self._held)
 
@@ -103,7 +103,7 @@ def told() -> None:
 
 
 def finish() -> None:
-    """Passes on what is held back, at the end of a process that lost no peer."""
+    """Passes on the delayed output, at the end of a process that lost no peer."""
     if _installed and not _told.is_set():
         time.sleep(_SECOND / 10)
         _installed.flush()

@@ -272,7 +272,7 @@ def _accumulation(plan: Plan, remat: str) -> int:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    """Recorded rates where there is one for this model, recipe and GPU, and what they ask of the data."""
+    """The recorded rate for this model, recipe and GPU, if any, and the loader processes for it."""
     c = plan.config
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
     recorded = RATES.get((c.model.name, c.model.recipe))

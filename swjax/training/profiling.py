@@ -1,4 +1,4 @@
-"""A trace of some steps of a run, and what it says: `train.profile_steps`."""
+"""Traces some steps of a run and summarizes the trace: `train.profile_steps`."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -68,7 +68,7 @@ class Profiler:
         self._steps.append(step)
 
     def close(self) -> None:
-        """Ends a trace and writes what it says, if there is one."""
+        """Ends a trace, if one is running, and writes its summary."""
         if not self._steps:
             return
         self._mark.close()

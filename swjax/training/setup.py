@@ -1,4 +1,4 @@
-"""What a run is made of: devices, model, optimizer, train state and the compiled step."""
+"""The parts of a run: devices, model, optimizer, train state and the compiled step."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ from swjax.training.step import State, make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a run is made of; no array of it is on a device yet.
+    """The parts of a run; no array is on a device yet.
 
     Attributes:
       source: the training examples.

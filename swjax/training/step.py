@@ -1,4 +1,4 @@
-"""One optimizer step as a pure function: loss and gradient, update, and what is measured on the way.
+"""One optimizer step as a pure function: loss and gradient, update, and metrics.
 
 A train state is {"params", "opt_state", "step"}, and "ema" if the config averages parameters. A batch is
 {"image": uint8 [b, h, w, 3], "text": int32 [b, t], "label": int32 [b]}.

@@ -137,7 +137,7 @@ class StepLog:
         self._timing.lap("rollback")
 
     def close(self) -> None:
-        """Closes what it holds open, and undoes what the first step did to the garbage collector."""
+        """Closes its files, and undoes the change of the garbage collector at the first step."""
         self._profiler.close()
         self._files.close()
         self._console.close()

@@ -23,7 +23,7 @@ _FAMILIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Concept:
-    """One emoji: what it is, not how it is drawn.
+    """One emoji, independent of its drawings.
 
     Attributes:
       code: its code points, such as "1F44B" or "2764-FE0F".

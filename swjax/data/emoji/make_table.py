@@ -1,4 +1,4 @@
-"""Writes table.tsv, what the emoji mean: run once, by hand, when Unicode adds emoji.
+"""Writes table.tsv, the names and keywords of emoji; run by hand when Unicode adds emoji.
 
   npm pack emojibase-data@17.0.0
   python make_table.py emojibase-data-17.0.0.tgz

@@ -104,7 +104,7 @@ def concept_and_style(name: str) -> tuple[str, str]:
 
 
 def fold(concept: str) -> str:
-    """ "train", "val" or "test": 92, 2 and 6 % of what is drawn, by a hash of its words.
+    """ "train", "val" or "test": 92, 2 and 6 % of the concepts, by a hash of their words.
 
     >>> [fold(concept) for concept in ("home", "rocket", "tree")]
     ['train', 'train', 'train']

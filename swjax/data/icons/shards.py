@@ -54,7 +54,7 @@ class Drawn(NamedTuple):
 
 
 def prepare(folder: Path, archive: Path, only: frozenset[str], title: str) -> None:
-    """Draws what is not drawn yet and then assigns the splits; at once if all was done.
+    """Renders the missing shards and assigns the splits; returns at once if the data set is complete.
 
     Args:
       folder: of the prepared data set.
@@ -229,7 +229,7 @@ def _write_attribution(path: Path, keys: list[str], found: dict[str, IconSet]) -
 
 
 def verify(folder: Path) -> list[str]:
-    """The shards whose bytes are not what was written.
+    """The shards whose bytes differ from those that were written.
 
     Args:
       folder: of a prepared data set.

@@ -13,7 +13,7 @@ from swjax.data.packages import require
 
 CONFIGS = ("full", "slice")
 TEMPLATES = ("{}", "an icon of {}", "a drawing of {}", "a small picture of {}")
-_VERSION = "2.2.535-1"  # of the npm package, and of what is made of it
+_VERSION = "2.2.535-1"  # of the npm package, and of the data set made from it
 
 
 class Icons:
@@ -109,7 +109,7 @@ class Icons:
         return tuple(template.format(name) for template in TEMPLATES)
 
     def _captions_of(self, key: str, category: str) -> tuple[str, ...]:
-        """What may be said of one drawing: its name, how it is drawn, and what it is filed under.
+        """Captions of one drawing: its name, how it is drawn, and what it is filed under.
 
         A category that is held out as a name is left out.
         """
