@@ -47,7 +47,7 @@ def get_config() -> ConfigDict:
     config.data.emoji = ConfigDict()
     config.data.emoji.task = "mixed"  # mixed | strict, whose test style is never trained on
     config.data.icons = ConfigDict()  # docs/icons.md
-    config.data.icons.config = "full"  # full | slice: 8 of 210 sets, 15,000 drawings
+    config.data.icons.config = "full"  # full | slice: 8 of 215 sets, 15,000 drawings
     config.data.icons.archive = ""  # path of the npm package; "": where it is in data.dir
     config.data.icons.splits = ConfigDict()
     config.data.icons.splits.train = "train"  # train | val | test | test_sets | test_both

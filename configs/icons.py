@@ -1,4 +1,4 @@
-"""CLIP on 300,000 drawings of open-source icon sets, at the width and depth of ViT-B, in int8.
+"""CLIP on 330,000 drawings of open-source icon sets, at the width and depth of ViT-B, in int8.
 
 Command:  npm pack @iconify/json@2.2.535 --pack-destination data
           python train.py --config=configs/icons.py --workdir=runs/icons
