@@ -118,7 +118,6 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
             if saving:
                 checkpoints.save(step, state, feed.position() | policy.saved())
                 timing.lap("saving")
-
     # -------------------------------------------------------------------------------- Report
     if step < parts.steps:
         console.say(f"interrupted: step {step} is saved in {workdir}; the same command resumes it")
