@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from swjax.data.labelled import ENDINGS
 from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load
@@ -22,7 +23,6 @@ from swjax.report import page
 from swjax.training.errors import ConfigError
 from swjax.training.inputs import open_source
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _THUMBNAIL = 160  # pixels, height and width at most
 
 
