@@ -39,7 +39,8 @@ def test_spikes_that_follow_an_rms_event(study, tmp_path, capsys):
 
 
 slow = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("spikes", "recipes", "weight_gradients")
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("spikes", "recipes", "weight_gradients", "icons")
 ]
 
 
@@ -100,3 +101,47 @@ def test_parts_of_a_study_are_put_together(study, tmp_path):
 def test_interval_is_students(study):
     mean, half = study.interval([0.1, 0.2, 0.3])
     assert mean == pytest.approx(0.2) and half == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)
+
+
+def icon_runs(**scores_of_arms):
+    """Runs of the icons study whose scores are all the same: one number a seed and arm."""
+    settings = {"size": "B", "batch": 8, "steps": 10, "rate": 1e-3, "source": "full"}
+    names = ("top1", "image_to_text_R@10", "text_to_image_R@10")
+    return [
+        {
+            "key": settings | {"arm": arm, "seed": seed},
+            "result": {"loss": [2.0, 1.0]}
+            | {
+                split: dict.fromkeys(names, value)
+                for split in ("val", "test", "test_sets", "test_both")
+            },
+        }
+        for arm, values in scores_of_arms.items()
+        for seed, value in enumerate(values)
+    ]
+
+
+def test_icons_compares_runs_of_the_same_seed(study, capsys):
+    """The seeds' own differences cancel; a seed that one arm lacks is left out."""
+    icons = importlib.import_module("icons")
+    some = icon_runs(standard=[0.1, 0.5, 0.3, 0.9], switchback=[0.11, 0.52, 0.33])
+    assert icons.differences(some, "switchback", "test", "top1") == pytest.approx([1, 2, 3])
+    icons.table(some)
+    told = capsys.readouterr().out
+    assert "switchback less standard, points" in told
+    assert "test top1: +2.00 +- 2.48 (3 pairs)" in told
+
+
+def test_icons_does_not_compare_other_settings(study):
+    icons = importlib.import_module("icons")
+    other = icon_runs(switchback=[0.2])
+    for run in other:
+        run["key"]["rate"] = 2e-3
+    assert list(icons.compared(icon_runs(standard=[0.1]) + other)) == []
+
+
+def test_icons_draws(study, tmp_path):
+    icons = importlib.import_module("icons")
+    some = icon_runs(standard=[0.1, 0.5], switchback=[0.11, 0.52], llm_int8=[0.1])
+    study.save(icons.draw, {"runs": some}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5000

@@ -40,19 +40,27 @@ class Hyper(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Drawings or patterns and what is said of them, with ids of a vocabulary of their own.
+    """Images and their captions.
 
-    image uint8 [n, side, side, channels], label int32 [n], captions int32 [labels, CAPTIONS, CONTEXT].
+    Attributes:
+      image: uint8 [n, side, side, channels].
+      label: int32 [n].
+      row: int32 [n], the row of `captions` that holds an image's.
+      captions: token ids, int32 [rows, captions, context].
     """
 
     image: np.ndarray
     label: np.ndarray
+    row: np.ndarray
     captions: np.ndarray
 
 
 @functools.cache
 def corpora(name: str, side: int, directory: str) -> tuple[Corpus, Corpus, int]:
-    """(to train on, to name, vocabulary's size): train and test splits of the emoji, or synthetic ones."""
+    """(to train on, to name, vocabulary's size): train and test splits of the emoji, or synthetic ones.
+
+    The ids are renumbered: the vocabulary has only what occurs.
+    """
     options = {"image_size": side, "classes": 30, "examples": 240} if name == "synthetic" else {}
     splits = [data.source(name, s, data_dir=directory, **options) for s in ("train", "test")]
     loaded = [load(source, side) for source in splits]
@@ -74,7 +82,8 @@ def load(source, side: int) -> Corpus:
         captions = source.captions(index)
         said += [captions[i % len(captions)] for i in range(CAPTIONS)]
     tokens = data.tokenize(said, CONTEXT).reshape(-1, CAPTIONS, CONTEXT)
-    return Corpus(image, label.astype(np.int32), tokens)
+    label = label.astype(np.int32)
+    return Corpus(image, label, label, tokens)
 
 
 def model(vision: tuple, text: tuple, *, side: int, patch: int, vocabulary: int, **options):
@@ -100,6 +109,7 @@ class Trainer:
       steps, warmup: of each run; the rate rises linearly, then falls as a cosine.
       end: its share that is left at the end; 1: it stays.
       batch: pairs a step.
+      decay: weight decay.
       shift: whether the model sees half of each patch's rows at first, and one more from each fifth of the
         run on: weights of what it does not see are 0, and so are their gradients.
       surge: a step from which on gradients are `SURGE` times as large; 0: none.
@@ -115,11 +125,12 @@ class Trainer:
         warmup,
         batch,
         end=0.1,
+        decay=0.1,
         shift=False,
         surge=0,
         together=True,
     ):
-        self.cfg, self.steps, self.batch = cfg, steps, batch
+        self.cfg, self.steps, self.batch, self.decay = cfg, steps, batch, decay
         self.shift, self.surge = shift, surge
         self.shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warmup, steps, end)
         self.corpus = jax.tree.map(jnp.asarray, corpus)
@@ -178,7 +189,7 @@ class Trainer:
         return stable_adamw(
             lambda count: hyper.lr * self.shape(count),
             b2=kept,
-            weight_decay=0.1,
+            weight_decay=self.decay,
             mask=clip.weight_decay_mask,
             block_axes=clip.block_axes,
             clip_threshold=hyper.threshold,
@@ -221,10 +232,9 @@ class Trainer:
     def _draw(self, corpus, key):
         rows_key, caption_key = jax.random.split(jax.random.fold_in(key, 1))
         rows = jax.random.randint(rows_key, (self.batch,), 0, len(corpus.label))
-        which = jax.random.randint(caption_key, (self.batch,), 0, CAPTIONS)
-        label = corpus.label[rows]
-        text = corpus.captions[label, which]
-        return {"image": corpus.image[rows], "text": text, "label": label}
+        which = jax.random.randint(caption_key, (self.batch,), 0, corpus.captions.shape[1])
+        text = corpus.captions[corpus.row[rows], which]
+        return {"image": corpus.image[rows], "text": text, "label": corpus.label[rows]}
 
     def accuracy(self, params, corpus: Corpus) -> list[float]:
         """Top-1 of naming images among their labels by the labels' first captions; one for each run."""
@@ -235,7 +245,33 @@ class Trainer:
         network = nnx.merge(self.graphdef, params)
         images, _ = network.encode_image(data.preprocess(corpus.image, None, corpus.image.shape[1]))
         prompts = corpus.captions[:, :4]  # the templates of swjax.data.emoji
-        texts, _ = network.encode_text(prompts.reshape(-1, CONTEXT))
+        texts, _ = network.encode_text(prompts.reshape(-1, prompts.shape[-1]))
         names = jnp.mean(texts.reshape(*prompts.shape[:2], -1), 1)
         names /= jnp.linalg.norm(names, axis=-1, keepdims=True)
         return jnp.mean(jnp.argmax(images @ names.T, -1) == corpus.label)
+
+    def embeddings(self, params, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
+        """Unit vectors of the images, [n, e], and of the captions, [rows, captions, e]."""
+        tokens = corpus.captions.reshape(-1, corpus.captions.shape[-1])
+        images, texts = self._embed(params, corpus.image, tokens)
+        return np.asarray(images), np.asarray(texts).reshape(*corpus.captions.shape[:2], -1)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _embed(self, params, images, tokens):
+        network = nnx.merge(self.graphdef, params)
+
+        def of_images(part):
+            return network.encode_image(data.preprocess(part, None, part.shape[1]))[0]
+
+        def of_texts(part):
+            return network.encode_text(part)[0]
+
+        return in_parts(of_images, images), in_parts(of_texts, tokens)
+
+
+def in_parts(function, rows: jax.Array, size: int = 1024) -> jax.Array:
+    """The function's results for all rows, [n, ...], with at most `size` rows a call."""
+    size = min(size, len(rows))
+    padded = jnp.pad(rows, [(0, -len(rows) % size)] + [(0, 0)] * (rows.ndim - 1))
+    results = jax.lax.map(function, padded.reshape(-1, size, *rows.shape[1:]))
+    return results.reshape(-1, *results.shape[2:])[: len(rows)]
