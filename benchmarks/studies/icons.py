@@ -1,6 +1,6 @@
 """Does int8 cost accuracy? Paired runs on drawings of icon sets, at the width and depth of ViT-B, L and H.
 
-Command:  python benchmarks/studies/icons.py --archive=data/iconify-json-2.2.535.tgz --rates=1e-3 \\
+Command:  python benchmarks/studies/icons.py --archive=data/iconify-json-2.2.535.tgz \\
             --out=benchmarks/results/icons_accuracy.json --plot=benchmarks/notes/images/icons_accuracy.png
 
 Runs with one seed are a pair: they start from the same parameters and see the same pairs, augmentations and
@@ -30,7 +30,7 @@ import study
 SIZES = {"B": "vit_b16", "L": "vit_l14", "H": "vit_h14"}
 TESTS = ("test", "test_sets", "test_both")
 SCORES = ("top1", "image_to_text_R@10", "text_to_image_R@10")
-SETTINGS = ("size", "batch", "steps", "rate", "source")  # equal in runs that are compared
+SETTINGS = ("size", "batch", "steps", "warmup", "rate", "source")  # equal in runs that are compared
 CAPTIONS, SIDE, CONTEXT = 8, 64, 16
 PART = 512  # drawings that a process reads at once
 
@@ -44,22 +44,24 @@ def parse(argv) -> argparse.Namespace:
     flags = study.parser(__doc__)
     flags.add_argument("--sizes", nargs="+", default=["B"], choices=SIZES)
     flags.add_argument("--arms", nargs="+", default=["standard", "switchback"], help="recipes")
-    flags.add_argument("--rates", nargs="+", type=float, default=[1e-3])
+    flags.add_argument("--rates", nargs="+", type=float, default=[5e-4])
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    flags.add_argument("--steps", type=int, default=1200)
+    flags.add_argument("--steps", type=int, default=2400)
+    flags.add_argument("--warmup", type=int, default=720, help="steps")
     flags.add_argument("--batch", type=int, default=2048)
     flags.add_argument("--source", default="full", help="of the icons: full or slice; or synthetic")
     flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
     flags.add_argument("--archive", default="", help="path of the npm package")
     args = flags.parse_args(argv)
     if args.smoke:
-        args.source, args.steps, args.batch, args.seeds = "synthetic", 50, 8, [0, 1]
+        args.source, args.batch, args.seeds = "synthetic", 8, [0, 1]
+        args.steps, args.warmup = 50, 10
     return args
 
 
 def runs(args: argparse.Namespace) -> Iterable[study.Run]:
     """Every arm of a seed before the next seed, so that a study which is cut short has whole pairs."""
-    settings = {"steps": args.steps, "batch": args.batch, "source": args.source}
+    settings = {name: getattr(args, name) for name in ("steps", "warmup", "batch", "source")}
     for size, rate, seed, arm in itertools.product(args.sizes, args.rates, args.seeds, args.arms):
         key = {"size": size, "rate": rate, "seed": seed, "arm": arm, **settings}
         yield key, lambda key=key: train(args, key)
@@ -75,7 +77,7 @@ def train(args: argparse.Namespace, key: dict) -> dict:
 
     corpora = read(args.source, args.data, args.archive)
     make = functools.partial(make_trainer, corpora["train"], small=args.source == "synthetic")
-    trainer = _kept(make, key["size"], key["arm"], args.steps, args.batch)
+    trainer = _kept(make, key["size"], key["arm"], args.steps, args.warmup, args.batch)
     began = time.perf_counter()
     params, (measured,) = trainer.train([engine.Hyper(seed=key["seed"], lr=key["rate"], b2=0.98)])
     seconds = time.perf_counter() - began
@@ -102,7 +104,7 @@ def _kept(make, *settings):
     return _TRAINERS[settings]
 
 
-def make_trainer(corpus, size: str, arm: str, steps: int, batch: int, *, small: bool):
+def make_trainer(corpus, size: str, arm: str, steps: int, warmup: int, batch: int, *, small: bool):
     """The trainer of a size and a recipe, with the paper's optimizer; `small` for a test of the study."""
     import engine
 
@@ -115,7 +117,7 @@ def make_trainer(corpus, size: str, arm: str, steps: int, batch: int, *, small: 
         changed |= {f"model.{tower}.width": "32" for tower in ("vision", "text")}
         changed |= {f"model.{tower}.heads": "2" for tower in ("vision", "text")}
     config = config_lib.load(f"{study.ROOT}/configs/icons.py", list(changed.items()))
-    options = {"steps": steps, "warmup": steps // 5, "end": 0.0, "decay": 0.2}
+    options = {"steps": steps, "warmup": warmup, "end": 0.0, "decay": 0.2}
     return engine.Trainer(
         setup.model_config(config), corpus, batch=batch, together=False, **options
     )
@@ -244,7 +246,7 @@ def table(runs: list[dict]) -> None:
             )
             print(f"  {split}: {', '.join(means)}")
     for settings, arm, some in compared(runs):
-        print(f"{settings[0]}, rate {settings[3]:g}: {arm} less standard, points")
+        print(f"{settings[0]}, rate {settings[4]:g}: {arm} less standard, points")
         for split, score in itertools.product(TESTS, SCORES):
             pairs = differences(some, arm, split, score)
             mean, half = study.interval(pairs)
