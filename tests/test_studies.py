@@ -105,7 +105,15 @@ def test_interval_is_students(study):
 
 def icon_runs(**scores_of_arms):
     """Runs of the icons study whose scores are all the same: one number a seed and arm."""
-    settings = {"size": "B", "batch": 8, "steps": 10, "warmup": 1, "rate": 1e-3, "source": "full"}
+    settings = {
+        "size": "B",
+        "batch": 8,
+        "steps": 10,
+        "warmup": 1,
+        "shared": 0,
+        "rate": 1e-3,
+        "source": "full",
+    }
     names = ("top1", "image_to_text_R@10", "text_to_image_R@10")
     return [
         {

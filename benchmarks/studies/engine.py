@@ -161,19 +161,37 @@ class Trainer:
         done = [self._train(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(len(hypers))]
         return jax.tree.map(lambda *x: jnp.stack(x), *(p for p, _ in done)), [m for _, m in done]
 
-    def _train(self, hyper):
+    def begin(self, hyper: Hyper, steps: int):
+        """The parameters and the optimizer's state after so many steps, on the host; not `together`.
+
+        Raises:
+          ValueError: the steps are not whole chunks.
+        """
+        if steps % CHUNK:
+            raise ValueError(f"steps must be a multiple of {CHUNK}, got {steps}")
+        state = self.init(hyper)
+        for start in range(0, steps, CHUNK):
+            state, _ = self.chunk(state, hyper, start, self.corpus)
+        return jax.device_get(state)
+
+    def resume(self, hyper: Hyper, state, step: int) -> tuple[dict, dict]:
+        """Trains from what `begin` returned after so many steps to the end: (parameters, measurements)."""
+        return self._train(hyper, jax.tree.map(jnp.array, state), step)
+
+    def _train(self, hyper, state=None, first=0):
         began = time.perf_counter()
-        state, pieces = self.init(hyper), []
-        for start in range(0, self.steps, CHUNK):
+        state, pieces = self.init(hyper) if state is None else state, []
+        for start in range(first, self.steps, CHUNK):
             state, measured = self.chunk(state, hyper, start, self.corpus)
             pieces.append(jax.device_get(measured))
-            if start % (10 * CHUNK) == 0:  # the first tells how long compiling took
+            if (start - first) % (10 * CHUNK) == 0:  # the first tells how long compiling took
                 seconds = time.perf_counter() - began
                 print(f"  {start + CHUNK} of {self.steps} steps in {seconds:.0f} s", flush=True)
         axis = int(self.together)
         joined = {k: np.concatenate([p[k] for p in pieces], axis) for k in pieces[0]}
         return state[0], {
-            k: v[:, : self.steps] if axis else v[: self.steps] for k, v in joined.items()
+            k: v[:, : self.steps - first] if axis else v[: self.steps - first]
+            for k, v in joined.items()
         }
 
     def _init(self, hyper):
