@@ -287,6 +287,34 @@ def draw_recipes(figure) -> None:
     clear(axes)
 
 
+def draw_icons(figure) -> None:
+    """Losses and scores of paired runs on the icons, at ViT-B's width."""
+    runs = [run for run in read("icons_accuracy_h100")["runs"] if run["key"]["steps"] == 2400]
+    figure.set_size_inches(7.2, 3.4)
+    say(figure, "At ViT-B's width int8 is ahead with one seed and behind with the other")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    colors = {"standard": "0.55", "switchback": OURS}
+    for run in runs:
+        arm, seed, loss = run["key"]["arm"], run["key"]["seed"], run["result"]["loss"]
+        steps = [run["key"]["steps"] / len(loss) * i for i in range(len(loss))]
+        label = {"standard": "bf16", "switchback": "int8"}[arm] + f", seed {seed}"
+        left.plot(steps, loss, ("-", "--")[seed], color=colors[arm], linewidth=1, label=label)
+        score = 100 * run["result"]["test"]["top1"]
+        right.plot(seed, score, "o", color=colors[arm])
+        right.annotate(
+            f"{score:.1f}", (seed, score), (7, -3), textcoords="offset points", fontsize=8
+        )
+    left.set_xlabel("step of 2,048 pairs", fontsize=9)
+    left.set_ylabel("training loss", fontsize=9)
+    left.legend(fontsize=8, frameon=False)
+    right.set_xticks([0, 1], ["seed 0", "seed 1"])
+    right.set_xlim(-0.5, 1.6)
+    right.set_ylim(0, 40)
+    right.set_ylabel("top-1 of 5,275 unseen names, %", fontsize=9)
+    for axes in (left, right):
+        clear(axes)
+
+
 ROWWISE, ONE = "a scale per token", "one scale"
 # The products of a linear layer under SwitchBack: title, left and right operand, result, what is summed.
 # An operand is (name, shape, is int8, what shares a scale).
@@ -334,6 +362,7 @@ def draw_method(figure) -> None:
 CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
+    "icons_vit_b_h100": draw_icons,
     "recipes_default_h200": draw_recipes,
     "layers_h200": draw_layers,
     "scaling_h200": draw_scaling,

