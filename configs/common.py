@@ -162,7 +162,8 @@ def get_config() -> ConfigDict:
     config.eval = ConfigDict()
     config.eval.data = ""  # data set, or part of the mixture, to evaluate on; "": that of training
     # Labelled sets for zero-shot classification, [NAME=]KIND:WHERE each, scored with the validation split:
-    # folders:FOLDER | webdataset:TARS (with .cls) | table:FILE | tfds:BUILDER/SPLIT. docs/evaluation.md
+    # folders:FOLDER | webdataset:TARS (with .cls) | table:FILE | parquet:FILES | tfds:BUILDER/SPLIT.
+    # docs/evaluation.md
     config.eval.zeroshot = ()
     config.eval.every_steps = 0  # on the validation split; 0: only after the last step
     config.eval.batch_size = 256  # over all devices

@@ -12,10 +12,13 @@ data check   counts, sizes, captions and bad examples of a data set, as training
 convert      WebDataset tars to array_record
 """
 
+import contextlib
 import difflib
 import runpy
 import sys
 from importlib.metadata import version
+
+from swjax.training.errors import output_may_end
 
 COMMANDS = {
     "train": "swjax.training.command",
@@ -46,7 +49,8 @@ def main() -> int:
         print(f"swjax: there is no command {name!r}: {hint}", file=sys.stderr)
         return 2
     sys.argv = [f"swjax {name}", *sys.argv[2:]]
-    runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
+    with contextlib.nullcontext() if name == "train" else output_may_end():
+        runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     return 0
 
 

@@ -1,5 +1,6 @@
 """The command line: help, one clear line for each mistake, exit codes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -219,3 +220,21 @@ def test_the_recorded_command_runs_again():
         capture_output=True, text=True, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert done.stdout.startswith("command: python -m timeit -n1"), done.stderr
+
+
+@pytest.mark.parametrize("command", [["-m", "swjax", "runs", "--help"], ["train.py", "--plan"]])
+def test_output_that_nobody_reads(command):
+    """As in `... | head`: no traceback, and the exit code of a program that SIGPIPE ends."""
+    config = ["--config=configs/openmoji.py", "--config.data.name=synthetic"]
+    rest = [] if "--help" in command else config
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, *command, *rest],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -48,6 +48,16 @@ def test_folders_are_classes(pictures):
     assert again[1]["captions"] == examples[1]["captions"]
 
 
+def test_endings_in_upper_case(tmp_path):
+    """As cameras write them: pictures, captions and tables."""
+    (tmp_path / "IMG_1.JPG").write_bytes(jpeg(1))
+    (tmp_path / "IMG_1.TXT").write_text("a red fox")
+    (tmp_path / "PAIRS.CSV").write_text("image,caption\nIMG_1.JPG,a fox\n")
+    assert data.source("folders", str(tmp_path)).captions(0) == ("a red fox",)
+    table = data.source("table", str(tmp_path / "PAIRS.CSV"), data_dir=str(tmp_path / "index"))
+    assert table.captions(0) == ("a fox",)
+
+
 def test_text_files_are_captions(pictures):
     (pictures / "red_fox/a.txt").write_text("a fox\n\nin the snow\n")
     (pictures / "top.jpg").write_bytes(jpeg(3))

@@ -57,7 +57,7 @@ def test_the_page_needs_no_other_file(weights, photos, tmp_path, capsys):
 def test_the_pictures_of_a_run(weights, photos, tmp_path, monkeypatch):
     """A run's split is read as training reads it."""
     table = tmp_path / "pictures.csv"
-    lines = [f"{path},picture {path.stem}" for path in Folder(str(photos))._paths]
+    lines = [f"{path},picture {path.stem}" for path in sorted(photos.rglob("*.jpg"))]
     table.write_text("\n".join(["image,caption", *lines]))
     run = tmp_path / "run"
     run.mkdir()

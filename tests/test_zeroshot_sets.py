@@ -50,6 +50,44 @@ def test_folders_are_classes(tmp_path):
     assert pickle.loads(pickle.dumps(found))[11]["label"] == 2
 
 
+def write_parquet(path, labels, **metadata):
+    """Rows as Hugging Face writes them: a struct of bytes and path, and a label."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    images = [{"bytes": jpeg(i), "path": f"{i}.jpg"} for i in range(len(labels))]
+    table = pyarrow.table({"image": images, "label": labels})
+    parquet.write_table(table.replace_schema_metadata(metadata or None), path, row_group_size=2)
+
+
+def test_parquet_with_named_labels(tmp_path):
+    write_parquet(tmp_path / "val.parquet", ["owl", "red fox", None, "owl"])
+    found = open_set(f"pets=parquet:{tmp_path}/*.parquet", tmp_path)
+    assert found.class_names == ("owl", "red fox") and found.set_name == "pets"
+    assert [found[i]["label"] for i in (0, 1, 3)] == [0, 1, 0]
+    assert pickle.loads(pickle.dumps(found))[1]["captions"] == ("red fox",)
+    with pytest.raises(ValueError, match="the row has no label"):
+        found[2]
+
+
+def test_parquet_with_numbers_has_the_names_of_its_class_label(tmp_path):
+    """In the metadata that Hugging Face's datasets writes; `classnames.txt` replaces them."""
+    names = {"label": {"names": ["owl", "red_fox", "toad"], "_type": "ClassLabel"}}
+    about = json.dumps({"info": {"features": names}})
+    write_parquet(tmp_path / "val.parquet", [1, 0, 1], huggingface=about)
+    found = open_set(f"parquet:{tmp_path}/val.parquet", tmp_path)
+    assert found.class_names == ("owl", "red fox", "toad")
+    assert [found[i]["captions"] for i in range(3)] == [("red fox",), ("owl",), ("red fox",)]
+    (tmp_path / "classnames.txt").write_text("Eule\nFuchs\nKröte\n")
+    found = open_set(f"parquet:{tmp_path}/val.parquet", tmp_path)
+    assert found[0]["captions"] == ("Fuchs",)
+
+
+def test_parquet_without_labels(tmp_path):
+    write_parquet(tmp_path / "val.parquet", [None, None])
+    with pytest.raises(ValueError, match="no row of .* has a label"):
+        open_set(f"parquet:{tmp_path}/val.parquet", tmp_path)
+
+
 def test_tars_have_a_cls_file_and_names_and_prompts_beside_them(tmp_path):
     text = write_labelled_tars(tmp_path / "birds")
     (tmp_path / "birds" / "zeroshot_classification_templates.txt").write_text("a {c}\none {}\n")

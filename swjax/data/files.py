@@ -12,6 +12,7 @@ from typing import Any
 
 from swjax.data.packages import require
 
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _OPEN_FILES = 256  # in a process
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
@@ -39,6 +40,23 @@ def expand(pattern: str) -> list[str]:
         twice = next(path for path in paths if paths.count(path) > 1)
         raise ValueError(f"{pattern!r} names {twice!r} twice: its examples would be seen twice")
     return paths
+
+
+def below(folder: str, endings: tuple[str, ...]) -> list[str]:
+    """The files in a folder and its subfolders that have one of some endings, in upper or lower case.
+
+    Args:
+      folder: a local folder.
+      endings: in lower case, as in `PICTURES`.
+
+    Returns:
+      Their paths from the folder, sorted.
+    """
+    found = []
+    for inside, _, names in os.walk(folder):
+        where = os.path.relpath(inside, folder)
+        found += [os.path.normpath(f"{where}/{n}") for n in names if n.lower().endswith(endings)]
+    return sorted(found)
 
 
 def _inside(braces: str) -> list[str]:

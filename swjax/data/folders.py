@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from swjax.data import files
-from swjax.data.labelled import ENDINGS, TEMPLATES
+from swjax.data.labelled import TEMPLATES
 from swjax.data.photographs import Photographs, Record, texts
 from swjax.data.skipping import BadExample
 
@@ -42,12 +42,15 @@ class Folders(Photographs):
             )
         if not Path(split).is_dir():
             raise ValueError(f"{split!r} is no folder: name the one that holds the pictures")
-        self._pictures, written = _list(split)
+        self._pictures = files.below(split, files.PICTURES)
         if not self._pictures:
-            raise ValueError(f"there are no pictures in {split!r}: {', '.join(ENDINGS)} are read")
-        self._has_text = [os.path.splitext(path)[0] in written for path in self._pictures]
+            raise ValueError(
+                f"there are no pictures in {split!r}: {', '.join(files.PICTURES)} are read"
+            )
+        written = {_stem(path): path for path in files.below(split, (".txt",))}
+        self._texts = [written.get(_stem(path)) for path in self._pictures]
         names = sorted({_folder_name(path) for path in self._pictures})
-        if not any(self._has_text) and "" not in names:
+        if not any(self._texts) and "" not in names:
             self.class_names, self.templates = tuple(names), (template,)
         self._label = {name: label for label, name in enumerate(self.class_names)}
 
@@ -75,10 +78,10 @@ class Folders(Photographs):
         return self._captions(label)
 
     def _captions(self, index: int) -> tuple[str, ...]:
-        if self._has_text[index]:
-            path = f"{os.path.splitext(self.key(index))[0]}.txt"
-            lines = files.read_whole(path, _LARGEST_TEXT).splitlines()
-            return texts(lines)
+        text = self._texts[index]
+        if text:
+            whole = files.read_whole(os.path.join(self._root, text), _LARGEST_TEXT)
+            return texts(whole.splitlines())
         name = _folder_name(self._pictures[index])
         if not name:
             raise BadExample("the picture has neither a text file nor a folder of its own")
@@ -88,19 +91,8 @@ class Folders(Photographs):
         return functools.partial(Folders, template=self._template), (self._root,)
 
 
-def _list(root: str) -> tuple[list[str], set[str]]:
-    """The pictures below a folder, and the text files without their ending; paths from the folder."""
-    pictures, written = [], set()
-    for folder, inside, names in os.walk(root):
-        inside.sort()
-        for name in sorted(names):
-            path = os.path.relpath(os.path.join(folder, name), root)
-            stem, ending = os.path.splitext(path)
-            if ending.lower() in ENDINGS:
-                pictures.append(path)
-            elif ending == ".txt":
-                written.add(stem)
-    return sorted(pictures), written
+def _stem(path: str) -> str:
+    return os.path.splitext(path)[0]
 
 
 def _folder_name(path: str) -> str:

@@ -1,13 +1,14 @@
-"""Labelled image sets for zero-shot classification: image folders, WebDataset tars, tables, TFDS builders.
+"""Labelled image sets for zero-shot classification: folders, WebDataset tars, tables, Parquet, TFDS builders.
 
 A set is named by an address, `[NAME=]KIND:WHERE`:
 
   folders:pets/val                         one folder of images for each class
   in1k=webdataset:in1k/{0..63}.tar         tars with an image and a .cls file in each sample
   table:pets/val.csv                       a .csv, .tsv or .jsonl file with the columns image and label
+  parquet:pets/val-{0..3}.parquet          Parquet files with these columns, as Hugging Face writes them
   tfds:imagenet2012/validation             a prepared TensorFlow Datasets builder, and its split
 
-A file `classnames.txt` in the folder of the images, tars or table names the classes, one a line in the order
+A file `classnames.txt` in the folder of the images, tars or tables names the classes, one a line in the order
 of the labels, and `zeroshot_classification_templates.txt` holds prompts, with "{}" or "{c}" for the name.
 """
 
@@ -19,14 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from swjax.data import files, imagenet
+from swjax.data.parquet import Parquet
 from swjax.data.photographs import Photographs, Record
 from swjax.data.skipping import BadExample
 from swjax.data.table import Table
 from swjax.data.tfds_source import LabelledTFDS
 from swjax.data.webdataset import WebDataset
 
-KINDS = ("folders", "webdataset", "table", "tfds")
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+KINDS = ("folders", "webdataset", "table", "parquet", "tfds")
 TEMPLATES = ("a photo of a {}.",)  # for sets that bring no prompts
 _NAMES, _PROMPTS = "classnames.txt", "zeroshot_classification_templates.txt"
 _SYNSET = re.compile(r"n\d{8}")
@@ -39,7 +40,7 @@ class Address(NamedTuple):
     Attributes:
       name: for the names of its scores.
       kind: one of `KINDS`.
-      where: a folder, a pattern of tars, a table, or BUILDER/SPLIT.
+      where: a folder, a pattern of tars or Parquet files, a table, or BUILDER/SPLIT.
     """
 
     name: str
@@ -50,8 +51,8 @@ class Address(NamedTuple):
 def address(text: str) -> Address:
     """Reads the address of a labelled set.
 
-    Without a name, a set is called after its folder, after the folder of its tars, after its table, or after
-    its builder.
+    Without a name, a set is called after its folder, after the folder of its tars or Parquet files, after its
+    table, or after its builder.
 
     Raises:
       ValueError: the text is no address.
@@ -98,10 +99,9 @@ class Labelled(Photographs):
             self._images: Photographs = ImageFolders(where)
         elif kind == "webdataset":
             self._images = WebDataset(where, data_dir=data_dir, text_key="cls")
-        elif kind == "table":
-            self._images = LabelledRows(
-                where, data_dir=data_dir, class_names=_lines(_folder(kind, where), _NAMES)
-            )
+        elif kind in ("table", "parquet"):
+            names = _lines(_folder(kind, where), _NAMES)
+            self._images = LabelledRows(where, kind, data_dir=data_dir, class_names=names)
         else:
             builder, _, part = where.rpartition("/")
             self._images = LabelledTFDS(part, data_dir=data_dir, builder=builder)
@@ -179,8 +179,9 @@ class ImageFolders(Photographs):
         classes = sorted(entry.name for entry in os.scandir(split) if entry.is_dir())
         self._paths: list[tuple[int, str]] = []
         for label, name in enumerate(classes):
-            inside = sorted(Path(split, name).rglob("*"))
-            self._paths += [(label, str(p)) for p in inside if p.suffix.lower() in ENDINGS]
+            folder = os.path.join(split, name)
+            inside = files.below(folder, files.PICTURES)
+            self._paths += [(label, os.path.join(folder, path)) for path in inside]
         if not self._paths:
             raise ValueError(
                 f"{split!r} has no images in folders: put those of each class in a folder named after it"
@@ -204,26 +205,41 @@ class ImageFolders(Photographs):
 
 
 class LabelledRows(Photographs):
-    """The rows of a table with the columns image and label; the caption of an image is its label's number.
+    """Rows with the columns image and label; the caption of an image is its label's number.
 
     Labels that are numbers are those numbers. Others are names, numbered in the order of
     `class_names` if it has all of them, or else in alphabetical order.
     """
 
-    def __init__(self, split: str, *, data_dir: str = "data", class_names: Sequence[str] = ()):
+    def __init__(
+        self,
+        split: str,
+        kind: str = "table",
+        *,
+        data_dir: str = "data",
+        class_names: Sequence[str] = (),
+    ):
         """Reads the labels.
 
         Args:
-          split: path of a .csv, .tsv or .jsonl file.
-          data_dir: where the positions of its rows are stored.
-          class_names: names in the order of the labels.
+          split: path of a .csv, .tsv or .jsonl file, or of Parquet files.
+          kind: "table" or "parquet".
+          data_dir: where the positions of a table's rows are stored.
+          class_names: names in the order of the labels; (): those of Hugging Face's `ClassLabel`, if the
+            Parquet files have it.
 
         Raises:
-          ValueError: as `swjax.data.table.Table`; no row can be read.
+          ValueError: as `swjax.data.table.Table` or `swjax.data.parquet.Parquet`; no row has a label.
         """
-        self._arguments = split, data_dir, class_names
-        self._table = Table(split, data_dir=data_dir, text_key="label")
-        self._labels = [self._label(index) for index in range(len(self._table))]
+        self._arguments = split, kind, data_dir, class_names
+        known: tuple[str, ...] = ()
+        if kind == "table":
+            self._rows: Table | Parquet = Table(split, data_dir=data_dir, text_key="label")
+            self._labels = [_label(self._rows, index) for index in range(len(self._rows))]
+        else:
+            self._rows = Parquet(split, text_key="label")
+            values, known = self._rows.values()
+            self._labels = ["" if value is None else str(value).strip() for value in values]
         names = sorted(set(self._labels) - {""})
         if not names:
             raise ValueError(f"no row of {split!r} has a label")
@@ -232,30 +248,35 @@ class LabelledRows(Photographs):
             self.class_names = tuple(names)
             number = {name: str(i) for i, name in enumerate(names)}
             self._labels = [number.get(label, "") for label in self._labels]
-        self.damage, self.damaged_share = self._table.damage, self._table.damaged_share
-
-    def _label(self, index: int) -> str:
-        try:
-            return self._table.captions(index)[0]
-        except (OSError, ValueError):
-            return ""  # a bad row, which the loader skips
+        elif known and not class_names:
+            self.class_names = tuple(name.replace("_", " ") for name in known)
+        self.damage, self.damaged_share = self._rows.damage, self._rows.damaged_share
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self._rows)
 
     def key(self, index: int) -> str:
-        """Returns the image's path."""
-        return self._table.key(index)
+        """Returns the path of an image, or its file and row."""
+        return self._rows.key(index)
 
     def record(self, index: int) -> Record:
         """Reads an image."""
         if not self._labels[index]:
             raise BadExample("the row has no label")
-        return Record(self._table.record(index).image, (self._labels[index],))
+        return Record(self._rows.record(index).image, (self._labels[index],))
 
     def __reduce__(self) -> tuple:
-        split, data_dir, names = self._arguments
-        return functools.partial(LabelledRows, data_dir=data_dir, class_names=names), (split,)
+        split, kind, data_dir, names = self._arguments
+        make = functools.partial(LabelledRows, kind=kind, data_dir=data_dir, class_names=names)
+        return make, (split,)
+
+
+def _label(table: Table, index: int) -> str:
+    """The label of a row; "" for a bad row, which the loader skips."""
+    try:
+        return table.captions(index)[0]
+    except (OSError, ValueError):
+        return ""
 
 
 def _lines(folder: Path | None, name: str) -> Sequence[str]:

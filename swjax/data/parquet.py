@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -78,7 +79,26 @@ class Parquet(Photographs):
         group = int(np.searchsorted(self._ends, index, side="right"))
         row = index - int(self._ends[group]) + int(self._rows[group])
         image, text = (column[row].as_py() for column in self._read(group))
+        text = str(text) if isinstance(text, int) else text  # a label
         return Record(self._bytes(image, self._paths[self._groups[group][0]]), texts(text))
+
+    def values(self) -> tuple[list, tuple[str, ...]]:
+        """What the text column holds in each row, and the names of its numbers.
+
+        Returns:
+          The values, without the images being read; the names that Hugging Face's `ClassLabel` gives the
+          numbers of that column, or ().
+        """
+        column, values = self._columns[1], []
+        for path in self._paths:
+            with _open(path) as opened:
+                values += opened.read(columns=[column]).column(column).to_pylist()
+        with _open(self._paths[0]) as opened:
+            metadata = opened.schema_arrow.metadata or {}
+        features = (
+            json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        )
+        return values, tuple(features.get(column, {}).get("names", ()))
 
     def _read(self, group: int) -> list:
         """The two columns of a row group."""

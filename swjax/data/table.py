@@ -43,7 +43,8 @@ class Table(Photographs):
         """
         self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
         self._path, self._image_key, self._text_key = split, image_key, text_key
-        self._separator = next((s for end, s in _SEPARATORS.items() if split.endswith(end)), None)
+        endings = _SEPARATORS.items()
+        self._separator = next((s for end, s in endings if split.lower().endswith(end)), None)
         if self._separator is None:
             raise ValueError(f"a table ends in {', '.join(_SEPARATORS)}; this is {split!r}")
         scan = functools.partial(_scan, separator=self._separator)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from swjax.data.labelled import ENDINGS
+from swjax.data import files
 from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load
@@ -60,21 +60,21 @@ class Folder:
     """
 
     def __init__(self, folder: str):
-        self._paths = sorted(p for p in Path(folder).rglob("*") if p.suffix.lower() in ENDINGS)
-        if not self._paths:
+        self._names = files.below(folder, files.PICTURES)
+        if not self._names:
             raise ValueError(
-                f"there are no pictures in {folder!r}: name a folder with {', '.join(ENDINGS)}"
+                f"there are no pictures in {folder!r}: name a folder with {', '.join(files.PICTURES)}"
             )
         self._folder = Path(folder)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._names)
 
     def image(self, index: int) -> Path:
-        return self._paths[index]
+        return self._folder / self._names[index]
 
     def name(self, index: int) -> str:
-        return str(self._paths[index].relative_to(self._folder))
+        return self._names[index]
 
 
 class Split:

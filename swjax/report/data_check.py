@@ -90,11 +90,11 @@ def kind_of(where: str) -> str:
     Raises:
       ValueError: the ending is of none.
 
-    >>> kind_of("cc12m/{00000..00009}.tar"), kind_of("pairs.csv")
+    >>> kind_of("cc12m/{00000..00009}.tar"), kind_of("PAIRS.CSV")
     ('webdataset', 'table')
     """
     for ending, kind in KINDS.items():
-        if re.fullmatch(ending, where):
+        if re.fullmatch(ending, where, re.IGNORECASE):
             return kind
     if os.path.isdir(where):
         return "folders"

@@ -54,6 +54,7 @@ def run(argv: list[str]) -> int:
 def plan(argv: list[str]) -> int:
     """`--plan`: prints a summary of the run."""
     from swjax.training import config as config_lib
+    from swjax.training import errors
     from swjax.training import plan as plan_lib
 
     flag = "--hardware="
@@ -61,7 +62,8 @@ def plan(argv: list[str]) -> int:
     others = [argument for argument in argv if not argument.startswith(flag)]
     if not any(argument.startswith("--workdir=") for argument in others):
         others.append("--workdir=none")  # nothing is written
-    return plan_lib.show(config_lib.parse(others)[0], hardware)
+    with errors.output_may_end():
+        return plan_lib.show(config_lib.parse(others)[0], hardware)
 
 
 if __name__ == "__main__":
