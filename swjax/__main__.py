@@ -37,6 +37,12 @@ COMMANDS = {
 def main() -> int:
     """Runs the command that the command line names; returns 2 if there is none."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    with contextlib.nullcontext() if name == "train" else output_may_end():
+        return run(name)
+
+
+def run(name: str) -> int:
+    """Runs a command, with the other arguments in `sys.argv`; see `main`."""
     if name in ("-h", "--help"):
         print(__doc__.strip(), file=sys.stdout if len(sys.argv) > 1 else sys.stderr)
         return 0 if len(sys.argv) > 1 else 2
@@ -49,8 +55,7 @@ def main() -> int:
         print(f"swjax: there is no command {name!r}: {hint}", file=sys.stderr)
         return 2
     sys.argv = [f"swjax {name}", *sys.argv[2:]]
-    with contextlib.nullcontext() if name == "train" else output_may_end():
-        runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
+    runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     return 0
 
 

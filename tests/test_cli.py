@@ -222,7 +222,7 @@ def test_the_recorded_command_runs_again():
     assert done.stdout.startswith("command: python -m timeit -n1"), done.stderr
 
 
-@pytest.mark.parametrize("command", [["-m", "swjax", "runs", "--help"], ["train.py", "--plan"]])
+@pytest.mark.parametrize("command", [["-m", "swjax", "--help"], ["train.py", "--plan"]])
 def test_output_that_nobody_reads(command):
     """As in `... | head`: no traceback, and the exit code of a program that SIGPIPE ends."""
     config = ["--config=configs/openmoji.py", "--config.data.name=synthetic"]
