@@ -27,7 +27,8 @@ def get_config() -> ConfigDict:
     config.model.text.heads = 0  # attention heads a block; 0: the named model's own
     config.model.embed_dim = 0  # features of an embedding; 0: the named model's own
     # Precision of the linear layers of every block: standard | switchback | switchback_m |
-    # switchback_q | llm_int8 | llm_int8_outlier6 | fp8_switchback | fp8_tensorwise.
+    # switchback_q | switchback_hadamard | llm_int8 | llm_int8_outlier6 | fp8_switchback |
+    # fp8_tensorwise.
     config.model.recipe = "switchback"
     config.model.dtype = "bfloat16"  # compute: float32 | bfloat16 | float16; parameters are float32
     config.model.attention = ""  # xla | cudnn | triton; "": the fastest that can run

@@ -7,12 +7,15 @@ With activations x [b, k], kernel w [k, n] and output gradient g [b, n], a linea
     wgrad  dw = xT g     contracts b = batch x tokens
 
 A quantized product's error has a variance proportional to the length it contracts. b is far larger than k
-and n, so SwitchBack quantizes fwd and dgrad and *switches back* to 16 bits for wgrad.
+and n, so SwitchBack quantizes fwd and dgrad and *switches back* to 16 bits for wgrad. `switchback_hadamard`
+quantizes wgrad too, in blocks of rotated tokens.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,31 @@ class Quantizer:
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
       scope: what shares one scale. "row": a vector of the left operand along the contraction (a token);
         "channel": a vector of the right operand along it (an output channel of that product);
-        "tensor": the whole operand.
+        "tensor": the whole operand; "block": a column of a block of tokens, of wgrad's operands alone.
+      block: tokens of a block, at most; 0 for the other scopes.
+      rotation: tokens that are mixed by an orthogonal matrix before a block is quantized, a power of two up
+        to 128; 1: none. See `swjax.kernels.reference.block_weight_gradient`.
+
+    Raises:
+      ValueError: a block or a rotation that makes no sense.
     """
 
     dtype: str
     scope: str
+    block: int = 0
+    rotation: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scope != "block":
+            if self.block or self.rotation != 1:
+                raise ValueError(
+                    f"Quantizer(scope={self.scope!r}) has no blocks of tokens: use scope='block'"
+                )
+        elif self.rotation not in ROTATIONS or self.block < 1 or self.block % self.rotation:
+            raise ValueError(
+                f"Quantizer(scope='block') needs a rotation in {ROTATIONS} and a block that is a multiple "
+                f"of it, got rotation={self.rotation} and block={self.block}"
+            )
 
 
 @dataclass(frozen=True)
@@ -64,6 +87,7 @@ class Recipe:
     save_quantized: bool = False
 
     def __post_init__(self) -> None:
+        self._check_blocks()
         if not self.save_quantized:
             return
         if self.fwd is None or self.dgrad is None:
@@ -77,6 +101,21 @@ class Recipe:
                 f"outlier_threshold={self.fwd.outlier_threshold}: set it to 0, or save_quantized=False"
             )
 
+    def _check_blocks(self) -> None:
+        for name, product in {"fwd": self.fwd, "dgrad": self.dgrad}.items():
+            if product and "block" in (product.lhs.scope, product.rhs.scope):
+                raise ValueError(
+                    f"Recipe({name}=...) sums over features, and blocks are of tokens: use 'block' in wgrad"
+                )
+        if self.wgrad is None or "block" not in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
+            return
+        blocks = {(q.scope, q.block, q.rotation) for q in (self.wgrad.lhs, self.wgrad.rhs)}
+        if len(blocks) > 1 or self.wgrad.outlier_threshold:
+            raise ValueError(
+                "Recipe(wgrad=...) needs the same block and rotation for both operands and "
+                f"outlier_threshold=0, got {self.wgrad}"
+            )
+
 
 def _int8(scope: str) -> Quantizer:
     return Quantizer("int8", scope)
@@ -88,6 +127,10 @@ def _e4m3(scope: str) -> Quantizer:
 
 def _e5m2(scope: str) -> Quantizer:
     return Quantizer("float8_e5m2", scope)
+
+
+def _rotated(lhs: str, rhs: str) -> Product:
+    return Product(Quantizer(lhs, "block", 1024, 128), Quantizer(rhs, "block", 1024, 128))
 
 
 _ROW_TENSOR = Product(_int8("row"), _int8("tensor"))
@@ -111,6 +154,10 @@ RECIPES: dict[str, Recipe] = {
     # LLM.int8(), a baseline: wgrad in int8 too, without and with outlier features in 16 bits.
     "llm_int8": _llm_int8(0.0),
     "llm_int8_outlier6": _llm_int8(6.0),
+    # SwitchBack with an int8 wgrad: tokens rotated by a Hadamard matrix, scales for blocks of tokens.
+    "switchback_hadamard": Recipe(
+        fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR, wgrad=_rotated("int8", "int8")
+    ),
     # SwitchBack in fp8: e4m3 for x and w, e5m2 for g.
     "fp8_switchback": Recipe(
         fwd=Product(_e4m3("row"), _e4m3("tensor")), dgrad=Product(_e5m2("row"), _e4m3("tensor"))

@@ -69,6 +69,26 @@ def llm_int8_outlier6(x, w, g):
     return y + wide(outliers) @ wide(w), dx, dw + wide(outliers).T @ wide(g)
 
 
+def rotated(x, largest_block=1024, size=128):
+    """[blocks, tokens, n]: groups of tokens times a Hadamard matrix with signs, and sqrt(1/size)."""
+    blocks = -(-len(x) // largest_block)
+    length = -(-len(x) // (blocks * size)) * size
+    padded = np.zeros((blocks * length, x.shape[1]))
+    padded[: len(x)] = x
+    pi = 0x243F6A8885A308D313198A2E03707344
+    matrix = np.array(
+        [[(-1) ** ((i & j).bit_count() + (pi >> j & 1)) for j in range(size)] for i in range(size)]
+    )
+    groups = padded.reshape(-1, size, x.shape[1])
+    return (matrix @ groups / np.sqrt(size)).reshape(blocks, length, x.shape[1])
+
+
+def switchback_hadamard(x, w, g):
+    y, dx, _ = switchback(x, w, g)
+    pairs = zip(rotated(wide(x)), rotated(wide(g)), strict=True)
+    return y, dx, sum(int8(a, 0).T @ int8(b, 0) for a, b in pairs)
+
+
 def fp8_switchback(x, w, g):
     y = fp8(x, 1, "e4m3") @ fp8(w, None, "e4m3")
     dx = fp8(g, 1, "e5m2") @ fp8(w, None, "e4m3").T

@@ -132,7 +132,8 @@ class Recorder(NamedTuple):
             return getattr(ALONE, name)
 
         def product(a, b, *rest, **options):
-            self.seen.append((name, _kind(a.value), _kind(b.value)))
+            blocks = " in blocks" if options.get("blocks") else ""
+            self.seen.append((name, _kind(a.value), _kind(b.value) + blocks))
             return getattr(ALONE, name)(a, b, *rest, **options)
 
         return product
@@ -163,6 +164,7 @@ OPERANDS = {
         [(ROWS, "int8 x16")],
         [("int8 x16", "int8 x8"), EXACT],
     ),
+    "switchback_hadamard": ([(ROWS, ONE)], [(ROWS, ONE)], [("float32", "float32 in blocks")]),
     "fp8_switchback": (
         [(f"{E4M3} x24", f"{E4M3} x1")],
         [(f"{E5M2} x24", f"{E4M3} x1")],

@@ -3,6 +3,8 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from eight_devices import (
     BATCH,
@@ -25,6 +27,7 @@ from eight_devices import (
     slow,
 )
 from jax.sharding import PartitionSpec as P
+from numeric import snr_db
 
 import swjax
 import swjax.losses
@@ -55,8 +58,27 @@ def test_values_are_those_of_one_device(name, case, kind):
         got = jax.jit(partial(gradients, layer))(args, g)
     # Integer sums that no axis cuts: y unless rows of w stay split, dx unless its columns do.
     exact = [i for i, where in enumerate((ROW, COLUMN)) if case not in where and name in INT8]
-    compare(got, one_device(name), exact=exact)
+    want = one_device(name)
     assert got[2].sharding.is_equivalent_to(args[1].sharding, 2)
+    if name == "switchback_hadamard":  # each device has blocks of its own tokens
+        assert snr_db(got[2], want[2]) > 30
+        got, want = ([*arrays[:2], *arrays[3:]] for arrays in (got, want))
+    compare(got, want, exact=exact)
+
+
+def test_each_device_quantizes_blocks_of_its_own_tokens():
+    """The weight gradient of `switchback_hadamard` is the sum of the devices'."""
+    mesh, layout, (x, w, _), g = sharded("data")
+
+    def dw(x, w, g, layout=None):
+        layer = partial(swjax.switchback, recipe="switchback_hadamard", layout=layout)
+        return jax.vjp(partial(layer, x), w)[1](g)[0]
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(dw, layout=layout))(x, w, g)
+    plain_x, plain_w, _, plain_g = arrays()
+    parts = [dw(a, plain_w, b) for a, b in zip(jnp.split(plain_x, 8), jnp.split(plain_g, 8))]
+    np.testing.assert_allclose(got, sum(parts), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])

@@ -69,6 +69,7 @@ SNR_DB = {
     "switchback_q": (39, 40, 130),
     "llm_int8": (39, 40, 39),
     "llm_int8_outlier6": (39, 40, 39),
+    "switchback_hadamard": (38, 38, 40),
     "fp8_switchback": (28, 24, 130),
     "fp8_tensorwise": (28, 24, 24),
 }
@@ -225,7 +226,10 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
             args = x, w, g, name, bias
         else:
             args = put(x, "data"), put(w, *spec), put(g, "data"), name, put(bias)
-        for a, b in zip(products(*args), want, strict=True):
+        got, expected = products(*args), list(want)
+        if name == "switchback_hadamard" and spec is not None:  # blocks of each device's own tokens
+            assert snr_db(got.pop(2), expected.pop(2)) > 30
+        for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 

@@ -7,8 +7,9 @@ Takes a run of the default config (`make train`), at its start and as trained, a
 began with, in several sizes. dW = x^T g of a linear layer contracts the tokens of the whole batch: K is their
 number in the image tower. Everything is in fp32 but for
 
-  llm_int8, fp8_tensorwise  the weight gradient's own product, which alone is quantized as that recipe does
-  switchback                the forward and the input gradient's products, which is all that it quantizes
+  llm_int8, fp8_tensorwise,  the weight gradient's own product, which alone is quantized as that recipe does
+  switchback_hadamard
+  switchback                 the forward and the input gradient's products, which is all that it quantizes
 
 and compared with the gradients of nothing quantized: ||dW' - dW|| / ||dW|| of each layer of each block.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import study
 
-ARMS = ("llm_int8", "fp8_tensorwise", "switchback")
+ARMS = ("llm_int8", "fp8_tensorwise", "switchback", "switchback_hadamard")
 BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
 MOMENTS = ("start", "trained")
 BATCHES_EACH = 3
@@ -30,10 +31,12 @@ BATCHES_EACH = 3
 def main(argv=None) -> dict:
     flags = study.parser(__doc__)
     flags.add_argument("--run", type=Path, default=Path("runs/openmoji"), help="its folder")
+    flags.add_argument("--moments", nargs="+", default=MOMENTS, choices=MOMENTS)
+    flags.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    flags.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
     args = flags.parse_args(argv)
-    moments, batches, arms = (
-        (MOMENTS[:1], (4, 8), ARMS[:1]) if args.smoke else (MOMENTS, BATCHES, ARMS)
-    )
+    if args.smoke:
+        args.moments, args.batches, args.arms = MOMENTS[:1], (4, 8), ARMS[::3]
     config = functools.cache(lambda: smoke_config() if args.smoke else config_of(args.run))
     exact = functools.lru_cache(1)(
         lambda moment, batch: gradients(config(), args.run, moment, batch, "standard")
@@ -46,9 +49,9 @@ def main(argv=None) -> dict:
     runs = [
         ({"moment": moment, "batch": batch, "arm": arm},
          lambda moment=moment, batch=batch, arm=arm: measure(moment, batch, arm))
-        for moment in moments
-        for batch in batches
-        for arm in arms
+        for moment in args.moments
+        for batch in args.batches
+        for arm in args.arms
     ]  # fmt: skip
     return study.carry_out(args, runs, draw, table)
 

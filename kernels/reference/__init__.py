@@ -5,6 +5,7 @@ Scales are found over an operand's *contracted* axes, or over the whole tensor, 
 of the product: ``(a . b)[i, j] = scale_a[i] * scale_b[j] * sum_k a.values[i, k] * b.values[k, j]``.
 """
 
+from swjax.kernels.reference.blocks import block_weight_gradient
 from swjax.kernels.reference.heads import attention, attention_backward
 from swjax.kernels.reference.numbers import (
     INVERSE,
@@ -34,6 +35,7 @@ __all__ = [
     "absolute_maximum",
     "attention",
     "attention_backward",
+    "block_weight_gradient",
     "dequantize",
     "divide",
     "dot",

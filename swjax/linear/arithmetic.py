@@ -7,6 +7,7 @@ import jax
 
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
+from swjax.recipes import Product
 
 
 class Arithmetic(NamedTuple):
@@ -75,6 +76,23 @@ class Arithmetic(NamedTuple):
             return self.product(x, g, axes=axes, out_dtype=out_dtype)
         options = {"out_dtype": out_dtype, "precision": self.precision}
         return self.run("weight_gradient", as_rows(x), as_rows(g), **options)
+
+    def block_weight_gradient(
+        self, x: jax.Array, g: jax.Array, product: Product, *, out_dtype: str
+    ) -> jax.Array:
+        """``xT g``, [k, n], of x [..., k] and g [..., n], quantized in blocks of tokens.
+
+        `product` has equal blocks and rotations on both sides, which `swjax.recipes.Recipe` checks.
+        """
+        return self.run(
+            "block_weight_gradient",
+            as_rows(x),
+            as_rows(g),
+            dtypes=(product.lhs.dtype, product.rhs.dtype),
+            block=product.lhs.block,
+            rotation=product.lhs.rotation,
+            out_dtype=out_dtype,
+        )
 
 
 def as_rows(x: jax.Array) -> jax.Array:

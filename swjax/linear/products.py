@@ -157,13 +157,16 @@ def input_gradient(g: Forms, w: Forms, settings: Settings, *, summed: bool = Tru
 
 def weight_gradient(x: Forms, g: Forms, settings: Settings, *, out_dtype: str) -> jax.Array:
     """dw = xT g, in `out_dtype`."""
-    plan, sharded = settings.plan, settings.sharded
+    plan, sharded, product = settings.plan, settings.sharded, settings.recipe.wgrad
 
     def compute(x, g, out_dtype, *, first=True):
         return sharded.weight_gradient(x, g, out_dtype=out_dtype)
 
     factors = Factor(x, plan.x, 0), Factor(g, plan.y, 0)
-    return _multiply(settings.recipe.wgrad, *factors, compute, out_dtype, settings)
+    if product is not None and product.lhs.scope == "block":
+        operands = (_high_precision(factor, settings) for factor in factors)
+        return sharded.weight_gradient(*operands, out_dtype=out_dtype, blocks=product)
+    return _multiply(product, *factors, compute, out_dtype, settings)
 
 
 def _multiply(

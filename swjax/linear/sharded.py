@@ -16,7 +16,7 @@ from swjax.linear.arithmetic import Arithmetic, as_rows
 from swjax.linear.layouts import Spec, SpecTree, as_matrix, quantized_specs, specs_of
 from swjax.linear.plans import Plan
 from swjax.linear.prologues import Gradient, Prologue, PrologueGradients, add
-from swjax.recipes import Quantizer
+from swjax.recipes import Product, Quantizer
 
 
 class Operand(NamedTuple):
@@ -87,15 +87,23 @@ class Sharded(NamedTuple):
     def _partial_spec(self) -> Spec:
         return Spec((self.plan.n, *self.plan.x))
 
-    def weight_gradient(self, x: Operand, g: Operand, *, out_dtype: str) -> jax.Array:
-        """dw = xT g, reduce-scattered over the axes that shard tokens and w, all-reduced over the others."""
-        plan = self.plan
+    def weight_gradient(
+        self, x: Operand, g: Operand, *, out_dtype: str, blocks: Product | None = None
+    ) -> jax.Array:
+        """dw = xT g, reduce-scattered over the axes that shard tokens and w, all-reduced over the others.
+
+        With `blocks`, each device quantizes its own tokens in blocks, as that product says.
+        """
+        plan, arithmetic = self.plan, self.arithmetic
         reduce_dtype = plan.reduce_dtype if plan.splits(plan.token_axes) else None
 
         def step(x_value, g_value):
-            dw = self.arithmetic.weight_gradient(
-                x_value, g_value, axes=(x.axis, g.axis), out_dtype=reduce_dtype or out_dtype
-            )
+            dtype = reduce_dtype or out_dtype
+            if blocks:
+                dw = arithmetic.block_weight_gradient(x_value, g_value, blocks, out_dtype=dtype)
+            else:
+                axes = x.axis, g.axis
+                dw = arithmetic.weight_gradient(x_value, g_value, axes=axes, out_dtype=dtype)
             return plan.scatter_sum(dw).astype(out_dtype)
 
         return plan.run(step, (x.value, g.value), (x.spec, g.spec), plan.w)

@@ -143,6 +143,7 @@ KEYS: dict[str, Key] = {
         "switchback",
         "switchback_m",
         "switchback_q",
+        "switchback_hadamard",
         "llm_int8",
         "llm_int8_outlier6",
         "fp8_switchback",

@@ -1,0 +1,132 @@
+"""Int8 weight gradients of rotated tokens: the specification in float64, error bounds, sharding, refusals."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from numeric import snr_db
+
+import swjax
+from swjax.kernels.reference import block_weight_gradient
+from swjax.kernels.reference.blocks import rotate, rotation_matrix
+from swjax.recipes import RECIPES, Product, Quantizer, Recipe
+from swjax.testing import matrix_products
+
+OPTIONS = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dtype": "float32"}
+KINDS = ("normal", "log-normal", "student", "class token", "constant")
+TOKENS = (1, 127, 128, 129, 1000, 1024, 1025, 3000)
+
+
+def drawn(kind, tokens, features, seed):
+    """Tokens of one magnitude, or of very different ones."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((tokens, features))
+    if kind == "log-normal":
+        x *= np.exp(rng.standard_normal((tokens, 1)))
+    elif kind == "student":
+        x = rng.standard_t(3, x.shape)
+    elif kind == "class token":
+        x[::257] *= 20
+    elif kind == "constant":
+        x += 5
+    return x
+
+
+def error(got, x, g):
+    exact = np.float64(x).T @ np.float64(g)
+    return np.linalg.norm(np.float64(got) - exact) / np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_is_the_transcription_in_float64(tokens, dtype):
+    layer = jax.jit(partial(block_weight_gradient, **OPTIONS))
+    for kind in KINDS:
+        x, g = (jnp.asarray(drawn(kind, tokens, n, tokens + n), dtype) for n in (5, 7))
+        wide = [np.asarray(a.astype("float32"), np.float64) for a in (x, g)]
+        want = sum(
+            oracle.int8(a, 0).T @ oracle.int8(b, 0)
+            for a, b in zip(*map(oracle.rotated, wide), strict=True)
+        )
+        # A sum in float32 may round a value to the next integer.
+        assert snr_db(layer(x, g), want) > 60, kind
+
+
+@pytest.mark.parametrize("kind", ["normal", "log-normal", "student", "class token"])
+@pytest.mark.parametrize("tokens", [1024, 16_384])
+def test_the_error_depends_neither_on_the_length_nor_on_the_tokens(kind, tokens):
+    """That of one scale a column depends on the tokens."""
+    x, g = (jnp.asarray(drawn(kind, tokens, 64, n), "float32") for n in (1, 2))
+    columns = [oracle.int8(np.asarray(a), 0) for a in (x, g)]
+    assert error(block_weight_gradient(x, g, **OPTIONS), x, g) < 0.015
+    if kind in ("log-normal", "student"):
+        assert error(columns[0].T @ columns[1], x, g) > 0.03
+
+
+def test_the_rotation_is_orthogonal_and_mixes_equal_tokens():
+    matrix = rotation_matrix(128).astype(int)
+    np.testing.assert_array_equal(matrix @ matrix.T, 128 * np.eye(128))
+    alike = np.asarray(rotate(jnp.ones((128, 1)), 128))
+    assert np.abs(alike).max() < 5 * np.sqrt(128)  # without signs one token would get all: 128
+
+
+@pytest.mark.parametrize("rotation", [1, 2, 16])
+def test_other_blocks_and_rotations(rotation):
+    x, g = (jnp.asarray(drawn("normal", 100, n, n), "float32") for n in (6, 4))
+    got = block_weight_gradient(x, g, **OPTIONS | {"block": 32, "rotation": rotation})
+    assert error(got, x, g) < 0.02
+
+
+def test_fp8_in_blocks():
+    """The same scope serves fp8: a recipe of the user's."""
+    blocks = [Quantizer(dtype, "block", 1024, 128) for dtype in ("float8_e4m3fn", "float8_e5m2")]
+    recipe = Recipe(wgrad=Product(*blocks))
+    x, w, g = (jnp.asarray(drawn("log-normal", 300, n, n), "float32") for n in (8, 6, 6))
+    dw = jax.vjp(partial(swjax.switchback, x, recipe=recipe), w[:8])[1](g)[0]
+    assert error(dw, x, g) < 0.12  # e5m2 has two bits of mantissa
+
+
+def test_every_product_of_the_layer_is_int8():
+    """The other products are the rotations, of 128 tokens each."""
+    x, w, g = jnp.ones((256, 64)), jnp.ones((64, 32)), jnp.ones((256, 32))
+
+    def both(x, w, g):
+        return jax.vjp(partial(swjax.switchback, recipe="switchback_hadamard"), x, w)[1](g)
+
+    found = matrix_products(both, x, w, g)
+    assert sum(count for kind, count in found.items() if kind[0] in ("s8", "s32")) == 2
+    assert set(found) <= {("s8", "s8"), ("s32", "s32"), ("f32", "f32")}
+
+
+BLOCK = Quantizer("int8", "block", 1024, 128)
+ROW = Quantizer("int8", "row")
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: Quantizer("int8", "block"),
+            "a block that is a multiple of it, got rotation=1 and block=0",
+        ),
+        (lambda: Quantizer("int8", "block", 1024, 48), "rotation=48"),
+        (lambda: Quantizer("int8", "block", 100, 8), "rotation=8 and block=100"),
+        (lambda: Quantizer("int8", "row", 1024), "scope='row'.*has no blocks"),
+        (lambda: Recipe(fwd=Product(BLOCK, BLOCK)), "use 'block' in wgrad"),
+        (lambda: Recipe(dgrad=Product(ROW, BLOCK)), "use 'block' in wgrad"),
+        (lambda: Recipe(wgrad=Product(BLOCK, ROW)), "the same block and rotation"),
+        (lambda: Recipe(wgrad=Product(BLOCK, BLOCK, 6.0)), "outlier_threshold=0"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        make()
+    assert "\n" not in str(raised.value)
+
+
+def test_the_recipe_is_switchback_but_for_its_weight_gradient():
+    ours, paper = RECIPES["switchback_hadamard"], RECIPES["switchback"]
+    assert (ours.fwd, ours.dgrad) == (paper.fwd, paper.dgrad) and paper.wgrad is None
