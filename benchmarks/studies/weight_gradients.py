@@ -15,7 +15,6 @@ and compared with the gradients of nothing quantized: ||dW' - dW|| / ||dW|| of e
 """
 
 import functools
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -57,13 +56,13 @@ def main(argv=None) -> dict:
 
 
 def config_of(run: Path):
-    from ml_collections import ConfigDict
+    from swjax.evaluate import scoring
 
     if not (run / "config.json").exists():
         raise SystemExit(
             f"{run} holds no run: `make train` makes runs/openmoji; --run names another"
         )
-    return ConfigDict(json.loads((run / "config.json").read_text()))
+    return scoring.config_of(str(run))
 
 
 def smoke_config():
@@ -150,11 +149,9 @@ def table(runs) -> None:
 
 
 def draw(figure, runs) -> None:
-    from swjax.report.charts import LIGHT
-
     axes = figure.subplots(1, 2, sharey=True)
     for (moment, arm), some in study.group(runs, "moment", "arm").items():
-        axis, color = axes[MOMENTS.index(moment)], LIGHT.series[ARMS.index(arm)]
+        axis, color = axes[MOMENTS.index(moment)], f"C{ARMS.index(arm)}"
         for which, line in (("median", "-o"), ("largest", ":")):
             k = [run["result"]["K"] for run in some]
             error = [100 * run["result"][which] for run in some]
