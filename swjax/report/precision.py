@@ -1,4 +1,4 @@
-"""The page of `python -m swjax.training.compare_precision`."""
+"""The page of `python -m swjax compare`."""
 
 import math
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""`python -m swjax.training.compare_precision`: the effect of rounding on a model, by layer and over time.
+"""`python -m swjax compare`: the effect of rounding on a model, by layer and over time.
 
-  python -m swjax.training.compare_precision --config=configs/openmoji.py --workdir=runs/compare
-  python -m swjax.training.compare_precision --config=... --workdir=... \\
+  python -m swjax compare --config=configs/openmoji.py --workdir=runs/compare
+  python -m swjax compare --config=... --workdir=... \\
       --arms switchback:bfloat16 llm_int8:bfloat16
 
 Every arm, a recipe and a dtype, starts from the same seed and sees the same batches as float32 without
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line's own flags; the others are the config's."""
     flags = argparse.ArgumentParser(
-        prog="python -m swjax.training.compare_precision",
+        prog="python -m swjax compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
