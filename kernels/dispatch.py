@@ -62,8 +62,8 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
     """
     name = choose(operation, *arrays, implementation=implementation, **options)
     if name == "xla":
-        if operation == "matmul":
-            _warn_of_split_sums(*arrays)
+        if _multiplies_int8(operation, *arrays, **options):
+            _warn_of_split_sums()
         return getattr(reference, operation)(*arrays, **options)
     return _kernel(name, operation, **options)(*arrays)
 
@@ -179,15 +179,19 @@ def would_gather() -> bool:
 SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
 
 
-def _warn_of_split_sums(a, *_):
+def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
+    if operation == "block_weight_gradient":
+        return "int8" in options["dtypes"]
+    return operation == "matmul" and arrays[0].values.dtype == jnp.int8
+
+
+def _warn_of_split_sums():
     """Warns that XLA may sum small int8 products wrongly.
 
     It splits their sums, and its Triton code generator may then count columns twice: seen with jax 0.11.2 on
     an H200, where [256, 512] x [512, 128] was twice as large. Only an XLA flag turns that off.
     """
-    if a.values.dtype != jnp.int8 or jax.default_backend() != "gpu":
-        return
-    if SAFE_XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    if jax.default_backend() == "gpu" and SAFE_XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
         _warn_once(
             "swjax: an int8 product runs through XLA, which on GPUs may sum small ones wrongly: "
             f"set XLA_FLAGS={SAFE_XLA_FLAG} before JAX starts, or use {INSTALL}"

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
+LONGEST_BLOCK = 2**17  # tokens; 2**31 / 127**2 = 133,144 int8 products fit into an int32 sum
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,14 @@ class Quantizer:
                 raise ValueError(
                     f"Quantizer(scope={self.scope!r}) has no blocks of tokens: use scope='block'"
                 )
-        elif self.rotation not in ROTATIONS or self.block < 1 or self.block % self.rotation:
+        elif (
+            self.rotation not in ROTATIONS
+            or not 0 < self.block <= LONGEST_BLOCK
+            or self.block % self.rotation
+        ):
             raise ValueError(
                 f"Quantizer(scope='block') needs a rotation in {ROTATIONS} and a block that is a multiple "
-                f"of it, got rotation={self.rotation} and block={self.block}"
+                f"of it and at most {LONGEST_BLOCK}, got rotation={self.rotation} and block={self.block}"
             )
 
 

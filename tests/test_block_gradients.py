@@ -80,6 +80,12 @@ def test_other_blocks_and_rotations(rotation):
     assert error(got, x, g) < 0.02
 
 
+def test_the_longest_block_does_not_overflow():
+    x = jnp.ones((2**17, 1))
+    got = block_weight_gradient(x, x, **OPTIONS | {"block": 2**17, "rotation": 1})
+    np.testing.assert_allclose(got, 2.0**17, rtol=1e-6)
+
+
 def test_fp8_in_blocks():
     """The same scope serves fp8: a recipe of the user's."""
     blocks = [Quantizer(dtype, "block", 1024, 128) for dtype in ("float8_e4m3fn", "float8_e5m2")]
@@ -110,10 +116,14 @@ ROW = Quantizer("int8", "row")
     [
         (
             lambda: Quantizer("int8", "block"),
-            "a block that is a multiple of it, got rotation=1 and block=0",
+            "at most 131072, got rotation=1 and block=0",
         ),
         (lambda: Quantizer("int8", "block", 1024, 48), "rotation=48"),
         (lambda: Quantizer("int8", "block", 100, 8), "rotation=8 and block=100"),
+        (
+            lambda: Quantizer("int8", "block", 2**18),
+            "at most 131072, got rotation=1 and block=262144",
+        ),
         (lambda: Quantizer("int8", "row", 1024), "scope='row'.*has no blocks"),
         (lambda: Recipe(fwd=Product(BLOCK, BLOCK)), "use 'block' in wgrad"),
         (lambda: Recipe(dgrad=Product(ROW, BLOCK)), "use 'block' in wgrad"),

@@ -40,7 +40,13 @@ from swjax.testing import assert_quantized_gathers, collectives
 
 pytestmark = pytest.mark.eight_devices
 
-MORE_RECIPES = ("switchback_q", "llm_int8", "fp8_switchback", "fp8_tensorwise")
+MORE_RECIPES = (
+    "switchback_q",
+    "switchback_hadamard",
+    "llm_int8",
+    "fp8_switchback",
+    "fp8_tensorwise",
+)
 
 
 def ops(found, *names):

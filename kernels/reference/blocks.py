@@ -39,6 +39,9 @@ def block_weight_gradient(
     The error of x and that of g add up in squares: ``sqrt(2) sqrt(2 ln m) / (127 sqrt(12))`` of the
     product's norm for independent x and g, 1.2 % for m = 1,024.
 
+    A column with an element that is not finite has a result that is not finite; so may one with an element
+    beyond 2**121, whose rotation overflows.
+
     Args:
       x: [tokens, k] float16, bfloat16 or float32.
       g: [tokens, n] in the dtype of x.
