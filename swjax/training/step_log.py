@@ -10,6 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from swjax.diagnostics import Rules, Watch
+from swjax.training.collapse import Collapse
 from swjax.training.console import Console
 from swjax.training.health import Health
 from swjax.training.inputs import Feed
@@ -55,6 +56,7 @@ class StepLog:
         self._health = Health(config, parts.graphdef, parts.like["params"], steps=parts.steps)
         self._files = MetricLog(workdir, config, last_step=step)
         self._watch = Watch(Rules.of_run(parts.steps))
+        self._collapse = Collapse(config.train.loss, config.train.batch_size)
         self._profiler = Profiler(config, workdir, step=step, timing=timing, console=console)
         self._feed, self._timing, self._console = feed, timing, console
         self._previous: PackedMetrics | None = None
@@ -122,9 +124,9 @@ class StepLog:
         return records
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
-        """Writes records, oldest first, and shows the newest and loss spikes."""
+        """Writes records, oldest first, and shows the newest, loss spikes and a collapse."""
         self._files.write(records)
-        for event in self._watch.update(records):
+        for event in [*self._watch.update(records), *self._collapse.update(records)]:
             self._console.say(event)
         self._console.update(records[-1])
         self._timing.lap("log")

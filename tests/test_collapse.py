@@ -1,0 +1,64 @@
+"""A run whose embeddings have become equal says so: recorded runs, synthetic ones, and the trainer."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from micro_run import train
+
+from swjax.training import collapse
+from swjax.training.collapse import STEPS, Collapse
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+
+def records(losses, norms):
+    pairs = zip(losses, norms, strict=True)
+    return [
+        {"step": step, "train/loss": loss, "train/grad_norm": norm}
+        for step, (loss, norm) in enumerate(pairs)
+    ]
+
+
+def test_recorded_runs_of_the_icons():
+    """Of six runs at ViT-B's width one stayed collapsed, and one for its first 350 steps."""
+    told = {}
+    for run in json.loads((RESULTS / "icons_accuracy_h100.json").read_text())["runs"]:
+        key, result = run["key"], run["result"]
+        curves = [
+            [value for value in result[name] for _ in range(5)] for name in ("loss", "grad_norm")
+        ]
+        lines = Collapse("softmax", key["batch"]).update(records(*curves))
+        told[key["rate"], key["steps"], key["arm"], key["seed"]] = lines
+    assert [key for key, lines in told.items() if lines] == [(1e-3, 1200, "standard", 0)]
+    assert len(told) == 6
+
+
+@pytest.mark.parametrize(
+    "losses, norms, loss",
+    [
+        ([math.log(8)] * STEPS, [0.5] * STEPS, "softmax"),  # learns slowly
+        ([1.0] * STEPS, [1e-3] * STEPS, "softmax"),  # has learned
+        ([math.log(8)] * (STEPS - 1), [1e-3] * (STEPS - 1), "softmax"),  # not yet
+        ([math.log(8), None] * STEPS, [1e-3] * 2 * STEPS, "softmax"),  # NaN is another message
+        ([math.log(8)] * STEPS, [1e-3] * STEPS, "sigmoid"),
+    ],
+)
+def test_other_runs_are_left_alone(losses, norms, loss):
+    assert Collapse(loss, 8).update(records(losses, norms)) == []
+
+
+def test_it_is_said_once_however_records_arrive():
+    watch, steps = Collapse("softmax", 8), records([math.log(8)] * 500, [1e-3] * 500)
+    lines = [line for record in steps for line in watch.update([record])]
+    assert len(lines) == 1 and lines[0].startswith("step 99: the embeddings have collapsed")
+    assert "raise schedule.warmup_steps" in lines[0] and "\n" not in lines[0]
+
+
+def test_the_trainer_says_it(micro, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(collapse, "STEPS", 2)
+    monkeypatch.setattr(collapse, "_TOLERANCE", math.inf)
+    monkeypatch.setattr(collapse, "_SMALL_GRADIENT", math.inf)
+    train(micro(train__steps=3), tmp_path)
+    assert capsys.readouterr().out.count("the embeddings have collapsed") == 1
