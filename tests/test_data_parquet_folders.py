@@ -142,10 +142,35 @@ def test_threads_read_a_group_once(tmp_path, monkeypatch):
     source = data.source("parquet", str(tmp_path / "a.parquet"))
     opened = []
     real = parquet._open
-    monkeypatch.setattr(parquet, "_open", lambda path: opened.append(path) or real(path))
+    monkeypatch.setattr(
+        parquet, "_open", lambda path, **how: opened.append(path) or real(path, **how)
+    )
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(functools.partial(source.captions), range(8)))
     assert found == [(letter,) for letter in "abcdefgh"] and len(opened) == 1
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_large_row_groups_stay_out_of_memory(compression, tmp_path, monkeypatch):
+    """A group of 240 kB under a bound of 64 kB: its parts are read, and each row stays reachable."""
+    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(parquet, "_BYTES_KEPT", 2**16)
+    noise = np.random.default_rng(0)
+    images = [{"bytes": noise.bytes(8000), "path": None} for _ in range(31)]
+    columns = {"image": images, "other": [noise.bytes(9000) for _ in images]}
+    columns["caption"] = [str(row) for row in range(31)]
+    path, options = tmp_path / "a.parquet", {"compression": compression, "data_page_size": 2**12}
+    pyarrow_parquet.write_table(pyarrow.table(columns), path, row_group_size=30, **options)
+    source = data.source("parquet", str(path))
+    assert source.shards.max() < 4 and len(source) == 31
+    most = 0
+    for index in noise.permutation(31).tolist():
+        record = source.record(index)
+        assert (record.image, record.captions) == (images[index]["bytes"], (str(index),))
+        assert source.key(index) == f"{path}[{index}]"
+        most = max(most, sum(table.get_total_buffer_size() for table in source._kept.values()))
+    assert 2**15 < most <= 2**16
 
 
 def test_parquet_behind_an_address(tmp_path):

@@ -3,9 +3,11 @@
 import collections
 import functools
 import json
+import math
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,19 +17,42 @@ from swjax.data.photographs import Photographs, Record, texts
 from swjax.data.skipping import BadExample
 
 _LARGEST_IMAGE = 2**28  # bytes
-_GROUPS_KEPT = 4  # row groups in memory, in each process
+_BYTES_KEPT = 2**29  # of parts in memory, in each process
+_PARTS_KEPT = 4  # at least, so a part has at most a quarter of these bytes
 _THREADS = 16
+
+
+class Part(NamedTuple):
+    """Consecutive rows of a row group, which are read together.
+
+    Attributes:
+      file: number of the file.
+      group: number of the row group in the file.
+      start: the first row, counted in the group.
+      row: the first row, counted in the file.
+      rows: how many.
+      whole: whether these are all rows of the group.
+    """
+
+    file: int
+    group: int
+    start: int
+    row: int
+    rows: int
+    whole: bool
 
 
 class Parquet(Photographs):
     """The rows of Parquet files, as img2dataset and Hugging Face write them.
 
     The image of a row is its bytes, a struct of bytes and path, or a path or address, which is relative to
-    the directory of the file. A row is read with its row group, and the last few groups stay in memory. So
-    shuffle by `shard`, whose shards are row groups here, unless the groups are small.
+    the directory of the file. A row is read with the two columns of its row group. Each process keeps the
+    groups that it read last, at most 512 MiB of them. A group with more than 128 MiB is read in equal parts,
+    each by decoding the group from its first row. So shuffle by `shard`, whose shards are groups or their
+    parts, unless the groups are small, and write groups of at most 128 MiB.
 
     Attributes:
-      shards: int64, the rows of each row group.
+      shards: int64, the rows of each row group, or of each part of a large one.
     """
 
     def __init__(
@@ -52,15 +77,16 @@ class Parquet(Photographs):
         require("pyarrow", extra="parquet")
         self._split, self._keys = split, (image_key, text_key)
         self._paths = files.expand(split)
+        with _open(self._paths[0]) as opened:
+            columns = opened.schema_arrow.names
+        self._columns = tuple(_column(key, columns, self._paths[0]) for key in self._keys)
         with ThreadPoolExecutor(_THREADS) as pool:
-            footers = list(pool.map(_footer, self._paths))
-        self._groups = [(i, g) for i, (_, rows) in enumerate(footers) for g in range(len(rows))]
-        self._rows = np.array([n for _, rows in footers for n in rows], np.int64)
-        self._ends, self.shards = np.cumsum(self._rows), self._rows
+            groups = list(pool.map(functools.partial(_groups, columns=self._columns), self._paths))
+        self._parts = [part for file, sizes in enumerate(groups) for part in _parts(file, sizes)]
+        self.shards = np.array([part.rows for part in self._parts], np.int64)
+        self._ends = np.cumsum(self.shards)
         if not len(self):
             raise ValueError(f"there are no rows in {split!r}")
-        columns = footers[0][0]
-        self._columns = tuple(_column(key, columns, self._paths[0]) for key in self._keys)
         self._kept: collections.OrderedDict[int, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -69,18 +95,16 @@ class Parquet(Photographs):
 
     def key(self, index: int) -> str:
         """Returns the file and the number of a row in it."""
-        group = int(np.searchsorted(self._ends, index, side="right"))
-        file, number = self._groups[group]
-        first = int(self._ends[group - number] - self._rows[group - number])
-        return f"{self._paths[file]}[{index - first}]"
+        number, row = self._place(index)
+        part = self._parts[number]
+        return f"{self._paths[part.file]}[{part.row + row}]"
 
     def record(self, index: int) -> Record:
         """Reads a row, and the image if the row holds its path."""
-        group = int(np.searchsorted(self._ends, index, side="right"))
-        row = index - int(self._ends[group]) + int(self._rows[group])
-        image, text = (column[row].as_py() for column in self._read(group))
+        number, row = self._place(index)
+        image, text = (column[row].as_py() for column in self._read(number).columns)
         text = str(text) if isinstance(text, int) else text  # a label
-        return Record(self._bytes(image, self._paths[self._groups[group][0]]), texts(text))
+        return Record(self._bytes(image, self._paths[self._parts[number].file]), texts(text))
 
     def values(self) -> tuple[list, tuple[str, ...]]:
         """What the text column holds in each row, and the names of its numbers.
@@ -100,18 +124,26 @@ class Parquet(Photographs):
         )
         return values, tuple(features.get(column, {}).get("names", ()))
 
-    def _read(self, group: int) -> list:
-        """The two columns of a row group."""
-        with self._lock:  # threads that want the same group read it once
-            if group not in self._kept:
-                file, number = self._groups[group]
-                with _open(self._paths[file]) as opened:
-                    table = opened.read_row_group(number, columns=list(self._columns))
-                self._kept[group] = [table.column(name) for name in self._columns]
-                while len(self._kept) > _GROUPS_KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(group)
-            return self._kept[group]
+    def _place(self, index: int) -> tuple[int, int]:
+        """The number of the part that holds a row, and the row's position in it."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, index - int(self._ends[number]) + self._parts[number].rows
+
+    def _read(self, number: int) -> Any:
+        """A part, as a table of the two columns."""
+        with self._lock:  # threads that want the same part read it once
+            if number in self._kept:
+                self._kept.move_to_end(number)
+                return self._kept[number]
+            part = self._parts[number]
+            with _open(self._paths[part.file], in_memory=part.whole) as opened:
+                table = self._kept[number] = _table(opened, part, self._columns)
+            while self._bytes_kept() > _BYTES_KEPT:
+                self._kept.popitem(last=False)
+            return table
+
+    def _bytes_kept(self) -> int:
+        return sum(table.get_total_buffer_size() for table in self._kept.values())
 
     def _bytes(self, image: Any, path: str) -> bytes:
         if isinstance(image, dict):  # of Hugging Face
@@ -127,8 +159,13 @@ class Parquet(Photographs):
         return functools.partial(Parquet, image_key=image_key, text_key=text_key), (self._split,)
 
 
-def _open(path: str) -> Any:
+def _open(path: str, *, in_memory: bool = True) -> Any:
     """The file, for reading its parts.
+
+    Args:
+      path: or address.
+      in_memory: whether the columns of a row group are loaded before they are decoded, in one request; if
+        not, they are loaded 1 MiB at a time.
 
     Raises:
       ValueError: there is no such file, or it is no Parquet file.
@@ -137,9 +174,8 @@ def _open(path: str) -> Any:
     import pyarrow.parquet
 
     try:
-        if files.is_remote(path):
-            return pyarrow.parquet.ParquetFile(files.open_remote(path))
-        return pyarrow.parquet.ParquetFile(path)
+        opened = files.open_remote(path) if files.is_remote(path) else path
+        return pyarrow.parquet.ParquetFile(opened, buffer_size=0 if in_memory else 2**20)
     except FileNotFoundError:
         raise ValueError(f"cannot open {path}: it does not exist; is the path right?") from None
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -147,12 +183,51 @@ def _open(path: str) -> Any:
         raise ValueError(f"{path} is no whole Parquet file: {reason}") from None
 
 
-def _footer(path: str) -> tuple[list[str], list[int]]:
-    """The columns of a file, and the rows of each of its row groups."""
+def _groups(path: str, columns: Sequence[str]) -> list[tuple[int, int]]:
+    """(rows, uncompressed bytes of the columns) of each row group of a file."""
+    sizes = []
     with _open(path) as opened:
-        groups = opened.metadata.num_row_groups
-        rows = [opened.metadata.row_group(group).num_rows for group in range(groups)]
-        return opened.schema_arrow.names, rows
+        for number in range(opened.metadata.num_row_groups):
+            group = opened.metadata.row_group(number)
+            chunks = [group.column(i) for i in range(group.num_columns)]
+            size = sum(
+                chunk.total_uncompressed_size
+                for chunk in chunks
+                if chunk.path_in_schema.split(".")[0] in columns
+            )
+            sizes.append((group.num_rows, size))
+    return sizes
+
+
+def _parts(file: int, groups: Sequence[tuple[int, int]]) -> Iterator[Part]:
+    """The row groups of a file, large ones in parts of equal numbers of rows.
+
+    >>> [tuple(part) for part in _parts(0, [(3, 10), (8, 2**28)])]
+    [(0, 0, 0, 0, 3, True), (0, 1, 0, 3, 4, False), (0, 1, 4, 7, 4, False)]
+    """
+    row = 0
+    for group, (rows, size) in enumerate(groups):
+        count = math.ceil(size / (_BYTES_KEPT // _PARTS_KEPT))
+        step = max(math.ceil(rows / max(count, 1)), 1)
+        for start in range(0, rows, step):
+            part_rows = min(step, rows - start)
+            yield Part(file, group, start, row + start, part_rows, part_rows == rows)
+        row += rows
+
+
+def _table(opened: Any, part: Part, columns: Sequence[str]) -> Any:
+    """The rows of a part; the rows of its group before them are decoded and dropped."""
+    import pyarrow
+
+    batches, end = [], 0
+    for batch in opened.iter_batches(part.rows, row_groups=[part.group], columns=list(columns)):
+        first, end = end, end + len(batch)
+        if end > part.start:
+            skipped = max(part.start - first, 0)
+            batches.append(batch.slice(skipped, part.start + part.rows - first - skipped))
+        if end >= part.start + part.rows:
+            break
+    return pyarrow.Table.from_batches(batches).select(list(columns))
 
 
 def _column(key: str, columns: list[str], path: str) -> str:

@@ -100,7 +100,7 @@ def images(
     context_length: int,
     image_size: int,
     share: Share = ALONE,
-    keep: Sequence[int] = (),
+    count: int = 0,
 ) -> Images:
     """Embeds every image of a source that can be read, in order.
 
@@ -111,13 +111,14 @@ def images(
       batch_size: over all processes.
       context_length, image_size: as in training.
       share: this process's part of each batch.
-      keep: indices of images whose pixels are wanted, rising.
+      count: how many images' pixels are kept; they are evenly spaced over the source.
 
     Raises:
       ValueError: there are no images.
     """
     if len(source) == 0:
         raise ValueError("the source to evaluate on has no images: choose another split")
+    keep = evenly_spaced(count, len(source))
     batches = data.loader(
         source,
         batch_size=_local(batch_size, share),
@@ -133,7 +134,7 @@ def images(
         mask, label, index = (_join(batch[name], share) for name in ("mask", "label", "index"))
         columns = unit(_gather(embedding)), label, index
         parts.append([column[mask] for column in columns])
-        if len(keep):
+        if keep:
             if kept is None:
                 kept = np.zeros((len(keep), *batch["image"].shape[1:]), np.uint8)
             wanted = (np.asarray(keep)[:, None] == batch["index"]) & batch["mask"]

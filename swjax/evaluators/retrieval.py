@@ -1,5 +1,6 @@
 """Retrieval: the captions of an image among all captions, and the images of a caption among all images."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,19 +52,14 @@ class Retrieval:
             "context_length": context_length,
             "share": share,
         }
-        self._image_size = image_size
+        self._images = functools.partial(
+            embed.images, predict, source=source, image_size=image_size, **self._sizes
+        )
         self._captions_per_image = captions_per_image
 
     def images(self, params: Any, *, count: int = 0) -> embed.Images:
         """Embeds the images of the set, with the pixels of `count` evenly spaced ones."""
-        return embed.images(
-            self._predict,
-            params,
-            self._source,
-            image_size=self._image_size,
-            keep=embed.evenly_spaced(count, len(self._source)) if count else (),
-            **self._sizes,
-        )
+        return self._images(params, count=count)
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
         """Scores, and those of chance.

@@ -1,6 +1,7 @@
 """Zero-shot classification: each image is assigned to the class with the nearest prompts."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +74,9 @@ class ZeroShot:
             "context_length": context_length,
             "share": share,
         }
-        self._image_size = image_size
+        self._images = functools.partial(
+            embed.images, predict, source=source, image_size=image_size, **self._sizes
+        )
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
         """Scores, and those of chance.
@@ -105,8 +108,7 @@ class ZeroShot:
           k: how many guesses for each.
           images: of `Retrieval.images` for the same set and count; None: embedded here.
         """
-        chosen = embed.evenly_spaced(count, len(self._source))
-        images = images or self._images(params, keep=chosen)
+        images = images or self._images(params, count=count)
         assert images.pixels is not None, "count is the number of pixels"
         names, correct = self._classes(images.labels)
         classifier = self._classifier(params, names)
@@ -120,16 +122,6 @@ class ZeroShot:
             )
             for i, index in enumerate(images.rows)
         ]
-
-    def _images(self, params, keep=()):
-        return embed.images(
-            self._predict,
-            params,
-            self._source,
-            image_size=self._image_size,
-            keep=keep,
-            **self._sizes,
-        )
 
     def _classes(self, labels: np.ndarray) -> tuple[list[str], list[list[int]]]:
         """The distinct names that occur, and for each image the position of its own."""
