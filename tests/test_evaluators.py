@@ -214,6 +214,21 @@ def test_the_nearest_captions_of_images(source):
     assert len(retrieval.predictions(np.float32(1), count=99, k=99)) == len(source)
 
 
+def test_the_nearest_images_of_captions(source):
+    model = Model()
+    retrieval = evaluators.Retrieval(model, source, **SIZES)
+    found = retrieval.nearest_images(np.float32(1), count=4, k=3)
+    images = unit(model.image[: len(source)])
+    assert len(found) == 4
+    for each in found:
+        cosines = images @ unit(model.text(tokens([each.caption]))[0])
+        nearest = np.argsort(-cosines)[:3]
+        assert each.images[:, 0, 0, 0].tolist() == nearest.tolist()
+        own = [each.caption in source.captions(source.labels[i]) for i in nearest]
+        assert list(each.own) == own
+        np.testing.assert_allclose(each.cosines, cosines[nearest], rtol=1e-5)
+
+
 class WithUnreadable(Source):
     """Photographs; the first and the last cannot be read."""
 

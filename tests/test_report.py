@@ -92,6 +92,25 @@ class Page(HTMLParser):
             self.text += data
 
 
+def test_captions_with_their_nearest_images(workdir):
+    """In the section of the predictions; also after the page is written again; small even for noise."""
+    before = report.write(workdir, predictions=PREDICTIONS).stat().st_size
+    noise = np.random.default_rng(0).integers(0, 256, (5, 224, 224, 3), np.uint8)
+    found = [
+        SimpleNamespace(
+            caption=f"<i>cat {i}", images=noise, own=(i < 2,) + (False,) * 4, cosines=(0,)
+        )
+        for i in range(5)
+    ]
+    path = report.write(workdir, nearest_images=found)
+    assert path.stat().st_size - before < 200 * 2**10
+    report.write(workdir)
+    page = Page(path)
+    assert "5 captions evenly spaced over the split, not selected: 2 with an image" in page.text
+    assert "<i>cat 3" in page.text and sum("image/jpeg" in url for url in page.urls) == 25
+    assert page.text.index("Captions and their") < page.text.index("Scores beside chance")
+
+
 def test_page_of_a_whole_run(workdir):
     path = report.write(
         workdir, results=SCORES, predictions=PREDICTIONS, attribution="OpenMoji CC BY-SA 4.0"

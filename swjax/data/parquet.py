@@ -47,9 +47,10 @@ class Parquet(Photographs):
 
     The image of a row is its bytes, a struct of bytes and path, or a path or address, which is relative to
     the directory of the file. A row is read with the two columns of its row group. Each process keeps the
-    groups that it read last, at most 512 MiB of them. A group with more than 128 MiB is read in equal parts,
-    each by decoding the group from its first row. So shuffle by `shard`, whose shards are groups or their
-    parts, unless the groups are small, and write groups of at most 128 MiB.
+    groups that it read last, at most 512 MiB of them. A group with more than 128 MiB is read in equal
+    parts. Reading a part decodes the group from its first row and briefly allocates up to 512 MiB more. So
+    shuffle by `shard`, whose shards are groups or their parts, unless the groups are small, and write
+    groups of at most 128 MiB.
 
     Attributes:
       shards: int64, the rows of each row group, or of each part of a large one.

@@ -2,7 +2,16 @@
 
 from swjax.evaluators.embed import predictor
 from swjax.evaluators.ranking import chance, ranks, recall
-from swjax.evaluators.retrieval import Retrieval
+from swjax.evaluators.retrieval import NearestImages, Retrieval
 from swjax.evaluators.zeroshot import Prediction, ZeroShot
 
-__all__ = ["Prediction", "Retrieval", "ZeroShot", "chance", "predictor", "ranks", "recall"]
+__all__ = [
+    "NearestImages",
+    "Prediction",
+    "Retrieval",
+    "ZeroShot",
+    "chance",
+    "predictor",
+    "ranks",
+    "recall",
+]

@@ -81,12 +81,14 @@ class Images(NamedTuple):
     Attributes:
       embeddings: unit vectors [n, e] float32.
       labels: [n].
+      numbers: [n] the numbers of the examples in the source.
       rows: [m] the rows of those whose pixels were wanted.
       pixels: uint8 [m, height, width, channels]; None if none were wanted.
     """
 
     embeddings: np.ndarray
     labels: np.ndarray
+    numbers: np.ndarray
     rows: np.ndarray
     pixels: np.ndarray | None
 
@@ -142,12 +144,13 @@ def images(
             kept[slots] = batch["image"][rows]
     embeddings, labels, index = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(index)
+    columns = embeddings[order], labels[order], index[order]
     if kept is None:
-        return Images(embeddings[order], labels[order], np.zeros(0, np.int64), None)
+        return Images(*columns, np.zeros(0, np.int64), None)
     kept = _gather(kept[None]).max(axis=0)  # one process read each image; it is 0 in the others
     readable = np.isin(keep, index)
     rows = np.searchsorted(index[order], np.asarray(keep)[readable])
-    return Images(embeddings[order], labels[order], rows, kept[readable])
+    return Images(*columns, rows, kept[readable])
 
 
 def evenly_spaced(count: int, total: int) -> list[int]:

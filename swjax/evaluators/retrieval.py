@@ -1,5 +1,6 @@
 """Retrieval: the captions of an image among all captions, and the images of a caption among all images."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,10 +8,28 @@ from typing import Any
 import numpy as np
 
 from swjax import data
+from swjax.data.examples import EvalExample
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.evaluators.zeroshot import Prediction
 from swjax.models.sharding import Share
+
+
+@dataclasses.dataclass(frozen=True)
+class NearestImages:
+    """One caption and the images nearest to it.
+
+    Attributes:
+      caption: the query.
+      images: uint8 [k, height, width, channels], best first, as the loader gives them.
+      own: [k] whether the caption is one of the image's own.
+      cosines: [k] their similarities.
+    """
+
+    caption: str
+    images: np.ndarray
+    own: tuple[bool, ...]
+    cosines: tuple[float, ...]
 
 
 class Retrieval:
@@ -55,6 +74,7 @@ class Retrieval:
         self._images = functools.partial(
             embed.images, predict, source=source, image_size=image_size, **self._sizes
         )
+        self._example = EvalExample(source, context_length, image_size)
         self._captions_per_image = captions_per_image
 
     def images(self, params: Any, *, count: int = 0) -> embed.Images:
@@ -117,6 +137,32 @@ class Retrieval:
                 Prediction(images.pixels[i], captions[name], names, tuple(cosines[i].tolist()))
             )
         return shown
+
+    def nearest_images(
+        self, params: Any, *, count: int, k: int = 5, images: embed.Images | None = None
+    ) -> list[NearestImages]:
+        """The images nearest to some captions, among all images: evenly spaced captions, not selected.
+
+        Args:
+          params: passed to `predict`.
+          count: how many captions; fewer if there are not so many.
+          k: how many images for each caption.
+          images: of `images`; None: embedded here.
+        """
+        images = images or self.images(params)
+        captions, _, images_of = self._pair(images.labels)
+        chosen = embed.evenly_spaced(count, len(captions))
+        texts = self._texts(params, [captions[i] for i in chosen])
+        found, cosines = top(texts, images.embeddings, min(k, len(images.embeddings)))
+        return [
+            NearestImages(
+                caption=captions[caption],
+                images=np.stack([self._example(images.numbers[row])["image"] for row in rows]),
+                own=tuple(row in images_of[caption] for row in rows.tolist()),
+                cosines=tuple(similar.tolist()),
+            )
+            for caption, rows, similar in zip(chosen, found, cosines, strict=True)
+        ]
 
     def _pair(self, labels: np.ndarray) -> tuple[list[str], list[list[int]], list[list[int]]]:
         return pair(labels, lambda label: self._source.captions(label)[: self._captions_per_image])

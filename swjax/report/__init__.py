@@ -8,10 +8,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from swjax.report import charts, page, records
 
 __all__ = ["write"]
 
+_THUMBNAIL = 96  # pixels, height and width at most, of an image under a caption
 METRICS = re.compile("|".join(charts.METRICS))
 
 
@@ -20,6 +23,7 @@ def write(
     *,
     results: dict[str, float] | None = None,
     predictions: Sequence | None = None,
+    nearest_images: Sequence | None = None,
     attribution: str | None = None,
 ) -> Path:
     """Writes WORKDIR/report/index.html, which needs no other file, and its pictures as PNGs next to it.
@@ -31,6 +35,7 @@ def write(
       workdir: directory of a run.
       results: final scores by name, see `swjax.evaluators`.
       predictions: see `swjax.evaluators.ZeroShot.predictions`.
+      nearest_images: see `swjax.evaluators.Retrieval.nearest_images`.
       attribution: who made the data, and under which licence.
 
     Returns:
@@ -44,7 +49,7 @@ def write(
         raise ValueError(f"{workdir} is not a directory: name the workdir of a run")
     folder = workdir / "report"
     folder.mkdir(exist_ok=True)
-    final = _remember(folder, results, predictions, attribution)
+    final = _remember(folder, results, predictions, nearest_images, attribution)
     metrics = records.read(workdir / "metrics.jsonl", METRICS)
     pictures = charts.draw_all(metrics, folder)
     text = page.render(
@@ -58,6 +63,10 @@ def write(
         predictions=[
             p | {"image": page.data_url(folder / p["image"])} for p in final["predictions"]
         ],
+        nearest_images=[
+            each | {"images": [page.data_url(folder / name) for name in each["images"]]}
+            for each in final["nearest_images"]
+        ],
         attribution=final["attribution"],
     )
     part = folder / "index.part"
@@ -65,10 +74,11 @@ def write(
     return part.rename(folder / "index.html")
 
 
-def _remember(folder: Path, results, predictions, attribution) -> dict:
+def _remember(folder: Path, results, predictions, nearest_images, attribution) -> dict:
     """Merges the arguments into report/results.json, and images into report/images/."""
     path = folder / "results.json"
-    final = {"results": {}, "predictions": [], "attribution": ""} | _json(path)
+    empty = {"results": {}, "predictions": [], "nearest_images": [], "attribution": ""}
+    final = empty | _json(path)
     if results is not None:
         final["results"] = dict(results)
     if attribution is not None:
@@ -89,8 +99,34 @@ def _remember(folder: Path, results, predictions, attribution) -> dict:
                     "cosines": list(prediction.cosines),
                 }
             )
+    if nearest_images is not None:
+        final["nearest_images"] = [
+            {
+                "caption": each.caption,
+                "images": [
+                    _write_thumbnail(folder, f"caption-{i:02}-{j}.jpg", image)
+                    for j, image in enumerate(each.images)
+                ],
+                "own": list(each.own),
+                "cosines": list(each.cosines),
+            }
+            for i, each in enumerate(nearest_images)
+        ]
     path.write_text(json.dumps(final, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return final
+
+
+def _write_thumbnail(folder: Path, name: str, image: np.ndarray) -> str:
+    """Writes a small JPEG on white to images/; returns its path below the folder."""
+    from PIL import Image
+
+    picture = Image.fromarray(image).convert("RGBA")
+    picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    picture = picture.convert("RGB")
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    (folder / "images").mkdir(exist_ok=True)
+    picture.save(folder / "images" / name, "JPEG", quality=75)
+    return f"images/{name}"
 
 
 def _json(path: Path) -> dict:

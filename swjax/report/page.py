@@ -25,6 +25,7 @@ def render(
     charts: list[tuple[Chart, dict[str, str]]],
     results: dict[str, float],
     predictions: list[dict],
+    nearest_images: list[dict],
     attribution: str,
 ) -> str:
     """Returns the page; every text from outside is escaped.
@@ -36,6 +37,7 @@ def render(
       charts: each with the URLs of its pictures by theme.
       results: final scores, and those of chance, by name.
       predictions: {"image": URL, "name", "guesses"} each.
+      nearest_images: {"caption", "images": URLs, "own": whether each is the caption's own} each.
       attribution: who made the data, and under which licence.
     """
     return fill(
@@ -43,7 +45,7 @@ def render(
         title=_title(config),
         subtitle=_subtitle(config, metrics),
         tiles="".join(_tiles(results, metrics)),
-        predictions=_predictions(predictions),
+        predictions=_predictions(predictions) + _nearest_images(nearest_images),
         charts="".join(chart(shown, urls) for shown, urls in charts),
         scores=_scores(results),
         command=escape(environment.get("command", "unknown: the run has no env.txt")),
@@ -137,6 +139,30 @@ def _prediction(prediction: dict) -> str:
     )
 
 
+def _nearest_images(captions: list[dict]) -> str:
+    if not captions:
+        return ""
+    rows = "".join(_images_of_caption(each) for each in captions)
+    first = sum(each["own"][0] for each in captions)
+    return (
+        f"<h3>Captions and their nearest images</h3><p>{len(captions)} captions evenly spaced over the "
+        f"split, not selected: {first} with an image of their own first. ✓ marks a caption's own "
+        f"images.</p>{rows}"
+    )
+
+
+def _images_of_caption(found: dict) -> str:
+    figures = "".join(
+        f'<figure><img src="{url}" alt="{"own image" if own else "image of another caption"}">'
+        f'<figcaption class="right">{"<b>✓</b>" if own else ""}</figcaption></figure>'
+        for url, own in zip(found["images"], found["own"], strict=True)
+    )
+    return (
+        f'<section class="card found"><strong>{escape(found["caption"])}</strong>'
+        f"<div>{figures}</div></section>"
+    )
+
+
 def chart(shown: Chart, urls: dict[str, str]) -> str:
     """A chart as a card; without pictures, why there are none."""
     title, caption = escape(shown.title), escape(shown.caption)
@@ -153,9 +179,10 @@ def picture(urls: dict[str, str], title: str) -> str:
     )
 
 
-def data_url(png: Path) -> str:
-    """A picture as a URL that holds it."""
-    return "data:image/png;base64," + base64.b64encode(png.read_bytes()).decode()
+def data_url(path: Path) -> str:
+    """A PNG or JPEG as a URL that holds it."""
+    kind = "jpeg" if path.suffix == ".jpg" else "png"
+    return f"data:image/{kind};base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 def _scores(results: dict[str, float]) -> str:

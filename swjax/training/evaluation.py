@@ -16,6 +16,7 @@ from swjax.training.failures import blame_data_path
 from swjax.training.inputs import open_source
 
 PREDICTIONS = 24  # unseen images in the report
+CAPTIONS = 5  # unseen captions in the report, of data without classes
 
 
 class Evaluation(NamedTuple):
@@ -24,10 +25,12 @@ class Evaluation(NamedTuple):
     Attributes:
       scores: {name: number}: of the split, if the config names it, and of the sets of `eval.zeroshot`.
       predictions: some images with their likeliest classes, or captions if the data have no classes.
+      nearest_images: some captions with their nearest images; [] if the data have classes.
     """
 
     scores: dict[str, Any]
     predictions: list[evaluators.Prediction]
+    nearest_images: list[evaluators.NearestImages]
 
 
 def make_evaluate(
@@ -72,13 +75,13 @@ def make_evaluate(
             params = state.get("ema", state["params"])
             last.clear()
             last[step] = {key: x for one in labelled for key, x in one.run(params).items()}
-        scores, predictions = evaluate_split(state, split, examples)
-        return Evaluation(last.get(step, {}) | scores, predictions)
+        own = evaluate_split(state, split, examples)
+        return own._replace(scores=last.get(step, {}) | own.scores)
 
     def evaluate_split(state, split, examples):
         source, params = open_source(config, split), state.get("ema", state["params"])
         if source is None:
-            return Evaluation({}, [])
+            return Evaluation({}, [], [])
         retrieval = evaluators.Retrieval(
             predict,
             source,
@@ -90,8 +93,10 @@ def make_evaluate(
         shown = {"count": examples, "images": images}
         scores = retrieval.run(params, images)
         if not source.class_names:
-            nearest = retrieval.predictions(params, **shown) if examples else []
-            return Evaluation(scores, nearest)
+            if not examples:
+                return Evaluation(scores, [], [])
+            nearest = retrieval.nearest_images(params, count=CAPTIONS, images=images)
+            return Evaluation(scores, retrieval.predictions(params, **shown), nearest)
         zero_shot = evaluators.ZeroShot(
             predict,
             source,
@@ -100,7 +105,7 @@ def make_evaluate(
             **sizes,
         )
         predictions = zero_shot.predictions(params, **shown) if examples else []
-        return Evaluation(zero_shot.run(params, images) | scores, predictions)
+        return Evaluation(zero_shot.run(params, images) | scores, predictions, [])
 
     return evaluate
 

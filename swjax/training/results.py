@@ -78,6 +78,7 @@ def write_results(
             workdir,
             results=unseen.scores,
             predictions=unseen.predictions,
+            nearest_images=unseen.nearest_images,
             attribution=parts.source.attribution,
         )
     results = {"step": step, "skipped": skipped, "scores": unseen.scores}
