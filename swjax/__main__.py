@@ -9,6 +9,7 @@ runs         lists runs: state, scores, throughput, what differs; or shows them 
 diagnostics  what led to a run's loss spikes: report, replay
 compare      how recipes and dtypes change layers and the loss
 data check   counts, sizes, captions and bad examples of a data set, as training reads it
+data verify  checksums of the prepared icons
 convert      WebDataset tars to array_record
 """
 

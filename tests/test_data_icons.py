@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from PIL import Image
 from swjax import data
 from swjax.data.icons import drawings, sets, shards
 from swjax.data.icons.shards import SPLITS
+from swjax.report import data_check
 
 INFO = {"license": {"spdx": "MIT"}, "author": {"name": "A. Artist"}, "palette": False}
 # Sets that are seen and held out, and names of each fold.
@@ -139,6 +141,25 @@ def test_a_damaged_shard_is_found(package, tmp_path):
     damaged = sorted(folder.glob("*.array_record"))[1]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert shards.verify(folder) == [str(damaged)]
+
+
+def test_the_command_that_verifies_says_how_to_mend(package, tmp_path, capsys):
+    """What it names is removed: the next use renders the damaged file again, with the same bytes."""
+    examples = len(open_icons("train", tmp_path))
+    (folder,) = tmp_path.glob("icons/*-1")
+    assert data_check.main(["verify", str(folder)]) == 0
+    damaged = sorted(folder.glob("*.array_record"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    assert data_check.main(["verify", str(folder)]) == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    named = re.fullmatch(r"damaged: (\S+); remove (\S+) and (\S+) to render it again", line)
+    assert named and named[1] == str(damaged)
+    for path in named.groups()[1:]:
+        Path(path).unlink()
+    assert len(open_icons("train", tmp_path)) == examples
+    assert data_check.main(["verify", str(folder)]) == 0
+    assert data_check.main(["verify", str(tmp_path)]) == 2
+    assert "has no complete.json: name the folder of prepared icons" in capsys.readouterr().err
 
 
 def test_equal_drawings_are_in_one_split(package, tmp_path):

@@ -3,9 +3,12 @@
   python -m swjax data check 'cc12m/{00000..00009}.tar'
   python -m swjax data check pairs.csv --context_length=16 --page=check.html
   python -m swjax data check photos --all
+  python -m swjax data verify data/icons/full-2.2.535-1
 
 WHERE names tars, a .csv, .tsv, .jsonl or .parquet file, or a folder of pictures; --source another source.
-Exit codes: 0 all that was read can be used, 1 training would skip some of it, 2 nothing can be read.
+`verify` compares the files of prepared icons with the checksums that were recorded when they were written.
+Exit codes: 0 all that was read can be used, 1 training would skip some of it or a file is damaged, 2
+nothing can be read.
 """
 
 import argparse
@@ -26,6 +29,7 @@ import numpy as np
 
 from swjax.data.decoding import decode
 from swjax.data.examples import reason
+from swjax.data.icons import shards
 from swjax.data.sources import Source, source
 from swjax.data.tokenizer import tokenize
 from swjax.report import page
@@ -254,6 +258,24 @@ def write_page(path: Path, where: str, found: Check, context_length: int) -> Non
     part.replace(path)
 
 
+def _verify(folder: Path) -> int:
+    if not (folder / shards.COMPLETE).is_file():
+        print(
+            f"swjax data verify: {folder} has no {shards.COMPLETE}: name the folder of prepared icons",
+            file=sys.stderr,
+        )
+        return 2
+    damaged = shards.verify(folder)
+    for path in damaged:
+        description = Path(path).with_suffix(".json")
+        print(
+            f"damaged: {path}; remove {description} and {folder / shards.COMPLETE} to render it again"
+        )
+    if not damaged:
+        print(f"all files of {folder} have their checksums")
+    return 1 if damaged else 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks a data set, prints what it has and writes a page.
 
@@ -266,8 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="swjax data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("check",))
-    parser.add_argument("where", help="tars, a table, Parquet files or a folder")
+    parser.add_argument("command", choices=("check", "verify"))
+    parser.add_argument(
+        "where", help="tars, a table, Parquet files or a folder; of verify: prepared icons"
+    )
     parser.add_argument("--source", default="", help="a name of docs/data.md, such as tfds")
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="its keys"
@@ -280,6 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data_dir", default="data", help="where prepared data sets are kept")
     parser.add_argument("--page", type=Path, default=Path("data_check.html"), help="to be written")
     options = parser.parse_args(arguments)
+    if options.command == "verify":
+        return _verify(Path(options.where))
     if options.sample < 1 or options.context_length < 2:
         parser.error(
             f"--sample={options.sample} must be at least 1 and --context_length="
