@@ -27,10 +27,12 @@ def test_the_commands_of_the_page(tmp_path, shared_cache, monkeypatch, capsys):
     argv = shlex.split(command.replace("\\\n", " "))[1:]
     argv[1] = f"--config={ROOT}/configs/openmoji.py"
     small = {key: value for key, value in MICRO.items() if key.startswith(SIZES)}
-    small |= {"train.steps": 2, "train.compilation_cache": shared_cache}
+    small |= {"train.steps": 2, "train.compilation_cache": shared_cache, "report.enabled": True}
     config, workdir = config_lib.parse(argv + [f"--config.{k}={v}" for k, v in small.items()])
     workdir.parent.mkdir()
     assert train(config, workdir) == 0
     capsys.readouterr()
     assert classify([str(workdir), "pictures/fox.jpg", "fox", "owl", "toad"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+    page = (workdir / "report" / "index.html").read_text()
+    assert "Captions and their nearest images" in page and "data:image/jpeg;base64," in page

@@ -71,7 +71,7 @@ class Retrieval:
             "context_length": context_length,
             "share": share,
         }
-        self._images = functools.partial(
+        self._images: Callable[..., embed.Images] = functools.partial(
             embed.images, predict, source=source, image_size=image_size, **self._sizes
         )
         self._example = EvalExample(source, context_length, image_size)

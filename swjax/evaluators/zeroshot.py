@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ class ZeroShot:
             "context_length": context_length,
             "share": share,
         }
-        self._images = functools.partial(
+        self._images: Callable[..., embed.Images] = functools.partial(
             embed.images, predict, source=source, image_size=image_size, **self._sizes
         )
 
