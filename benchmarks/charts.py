@@ -259,10 +259,10 @@ def draw_weight_gradients(figure) -> None:
     for arm, (label, color) in ERRORS.items():
         axes.plot(*zip(*sorted(points[arm]), strict=True), "o-", color=color, label=label)
     axes.set_xscale("log")
-    axes.set_ylim(0, 8)
+    axes.set_ylim(0, 11)
     axes.set_xlabel("K: tokens of the batch", fontsize=9)
     axes.set_ylabel("error of dW, %, median layer", fontsize=9)
-    axes.legend(fontsize=8, loc="lower right", frameon=False)
+    axes.legend(fontsize=8, loc="upper left", frameon=False)
     clear(axes)
 
 

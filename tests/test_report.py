@@ -108,7 +108,7 @@ def test_captions_with_their_nearest_images(workdir):
     page = Page(path)
     assert "5 captions evenly spaced over the split, not selected: 2 with an image" in page.text
     assert "<i>cat 3" in page.text and sum("image/jpeg" in url for url in page.urls) == 25
-    assert page.text.index("Captions and their") < page.text.index("Scores beside chance")
+    assert page.text.index("Captions and their") < page.text.index("Scores and chance")
 
 
 def test_page_of_a_whole_run(workdir):
