@@ -260,6 +260,19 @@ def test_runs_are_listed_with_what_differs(two_runs):
     assert second.split() == "b/<b> at step 12 0.333 512 6 s standard".split()
 
 
+def test_a_run_of_another_version_differs_in_shared_keys_alone(two_runs):
+    """Keys that were added since do not count as differences, and names of columns are unambiguous."""
+    for number, run in enumerate(("a", "b/<b>")):
+        path = two_runs / run / "config.json"
+        config = json.loads(path.read_text())
+        config |= {name: {"every_steps": number} for name in ("eval", "checkpoint")}
+        if number:
+            config["added_later"] = {"key": 1}
+        path.write_text(json.dumps(config))
+    header = runs_command(two_runs).stdout.splitlines()[0].split()
+    assert header[-3:] == ["recipe", "eval.every_steps", "checkpoint.every_steps"]
+
+
 def test_runs_on_one_page(two_runs, tmp_path):
     done = runs_command(two_runs / "a", two_runs / "b", f"--page={tmp_path}/both.html")
     assert done.returncode == 0, done.stderr

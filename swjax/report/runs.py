@@ -73,12 +73,28 @@ def read(path: Path, name: str) -> Run:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """The config keys in which the runs differ."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
+    """The config keys in which the runs differ, of those that all of them have.
+
+    Runs of another version may have more keys, or fewer.
+    """
+    keys = [key for key in runs[0].config if all(key in run.config for run in runs)]
     return [
         key
         for key in keys
-        if not key.startswith(IGNORED) and len({run.config.get(key) for run in runs}) > 1
+        if not key.startswith(IGNORED) and len({run.config[key] for run in runs}) > 1
+    ]
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """The last words of dotted keys, as many as tell them apart.
+
+    >>> short_names(["eval.every_steps", "train.every_steps", "model.recipe"])
+    ['eval.every_steps', 'train.every_steps', 'recipe']
+    """
+    last = [key.rpartition(".")[2] for key in keys]
+    return [
+        name if last.count(name) == 1 else ".".join(key.split(".")[-2:])
+        for key, name in zip(keys, last, strict=True)
     ]
 
 
@@ -87,7 +103,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
     names = [name for name in _score_names(runs) if name.endswith(page.HEADLINES)]
     differing = differences(runs)
     header = ["run", "state", "loss", *map(page.label, names), "samples/s", "time"]
-    rows = [[*header, *(key.rpartition(".")[2] for key in differing)]]
+    rows = [[*header, *short_names(differing)]]
     for run in runs:
         loss, rate, time = (
             run.metrics.get(name)
@@ -96,7 +112,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
         row = [run.name, run.state, f"{loss.last:.3f}" if loss else ""]
         row += [page.percent(run.scores.get(name)) for name in names]
         row += [f"{rate.last:,.0f}" if rate else "", page.duration(time.last) if time else ""]
-        rows.append([*row, *(run.config.get(key, "") for key in differing)])
+        rows.append([*row, *(run.config[key] for key in differing)])
     return rows
 
 
