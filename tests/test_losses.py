@@ -136,7 +136,7 @@ def test_one_block_costs_no_more_than_the_matrix(name):
     assert count(loss) == 1
     assert count(jax.grad(loss, argnums=range(len(arguments)))) == 3
     assert count(jax.grad(lambda *xs: loss_of(name)(*xs, pairs=16)[0], argnums=(0, 1))) == (
-        4 if name == "softmax" else 3  # computed again
+        4 if name == "softmax" else 3  # recomputed
     )
 
 

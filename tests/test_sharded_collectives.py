@@ -1,4 +1,4 @@
-"""What devices exchange: which collectives a compiled program has, and of which arrays."""
+"""What devices exchange: the collectives of a compiled program, and their operands."""
 
 import re
 from collections import Counter
