@@ -156,13 +156,13 @@ RECIPES: dict[str, Recipe] = {
     "switchback_m": Recipe(fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR, save_quantized=True),
     # SwitchBackQ (Alg. 4): the weight per output channel in fwd, per input channel in dgrad.
     "switchback_q": Recipe(fwd=_ROW_CHANNEL, dgrad=_ROW_CHANNEL),
-    # LLM.int8(), a baseline: wgrad in int8 too, without and with outlier features in 16 bits.
-    "llm_int8": _llm_int8(0.0),
-    "llm_int8_outlier6": _llm_int8(6.0),
     # SwitchBack with an int8 wgrad: tokens rotated by a Hadamard matrix, scales for blocks of tokens.
     "switchback_hadamard": Recipe(
         fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR, wgrad=_rotated("int8", "int8")
     ),
+    # LLM.int8(), a baseline: wgrad in int8 too, without and with outlier features in 16 bits.
+    "llm_int8": _llm_int8(0.0),
+    "llm_int8_outlier6": _llm_int8(6.0),
     # SwitchBack in fp8: e4m3 for x and w, e5m2 for g.
     "fp8_switchback": Recipe(
         fwd=Product(_e4m3("row"), _e4m3("tensor")), dgrad=Product(_e5m2("row"), _e4m3("tensor"))
