@@ -173,6 +173,13 @@ def test_large_row_groups_stay_out_of_memory(compression, tmp_path, monkeypatch)
     assert 2**15 < most <= 2**16
 
 
+def test_a_caption_that_is_a_number_is_refused(tmp_path):
+    """Only a zero-shot set reads a column of numbers, as labels."""
+    write_parquet(tmp_path / "a.parquet", [jpeg(1)], [5])
+    with pytest.raises(ValueError, match="the caption is no text but int"):
+        data.source("parquet", str(tmp_path / "a.parquet")).record(0)
+
+
 def test_parquet_behind_an_address(tmp_path):
     fsspec = pytest.importorskip("fsspec")
     write_parquet(tmp_path / "a.parquet", [jpeg(1)], ["far away"])

@@ -5,8 +5,8 @@ Command:  python benchmarks/studies/icons.py --archive=data/iconify-json-2.2.535
 
 Runs with one seed are a pair: they start from the same parameters and see the same pairs, augmentations and
 dropped patches, whatever their recipe. The learning rate is chosen for "standard", by the top-1 of the
-validation names, and then used for all. Images have 64 pixels and patches of 8, half of which are dropped, so
-that wgrad contracts 33 tokens an image; captions have 16 tokens.
+validation names, and then used for all. Images have 64 pixels and patches of 8. Half of the patches are
+dropped, so wgrad contracts 33 tokens an image; captions have 16 tokens.
 
 A deep CLIP stays near the loss of chance for some 100 to 400 steps, and small differences decide when it
 leaves it. --shared=600 takes this out of the comparison: the runs of a pair continue from the same 600 steps
@@ -34,15 +34,8 @@ import study
 SIZES = {"B": "vit_b16", "L": "vit_l14", "H": "vit_h14"}
 TESTS = ("test", "test_sets", "test_both")
 SCORES = ("top1", "image_to_text_R@10", "text_to_image_R@10")
-SETTINGS = (
-    "size",
-    "batch",
-    "steps",
-    "warmup",
-    "shared",
-    "rate",
-    "source",
-)  # equal in runs that are compared
+# Equal in runs that are compared.
+SETTINGS = ("size", "rate", "batch", "steps", "warmup", "shared", "source")
 CAPTIONS, SIDE, CONTEXT = 8, 64, 16
 PART = 512  # drawings that a process reads at once
 
@@ -268,7 +261,7 @@ def table(runs: list[dict]) -> None:
             )
             print(f"  {split}: {', '.join(means)}")
     for settings, arm, some in compared(runs):
-        print(f"{settings[0]}, rate {settings[5]:g}: {arm} less standard, points")
+        print(f"{settings[0]}, rate {settings[1]:g}: {arm} less standard, points")
         for split, score in itertools.product(TESTS, SCORES):
             pairs = differences(some, arm, split, score)
             mean, half = study.interval(pairs)
@@ -297,9 +290,8 @@ def draw(figure, runs: list[dict]) -> None:
         for run in some:
             if run["key"]["seed"] == first:
                 curve = run["result"]["loss"]
-                right.plot(
-                    study.thinned_steps(curve), curve, linewidth=0.9, label=run["key"]["arm"]
-                )
+                steps = [run["key"]["shared"] + step for step in study.thinned_steps(curve)]
+                right.plot(steps, curve, linewidth=0.9, label=run["key"]["arm"])
     right.set(xlabel="step", title="loss of one pair")
     if shown:
         right.legend()

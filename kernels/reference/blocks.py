@@ -10,7 +10,6 @@ from swjax.kernels.reference.numbers import to_float32
 from swjax.kernels.reference.products import matmul
 from swjax.kernels.reference.quantizers import QTensor, quantize
 
-LONGEST_ROTATION = 128  # tokens
 _SIGNS = 0x243F6A8885A308D313198A2E03707344  # the fraction of pi, 128 bits
 
 
@@ -48,7 +47,7 @@ def block_weight_gradient(
       dtypes: of quantized x and g, see `quantize`.
       block: tokens that share the scale of a column, at most. All blocks have the same length, a multiple of
         `rotation`; the last tokens of the last one are zeros.
-      rotation: tokens of a group, a power of two up to `LONGEST_ROTATION`; 1 rotates nothing.
+      rotation: tokens of a group, a power of two up to 128; 1 rotates nothing.
       out_dtype: "float32", "bfloat16" or "float16".
 
     Returns:
@@ -122,7 +121,7 @@ def rotation_matrix(size: int) -> np.ndarray:
     """``sqrt(size) H``: int8 [size, size] of 1 and -1 with orthogonal rows.
 
     Args:
-      size: a power of two, up to `LONGEST_ROTATION`.
+      size: a power of two, up to 128.
 
     >>> rotation_matrix(4) @ rotation_matrix(4).T
     array([[4, 0, 0, 0],

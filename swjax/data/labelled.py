@@ -263,7 +263,9 @@ class LabelledRows(Photographs):
         """Reads an image."""
         if not self._labels[index]:
             raise BadExample("the row has no label")
-        return Record(self._rows.record(index).image, (self._labels[index],))
+        rows = self._rows
+        image = rows.image(index) if isinstance(rows, Parquet) else rows.record(index).image
+        return Record(image, (self._labels[index],))
 
     def __reduce__(self) -> tuple:
         split, kind, data_dir, names = self._arguments

@@ -103,9 +103,14 @@ class Parquet(Photographs):
     def record(self, index: int) -> Record:
         """Reads a row, and the image if the row holds its path."""
         number, row = self._place(index)
-        image, text = (column[row].as_py() for column in self._read(number).columns)
-        text = str(text) if isinstance(text, int) else text  # a label
-        return Record(self._bytes(image, self._paths[self._parts[number].file]), texts(text))
+        text = self._read(number).columns[1][row].as_py()
+        return Record(self.image(index), texts(text))
+
+    def image(self, index: int) -> bytes:
+        """Reads the image of a row, whatever its text is."""
+        number, row = self._place(index)
+        image = self._read(number).columns[0][row].as_py()
+        return self._bytes(image, self._paths[self._parts[number].file])
 
     def values(self) -> tuple[list, tuple[str, ...]]:
         """What the text column holds in each row, and the names of its numbers.
