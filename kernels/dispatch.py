@@ -26,7 +26,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "quantize_and_sum": ("triton",),
     "matmul": ("mosaic_gpu", "triton"),
     "weight_gradient": ("mosaic_gpu",),
-    "block_weight_gradient": (),
+    "block_weight_gradient": ("triton",),
     "layer_norm": ("triton",),
     "layer_norm_backward": ("triton",),
     "gelu": ("triton",),

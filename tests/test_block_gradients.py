@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import implementations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +54,23 @@ def test_is_the_transcription_in_float64(tokens, dtype):
         )
         # A sum in float32 may round a value to the next integer.
         assert snr_db(layer(x, g), want) > 60, kind
+
+
+@implementations.each(
+    "block_weight_gradient",
+    compiled=[(100, 40, 24), (3000, 256, 192), (34_816, 320, 256)],
+    interpreted=[(100, 40, 136), (1300, 8, 72)],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernels_are_the_transcription_in_float64(operation, implementation, shape, dtype):
+    tokens, k, n = shape
+    x, g = (
+        jnp.asarray(drawn("log-normal", tokens, features, features), dtype) for features in (k, n)
+    )
+    got = implementations.run(operation, x, g, implementation=implementation, **OPTIONS)
+    rotated = [oracle.rotated(np.asarray(a.astype("float32"), np.float64)) for a in (x, g)]
+    want = sum(oracle.int8(a, 0).T @ oracle.int8(b, 0) for a, b in zip(*rotated, strict=True))
+    assert snr_db(got, want) > 55
 
 
 @pytest.mark.parametrize("kind", ["normal", "log-normal", "student", "class token"])

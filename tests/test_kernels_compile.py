@@ -201,6 +201,23 @@ def test_attention_runs_on_tensor_cores_from_wide_loads(compiled, tokens, width,
     assert_no_spills(of_keys, tmp_path)
 
 
+@pytest.mark.parametrize("capability", [80, 86, 90])
+@pytest.mark.parametrize("shape", [(65_536, 1280, 5120), (1000, 72, 40)])
+def test_int8_weight_gradients_compile(compiled, capability, shape, tmp_path):
+    tokens, k, n = shape
+    x, g = array((tokens, k), "bfloat16"), array((tokens, n), "bfloat16")
+    options = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dtype": "float32"}
+    product = compiled(capability, triton_gpu.block_weight_gradient, x, g, **options)
+    assert instructions(product, r"wgmma.*s32\.s8" if capability == 90 else r"mma\.sync.*s32\.s8")
+    cut = {"BLOCKS": -(-tokens // 1024), "LENGTH": 1024}
+    quantizer = compiled(
+        capability, partial(triton_gpu.blocks.quantize_blocks, dtype="int8", **cut), x
+    )
+    if capability == 90:
+        assert_no_spills(product, tmp_path)
+        assert_no_spills(quantizer, tmp_path)
+
+
 # --- Mosaic -------------------------------------------------------------------------------------------
 
 

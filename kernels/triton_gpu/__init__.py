@@ -8,6 +8,7 @@ specification.
 - `arithmetic`: element-wise functions. `chunks`: rows in registers.
 - `quantizers`, `layer_norms`, `gelus`: the row kernels, one for each producer.
 - `scales`: quantizes a matrix by known maxima. `products`: the quantized product.
+- `blocks`: the weight gradient in int8.
 - `heads`, `attention_forward`, `attention_gradients`: attention over short sequences.
 """
 
@@ -16,9 +17,10 @@ from typing import Any
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.triton_gpu import chunks, heads, quantizers, scales
+from swjax.kernels.triton_gpu import blocks, chunks, heads, quantizers, scales
 from swjax.kernels.triton_gpu.attention_forward import attention
 from swjax.kernels.triton_gpu.attention_gradients import attention_backward
+from swjax.kernels.triton_gpu.blocks import block_weight_gradient
 from swjax.kernels.triton_gpu.gelus import gelu, gelu_backward
 from swjax.kernels.triton_gpu.layer_norms import layer_norm, layer_norm_backward
 from swjax.kernels.triton_gpu.products import matmul
@@ -28,6 +30,7 @@ from swjax.kernels.triton_gpu.scales import quantize_both, quantize_by
 __all__ = [
     "attention",
     "attention_backward",
+    "block_weight_gradient",
     "gelu",
     "gelu_backward",
     "layer_norm",
@@ -42,6 +45,7 @@ __all__ = [
 
 # Each has the signature of its operation. Operations that are not here take any arguments.
 _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
+    "block_weight_gradient": blocks.why_not,
     "quantize": quantizers.why_not_quantize,
     "quantize_by": scales.why_not_quantize_by,
     "quantize_and_sum": chunks.why_not,
