@@ -26,7 +26,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "quantize_and_sum": ("triton",),
     "matmul": ("mosaic_gpu", "triton"),
     "weight_gradient": ("mosaic_gpu",),
-    "block_weight_gradient": ("triton",),
+    "block_weight_gradient": ("mosaic_gpu", "triton"),
     "layer_norm": ("triton",),
     "layer_norm_backward": ("triton",),
     "gelu": ("triton",),
@@ -213,4 +213,4 @@ def shape_key(operation: str, *arrays: Any) -> str:
     if operation == "matmul":
         return "x".join(map(str, arrays[1].values.shape))
     width = arrays[0].shape[-1]
-    return f"{arrays[1].shape[-1]}x{width}" if operation == "weight_gradient" else str(width)
+    return f"{arrays[1].shape[-1]}x{width}" if operation.endswith("weight_gradient") else str(width)

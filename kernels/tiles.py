@@ -87,6 +87,7 @@ WIDEST_ROW = 16384
 LONGEST_SEQUENCE = 320
 
 WEIGHT_GRADIENT_STAGES = 4
+BLOCK_PRODUCT_STAGES = 5
 
 
 def row_tile(producer: str, width: int) -> RowTile:

@@ -39,9 +39,11 @@ def of(*operations):
 
 def each(*operations, compiled, interpreted, name="shape"):
     """Runs a test with every (operation, implementation, shape): some shapes for what is compiled, others for
-    what is interpreted. `name` is that of the test's third argument."""
+    what is interpreted, or {kernel: shapes} where kernels differ. `name` is that of the test's third argument."""
+    if not isinstance(interpreted, dict):
+        interpreted = dict.fromkeys(dispatch.NAMES, interpreted)
     kinds = [(parameter.values, parameter.marks, compiled) for parameter in of(*operations)] + [
-        ((operation, kernel + INTERPRETED), interpreters.SKIPS[kernel], interpreted)
+        ((operation, kernel + INTERPRETED), interpreters.SKIPS[kernel], interpreted[kernel])
         for operation in operations
         for kernel in dispatch.IMPLEMENTATIONS[operation]
     ]

@@ -43,7 +43,7 @@ def _mosaic(operation, *arrays, **options):
 
     from swjax.kernels import mosaic_gpu
 
-    if operation == "weight_gradient":
+    if operation.endswith("weight_gradient"):
         options["slices"] = 1  # the interpreter has no semaphores across blocks
     options |= {"interpret": plgpu.InterpretGPUParams(), "multiprocessors": 4}
     return getattr(mosaic_gpu, operation)(*arrays, **options)

@@ -252,6 +252,15 @@ def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
     assert "mosaic_gpu" in lowered(mosaic_gpu.weight_gradient, x, g, slices=slices)
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mosaic_int8_weight_gradients_lower_for_hopper(slices, dtype):
+    x, g = array((5000, 1280), dtype), array((5000, 5120), dtype)
+    options = dict(dtypes=("int8", "int8"), block=1024, rotation=128, out_dtype=dtype)
+    program = lowered(mosaic_gpu.block_weight_gradient, x, g, slices=slices, **options)
+    assert program.count("custom_call @mosaic_gpu") == 3  # two rotations and a product
+
+
 @pytest.mark.parametrize("name", counters.CALLS)
 def test_what_ncu_is_given_compiles(name, tmp_path):
     """benchmarks/counters.py: the kernel with the arguments of the library's call."""

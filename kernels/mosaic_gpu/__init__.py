@@ -1,6 +1,7 @@
-"""Pallas Mosaic GPU kernels for Hopper: the quantized product, and the 16-bit weight gradient.
+"""Pallas Mosaic GPU kernels for Hopper: the quantized product, and the weight gradient in 16 bits and in int8.
 
-`pipeline` is what both share, `products` and `weight_gradients` are what each computes.
+`pipeline` is what the products share; `products`, `weight_gradients` and `block_products` are what each
+computes. `rotations` quantizes the operands of the int8 weight gradient.
 """
 
 from collections.abc import Callable
@@ -8,16 +9,18 @@ from typing import Any
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.mosaic_gpu import products, weight_gradients
+from swjax.kernels.mosaic_gpu import block_products, products, weight_gradients
+from swjax.kernels.mosaic_gpu.block_products import block_weight_gradient
 from swjax.kernels.mosaic_gpu.products import matmul
 from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient
 
-__all__ = ["matmul", "weight_gradient", "why_not"]
+__all__ = ["block_weight_gradient", "matmul", "weight_gradient", "why_not"]
 
 # Each has the signature of its operation.
 _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
     "matmul": products.why_not,
     "weight_gradient": weight_gradients.why_not,
+    "block_weight_gradient": block_products.why_not,
 }
 
 
@@ -25,7 +28,7 @@ def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
     """Why these kernels cannot compute an operation on this GPU; None: they can.
 
     Args:
-      operation: "matmul" or "weight_gradient".
+      operation: "matmul", "weight_gradient" or "block_weight_gradient".
       *arrays, **options: its arguments.
     """
     capability = tiles.compute_capability()

@@ -47,16 +47,24 @@ class Scratch(NamedTuple):
     empty: Ref
 
 
+# (first step of a unit, number of steps) -> their sums.
+SumSteps = Callable[[jax.Array | int, jax.Array | int], jax.Array]
+
+
 class Work(Protocol):
     """What a kernel computes. Arguments named `unit` count the units of this block.
 
     Attributes:
       stages: slots of the rings.
+      columns: of a tile of the output.
       sum_dtype: of the sums in registers.
     """
 
     @property
     def stages(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
 
     @property
     def sum_dtype(self) -> jax.typing.DTypeLike: ...
@@ -72,6 +80,9 @@ class Work(Protocol):
 
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
         """Adds the product of a slot, for one half of the tile's rows."""
+
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        """The sums of one half of a unit's tile, from those of all of its steps in order."""
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         """Writes one half of the tile."""
@@ -125,30 +136,39 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     """A compute warpgroup."""
 
     def multiply_unit(unit, used):
-        _, count = work.span(unit)
+        def sum_steps(first, count):
+            return _sum_steps(work, scratch, used + first, count, half)
 
-        def multiply_tile(sums):
-            def step(s, _):
-                slot = lax.rem(used + s, work.stages)
-                plgpu.barrier_wait(scratch.full.at[slot])
-                work.multiply(sums, slot, half)
-                plgpu.wgmma_wait(1)  # the previous step has finished
-
-                @pl.when(s > 0)
-                def release():
-                    plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + s - 1, work.stages)])
-
-            lax.fori_loop(0, count, step, None)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + count - 1, work.stages)])
-            work.store(unit, sums[...], half)
-
-        sums = plgpu.WGMMAAccumulatorRef((HALF, TILE_N), jnp.dtype(work.sum_dtype))
-        pl.run_scoped(multiply_tile, sums=sums)
-        return used + count
+        work.store(unit, work.total(unit, half, sum_steps), half)
+        return used + work.span(unit)[1]
 
     lax.fori_loop(0, units, multiply_unit, 0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _sum_steps(
+    work: Work, scratch: Scratch, used: jax.Array, count: jax.Array | int, half: jax.Array
+) -> jax.Array:
+    """The sums of `count` steps from step `used` on. Releases each slot once the next product is issued."""
+
+    def multiply_steps(sums):
+        def step(s, _):
+            slot = lax.rem(used + s, work.stages)
+            plgpu.barrier_wait(scratch.full.at[slot])
+            work.multiply(sums, slot, half)
+            plgpu.wgmma_wait(1)  # the previous step has finished
+
+            @pl.when(s > 0)
+            def release():
+                plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + s - 1, work.stages)])
+
+        lax.fori_loop(0, count, step, None)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + count - 1, work.stages)])
+        return sums[...]
+
+    sums = plgpu.WGMMAAccumulatorRef((HALF, work.columns), jnp.dtype(work.sum_dtype))
+    return pl.run_scoped(multiply_steps, sums=sums)
 
 
 def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
@@ -167,21 +187,28 @@ def load_registers(ref: Ref, index: slice | pl.Slice) -> jax.Array:
 def store_tile(
     values: Callable[[int], jax.Array], buffers: Ref, to: Ref, piece: int, **options: Any
 ) -> None:
-    """Copies HALF x TILE_N values to global memory, through two buffers.
+    """Copies one half of a tile to global memory, through two buffers.
 
     Args:
       values: a function of the first column of a piece that computes the piece.
       buffers: [2, HALF, piece] in shared memory.
-      to: [HALF, TILE_N] in global memory.
+      to: [HALF, columns] in global memory.
       piece: columns written at a time.
       **options: of `plgpu.copy_smem_to_gmem`.
     """
-    for number, at in enumerate(range(0, TILE_N, piece)):
+    for number, at in enumerate(range(0, to.shape[1], piece)):
         y = values(at)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         buffers[number % 2] = y
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffers.at[number % 2], to.at[:, pl.ds(at, piece)], **options)
+
+
+def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory whose rows are LINE bytes, or pieces of LINE bytes, swizzled."""
+    tiling: Callable = plgpu.TilingTransform  # jax 0.12 types these two as abstract
+    swizzle: Callable = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, piece_of(dtype))), swizzle(LINE)))
 
 
 def piece_of(dtype: jax.typing.DTypeLike) -> int:
@@ -210,12 +237,6 @@ def launch(
       cluster: blocks of a cluster.
       interpret: parameters of Pallas's interpreter, or None.
     """
-
-    def buffer(shape, dtype):
-        tiling: Callable = plgpu.TilingTransform  # jax 0.12 types these two as abstract
-        swizzle: Callable = plgpu.SwizzleTransform
-        transforms = tiling((8, piece_of(dtype))), swizzle(LINE)
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
     empty: plgpu.Barrier | plgpu.ClusterBarrier = plgpu.Barrier(**arrivals)

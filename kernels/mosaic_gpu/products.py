@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 from swjax.kernels.reference import QTensor
 
 
@@ -77,6 +77,7 @@ class Product:
     out: Ref
     scratch: Scratch
     block: jax.Array
+    columns: ClassVar[int] = TILE_N
 
     @property
     def stages(self) -> int:
@@ -122,6 +123,10 @@ class Product:
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
         a, b = self.scratch.a, self.scratch.b
         plgpu.wgmma(sums, a.at[slot, pl.ds(half * HALF, HALF)], b.at[slot].T)
+
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        del half
+        return sum_steps(0, self.span(unit)[1])
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         spec, inputs, piece = self.spec, self.inputs, pipeline.piece_of(self.spec.out_dtype)

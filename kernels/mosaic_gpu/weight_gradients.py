@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class WeightGradient:
     block: jax.Array
     done: Ref
 
-    stages = tiles.WEIGHT_GRADIENT_STAGES
+    stages: ClassVar[int] = tiles.WEIGHT_GRADIENT_STAGES
+    columns: ClassVar[int] = TILE_N
     sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.float32
 
     def units(self) -> jax.Array:
@@ -77,7 +78,7 @@ class WeightGradient:
         number = self.block + i * self.spec.blocks
         slice_, tile = number // self.spec.tile_count, lax.rem(number, self.spec.tile_count)
         row, column = plgpu.planar_snake(tile, self.spec.grid, 1, 4)
-        return Unit(slice_, tile, row * TILE_M, column * TILE_N)
+        return Unit(slice_, tile, row * TILE_M, column * self.columns)
 
     def span(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         steps, slices = self.spec.steps, self.spec.slices
@@ -102,12 +103,16 @@ class WeightGradient:
         x, g = self.scratch.a, self.scratch.b
         plgpu.wgmma(sums, x.at[slot, :, pl.ds(half * HALF, HALF)].T, g.at[slot])
 
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        del half
+        return sum_steps(0, self.span(unit)[1])
+
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         """Writes the first slice and adds the others in order, each after the one before it (which has nearly
         always finished), so that every run gives the same sum."""
         number, tile, row, column = self.unit(unit)
-        piece = pipeline.piece_of(self.sum_dtype)
-        to = self.out.at[pl.ds(row + half * HALF, HALF), pl.ds(column, TILE_N)]
+        piece = pipeline.piece_of(self.out.dtype)
+        to = self.out.at[pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)]
         pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
         write = partial(pipeline.store_tile, pieces, buffers, to, piece)
         if self.spec.slices == 1:

@@ -60,9 +60,9 @@ def block_weight_gradient(
     """
     if not x.shape[0]:
         return jnp.zeros((x.shape[1], g.shape[1]), out_dtype)
-    count = -(-x.shape[0] // block)
+    count, length = cut_into_blocks(x.shape[0], block, rotation)
     x_blocks, g_blocks = (
-        quantize(rotate(_blocks(a, count, rotation), rotation), (1,), dtype)
+        quantize(rotate(_blocks(a, count, length), rotation), (1,), dtype)
         for a, dtype in zip((x, g), dtypes)
     )
 
@@ -79,9 +79,18 @@ def block_weight_gradient(
     return (total / rotation).astype(out_dtype)  # exact: both operands are sqrt(rotation) too large
 
 
-def _blocks(x: jax.Array, count: int, rotation: int) -> jax.Array:
-    """[tokens, n] as [count, length, n]; the length is a multiple of `rotation`."""
-    length = rotation * -(-x.shape[0] // (count * rotation))
+def cut_into_blocks(tokens: int, block: int, rotation: int) -> tuple[int, int]:
+    """The number of blocks of tokens, and their length, a multiple of `rotation`.
+
+    >>> cut_into_blocks(1300, block=1024, rotation=128)
+    (2, 768)
+    """
+    count = -(-tokens // block)
+    return count, rotation * -(-tokens // (count * rotation))
+
+
+def _blocks(x: jax.Array, count: int, length: int) -> jax.Array:
+    """[tokens, n] as [count, length, n]; tokens past the last are zeros."""
     padded = jnp.pad(x, ((0, count * length - x.shape[0]), (0, 0)))
     return padded.reshape(count, length, x.shape[1])
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.reference import INVERSE, LARGEST
-from swjax.kernels.reference.blocks import rotation_matrix
+from swjax.kernels.reference.blocks import cut_into_blocks, rotation_matrix
 from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
 from swjax.kernels.triton_gpu.chunks import SMALLEST
@@ -123,10 +123,7 @@ def block_weight_gradient(
     out_dtype: str,
 ) -> jax.Array:
     """`reference.block_weight_gradient` of 16-bit operands in int8, for rotations of 128 tokens."""
-    tokens = x.shape[0]
-    blocks = triton.cdiv(tokens, block)
-    length = rotation * triton.cdiv(tokens, blocks * rotation)
-    cut = {"BLOCKS": blocks, "LENGTH": length}
+    cut = dict(zip(("BLOCKS", "LENGTH"), cut_into_blocks(x.shape[0], block, rotation)))
     (a, a_scale), (b, b_scale) = (
         quantize_blocks(operand, dtype, **cut) for operand, dtype in zip((x, g), dtypes)
     )

@@ -1,0 +1,178 @@
+"""The weight gradient in int8, of rotated tokens with a scale for each column and block of tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.mosaic_gpu import pipeline, rotations
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
+from swjax.kernels.mosaic_gpu.weight_gradients import WeightGradient, WeightGradientSpec
+from swjax.kernels.reference.blocks import cut_into_blocks
+
+# A thread holds two sums of each element, that of a block in int32 and that of all blocks in float32: 80 and
+# 80 registers. Wider tiles spill.
+COLUMNS = 160
+
+
+@dataclass(frozen=True)
+class BlockProduct(WeightGradient):
+    """The `pipeline.Work` of one block of threads.
+
+    x and g are [features, tokens]. A step of the specification is a block of tokens; one of the pipeline is
+    LINE tokens.
+
+    Attributes:
+      x_scale, g_scale: [blocks of tokens, features], padded to whole tiles.
+    """
+
+    x_scale: Ref
+    g_scale: Ref
+
+    stages: ClassVar[int] = tiles.BLOCK_PRODUCT_STAGES
+    columns: ClassVar[int] = COLUMNS
+    sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.int32
+
+    @property
+    def block_steps(self) -> int:
+        """Steps of the pipeline in a block of tokens."""
+        return self.spec.step_tokens // LINE
+
+    def span(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first, count = super().span(unit)
+        return first * self.block_steps, count * self.block_steps
+
+    def load(self, unit: jax.Array) -> Callable:
+        _, _, row, column = self.unit(unit)
+
+        def load_step(step, slot, full):
+            along = pl.ds(step * LINE, LINE)
+            for source, features, ring in (
+                (self.x, pl.ds(row, TILE_M), self.scratch.a),
+                (self.g, pl.ds(column, COLUMNS), self.scratch.b),
+            ):
+                plgpu.copy_gmem_to_smem(source.at[features, along], ring.at[slot], full)
+
+        return load_step
+
+    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
+        x, g = self.scratch.a, self.scratch.b
+        plgpu.wgmma(sums, x.at[slot, pl.ds(half * HALF, HALF)], g.at[slot].T)
+
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        first, count = super().span(unit)
+        _, _, row, column = self.unit(unit)
+
+        def add_block(i, total):
+            # Scales are read before the sum, which hides their latency.
+            x_scale, g_scale = (
+                pipeline.load_registers(scale.at[first + i], pl.ds(at, length))
+                for scale, at, length in (
+                    (self.x_scale, row + half * HALF, HALF),
+                    (self.g_scale, column, COLUMNS),
+                )
+            )
+            sums = sum_steps(i * self.block_steps, self.block_steps).astype(jnp.float32)
+            scaled = sums * lax.broadcast_in_dim(g_scale, sums.shape, (1,))
+            return total + scaled * lax.broadcast_in_dim(x_scale, sums.shape, (0,))
+
+        nothing = plgpu.layout_cast(jnp.zeros((HALF, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, count, add_block, nothing)
+
+
+def block_weight_gradient(
+    x: jax.Array,
+    g: jax.Array,
+    *,
+    dtypes: tuple[str, str],
+    block: int,
+    rotation: int,
+    out_dtype: str,
+    slices: int | None = None,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """`reference.block_weight_gradient` of 16-bit operands in int8, for rotations of 128 tokens, and k and n a
+    multiple of 64."""
+    del dtypes  # int8
+    launch: dict[str, Any] = dict(multiprocessors=multiprocessors, interpret=interpret)
+    count, length = cut_into_blocks(x.shape[0], block, rotation)
+    (x, x_scale), (g, g_scale) = (
+        rotations.quantize_blocks(operand, count=count, length=length, **launch)
+        for operand in (x, g)
+    )
+    x_scale /= rotation  # exact: both operands are sqrt(rotation) too large
+    return block_product(x, x_scale, g, g_scale, slices=slices, **launch).astype(out_dtype)
+
+
+def block_product(
+    x: jax.Array,
+    x_scale: jax.Array,
+    g: jax.Array,
+    g_scale: jax.Array,
+    *,
+    slices: int | None = None,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """The sum over blocks of tokens of the scaled products of int8 operands.
+
+    Args:
+      x: [k, blocks * length] int8; the length is a multiple of LINE.
+      x_scale: [blocks, k].
+      g: [n, blocks * length] int8.
+      g_scale: [blocks, n].
+      slices: parts that the blocks are cut into; None chooses.
+      multiprocessors, interpret: for tests.
+
+    Returns:
+      float32 [k, n].
+    """
+    (k, tokens), n, count = x.shape, len(g), len(x_scale)
+    grid = pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)
+    blocks = multiprocessors or tiles.multiprocessors()
+    slices = slices or tiles.weight_gradient_slices(grid[0] * grid[1], tokens // LINE, blocks)
+    slices = min(slices, count)
+    spec = WeightGradientSpec(grid, blocks, count, tokens // count, slices)
+
+    def block_product_kernel(x, g, x_scale, g_scale, out, *buffers):
+        block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
+        if slices > 1:
+            done = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.tile_count, 2)))
+        work = BlockProduct(spec, x, g, out, scratch, block, done, x_scale, g_scale)
+        pipeline.run(work, scratch)
+
+    def padded(scale, length):
+        return jnp.pad(scale, ((0, 0), (0, length - scale.shape[1])))
+
+    return pipeline.launch(
+        block_product_kernel,
+        jax.ShapeDtypeStruct((k, n), jnp.float32),
+        rings=[((TILE_M, LINE), x.dtype), ((COLUMNS, LINE), g.dtype)],
+        stages=BlockProduct.stages,
+        blocks=blocks,
+        cluster=1,
+        interpret=interpret,
+    )(x, g, padded(x_scale, grid[0] * TILE_M), padded(g_scale, grid[1] * COLUMNS))
+
+
+def why_not(
+    x: jax.Array, g: jax.Array, *, dtypes: tuple[str, str], rotation: int, **_: Any
+) -> Unavailable | None:
+    """Why `block_weight_gradient` cannot multiply these; None: it can."""
+    if dtypes != ("int8", "int8") or rotation != rotations.ROTATION:
+        return Unavailable(
+            f"is for int8 and rotation={rotations.ROTATION}, got {dtypes} and rotation={rotation}: "
+            "use 'xla'"
+        )
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return Unavailable(f"is for 16-bit operands, got {x.dtype}: use 'xla'")
+    lengths = {"k": (x.shape[1], 64), "n": (g.shape[1], 64)}
+    return pipeline.why_not_multiples(lengths, remedy="triton")

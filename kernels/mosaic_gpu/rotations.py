@@ -1,0 +1,292 @@
+"""Rotated tokens in int8, transposed, with a scale for each column and block of tokens.
+
+One block of threads stays on each multiprocessor. Its unit of work is COLUMNS columns of one block of tokens,
+cut into steps of ROTATION tokens. One warpgroup copies steps into a ring in shared memory; two compute, and
+take steps in turns::
+
+    first pass    rotate each step, and keep the largest magnitude of each column
+    exchange      both warpgroups learn the largest of all steps: the scale
+    second pass   rotate each step again, quantize it, write it, and release its slot
+
+Rotating twice is cheaper than holding a block of rotated tokens: it needs neither registers nor memory, and
+runs on the tensor cores while the copies of the next unit arrive.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from swjax.kernels import tiles
+from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.pipeline import MEMORY, Ref
+from swjax.kernels.reference import INVERSE, LARGEST, SMALLEST_ABSMAX
+from swjax.kernels.reference.blocks import rotation_matrix
+
+ROTATION = 128  # tokens
+COLUMNS = 64  # rows of a product of one warpgroup
+STAGES = 10  # even: the steps of a slot always belong to the same warpgroup
+# Added to |x| < 2**22, it leaves the nearest integer, ties to even, in the low bits of the sum.
+ROUNDER = 1.5 * 2.0**23
+
+
+class Buffers(NamedTuple):
+    """The shared memory of a block, in the order of the kernel's arguments.
+
+    Attributes:
+      ring: [STAGES, ROTATION, COLUMNS], of x.
+      matrix: [ROTATION, ROTATION], of the rotation: token, rotated token.
+      values: [2, COLUMNS, ROTATION], what each compute warpgroup writes.
+      largest: [2, 2, COLUMNS], what they exchange.
+      scale: [COLUMNS], of the unit.
+      full, empty: a barrier for each slot of the ring.
+      matrix_full: of the copy of the matrix.
+      exchange: where both compute warpgroups wait for each other.
+    """
+
+    ring: Ref
+    matrix: Ref
+    values: Ref
+    largest: Ref
+    scale: Ref
+    full: Ref
+    empty: Ref
+    matrix_full: Ref
+    exchange: Ref
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The work of one block of threads.
+
+    Attributes:
+      x: [tokens, n].
+      matrix: [ROTATION, ROTATION].
+      values: [n, blocks of tokens * length].
+      scale: [blocks of tokens, n].
+      steps: of a unit.
+      blocks: blocks of threads that share the units.
+      block: the number of this one.
+      buffers: its shared memory.
+    """
+
+    x: Ref
+    matrix: Ref
+    values: Ref
+    scale: Ref
+    steps: int
+    blocks: int
+    block: jax.Array
+    buffers: Buffers
+
+    def units(self) -> jax.Array:
+        count, n = self.scale.shape
+        return pipeline.unit_count(count * pl.cdiv(n, COLUMNS), self.block, self.blocks)
+
+    def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The block of tokens of a unit, and its first column."""
+        number, across = self.block + unit * self.blocks, pl.cdiv(self.scale.shape[1], COLUMNS)
+        return number // across, lax.rem(number, across) * COLUMNS
+
+    def copy(self) -> None:
+        """The memory warpgroup."""
+        plgpu.copy_gmem_to_smem(self.matrix, self.buffers.matrix, self.buffers.matrix_full)
+
+        def wait_for_slot(used):
+            @pl.when(used >= STAGES)
+            def _():
+                plgpu.barrier_wait(self.buffers.empty.at[lax.rem(used, STAGES)])
+
+        def copy_unit(unit, used):
+            number, column = self.place(unit)
+
+            def copy_step(s, used):
+                wait_for_slot(used)
+                slot = lax.rem(used, STAGES)
+                tokens = pl.ds((number * self.steps + s) * ROTATION, ROTATION)
+                source = self.x.at[tokens, pl.ds(column, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, self.buffers.ring.at[slot], self.buffers.full.at[slot])
+                return used + 1
+
+            return lax.fori_loop(0, self.steps, copy_step, used)
+
+        used = lax.fori_loop(0, self.units(), copy_unit, 0)
+        lax.fori_loop(0, STAGES, lambda s, _: wait_for_slot(used + s), None)
+
+    def compute(self, warpgroup: jax.Array) -> None:
+        """A compute warpgroup."""
+        plgpu.barrier_wait(self.buffers.matrix_full)
+
+        def compute_unit(unit, used):
+            turns = Turns.of(warpgroup, used, self.steps)
+            absmax = self.exchange(warpgroup, lax.rem(unit, 2), self.find_largest(turns))
+            self.write_scale(warpgroup, unit, absmax)
+            self.write_values(warpgroup, unit, turns, LARGEST["int8"] / absmax)
+            return used + self.steps
+
+        lax.fori_loop(0, self.units(), compute_unit, 0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def rotated(self, slot: jax.Array) -> jax.Array:
+        """float32 [COLUMNS, ROTATION]: the tokens of a slot, rotated."""
+
+        def multiply(out):
+            plgpu.wgmma(out, self.buffers.ring.at[slot].T, self.buffers.matrix)
+            plgpu.wgmma_wait(0)
+            return out[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((COLUMNS, ROTATION), jnp.float32))
+
+    def find_largest(self, turns: "Turns") -> jax.Array:
+        """[COLUMNS]: the largest magnitude in the steps of this warpgroup."""
+
+        def turn(i, largest):
+            slot = turns.slot(i)
+            plgpu.barrier_wait(self.buffers.full.at[slot])
+            return jnp.maximum(largest, jnp.max(jnp.abs(self.rotated(slot)), axis=1))
+
+        smallest = jnp.full((COLUMNS,), SMALLEST_ABSMAX, jnp.float32)
+        smallest = plgpu.layout_cast(smallest, plgpu.Layout.WGMMA.reduce(1))
+        return lax.fori_loop(0, turns.count, turn, smallest)
+
+    def exchange(self, warpgroup: jax.Array, parity: jax.Array, largest: jax.Array) -> jax.Array:
+        """The larger one of both warpgroups. Units alternate between two places: a warpgroup may still read one
+        while the other has gone on to the next unit."""
+        at = self.buffers.largest.at[parity]
+        at[warpgroup] = largest
+        plgpu.barrier_arrive(self.buffers.exchange)
+        plgpu.barrier_wait(self.buffers.exchange)
+        return jnp.maximum(largest, pipeline.load_registers(at, 1 - warpgroup))
+
+    def write_scale(self, warpgroup: jax.Array, unit: jax.Array, absmax: jax.Array) -> None:
+        number, column = self.place(unit)
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.buffers.scale[...] = absmax * INVERSE["int8"]
+            plgpu.commit_smem()
+            to = self.scale.at[number, pl.ds(column, COLUMNS)]
+            plgpu.copy_smem_to_gmem(self.buffers.scale, to)
+
+    def write_values(
+        self, warpgroup: jax.Array, unit: jax.Array, turns: "Turns", factor: jax.Array
+    ) -> None:
+        """Quantizes and writes the steps of this warpgroup."""
+        number, column = self.place(unit)
+        factor = lax.broadcast_in_dim(factor, (COLUMNS, ROTATION), (0,))
+
+        def turn(i, _):
+            slot = turns.slot(i)
+            rounded = self.rotated(slot) * factor + ROUNDER
+            plgpu.barrier_arrive(self.buffers.empty.at[slot])
+            values = lax.bitcast_convert_type(rounded, jnp.int32).astype(jnp.int8)
+            buffer = self.buffers.values.at[warpgroup]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffer[...] = values
+            plgpu.commit_smem()
+            tokens = pl.ds((number * self.steps + turns.step(i)) * ROTATION, ROTATION)
+            plgpu.copy_smem_to_gmem(buffer, self.values.at[pl.ds(column, COLUMNS), tokens])
+
+        lax.fori_loop(0, turns.count, turn, None)
+
+
+class Turns(NamedTuple):
+    """The steps of a unit that one compute warpgroup takes.
+
+    Attributes:
+      used: steps of the units before, of both warpgroups.
+      first: its first step of the unit.
+      count: of its steps: every second one.
+    """
+
+    used: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def of(cls, warpgroup: jax.Array, used: jax.Array, steps: int) -> "Turns":
+        """Counted over all units, steps of warpgroup 0 are even, and those of warpgroup 1 odd."""
+        first = lax.rem(used + warpgroup, 2)
+        return cls(used, first, (steps + 1 - first) // 2)
+
+    def step(self, i: jax.Array) -> jax.Array:
+        """Counted from the beginning of the unit."""
+        return self.first + 2 * i
+
+    def number(self, i: jax.Array) -> jax.Array:
+        """Counted over all units."""
+        return self.used + self.step(i)
+
+    def slot(self, i: jax.Array) -> jax.Array:
+        return lax.rem(self.number(i), STAGES)
+
+
+def quantize_blocks(
+    x: jax.Array,
+    *,
+    count: int,
+    length: int,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The rotated tokens of x, times sqrt(ROTATION), in int8 and transposed.
+
+    Args:
+      x: [tokens, n] bfloat16 or float16; n is a multiple of COLUMNS.
+      count: blocks of tokens.
+      length: tokens of a block, a multiple of ROTATION. Tokens past the last of x are zeros.
+      multiprocessors, interpret: for tests.
+
+    Returns:
+      Values [n, count * length] and scales [count, n].
+    """
+    n = x.shape[1]
+    blocks = multiprocessors or tiles.multiprocessors()
+
+    def rotation_kernel(x, matrix, values, scale, *buffers):
+        block = lax.axis_index("block")
+        work = Rotation(
+            x, matrix, values, scale, length // ROTATION, blocks, block, Buffers(*buffers)
+        )
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == MEMORY)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            work.copy()
+
+        @pl.when(warpgroup < MEMORY)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            work.compute(warpgroup)
+
+    buffers = Buffers(
+        ring=pipeline.buffer((STAGES, ROTATION, COLUMNS), x.dtype),
+        matrix=pipeline.buffer((ROTATION, ROTATION), x.dtype),
+        values=pipeline.buffer((2, COLUMNS, ROTATION), jnp.int8),
+        largest=plgpu.SMEM((2, 2, COLUMNS), jnp.float32),
+        scale=plgpu.SMEM((COLUMNS,), jnp.float32),
+        full=plgpu.Barrier(num_barriers=STAGES),
+        empty=plgpu.Barrier(num_barriers=STAGES),
+        matrix_full=plgpu.Barrier(),
+        exchange=plgpu.Barrier(num_arrivals=2),
+    )
+    return plgpu.kernel(
+        rotation_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((n, count * length), jnp.int8),
+            jax.ShapeDtypeStruct((count, n), jnp.float32),
+        ),
+        scratch_types=list(buffers),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=MEMORY + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+    )(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype))
