@@ -86,8 +86,9 @@ WIDEST_ROW = 16384
 # The scores of 64 queries with more keys than this do not either.
 LONGEST_SEQUENCE = 320
 
-WEIGHT_GRADIENT_STAGES = 4
-BLOCK_PRODUCT_STAGES = 5
+# Slots of the rings of both weight gradients, and the time of writing a slice, measured on an H200.
+WEIGHT_GRADIENT_STAGES, WEIGHT_GRADIENT_WRITE_TOKENS = 4, 600
+BLOCK_PRODUCT_STAGES, BLOCK_PRODUCT_WRITE_TOKENS = 5, 1500
 
 
 def row_tile(producer: str, width: int) -> RowTile:
@@ -146,22 +147,28 @@ def mosaic_tile(n: int, k: int) -> MosaicTile:
     return MosaicTile(**tuned) if tuned else MOSAIC_RULE
 
 
-def weight_gradient_slices(tile_count: int, steps: int, blocks: int) -> int:
+def weight_gradient_slices(
+    tile_count: int, tokens: int, blocks: int, *, largest: int, write_tokens: int
+) -> int:
     """The number of slices of the tokens that takes the shortest time.
 
-    The time counts the rounds of the busiest block, one slice of a tile each, plus 0.9% (measured on an H200)
-    for writing each slice.
+    The time counts the rounds of the busiest block, one slice of a tile each, and the writes of the slices.
 
     Args:
       tile_count: tiles of the output.
-      steps: along the tokens.
+      tokens: of the sum.
       blocks: that run at the same time.
+      largest: number of slices.
+      write_tokens: tokens that are multiplied in the time that writing a slice takes.
+
+    >>> weight_gradient_slices(320, 65536, blocks=132, largest=16, write_tokens=600)
+    2
     """
 
     def rounds(slices: int) -> float:
-        return -(-tile_count * slices // blocks) / slices * (1 + 0.009 * slices)
+        return -(-tile_count * slices // blocks) / slices * (1 + write_tokens * slices / tokens)
 
-    return min(range(1, max(1, min(16, steps // 8)) + 1), key=rounds)
+    return min(range(1, max(1, min(16, largest)) + 1), key=rounds)
 
 
 def attention_tile(operation: str, tokens: int) -> AttentionTile:

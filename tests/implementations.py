@@ -38,8 +38,13 @@ def of(*operations):
 
 
 def each(*operations, compiled, interpreted, name="shape"):
-    """Runs a test with every (operation, implementation, shape): some shapes for what is compiled, others for
-    what is interpreted, or {kernel: shapes} where kernels differ. `name` is that of the test's third argument."""
+    """Runs a test with every (operation, implementation, shape).
+
+    Args:
+      compiled: shapes for what is compiled.
+      interpreted: shapes for what is interpreted, or {kernel: shapes}.
+      name: that of the test's third argument.
+    """
     if not isinstance(interpreted, dict):
         interpreted = dict.fromkeys(dispatch.NAMES, interpreted)
     kinds = [(parameter.values, parameter.marks, compiled) for parameter in of(*operations)] + [

@@ -58,10 +58,10 @@ def test_is_the_transcription_in_float64(tokens, dtype):
 
 @implementations.each(
     "block_weight_gradient",
-    compiled=[(100, 40, 24), (3000, 256, 192), (34_816, 320, 256)],
+    compiled=[(100, 40, 24), (104, 64, 192), (3000, 256, 192), (34_816, 320, 256)],
     interpreted={
         "triton": [(100, 40, 136), (1300, 8, 72)],
-        "mosaic_gpu": [(100, 64, 192), (1300, 128, 64)],
+        "mosaic_gpu": [(104, 64, 192), (1304, 128, 64)],
     },
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

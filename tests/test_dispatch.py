@@ -282,12 +282,26 @@ def test_product_tiles_fit_shared_memory(monkeypatch, capability, memory, m):
     [(200, {5, 6, 7}), (50, {5}), (150, {7}), (132, {1})],
 )
 def test_slices_of_the_weight_gradient_fill_the_last_round(tile_count, slices):
-    assert tiles.weight_gradient_slices(tile_count, 1024, 132) in slices
+    found = tiles.weight_gradient_slices(tile_count, 65_536, 132, largest=16, write_tokens=600)
+    assert found in slices
+
+
+# The best of 1, 2, 4 and 8 slices on an H200.
+@pytest.mark.parametrize(
+    "tile_count, tokens, best",
+    [(320, 65_536, 2), (320, 32_896, 2), (240, 65_536, 1), (80, 65_536, 8), (832, 16_384, 1)],
+)
+def test_slices_of_the_int8_weight_gradient_are_those_measured(tile_count, tokens, best):
+    write_tokens = tiles.BLOCK_PRODUCT_WRITE_TOKENS
+    found = tiles.weight_gradient_slices(
+        tile_count, tokens, 132, largest=8, write_tokens=write_tokens
+    )
+    assert found == best
 
 
 def test_short_sums_are_not_cut():
-    for steps in (1, 7, 15):
-        assert tiles.weight_gradient_slices(50, steps, 132) == 1
+    for largest in (0, 1):
+        assert tiles.weight_gradient_slices(50, 512, 132, largest=largest, write_tokens=600) == 1
 
 
 @pytest.mark.parametrize("implementation", [None, "triton", "mosaic_gpu"])

@@ -79,6 +79,23 @@ def test_slices_of_the_weight_gradient_add_up(slices, shape, dtype):
     np.testing.assert_array_equal(call(x, g), dw)
 
 
+@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(4104, 192, 320), (8192, 1280, 576)])
+def test_slices_of_the_int8_weight_gradient_add_up(slices, shape):
+    implementations.require("mosaic_gpu")
+    from swjax.kernels import mosaic_gpu
+    from swjax.kernels.reference import block_weight_gradient
+
+    tokens, k, n = shape
+    x, g = normal((tokens, k), "bfloat16"), normal((tokens, n), "bfloat16", seed=1)
+    options = dict(dtypes=("int8", "int8"), block=1024, rotation=128, out_dtype="float32")
+    call = jax.jit(partial(mosaic_gpu.block_weight_gradient, slices=slices, **options))
+    dw = jax.device_get(call(x, g))
+    assert snr_db(dw, block_weight_gradient(x, g, **options)) > 70
+    poison(dw)
+    np.testing.assert_array_equal(call(x, g), dw)
+
+
 LAST = 100  # rows that are compared: those beyond 2**31 elements
 
 

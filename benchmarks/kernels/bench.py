@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import layers, shapes, timing
 from benchmarks.kernels.shapes import LinearShape
-from swjax import attention
+from swjax import attention, recipes
 from swjax.kernels import dispatch, reference
 
 COLUMNS = {"op": -33, "shape": -17, "dtype": -13, "implementation": -27, "us": 9, "tops": 7}
@@ -91,9 +91,18 @@ def product_cases(layer: LinearShape) -> Iterator[Case]:
             b = jax.jit(partial(reference.quantize, axes=(0,), transpose=True))(w)
             name = "matmul, a scale a channel"
             yield Case(name, "matmul", shape, (a, b, bias), options, {}, 2 * m * k * n)
-    options = {"out_dtype": "float32"}
-    arrays = (x, timing.random(m, n))
+    arrays, options = (x, timing.random(m, n)), {"out_dtype": "float32"}
     yield Case("weight_gradient", "weight_gradient", shape, arrays, options, {}, 2 * m * k * n)
+    peers = {}
+    for name in ("xla", *dispatch.IMPLEMENTATIONS["weight_gradient"]):
+        if name != "xla" and dispatch.why_not(name, "weight_gradient", *arrays, **options):
+            continue
+        run = partial(dispatch.run, "weight_gradient", implementation=name, **options)
+        peers[f"{name} 16-bit"] = (run, arrays)
+    blocks = recipes.RECIPES["switchback_hadamard"].wgrad.lhs
+    options |= {"dtypes": ("int8", "int8"), "block": blocks.block, "rotation": blocks.rotation}
+    name = "block_weight_gradient"
+    yield Case(name, name, shape, arrays, options, peers, 2 * m * k * n)
 
 
 def _xla_fp8(a, b, a_scale=None, b_scale=None, bias=None):
@@ -251,6 +260,8 @@ def bench_one(records, case, specification, name, function, arrays, *, peer):
         records.add(**row, error=f"{type(error).__name__}: {str(error)[:300]}")
         return
     row |= {"us": time.us, "clock": time.clock, "is_peer": peer, "gbs": moved / time.us / 1e3}
+    if len(time.kernels) > 1:
+        row["kernels_us"] = {name: round(us, 1) for name, us in time.kernels.items()}
     if case.arithmetic:
         row["tops"] = case.arithmetic / time.us / 1e6
     elif moved > CACHED:

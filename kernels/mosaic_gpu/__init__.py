@@ -1,4 +1,4 @@
-"""Pallas Mosaic GPU kernels for Hopper: the quantized product, and the weight gradient in 16 bits and in int8.
+"""Pallas Mosaic GPU kernels for Hopper: the quantized product, and weight gradients in 16 bits and int8.
 
 `pipeline` is what the products share; `products`, `weight_gradients` and `block_products` are what each
 computes. `rotations` quantizes the operands of the int8 weight gradient.

@@ -99,8 +99,10 @@ def block_weight_gradient(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """`reference.block_weight_gradient` of 16-bit operands in int8, for rotations of 128 tokens, and k and n a
-    multiple of 64."""
+    """`reference.block_weight_gradient` of 16-bit operands in int8, for rotations of 128 tokens.
+
+    Tokens are a multiple of 8, k and n of 64.
+    """
     del dtypes  # int8
     launch: dict[str, Any] = dict(multiprocessors=multiprocessors, interpret=interpret)
     count, length = cut_into_blocks(x.shape[0], block, rotation)
@@ -138,11 +140,16 @@ def block_product(
     (k, tokens), n, count = x.shape, len(g), len(x_scale)
     grid = pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)
     blocks = multiprocessors or tiles.multiprocessors()
-    slices = slices or tiles.weight_gradient_slices(grid[0] * grid[1], tokens // LINE, blocks)
-    slices = min(slices, count)
+    slices = slices or tiles.weight_gradient_slices(
+        grid[0] * grid[1],
+        tokens,
+        blocks,
+        largest=count,
+        write_tokens=tiles.BLOCK_PRODUCT_WRITE_TOKENS,
+    )
     spec = WeightGradientSpec(grid, blocks, count, tokens // count, slices)
 
-    def block_product_kernel(x, g, x_scale, g_scale, out, *buffers):
+    def weight_gradient_blocks_kernel(x, g, x_scale, g_scale, out, *buffers):
         block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
         if slices > 1:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.tile_count, 2)))
@@ -153,7 +160,7 @@ def block_product(
         return jnp.pad(scale, ((0, 0), (0, length - scale.shape[1])))
 
     return pipeline.launch(
-        block_product_kernel,
+        weight_gradient_blocks_kernel,
         jax.ShapeDtypeStruct((k, n), jnp.float32),
         rings=[((TILE_M, LINE), x.dtype), ((COLUMNS, LINE), g.dtype)],
         stages=BlockProduct.stages,
@@ -174,5 +181,5 @@ def why_not(
         )
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"is for 16-bit operands, got {x.dtype}: use 'xla'")
-    lengths = {"k": (x.shape[1], 64), "n": (g.shape[1], 64)}
+    lengths = {"tokens": (x.shape[0], 8), "k": (x.shape[1], 64), "n": (g.shape[1], 64)}
     return pipeline.why_not_multiples(lengths, remedy="triton")

@@ -176,7 +176,7 @@ def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
     return (total - block + blocks - 1) // blocks
 
 
-def load_registers(ref: Ref, index: slice | pl.Slice) -> jax.Array:
+def load_registers(ref: Ref, index: slice | pl.Slice | jax.Array) -> jax.Array:
     """A few numbers for each row or column, straight into registers."""
     load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
     if jax.__version_info__ < (0, 11):

@@ -109,7 +109,9 @@ class Rotation:
                 slot = lax.rem(used, STAGES)
                 tokens = pl.ds((number * self.steps + s) * ROTATION, ROTATION)
                 source = self.x.at[tokens, pl.ds(column, COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, self.buffers.ring.at[slot], self.buffers.full.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    source, self.buffers.ring.at[slot], self.buffers.full.at[slot]
+                )
                 return used + 1
 
             return lax.fori_loop(0, self.steps, copy_step, used)
@@ -139,7 +141,7 @@ class Rotation:
             plgpu.wgmma_wait(0)
             return out[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((COLUMNS, ROTATION), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((COLUMNS, ROTATION), jnp.float32))
 
     def find_largest(self, turns: "Turns") -> jax.Array:
         """[COLUMNS]: the largest magnitude in the steps of this warpgroup."""
@@ -151,11 +153,14 @@ class Rotation:
 
         smallest = jnp.full((COLUMNS,), SMALLEST_ABSMAX, jnp.float32)
         smallest = plgpu.layout_cast(smallest, plgpu.Layout.WGMMA.reduce(1))
-        return lax.fori_loop(0, turns.count, turn, smallest)
+        return lax.fori_loop(0, turns.total, turn, smallest)
 
     def exchange(self, warpgroup: jax.Array, parity: jax.Array, largest: jax.Array) -> jax.Array:
-        """The larger one of both warpgroups. Units alternate between two places: a warpgroup may still read one
-        while the other has gone on to the next unit."""
+        """The larger one of both warpgroups.
+
+        Units alternate between two places: a warpgroup may still read one while the other has gone on to the
+        next unit.
+        """
         at = self.buffers.largest.at[parity]
         at[warpgroup] = largest
         plgpu.barrier_arrive(self.buffers.exchange)
@@ -192,7 +197,7 @@ class Rotation:
             tokens = pl.ds((number * self.steps + turns.step(i)) * ROTATION, ROTATION)
             plgpu.copy_smem_to_gmem(buffer, self.values.at[pl.ds(column, COLUMNS), tokens])
 
-        lax.fori_loop(0, turns.count, turn, None)
+        lax.fori_loop(0, turns.total, turn, None)
 
 
 class Turns(NamedTuple):
@@ -201,12 +206,12 @@ class Turns(NamedTuple):
     Attributes:
       used: steps of the units before, of both warpgroups.
       first: its first step of the unit.
-      count: of its steps: every second one.
+      total: of its steps: every second one.
     """
 
     used: jax.Array
     first: jax.Array
-    count: jax.Array
+    total: jax.Array
 
     @classmethod
     def of(cls, warpgroup: jax.Array, used: jax.Array, steps: int) -> "Turns":
@@ -237,7 +242,7 @@ def quantize_blocks(
     """The rotated tokens of x, times sqrt(ROTATION), in int8 and transposed.
 
     Args:
-      x: [tokens, n] bfloat16 or float16; n is a multiple of COLUMNS.
+      x: [tokens, n] bfloat16 or float16; tokens is a multiple of 8, and n of COLUMNS.
       count: blocks of tokens.
       length: tokens of a block, a multiple of ROTATION. Tokens past the last of x are zeros.
       multiprocessors, interpret: for tests.
@@ -248,7 +253,7 @@ def quantize_blocks(
     n = x.shape[1]
     blocks = multiprocessors or tiles.multiprocessors()
 
-    def rotation_kernel(x, matrix, values, scale, *buffers):
+    def weight_gradient_rotation_kernel(x, matrix, values, scale, *buffers):
         block = lax.axis_index("block")
         work = Rotation(
             x, matrix, values, scale, length // ROTATION, blocks, block, Buffers(*buffers)
@@ -277,7 +282,7 @@ def quantize_blocks(
         exchange=plgpu.Barrier(num_arrivals=2),
     )
     return plgpu.kernel(
-        rotation_kernel,
+        weight_gradient_rotation_kernel,
         out_type=(
             jax.ShapeDtypeStruct((n, count * length), jnp.int8),
             jax.ShapeDtypeStruct((count, n), jnp.float32),

@@ -153,7 +153,13 @@ def weight_gradient(
     blocks = multiprocessors or tiles.multiprocessors()
     step_tokens = LINE // x.dtype.itemsize
     steps = pl.cdiv(tokens, step_tokens)
-    slices = slices or tiles.weight_gradient_slices(grid[0] * grid[1], steps, blocks)
+    slices = slices or tiles.weight_gradient_slices(
+        grid[0] * grid[1],
+        tokens,
+        blocks,
+        largest=steps // 8,
+        write_tokens=tiles.WEIGHT_GRADIENT_WRITE_TOKENS,
+    )
     spec = WeightGradientSpec(grid, blocks, steps, step_tokens, slices)
 
     def weight_gradient_kernel(x_ref, g_ref, out_ref, *buffers):

@@ -30,7 +30,7 @@ def _rotated(
 
 
 @triton.jit
-def _quantize_blocks_kernel(
+def _weight_gradient_rotation_kernel(
     x_ptr,  # [M, N]
     rotation_ptr,  # [ROTATION, ROTATION]: token, rotated token
     values_ptr,  # [N, BLOCKS * LENGTH]
@@ -71,7 +71,7 @@ def _quantize_blocks_kernel(
 
 
 @triton.jit
-def _multiply_blocks_kernel(
+def _weight_gradient_blocks_kernel(
     a_ptr,  # [M, BLOCKS * LENGTH]
     b_ptr,  # [N, BLOCKS * LENGTH]
     a_scale_ptr,  # [BLOCKS, M]
@@ -133,7 +133,7 @@ def block_weight_gradient(
         b,
         a_scale,
         b_scale,
-        kernel=_multiply_blocks_kernel,
+        kernel=_weight_gradient_blocks_kernel,
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(triton.cdiv(n, TILE), triton.cdiv(m, TILE)),
         num_warps=8,
@@ -160,7 +160,7 @@ def quantize_blocks(
     return launcher.call(
         x,
         jnp.asarray(rotation_matrix(ROTATION).T, x.dtype),
-        kernel=_quantize_blocks_kernel,
+        kernel=_weight_gradient_rotation_kernel,
         out_type=(
             jax.ShapeDtypeStruct((n, BLOCKS * LENGTH), dtype),
             jax.ShapeDtypeStruct((BLOCKS, n), jnp.float32),
