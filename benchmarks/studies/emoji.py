@@ -14,9 +14,9 @@ A run does not fill a GPU. Processes share it, one for each recipe, which compil
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   for gpu in 0 1; do for arm in standard switchback switchback_hadamard llm_int8; do
     CUDA_VISIBLE_DEVICES=$gpu python benchmarks/studies/emoji.py --dtype=bfloat16 --arms $arm \\
-      --seeds $(seq $gpu 2 79) --out=emoji/$arm-$gpu.json &
+      --seeds $(seq $gpu 2 79) --out=runs/emoji/$arm-$gpu.json &
   done; done; wait
-  python benchmarks/studies/emoji.py --merge emoji/*.json --out=benchmarks/results/emoji_accuracy.json
+  python benchmarks/studies/emoji.py --merge runs/emoji/*.json --out=benchmarks/results/emoji_accuracy.json
 """
 
 import argparse

@@ -88,8 +88,13 @@ def train(args: argparse.Namespace, key: dict) -> dict:
     first = make_trainer(files, key["size"], "standard", *lengths) if args.shared else trainer
     params, measured = trainer.resume(hyper, begin(first, hyper, args.shared), args.shared)
     seconds = time.perf_counter() - began
-    tests = {name: read(*files)[name] for name in ("val", *TESTS)}
-    return {"training_seconds": round(seconds, 1)} | paired.result(trainer, params, measured, tests)
+    corpora = {name: read(*files)[name] for name in ("val", *TESTS)}
+    return {
+        "training_seconds": round(seconds, 1),
+        "grad_norm": study.thin(measured["grad_norm"]),
+        "rms_patch_embed": study.thin(measured["rms/vision/patch_embed/kernel"]),
+        **paired.result(trainer, params, measured, corpora),
+    }
 
 
 @functools.lru_cache(maxsize=1)  # the arms of a seed follow each other

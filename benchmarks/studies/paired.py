@@ -15,7 +15,7 @@ SCORES = ("top1", "image_to_text_R@10", "text_to_image_R@10")
 
 
 def result(trainer, params, measured: dict, corpora: dict) -> dict:
-    """What is kept of a run: device, losses, norms, and the scores on each of some corpora."""
+    """What is kept of a run: device, losses, and the scores on each of some corpora."""
     import jax
 
     loss = measured["loss"]
@@ -23,8 +23,6 @@ def result(trainer, params, measured: dict, corpora: dict) -> dict:
         "device": jax.devices()[0].device_kind,
         "final_loss": float(loss[-max(1, len(loss) // 10) :].mean()),
         "loss": study.thin(loss),
-        "grad_norm": study.thin(measured["grad_norm"]),
-        "rms_patch_embed": study.thin(measured["rms/vision/patch_embed/kernel"]),
         **{name: scores(trainer, params, corpus) for name, corpus in corpora.items()},
     }
 
@@ -119,14 +117,16 @@ def draw(figure, runs: list[dict]) -> None:
         mean, half = study.interval(pairs)
         color = f"C{tests(some).index(split)}"
         error = None if math.isnan(half) else half
-        left.plot(pairs, [-i] * len(pairs), "|", color=color, alpha=0.4)
+        left.plot(pairs, [-i - 0.2] * len(pairs), "|", color=color, alpha=0.4)
         left.errorbar(mean, -i, xerr=error, fmt="o", markersize=5, capsize=3, color=color)
         if i == 0:
-            left.set_title(f"{arm}: {mean:+.1f} ± {half:.1f} points, {len(pairs)} pairs")
+            told = f"{mean:+.2f} ± {half:.2f} points of top-1, {len(pairs)} pairs"
+            left.set_title(f"{arm} less standard: {told}")
     labels = [", ".join(filter(None, (settings, arm, split))) for settings, arm, _, split in rows]
     left.set_yticks([-i for i in range(len(rows))], labels)
+    left.set_ylim(0.5 - max(1, len(rows)), 0.5)
     left.axvline(0, color="0.5", linewidth=0.8)
-    left.set(xlabel="top-1 less that of standard, points: pairs, mean, 95% interval")
+    left.set(xlabel="top-1 less that of standard, points: mean, 95% interval, pairs")
     for _, _, some in arms[:1]:
         first = min(run["key"]["seed"] for run in some)
         for run in some:
