@@ -40,7 +40,7 @@ def test_spikes_that_follow_an_rms_event(study, tmp_path, capsys):
 
 slow = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("spikes", "recipes", "weight_gradients", "icons")
+    for name in ("spikes", "recipes", "weight_gradients", "icons", "emoji")
 ]
 
 
@@ -103,53 +103,56 @@ def test_interval_is_students(study):
     assert mean == pytest.approx(0.2) and half == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)
 
 
-def icon_runs(**scores_of_arms):
-    """Runs of the icons study whose scores are all the same: one number a seed and arm."""
-    settings = {
-        "size": "B",
-        "batch": 8,
-        "steps": 10,
-        "warmup": 1,
-        "shared": 0,
-        "rate": 1e-3,
-        "source": "full",
-    }
+def paired_runs(tests=("test",), rate=1e-3, **scores_of_arms):
+    """Runs whose scores are all the same: one number a seed and arm."""
     names = ("top1", "image_to_text_R@10", "text_to_image_R@10")
     return [
         {
-            "key": settings | {"arm": arm, "seed": seed},
+            "key": {"rate": rate, "seed": seed, "arm": arm},
             "result": {"loss": [2.0, 1.0]}
-            | {
-                split: dict.fromkeys(names, value)
-                for split in ("val", "test", "test_sets", "test_both")
-            },
+            | {split: dict.fromkeys(names, value) for split in ("val", *tests)},
         }
         for arm, values in scores_of_arms.items()
         for seed, value in enumerate(values)
     ]
 
 
-def test_icons_compares_runs_of_the_same_seed(study, capsys):
+def test_runs_of_the_same_seed_are_compared(study, capsys):
     """The seeds' own differences cancel; a seed that one arm lacks is left out."""
-    icons = importlib.import_module("icons")
-    some = icon_runs(standard=[0.1, 0.5, 0.3, 0.9], switchback=[0.11, 0.52, 0.33])
-    assert icons.differences(some, "switchback", "test", "top1") == pytest.approx([1, 2, 3])
-    icons.table(some)
+    paired = importlib.import_module("paired")
+    some = paired_runs(standard=[0.1, 0.5, 0.3, 0.9], switchback=[0.11, 0.52, 0.33])
+    assert paired.differences(some, "switchback", "test", "top1") == pytest.approx([1, 2, 3])
+    paired.table(some)
     told = capsys.readouterr().out
     assert "switchback less standard, points" in told
-    assert "test top1: +2.00 +- 2.48 (3 pairs)" in told
+    assert "test top1: +2.00 +- 2.48 (3 pairs, 3 above, 0 below)" in told
+    assert "val top1: 32.00" in told and "val top1: +" not in told
 
 
-def test_icons_does_not_compare_other_settings(study):
-    icons = importlib.import_module("icons")
-    other = icon_runs(switchback=[0.2])
-    for run in other:
-        run["key"]["rate"] = 2e-3
-    assert list(icons.compared(icon_runs(standard=[0.1]) + other)) == []
+def test_runs_with_other_settings_are_not_compared(study):
+    paired = importlib.import_module("paired")
+    some = paired_runs(standard=[0.1]) + paired_runs(switchback=[0.2], rate=2e-3)
+    assert list(paired.compared(some)) == []
+    assert list(paired.alike(some)) == ["rate 0.001", "rate 0.002"]
 
 
-def test_icons_draws(study, tmp_path):
-    icons = importlib.import_module("icons")
-    some = icon_runs(standard=[0.1, 0.5], switchback=[0.11, 0.52], llm_int8=[0.1])
-    study.save(icons.draw, {"runs": some}, tmp_path / "plot.png")
+def test_parts_by_arm_are_merged_and_drawn(study, tmp_path, capsys):
+    """Each process writes the runs of one arm; the title has the difference of the first."""
+    emoji = importlib.import_module("emoji")
+    files = []
+    for arm, values in {"standard": [0.1, 0.5], "switchback": [0.11, 0.52]}.items():
+        part = {"finished": False, "runs": paired_runs(**{arm: values})}
+        files.append(f"{tmp_path}/{arm}.json")
+        study.write(Path(files[-1]), part)
+    plot = tmp_path / "plot.png"
+    merged = emoji.main(["--merge", *files, f"--out={tmp_path}/all.json", f"--plot={plot}"])
+    assert "test top1: +1.50 +- 6.35 (2 pairs, 2 above, 0 below)" in capsys.readouterr().out
+    assert len(merged["runs"]) == 4 and plot.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("tests", [("test",), ("test", "test_sets")])
+def test_paired_differences_are_drawn(study, tests, tmp_path):
+    paired = importlib.import_module("paired")
+    some = paired_runs(tests, standard=[0.1, 0.5], switchback=[0.11, 0.52], llm_int8=[0.1])
+    study.save(paired.draw, {"runs": some}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000

@@ -7,6 +7,8 @@ whatever else differs. What may differ between the runs of one program is a `Hyp
 
 import functools
 import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -71,19 +73,41 @@ def corpora(name: str, side: int, directory: str) -> tuple[Corpus, Corpus, int]:
     return *renamed, len(ids)  # order is kept: padding is 0, end of text the largest
 
 
-def load(source, side: int) -> Corpus:
+def load(source, side: int, context: int = CONTEXT, captions: int = CAPTIONS) -> Corpus:
+    """Every image of a source; a label's captions are repeated where there are fewer than so many."""
     batches = data.loader(
-        source, batch_size=64, train=False, image_size=side, context_length=CONTEXT
+        source, batch_size=64, train=False, image_size=side, context_length=context
     )
     rows = [{k: batch[k][batch["mask"]] for k in ("image", "label")} for batch in batches]
     image, label = (np.concatenate([row[k] for row in rows]) for k in ("image", "label"))
     said = []
     for index in range(len(source.class_names)):
-        captions = source.captions(index)
-        said += [captions[i % len(captions)] for i in range(CAPTIONS)]
-    tokens = data.tokenize(said, CONTEXT).reshape(-1, CAPTIONS, CONTEXT)
+        own = source.captions(index)
+        said += [own[i % len(own)] for i in range(captions)]
+    tokens = data.tokenize(said, context).reshape(-1, captions, context)
     label = label.astype(np.int32)
     return Corpus(image, label, label, tokens)
+
+
+def kept(
+    folder: Path, splits: Iterable[str], load: Callable[[str], Corpus], save: Callable = np.savez
+) -> dict[str, Corpus]:
+    """The corpora by split, each made once and kept in a file: all runs of a machine read it."""
+    from swjax.data.preparation import lock
+
+    found = {}
+    with lock(folder.with_suffix(".lock")):
+        for split in splits:
+            path = folder / f"{split}.npz"
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                part = path.with_suffix(".part.npz")
+                save(part, **load(split)._asdict())
+                part.rename(path)
+            with np.load(path) as arrays:
+                found[split] = Corpus(**arrays)
+    found["train"] = jax.tree.map(jnp.asarray, found["train"])  # one copy for all trainers
+    return found
 
 
 def model(vision: tuple, text: tuple, *, side: int, patch: int, vocabulary: int, **options):
@@ -107,7 +131,7 @@ class Trainer:
       cfg: of the model.
       corpus: to train on.
       steps, warmup: of each run; the rate rises linearly, then falls as a cosine.
-      end: its share that is left at the end; 1: it stays.
+      start, end: its share at the first step, and the share that is left at the end; 1: it stays.
       batch: pairs a step.
       decay: weight decay.
       shift: whether the model sees half of each patch's rows at first, and one more from each fifth of the
@@ -124,6 +148,7 @@ class Trainer:
         steps,
         warmup,
         batch,
+        start=0.02,
         end=0.1,
         decay=0.1,
         shift=False,
@@ -132,7 +157,7 @@ class Trainer:
     ):
         self.cfg, self.steps, self.batch, self.decay = cfg, steps, batch, decay
         self.shift, self.surge = shift, surge
-        self.shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warmup, steps, end)
+        self.shape = optax.warmup_cosine_decay_schedule(start, 1.0, warmup, steps, end)
         self.corpus = jax.tree.map(jnp.asarray, corpus)
         side = str(cfg.vision.image_size)
         pairs = [("data.image_size", side), ("data.augment", "true")]

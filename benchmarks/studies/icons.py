@@ -19,7 +19,6 @@ Scores are those of the trainer's evaluators, on three tests: unseen names ("tes
 import argparse
 import functools
 import itertools
-import math
 import os
 import sys
 import time
@@ -29,20 +28,18 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import paired
 import study
 
 SIZES = {"B": "vit_b16", "L": "vit_l14", "H": "vit_h14"}
 TESTS = ("test", "test_sets", "test_both")
-SCORES = ("top1", "image_to_text_R@10", "text_to_image_R@10")
-# Equal in runs that are compared.
-SETTINGS = ("size", "rate", "batch", "steps", "warmup", "shared", "source")
 CAPTIONS, SIDE, CONTEXT = 8, 64, 16
 PART = 512  # drawings that a process reads at once
 
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    return study.carry_out(args, runs(args), draw, table)
+    return study.carry_out(args, runs(args), paired.draw, paired.table)
 
 
 def parse(argv) -> argparse.Namespace:
@@ -81,7 +78,6 @@ def runs(args: argparse.Namespace) -> Iterable[study.Run]:
 def train(args: argparse.Namespace, key: dict) -> dict:
     """One run: its losses, and its scores on the validation names and the three tests."""
     import engine
-    import jax
 
     files = args.source, args.data, args.archive
     lengths = args.steps, args.warmup, args.batch
@@ -92,15 +88,12 @@ def train(args: argparse.Namespace, key: dict) -> dict:
     first = make_trainer(files, key["size"], "standard", *lengths) if args.shared else trainer
     params, measured = trainer.resume(hyper, begin(first, hyper, args.shared), args.shared)
     seconds = time.perf_counter() - began
-    loss, corpora = measured["loss"], read(*files)
+    corpora = {name: read(*files)[name] for name in ("val", *TESTS)}
     return {
-        "device": jax.devices()[0].device_kind,
         "training_seconds": round(seconds, 1),
-        "final_loss": float(loss[-max(1, len(loss) // 10) :].mean()),
-        "loss": study.thin(loss),
         "grad_norm": study.thin(measured["grad_norm"]),
         "rms_patch_embed": study.thin(measured["rms/vision/patch_embed/kernel"]),
-        **{name: scores(trainer, params, corpora[name]) for name in ("val", *TESTS)},
+        **paired.result(trainer, params, measured, corpora),
     }
 
 
@@ -138,28 +131,6 @@ def make_trainer(files: tuple, size: str, arm: str, steps: int, warmup: int, bat
     )
 
 
-def scores(trainer, params, corpus) -> dict[str, float]:
-    """Top-1 among the names by the four templates; recall of the names, and of the images of a name."""
-    from swjax.evaluators import embed, ranking
-
-    images, captions = trainer.embeddings(params, corpus)
-    images, prompts, names = embed.unit(images), captions[:, :4], embed.unit(captions[:, 0])
-    classes = embed.unit(
-        embed.unit(prompts.reshape(-1, prompts.shape[-1])).reshape(prompts.shape).mean(1)
-    )
-    own = [[label] for label in corpus.label]
-    of_name = np.split(
-        np.argsort(corpus.label, kind="stable"), np.bincount(corpus.label).cumsum()[:-1]
-    )
-    found = {"top1": ranking.recall(ranking.ranks(images, classes, own), 1)}
-    for direction, rank in (
-        ("image_to_text", ranking.ranks(images, names, own)),
-        ("text_to_image", ranking.ranks(names, images, of_name)),
-    ):
-        found |= {f"{direction}_R@{k}": ranking.recall(rank, k) for k in (1, 10)}
-    return found
-
-
 # --- data ---------------------------------------------------------------------------------------------
 
 
@@ -167,27 +138,13 @@ def scores(trainer, params, corpus) -> dict[str, float]:
 def read(source: str, directory: str, archive: str) -> dict:
     """The corpora by split. Those of icons are kept in a file: all runs of a machine read it."""
     import engine
-    import jax
-    import jax.numpy as jnp
 
     if source == "synthetic":
         train, test, _ = engine.corpora("synthetic", SIDE, directory)
         return {"train": train, **dict.fromkeys(("val", *TESTS), test)}
-    from swjax.data.preparation import lock
-
-    found, folder = {}, Path(directory) / "icons" / f"study-{source}-{SIDE}"
-    with lock(folder.with_suffix(".lock")):
-        for split in ("train", "val", *TESTS):
-            path = folder / f"{split}.npz"
-            if not path.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                part = path.with_suffix(".part.npz")
-                np.savez(part, **load(split, directory, source, archive)._asdict())
-                part.rename(path)
-            with np.load(path) as arrays:
-                found[split] = engine.Corpus(**arrays)
-    found["train"] = jax.tree.map(jnp.asarray, found["train"])  # one copy for all trainers
-    return found
+    folder = Path(directory) / "icons" / f"study-{source}-{SIDE}"
+    splits = ("train", "val", *TESTS)
+    return engine.kept(folder, splits, lambda split: load(split, directory, source, archive))
 
 
 def load(split: str, directory: str, source: str, archive: str):
@@ -229,72 +186,6 @@ def _tokens(captions: list[tuple[str, ...]]) -> np.ndarray:
 
     said = [own[i % len(own)] for own in captions for i in range(CAPTIONS)]
     return data.tokenize(said, CONTEXT).reshape(-1, CAPTIONS, CONTEXT)
-
-
-# --- results ------------------------------------------------------------------------------------------
-
-
-def differences(some: list[dict], arm: str, split: str, score: str) -> list[float]:
-    """An arm's score less that of "standard", in points, for each seed that both have."""
-    of = {(run["key"]["arm"], run["key"]["seed"]): run["result"][split][score] for run in some}
-    seeds = sorted(seed for name, seed in of if name == arm and ("standard", seed) in of)
-    return [100 * (of[arm, seed] - of["standard", seed]) for seed in seeds]
-
-
-def compared(runs: list[dict]) -> Iterable[tuple[tuple, str, list[dict]]]:
-    """(settings, arm, runs with these settings) for each arm that has pairs."""
-    for settings, some in study.group(runs, *SETTINGS).items():
-        for arm in dict.fromkeys(run["key"]["arm"] for run in some):
-            if arm != "standard" and differences(some, arm, "test", "top1"):
-                yield settings, arm, some
-
-
-def table(runs: list[dict]) -> None:
-    """Scores of each arm, and differences from "standard" with their 95% intervals."""
-    for (*settings, arm), some in study.group(runs, *SETTINGS, "arm").items():
-        named = ", ".join(f"{name} {value}" for name, value in zip(SETTINGS, settings))
-        print(f"{named}: {arm}, {len(some)} seeds")
-        for split in ("val", *TESTS):
-            means = (
-                f"{score} {100 * study.interval(r['result'][split][score] for r in some)[0]:.2f}"
-                for score in SCORES
-            )
-            print(f"  {split}: {', '.join(means)}")
-    for settings, arm, some in compared(runs):
-        print(f"{settings[0]}, rate {settings[1]:g}: {arm} less standard, points")
-        for split, score in itertools.product(TESTS, SCORES):
-            pairs = differences(some, arm, split, score)
-            mean, half = study.interval(pairs)
-            print(f"  {split} {score}: {mean:+.2f} +- {half:.2f} ({len(pairs)} pairs)")
-
-
-def draw(figure, runs: list[dict]) -> None:
-    """Paired differences of top-1 with their intervals; losses over each other."""
-    figure.set_size_inches(11, 3.8)
-    left, right = figure.subplots(1, 2)
-    arms = list(compared(runs))
-    rows = list(itertools.product(arms, TESTS))
-    for i, ((_, arm, some), split) in enumerate(rows):
-        mean, half = study.interval(differences(some, arm, split, "top1"))
-        error = None if math.isnan(half) else half
-        left.errorbar(mean, -i, xerr=error, fmt="o", markersize=4, color=f"C{TESTS.index(split)}")
-    left.set_yticks(
-        [-i for i in range(len(rows))],
-        [f"{settings[0]}, {arm}: {split}" for (settings, arm, _), split in rows],
-    )
-    left.axvline(0, color="0.5", linewidth=0.8)
-    left.set(title="top-1 less that of standard: points, 95% intervals")
-    shown = [(settings, some) for settings, _, some in arms[:1]]
-    for _, some in shown:
-        first = min(run["key"]["seed"] for run in some)
-        for run in some:
-            if run["key"]["seed"] == first:
-                curve = run["result"]["loss"]
-                steps = [run["key"]["shared"] + step for step in study.thinned_steps(curve)]
-                right.plot(steps, curve, linewidth=0.9, label=run["key"]["arm"])
-    right.set(xlabel="step", title="loss of one pair")
-    if shown:
-        right.legend()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,138 @@
+"""Paired runs: what the studies of accuracy record of a run, and its scores less those of "standard".
+
+Runs with one seed are a pair: they start from the same parameters and see the same batches and
+augmentations, whatever their arm. Runs are compared if their keys are equal but for "arm" and "seed".
+"""
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import study
+
+SCORES = ("top1", "image_to_text_R@10", "text_to_image_R@10")
+
+
+def result(trainer, params, measured: dict, corpora: dict) -> dict:
+    """What is kept of a run: device, losses, and the scores on each of some corpora."""
+    import jax
+
+    loss = measured["loss"]
+    return {
+        "device": jax.devices()[0].device_kind,
+        "final_loss": float(loss[-max(1, len(loss) // 10) :].mean()),
+        "loss": study.thin(loss),
+        **{name: scores(trainer, params, corpus) for name, corpus in corpora.items()},
+    }
+
+
+def scores(trainer, params, corpus) -> dict[str, float]:
+    """Top-1 among the names by the four templates; recall of the names, and of the images of a name."""
+    from swjax.evaluators import embed, ranking
+
+    prompted = corpus._replace(captions=corpus.captions[:, :4])
+    images, prompts = trainer.embeddings(params, prompted)
+    images, names = embed.unit(images), embed.unit(prompts[:, 0])
+    classes = embed.unit(
+        embed.unit(prompts.reshape(-1, prompts.shape[-1])).reshape(prompts.shape).mean(1)
+    )
+    own = [[label] for label in corpus.label]
+    of_name = np.split(
+        np.argsort(corpus.label, kind="stable"), np.bincount(corpus.label).cumsum()[:-1]
+    )
+    found = {"top1": ranking.recall(ranking.ranks(images, classes, own), 1)}
+    for direction, rank in (
+        ("image_to_text", ranking.ranks(images, names, own)),
+        ("text_to_image", ranking.ranks(names, images, of_name)),
+    ):
+        found |= {f"{direction}_R@{k}": ranking.recall(rank, k) for k in (1, 10)}
+    return found
+
+
+# --- comparison ---------------------------------------------------------------------------------------
+
+
+def differences(some: list[dict], arm: str, split: str, score: str) -> list[float]:
+    """An arm's score less that of "standard", in points, for each seed that both have."""
+    of = {(run["key"]["arm"], run["key"]["seed"]): run["result"][split][score] for run in some}
+    seeds = sorted(seed for name, seed in of if name == arm and ("standard", seed) in of)
+    return [100 * (of[arm, seed] - of["standard", seed]) for seed in seeds]
+
+
+def alike(runs: list[dict]) -> dict[str, list[dict]]:
+    """Runs by all of their keys but arm and seed; the name has the settings in which the groups differ."""
+    names = dict.fromkeys(n for run in runs for n in run["key"] if n not in ("arm", "seed"))
+    groups = study.group(runs, *names)
+    differ = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
+    return {
+        ", ".join(f"{n} {v}" for n, v, d in zip(names, values, differ, strict=True) if d): some
+        for values, some in groups.items()
+    }
+
+
+def compared(runs: list[dict]) -> Iterable[tuple[str, str, list[dict]]]:
+    """(settings, arm, runs with these settings) for each arm that has pairs."""
+    for settings, some in alike(runs).items():
+        for arm in dict.fromkeys(run["key"]["arm"] for run in some):
+            if arm != "standard" and differences(some, arm, "test", "top1"):
+                yield settings, arm, some
+
+
+def splits(runs: list[dict]) -> list[str]:
+    """The names of the corpora that have scores."""
+    return [name for name, value in runs[0]["result"].items() if isinstance(value, dict)]
+
+
+def tests(runs: list[dict]) -> list[str]:
+    return [name for name in splits(runs) if name != "val"]
+
+
+def table(runs: list[dict]) -> None:
+    """Scores of each arm, and differences from "standard" with their 95% intervals."""
+    for settings, group in alike(runs).items():
+        for (arm,), some in study.group(group, "arm").items():
+            print(", ".join(filter(None, (settings, arm, f"{len(some)} seeds"))))
+            for split, score in itertools.product(splits(some), SCORES):
+                mean, half = study.interval(100 * run["result"][split][score] for run in some)
+                print(f"  {split} {score}: {mean:.2f} +- {half:.2f}")
+    for settings, arm, some in compared(runs):
+        print(", ".join(filter(None, (settings, f"{arm} less standard, points"))))
+        for split, score in itertools.product(tests(some), SCORES):
+            pairs = differences(some, arm, split, score)
+            mean, half = study.interval(pairs)
+            above, below = (sum(sign * pair > 0 for pair in pairs) for sign in (1, -1))
+            counts = f"{len(pairs)} pairs, {above} above, {below} below"
+            print(f"  {split} {score}: {mean:+.2f} +- {half:.2f} ({counts})")
+
+
+def draw(figure, runs: list[dict]) -> None:
+    """Paired differences of top-1 with their intervals; losses over each other."""
+    figure.set_size_inches(11, 3.8)
+    left, right = figure.subplots(1, 2)
+    arms = list(compared(runs))
+    rows = [(*row, split) for row in arms for split in tests(row[-1])]
+    for i, (_, arm, some, split) in enumerate(rows):
+        pairs = differences(some, arm, split, "top1")
+        mean, half = study.interval(pairs)
+        color = f"C{tests(some).index(split)}"
+        error = None if math.isnan(half) else half
+        left.plot(pairs, [-i - 0.2] * len(pairs), "|", color=color, alpha=0.4)
+        left.errorbar(mean, -i, xerr=error, fmt="o", markersize=5, capsize=3, color=color)
+        if i == 0:
+            told = f"{mean:+.2f} ± {half:.2f} points of top-1, {len(pairs)} pairs"
+            left.set_title(f"{arm} less standard: {told}")
+    labels = [", ".join(filter(None, (settings, arm, split))) for settings, arm, _, split in rows]
+    left.set_yticks([-i for i in range(len(rows))], labels)
+    left.set_ylim(0.5 - max(1, len(rows)), 0.5)
+    left.axvline(0, color="0.5", linewidth=0.8)
+    left.set(xlabel="top-1 less that of standard, points: mean, 95% interval, pairs")
+    for _, _, some in arms[:1]:
+        first = min(run["key"]["seed"] for run in some)
+        for run in some:
+            if run["key"]["seed"] == first:
+                curve = run["result"]["loss"]
+                steps = [run["key"].get("shared", 0) + s for s in study.thinned_steps(curve)]
+                right.plot(steps, curve, linewidth=0.9, label=run["key"]["arm"])
+        right.legend()
+    right.set(xlabel="step", title="loss of one pair")
