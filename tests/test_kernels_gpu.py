@@ -15,6 +15,7 @@ from swjax.kernels import dispatch, tiles
 from swjax.kernels.reference import QTensor
 
 pytestmark = pytest.mark.gpu
+IN_BLOCKS = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dtype": "float32"}
 
 
 def calls():
@@ -31,6 +32,7 @@ def calls():
     cases["quantize_both"] = ((x, np.full(256, 8, "float32")), {})
     cases["matmul"] = (operands((1000, 1280, 576)), {"out_dtype": "bfloat16"})
     cases["weight_gradient"] = ((x, g), {"out_dtype": "float32"})
+    cases["block_weight_gradient"] = ((x, g), IN_BLOCKS)
     cases["attention"] = (attention_arguments("attention", (16, 257, 4, 80)), {})
     cases["attention_backward"] = (attention_arguments("attention_backward", (16, 257, 4, 80)), {})
     return cases
@@ -88,10 +90,9 @@ def test_slices_of_the_int8_weight_gradient_add_up(slices, shape):
 
     tokens, k, n = shape
     x, g = normal((tokens, k), "bfloat16"), normal((tokens, n), "bfloat16", seed=1)
-    options = dict(dtypes=("int8", "int8"), block=1024, rotation=128, out_dtype="float32")
-    call = jax.jit(partial(mosaic_gpu.block_weight_gradient, slices=slices, **options))
+    call = jax.jit(partial(mosaic_gpu.block_weight_gradient, slices=slices, **IN_BLOCKS))
     dw = jax.device_get(call(x, g))
-    assert snr_db(dw, block_weight_gradient(x, g, **options)) > 70
+    assert snr_db(dw, block_weight_gradient(x, g, **IN_BLOCKS)) > 70
     poison(dw)
     np.testing.assert_array_equal(call(x, g), dw)
 
