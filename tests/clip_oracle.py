@@ -1,4 +1,4 @@
-"""Small CLIP models to test, and CLIP's forward pass in plain numpy, float64, one example at a time."""
+"""Small CLIP models for tests, and CLIP's forward pass in float64 NumPy, one example at a time."""
 
 import math
 
@@ -23,26 +23,26 @@ def small_config(**overrides):
 
 
 def abstract(cfg):
-    """The model's structure and its parameters as shapes: nothing is allocated or compiled."""
+    """Returns the model's structure and the shapes of its parameters; allocates and compiles nothing."""
     return nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
 
 
 def shapes(cfg):
-    """The shape of every parameter, by its path as in "text/ln_final/bias"."""
+    """Returns {path such as "text/ln_final/bias": shape} of every parameter."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(abstract(cfg)[1]))
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
     return {name(path): leaf.shape for path, leaf in leaves}
 
 
 def compiled(function, *args):
-    """`function` traced under strict promotion, and compiled in little time."""
+    """Returns `function` compiled under strict dtype promotion, with most optimizations disabled."""
     traced = jax.jit(function).trace(*args)
     with jax.numpy_dtype_promotion("standard"):  # JAX's lowering of 16-bit attention promotes
         return traced.lower().compile({"xla_backend_optimization_level": 0})
 
 
 def random_model(cfg, seed=0):
-    """The model's structure, and parameters without special values such as 0 or 1."""
+    """Returns the model's structure, and random parameters: no bias is 0 and no scale is 1."""
     graph, params = abstract(cfg)
     rng = np.random.default_rng(seed)
 
@@ -60,7 +60,7 @@ def random_model(cfg, seed=0):
 
 
 def inputs(cfg, batch=3, seed=1):
-    """Normalised images, and captions of all lengths that end in the largest id with zeros behind."""
+    """Returns normalised images, and captions of all lengths: each ends in the largest id, then zeros."""
     rng = np.random.default_rng(seed)
     side, context, vocab = cfg.vision.image_size, cfg.text.context_length, cfg.text.vocab_size
     tokens = rng.integers(1, vocab - 1, (batch, context))
@@ -75,7 +75,7 @@ def float64(params):
 
 
 def encode_image(p, cfg, image):
-    """[h, w, 3] -> [e], and the output of each block."""
+    """Returns the embedding [e] of an image [h, w, 3], and the output of each block."""
     v, size = p["vision"], cfg.vision.patch_size
     tokens = [v["class_embedding"] + v["position_embedding"][0]]
     for i in range(0, image.shape[0], size):
@@ -90,7 +90,7 @@ def encode_image(p, cfg, image):
 
 
 def encode_text(p, cfg, tokens):
-    """[t] -> [e], and the output of each block."""
+    """Returns the embedding [e] of a caption [t], and the output of each block."""
     t = p["text"]
     x = np.stack([t["token_embedding"]["embedding"][token] for token in tokens])
     x = x + t["position_embedding"][: len(tokens)]

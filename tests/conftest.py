@@ -1,17 +1,18 @@
-"""Settings every test runs under: two CPU devices, and no silent promotion of dtypes or ranks."""
+"""Settings of every test: two CPU devices, strict dtype promotion, no rank promotion."""
 
 import os
 from functools import partial
 from importlib.metadata import version
 
-# Compiling takes most of the time here, so XLA for CPUs does it in a hurry, also in the processes that
-# tests start. Quantizers and the specification are compiled as users compile them: bits count.
-# The second flag: without it XLA for GPUs gets some int8 products wrong, see swjax.kernels.dispatch.
+# Compilation dominates the time of the tests, so most of XLA's optimizations are disabled on CPUs, also in
+# processes that tests start. Tests that compare bits enable them for quantizers and the specification.
+# Without --xla_gpu_enable_triton_gemm=false, XLA for GPUs computes some int8 products wrongly: see
+# swjax.kernels.dispatch.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=2 --xla_gpu_enable_triton_gemm=false"
     " --xla_cpu_parallel_codegen_split_count=1"
-    # XLA ends at a flag that it does not know, as later ones do at this.
+    # Only for jaxlib 0.10: later versions do not know this flag, and XLA aborts at an unknown flag.
     + " --xla_cpu_use_fusion_emitters=false"
     * version("jaxlib").startswith("0.10."),
 )
@@ -32,7 +33,7 @@ jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would use T
 
 @pytest.fixture(autouse=True)
 def compilation_cache():
-    """A run that was trained in this process leaves its compilation cache to no other test."""
+    """Restores JAX's compilation cache after a test that trains in this process."""
     before = jax.config.jax_compilation_cache_dir
     yield
     if jax.config.jax_compilation_cache_dir != before:
@@ -42,7 +43,7 @@ def compilation_cache():
 
 @pytest.fixture(scope="module")
 def shared_cache(tmp_path_factory):
-    """A directory of compiled programs that modules and the processes that they start share."""
+    """A directory for JAX's compilation cache, shared by all test modules and the processes they start."""
     directory = str(tmp_path_factory.getbasetemp() / "jax_cache")
     options = {
         "jax_compilation_cache_dir": directory,
@@ -59,15 +60,15 @@ def shared_cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def micro(shared_cache):
-    """Builds the config of a very small run, see `micro_run.micro_config`."""
-    from micro_run import micro_config  # here: other tests need no training packages
+    """A function that builds the config of a very small run: see `micro_run.micro_config`."""
+    from micro_run import micro_config  # imported here: other tests need no training packages
 
     return partial(micro_config, shared_cache)
 
 
 @pytest.fixture(scope="module")
 def reference(micro, tmp_path_factory):
-    """A run that nothing disturbed: its config and workdir, to be read only."""
+    """The config and the workdir of an uninterrupted run. Tests must not change them."""
     from micro_run import train
 
     workdir = tmp_path_factory.mktemp("reference")
@@ -77,7 +78,7 @@ def reference(micro, tmp_path_factory):
 
 @pytest.fixture
 def started(shared_cache, tmp_path):
-    """Starts train.py in `tmp_path`, see `micro_run.start`; kills its remaining processes."""
+    """A function that starts train.py in `tmp_path`: see `micro_run.start`. Kills processes that remain."""
     from micro_run import start
 
     processes = []
@@ -93,7 +94,7 @@ def started(shared_cache, tmp_path):
 
 @pytest.fixture(scope="module")
 def compiles_as_users_do():
-    """For modules whose tests depend on the optimizations of XLA."""
+    """Enables XLA's optimizations for a module whose tests depend on them."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -101,7 +102,7 @@ def compiles_as_users_do():
 
 
 def pytest_collection_modifyitems(items):
-    """Skips tests marked `gpu` visibly where there is no GPU."""
+    """Skips tests marked `gpu`, with a reason, on machines without a GPU."""
     if any(device.platform == "gpu" for device in jax.devices()):
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and JAX_PLATFORMS=cuda,cpu")
@@ -112,7 +113,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
-    """Runs tests marked `eight_devices` in a process that has them."""
+    """Runs tests marked `eight_devices` in the process with eight CPU devices."""
     if device_process.is_serving() or "eight_devices" not in item.keywords:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -128,7 +129,7 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True, scope="module")
 def clear_caches():
-    """What a module compiled is of no use to others, and Python's collector would go through it often."""
+    """Clears JAX's caches after each module: they slow down Python's garbage collector."""
     yield
-    if not device_process.is_serving():  # there each test ends its module
+    if not device_process.is_serving():  # there every test would clear the caches
         jax.clear_caches()

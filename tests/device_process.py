@@ -1,7 +1,7 @@
 """Runs tests marked `eight_devices` in a process that has eight CPU devices; pytest's own process has two.
 
 Each pytest process starts one such process with its first marked test. That process collects the marked
-tests, then runs those that it is told to, and sends their reports back.
+tests, runs those that pytest requests, and sends their reports back.
 """
 
 import functools
@@ -16,11 +16,11 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 HERE = Path(__file__).parent
-SOCKET = "SWJAX_TEST_SOCKET"  # in the environment of the process: where to ask for tests
+SOCKET = "SWJAX_TEST_SOCKET"  # environment variable with the address of the connection
 
 
 def run(item: pytest.Item) -> list[pytest.TestReport]:
-    """The reports of a test: of its set-up, its call and its tear-down."""
+    """Runs a test in the process; returns the reports of its set-up, call and tear-down."""
     connection, _ = _process()
     connection.send(item.nodeid)
     try:
@@ -32,7 +32,7 @@ def run(item: pytest.Item) -> list[pytest.TestReport]:
 
 
 def stop() -> None:
-    """Ends the process, if there is one."""
+    """Ends the process if it was started."""
     if _process.cache_info().currsize:
         connection, process = _process()
         connection.close()
@@ -41,17 +41,17 @@ def stop() -> None:
 
 @functools.cache
 def _process() -> tuple[Connection, subprocess.Popen]:
-    """The process and the connection to it. It ends when the connection does, also if this one is killed."""
+    """Starts the process; returns the connection and it. It ends when the connection closes."""
     address = str(Path(tempfile.mkdtemp()) / "socket")
     environment = os.environ | {
         SOCKET: address,
-        # of two counts XLA uses the last
+        # XLA uses the last of repeated flags
         "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes most of the time here
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compilation dominates the time of the tests
     }
     for name in [name for name in environment if name.startswith("PYTEST_")]:
-        del environment[name]  # xdist's: this process is no worker of it
+        del environment[name]  # otherwise xdist takes the process for one of its workers
     options = ["-q", "-m", "eight_devices", "-p", "no:cacheprovider", "-p", "device_process"]
     files = map(str, sorted(HERE.glob("test_sharded_*.py")))
     with Listener(address) as listener:
@@ -66,7 +66,7 @@ def _process() -> tuple[Connection, subprocess.Popen]:
 
 
 def is_serving() -> bool:
-    """Whether this is the process with eight devices."""
+    """Whether this code runs in the process with eight devices."""
     return SOCKET in os.environ
 
 

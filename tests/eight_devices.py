@@ -1,4 +1,4 @@
-"""Meshes of eight devices, arrays on them, and comparisons that the tests of sharding share."""
+"""Meshes of eight devices, sharded arrays and comparisons, shared by tests/test_sharded_*.py."""
 
 from functools import cache, partial
 
@@ -30,10 +30,10 @@ AXES = ("data", "fsdp", "tensor")
 TOKENS, WHOLE = P(("data", "fsdp")), P()
 
 
-BATCH, TOKENS_EACH, K, N = 8, 5, 48, 80  # no weight has a part of 5 rows
+BATCH, TOKENS_EACH, K, N = 8, 5, 48, 80  # so that no shard of a weight has 5 rows
 
 
-# name: (data, fsdp, tensor), spec of w [k, n]
+# {name: (devices along data, fsdp and tensor, partition spec of w [k, n])}
 CASES = {
     "data": ((8, 1, 1), P()),
     "fsdp_rows": ((1, 8, 1), P("fsdp")),
@@ -55,7 +55,7 @@ def draw(*shape, seed=0, dtype="float32"):
 
 
 def arrays(dtype="float32", k=K, n=N, batch=BATCH):
-    """x, w, bias, g; feature 1 of x an outlier."""
+    """Returns x, w, bias and g; feature 1 of x is an outlier."""
     x = draw(batch, TOKENS_EACH, k, dtype=dtype).at[..., 1].multiply(8)
     w, bias = draw(k, n, seed=1) / np.sqrt(k), draw(n, seed=2)
     return x, w, bias, draw(batch, TOKENS_EACH, n, seed=3, dtype=dtype)
@@ -74,14 +74,14 @@ def put(array, mesh, spec=WHOLE):
 
 
 def gradients(layer, args, g):
-    """y and the gradients of the layer's arguments."""
+    """Returns y and the gradients with respect to the layer's arguments."""
     y, vjp = jax.vjp(layer, *args)
     spec = jax.typeof(y).sharding.spec
     return y, *vjp(jax.reshard(g, spec) if any(spec) else g)
 
 
 def sharded(case, kind="auto", **changes):
-    """The mesh of a case, its layout, and arguments that are sharded over it."""
+    """Returns the mesh of a case, its layout, and arguments sharded over it."""
     sizes, spec = CASES[case]
     mesh = make_mesh(sizes, KINDS[kind])
     x, w, bias, g = arrays(**changes)
@@ -94,7 +94,7 @@ def sharded(case, kind="auto", **changes):
 
 
 def compiled(fn, *args):
-    """Compiled once, to be run and looked through; compiling is what takes time here."""
+    """Returns the compiled program of fn, which tests run and whose text they inspect."""
     return jax.jit(fn).lower(*args).compile()
 
 
@@ -134,7 +134,7 @@ MLP_LAYOUTS = (Layout(P("fsdp", "tensor")), Layout(P("tensor", "fsdp")))
 
 
 def train_program(**changes):
-    """The train step of a small CLIP: its config, compiled program, state's shapes, and a state and batch."""
+    """Returns the config, compiled program, state shapes, state and batch of a small CLIP's train step."""
     changes = MICRO | {"train.compilation_cache": ""} | changes
     pairs = [(key, str(value)) for key, value in changes.items()]
     config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)

@@ -1,6 +1,6 @@
-"""One of some processes that evaluate together: python evaluate_worker.py TENSOR... Prints its scores.
+"""One of several processes of an evaluation: python evaluate_worker.py TENSOR... Prints its scores.
 
-They find each other as steps of SLURM, by what its srun sets in the environment.
+The processes find each other through the environment variables of SLURM's srun.
 """
 
 import json

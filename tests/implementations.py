@@ -1,4 +1,4 @@
-"""The implementations of each operation of `swjax.kernels` as test parameters, and how tests call one.
+"""The implementations of each operation of `swjax.kernels` as test parameters, and `run`, which calls one.
 
 Besides "xla", which runs everywhere, and the kernels, which run on GPUs, CPUs have "triton interpreted" and
 "mosaic_gpu interpreted": the same kernels in the interpreters of Triton and Pallas, at small sizes.
@@ -15,7 +15,7 @@ import pytest
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 
-# Restores the optimizations that tests/conftest.py disables to compile faster.
+# Compiler options that restore the optimizations which tests/conftest.py disables.
 AS_USERS_COMPILE = {}
 if jax.config.values["jax_disable_most_optimizations"]:
     AS_USERS_COMPILE |= {
@@ -29,7 +29,7 @@ INTERPRETED = " interpreted"
 
 
 def of(*operations):
-    """(operation, implementation) parameters, of what is compiled."""
+    """Returns (operation, implementation) parameters of all compiled implementations."""
     return [
         pytest.param(operation, name, marks=[pytest.mark.gpu] * (name != "xla"))
         for operation in operations
@@ -38,12 +38,13 @@ def of(*operations):
 
 
 def each(*operations, compiled, interpreted, name="shape"):
-    """Runs a test with every (operation, implementation, shape).
+    """Parametrizes a test by (operation, implementation, shape).
 
     Args:
-      compiled: shapes for what is compiled.
-      interpreted: shapes for what is interpreted, or {kernel: shapes}.
-      name: that of the test's third argument.
+      operations: keys of `dispatch.IMPLEMENTATIONS`.
+      compiled: shapes for compiled implementations.
+      interpreted: shapes for kernels in interpreters, or {kernel: shapes}.
+      name: of the test's third argument.
     """
     if not isinstance(interpreted, dict):
         interpreted = dict.fromkeys(dispatch.NAMES, interpreted)
@@ -60,7 +61,8 @@ def each(*operations, compiled, interpreted, name="shape"):
     return pytest.mark.parametrize(f"operation, implementation, {name}", parameters)
 
 
-# Of a layer, which takes XLA where an operation has no implementation of the name; None chooses.
+# Implementations of a layer. An operation without an implementation of that name uses XLA; None chooses
+# automatically.
 OF_LAYERS = [
     "xla",
     *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "mosaic_gpu", None)),
@@ -68,7 +70,7 @@ OF_LAYERS = [
 
 
 def require(implementation):
-    """Skips, saying why, where a layer cannot run in it on this machine."""
+    """Skips a test, with the reason, if no layer can run in `implementation` on this machine."""
     if implementation not in ("xla", None):
         eye = jnp.eye(128, dtype=jnp.int8)
         q = QTensor(eye, jnp.ones((128, 1)))
@@ -77,7 +79,7 @@ def require(implementation):
 
 
 def run(operation, *arrays, implementation, **options):
-    """The operation, compiled or interpreted. Skips, saying why, where the implementation cannot run it."""
+    """Runs the operation. Skips the test, with the reason, if the implementation cannot run it."""
     if implementation and implementation.endswith(INTERPRETED):
         name = implementation.removesuffix(INTERPRETED)
         return interpreters.run(name, operation, *arrays, **options)
@@ -85,7 +87,7 @@ def run(operation, *arrays, implementation, **options):
         if reason := dispatch.why_not(implementation, operation, *arrays, **options):
             pytest.skip(f"{implementation} {reason}")
     function = partial(dispatch.run, operation, implementation=implementation, **options)
-    # Quantizers are to give the same bits, others are compared within tolerances.
+    # Quantizers must give the same bits as the oracle; other operations are compared within tolerances.
     options = (
         AS_USERS_COMPILE if operation in ("quantize", "quantize_by", "quantize_both") else None
     )

@@ -1,4 +1,4 @@
-"""Runs kernels on CPUs: Mosaic's in Pallas's interpreter, Triton's in Triton's.
+"""Runs kernels on CPUs: those for Mosaic GPU in Pallas's interpreter, those for Triton in Triton's.
 
 Triton interprets the kernels that are imported while TRITON_INTERPRET is set. Other tests compile kernels, so
 the interpreter has a process of its own, which starts with the first call and serves all of them.
@@ -34,7 +34,7 @@ SKIPS = {
 
 
 def run(name, operation, *arrays, **options):
-    """The kernel "triton" or "mosaic_gpu" of an operation, interpreted."""
+    """Runs the "triton" or "mosaic_gpu" kernel of an operation in its interpreter."""
     return {"triton": _triton, "mosaic_gpu": _mosaic}[name](operation, *arrays, **options)
 
 
@@ -51,7 +51,7 @@ def _mosaic(operation, *arrays, **options):
 
 def _triton(operation, *arrays, **options):
     arrays = jax.tree.map(np.asarray, arrays)
-    # The environment of the process is that of the first call.
+    # The first call starts the process, which inherits this environment.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         result = _process().submit(_in_the_process, operation, arrays, options)
@@ -64,7 +64,7 @@ def _process() -> ProcessPoolExecutor:
 
 
 def _in_the_process(operation, arrays, options):
-    import triton_interpreter  # which imports Triton
+    import triton_interpreter  # imports Triton
 
     triton_interpreter.install()
     return triton_interpreter.run(operation, *arrays, **options)

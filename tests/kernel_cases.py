@@ -14,9 +14,9 @@ PRODUCTS = (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2"
 LAYERS = shapes.vit() | shapes.RAGGED
 ROWS = sorted({(s.tokens, s.k) for s in LAYERS.values()} | {(3, tiles.WIDEST_ROW)})
 RAGGED_ROWS = (77, 333)
-SMALL_RAGGED_ROWS = (7, 77)  # for interpreters
+SMALL_RAGGED_ROWS = (7, 77)  # interpreters are slow
 
-# Operations that read rows, with their static arguments.
+# {operation on rows: its static arguments}
 ROW_OPERATIONS = {
     "quantize_and_sum": {},
     "layer_norm": {"epsilon": 1e-6},
@@ -31,7 +31,7 @@ def normal(shape, dtype="float32", seed=0):
 
 
 def row_arguments(operation, x):
-    """The arrays of a row operation that reads x."""
+    """Returns the arguments of a row operation on x."""
     vectors = normal((2, x.shape[-1]), seed=1)
     gradient = normal(x.shape, x.dtype, seed=2)
     return {
@@ -42,7 +42,7 @@ def row_arguments(operation, x):
 
 
 def attention_arguments(operation, shape, dtype="bfloat16", causal=False):
-    """q, k and v [b, t, h, d]; for the backward pass also results and a gradient."""
+    """Returns q, k and v [b, t, h, d]; for the backward pass also the results and the output's gradient."""
     q, k, v, gradient = (normal(shape, dtype, seed) for seed in range(4))
     if operation == "attention":
         return q, k, v
@@ -51,7 +51,7 @@ def attention_arguments(operation, shape, dtype="bfloat16", causal=False):
 
 
 def operands(shape, dtypes=("int8", "int8"), a_scope="row", b_scope="tensor", seed=0):
-    """QTensors a [tokens, k] and b [n, k], from the oracle, that multiply to values around 1."""
+    """Returns QTensors a [tokens, k] and b [n, k], quantized by the oracle, whose product is around 1."""
     tokens, k, n = shape
     rng = np.random.default_rng(seed)
     pairs = []

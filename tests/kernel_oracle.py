@@ -1,4 +1,4 @@
-"""Every operation of `swjax.kernels` in NumPy: quantizers bit by bit in fp32, all else in float64.
+"""Every operation of `swjax.kernels` in NumPy: quantizers in fp32, bit for bit, all else in float64.
 
 Written from the documented formulas, independently of `reference.py`: no code is shared with it.
 """
@@ -11,7 +11,7 @@ LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 
 
 def quantize(x, axes=(-1,), dtype="int8", transpose=False):
-    """(values, scale), to be met bit by bit."""
+    """Returns (values, scale); every implementation must give the same bits."""
     x, largest = np.asarray(x).astype(np.float32), np.float32(LARGEST[dtype])
     absmax = np.max(np.abs(x), axis=axes, keepdims=True, initial=np.float32(2.0**-92))
     scaled = x * (largest / absmax)
@@ -21,7 +21,7 @@ def quantize(x, axes=(-1,), dtype="int8", transpose=False):
 
 
 def matmul(a, b, bias=None):
-    """a bT + bias of two pairs (values, scale)."""
+    """Returns a b^T + bias; a and b are pairs (values, scale)."""
     (a, a_scale), (b, b_scale) = ((wide(values), wide(scale)) for values, scale in (a, b))
     y = (a @ b.T) * (a_scale * b_scale.reshape(-1))
     return y if bias is None else y + wide(bias)
@@ -67,7 +67,7 @@ def gelu_backward(x, gradient, *, approximate=False):
         slope = gate + x * gate * (1 - gate) * 2 * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
     else:
         slope = ndtr(x) + x * np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
-    return wide(gradient) * slope, None, None  # the sum is that of the rounded dx
+    return wide(gradient) * slope, None, None  # column sums are tested against the rounded dx
 
 
 def _gate(x):
@@ -76,12 +76,12 @@ def _gate(x):
 
 def attention(q, k, v, *, causal=False):
     scores = _scores(q, k, causal)
-    lse = np.log(np.sum(np.exp(scores), -1))  # scores of tests are small
+    lse = np.log(np.sum(np.exp(scores), -1))  # cannot overflow: scores in tests are small
     return np.einsum("bhqk,bkhd->bqhd", np.exp(scores - lse[..., None]), wide(v)), lse
 
 
 def attention_backward(q, k, v, out, lse, gradient, *, causal=False):
-    """By the softmax's Jacobian, from q, k and v alone."""
+    """Computes the gradients with the softmax's Jacobian; `results` are not read."""
     q, k, v, gradient = (wide(x) for x in (q, k, v, gradient))
     weights = np.exp(_scores(q, k, causal))
     weights /= weights.sum(-1, keepdims=True)

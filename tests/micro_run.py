@@ -40,7 +40,7 @@ MICRO = {
     "train.steps": 6,
     "eval.every_steps": 0,
     "eval.batch_size": 16,
-    "schedule.name": "constant",  # so that runs of any length share one compiled program
+    "schedule.name": "constant",  # so that runs of different lengths share one compiled program
     "schedule.warmup_steps": 1,
     "checkpoint.every_steps": 2,
     "log.every_steps": 2,
@@ -48,7 +48,7 @@ MICRO = {
     "report.enabled": "false",
 }
 
-# Processes compile with the options of this one, and share its cache.
+# Processes compile with the same options as this one, so that they share its compilation cache.
 ENVIRONMENT = os.environ | {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_DEFAULT_MATMUL_PRECISION": jax.config.jax_default_matmul_precision,
@@ -56,10 +56,10 @@ ENVIRONMENT = os.environ | {
 
 
 def micro_config(cache: str, **changes):
-    """The config of a very small run, with some keys changed: "__" in a name stands for ".".
+    """Returns the config of a very small run with some keys changed; "__" in a name stands for ".".
 
     Args:
-      cache: directory of compiled programs.
+      cache: directory of the compilation cache.
     """
     changes = {key.replace("__", "."): value for key, value in changes.items()}
     overrides = MICRO | {"train.compilation_cache": cache} | changes
@@ -68,7 +68,7 @@ def micro_config(cache: str, **changes):
 
 
 class Interrupt:
-    """Asks to stop once it has been looked at some times."""
+    """Stands in for the trainer's signal handler: requests a stop at the `after`-th check."""
 
     def __init__(self, after: int = 10**9):
         self._left = after
@@ -85,7 +85,7 @@ def train(config, workdir, after: int = 10**9) -> int:
 
 
 def records(workdir) -> list[dict]:
-    """metrics.jsonl without measured times."""
+    """Returns the records of metrics.jsonl without measured times."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [
         {k: v for k, v in json.loads(line).items() if k != "time" and not k.startswith("perf/")}
@@ -94,7 +94,7 @@ def records(workdir) -> list[dict]:
 
 
 def final_state(config, workdir):
-    """The state of the newest checkpoint, and how many batches it has seen."""
+    """Returns the state of the newest checkpoint and the number of batches that it has seen."""
     mesh = sharding.make_mesh(**config.mesh)
     like = sharding.abstract_state(jax.eval_shape(make_init(config)[0]), mesh)
     checkpoints = Checkpoints(workdir, keep=0)
@@ -102,19 +102,19 @@ def final_state(config, workdir):
 
 
 def optimizer_of(config):
-    """(schedule, optimizer) of a run."""
+    """Returns (schedule, optimizer) of a run."""
     schedule = make_schedule(config, config.train.steps, config.schedule.warmup_steps)
     return schedule, make_optimizer(config, schedule)
 
 
 def make_init(config):
-    """(init, graphdef) of a run."""
+    """Returns (init, graphdef) of a run."""
     _, optimizer = optimizer_of(config)
     return setup.make_init(config, setup.model_config(config), optimizer)
 
 
 def init_and_step(config):
-    """(init, step): the first state, and a step that returns its metrics by name."""
+    """Returns (init, step), compiled: `init` makes the first state, `step` returns metrics by name."""
     init, step = step_of(config)
 
     def named(state, batch):
@@ -125,7 +125,7 @@ def init_and_step(config):
 
 
 def step_of(config):
-    """(init, step), not compiled."""
+    """Returns (init, step), not compiled."""
     schedule, optimizer = optimizer_of(config)
     init, graphdef = setup.make_init(config, setup.model_config(config), optimizer)
     return init, make_train_step(config, graphdef, optimizer, schedule)
@@ -154,7 +154,7 @@ def assert_close(a, b, **tolerance):
 
 
 def command_of(workdir, **changes) -> list[str]:
-    """The command line of train.py for a very small run; "__" in a name stands for "."."""
+    """Returns the command line of train.py for a very small run; "__" in a name stands for "."."""
     changes = {key.replace("__", "."): value for key, value in changes.items()}
     flags = [f"--config.{key}={value}" for key, value in (MICRO | changes).items()]
     script, config = str(ROOT / "train.py"), f"--config={ROOT}/configs/openmoji.py"
@@ -162,7 +162,7 @@ def command_of(workdir, **changes) -> list[str]:
 
 
 def start(workdir, **changes) -> subprocess.Popen:
-    """Starts train.py for a run without end; returns the process once it has written metrics."""
+    """Starts train.py for a run that does not end; returns the process once it has written metrics."""
     command = command_of(workdir, **{"train.steps": 100_000} | changes)
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)

@@ -1,18 +1,19 @@
-"""How close is close: tolerances from the dtype and the length of the sum, and a scale-free ratio."""
+"""Tolerances of the tests: signal-to-noise ratios derived from the dtype and the length of the sum."""
 
 import numpy as np
 
 EPS = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 
-# What every implementation of every kernel reaches against float64, by the dtype of the result: rounding to
-# it, and in fp32 the sum of 5,120 products, each less 6 dB as in `floor_db`.
+# Lowest SNR in dB against float64 of every kernel, by the dtype of the result: the error of rounding to that
+# dtype, and for fp32 that of a sum of 5,120 products, with a margin of 6 dB as in `floor_db`.
 FLOOR_DB = {"float32": 100, "float16": 66, "bfloat16": 48}
-# fp8 tensor cores add with fewer bits than fp32 has (Hopper: 14). Quantizing to fp8 costs more: 24-28 dB.
+# fp8 tensor cores accumulate with fewer bits than fp32 has (Hopper: 14). Quantization to fp8 alone has an SNR
+# of 24 to 28 dB, so this loss is small.
 FP8_SUM_DB = 40
 
 
 def snr_db(value, reference) -> float:
-    """Signal-to-noise ratio in dB, 20 dB a factor of ten in relative error; 400 where they are equal."""
+    """Returns the signal-to-noise ratio in dB: 20 dB are a factor of ten in relative error; 400 if equal."""
     value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
     assert value.shape == reference.shape, (value.shape, reference.shape)
     assert np.isfinite(value).all(), "a value is not finite"
@@ -23,10 +24,10 @@ def snr_db(value, reference) -> float:
 
 
 def floor_db(dtype: str, k: int) -> float:
-    """The ratio that a sum of k products, accumulated in fp32 and rounded to `dtype`, has to reach.
+    """Returns the lowest SNR in dB of a sum of k products, accumulated in fp32 and rounded to `dtype`.
 
-    The error of the rounding is uniform in +-eps of each value; sums in fp32 add eps32 * sqrt(k). A margin of
-    6 dB covers both being estimates.
+    The rounding error is uniform in +-eps of each value; sums in fp32 add eps32 * sqrt(k). A margin of 6 dB
+    allows for both being estimates.
     """
     noise = EPS[dtype] + EPS["float32"] * np.sqrt(max(k, 1))
     return -20 * np.log10(noise) - 6

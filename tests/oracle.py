@@ -1,6 +1,6 @@
-"""Every recipe written out in numpy, independently of swjax: quantization in fp32, products in float64.
+"""Every recipe written out in NumPy, independently of swjax: quantization in fp32, products in float64.
 
-No table and no interpreter here: each function is one algorithm of the paper, line by line.
+Each function is one algorithm of the paper, line by line.
 """
 
 import ml_dtypes
@@ -20,7 +20,7 @@ def _scaled(x, axis, largest):
 
 
 def int8(x, axis):
-    """What int8 makes of x: round(127 x / absmax) * absmax / 127; axis None is tensor-wise."""
+    """Returns x quantized and dequantized: round(127 x / absmax) * absmax / 127; axis None: tensor-wise."""
     scaled, scale = _scaled(x, axis, np.float32(127))
     return np.round(scaled).astype(np.float64) * scale
 
@@ -70,7 +70,10 @@ def llm_int8_outlier6(x, w, g):
 
 
 def rotated(x, largest_block=1024, size=128):
-    """[blocks, tokens, n]: groups of tokens times a Hadamard matrix with signs, and sqrt(1/size)."""
+    """Returns [blocks, tokens, n]: groups of `size` tokens, multiplied by an orthogonal Hadamard matrix.
+
+    The bits of pi give the signs of its columns.
+    """
     blocks = -(-len(x) // largest_block)
     length = -(-len(x) // (blocks * size)) * size
     padded = np.zeros((blocks * length, x.shape[1]))

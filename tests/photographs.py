@@ -1,4 +1,4 @@
-"""Small data sets for tests, made here: photographs in tars, tables, and ways to break them."""
+"""Small data sets for tests: images in tars, tables and TFDS folders."""
 
 import io
 import json
@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def photograph(number: int, height: int = 40, width: int = 48) -> Image.Image:
-    """A smooth image that has its number in its colour."""
+    """Returns a smooth image whose colour encodes its number."""
     rng = np.random.default_rng(number)
     coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), np.uint8))
     return coarse.resize((width, height), Image.Resampling.BICUBIC)
@@ -26,7 +26,7 @@ def encoded(image: Image.Image, file_format: str, **options) -> bytes:
 
 
 def sample(number: int) -> dict[str, bytes]:
-    """The files of a sample, by extension, as img2dataset writes them."""
+    """Returns {extension: bytes} of a sample as img2dataset writes it."""
     caption = f"picture {number}"
     fields = {"caption": caption, "url": f"https://example.com/{number}", "status": "success"}
     return {"jpg": jpeg(number), "txt": caption.encode(), "json": json.dumps(fields).encode()}
@@ -50,7 +50,7 @@ def add(tar: tarfile.TarFile, name: str, data: bytes = b"", **fields) -> None:
 
 
 def write_tars(folder, counts: list[int], change=lambda number, files: files) -> str:
-    """Writes tars with so many samples each, counted through; returns the pattern of their paths."""
+    """Writes tars with the given numbers of samples; returns the pattern of their paths."""
     number = 0
     for shard, count in enumerate(counts):
         numbers = range(number, number + count)
@@ -61,7 +61,7 @@ def write_tars(folder, counts: list[int], change=lambda number, files: files) ->
 
 
 def write_tfds(root, name: str, split: str, features: dict, examples: list[dict]) -> None:
-    """Writes a prepared TFDS builder, "NAME" or "NAME/CONFIG", of one array_record file, without its code."""
+    """Writes a prepared TFDS data set "NAME" or "NAME/CONFIG" of one array_record file, without its code."""
     import tensorflow_datasets as tfds
     from array_record.python.array_record_module import ArrayRecordWriter
 

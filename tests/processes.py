@@ -1,4 +1,4 @@
-"""Two processes that are one run."""
+"""Starts two processes that form one run."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import subprocess
 
 @contextlib.contextmanager
 def two_processes(command: list[str], environment=os.environ):
-    """Starts a command twice, with what `swjax.training.distributed` reads; kills the remaining processes."""
+    """Starts a command twice, as two processes of one run. Kills processes that remain."""
     with socket.socket() as sock:
         sock.bind(("localhost", 0))
         address = f"localhost:{sock.getsockname()[1]}"

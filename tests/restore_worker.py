@@ -1,6 +1,6 @@
 """One of two processes that restore a checkpoint: python restore_worker.py FOLDER. Prints its step.
 
-Each reads its own copy, FOLDER/<its number>, as if its disk gave other bytes than the other's.
+Each process reads its own copy, FOLDER/<process number>, so that the copies can differ.
 """
 
 import sys

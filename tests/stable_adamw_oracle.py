@@ -1,4 +1,4 @@
-"""StableAdamW in float64 NumPy, one tensor at a time: as Algorithm 2 reads, and as it is misread."""
+"""StableAdamW in float64 NumPy, one tensor at a time: the paper's Algorithm 2, and wrong readings of it."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ def run(params, grads, rates, *, b1, b2, eps, decay, threshold=1.0, stacked=(), 
     Args:
       params: {name: array}.
       grads: for each step {name: array}.
-      rates: learning rate of each step, and of one more.
+      rates: learning rate of each step, and one more.
       decay: {name: weight decay}.
       stacked: names whose leading axis enumerates tensors.
       reading: "" or one of `WRONG_READINGS`.
@@ -50,7 +50,7 @@ def run(params, grads, rates, *, b1, b2, eps, decay, threshold=1.0, stacked=(), 
 
 
 def one(p, grads, rates, beta1, beta2, eps, lam, d, reading):
-    """The same for one tensor."""
+    """Does what `run` does, for one tensor."""
     wide = complex if np.iscomplexobj(p) else float
     p = np.array(p, wide)
     m, v, rms = np.zeros(p.shape, wide), np.zeros(p.shape, float), 0.0

@@ -1,6 +1,6 @@
-"""A pytest plugin that puts swjax's parts into optax and Flax before their tests are imported.
+"""A pytest plugin that replaces parts of optax and Flax by swjax's before their tests are imported.
 
-Loaded by `suites.py` in a process of its own; the environment variable SWJAX_SUBSTITUTION names the part.
+`suites.py` loads it in a separate process; the environment variable SWJAX_SUBSTITUTION names the part.
 """
 
 import functools
@@ -17,7 +17,7 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Keeps the tests whose parameters match: absl numbers tests, so that -k does not see parameters."""
+    """Selects tests by their parameters. -k cannot: absl names parametrized tests by number."""
     pattern = re.compile(os.environ[SELECT])
     items[:] = [
         item
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _optax(name: str) -> None:
-    """Adam and AdamW become StableAdamW; or every optimizer of the suite gets a guard around it."""
+    """Replaces Adam and AdamW by StableAdamW, or wraps every optimizer of the suite."""
     import optax
     from optax._src import alias
 
@@ -38,13 +38,13 @@ def _optax(name: str) -> None:
         return stable_adamw(learning_rate, b1=b1, b2=b2, eps=eps, **known)
 
     def guarded(guard, original):
-        @functools.wraps(original)  # `inject_hyperparams` reads the signature
+        @functools.wraps(original)  # `inject_hyperparams` reads the signature of the factory
         def make(*args, **kwargs):
             return guard(original(*args, **kwargs), 1.0)
 
         return make
 
-    # The losses of these tests are not scaled, so the scale has to stay 1.
+    # These tests do not scale their losses, so the loss scale must stay 1.
     fixed = functools.partial(dynamic_loss_scale, growth_steps=2**30)
     guards = {"per_tensor_guard": per_tensor_guard, "dynamic_loss_scale": fixed}
     replaced = ("adam", "adamw") if name == "stable_adamw" else ("adam", "adamw", "sgd", "rmsprop")
@@ -55,7 +55,7 @@ def _optax(name: str) -> None:
 
 
 def _linen() -> None:
-    """Every `flax.linen.Dense` is `swjax.linen.Dense`, in the recipe that computes as Flax does."""
+    """Replaces `flax.linen.Dense` by `swjax.linen.Dense` in the recipe that computes as Flax does."""
     import flax.linen
     import flax.linen.linear
 
@@ -68,7 +68,7 @@ def _linen() -> None:
 
 
 def _nnx() -> None:
-    """Every `flax.nnx.Linear` is `swjax.nnx.Linear`, in the recipe that computes as Flax does."""
+    """Replaces `flax.nnx.Linear` by `swjax.nnx.Linear` in the recipe that computes as Flax does."""
     import flax.nnx
     import flax.nnx.nn.linear
 

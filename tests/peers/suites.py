@@ -1,4 +1,4 @@
-"""Which test files of optax and Flax run with which of swjax's parts, and how one of them is run."""
+"""The test files of optax and Flax, which part of swjax each of them tests, and how to run one."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-OPTAX = Path(find_spec("optax").origin).parent  # the wheel ships its tests
-FLAX = next(iter(sorted((ROOT / ".cache" / "peers").glob("flax-*/tests"))), None)  # by `make peers`
+OPTAX = Path(find_spec("optax").origin).parent  # optax's wheel contains its tests
+FLAX = next(iter(sorted((ROOT / ".cache" / "peers").glob("flax-*/tests"))), None)  # from `make peers`
 
 
 class Suite(NamedTuple):
@@ -20,9 +20,9 @@ class Suite(NamedTuple):
 
     Attributes:
       library: "optax" or "flax".
-      file: below the library's tests.
+      file: path below the library's tests.
       substitution: see `substitution.py`.
-      select: regular expression that finds the tests by their parameters; "": all.
+      select: regular expression on the tests' parameters; "": all tests.
     """
 
     library: str
@@ -91,17 +91,17 @@ SUITES = [
 
 
 def outcomes(suite: Suite, *, substitute: bool = True) -> dict[str, str]:
-    """{test: "passed", "skipped", or the first line of its error}, of all tests in a file.
+    """Runs all tests of a file; returns {test: "passed", "skipped", or the first line of its error}.
 
     Args:
       suite: its file must exist.
-      substitute: False: the library's own parts, to tell which tests fail anyway.
+      substitute: False: with the library's own parts, to find tests that fail without swjax.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-p", "no:cacheprovider", "-p", "substitution", f"--junitxml={report}"]
         options += ["-c", os.devnull, f"--rootdir={folder}"]
-        # The settings of this suite are swjax's; those of the peers are JAX's defaults.
+        # Without the JAX settings of swjax's tests: the libraries' tests expect JAX's defaults.
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PYTEST_"))}
         environment |= {
             "JAX_PLATFORMS": "cpu",

@@ -1,7 +1,7 @@
 """The test suites of optax and Flax, with swjax's parts in place of theirs.
 
-`make peers` fetches what is missing and runs them, in about half an hour. Every test that passes with the
-library's own parts has to pass with ours, except those in `KNOWN`, each with its reason.
+`make peers` downloads the suites and runs them, in about half an hour. Every test that passes with the
+library's own parts must pass with swjax's, except the tests in `KNOWN`.
 """
 
 import re
@@ -58,7 +58,7 @@ def test_a_suite_passes_with_our_parts(suite):
     unknown = {name: failed[name] for name in failed.keys() - set().union(*matched.values())}
     assert not unknown
     mended = [p for p in known if not matched[p] and _matching(p, suite, ours)]
-    assert not mended, "these pass: delete their rows from KNOWN"
+    assert not mended, "these tests pass: delete their rows from KNOWN"
 
 
 def _matching(pattern: str, suite: suites.Suite, names: dict[str, str]) -> set[str]:
@@ -66,6 +66,6 @@ def _matching(pattern: str, suite: suites.Suite, names: dict[str, str]) -> set[s
 
 
 def test_the_guard_of_this_test_can_fail():
-    """A pattern has to name a file and a test."""
+    """Every pattern of `KNOWN` names a file and a test."""
     for known in KNOWN.values():
         assert all("test_" in pattern and reason for pattern, reason in known.items())
