@@ -54,7 +54,7 @@ def test_every_implementation_computes_the_algorithm(dtype, implementation):
 
 @pytest.mark.parametrize("recipe, same", [("switchback_m", 2), ("switchback", 3)])
 def test_recipes_that_share_products_share_their_bits(recipe, same):
-    """SwitchBackM differs from SwitchBack in dw alone."""
+    """SwitchBackM differs from SwitchBack only in dw."""
     args = arrays("float32")
     want = output_and_gradients(algorithm_1, *args)
     layer = partial(swjax.switchback, recipe=recipe, implementation="xla")

@@ -13,7 +13,8 @@ from numeric import FLOOR_DB, snr_db
 
 from swjax import attention
 
-# Tokens and features of a head: of the ViTs and their text towers, cut by patch dropout too, and ragged.
+# (queries [b, t, h, d], causal, dtype): those of the ViTs and their text towers, with and without patch
+# dropout, and sizes that tiles do not divide.
 CASES = [
     ((2, 257, 3, 80), False, "bfloat16"),
     ((2, 257, 2, 64), False, "float16"),
@@ -31,7 +32,7 @@ CASES = [
     ((2, 7, 2, 16), True, "bfloat16"),
     ((2, 1, 1, 24), False, "bfloat16"),
 ]
-# One head of some of them, with tails of tokens and features and without.
+# Smaller, for interpreters: with and without tokens and features that do not fill a tile.
 SMALL_CASES = [
     ((1, 129, 1, 80), False, "bfloat16"),
     ((1, 77, 1, 64), True, "float16"),
@@ -51,7 +52,7 @@ def test_operations_against_float64(operation, implementation, case):
     got = implementations.run(operation, *arrays, implementation=implementation, causal=causal)
     for value, exact in zip(got, want, strict=True):
         assert value.dtype == (dtype if value.ndim == 4 else "float32")
-        if np.any(exact):  # one token has no choice: dq and dk are 0
+        if np.any(exact):  # with a single key, dq and dk are 0
             assert snr_db(value, exact) > FLOOR_DB[value.dtype.name]
         else:
             assert np.max(np.abs(value.astype(jnp.float32))) < 1e-2
@@ -60,7 +61,7 @@ def test_operations_against_float64(operation, implementation, case):
 @pytest.mark.parametrize("operation, implementation", implementations.of("attention"))
 @pytest.mark.parametrize("size", [10.0, 30.0])
 def test_a_sharp_softmax_neither_overflows_nor_loses_its_maximum(operation, implementation, size):
-    """Scores of up to 1e4, all of one sign in some rows: the output is the value of the best key."""
+    """With scores up to 1e4, in some rows all negative, the output is the value of the best key."""
     q, k, v = attention_arguments(operation, (1, 257, 2, 80))
     q, k = (np.asarray(x * size, "bfloat16") for x in (q, k))
     out, lse = implementations.run(operation, q, k, v, implementation=implementation)
@@ -79,7 +80,7 @@ def test_a_sharp_softmax_neither_overflows_nor_loses_its_maximum(operation, impl
 
 @pytest.mark.parametrize("operation, implementation", implementations.of("attention_backward"))
 def test_gradients_far_from_the_maximum_stay_finite(operation, implementation):
-    """Padded keys have a score of 0, far above an lse of -1e4: they must not count."""
+    """Padded keys have a score of 0, far above a log-sum-exp of -1e4: they must not contribute."""
     shape = (1, 197, 1, 64)
     q, k = np.full(shape, 40, "bfloat16"), np.full(shape, -40, "bfloat16")
     k += normal(shape, "bfloat16")
@@ -95,7 +96,7 @@ def test_gradients_far_from_the_maximum_stay_finite(operation, implementation):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["triton", "xla", pytest.param("cudnn", marks=pytest.mark.gpu)])
 def test_the_layer_is_jax_own(name, causal):
-    """On a CPU "triton" runs the specification, through the same derivative."""
+    """On a CPU "triton" runs the specification with the derivative that the kernels have."""
     q, k, v = (jnp.asarray(normal((2, 24, 3, 32), "bfloat16", seed)) for seed in range(3))
     gradient = jnp.asarray(normal(q.shape, "bfloat16", 3))
 

@@ -1,4 +1,4 @@
-"""The benchmark and the tuner of kernels, on a CPU: tiny shapes, and what is written down."""
+"""The benchmark and the tuner of kernels on a CPU with tiny shapes: which rows and entries they write."""
 
 import json
 import os
@@ -39,8 +39,8 @@ def test_operations(tmp_path):
     )
     skipped = [row for row in rows if row["implementation"] == "triton"]
     assert skipped and all("needs an NVIDIA GPU" in row["error"] for row in skipped)
-    assert any(row["implementation"] == "products" for row in rows)  # torch: not here, or no GPU
-    assert "quantize rows" in done.stdout.split("copy_share")[-1]  # the table
+    assert any(row["implementation"] == "products" for row in rows)  # torch's, with an error
+    assert "quantize rows" in done.stdout.split("copy_share")[-1]  # the table at the end
 
 
 def test_layers(tmp_path):
@@ -63,13 +63,13 @@ def test_layers(tmp_path):
 
 
 def test_what_computes_something_else_is_no_peer():
-    """As a product without its scales."""
+    """Such as a product without scales: the speed-up is not relative to it."""
     same = {"op": "matmul", "shape": "8x8->8", "dtype": "int8", "is_peer": True}
     records = timing.Records(None, 1)
     records.rows = [
         same | {"implementation": "no scales", "us": 1.0, "snr_db": -108.6},
         same | {"implementation": "xla", "us": 4.0, "snr_db": 200.0},
-        same | {"implementation": "torch", "us": 6.0},  # compared with nothing
+        same | {"implementation": "torch", "us": 6.0},  # has no SNR
     ]
     told = bench.against_peers(records, same | {"us": 2.0})
     assert told == {"ratio": 2.0, "peer": "xla int8"}
@@ -100,7 +100,7 @@ def test_names_of_others(name):
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """The path of this device's table, in an empty folder."""
+    """The path of this device's table of tiles, in an empty folder."""
     path = tmp_path / "table.json"
     monkeypatch.setattr(tiles, "table_path", lambda kind: path)
     tiles._table.cache_clear()
@@ -119,7 +119,7 @@ def test_what_is_tuned():
 
 
 def test_every_kernel_that_is_tuned_takes_its_tiles(monkeypatch):
-    """Traced, not run: each with the rule's tile and a candidate."""
+    """Each kernel is traced, not run, with the rule's tile and with a candidate."""
     pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
     from swjax.kernels.triton_gpu import launcher
 
@@ -175,7 +175,7 @@ def test_keys_leave_out_the_tokens(operation, arrays, key):
 def test_the_fastest_correct_candidate_wins():
     def function(name):
         def product(x):
-            once = lambda _, y: y @ jnp.eye(len(x))  # changes nothing
+            once = lambda _, y: y @ jnp.eye(len(x))  # multiplies by the identity
             y = x if name == "wrong" else x @ x
             return jax.lax.fori_loop(0, {"rule": 30, "fast": 1, "wrong": 0}[name], once, y)
 
@@ -195,7 +195,7 @@ def test_no_gpu_is_one_line(capsys, tmp_path):
 
 
 def test_train_step(tmp_path):
-    """The image tower of the tiny model; peers fail, which is a row that says so."""
+    """Times the tiny model's image tower. PyTorch's rows hold an error on a CPU."""
     out = tmp_path / "step.json"
     script = [sys.executable, ROOT / "benchmarks" / "train_step.py"]
     flags = ["--smoke", "--kinds", "encoder", "--peers", "--torchao"]

@@ -13,9 +13,9 @@ COMMAND = re.compile(r"python (?:-m )?(benchmarks[/.][\w/.]+)")
 
 
 def commands() -> list[list[str]]:
-    """["-m", module] or [file] of each command that is shown by the file that it starts.
+    """Returns ["-m", module] or [file] for each benchmark whose docstring shows its own command.
 
-    The programs that need PyTorch take cases as JSON from another command.
+    Programs that need PyTorch are not among them: another program starts those.
     """
     found = []
     for path in sorted((ROOT / "benchmarks").rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Int8 weight gradients of rotated tokens: the specification in float64, error bounds, sharding, refusals."""
+"""Int8 weight gradients of rotated tokens: against float64, error bounds, sharding, refusals."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ TOKENS = (1, 127, 128, 129, 1000, 1024, 1025, 3000)
 
 
 def drawn(kind, tokens, features, seed):
-    """Tokens of one magnitude, or of very different ones."""
+    """Returns random tokens: `kind` says how much their magnitudes differ."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((tokens, features))
     if kind == "log-normal":
@@ -52,7 +52,7 @@ def test_is_the_transcription_in_float64(tokens, dtype):
             oracle.int8(a, 0).T @ oracle.int8(b, 0)
             for a, b in zip(*map(oracle.rotated, wide), strict=True)
         )
-        # A sum in float32 may round a value to the next integer.
+        # A rotation in float32 may round a value to the neighbouring integer.
         assert snr_db(layer(x, g), want) > 60, kind
 
 
@@ -79,7 +79,7 @@ def test_kernels_are_the_transcription_in_float64(operation, implementation, sha
 @pytest.mark.parametrize("kind", ["normal", "log-normal", "student", "class token"])
 @pytest.mark.parametrize("tokens", [1024, 16_384])
 def test_the_error_depends_neither_on_the_length_nor_on_the_tokens(kind, tokens):
-    """That of one scale a column depends on the tokens."""
+    """In contrast, the error with one scale a column depends on the tokens."""
     x, g = (jnp.asarray(drawn(kind, tokens, 64, n), "float32") for n in (1, 2))
     columns = [oracle.int8(np.asarray(a), 0) for a in (x, g)]
     assert error(block_weight_gradient(x, g, **OPTIONS), x, g) < 0.015
@@ -91,7 +91,7 @@ def test_the_rotation_is_orthogonal_and_mixes_equal_tokens():
     matrix = rotation_matrix(128).astype(int)
     np.testing.assert_array_equal(matrix @ matrix.T, 128 * np.eye(128))
     alike = np.asarray(rotate(jnp.ones((128, 1)), 128))
-    assert np.abs(alike).max() < 5 * np.sqrt(128)  # without signs one token would get all: 128
+    assert np.abs(alike).max() < 5 * np.sqrt(128)  # without random signs the maximum would be 128
 
 
 @pytest.mark.parametrize("rotation", [1, 2, 16])
@@ -108,7 +108,7 @@ def test_the_longest_block_does_not_overflow():
 
 
 def test_fp8_in_blocks():
-    """The same scope serves fp8: a recipe of the user's."""
+    """A user's recipe may quantize in blocks to fp8."""
     blocks = [Quantizer(dtype, "block", 1024, 128) for dtype in ("float8_e4m3fn", "float8_e5m2")]
     recipe = Recipe(wgrad=Product(*blocks))
     x, w, g = (jnp.asarray(drawn("log-normal", 300, n, n), "float32") for n in (8, 6, 6))
@@ -117,7 +117,7 @@ def test_fp8_in_blocks():
 
 
 def test_every_product_of_the_layer_is_int8():
-    """The other products are the rotations, of 128 tokens each."""
+    """All other products are rotations, which contract groups of 128 tokens."""
     x, w, g = jnp.ones((256, 64)), jnp.ones((64, 32)), jnp.ones((256, 32))
 
     def both(x, w, g):

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk that fails: what is not as it was saved is not used, and the one before it is."""
+"""Checkpoints on a failing disk: a damaged checkpoint is not used, the one before it is."""
 
 import gc
 import random
@@ -21,7 +21,7 @@ from swjax.training.checkpoint import Checkpoints
 from swjax.training.checksums import checksums
 from swjax.training.config import ConfigError, RunError
 
-# Coroutines that Orbax leaves behind when one of them has failed.
+# Orbax does not await its other coroutines when one has failed.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
@@ -32,7 +32,7 @@ SHAPES = {"scalar": (), "bias": (7,), "kernel": (16, 8), "embedding": (400, 16)}
 
 @pytest.fixture(autouse=True)
 def collect():
-    """Collects garbage, so that leaks of Orbax show in this test."""
+    """Collects garbage, so that a warning about objects that Orbax leaked is raised in this test."""
     yield
     gc.collect()
 
@@ -91,7 +91,7 @@ def test_no_flipped_bit_gets_through(saved):
             at = rng.randrange(len(data))
             flipped = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
             with damaged(path, flipped):
-                seen.add(restored_step(saved))  # of 4, harmless, or of 2: never anything else
+                seen.add(restored_step(saved))  # step 4 if the flip is harmless, else 2
     assert seen == {2, 4}
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_moved_aside_and_written_again(tmp_path):
     path = files(tmp_path, 4)[-1]
     path.write_bytes(path.read_bytes()[:5000])
     assert restored_step(tmp_path) == 2
-    assert not (tmp_path / "damaged").exists()  # reading alone changes nothing
+    assert not (tmp_path / "damaged").exists()  # restored without changing the folder
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.restore(LIKE)[1] == {"batches": 2}
     assert [p.name[:2] for p in (tmp_path / "damaged").iterdir()] == ["4-"]
@@ -131,9 +131,9 @@ def test_when_all_are_damaged_nothing_is_begun_again(tmp_path, caplog):
 
 
 def test_what_one_of_two_processes_cannot_read_neither_uses(saved, tmp_path):
-    """The file of process 1 is cut off: it must not give up while the other waits for it.
+    """Process 1 has a truncated file. Both processes must restore the older checkpoint; neither may hang.
 
-    For that each has a workdir of its own, as on disks that machines do not share: trainers refuse that.
+    Each process has its own workdir, so that only one file is damaged. The trainer refuses such workdirs.
     """
     for rank in "01":
         shutil.copytree(saved, tmp_path / rank)
@@ -164,7 +164,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path, caplog):
 
 @contextmanager
 def file_size_limit(size: int):
-    """Files grow up to here: the failure of a full disk that needs no rights."""
+    """Limits the size of files: like a full disk, but needs no privileges."""
     old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))

@@ -1,4 +1,4 @@
-"""`swjax classify`: names by probability, and mistakes in one line."""
+"""`swjax classify` prints names by probability, and one line for a mistake."""
 
 import pytest
 from clip_oracle import random_model, small_config

@@ -70,7 +70,7 @@ def test_command_line_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
     assert not captured.out
     assert captured.err.count("\n") == 1 and captured.err.startswith("train.py: ")
     assert hint in captured.err
-    assert not list(tmp_path.iterdir())  # nothing is created for a run that cannot be
+    assert not list(tmp_path.iterdir())  # a refused run creates no file
 
 
 BAD_CONFIGS = {
@@ -128,7 +128,7 @@ def test_impossible_config_is_one_line(name, capsys, tmp_path, monkeypatch):
     assert train.main(["train.py", *flags]) == 2
     error = capsys.readouterr().err
     if name not in LATE:
-        assert not list(tmp_path.iterdir())  # a run that cannot be leaves nothing behind
+        assert not list(tmp_path.iterdir())  # a refused run creates no file
     assert error.count("\n") == 1 and error.startswith("train.py: ")
     assert hint in error
 
@@ -153,7 +153,7 @@ def test_a_pattern_with_a_comma_is_written_in_a_json_list():
 
 @pytest.mark.parametrize("steps, warmup", [(20, 8), (300, 120), (301, 300), (2000, 300)])
 def test_a_warmup_that_was_not_set_fits_into_a_shorter_run(steps, warmup, caplog):
-    """The first experiment: make train ARGS=--config.train.steps=20."""
+    """make train ARGS=--config.train.steps=20, a likely first experiment, works."""
     config = config_lib.load(f"{ROOT}/configs/openmoji.py", [("train.steps", str(steps))])
     assert config.schedule.warmup_steps == warmup
     said = [record.getMessage() for record in caplog.records]
@@ -211,7 +211,7 @@ def test_a_misspelt_command_is_one_line(monkeypatch, capsys):
 
 
 def test_the_recorded_command_runs_again():
-    """The file of a module in a package cannot be run; `-m` and its name can."""
+    """A module of a package is recorded as `-m NAME`: the path of its file would not run."""
     program = (
         "from swjax.training import environment; print(environment.describe().split('\\n')[0])"
     )
@@ -224,7 +224,7 @@ def test_the_recorded_command_runs_again():
 
 @pytest.mark.parametrize("command", [["-m", "swjax", "--help"], ["train.py", "--plan"]])
 def test_output_that_nobody_reads(command):
-    """As in `... | head`: no traceback, and the exit code of a program that SIGPIPE ends."""
+    """Output into a closed pipe, as in `... | head`, ends with SIGPIPE's exit code and without traceback."""
     config = ["--config=configs/openmoji.py", "--config.data.name=synthetic"]
     rest = [] if "--help" in command else config
     reader, writer = os.pipe()

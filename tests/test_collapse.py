@@ -1,4 +1,4 @@
-"""A run whose embeddings have become equal says so: recorded runs, synthetic ones, and the trainer."""
+"""The warning that all embeddings have become equal: on recorded and synthetic losses, and in the trainer."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def records(losses, norms):
 
 
 def test_recorded_runs_of_the_icons():
-    """Of six runs at ViT-B's width one stayed collapsed, and one for its first 350 steps."""
+    """Of six recorded runs at ViT-B's width, only the one that stays collapsed gets the warning."""
     told = {}
     for run in json.loads((RESULTS / "icons_accuracy_h100.json").read_text())["runs"]:
         key, result = run["key"], run["result"]
@@ -38,10 +38,10 @@ def test_recorded_runs_of_the_icons():
 @pytest.mark.parametrize(
     "losses, norms, loss",
     [
-        ([math.log(8)] * STEPS, [0.5] * STEPS, "softmax"),  # learns slowly
-        ([1.0] * STEPS, [1e-3] * STEPS, "softmax"),  # has learned
-        ([math.log(8)] * (STEPS - 1), [1e-3] * (STEPS - 1), "softmax"),  # not yet
-        ([math.log(8), None] * STEPS, [1e-3] * 2 * STEPS, "softmax"),  # NaN is another message
+        ([math.log(8)] * STEPS, [0.5] * STEPS, "softmax"),  # loss of chance, but a large gradient
+        ([1.0] * STEPS, [1e-3] * STEPS, "softmax"),  # a small gradient, but the loss is low
+        ([math.log(8)] * (STEPS - 1), [1e-3] * (STEPS - 1), "softmax"),  # one step too few
+        ([math.log(8), None] * STEPS, [1e-3] * 2 * STEPS, "softmax"),  # NaN has its own message
         ([math.log(8)] * STEPS, [1e-3] * STEPS, "sigmoid"),
     ],
 )

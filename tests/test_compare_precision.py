@@ -1,4 +1,4 @@
-"""Precisions side by side: errors where recipes round and nowhere else; one page and one line a mistake."""
+"""`compare_precision`: errors appear only where a recipe rounds; the page; one line for each mistake."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_probes_see_outputs_and_their_gradients():
     grads = jax.jit(jax.grad(loss))(params)
     mlp = grads["vision"]["blocks"]["mlp"]
     kernel = params["vision"]["blocks"]["mlp"]["fc2"]
-    output, gradient = mlp["fc2"]["probe"][1]  # of the second block
+    output, gradient = mlp["fc2"]["probe"][1]  # block 1, the second
     hidden, _ = mlp["fc1"]["probe"][1]
     by_hand = (
         jax.nn.gelu(hidden, approximate=False) @ kernel["kernel"][1] + kernel["bias"][1][None, None]
@@ -47,7 +47,7 @@ def test_probes_see_outputs_and_their_gradients():
 
 @pytest.mark.slow
 def test_layers_training_and_page(tmp_path, capsys):
-    """One arm without quantization, because compiling dominates the time."""
+    """Compares one arm only, without quantization: compilation dominates the time."""
     command = ["compare_precision", *FLAGS, f"--workdir={tmp_path}", "--arms", "standard:float16"]
     command += ["--config.optimizer.loss_scale=256"]
     sizes = ["--steps=2", "--seeds=2", "--batch-size=8", "--examples=4"]

@@ -1,4 +1,4 @@
-"""Every config key: wrong settings made from its type and range, and its description."""
+"""Every config key is described, and refuses wrong values, which are derived from its type and range."""
 
 import math
 import sys
@@ -22,7 +22,7 @@ NO_NUMBERS = {
 
 
 def wrong_values(key: Key) -> list[str]:
-    """Texts of another type, below, above, and of no known choice."""
+    """Returns values of a wrong type, below and above the range, and not among the choices."""
     wrong = [*NO_NUMBERS.get(key.kind, ())]
     if key.kind is tuple and key.interval:
         return ["100", "5,4", "0,3", "1,2,3", "1.5,2", "first,last", "1,inf"]
@@ -42,7 +42,7 @@ WRONG = [(name, value) for name, key in KEYS.items() for value in wrong_values(k
 
 
 def refusal(setting: str, capsys, tmp_path, monkeypatch) -> str:
-    """The one line that a command with a wrong setting prints."""
+    """Returns the line that train.py prints for a wrong setting."""
     monkeypatch.chdir(tmp_path)
     assert train.main(["train.py", OPENMOJI, "--workdir=w", setting]) == 2
     captured = capsys.readouterr()
@@ -103,7 +103,7 @@ def test_the_table_has_the_models_and_the_recipes():
 
 
 def page() -> str:
-    """The reference of the config keys, docs/config.md."""
+    """Returns docs/config.md, the reference of the config keys."""
     lines = [
         "# Config keys",
         "",

@@ -1,4 +1,4 @@
-"""Every config builds its model, without allocating it, and none can be extended by accident."""
+"""Every config builds its model, as shapes, and refuses keys that it does not have."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ from swjax.training import optimizer, setup
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "common")
-OTHERS = {"finetune", "icons", "openmoji"}  # not of the paper
+OTHERS = {"finetune", "icons", "openmoji"}  # not models of the paper
 PARAMETERS = {
     "vit_b32": 151_277_313,
     "vit_b16": 149_620_737,
@@ -45,7 +45,7 @@ def test_builds_its_model_and_can_be_sharded(name):
     mesh = sharding.make_mesh(data=1, fsdp=-1)
     placed = jax.tree.leaves(sharding.abstract_state(state, mesh)["params"])
     split = sum(x.size for x in placed if not x.sharding.is_fully_replicated)
-    assert split > 0.99 * count - 1e5  # fsdp on two devices: all but vectors and scalars
+    assert split > 0.99 * count - 1e5  # two devices shard all but vectors and scalars
 
 
 def optimizer_of(config):

@@ -1,4 +1,4 @@
-"""What a conversion says of itself, and that it can be undone."""
+"""The description of a conversion, and its undoing."""
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ def test_linen_says_the_same(recipe):
     params = model.init(jax.random.key(0), X)
     before = model.apply(params, X)
     with swjax.linen.quantized({"plain|ours": recipe}) as conversion:
-        for _ in range(2):  # noted once
+        for _ in range(2):  # every matrix has one row, however often the model is called
             jax.eval_shape(model.apply, params, X)
         converted = model.apply(params, X)
     table = f"""

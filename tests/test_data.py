@@ -1,4 +1,4 @@
-"""The loader's order and its resumption, sharding and padding; pixels to floats; errors."""
+"""The loader's order, resumption, sharding and padding; pixel transformations; errors."""
 
 import importlib.util
 import subprocess
@@ -18,7 +18,7 @@ from swjax.data.packages import require
 
 
 class Photographs:
-    """Two dozen small images of different shapes, each with three captions."""
+    """24 small images of different shapes, each with three captions."""
 
     class_names, templates, attribution, photographs = (), (), "", True
 
@@ -38,7 +38,7 @@ def load(source, batches=None, **options):
     options = {"batch_size": 5, "seed": 1, "context_length": 12, "image_size": 16} | options
     loader = data.loader(source, **options)
     taken = [
-        # A copy: what a worker process sends lives in shared memory.
+        # copied: arrays from a worker process are in shared memory, which is reused
         {name: np.array(array) for name, array in batch.items()}
         for batch, _ in zip(loader, range(batches or 10**6))
     ]
@@ -127,7 +127,7 @@ def test_evaluation_sees_every_example_once_in_order(batch_size, processes):
         )
         for rank in range(processes)
     ]
-    assert len({len(part) for part in parts}) == 1  # a collective of all would hang otherwise
+    assert len({len(part) for part in parts}) == 1  # otherwise collectives would hang
     assert all(len(batch["index"]) == batch_size for part in parts for batch in part)
     seen = [indices(part)[np.concatenate([b["mask"] for b in part])] for part in parts]
     assert sorted(np.concatenate(seen)) == list(range(24))
@@ -241,7 +241,7 @@ def test_synthetic_examples_depend_on_the_label_alone():
 def test_preprocess_normalises(channels):
     images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, channels), np.uint8)
     x = images[..., :3] / 255
-    if channels == 4:  # laid on white
+    if channels == 4:  # composed over white
         opacity = images[..., 3:] / 255
         x = x * opacity + 1 - opacity
     expected = (x - np.array(pixels.MEAN)) / np.array(pixels.STD)
@@ -265,9 +265,9 @@ def test_augmentation_moves_each_drawing_in_its_own_way():
     assert len({image.tobytes() for image in x}) == 64
     assert (x != augment(images, jax.random.key(1))).any()
     ink = 1 - (x * np.array(pixels.STD) + np.array(pixels.MEAN))
-    assert ink.min() > -1e-5 and ink.max() < 1 + 1e-5  # never darker than black, nor beyond white
-    assert ink[:, 0].max() < 1e-5  # what comes in from beyond the edge is white
-    area = ink.mean(axis=3).sum(axis=(1, 2)) / 64  # 1 if neither scaled nor changed in contrast
+    assert ink.min() > -1e-5 and ink.max() < 1 + 1e-5  # colours stay between black and white
+    assert ink[:, 0].max() < 1e-5  # pixels from outside the image are white
+    area = ink.mean(axis=3).sum(axis=(1, 2)) / 64  # 1 without a change of size or contrast
     assert area.min() > 0.4 and area.max() < 1.3 and area.std() > 0.05
     rows = np.einsum("bhwc,h->b", ink, np.arange(24)) / ink.sum(axis=(1, 2, 3))
     assert rows.std() > 0.3 and abs(rows.mean() - 11.5) < 0.5
@@ -296,7 +296,7 @@ def test_preprocess_refuses(images, message):
 
 def test_fit_cuts_the_middle_of_the_longer_side():
     image = np.zeros((10, 30, 3), np.uint8)
-    image[:, 6:24] = 200  # four pixels on each side that only the filter sees
+    image[:, 6:24] = 200  # columns 6-9 and 20-23 are inside the filter, outside the crop
     fitted = pixels.fit(image, 5)
     assert fitted.shape == (5, 5, 3) and (fitted == 200).all()
     np.testing.assert_array_equal(fitted, pixels.fit(image.transpose(1, 0, 2), 5))
@@ -310,7 +310,7 @@ def test_fit_is_antialiased_and_weighs_colours_by_opacity():
     stripes[:, ::2] = 255
     np.testing.assert_allclose(pixels.fit(stripes, 8), 128, atol=8)
     image = np.zeros((64, 64, 4), np.uint8)
-    image[:, ::2] = (200, 100, 50, 255)  # the transparent stripes between are black
+    image[:, ::2] = (200, 100, 50, 255)  # the stripes between are transparent black
     np.testing.assert_allclose(pixels.fit(image, 8)[..., :3], [[[200, 100, 50]] * 8] * 8, atol=3)
 
 
@@ -323,7 +323,7 @@ def test_random_resized_crop_shows_what_was_asked_for():
     for _ in range(200):
         crop = data.random_resized_crop(image, rng, 30, scale=(0.5, 0.8)).astype(float)
         assert crop.shape == (30, 30, 3)
-        # Slope and middle of the ramps tell the height, width and place of the rectangle.
+        # The slopes and means of the ramps give the height, width and position of the rectangle.
         h = (crop[-6, :, 0] - crop[5, :, 0]).mean() / 19 * 30
         w = (crop[:, -6, 1] - crop[:, 5, 1]).mean() / 19 * 30
         boxes.append((h, w, crop[..., 0].mean(), crop[..., 1].mean()))

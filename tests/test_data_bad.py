@@ -1,4 +1,4 @@
-"""Examples that cannot be read: counted, named, skipped or the end, the same after a resumption."""
+"""Unreadable examples: counted, logged by name, skipped or fatal, and the same after a resumption."""
 
 import io
 import logging
@@ -42,14 +42,14 @@ def take(source, batches, **options):
 
 
 def until_the_end(loader):
-    """Returns what comes before the loader stops, and the message with which it does."""
+    """Reads batches until BadData; returns the indices of the examples, and the error's message."""
     taken = []
     try:
         while len(taken) < 1000:
             taken.append(next(loader))
     except data.BadData as error:
         return indices(taken) if taken else [], str(error)
-    pytest.fail("it goes on")
+    pytest.fail("the loader did not stop")
 
 
 def indices(batches):
@@ -82,7 +82,7 @@ def test_samples_without_image_or_caption(tmp_path, caplog):
 
 
 def test_the_last_sample_of_a_truncated_tar(tmp_path, caplog):
-    """Files named jpg, txt, json: cut within the caption, its sample is named, the others used."""
+    """If a tar ends within a caption, that sample is logged as bad and all others are used."""
     path = tmp_path / "00000.tar"
     pattern = write_tars(tmp_path, [60])
     content = path.read_bytes()
@@ -131,7 +131,7 @@ def test_files_that_go_missing_in_the_run(tmp_path, caplog):
     pattern = write_tars(tmp_path, [6, 6])
     source = open_tars(pattern, tmp_path)
     (tmp_path / "00001.tar").unlink()
-    files._open.cache_clear()  # an open file stays readable
+    files._open.cache_clear()  # closes the file, which would stay readable
     taken, loader = take(source, 1)
     assert set(indices(taken)) < set(range(6))
     assert f"{tmp_path}/00001.tar: byte 0: FileNotFoundError" in caplog.text
@@ -223,7 +223,7 @@ def test_all_go_to_the_log_and_some_to_the_screen(tmp_path, capsys):
 
 
 def test_decoder_agrees_with_pillow_on_what_is_an_image():
-    """Bytes of a JPEG changed at random: the same pixels, or neither reads it."""
+    """For randomly damaged JPEGs, both decoders give the same pixels or both fail."""
     good, rng = jpeg(1, quality=90), np.random.default_rng(0)
     read = 0
     for _ in range(200):

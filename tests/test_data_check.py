@@ -1,4 +1,4 @@
-"""`swjax data check`: what training would read, and what it would skip."""
+"""`swjax data check` reports what training would read and skip."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from swjax.report.data_check import check, lines, main
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """Five rows: two equal pictures, one long caption, one that is no picture, one without a caption."""
+    """Writes five rows: two equal images, a long caption, a file that is no image, a missing caption."""
     monkeypatch.chdir(tmp_path)
     for number in (0, 1, 2, 4):
         (tmp_path / f"{number}.jpg").write_bytes(jpeg(number if number < 2 else 0))

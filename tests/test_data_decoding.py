@@ -1,4 +1,4 @@
-"""Decoded pixels compared with Pillow's, and with torchvision's where it is installed."""
+"""Decoded and resized images, compared with Pillow's, and with torchvision's if it is installed."""
 
 import io
 import struct
@@ -14,13 +14,13 @@ from swjax.data import decoding
 from swjax.data.images import fit, random_box
 from swjax.data.skipping import BadExample
 
-# Levels of 255: of photographs, whose neighbouring pixels are alike; and of the worst there is, noise.
+# Tolerances in levels of 255: for photographs, which are smooth, and for noise, the hardest case.
 TOLERANCE = {"mean": 0.3, "p99.9": 2, "max": 16}
 TOLERANCE_NOISE = {"mean": 4, "max": 40}
 
 
 def scene(seed: int, height: int, width: int) -> np.ndarray:
-    """An image with a photograph's spectrum, 1/f, and an edge."""
+    """Returns an image with a photograph's spectrum, 1/f, and an edge."""
     rng = np.random.default_rng(seed)
     f = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
     f[0, 0] = 1.0
@@ -89,7 +89,7 @@ GREY_16 = np.linspace(0, 65535, 48).round().astype(np.uint16)[None].repeat(32, 0
 
 
 def halves(mode: str, left, right) -> Image.Image:
-    """An image [32, 48] of two colours."""
+    """Returns an image [32, 48] whose left and right halves have different colours."""
     image = Image.new(mode, (48, 32), left)
     image.paste(right, (24, 0, 48, 32))
     return image
@@ -115,7 +115,7 @@ def animation(file_format: str, **options) -> bytes:
 
 
 def png_of_16_bits(colour_type: int, left: list[int], right: list[int]) -> bytes:
-    """A PNG [32, 48] of 16-bit channels, which Pillow does not write in colour."""
+    """Returns a PNG [32, 48] of 16-bit channels; Pillow cannot write these in colour."""
 
     def part(name: bytes, data: bytes) -> bytes:
         return (
@@ -129,7 +129,7 @@ def png_of_16_bits(colour_type: int, left: list[int], right: list[int]) -> bytes
     return b"\x89PNG\r\n\x1a\n" + b"".join(part(*p) for p in parts)
 
 
-# kind: (a file, its left and its right colour, tolerance): how every kind becomes 8-bit RGB.
+# {kind: (file, the RGB colours of its halves after decoding, tolerance)}
 RED_AND = ((200, 40, 20), (255, 255, 255))
 BOTH_RED = ((200, 40, 20), (200, 40, 20))
 KINDS = {
@@ -257,13 +257,13 @@ def test_images_of_unknown_range_are_refused(mode):
 
 def test_formats_that_run_programs_are_not_read():
     eps = encoded(photograph(0), "EPS")
-    assert Image.open(io.BytesIO(eps)).format == "EPS"  # Pillow would start Ghostscript
+    assert Image.open(io.BytesIO(eps)).format == "EPS"  # Pillow could read it, by starting Ghostscript
     with pytest.raises(BadExample, match="no image"):
         decoding.decode(eps)
 
 
 def test_random_resized_crop_is_torchvisions():
-    """The same rectangles of the same files: Pillow, as open_clip uses it, and ours."""
+    """Crops of the same rectangles equal torchvision's with Pillow, which open_clip uses."""
     pytest.importorskip("torchvision", reason="needs torchvision to compare with")
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.functional import resized_crop

@@ -1,4 +1,4 @@
-"""The emoji data set: what it holds, how it is split, and that it is prepared whole or not at all."""
+"""The emoji data set: its contents, its split, and its preparation, which is atomic."""
 
 import collections
 import hashlib
@@ -22,7 +22,7 @@ from swjax.data.emoji.concepts import concepts, file_key
 
 SPLITS = ("train", "val", "test")
 
-# Prepares the sample in argv[1] and prints what every record holds, as a hash.
+# Prepares the sample in the folder argv[1] and prints a hash of all records.
 PREPARE = """
 import hashlib, sys
 from swjax import data
@@ -36,7 +36,7 @@ for task in ("mixed", "strict"):
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
-    """A directory with the sample, prepared."""
+    """A directory with the prepared sample."""
     path = str(tmp_path_factory.mktemp("data"))
     data.prepare("emoji", data_dir=path, config="sample")
     return path
@@ -76,7 +76,7 @@ def test_concepts_are_distinct_and_have_words():
 
 
 def test_the_split_is_the_same_everywhere():
-    """The split is equal on every Python and machine: a change would change the meaning of scores."""
+    """The split is the same on every Python and machine, so that scores can be compared."""
     folds = "".join(f"{c.code} {c.split}\n" for c in concepts())
     assert hashlib.sha256(folds.encode()).hexdigest()[:16] == "91fc811f6d81c3e1"
     counts = collections.Counter(c.split for c in concepts())
@@ -243,7 +243,7 @@ def test_sources_reach_worker_processes_small(data_dir, name):
         options = {"builder": "emoji/sample", "text_key": "name"}
         records = data.source("tfds", "openmoji", data_dir=data_dir, **options)
     sent = pickle.dumps(records)
-    assert len(sent) < 1000  # its location, not its content
+    assert len(sent) < 1000  # pickles its path, not its content
     there = pickle.loads(sent)
     assert len(there) == len(records)
     np.testing.assert_equal(there[11], records[11])
@@ -296,7 +296,7 @@ def test_tfds_source_needs_access_by_number(data_dir, tmp_path):
 
 
 def test_prepared_once(data_dir, monkeypatch):
-    monkeypatch.setattr(rendering, "render", None)  # calling it would fail
+    monkeypatch.setattr(rendering, "render", None)  # a call would raise
     assert len(sample("train", data_dir)) > 500
 
 
@@ -305,7 +305,7 @@ def test_two_processes_prepare_at_once(data_dir, tmp_path, monkeypatch, capsys):
     (first, err), (second, other_err) = map(outputs, processes)
     monkeypatch.setattr(sys, "argv", ["", data_dir])
     exec(PREPARE, {})
-    assert first == second == capsys.readouterr().out  # what is drawn depends on nothing else
+    assert first == second == capsys.readouterr().out  # records do not depend on the process
     lines = (err + other_err).splitlines()
     assert sum(line.startswith("preparing the data set emoji/sample (once)") for line in lines) == 1
     assert [p.name for p in (tmp_path / "emoji/sample").iterdir()] == ["1.0.0"]

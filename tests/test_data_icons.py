@@ -1,4 +1,4 @@
-"""The icons data set, from a package of a few drawings made here."""
+"""The icons data set, built from a small package of icons that these tests write."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from swjax.data.icons.shards import SPLITS
 from swjax.report import data_check
 
 INFO = {"license": {"spdx": "MIT"}, "author": {"name": "A. Artist"}, "palette": False}
-# Sets that are seen and held out, and names of each fold.
+# Icon sets for training and held-out sets, and icon names of each fold.
 SEEN, HELD_OUT = "tabler", "eva"
 WORDS = [f"thing {a}{b}" for a in "abcdefghijklmnopqrst" for b in "abcdefghijklmnopqrst"]
 NAMES = {fold: [w for w in WORDS if sets.fold(w) == fold] for fold in ("train", "val", "test")}
@@ -31,7 +31,7 @@ def circle(radius: float) -> dict:
 
 
 def write_package(path: Path, content: dict[str, dict]) -> Path:
-    """A package with these sets, {prefix: its JSON}."""
+    """Writes a package with these sets, {prefix: the set's JSON}."""
     with tarfile.open(path, "w:gz") as tar:
         for prefix, of_set in content.items():
             of_set = {"prefix": prefix, "info": INFO | {"name": prefix.title()}} | of_set
@@ -43,7 +43,7 @@ def write_package(path: Path, content: dict[str, dict]) -> Path:
 
 
 def small() -> dict[str, dict]:
-    """40 drawings of every fold in two sets, each with a different radius."""
+    """Returns two sets with 40 icons of each fold; every icon has a different radius."""
     content, radius = {}, 1.0
     for prefix in (SEEN, HELD_OUT):
         icons = {}
@@ -106,7 +106,7 @@ def test_an_example(package, tmp_path):
 
 
 def test_a_killed_preparation_goes_on(package, tmp_path):
-    """The shards that are complete are not drawn again."""
+    """A preparation that was killed resumes: complete shards are not rendered again."""
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -144,7 +144,7 @@ def test_a_damaged_shard_is_found(package, tmp_path):
 
 
 def test_the_command_that_verifies_says_how_to_mend(package, tmp_path, capsys):
-    """What it names is removed: the next use renders the damaged file again, with the same bytes."""
+    """After the named files are removed, the next use renders the damaged shard again, bit for bit."""
     examples = len(open_icons("train", tmp_path))
     (folder,) = tmp_path.glob("icons/*-1")
     assert data_check.main(["verify", str(folder)]) == 0
@@ -172,7 +172,7 @@ def test_equal_drawings_are_in_one_split(package, tmp_path):
 
 
 def test_what_is_not_drawn(tmp_path):
-    """Licences that forbid commercial use or are GPL, emoji, reserved sets, hidden icons."""
+    """Left out: non-commercial and GPL licences, emoji, reserved sets, hidden icons."""
     icons = {"icons": {"home": circle(3), "old": circle(4) | {"hidden": True}}}
     licences = {"nc": "CC-BY-NC-4.0", "gnu": "GPL-3.0-or-later", "open": "CC-BY-SA-4.0", "none": ""}
     content = {
@@ -191,7 +191,7 @@ def test_frames_are_square_and_malformed_drawings_are_left_out():
     png, digest = drawings.draw(icon.svg())
     rows = np.asarray(Image.open(io.BytesIO(png)))[:, 48, 3]
     visible = np.flatnonzero(rows > 128)
-    assert abs(visible[0] - 36) <= 1 and abs(visible[-1] - 59) <= 1  # a band in the middle
+    assert abs(visible[0] - 36) <= 1 and abs(visible[-1] - 59) <= 1  # the icon fills a band in the middle
     assert len(digest) == 32 and drawings.draw("<svg") is None
     assert drawings.draw('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>') is None
 
