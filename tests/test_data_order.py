@@ -1,4 +1,4 @@
-"""Counting: however a run is cut and shared out, every example comes once an epoch, bad ones never."""
+"""However a run is interrupted and split over processes, an epoch yields every readable example once."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from swjax.data.progress import Position
 
 
 class Pairs:
-    """Photographs of one colour that say their number; some cannot be read."""
+    """Images of one colour, which encodes their index; those in `bad` cannot be read."""
 
     class_names, templates, attribution, photographs = (), (), "", True
 
@@ -41,7 +41,7 @@ OPTIONS = {"seed": 3, "context_length": 6, "image_size": 8, "max_bad_share": 1.0
 
 
 class Run:
-    """Processes that take turns, as those of a run do; cut and resumed with their position."""
+    """The loaders of all processes of a run, in this process; `cut` returns the position to resume from."""
 
     def __init__(self, source, processes, batch_size, position=None, **options):
         self.loaders = [
@@ -53,14 +53,14 @@ class Run:
         ]  # fmt: skip
 
     def steps(self, count):
-        """Takes batches of all; returns the indices of each step, process by process."""
+        """Takes one batch a step from each process; returns the indices of each step, process by process."""
         return [
             np.concatenate([next(loader)["index"] for loader in self.loaders]).tolist()
             for _ in range(count)
         ]
 
     def cut(self):
-        """Ends; returns the position, as a checkpoint holds it."""
+        """Closes the loaders; returns their common position as a checkpoint stores it."""
         own = []
         for loader in self.loaders:
             with pytest.raises(ValueError, match="needs the counts of all; gather gave 0"):
@@ -92,7 +92,7 @@ def test_cut_anywhere_is_the_same_run(options, cut):
 
 @pytest.mark.parametrize("options", SHUFFLES)
 def test_other_numbers_of_processes_lose_and_repeat_nothing(options):
-    """Three epochs, begun by 4 processes and ended by 1, with bad examples that set them apart."""
+    """Three epochs with 4, 3, 5, 2 and 1 processes; bad examples make some processes read ahead of others."""
     bad = {0, 1, 2, 3, 17, 30, 31, 58}
     source = Pairs(60, bad, shards=np.array([13, 7, 20, 20]))
     seen, position = [], None
@@ -116,7 +116,7 @@ def test_other_numbers_of_processes_lose_and_repeat_nothing(options):
     )
     assert sum(position["read"]) == len(seen) + sum(position["skipped"])
     whole = Run(source, 1, 1, **options).steps(len(seen))
-    assert sorted(flat(whole)) == sorted(seen)  # nor is any example missing from the middle
+    assert sorted(flat(whole)) == sorted(seen)  # the same examples as one process reads
 
 
 def test_without_bad_examples_a_global_batch_knows_no_processes():
@@ -169,7 +169,7 @@ def test_more_examples_a_batch_than_are_loaded_at_once():
 
 
 def test_positions_of_processes_that_drifted_apart():
-    """Against a model that keeps a list of all positions."""
+    """The position agrees with a simple model that lists all remaining examples."""
     rng = np.random.default_rng(0)
     for _ in range(50):
         position, remaining = Position(), list(range(400))
@@ -222,7 +222,7 @@ def test_parts_of_a_mixture_come_by_weight_and_in_epochs_of_their_own(tmp_path):
         assert (np.bincount(of_few) == 5).all()
         counts = np.bincount(of_many - 10, minlength=100)
         assert set(counts.tolist()) == {1, 2}
-        window = seen.reshape(-1, 8) < 10  # even within a batch
+        window = seen.reshape(-1, 8) < 10  # two of eight in every batch
         assert set(window.sum(axis=1).tolist()) == {2}
 
 

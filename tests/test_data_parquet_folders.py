@@ -1,4 +1,4 @@
-"""Pictures in folders, and Parquet files, as sources of pairs."""
+"""Folders of images, and Parquet files, as sources of image-text pairs."""
 
 import functools
 import io
@@ -23,7 +23,7 @@ def pixels(number):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Three pictures in two folders."""
+    """Writes three images into two folders."""
     for number, name in enumerate(("red_fox/a.jpg", "red_fox/b.JPG", "owl/deep.jpeg")):
         path = tmp_path / "pictures" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def test_folders_are_classes(pictures):
 
 
 def test_endings_in_upper_case(tmp_path):
-    """As cameras write them: pictures, captions and tables."""
+    """File names may end in .JPG, .TXT or .CSV, as cameras write them."""
     (tmp_path / "IMG_1.JPG").write_bytes(jpeg(1))
     (tmp_path / "IMG_1.TXT").write_text("a red fox")
     (tmp_path / "PAIRS.CSV").write_text("image,caption\nIMG_1.JPG,a fox\n")
@@ -152,7 +152,7 @@ def test_threads_read_a_group_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("compression", ["none", "snappy"])
 def test_large_row_groups_stay_out_of_memory(compression, tmp_path, monkeypatch):
-    """A group of 240 kB under a bound of 64 kB: its parts are read, and each row stays reachable."""
+    """A row group of 240 kB is read in parts that fit into 64 kB, and every row can be read."""
     pyarrow = pytest.importorskip("pyarrow")
     pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(parquet, "_BYTES_KEPT", 2**16)

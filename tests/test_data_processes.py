@@ -1,4 +1,4 @@
-"""Processes that load: the same chunks whoever makes them, and no process or memory left behind."""
+"""Loader processes: chunks do not depend on which process makes them; no process or memory is leaked."""
 
 import itertools
 import multiprocessing
@@ -21,7 +21,7 @@ LARGE = 2**16  # bytes of an example
 
 
 class Rows:
-    """Examples that say their number. Given a folder, every process that makes one leaves a file there."""
+    """Examples that contain their index. A process that makes one creates a file in `folder`, if given."""
 
     def __init__(self, count, bad=(), folder=None):
         self._count, self._bad, self._folder = count, bad, folder
@@ -49,7 +49,7 @@ def chunks_of(rows, **options):
 
 
 def check(chunk, number):
-    """The chunk of two examples that comes `number`-th."""
+    """Asserts that this is the `number`-th chunk of two examples."""
     index = np.arange(2 * number, 2 * number + 2)
     np.testing.assert_array_equal(chunk["index"], index)
     np.testing.assert_array_equal(chunk["ok"], index % 2 == 1)
@@ -90,7 +90,7 @@ def test_memory_is_used_again():
 
 
 class SlowStart(Rows):
-    """Row 0 takes until row 19 is there."""
+    """Row 0 is made only after row 19."""
 
     def __getitem__(self, index):
         last = Path(self._folder) / "row 19"
@@ -110,7 +110,7 @@ def test_a_slow_process_makes_fewer(tmp_path):
         check(chunk := next(chunks), number)
         makers += chunk["maker"][:1].tolist()
     slow, quick = makers[:2]
-    assert makers[:10] == [slow, quick, slow, *[quick] * 7]  # it was given two at the start
+    assert makers[:10] == [slow, quick, slow, *[quick] * 7]  # the slow one got two chunks at the start
     chunks.close()
 
 
@@ -126,7 +126,7 @@ def test_says_what_went_wrong_in_a_process():
     chunks = chunks_of(Rows(20, bad=[9]))
     with pytest.raises(RuntimeError, match="(?s)a loader process failed.*row 9 cannot be made"):
         list(chunks)
-    assert next(chunks, None) is None  # and nothing waits for it
+    assert next(chunks, None) is None  # the iteration has ended and does not hang
 
 
 def test_an_example_unlike_the_first_is_refused():
@@ -162,7 +162,7 @@ def test_signals_to_all_leave_them_at_work(kind, tmp_path):
     chunks = chunks_of(Rows(10**9, folder=str(tmp_path)))
     for number in itertools.count():
         check(next(chunks), number)
-        if len(list(tmp_path.iterdir())) == 2:  # both have begun
+        if len(list(tmp_path.iterdir())) == 2:  # both processes have started
             break
     for child in children() - before:
         os.kill(child.pid, kind)
@@ -202,7 +202,7 @@ def runs(pid):
 
 
 class Stuck(Rows):
-    """Rows that never come after the first chunk."""
+    """Rows after the first chunk take an hour."""
 
     def __getitem__(self, index):
         if index >= 2:
@@ -236,7 +236,7 @@ if __name__ == "__main__":
     assert "Traceback" not in done.stderr
     deadline = time.monotonic() + 60
     while any(map(runs, pids)):
-        assert time.monotonic() < deadline, "they are still there"
+        assert time.monotonic() < deadline, "loader processes still run"
         time.sleep(0.1)
 
 

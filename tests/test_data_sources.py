@@ -1,4 +1,4 @@
-"""Tars, tables, Hugging Face data sets and mixtures as sources, whatever bytes they meet."""
+"""Tars, tables, Hugging Face data sets and mixtures as sources, with valid and with damaged files."""
 
 import gzip
 import importlib.util
@@ -64,7 +64,7 @@ def test_a_killed_preparation_goes_on(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         open_tars(pattern, tmp_path)
     monkeypatch.setattr(index.os, "replace", replace)
-    monkeypatch.setattr(webdataset, "scan", None)  # all tars have been looked through
+    monkeypatch.setattr(webdataset, "scan", None)  # the index of all tars was kept
     assert len(open_tars(pattern, tmp_path)) == 6
 
 
@@ -106,7 +106,7 @@ def test_what_is_no_sample_is_passed_over(tmp_path):
 
 
 def test_names_lead_nowhere(tmp_path):
-    """A member's name is a label: nothing is written or read where it points."""
+    """A member's name is only a label: no file with that path is read or written."""
     home = tmp_path / "home"
     home.mkdir()
     with tarfile.open(tmp_path / "x.tar", "w") as out:
@@ -131,7 +131,7 @@ def test_a_truncated_tar_gives_what_is_whole(tmp_path, cut):
     assert damaged == str(path) and "broken tar at byte" in reason
     assert 0 < source.damaged_share <= cut / size
     assert 4 <= len(source) <= 8
-    for i in range(len(source) - 1):  # the last may lack a file
+    for i in range(len(source) - 1):  # the last sample may lack a file
         assert source[i]["captions"] == (f"picture {i}",)
 
 
@@ -144,7 +144,7 @@ def test_a_tar_without_its_end_mark_is_whole(tmp_path):
 
 
 def test_any_bytes_for_a_tar_end(tmp_path):
-    """Flipped bytes, forged sizes, noise: members or BrokenTar, in bounded time, within the file."""
+    """Reading a damaged tar yields members or raises BrokenTar; it never reads outside the file."""
     write_tar(tmp_path / "x.tar", {f"{n}": sample(n) for n in range(2)}, format=tarfile.PAX_FORMAT)
     good, rng, errors = (tmp_path / "x.tar").read_bytes(), np.random.default_rng(0), []
     for _ in range(300):
@@ -152,7 +152,7 @@ def test_any_bytes_for_a_tar_end(tmp_path):
         for at in rng.integers(0, len(content), rng.integers(1, 40)):
             content[at] = rng.integers(256)
         header = int(rng.integers(0, 3)) * 512
-        if rng.integers(2):  # a forged size with a sum that is right
+        if rng.integers(2):  # a random size with a valid checksum
             content[header + 124 : header + 136] = rng.bytes(12)
             content[header + 148 : header + 156] = b" " * 8
             content[header + 148 : header + 155] = b"%06o\0" % sum(content[header : header + 512])
@@ -168,7 +168,7 @@ def test_any_bytes_for_a_tar_end(tmp_path):
 
 
 def error_of(content, read):
-    """Reads all members; returns the BrokenTar that ends them, or None."""
+    """Reads all members; returns the BrokenTar that is raised, or None."""
     try:
         for member in tar.members(read, len(content)):
             assert member.start + member.size <= len(content)
@@ -202,7 +202,7 @@ def test_tars_behind_an_address(tmp_path):
     assert len(by_glob) == len(open_tars("memory://bucket/{00000..00001}.tar", tmp_path)) == 5
     assert by_glob[4]["captions"] == ("picture 4",)
     fs.pipe_file("/bucket/00001.tar", (tmp_path / "00000.tar").read_bytes())
-    assert len(open_tars("memory://bucket/*.tar", tmp_path)) == 6  # another file, another index
+    assert len(open_tars("memory://bucket/*.tar", tmp_path)) == 6  # a new file makes a new index
     fs.rm("/bucket", recursive=True)
 
 

@@ -1,4 +1,4 @@
-"""The command-line tools: conversion that can be killed and checked, and the benchmark."""
+"""The command-line tools: the conversion, which can be killed and verified, and the benchmark."""
 
 import json
 import re
@@ -63,12 +63,12 @@ def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(convert, "_write", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, f"--tars={pattern}")
-    assert run(tmp_path, "--verify") == 1  # what is there is whole, but two tars are missing
+    assert run(tmp_path, "--verify") == 1  # existing files are complete, but two tars are not converted
     told = capsys.readouterr().out
     assert "2 of 3 tars of the split 'train' are not converted: give the command that" in told
     assert "1 of 3 files are as they were written" in told
     with open(folder(tmp_path) / "converted.jsonl", "a") as log:
-        log.write('{"split": "train", "sha')  # what a kill leaves of a line
+        log.write('{"split": "train", "sha')  # an incomplete line, as after a kill
     assert run(tmp_path, f"--tars={pattern}") == run(tmp_path, f"--tars={pattern}") == 0
     begun = [name.removesuffix(".part")[-14:-9] for name in begun]
     assert begun == ["00000", "00001", "00001", "00002"]
@@ -134,7 +134,7 @@ def test_convert_refuses(tmp_path, arguments, message, capsys):
 
 
 def test_bench_prints_images_per_second(tmp_path):
-    """In a process of its own, which pins itself to one core."""
+    """Runs in a separate process, because the benchmark pins its process to one core."""
     tars, out = write_tars(tmp_path, [64, 64]), tmp_path / "result.json"
     command = [
         sys.executable,
@@ -157,7 +157,7 @@ def test_bench_prints_images_per_second(tmp_path):
 
 
 def test_bench_says_what_a_device_would_wait_for(tmp_path, capsys):
-    """One that is slower than the loader waits for next to nothing; of one that is faster it says so."""
+    """A slow device hardly waits; for a fast one the benchmark says that the loader is too slow."""
     tars, waits = write_tars(tmp_path, [32, 32]), {}
     for rate in ("20", "1e9"):
         out = tmp_path / f"{rate}.json"

@@ -1,4 +1,4 @@
-"""Derivatives beyond the first: against JAX's own of the same layers without quantization."""
+"""Second and third derivatives, compared with JAX's for the same layers without quantization."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from swjax.linear.forward_pass import Operands
 from swjax.recipes import RECIPES
 
 K, H, N = 8, 16, 4
-# The gradient in an oracle's second derivative is that of exact products: quantized ones are so far away.
+# Lowest SNR in dB: second derivatives are compared with those of exact products.
 FLOOR_DB = {"standard": 90, "switchback": 25, "switchback_m": 25, "switchback_q": 25}
 FLOOR_DB |= dict.fromkeys(("llm_int8", "llm_int8_outlier6", "switchback_hadamard"), 25)
 FLOOR_DB |= dict.fromkeys(("fp8_switchback", "fp8_tensorwise"), 15)
@@ -57,7 +57,7 @@ def exact_gelu(x):
     return jax.nn.gelu(x, approximate=False)
 
 
-# {name: (the layer of swjax, of JAX)}, functions of `ARGUMENTS`
+# {name: (layer of swjax, the same in JAX)}, as functions of `ARGUMENTS`
 LAYERS = {
     "layer": (
         lambda layer, _, a: layer(a["x"], a["w"], a["b"]),
@@ -104,7 +104,7 @@ def loss(layer, a):
 
 
 def products(forward_over_reverse, fn, a):
-    """The Hessian of fn times a vector."""
+    """Returns the product of fn's Hessian and a vector."""
     v = jax.tree.map(jnp.cos, a)
     if forward_over_reverse:
         return jax.jvp(jax.grad(fn), (a,), (v,))[1]
@@ -162,7 +162,7 @@ def test_a_quantized_weight_is_a_constant(prologue):
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_tensorwise"])
 @pytest.mark.parametrize("name", ["layer", "layer_norm", "mlp"])
 def test_only_the_gradient_of_the_output_depends_on_what_is_differentiated(name, recipe, transform):
-    """Operands are constants. Eager calls save them quantized where the recipe does."""
+    """Differentiates by `factor`, of which the layer's operands are independent."""
 
     def weighted(fn, factor):
         grads = jax.grad(lambda a: factor * jnp.sum(jnp.sin(fn(a))))(ARGUMENTS)
@@ -183,7 +183,7 @@ def test_third_derivatives():
 
 
 def test_gradient_penalty():
-    """The loss's own gradient is the recipe's, the penalty's the straight-through estimate."""
+    """The first gradient is quantized as in the recipe; the penalty's gradient is the straight-through one."""
 
     def penalty(multiply, w):
         dx = jax.grad(lambda x: jnp.sum(jnp.sin(multiply(x, w))))(ARGUMENTS["x"])
@@ -199,7 +199,7 @@ def test_gradient_penalty():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", ["layer", "mlp"])
 def test_second_derivatives_of_sharded_arrays(name, kind):
-    """The batch over two devices, and weights over the same: they are gathered."""
+    """The batch and the weights are sharded over the same two devices, so weights are gathered."""
     fn = partial(loss, of_swjax(name, "switchback"))
     want = jax.jit(partial(products, True, fn))(ARGUMENTS)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
@@ -219,7 +219,7 @@ def test_second_derivatives_of_sharded_arrays(name, kind):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_first_derivatives_pay_nothing(recipe, name, monkeypatch):
-    """The lowered program is the same without what carries further derivatives."""
+    """The lowered program of first derivatives does not change when support for second ones is removed."""
 
     def program():
         fn = jax.value_and_grad(partial(loss, of_swjax(name, recipe)))
@@ -234,7 +234,7 @@ def test_first_derivatives_pay_nothing(recipe, name, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["standard", "switchback", "switchback_m", "fp8_switchback"])
 def test_first_derivatives_of_stacked_layers_need_no_more_memory(recipe, monkeypatch):
-    """Layers in a scan, whose residuals are stacked, with and without `jax.checkpoint`."""
+    """`lax.scan` stacks the residuals of its layers. Tested with and without `jax.checkpoint`."""
     ws = jnp.stack([draw(32, 32, seed=seed) for seed in range(3)])
 
     def memory(wrap):

@@ -1,4 +1,4 @@
-"""Scalars of a training step: right in half precision, named as the log and the report expect."""
+"""Scalars of a training step: correct in half precision, and named as the log and the report expect."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_norm_of_nothing_is_zero():
 
 
 def test_names_are_those_the_report_reads():
-    """One step of a real model: whatever a stability chart shows is among the diagnostics."""
+    """Every name in the report's stability charts is among the diagnostics of a model's train step."""
     cfg = clip.config(
         "tiny",
         vision={"image_size": 16, "patch_size": 8, "width": 16, "heads": 2, "layers": 3},
@@ -56,7 +56,7 @@ def test_a_recorder_goes_on_and_never_goes_back(tmp_path):
         with pytest.raises(ValueError, match="^steps must not fall, got 3 after 5: "):
             recorder.add(3, {"train/loss": jnp.float32(0)})
     with open(path, "a") as file:
-        file.write('{"step": 6, "tr')  # of a run that was killed
+        file.write('{"step": 6, "tr')  # an incomplete line, as after a kill
     with diagnostics.Recorder(path, last_step=4) as recorder:
         with pytest.raises(ValueError, match="^steps must not fall, got 4 after 4: "):
             recorder.add(4, {"train/loss": jnp.float32(0)})
@@ -68,7 +68,7 @@ def test_a_recorder_goes_on_and_never_goes_back(tmp_path):
 
 
 def test_names_come_from_the_structure_of_the_metrics(tmp_path):
-    """Known before a step is traced, and the step returns them: a named index is recorded as its name."""
+    """`Packer` derives the names before a step is traced; a `NamedIndex` is recorded as its name."""
 
     def step(x):
         bad = diagnostics.first_nonfinite(batch={"image": x}, loss=jnp.sum(x))

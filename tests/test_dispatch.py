@@ -1,4 +1,4 @@
-"""The choice between implementations, by its rules, on a machine that has no GPU: platforms are pretended."""
+"""The rules that choose an implementation, tested without a GPU: the platform is monkeypatched."""
 
 import re
 import warnings
@@ -25,7 +25,7 @@ def quantized(rows, columns, dtype="int8"):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(capability): one GPU with jax-triton, as the rules see it."""
+    """`gpu(capability)` makes the rules see one GPU with jax-triton."""
     pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
 
     def pretend(capability=(9, 0), missing=None, devices=1):
@@ -172,7 +172,7 @@ def test_two_fp8_formats_need_jax_0_11(gpu):
 
 
 def test_a_name_that_an_operation_does_not_have_is_xla(gpu):
-    """So that one name can be given to a whole layer."""
+    """Hence a whole layer can be given one name."""
     gpu()
     assert dispatch.choose("quantize", X, implementation="mosaic_gpu") == "xla"
     assert dispatch.choose("weight_gradient", X, X, implementation="triton") == "xla"
@@ -264,7 +264,7 @@ def test_row_tiles_are_powers_of_two_that_cover_a_row(operation, width):
         assert size >= 1 and size & (size - 1) == 0
     chunks = -(-width // tile.chunk)
     assert (chunks - 1) * tile.chunk < width <= chunks * tile.chunk
-    assert tile.chunk == 64 or chunks * tile.chunk <= width * 9 / 8  # few lanes idle
+    assert tile.chunk == 64 or chunks * tile.chunk <= width * 9 / 8  # at most an eighth is padding
     assert tiles.row_programs(tile) == 132 * min(16, 32 // tile.warps)
 
 
@@ -307,7 +307,7 @@ def test_short_sums_are_not_cut():
 @pytest.mark.parametrize("implementation", [None, "triton", "mosaic_gpu"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
-    """Traced, not run: how kernels want their operands differs from XLA, which is all that runs on CPUs."""
+    """Traces layers without running them: kernels take other operand layouts than XLA does."""
     pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
     gpu()
 
@@ -323,4 +323,4 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     )
     text = str(traced)
     assert ("triton_kernel_call" in text) == (implementation != "mosaic_gpu")
-    assert ("mpmd_map" in text) == (implementation != "triton")  # Pallas's
+    assert ("mpmd_map" in text) == (implementation != "triton")  # the primitive of Pallas's kernels

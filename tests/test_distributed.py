@@ -1,4 +1,4 @@
-"""Several processes that make one run: how they start, agree and stop, and that numbers stay the same."""
+"""Runs of several processes: how they start, agree and stop; losses equal those of one process."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ def test_start_is_read_from_the_environment():
         "process_id": 1,
         "cluster_detection_method": "deactivate",
     }
-    assert read_environment(SLURM) == read_environment(OPEN_MPI_4) == {}  # JAX finds the rest
+    assert read_environment(SLURM) == read_environment(OPEN_MPI_4) == {}  # JAX detects the rest
     assert read_environment(SLURM | {"JAX_COORDINATOR_ADDRESS": "node1:1234"}) == {}
     for alone in ({"SLURM_NTASKS": "4"}, SLURM | {"SLURM_NTASKS": "1"}, {"PMI_SIZE": "1"}):
         assert read_environment(alone) is None
@@ -65,7 +65,7 @@ def test_start_by_an_mpi_that_only_mpi4py_knows(monkeypatch):
 
 
 def mesh_of(data, fsdp, tensor, devices_each):
-    """A stand-in for a mesh of processes with this many devices each; only the numbers are read."""
+    """Returns a stand-in for a mesh of processes with this many devices each."""
     processes = np.arange(data * fsdp * tensor) // devices_each
     devices = np.array([SimpleNamespace(process_index=int(p)) for p in processes], object)
     return SimpleNamespace(
@@ -81,7 +81,7 @@ def mesh_of(data, fsdp, tensor, devices_each):
         ((2, 2, 1), 1, [(0, 4), (1, 4), (2, 4), (3, 4)]),
         ((2, 2, 1), 2, [(0, 2), (1, 2)]),
         ((1, 2, 2), 2, [(0, 2), (1, 2)]),  # tensor within a process
-        ((1, 2, 2), 1, [(0, 2), (0, 2), (1, 2), (1, 2)]),  # across two, which read the same
+        ((1, 2, 2), 1, [(0, 2), (0, 2), (1, 2), (1, 2)]),  # tensor over two processes
         ((1, 1, 4), 2, [(0, 1), (0, 1)]),
     ],
 )
@@ -119,7 +119,7 @@ def assert_same_losses(got, want):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
-    """Saved with split parameters; the arrays come back bit for bit, the data where it was."""
+    """A run with sharded parameters resumes with replicated ones: the same bits, the same data position."""
     split, whole = CHANGES | {"mesh.data": 1, "mesh.fsdp": 2}, CHANGES
     straight, first, second = (tmp_path / name for name in ("straight", "first", "second"))
     train(micro(**split), straight, after=5)
@@ -139,7 +139,7 @@ def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
 
 
 def test_two_processes_train_stop_and_go_on_as_one(micro, shared_cache, tmp_path):
-    """SIGTERM reaches one of two processes; both save the same step, and one process resumes from it."""
+    """SIGTERM is sent to one of two processes; both save the same step, and one process resumes from it."""
     two, one, rest = (tmp_path / name for name in ("two", "one", "rest"))
     command = [sys.executable, str(ROOT / "train.py")]
     command += [f"--config={ROOT}/configs/openmoji.py", f"--workdir={two}"]
@@ -205,7 +205,7 @@ time.sleep(60)
 
 
 def test_losing_process_0_is_one_line_and_no_abort():
-    """JAX itself aborts with a stack trace of C++."""
+    """Without swjax's handler JAX aborts with a C++ stack trace."""
     command = [sys.executable, "-c", LOSES_A_PEER]
     with two_processes(command, ENVIRONMENT | {"PYTHONPATH": str(ROOT)}) as both:
         printed = [process.communicate(timeout=60)[0] for process in both][1].splitlines()

@@ -1,4 +1,4 @@
-"""What the pages show runs, and the errors they explain are those that are raised."""
+"""The pages' Python blocks run, and the errors that they explain occur in the code."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"data.md"}  # its blocks need tars: tests/test_data_tools.py
+ELSEWHERE = {"data.md"}  # its blocks need tars: tests/test_data_tools.py runs them
 PAGES = sorted(
     page
     for page in (ROOT / "docs").glob("*.md")
@@ -19,7 +19,7 @@ PAGES = sorted(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # what they write goes there
+    monkeypatch.chdir(tmp_path)  # for the files that blocks write
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
@@ -28,7 +28,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 def test_errors_are_worded_as_in_the_code():
-    """A part of each that does not differ from case to case."""
+    """A constant part of each message in docs/errors.md is in the code."""
     files = [*(ROOT / "swjax").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     code = " ".join(squeeze(path.read_text()) for path in files)
     page = (ROOT / "docs" / "errors.md").read_text()
@@ -41,12 +41,12 @@ def test_errors_are_worded_as_in_the_code():
 
 
 def squeeze(text: str) -> str:
-    """Without quotes, line breaks and blanks, which code has elsewhere."""
+    """Removes quotes, line breaks and blanks, which differ between the code and the page."""
     return re.sub(r'[\s"\'`\\]+|\bf(?=["\'])', "", text)
 
 
 def test_every_metric_is_explained():
-    """The names that the trainer spells out; scores and names by tensor have a row each."""
+    """Covers the names that the trainer spells out, not names made from scores or tensors."""
     code = "".join(path.read_text() for path in (ROOT / "swjax" / "training").glob("*.py"))
     names = set(re.findall(r'"((?:train|perf|data)/\w+)"', code))
     assert len(names) > 10
@@ -55,7 +55,7 @@ def test_every_metric_is_explained():
 
 
 def test_a_notebook_becomes_a_page(tmp_path):
-    pytest.importorskip("mkdocs")  # which only the site needs
+    pytest.importorskip("mkdocs")  # only the site needs it
     notebooks = runpy.run_path(str(ROOT / ".ci" / "notebooks.py"))
     code = "import matplotlib.pyplot as plt\nprint('drawn')\nplt.plot([1, 2])\nlen('four')"
     cells = [("markdown", "# Title\n\n[next](other.ipynb)"), ("code", code)]

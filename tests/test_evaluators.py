@@ -1,4 +1,4 @@
-"""Zero-shot and retrieval scores against brute force in NumPy; ties, NaNs, duplicates, chance."""
+"""Zero-shot and retrieval scores, compared with brute force in NumPy; ties, NaNs, duplicates, chance."""
 
 import json
 import os
@@ -21,7 +21,7 @@ TEMPLATES = ("a photo of a {}", "{}")
 
 
 class Source:
-    """Images that carry their index in their pixels."""
+    """Images whose pixels are their index."""
 
     class_names = NAMES
     templates = TEMPLATES
@@ -44,7 +44,7 @@ class Source:
 
 
 class Model:
-    """Embeds an image by a random table, a text by the sum of random vectors of its tokens."""
+    """Embeds an image as a random vector, a text as the sum of random vectors of its tokens."""
 
     def __init__(self, seed=0):
         rng = np.random.default_rng(seed)
@@ -81,7 +81,7 @@ def tokens(texts):
 
 
 def brute_force(similarity, correct):
-    """The worst rank that a correct candidate can have, one comparison at a time."""
+    """Returns the rank of the best correct candidate; wrong candidates that tie with it come before it."""
     worst = []
     for row, own in zip(similarity, correct, strict=True):
         best = max(row[i] for i in own)
@@ -144,7 +144,7 @@ def test_retrieval_among_the_first_captions(source):
 
 @pytest.mark.parametrize("params", [0.0, np.nan])
 def test_a_model_that_knows_nothing_scores_nothing(source, params):
-    """Ties and NaNs count against the model: a constant one is never above chance."""
+    """Ties and NaNs count against the model: constant embeddings never score above chance."""
     scores = zero_shot(Model(), source).run(np.float32(params))
     scores |= evaluators.Retrieval(Model(), source, **SIZES).run(np.float32(params))
     for name, value in scores.items():
@@ -152,7 +152,7 @@ def test_a_model_that_knows_nothing_scores_nothing(source, params):
 
 
 def test_ties_within_rounding_are_ties():
-    """A constant embedding's cosines differ in the last bit between columns of a matrix product."""
+    """The cosines of equal embeddings may differ in the last bit between columns of a matrix product."""
     x = np.tile(unit(np.random.default_rng(0).normal(size=(1, 640))).astype(np.float32), (99, 1))
     noisy = x + np.random.default_rng(1).choice([-5e-8, 5e-8], x.shape).astype(np.float32)
     assert (ranking.ranks(x, noisy, [[i] for i in range(99)]) == 98).all()
@@ -196,7 +196,7 @@ def test_predictions_are_the_nearest_names(source):
 
 
 def test_the_nearest_captions_of_images(source):
-    """Images of data without classes are shown with captions; any of an image's own is right."""
+    """Without classes, images are shown with their nearest captions; any caption of the image is correct."""
     model = Model()
     retrieval = evaluators.Retrieval(model, source, **SIZES)
     shown = retrieval.predictions(np.float32(1), count=5)
@@ -230,7 +230,7 @@ def test_the_nearest_images_of_captions(source):
 
 
 class WithUnreadable(Source):
-    """Photographs; the first and the last cannot be read."""
+    """A source of photographs whose first and last image cannot be read."""
 
     photographs = True
 
@@ -241,7 +241,7 @@ class WithUnreadable(Source):
 
 
 def test_images_that_cannot_be_read_are_not_shown(source):
-    """The others keep their own names and captions."""
+    """All other images keep their names and captions."""
     unreadable = WithUnreadable(source.labels)
     retrieval = evaluators.Retrieval(Model(), unreadable, **SIZES)
     for scorer in (zero_shot(Model(), unreadable), retrieval):
@@ -253,7 +253,7 @@ def test_images_that_cannot_be_read_are_not_shown(source):
 
 
 def evaluate_sharded(tensor=1):
-    """Scores and predictions with embeddings that are sharded over the devices of all processes."""
+    """Returns scores and predictions from embeddings that are sharded over all processes' devices."""
     model, source, mesh = Model(), make_source(), sharding.make_mesh(tensor=tensor)
     sizes = SIZES | {"share": sharding.batch_share(mesh)}
 
@@ -267,8 +267,10 @@ def evaluate_sharded(tensor=1):
 
 
 def test_two_processes_score_like_one():
-    """Each, with two devices, reads half of the images, then all, for a tensor axis that spans both;
-    embeddings, labels and shown pixels meet in all."""
+    """Two processes with two devices each give the scores and predictions of one process.
+
+    Each process reads half of the images; with a tensor axis over both, each reads all.
+    """
     with socket.socket() as sock:
         sock.bind(("localhost", 0))
         port = str(sock.getsockname()[1])

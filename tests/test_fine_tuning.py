@@ -1,4 +1,4 @@
-"""Runs that start from weights: of another run of ours, and of files in other libraries' layouts."""
+"""Runs that start from the weights of another run or of files in other libraries' layouts."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from swjax.training.initialization import interpolate_positions
 
 
 def start(config):
-    """The first parameters of a run."""
+    """Returns the initial parameters of a run."""
     init, _ = make_init(config)
     like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
     return setup.first_state(config, init, like)["params"]
@@ -68,7 +68,7 @@ def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path):
 
 
 def test_what_differs_is_adapted_and_said_in_one_line_each(micro, tmp_path, caplog):
-    """Another image size, a shorter and a longer context, another embedding, another loss."""
+    """Another image size, context length, embedding size and loss are adapted, with one line in the log each."""
     theirs = foreign(micro(), tmp_path)
     config = micro(
         checkpoint__init_from=str(tmp_path),
@@ -109,7 +109,7 @@ def test_a_run_of_another_image_size_is_adapted_too(reference, micro, tmp_path, 
 
 
 def test_a_run_of_an_older_version_is_read(reference, micro, tmp_path):
-    """Its config.json has no model.architecture."""
+    """An older config.json has no model.architecture."""
     workdir = shutil.copytree(reference[1], tmp_path / "older")
     saved = json.loads((workdir / "config.json").read_text())
     del saved["model"]["architecture"]
@@ -158,7 +158,7 @@ def test_no_weights_are_one_line(micro, tmp_path):
 
 
 def products(config):
-    """The shapes of all matrix products that a compiled step computes."""
+    """Returns the shapes of all matrix products in a compiled step."""
     init, step = step_of(config)
     text = jax.jit(step).lower(jax.eval_shape(init), batch_of(config)).compile().as_text()
     return set(re.findall(r"= \w+(\[[\d,]*\])\S* (?:dot|custom-call)\(", text))
@@ -166,7 +166,7 @@ def products(config):
 
 @pytest.mark.parametrize("recipe", ["standard", "switchback"])
 def test_frozen_layers_have_no_moments_and_no_weight_gradients(micro, recipe):
-    """No product in the compiled step has the shape of a frozen kernel."""
+    """A frozen kernel has no optimizer state, and the compiled step computes no gradient of its shape."""
     sizes = {"model__vision__width": 56, "model__recipe": recipe, "diagnostics__every_steps": 0}
     kernels = {"[56,224]", "[224,56]", "[1,56,224]", "[1,224,56]"}  # of the image tower's MLP
     assert kernels & products(micro(**sizes))
@@ -198,7 +198,7 @@ def test_a_siglip_is_the_start_of_a_run(micro, tmp_path, layout, caplog):
 
 @pytest.mark.parametrize("layout", ["open_clip", "huggingface"])
 def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_path, layout):
-    """train.py tunes the text tower of a foreign checkpoint, at another image size, and scores it."""
+    """train.py fine-tunes the text tower of another library's model at another image size, and scores it."""
     folder, workdir = tmp_path / "weights", tmp_path / "run"
     theirs = foreign(micro(), folder, layout)
     command = command_of(
@@ -226,7 +226,7 @@ def test_a_command_that_names_no_weights_ends_in_one_line(tmp_path):
 
 
 def test_weights_at_an_address(micro, tmp_path):
-    """The file, or its folder, on a file system of fsspec; what is not there is one line."""
+    """A file or a folder at an fsspec address; one line if there are no weights."""
     fsspec = pytest.importorskip("fsspec")
     theirs = foreign(micro(), tmp_path)
     memory = fsspec.filesystem("memory")

@@ -1,4 +1,4 @@
-"""The simulated fp8 cast is bit-exact against ml_dtypes."""
+"""The simulated fp8 cast gives the same bits as ml_dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ LARGEST = {"float8_e4m3fn": 448, "float8_e5m2": 57344}
 
 
 def every(dtype):
-    """All 65,536 values of a 16-bit type, or four million of fp32 dense around what fp8 can hold."""
+    """Returns all 65,536 values of a 16-bit type, or fp32 values around all ties of fp8, and random ones."""
     if dtype != "float32":
         return np.arange(2**16, dtype=np.uint16).view(dtype)
     top = np.arange(2**16, dtype=np.uint32) << 16  # every sign, exponent and leading mantissa bits
@@ -33,7 +33,7 @@ def expected(x, fmt, saturate):
 
 
 def same_bits(a, b):
-    """Equal, signs of zero included; one NaN is as good as another."""
+    """Whether values are equal, including the signs of zeros; all NaNs count as equal."""
     a, b = (np.asarray(v).astype(np.float32) for v in (a, b))
     return np.where(np.isnan(b), np.isnan(a), a.view(np.uint32) == b.view(np.uint32)).all()
 

@@ -19,11 +19,11 @@ X = jax.random.normal(jax.random.key(0), (4, 16))
 RULES = {".*up": "switchback"}
 
 
-# --- Linen: what a context reaches, and what it leaves alone ------------------------------------------
+# --- Linen: the context converts calls inside it, and no others ----------------------------------------
 
 
 class Mlp(nn.Module):
-    """Two layers, each under the transformation `lift`."""
+    """Two layers; `lift` transforms each, for example `nn.remat`."""
 
     lift: object = staticmethod(lambda module: module)
 
@@ -59,7 +59,7 @@ CALLED = {
     ],
 )
 def test_a_linen_model_has_the_recipes_of_where_it_is_called(lift, call, inside_first):
-    """Whatever JAX and Flax have traced before."""
+    """A call inside the context is quantized and one outside is not, even if the other was traced before."""
     model = Mlp(LIFTED[lift])
     params = model.init(jax.random.key(1), X)
     function = CALLED[call](model)
@@ -114,7 +114,7 @@ def test_stacked_linen_layers(lift):
     np.testing.assert_array_equal(Stacked().apply(params, X), before)
 
 
-# --- NNX: a converted model is a model ----------------------------------------------------------------
+# --- NNX: transformations, copies and files of a converted model ----------------------------------------
 
 
 class Network(nnx.Module):

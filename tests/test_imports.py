@@ -1,4 +1,4 @@
-"""Imports run one way, by folder, and what is slow to load is loaded by who needs it."""
+"""Folders import each other in one direction only, and slow packages are imported only when needed."""
 
 import ast
 import importlib.metadata
@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# The folders of swjax, and the folders that each may import. "swjax" stands for the modules directly in
-# swjax/: all of them belong to the library.
+# {folder of swjax: the folders that it may import}. "swjax" stands for the modules directly in swjax/, all
+# of which belong to the library.
 LIBRARY = {
     "kernels": set(),
     "optax": set(),
@@ -36,18 +36,18 @@ APPLICATION = {
     "evaluate": {*LIBRARY, "data", "evaluators", "inference", "models", "report", "training"},
 }
 ALLOWED = LIBRARY | APPLICATION
-# Command lines start whatever they name.
+# The command line imports the command that it starts.
 COMMANDS = {"swjax.__main__", "swjax.diagnostics.__main__"}
 
 
 def folder_of(module: str) -> str:
-    """`swjax.optax.rms` is in the folder `optax`, `swjax.recipes` is directly in `swjax`."""
+    """Returns the folder of a module: "optax" for `swjax.optax.rms`, "swjax" for `swjax.recipes`."""
     names = module.split(".")
     return names[1] if len(names) > 1 and names[1] in ALLOWED else "swjax"
 
 
 def modules():
-    """(name, path) of every module of the package."""
+    """Returns (name, path) of every module of the package."""
     for path in sorted(
         path for name in ("swjax", "kernels") for path in (ROOT / name).rglob("*.py")
     ):
@@ -59,7 +59,7 @@ def modules():
 
 
 def imported(path: Path):
-    """Names of the modules that a file imports: for `from swjax import x`, `swjax.x`."""
+    """Returns the names of the modules that a file imports; `from swjax import x` is `swjax.x`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -75,14 +75,14 @@ MODULES = dict(modules())
 
 
 def forbidden(module: str, names: Iterable[str]) -> list[str]:
-    """The names that this module must not import."""
+    """Returns those of the imported names that this module must not import."""
     folder = folder_of(module)
     inside = (name for name in names if name.split(".")[0] == "swjax")
     return [name for name in inside if folder_of(name) not in {folder, *ALLOWED[folder]}]
 
 
 def test_importing_asks_for_no_devices():
-    """`jax.distributed` has to be initialized before the first question for devices."""
+    """`jax.distributed` must be initialized before anything asks JAX for its devices."""
     code = "import swjax.training.loop\nfrom jax._src import xla_bridge\nassert not xla_bridge._backends"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -98,7 +98,7 @@ def test_imports_run_one_way(module):
 
 
 def test_no_two_folders_import_each_other():
-    """But the flat modules and `linear`: `linear` interprets `recipes.py`, `nnx.py` uses `linear`."""
+    """Except the flat modules and `linear`: `linear` reads `recipes.py`, and `nnx.py` uses `linear`."""
     for one, others in ALLOWED.items():
         for other in others - {one}:
             assert one not in ALLOWED[other] or {one, other} == {"swjax", "linear"}
@@ -107,16 +107,16 @@ def test_no_two_folders_import_each_other():
 @pytest.mark.parametrize("folder", LIBRARY)
 @pytest.mark.parametrize("application", APPLICATION)
 def test_the_library_may_not_import_the_application(folder, application):
-    """The rule itself is tested: each forbidden direction is found."""
+    """`forbidden` finds imports in each forbidden direction."""
     assert forbidden(f"swjax.{folder}.module", [f"swjax.{application}.module"])
 
 
-# Imported when an NVIDIA GPU is there.
+# Imported only with an NVIDIA GPU.
 NEEDS_EXTRA = "swjax.kernels.triton_gpu"
 
 
 def test_what_is_imported_is_required():
-    """A package that is only here by chance is missing elsewhere: the core's in `dependencies`."""
+    """pyproject.toml lists every imported package: those of the core in `dependencies`, others in extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     required = {
@@ -148,7 +148,7 @@ def test_configs_import_neither_jax_nor_swjax():
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has loaded after a statement."""
+    """Returns the top-level modules that a new interpreter has loaded after a statement."""
     code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -178,7 +178,7 @@ SLOW = {
         (
             "import swjax.models.clip, swjax.linen, swjax.losses",
             SLOW - {"orbax"},
-        ),  # flax loads orbax
+        ),  # flax imports orbax
         ("import train", SLOW | {"jax"}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Encoding and zero-shot classification, from a run and from files; the pixels they start from."""
+"""Encoding and zero-shot classification with models from runs and from files; preparation of images."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def encoder(model):
 
 
 def embed(model, images=IMAGES):
-    """What `encode_image` has to give, one image at a time."""
+    """Returns what `encode_image` must return, computed one image at a time."""
     encode = nnx.jit(lambda model, x: model.encode_image(x)[0])
     batches = (inference.pixels(image, 32)[None] for image in images)
     return np.concatenate([encode(model, preprocess(batch, image_size=32)) for batch in batches])
@@ -103,7 +103,7 @@ def test_from_safetensors(model, tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of the default config in small, as the trainer leaves it, and its state."""
+    """Writes a small run of the default config as the trainer does; returns workdir, graph and state."""
 
     def make(ema_decay=0.0):
         workdir = tmp_path_factory.mktemp("run")
@@ -204,7 +204,7 @@ def test_images_in_every_container(encoder, tmp_path):
 
 
 def test_what_is_transparent_is_white_as_in_training():
-    """And so the mean colour of a fading drawing is that which the device lays on white."""
+    """Transparent pixels are composed over white on the host as on the device."""
     drawing = RNG.integers(0, 256, (48, 48, 4), np.uint8)
     drawing[:8, :, 3] = 0
     on_host = preprocess(inference.pixels(drawing, 48)[None], image_size=48)
@@ -220,7 +220,7 @@ def test_imagenet_lists():
 
 
 def test_example_of_the_docstring(run, tmp_path, monkeypatch, capsys):
-    """The five lines, as they stand."""
+    """The example in the docstring of `swjax.inference` runs unchanged."""
     workdir, _, _ = run()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "openmoji").symlink_to(workdir)

@@ -1,4 +1,4 @@
-"""From image files and class names to scores, against open_clip doing the same."""
+"""Zero-shot classification from image files and class names, compared with open_clip."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ peers = torch_peers.load()
 torch, open_clip, transforms = peers.torch, peers.open_clip, peers.torchvision.transforms
 
 RNG = np.random.default_rng(0)
-# Larger, smaller, of the right size, odd margins, extreme; width x height.
+# (width, height): larger, smaller, the model's size, odd margins, extreme.
 SIZES = [
     (640, 480),
     (333, 500),
@@ -29,7 +29,7 @@ SIZES = [
 
 
 def photograph(width, height):
-    """Smooth as a photograph, with edges and noise."""
+    """Returns an image that is smooth like a photograph, with edges and noise."""
     coarse = RNG.integers(0, 256, (4, 5, 3), np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
     noisy = smooth.astype(int) + RNG.integers(-20, 21, smooth.shape)
@@ -41,7 +41,7 @@ def photograph(width, height):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("side", [32, 224])
 def test_pixels_are_open_clips(side, size, mode):
-    """The same 8-bit pixels, all of them, and normalised the same to float32's rounding."""
+    """All 8-bit pixels are equal; normalised values agree within float32 rounding."""
     image = photograph(*size).convert(mode)
     cut = transforms.Compose(
         [
@@ -57,7 +57,7 @@ def test_pixels_are_open_clips(side, size, mode):
 
 
 def test_zero_shot_is_open_clips(tmp_path):
-    """Tokens, prompts, means and softmax, with the model's own files in between."""
+    """From the same weights, images and class names, both compute the same probabilities."""
     cfg = small_config(gelu="quick", text={"vocab_size": 49408, "context_length": 20})
     interop.save(tmp_path, nnx.merge(*random_model(cfg)))
     names, templates = imagenet.class_names()[200:240:8], imagenet.templates()[:6]

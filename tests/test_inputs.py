@@ -1,4 +1,4 @@
-"""Where the data of a run come from: paths that cannot hold them, and splits that are missing."""
+"""How a run finds its data: unusable paths and missing splits are refused."""
 
 import json
 
@@ -11,7 +11,7 @@ from swjax.training import inputs, loop
 
 
 def config_of(tmp_path, **changes):
-    """Of a run on tars in `tmp_path`, with some keys changed: "__" stands for "."."""
+    """Returns the config of a run on tars in `tmp_path`, with some keys changed: "__" stands for "."."""
     settings = MICRO | {"data.name": "webdataset", "data.dir": str(tmp_path / "data")}
     settings |= {key.replace("__", "."): value for key, value in changes.items()}
     pairs = [(key, str(value)) for key, value in settings.items()]

@@ -1,4 +1,4 @@
-"""Weights in other libraries' layouts: read back bit for bit, and no tensor is overlooked."""
+"""Weights in other libraries' layouts: they are read back bit for bit, and every tensor is used."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from swjax.models import clip
 
 CLIPS = ("open_clip", "huggingface")
 PLAIN = {"recipe": "standard", "dtype": "float32"}
-# Options that change the parameters or the activation, and who can hold them.
+# {name: (options that change the parameters or the activation, layouts that can store them)}
 VARIANTS = {
     "plain": ({}, CLIPS),
     "quick gelu": ({"gelu": "quick"}, CLIPS),
@@ -46,7 +46,7 @@ def weights(folder, layout):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A model as open_clip has it, and a function that changes the tensors of its file."""
+    """A model, its open_clip file, and a function that changes the tensors of the file."""
     model = make()
     interop.save(tmp_path, model)
     file = weights(tmp_path, "open_clip")
@@ -83,7 +83,7 @@ def test_round_trip_is_bit_exact(tmp_path, variant, layout):
 @pytest.mark.parametrize("layout", CLIPS)
 @pytest.mark.parametrize("name", clip.CONFIGS)
 def test_every_parameter_has_one_place(name, layout):
-    """Of the real sizes: all tensors together hold every parameter once."""
+    """For every named model, all tensors together contain each parameter exactly once."""
     ours = shapes(clip.CONFIGS[name])
     held = list(tensors(LAYOUTS[layout], ours))
     assert len({tensor.name for tensor in held}) == len(held)
@@ -93,7 +93,7 @@ def test_every_parameter_has_one_place(name, layout):
 
 
 def test_layout_of_one_block_by_hand(tmp_path):
-    """Against the definitions: in_proj is q over k over v, weights are [out, in], kernels [in, out]."""
+    """open_clip's in_proj stacks q, k and v; its weights are [out, in], Flax's kernels [in, out]."""
     model = make()
     interop.save(tmp_path, model)
     held = load_file(weights(tmp_path, "open_clip"))
@@ -223,7 +223,7 @@ def test_what_a_layout_cannot_hold(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-# As the libraries publish them, where a file leaves out what is the library's default.
+# Config files as the libraries publish them; they omit the library's defaults.
 OPEN_CLIP = {
     "vit_b32": {"embed_dim": 512, "vision_cfg": {"layers": 12, "width": 768, "patch_size": 32},
                 "text_cfg": {"context_length": 77, "width": 512, "heads": 8, "layers": 12}},
@@ -323,7 +323,10 @@ SIGLIP = {
 
 
 def assert_near(model, other):
-    """Equal, but for the patch embedding, which takes up the mean and the deviation of the images."""
+    """Asserts that models are equal, up to rounding in the patch embedding.
+
+    The conversion folds the mean and the deviation of the pixels into it.
+    """
     first, second = (nnx.to_pure_dict(nnx.state(m)) for m in (model, other))
     embeddings = [tree["vision"].pop("patch_embed") for tree in (first, second)]
     jax.tree.map(np.testing.assert_array_equal, first, second)
@@ -341,7 +344,7 @@ def test_siglip_round_trip(tmp_path, layout, file):
 
 
 def test_big_visions_layout_by_hand(tmp_path):
-    """Against big_vision's modules: heads are an axis, blocks are separate or stacked by a scan."""
+    """In big_vision's files heads are an axis, and blocks are separate or stacked by a scan."""
     model = make(**SIGLIP)
     interop.save(tmp_path, model, "big_vision")
     held = dict(np.load(tmp_path / "model.npz"))

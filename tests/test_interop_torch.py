@@ -1,4 +1,4 @@
-"""Our CLIP against open_clip's and transformers', on random weights that go both ways through files."""
+"""swjax's CLIP compared with open_clip's and transformers', with random weights saved by either side."""
 
 import json
 
@@ -18,7 +18,7 @@ from swjax.training.initialization import interpolate_positions
 peers = torch_peers.load()
 torch, open_clip, transformers = peers.torch, peers.open_clip, peers.transformers
 
-ATOL = 3e-6  # of unit vectors in float32, as against the float64 transcription in test_models.py
+ATOL = 3e-6  # for unit vectors in float32, as in test_models.py
 CLIPS = ("open_clip", "huggingface")
 PLAIN = {"recipe": "standard", "dtype": "float32"}
 VARIANTS = {
@@ -38,7 +38,7 @@ def config(variant):
 
 
 def open_theirs(folder, layout):
-    """The model that the other library opens from a folder; it must take every tensor."""
+    """Opens a folder with the other library, which must use every tensor."""
     if layout == "open_clip":
         return open_clip.create_model(f"local-dir:{folder}").eval()
     model, info = transformers.CLIPModel.from_pretrained(folder, output_loading_info=True)
@@ -47,7 +47,7 @@ def open_theirs(folder, layout):
 
 
 def make_theirs(cfg, layout, folder):
-    """A model of theirs with random weights, saved by their own code."""
+    """Returns the other library's model with random weights, which its own code has saved to `folder`."""
     interop.save(folder, nnx.merge(*random_model(cfg)), layout)  # for the config file
     (folder / LAYOUTS[layout].weights).unlink()
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def make_theirs(cfg, layout, folder):
         model = open_clip.CLIP(**described)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim:  # every bias and scale off 0 and 1
+            if parameter.ndim:  # no bias stays 0, no scale 1
                 parameter.add_(0.1 * torch.randn_like(parameter))
     if layout == "huggingface":
         model.save_pretrained(folder)
@@ -71,7 +71,7 @@ def make_theirs(cfg, layout, folder):
 
 
 def ours_of(model, images, tokens):
-    """Embeddings and logits per image."""
+    """Returns swjax's embeddings of images and texts, and the logits per image."""
 
     def run(state):
         model = nnx.merge(graph, state)
@@ -104,7 +104,7 @@ def assert_parity(ours, theirs):
     mine, other = ours_of(ours, images, tokens), theirs_of(theirs, images, tokens)
     scale = float(np.exp(ours.logit_scale[...]))
     for value, expected, atol in zip(mine, other, (ATOL, ATOL, ATOL * scale), strict=True):
-        assert np.linalg.matrix_rank(expected) > 1  # not all alike
+        assert np.linalg.matrix_rank(expected) > 1  # rows differ
         np.testing.assert_allclose(value, expected, rtol=0, atol=atol)
 
 
@@ -131,7 +131,7 @@ def test_their_weights_in_our_model(tmp_path, variant, layout):
 
 
 def test_openai_weights(tmp_path):
-    """Their files: 16-bit matrices, 32-bit vectors, three sizes, no config; heads of 64, quick GELU."""
+    """OpenAI's files: 16-bit matrices, 32-bit vectors, no config; heads of 64 features, quick GELU."""
     sizes = {"vision": {"width": 128, "heads": 2}, "text": {"width": 64, "heads": 1}}
     cfg = clip.config(small_config(), **PLAIN, gelu="quick", **sizes)
     interop.save(tmp_path, nnx.merge(*random_model(cfg)))
@@ -150,7 +150,7 @@ def test_openai_weights(tmp_path):
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_real_sizes_hold_the_same_tensors(name, quick):
-    """Shapes only: no weight is allocated."""
+    """Compares shapes only; no weight is allocated."""
     gelu = "quick" if quick else "exact"
     cfg = clip.config(name, gelu=gelu)
     published = open_clip.get_model_config(NAMES[name])
@@ -182,7 +182,7 @@ def siglip(**options):
 
 
 def assert_siglip_parity(ours, theirs):
-    """Each reads the same pixels, normalised in its own way."""
+    """Both models get the same pixels, each normalised in its own way."""
     images, tokens = inputs(ours.cfg)
     pixels = np.asarray(images) * data.images.STD + data.images.MEAN
     rescaled = torch.from_numpy(np.float32((pixels - 0.5) / 0.5).transpose(0, 3, 1, 2).copy())

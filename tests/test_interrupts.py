@@ -1,4 +1,4 @@
-"""Signals to a run, and processes that it loses."""
+"""Signals to a run, and the death of its processes."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def test_sigterm_saves_and_says_how_to_go_on(started, tmp_path):
 
 
 def loaders_of(process) -> list[int]:
-    """The processes that load for one."""
+    """Returns the ids of a run's loader processes."""
     found = []
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -58,7 +58,7 @@ def test_a_lost_loader_process_is_one_line(started):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what a process has loaded")
 @pytest.mark.parametrize("library", ["yaml", "jaxlib", "tensorstore"])
 def test_an_interrupt_while_libraries_load_ends_the_run(library, tmp_path):
-    """There is nothing to save yet. Python would raise KeyboardInterrupt, which an import may swallow."""
+    """SIGINT ends the process at once, since an import may suppress a KeyboardInterrupt."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(command_of(tmp_path), stdout=pipe, stderr=pipe, text=True)
     maps = Path(f"/proc/{process.pid}/maps")
@@ -67,7 +67,7 @@ def test_an_interrupt_while_libraries_load_ends_the_run(library, tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGINT  # a shell says 130
+    assert process.returncode == -signal.SIGINT  # exit code 130 in a shell
     assert "Traceback" not in errors and "finished" not in output
 
 

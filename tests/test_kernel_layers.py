@@ -1,4 +1,4 @@
-"""Layers: every recipe in every implementation of its kernels, and their transformations."""
+"""Layers in every recipe and every implementation of its kernels, and under transformations."""
 
 from functools import partial
 
@@ -15,9 +15,9 @@ from swjax import checkpoint_policies
 from swjax.recipes import RECIPES
 
 TOKENS, WIDTH = (4, 64), 128
-# XLA for GPUs skips roundings to bf16 between what it fuses; where one side is rounded, about one quantized
-# value in a hundred flips. Leaving the roundings out on a CPU costs as much: gradients then agree to 39 dB
-# in int8, to 30 in fp8, to 48 where nothing is quantized.
+# XLA for GPUs skips roundings to bf16 inside fusions, so about one quantized value in a hundred differs from
+# that of a kernel. A CPU without these roundings shows the same: gradients agree to 39 dB in int8, to 30 in
+# fp8, and to 48 without quantization.
 AGREE_DB = {recipe: 27 if "fp8" in recipe else 36 for recipe in RECIPES} | {"standard": 46}
 
 
@@ -31,7 +31,7 @@ def arrays(*shapes, dtype="float32"):
 
 
 def layer_arguments():
-    """x and the output's gradient in bfloat16, the parameters in fp32."""
+    """Returns the arguments of a block and the output's gradient: activations bfloat16, parameters fp32."""
     x, g = arrays((*TOKENS, WIDTH), (*TOKENS, WIDTH), dtype="bfloat16")
     w1, w2 = arrays((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
     b1, b2, gamma, beta = arrays((4 * WIDTH,), (WIDTH,), (WIDTH,), (WIDTH,))
@@ -43,7 +43,7 @@ def fused(x, w1, b1, w2, b2, norm, **options):
 
 
 def apart(x, w1, b1, w2, b2, norm, **options):
-    """The same block of layers that know nothing of each other, differentiated by jax."""
+    """Computes the block as separate layers, with LayerNorm and GELU in JAX."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, -1, keepdims=True)
     deviation = jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + norm.epsilon)
@@ -72,7 +72,7 @@ def assert_agree(got, want, floor):
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_mlp_is_its_layers(recipe, implementation):
-    """Values and all gradients of the fused block, against layers apart, through XLA."""
+    """The fused block gives the values and gradients of separate layers in XLA."""
     implementations.require(implementation)
     arguments, g = layer_arguments()
     got = results(arguments, g, block=fused, recipe=recipe, implementation=implementation)
@@ -93,7 +93,7 @@ def test_layers_agree_with_xla(recipe, implementation):
 
 
 def together(x, w1, b1, w2, b2, norm, **options):
-    """Layers of one input, and a residual connection around them."""
+    """Computes two layers that share an input, with a residual connection, in one call."""
     ws, biases = (w1, w1[:, ::2]), (b1, None)
     (y, z), x = swjax.switchback(x, ws, biases, prologue=norm, residual=True, **options)
     y, x = swjax.mlp(
@@ -103,7 +103,7 @@ def together(x, w1, b1, w2, b2, norm, **options):
 
 
 def one_by_one(x, w1, b1, w2, b2, norm, **options):
-    """The same without what they share."""
+    """Computes what `together` does, one layer a call."""
     y = swjax.switchback(x, w1, b1, prologue=norm, **options)
     z = swjax.switchback(x, w1[:, ::2], prologue=norm, **options)
     x = y @ w2.astype(y.dtype) + x
@@ -133,14 +133,14 @@ def loss(x, w, bias, g, implementation):
 
 @pytest.fixture(params=implementations.OF_LAYERS)
 def gradients(request):
-    """Of `loss` by x, w and bias, and the loss itself."""
+    """A function that returns the loss and its gradients with respect to x, w and bias."""
     implementations.require(request.param)
     return jax.value_and_grad(partial(loss, implementation=request.param), (0, 1, 2))
 
 
 @pytest.fixture(scope="module")
 def square():
-    """x [4, 64, 128], w [128, 128], bias and g, and three of each weight."""
+    """x [4, 64, 128], w [128, 128], bias and g."""
     x, g, w, bias = arrays((*TOKENS, WIDTH), (*TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH,))
     return x.astype(jnp.bfloat16), w, bias, g
 
@@ -194,7 +194,7 @@ def test_scan_over_layers(implementation, square):
 
 
 def test_inside_shard_map(gradients, square):
-    """One device, so that every implementation may run; what it computes is what it computes outside."""
+    """On one device, which every implementation supports, results equal those outside shard_map."""
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
     rows, whole = PartitionSpec("data"), PartitionSpec()
     sharded = jax.shard_map(

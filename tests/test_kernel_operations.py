@@ -1,4 +1,4 @@
-"""Every operation, in every implementation that runs here, against `kernel_oracle`.
+"""Every operation in every available implementation, compared with `kernel_oracle`.
 
 On CPUs these are XLA and, at small sizes, the kernels in their interpreters.
 """
@@ -28,7 +28,7 @@ from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 from benchmarks.kernels import shapes
 from swjax.kernels.reference import QTensor
 
-# Kernels convert what they read and what they write separately: not every pair is needed.
+# Kernels convert inputs and outputs separately, so not every pair is tested.
 FORMATS = (
     *(("bfloat16", target) for target in TARGETS),
     ("float16", "int8"),
@@ -37,7 +37,7 @@ FORMATS = (
     ("float16", "float8_e5m2"),
 )
 TANH = {"approximate": True}
-# A shape that kernels cut unevenly, when compiled and when interpreted.
+# A shape that tiles do not divide.
 RAGGED = {"compiled": [RAGGED_ROWS], "interpreted": [SMALL_RAGGED_ROWS]}
 
 
@@ -46,7 +46,7 @@ def same(*shapes):
 
 
 def assert_same_bits(q, expected):
-    """A QTensor is a (values, scale) pair of NumPy's, every bit of it."""
+    """Asserts that a QTensor equals a NumPy pair (values, scale), bit for bit."""
     for got, want in zip(q, expected):
         got = np.asarray(got)
         assert got.dtype == want.dtype and got.shape == want.shape
@@ -54,7 +54,7 @@ def assert_same_bits(q, expected):
 
 
 def check_row_operation(operation, implementation, x, quantize_to=None, **options):
-    """Results against float64, column sums and quantized values against the result they are of."""
+    """Compares results with float64, and sums and quantized values with those of the computed result."""
     arrays = row_arguments(operation, x)
     exact = getattr(oracle, operation)(*arrays, **options)
     if quantize_to:
@@ -94,7 +94,7 @@ def test_every_scope_and_format_gives_the_same_bits(
 @pytest.mark.parametrize("dtype, target", FORMATS)
 @pytest.mark.parametrize("axes", [(-1,), (0,), (0, 1)])
 def test_known_maxima_give_the_same_bits(operation, implementation, shape, axes, dtype, target):
-    """Of an array in two parts, each quantized by the maxima of the whole."""
+    """Two parts of an array, quantized with the maxima of the whole array, have the bits of the whole."""
     x = normal(shape, dtype)
     absmax = jnp.max(jnp.abs(x.astype(jnp.float32)), axes, keepdims=True)
     values, scale = oracle.quantize(x, axes, target)
@@ -189,33 +189,33 @@ def test_what_a_backward_pass_recomputes_is_what_the_forward_pass_wrote(
         *once, nothing = run(operation, x, gamma, gradient, **common)
         *twice, recomputed = run(operation, x, gamma, gradient, None, beta, **common)
     assert nothing is None
-    if implementation != "xla":  # which compiles each program as it likes
+    if implementation != "xla":  # XLA may round differently in each program
         jax.tree.map(np.testing.assert_array_equal, twice, once)
     if implementation != "xla" and operation == "gelu_backward":
         np.testing.assert_array_equal(recomputed, written)
-    else:  # LayerNorm's sums run in the order of the tile, which differs between the two passes
+    else:  # the two passes of LayerNorm have different tiles, which sum in different orders
         assert snr_db(recomputed, np.asarray(written, np.float64)) > FLOOR_DB[dtype]
 
 
 @pytest.mark.parametrize("operation, implementation", implementations.of("gelu", "gelu_backward"))
 @pytest.mark.parametrize("approximate", [False, True])
 def test_gelu_of_every_bfloat16(operation, implementation, approximate):
-    """Within two roundings of the exact value, or of the smallest normal number; infinities follow."""
+    """Results are within two roundings of the exact value, or of the smallest normal number."""
     x = np.arange(2**16, dtype=np.uint16).view("bfloat16")
-    # Beyond, the derivative of the tanh form is infinity times zero in fp32.
+    # For larger values the derivative of the tanh form is infinity times zero in fp32.
     x = np.where(np.abs(x.astype(np.float32)) < 1e12, x, 0).astype("bfloat16").reshape(256, 256)
     arrays = (x,) if operation == "gelu" else (x, np.ones_like(x))
     got, *_ = run(operation, *arrays, implementation=implementation, approximate=approximate)
     want = getattr(oracle, operation)(*arrays, approximate=approximate)[0]
-    # 1 + tanh cancels: the tanh form is as good as fp32 near 1, the exact form as good as its value.
+    # The tanh form computes 1 + tanh in fp32, so its error is absolute; that of the exact form is relative.
     atol = 1e-5 if approximate else 1e-36
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-8, atol=atol)
 
 
 # --- products -----------------------------------------------------------------------------------------
 
-# Sizes that a tile of 128 x 256 and steps of 128 do not divide; whole halves of tiles that are past the edge;
-# more tiles than blocks; one row.
+# Sizes that tiles of 128 x 256 and steps of 128 do not divide, halves of tiles past the edge, more tiles than
+# thread blocks, and a single row.
 SMALL_PRODUCTS = [(300, 144, 264), (320, 128, 64), (520, 256, 512), (1, 128, 256), (130, 400, 8)]
 PRODUCT = {"compiled": [shapes.RAGGED["tiles past the edges"]], "interpreted": [(200, 144, 264)]}
 
@@ -258,7 +258,7 @@ def test_product_of_every_scope(operation, implementation, dtypes, scopes):
 )
 @pytest.mark.parametrize("b_scope", ["tensor", "channel"])
 def test_int8_products_are_exact(operation, implementation, shape, b_scope):
-    """Sums in int32, one rounding to fp32, one multiplication by the product of the scales."""
+    """Sums are int32, rounded to fp32 once and multiplied once by the product of the scales."""
     a, b = operands(shape, b_scope=b_scope)
     a.values[::3] = 127
     y = run(operation, a, b, implementation=implementation, out_dtype="float32")
@@ -301,7 +301,7 @@ def test_weight_gradient_in_every_format(operation, implementation, shape, dtype
 
 
 def extremes(shape, dtype):
-    """Rows of zeros, of subnormals, of the largest values, of one outlier, of ties; normal ones."""
+    """Returns rows of zeros, subnormals, the largest values, ties, and normal values, one with an outlier."""
     info, width = jnp.finfo(dtype), shape[1]
     x = np.random.default_rng(0).standard_normal(shape).astype(dtype)
     x[0] = 0
@@ -327,9 +327,9 @@ def test_extreme_values_quantize_to_the_same_bits(operation, implementation, sha
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_rows(operation, implementation, shape, dtype):
     x = extremes(shape, dtype)
-    if "layer_norm" in operation:  # fp32 holds no square of the largest values
+    if "layer_norm" in operation:  # the squares of the largest values overflow in fp32
         x[4] = np.sign(x[4]) * 1000
-    for rows in (x[:2], x[4:5], x[5:]):  # a ratio for each magnitude
+    for rows in (x[:2], x[4:5], x[5:]):  # one SNR for each magnitude
         check_row_operation(operation, implementation, rows, **ROW_OPERATIONS[operation])
 
 
