@@ -162,7 +162,7 @@ def test_a_quantized_weight_is_a_constant(prologue):
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_tensorwise"])
 @pytest.mark.parametrize("name", ["layer", "layer_norm", "mlp"])
 def test_only_the_gradient_of_the_output_depends_on_what_is_differentiated(name, recipe, transform):
-    """Differentiates by `factor`, of which the layer's operands are independent."""
+    """The derivative with respect to `factor`, on which the layers' operands do not depend."""
 
     def weighted(fn, factor):
         grads = jax.grad(lambda a: factor * jnp.sum(jnp.sin(fn(a))))(ARGUMENTS)
@@ -183,7 +183,7 @@ def test_third_derivatives():
 
 
 def test_gradient_penalty():
-    """The first gradient is quantized as in the recipe; the penalty's gradient is the straight-through one."""
+    """The first gradient is quantized by the recipe; the penalty's is the straight-through estimate."""
 
     def penalty(multiply, w):
         dx = jax.grad(lambda x: jnp.sum(jnp.sin(multiply(x, w))))(ARGUMENTS["x"])

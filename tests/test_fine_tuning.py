@@ -68,7 +68,7 @@ def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path):
 
 
 def test_what_differs_is_adapted_and_said_in_one_line_each(micro, tmp_path, caplog):
-    """Another image size, context length, embedding size and loss are adapted, with one line in the log each."""
+    """Each difference (image size, context length, embedding size, loss) is logged on one line."""
     theirs = foreign(micro(), tmp_path)
     config = micro(
         checkpoint__init_from=str(tmp_path),

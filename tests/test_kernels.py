@@ -70,7 +70,7 @@ def test_a_non_finite_value_makes_its_scale_non_finite(bad):
 
 
 def test_nan_is_not_lost_among_nan():
-    """XLA for CPUs drops NaN from a maximum of whole vectors of them."""
+    """The quantizers keep NaN, although XLA for CPUs drops it from the maximum of a vector of NaN."""
     x = jnp.ones((64, 128)).at[3].set(jnp.nan).at[5, ::2].set(jnp.nan)
     scale = jax.jit(swjax.quantize)(x).scale.ravel()
     assert jnp.flatnonzero(~jnp.isfinite(scale)).tolist() == [3, 5]
@@ -85,7 +85,7 @@ def test_fp8_values_are_those_of_ml_dtypes():
 
 
 def test_int8_sums_are_exact():
-    """Sums far beyond 2**24 and 16 bits: the accumulator is int32, not a float."""
+    """Sums far above 2**24 are exact, so the accumulator is int32."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(100, 128, (700, 700)).astype(np.int8) for _ in range(2))
     one = np.ones((1, 1), np.float32)
@@ -115,7 +115,7 @@ def test_quantization_is_the_same_jitted_and_not(dtype):
 
 @pytest.mark.parametrize("numerator", reference.LARGEST.values())
 def test_division_is_correctly_rounded(numerator):
-    """For divisors of every magnitude that an absolute maximum has, and the edges of these."""
+    """Division is correctly rounded for absolute maxima of every magnitude."""
     rng = np.random.default_rng(0)
     y = np.exp2(rng.uniform(np.log2(reference.SMALLEST_ABSMAX), 127.9, 100_000)).astype(np.float32)
     largest = np.finfo(np.float32).max
@@ -196,7 +196,7 @@ def test_an_unknown_implementation_is_refused_by_name():
 
 
 def test_kernels_answer_to_one_name_only():
-    """A top-level `kernels` would be a second copy of every module, and another project's name."""
+    """A top-level package `kernels` would import every module twice, and could hide another project's."""
     run = subprocess.run([sys.executable, "-c", "import kernels"], capture_output=True, text=True)
     assert "must be imported as 'swjax.kernels'" in run.stderr or "No module named" in run.stderr
     assert run.returncode == 1

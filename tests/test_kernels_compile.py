@@ -1,6 +1,6 @@
-"""Kernels compile without a GPU: to the instructions that make them fast, for every generation they name.
+"""Kernels compile, without a GPU, to the expected instructions, for every supported GPU generation.
 
-What is compiled is what the functions of `triton_gpu` and `mosaic_gpu` would launch, tiles included.
+The tests compile what the functions of `triton_gpu` and `mosaic_gpu` would launch, with the same tiles.
 """
 
 import json
@@ -36,7 +36,7 @@ def quantized(rows, columns, dtype="int8", scales=None):
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """compiled(capability, function of `triton_gpu`, *arrays, **options): its last launch, compiled."""
+    """compiled(capability, function of `triton_gpu`, *arrays, **options): the kernel of its last launch."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = []
 
@@ -62,14 +62,14 @@ def instructions(kernel, pattern) -> Counter:
 
 
 def assert_wide_loads(product):
-    """Operands go to shared memory 16 bytes at a time (cp.async.cg); scales and bias are single numbers."""
+    """Asserts that operands are copied to shared memory 16 bytes at a time; only scales and bias are not."""
     loads = instructions(product, r"cp\.async\.c[ag]|ld\.global")
     assert loads.pop("cp.async.cg.shared.global", 0), loads
     assert loads.keys() <= {"ld.global.b32", "ld.global.v2.b32"} and loads.total() <= 16, loads
 
 
 def assert_no_spills(kernel, tmp_path):
-    """Registers suffice: nothing lives in local memory, as the assembled program says."""
+    """Asserts that the assembled kernel uses no local memory: no register is spilled."""
     (tmp_path / "cubin").write_bytes(kernel.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", tmp_path / "cubin"]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -103,7 +103,7 @@ def test_products_run_on_tensor_cores_with_wide_loads(
 
 
 def test_ragged_products(compiled):
-    """Loads stay wide when only tiles are ragged; what K does not allow, the check sees."""
+    """Loads have 16 bytes if the tiles are ragged; the check fails for a K that does not allow it."""
     assert_wide_loads(compiled_product(compiled, 90, k=1008, n=264, m=257))
     for k, load in ((1000, "cp.async.ca"), (333, "ld.global.b8")):
         product = compiled_product(compiled, 90, k=k)
@@ -136,7 +136,7 @@ def test_row_kernels_move_16_bytes_at_a_time(compiled, case, capability, tmp_pat
     assert instructions(kernel, r"ld\.global").keys() == {"ld.global.v4.b32"}
     stores = instructions(kernel, r"st\.global")
     assert stores.keys() <= {"st.global.v4.b32", "st.global.v2.b32", "st.global.b32"}, stores
-    assert stores["st.global.b32"] <= 1  # a row's scale; 8 bytes are 8 quantized values
+    assert stores["st.global.b32"] <= 1  # the scale of a row
     if operation in ("layer_norm", "layer_norm_backward", "gelu", "gelu_backward"):
         assert instructions(kernel, r"cvt\.rn\.bf16").keys() == {"cvt.rn.bf16x2.f32"}
     assert_no_spills(kernel, tmp_path)
@@ -144,7 +144,7 @@ def test_row_kernels_move_16_bytes_at_a_time(compiled, case, capability, tmp_pat
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_row_kernels_read_ahead(compiled, stages, monkeypatch, tmp_path):
-    """Of 16 bits, 16 bytes at a time, and without waiting; of 32 bits, which might not fit, not at all."""
+    """16-bit inputs are prefetched with asynchronous copies; fp32 inputs, which may not fit, are not."""
     tile = tiles.RowTile(rows=1, chunk=1024, warps=4, stages=stages)
     monkeypatch.setattr(tiles, "row_tile", lambda producer, width: tile)
     options = {"quantize_to": "int8", "again": True}
@@ -160,7 +160,7 @@ def test_row_kernels_read_ahead(compiled, stages, monkeypatch, tmp_path):
 
 
 def test_quantizers_compute_what_is_written(compiled):
-    """No product contracted with a sum, no approximate division, no maximum that drops NaN."""
+    """Quantizers contain no fused multiply-add, no approximate division and no maximum that ignores NaN."""
     kernel = compiled(90, triton_gpu.quantize, X)
     arithmetic = instructions(kernel, r"(?:mul|add|fma|div|max)\.(?:\w+\.)*f32")
     assert arithmetic.keys() == {"mul.rn.f32", "add.rn.f32", "div.rn.f32", "max.NaN.f32"}
@@ -196,7 +196,7 @@ def test_attention_runs_on_tensor_cores_from_wide_loads(compiled, tokens, width,
     for kernel in (forward, of_keys):
         assert instructions(kernel, r"wgmma\.mma").total() > 8
         assert "ld.global.b16" not in instructions(kernel, r"ld\.global")
-    if tokens > 128:  # several columns, which come while it computes
+    if tokens > 128:  # the next columns are prefetched
         assert instructions(of_keys, r"cp\.async\.cg")
     assert_no_spills(of_keys, tmp_path)
 
@@ -263,7 +263,7 @@ def test_mosaic_int8_weight_gradients_lower_for_hopper(slices, dtype):
 
 @pytest.mark.parametrize("name", counters.CALLS)
 def test_what_ncu_is_given_compiles(name, tmp_path):
-    """benchmarks/counters.py: the kernel with the arguments of the library's call."""
+    """benchmarks/counters.py compiles kernels with the arguments of the library's calls."""
     counters.compile_kernel(name, tmp_path)
     about = json.loads((tmp_path / f"{name}.json").read_text())
     assert (tmp_path / f"{name}.cubin").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""What only a GPU can show: memory, repetition, sizes, slices, and the choice that is made there."""
+"""Tests that need a GPU: uninitialized memory, large sizes, slices of sums, and the automatic choice."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ IN_BLOCKS = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dt
 
 
 def calls():
-    """{operation: (arrays, options)}: ragged, and large enough for several rounds of blocks."""
+    """Returns {operation: (arrays, options)}, with sizes that are no multiples of tiles, in several waves."""
     x, g = normal((1000, 1344), "bfloat16"), normal((1000, 576), "bfloat16", seed=1)
     cases = {
         operation: (row_arguments(operation, x), options)
@@ -39,7 +39,7 @@ def calls():
 
 
 def poison(results):
-    """Frees memory full of NaN of the sizes of `results`, for the next results to be put in."""
+    """Fills memory of the size of `results` with NaN and frees it, so that the next results reuse it."""
     nan = [
         jnp.full(-(-leaf.nbytes // 4), jnp.nan, jnp.float32)
         for leaf in jax.tree.leaves(results)
@@ -52,7 +52,7 @@ def poison(results):
 
 @pytest.mark.parametrize("operation, implementation", implementations.of(*dispatch.IMPLEMENTATIONS))
 def test_every_run_writes_every_element_the_same(operation, implementation):
-    """From different garbage in the memory of the results come the same bits, all of them finite."""
+    """Whatever the memory of the results contained before, they have the same bits and are finite."""
     arrays, options = calls()[operation]
     arrays = jax.device_put(arrays)
     call = partial(
@@ -97,7 +97,7 @@ def test_slices_of_the_int8_weight_gradient_add_up(slices, shape):
     np.testing.assert_array_equal(call(x, g), dw)
 
 
-LAST = 100  # rows that are compared: those beyond 2**31 elements
+LAST = 100  # the rows compared, whose offsets exceed 2**31
 
 
 def test_rows_beyond_2_to_the_31_elements():
@@ -119,7 +119,7 @@ def test_products_beyond_2_to_the_31_elements(implementation):
 
 @pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)
 def test_none_chooses_what_can_run_here(operation):
-    """The first implementation that can, or what the device's tuned table prefers."""
+    """None chooses the first implementation that can run, or the one in the device's tuned table."""
     if jax.device_count() > 1:
         pytest.skip("several devices: outside shard_map everything runs through XLA")
     arrays, options = calls()[operation]

@@ -1,4 +1,4 @@
-"""The Flax layers: Flax's own parameters, swjax's products; conversion of models that exist already."""
+"""The Flax layers, which have Flax's parameters, and the conversion of existing models."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def test_linen_dense_interchanges_with_flax(kwargs):
 @pytest.mark.parametrize("dtype", ["complex64", "float64"])
 @pytest.mark.parametrize("layer", ["nnx", "linen"])
 def test_standard_takes_inputs_of_more_than_the_parameters_dtype(layer, dtype):
-    """Flax casts float32 parameters to the dtype of such inputs, gradients included."""
+    """As in Flax, float32 parameters are promoted to the dtype of such inputs, and so are gradients."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         x = X.astype(dtype) * (1 + 2j if dtype == "complex64" else 1)
         if layer == "nnx":

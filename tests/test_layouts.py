@@ -1,4 +1,4 @@
-"""What is said of sharding outside of a compiled program: XLA's options, and what a layout refuses."""
+"""Errors of `Layout`, and the XLA options for sharded programs."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The three tiers of the layer, each alone: recipe (products), sharding (sharded), arithmetic."""
+"""The three tiers of a layer, each tested alone: recipe (products), sharding (sharded), arithmetic."""
 
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ def test_arithmetic_of_arrays():
 
 @pytest.mark.parametrize("transpose", [True, False])
 def test_arithmetic_of_quantized_arrays(transpose):
-    """Either layout of w, named by the axis that is summed over, gives the same bits."""
+    """Both layouts of w, contracted over its first or last axis, give the same bits."""
     x, w = swjax.quantize(X), swjax.quantize(W, (0, 1))
     want = swjax.dequantize(x) @ swjax.dequantize(w)
     w, axis = (w.T, 1) if transpose else (w, 0)
@@ -66,7 +66,7 @@ SPECS = {"replicated": P(), "rows": P("data"), "columns": P(None, "data")}
 
 
 def sharded(w_spec):
-    """(the steps for that weight on two devices, operands x, w and g): run it in `jax.set_mesh`."""
+    """Returns (the steps of a layer on two devices, operands x, w and g), for use in `jax.set_mesh`."""
     plan = plan_layer(X, W, Layout(w_spec, P("data")))
     assert plan.mesh is not None
     operands = Operand(X, plan.x, -1), Operand(W, plan.w, 0), Operand(G, plan.y, -1)
@@ -104,7 +104,7 @@ def test_sharded_scales_are_those_of_one_device(spec, quantizer, transpose):
 
 
 def test_partial_sums_add_up():
-    """Tensor parallel columns: each device has a part of each sum, and they are added once."""
+    """With tensor-parallel columns, each device has partial sums, which are all-reduced once."""
     with mesh():
         plan = plan_layer(X, W, Layout(P(None, "data"), P()))
         steps = Sharded(plan, Arithmetic("xla"))
@@ -121,7 +121,7 @@ def test_partial_sums_add_up():
 
 
 class Recorder(NamedTuple):
-    """Computes on one device, and notes the operands of every product."""
+    """Computes on one device, and records the operands of every product."""
 
     seen: list
     plan: Plan = ALONE.plan
@@ -140,7 +140,7 @@ class Recorder(NamedTuple):
 
 
 def _kind(value):
-    """As "float32", or as "int8 x24": its dtype and number of scales."""
+    """Returns the dtype, and for a QTensor the number of scales: "float32", "int8 x24"."""
     if isinstance(value, QTensor):
         return f"{value.values.dtype} x{value.scale.size}"
     return value.dtype.name
@@ -148,7 +148,7 @@ def _kind(value):
 
 EXACT = ("float32", "float32")
 ROWS, ONE, E4M3, E5M2 = "int8 x24", "int8 x1", "float8_e4m3fn", "float8_e5m2"
-# {recipe: the operands of output, input_gradient and weight_gradient}; x and g have 24 tokens, w is [16, 8]
+# {recipe: operands of output, input_gradient and weight_gradient}; x and g have 24 tokens, w is [16, 8].
 OPERANDS = {
     "standard": ([EXACT], [EXACT], [EXACT]),
     "switchback": ([(ROWS, ONE)], [(ROWS, ONE)], [EXACT]),

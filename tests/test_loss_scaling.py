@@ -1,4 +1,4 @@
-"""Loss scaling: a tensor that overflows skips the step, alone or with all others."""
+"""Loss scaling: after an overflow, only the tensor concerned or the whole step is skipped."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from swjax.optax import (
 
 SCALE = 256.0
 AXES = {"blocks": 0, "head": None}
-# (step, what is spoiled in the gradient): the second block twice, the head's matrix at the first step.
+# {step: the gradient element that is made infinite}: the head once, the second block twice.
 SPOILED = {0: ("head", "w", (0, 0)), 2: ("blocks", "w", (1, 2, 1)), 3: ("blocks", "w", (1, 0, 0))}
 
 
@@ -168,7 +168,7 @@ def test_dynamic_scaling_skips_all_and_is_the_inner_optimizer_otherwise():
 
 
 def test_dynamic_scaling_is_what_brings_a_small_gradient_back():
-    """The scale grows until the gradient is no longer 0 in float16, and then no further than it can."""
+    """The scale grows until the gradient is no longer 0 in float16, and stays below overflow."""
     optimizer = dynamic_loss_scale(optax.sgd(1.0), 1.0, growth_steps=1)
     params = {"w": jnp.zeros(())}
     state, update = optimizer.init(params), jax.jit(optimizer.update)
@@ -213,7 +213,7 @@ def test_power_decay_is_the_weight_of_the_old_second_moment(exponent):
 
 @pytest.mark.parametrize("axes", [0, 2, (0, 2), None], ids=str)
 def test_blocks_are_mapped_along_sharded_axes(axes):
-    """An explicit mesh, where jax.vmap refuses arrays that are sharded in different ways."""
+    """On explicit meshes jax.vmap refuses arrays with different shardings."""
     params, grads = {"w": jnp.ones((2, 3, 2))}, {"w": jnp.ones((2, 3, 2)).at[1, 0, 0].set(jnp.nan)}
     guarded = per_tensor_guard(stable_adamw(0.1), block_axes=axes)
     want, want_state = run(guarded, params, [grads])
@@ -228,7 +228,7 @@ def test_blocks_are_mapped_along_sharded_axes(axes):
 
 
 def test_noise_differs_between_tensors_and_blocks():
-    """Optimizers that draw random numbers have a key for each."""
+    """Optimizers that draw random numbers get a different key for each tensor and block."""
     params = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
     noisy = optax.noisy_sgd(1.0, eta=1.0, key=jax.random.key(0))
     guarded = per_tensor_guard(noisy, block_axes={"a": 0, "b": None})
@@ -239,7 +239,7 @@ def test_noise_differs_between_tensors_and_blocks():
 
 def test_dynamic_scaling_takes_a_donated_state():
     params = {"w": jnp.ones(3)}
-    optimizer = dynamic_loss_scale(stable_adamw(0.1), jnp.float32(8.0))  # an array, which stays
+    optimizer = dynamic_loss_scale(stable_adamw(0.1), jnp.float32(8.0))  # must not be donated
     step = jax.jit(optimizer.update, donate_argnums=1)
     for _ in range(2):
         step(params, optimizer.init(params), params)

@@ -1,4 +1,4 @@
-"""The losses against naive float64 loops, and over a sharded batch."""
+"""The losses, compared with float64 loops, and over a sharded batch."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def positives(i, labels, batch):
 
 
 def naive_softmax(image, text, log_scale, labels):
-    """Cross-entropy of every row with a uniform target over its positives, both directions."""
+    """Returns the cross-entropy in both directions; a row's target is uniform over its positives."""
     batch, total = len(image), 0.0
     for queries, keys in ((image, text), (text, image)):
         for i in range(batch):
@@ -103,7 +103,7 @@ def test_a_batch_over_two_devices_is_one_batch(name):
     one = step(*arguments, labels=labels)
     two = step(*split, labels=jax.device_put(labels, rows))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
-    # and it is not the mean of two half batches, which have fewer negatives
+    # half batches have fewer negatives, so their mean loss differs
     halves = [step(*(x[s] if x.ndim else x for x in arguments), labels=labels[s])[0][0]
               for s in (slice(0, 4), slice(4, 8))]  # fmt: skip
     assert abs(float(one[0][0]) - float(jnp.mean(jnp.stack(halves)))) > 1e-2
@@ -112,7 +112,7 @@ def test_a_batch_over_two_devices_is_one_batch(name):
 @pytest.mark.parametrize("pairs", [8 * 16, 16, 3])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_blocks_of_pairs_give_the_whole(name, pairs):
-    """Also blocks that are smaller than a row."""
+    """Blocks of any number of pairs, also smaller than a row, give the loss of the whole matrix."""
     arguments = [*unit_pairs(16), LOG_SCALE] + ([-5.0] if name == "sigmoid" else [])
     arguments = [jnp.asarray(x, jnp.float32) for x in arguments]
     labels = jnp.arange(16) // 2
@@ -129,14 +129,14 @@ def test_blocks_of_pairs_give_the_whole(name, pairs):
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_one_block_costs_no_more_than_the_matrix(name):
-    """Three products: the similarities and two gradients. A loss alone has one."""
+    """A gradient takes three products (similarities and two gradients), a loss alone takes one."""
     arguments = [jnp.asarray(x, jnp.float32) for x in arguments_of(name)]
     loss = lambda *xs: loss_of(name)(*xs)[0]
     count = lambda fn: sum(matrix_products(fn, *arguments).values())
     assert count(loss) == 1
     assert count(jax.grad(loss, argnums=range(len(arguments)))) == 3
     assert count(jax.grad(lambda *xs: loss_of(name)(*xs, pairs=16)[0], argnums=(0, 1))) == (
-        4 if name == "softmax" else 3  # recomputed
+        4 if name == "softmax" else 3  # softmax recomputes the similarities
     )
 
 

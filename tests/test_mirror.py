@@ -1,4 +1,4 @@
-"""A run that is copied to an fsspec address while it trains, and resumed on another machine."""
+"""A run that is copied to an fsspec address while it trains, and resumed from there."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def address(request, tmp_path):
 
 @pytest.fixture
 def run(micro, monkeypatch, tmp_path):
-    """Trains in a folder as train.py does: (folder's name, config changes, stop after so many steps)."""
+    """A function that trains in a folder: (folder's name, config changes, steps before it stops)."""
     stop = loop.distributed.shall_stop
 
     def begin(name, after=10**9, **changes):
@@ -39,7 +39,7 @@ def run(micro, monkeypatch, tmp_path):
 
 
 def held(address):
-    """{name: bytes} of what is at an address."""
+    """Returns {name: bytes} of the files at an address."""
     fs, root = fsspec.core.url_to_fs(address)
     return {path.removeprefix(root).lstrip("/"): fs.cat_file(path) for path in fs.find(root)}
 
@@ -111,7 +111,7 @@ def test_a_failed_copy_is_told_and_tried_again(run, address, monkeypatch, capsys
     def waiting(self, say):
         update(self, say)
         if self._copy:
-            copied.append(self._copy.exception())  # waits
+            copied.append(self._copy.exception())  # waits until the copy has ended
 
     monkeypatch.setattr(Mirror, "update", waiting)
     _, code = run("first", checkpoint__mirror=address, train__steps=12)
@@ -125,7 +125,7 @@ def test_an_address_that_cannot_be_used_is_one_line(run, tmp_path):
     with pytest.raises(RunError, match="mirror='file://.*/file' cannot be used: ") as error:
         run("first", checkpoint__mirror=f"file://{tmp_path}/file")
     assert "\n" not in str(error.value)
-    for wrong in ("nosuch://bucket/run", "abfs://bucket/run"):  # the second needs a package
+    for wrong in ("nosuch://bucket/run", "abfs://bucket/run"):  # abfs needs a package
         with pytest.raises(ConfigError, match=r"config.checkpoint.mirror: ") as error:
             run("second", checkpoint__mirror=wrong)
         assert "\n" not in str(error.value) and not (tmp_path / "second").exists()

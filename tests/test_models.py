@@ -1,4 +1,4 @@
-"""CLIP against a float64 transcription, and every way to run it against every other."""
+"""CLIP compared with a float64 transcription, and with itself under other options."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ OPTIONS = {
     "layer scale and qk-norm": {"layer_scale": 0.0, "qk_norm": True},
     "scan": {"scan_layers": True},
 }
-# Ways to compute the same numbers.
+# Options that do not change the results.
 SAME = {
     "scan": {"scan_layers": True},
     "full": {"remat": "full", "attention": "xla"},
@@ -46,7 +46,7 @@ SAME = {
 }
 
 
-# No loss depends on these: a softmax does not change when one vector is added to all keys.
+# Parameters with zero gradient: a softmax does not change if the same vector is added to all keys.
 BLIND = re.compile(r"'k'\]\['bias'")
 
 
@@ -59,13 +59,13 @@ def forward(graph, images, tokens, **kwargs):
 
 
 def value_and_gradient(loss, params):
-    """Of a loss of the vision tower."""
+    """Returns a loss and its gradient with respect to the vision tower's parameters."""
     value, gradient = compiled(jax.value_and_grad(loss), params)(params)
     return value, nnx.to_pure_dict(gradient)["vision"]
 
 
 def image_loss(graph, images, **kwargs):
-    """Every feature of every embedding matters to it."""
+    """Returns a loss that depends on every feature of every embedding."""
 
     def loss(params):
         embedding, _ = nnx.merge(graph, params).vision(images, **kwargs)
@@ -100,7 +100,7 @@ def test_forward_equals_the_float64_transcription(options):
 
 @pytest.fixture(scope="module")
 def straight():
-    """Gradients of the unrolled model that keeps everything, with a recipe that saves int8 residuals."""
+    """Gradients of the unrolled model without rematerialization, with a recipe that saves int8 residuals."""
     cfg = small_config(recipe="switchback_m")
     graph, params = random_model(cfg)
     images, _ = inputs(cfg)
@@ -113,7 +113,7 @@ def test_every_way_to_run_gives_the_same_gradients(straight, options):
     graph, _ = abstract(small_config(recipe="switchback_m", **options))
     other_value, other = value_and_gradient(image_loss(graph, images), params)
     np.testing.assert_allclose(other_value, value, rtol=1e-5)
-    # int8 rounds a value on the edge either way, so what differs by one rounding of float32 can move a step.
+    # A difference of one float32 rounding can move a quantized value by one step.
     paths = [
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(gradient)
     ]
@@ -149,7 +149,7 @@ def test_bfloat16_stays_close_to_float32():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cudnn", "triton"])
 def test_fused_attention_equals_xlas(name):
-    """Heads of 16 features: cuDNN takes multiples of 8. 17 and 9 tokens are padded to 24 and 16 for it."""
+    """cuDNN needs multiples of 8: heads have 16 features; 17 and 9 tokens are padded to 24 and 16."""
     implementations.require(name if name == "triton" else None)
     tower = dict(width=64, heads=4)
     options = dict(dtype="bfloat16", vision=small_config().vision, text=small_config().text)
@@ -185,7 +185,7 @@ def test_recipes_by_pattern_reach_the_layers_they_name():
             for name in names:
                 assert getattr(part, name).recipe == RECIPES[quantized.get(name, "standard")], name
     found = matrix_products(forward(graph, *inputs(cfg)), params)
-    # once in the body of each tower's scan
+    # one in the scan body of each tower
     assert sum(count for types, count in found.items() if types[0] in ("s8", "s32")) == 5
 
 
@@ -211,9 +211,9 @@ def test_patch_dropout_is_a_random_subset():
                 range(16 * row, 16 * row + 16)
             )
     counts = np.bincount(np.concatenate([np.asarray(kept).ravel() for kept in draws]).astype(int))
-    # each patch is kept with probability 1/2; five standard deviations
+    # each patch is kept with probability 1/2: within five standard deviations
     assert len(counts) == 32 and np.all(np.abs(counts - 32) < 5 * math.sqrt(64 / 4))
-    assert np.any(draws[0][0] != draws[0][1] - 16), "both images lose the same patches"
+    assert np.any(draws[0][0] != draws[0][1] - 16), "both images drop the same patches"
 
 
 def test_patch_dropout_is_for_training_only():
@@ -273,7 +273,7 @@ def test_data_parallel_forward_needs_no_collective():
 
 
 def test_two_builds_are_the_same_program():
-    """So that a step compiled for one is not compiled again for the other."""
+    """Two models of one config have the same graph, so a compiled step is reused."""
     graphs = [abstract(small_config())[0] for _ in range(2)]
     assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1])
     changed = dataclasses.replace(small_config(), gelu="quick")

@@ -1,4 +1,4 @@
-"""What models can be built: sizes, parameters, initial values, parameter trees, and clear refusals."""
+"""Model configs: sizes, parameters, initial values, parameter trees, and errors."""
 
 import math
 
@@ -68,7 +68,7 @@ def test_every_rematerialisation_differentiates(recipe, remat):
 
 
 def test_rematerialisation_keeps_what_it_says():
-    """Bytes that the forward pass of the vision tower saves for the backward pass, without parameters."""
+    """Counts the bytes that the vision tower saves for the backward pass, without parameters."""
 
     def kept(recipe, remat):
         cfg = clip.config("tiny", recipe=recipe, dtype="bfloat16", remat=remat)
@@ -89,10 +89,10 @@ def test_rematerialisation_keeps_what_it_says():
     int8 = layers * token * (1 + 1)  # the inputs of q, k and v together and of fc1
     assert kept("switchback_m", "save_quantized") == pytest.approx(
         full + int8, rel=0.05
-    )  # and scales
-    # Widths of 128 in 16 bits that a block keeps: the residual stream twice, q, k, v, attention's output and
-    # fc1's 4. If what weight gradients read is kept, not written again, also LayerNorm's output twice and
-    # GELU's 4.
+    )  # the scales are the difference
+    # A block saves 10 activations of width 128 in 16 bits: the residual stream twice, q, k, v, attention's
+    # output and fc1's output (4). `standard` also saves the inputs of weight gradients, which the others
+    # recompute: LayerNorm's output twice, GELU's (4).
     assert kept("switchback", "none") == 2 * token * (layers * 10 + 1)
     assert kept("standard", "none") == 2 * token * (layers * 16 + 1)
     assert kept("switchback_m", "none") == kept("switchback", "none")
@@ -100,7 +100,7 @@ def test_rematerialisation_keeps_what_it_says():
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_nothing_is_left_for_switchback_m_to_save(remat):
-    """Prologues recompute inputs that `switchback_m` would save, so its program is that of `switchback`."""
+    """Prologues recompute the inputs that `switchback_m` would save: its program equals `switchback`'s."""
     images = jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.float32)
 
     def program(recipe):
@@ -114,7 +114,7 @@ def test_nothing_is_left_for_switchback_m_to_save(remat):
 
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_switchback"])
 def test_each_weight_is_quantized_once(recipe):
-    """For the forward product, for the input's gradient, and where its block is recomputed."""
+    """One quantization serves the forward product, the input gradient and the block's recomputation."""
     graph, params = abstract(clip.config("tiny", recipe=recipe, remat="full", scan_layers=True))
     shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(params["vision"]["blocks"]["mlp"])}
     loss = lambda params, images: nnx.merge(graph, params).encode_image(images)[0].sum()
@@ -131,7 +131,7 @@ def test_each_weight_is_quantized_once(recipe):
 
 
 def outputs(jaxpr, primitive):
-    """Of every equation of that primitive, in programs within programs too."""
+    """Yields the outputs of every equation of a primitive, also in nested programs."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == primitive:
             yield from equation.outvars
@@ -173,7 +173,7 @@ def test_initial_values_are_open_clips():
         if "attn" in name and name.endswith("bias"):
             assert np.all(value == 0), name
         if "blocks" in name and name.endswith("kernel"):
-            assert np.mean(value[0] == value[1]) < 0.01, f"{name}: layers start equal"
+            assert np.mean(value[0] == value[1]) < 0.01, f"{name}: layers have equal initial values"
     assert float(params["logit_scale"]) == pytest.approx(math.log(1 / 0.07))
 
 
@@ -186,7 +186,7 @@ def test_parameter_trees_for_the_optimizer():
         if "/blocks/" in name:
             assert leaf.shape[0] == (3 if name.startswith("vision") else 2), name
         assert decay[name] is (name.endswith(("kernel", "token_embedding/embedding"))), name
-    # and the same of a plain dict, as trainers keep it
+    # and also from a plain dict, as the trainer stores it
     plain = nnx.to_pure_dict(params)
     assert names(clip.weight_decay_mask(plain)) == decay and names(clip.block_axes(plain)) == axes
 

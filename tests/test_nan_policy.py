@@ -1,4 +1,4 @@
-"""Values that are not finite: the run stops, skips the step, or goes back."""
+"""The policies for values that are not finite: stop, skip the step, or roll back."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from swjax.training.results import tell_results
 
 @pytest.fixture
 def bad_step_4(monkeypatch):
-    """Makes the loss of step 4 look like NaN, once."""
+    """Makes the trainer read NaN as the loss of step 4, once."""
     real, left = packed.fetch, [1]
 
     def spoiled(metrics):
@@ -39,7 +39,7 @@ def bad_step_4(monkeypatch):
 def test_nan_stops_the_run(micro, bad_step_4, tmp_path, capsys):
     assert train(micro(), tmp_path) == 1
     assert "train/loss is nan at step 4: stopped;" in capsys.readouterr().out
-    assert Checkpoints(tmp_path, keep=0).latest_step() == 2  # nothing broken is saved
+    assert Checkpoints(tmp_path, keep=0).latest_step() == 2  # step 4 is not saved
     assert [r["train/loss"] is None for r in records(tmp_path)] == [False, False, False, True]
 
 
@@ -51,7 +51,7 @@ def test_nan_rolls_back_past_the_data(micro, bad_step_4, reference, tmp_path, ca
     assert [r["step"] for r in rolled] == [1, 2, 3, 4, 5, 6]
     assert rolled[:2] == straight[:2] and rolled[2] != straight[2]
     state, position = final_state(config, tmp_path)
-    assert int(state["step"]) == 6 and position["batches"] == 8  # batches 3 and 4 were left out
+    assert int(state["step"]) == 6 and position["batches"] == 8  # batches 3 and 4 were skipped
 
 
 def test_first_bad_step_is_named():
@@ -63,7 +63,7 @@ def test_first_bad_step_is_named():
 
 @pytest.fixture
 def planted(monkeypatch):
-    """NaN in the batch of step 2, a gradient of 3 and an update of 4, infinity in a parameter of 5."""
+    """NaN in the batch of step 2, a gradient of step 3, an update of step 4; infinity in a parameter of 5."""
     at = {}
 
     def spoil(x, step, value=jnp.nan):
@@ -132,9 +132,9 @@ def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsy
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     named = {line["step"]: line["train/nonfinite"] for line in lines if "train/nonfinite" in line}
     assert list(named) == [2, 3, 4, 5] and named[2] == "batch image"
-    assert named[4] == "update text/ln_final/scale"  # logged with step 3, that a line was about
+    assert named[4] == "update text/ln_final/scale"  # fetched with step 3, whose message was printed
     assert {line["step"]: line["train/skipped_total"] for line in lines}[5] == 4
-    assert Checkpoints(tmp_path, keep=0).latest_step() == 4  # nothing broken is saved
+    assert Checkpoints(tmp_path, keep=0).latest_step() == 4  # step 5 is not saved
 
 
 # ------------------------------------------------------------------------------------- skipped steps
@@ -159,7 +159,7 @@ def test_a_stretch_without_an_update_stops_the_run(micro):
 
 
 def test_a_stretch_that_is_over_does_not_stop_the_run(micro):
-    """As of a dynamic loss scale that was far too large at first."""
+    """For example with a dynamic loss scale that starts far too large."""
     policy = policy_of(micro(optimizer__loss_scaling="dynamic"))
     records = skipped_or_not(*[1] * 80, 0)
     assert policy.decide(records) is Action.GO_ON

@@ -1,7 +1,7 @@
-"""The notebooks' cells run, in order, in loops of a few steps, and are kept without outputs.
+"""The notebooks' cells run in order, with few steps, and are stored without outputs.
 
-Executed here rather than by a Jupyter kernel: starting one costs as much as a notebook, and its packages are
-many. So cells are plain Python, without magics.
+The cells are plain Python without magics, so the tests need no Jupyter kernel, which starts slowly and needs
+many packages.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def test_a_notebook_runs(path, monkeypatch, tmp_path):
                 source = re.sub(r"range\(\d{2,}\)", "range(8)", "".join(cell["source"]))
                 exec(compile(source, f"{path.name}, code cell {number}", "exec"), names)
     assert len(pictures) >= 2
-    if path.stem == "precision":  # whose text says "about 10 times"
+    if path.stem == "precision":  # the notebook's text says "about 10 times"
         assert 9.5 < names["growth"] < 10.5
 
 
@@ -62,7 +62,7 @@ def install_cell(path):
 
 @pytest.mark.parametrize("where", ["wheel", "checkout", "nowhere"])
 def test_the_first_cell_installs_what_is_here_and_never_from_an_index(where, monkeypatch, tmp_path):
-    """A registry may hold another package of the same name."""
+    """A package index may have another package of that name."""
     folder = tmp_path / "examples" / "notebooks"
     folder.mkdir(parents=True)
     expected = []

@@ -1,6 +1,6 @@
-"""What composes with what: every optimizer of swjax.optax under every transformation and wrapper.
+"""Every optimizer of swjax.optax under every transformation of JAX and every optimizer wrapper.
 
-`KNOWN` lists what does not work and why. The table of the documentation comes from `table()`.
+`KNOWN` lists the combinations that fail, with reasons. `table()` makes the table of docs/optimizers.md.
 """
 
 import functools
@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 
 
 def layers(params):
-    """Block axes: parameters with three axes stack matrices."""
+    """Returns the block axes: a parameter with three axes is a stack of matrices."""
     return jax.tree.map(lambda p: 0 if p.ndim == 3 else None, params)
 
 
@@ -39,7 +39,7 @@ def matrices(params):
 
 
 def converted(learning_rate):
-    """stable_adamw that starts from the state of AdamW."""
+    """Returns a stable_adamw whose state is converted from AdamW's."""
     adamw, ours = optax.adamw(1e-2), stable_adamw(learning_rate)
     init = lambda params: from_adamw_state(adamw.init(params), ours.init(params), b1=0.9, b2=0.999)
     return optax.GradientTransformationExtraArgs(init, ours.update)
@@ -88,7 +88,7 @@ def types(tree):
 
 
 def same(actual, expected):
-    """Equal structure, types and values."""
+    """Asserts that structures, dtypes and values are equal."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
@@ -96,7 +96,7 @@ def same(actual, expected):
 
 
 def plain(x):
-    """An array that NumPy understands."""
+    """Converts an array to a dtype that NumPy supports."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     return np.asarray(x, np.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x
@@ -108,10 +108,10 @@ def after_one_step(optimizer):
 
 
 def trains(optimizer, params=None, steps=2, moves=True):
-    """Takes steps in one compiled function: types stay, nothing is NaN, and something moves."""
+    """Asserts that compiled steps keep all types, give finite updates, and move the parameters."""
     params = params_of() if params is None else params
     state = start = optimizer.init(params)
-    update = jax.jit(lambda *args: optimizer.update(*args))  # a function, so a cache, of its own
+    update = jax.jit(lambda *args: optimizer.update(*args))  # a new function, with its own cache
     for _ in range(steps):
         updates, state = update(params, state, params)
     assert types(updates) == types(params)
@@ -222,7 +222,7 @@ def scan_and_cond(optimizer):
 
 
 def vmap(optimizer):
-    """An ensemble: each member as if alone."""
+    """Each member of a vmapped ensemble is updated as if it were alone."""
     members = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params_of())
 
     def run(params):
@@ -244,7 +244,7 @@ def sixteen_bits(optimizer):
 
 
 def sharded(optimizer, kind):
-    """The state is sharded as the parameters, and so are updates."""
+    """The state and the updates are sharded like the parameters."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
     specs = {
         "blocks": {"w": PartitionSpec("x")},
@@ -295,11 +295,11 @@ def nnx_optimizer(optimizer):
 
 
 def wrapped(wrap, moves=True):
-    """A check that an optimizer wrapped by `wrap` trains and supports map_params."""
+    """Returns a check that an optimizer wrapped by `wrap` trains and supports map_params."""
 
     def check(optimizer):
         outer = wrap(optimizer)
-        trains(outer, moves=moves)  # mechanize starts with steps that round to 0
+        trains(outer, moves=moves)  # mechanize's first updates round to 0
         maps(outer)
 
     return check
@@ -313,7 +313,7 @@ def maps(optimizer):
 
 
 def injected(make):
-    """Every number of the factory is traced, and `init` is compiled."""
+    """All numeric hyperparameters are traced, and `init` can be compiled."""
     static = {"inner", "across", "mask", "mu_dtype", "block_axes", "decoupled_lr"}
     static &= set(inspect.signature(make.func).parameters)
     inject = optax.inject_hyperparams(make.func, static_args=static)
@@ -399,7 +399,7 @@ NO_KEYS = (
     "Flax stores no random keys",
 )
 
-# check -> optimizers (all that contain this text), the error, and its reason in the page's words.
+# {check: (part of the optimizers' names, error, reason as on the page)}
 KNOWN = {
     "`flax.serialization` bytes": ("noisy_sgd", *NO_KEYS),
     "`flax.training.train_state.TrainState`": ("noisy_sgd", *NO_KEYS),
@@ -417,13 +417,13 @@ KNOWN = {
 
 
 def known(check: str, name: str) -> tuple[str, str] | None:
-    """The error of a combination and its reason, or None where it works."""
+    """Returns (error, reason) of a combination that fails, else None."""
     part, error, reason = KNOWN.get(check, ("", None, None))
     return (error, reason) if error and part in name else None
 
 
 def table() -> str:
-    """The page's table of every check and optimizer, in Markdown."""
+    """Returns the page's table of checks and optimizers in Markdown."""
     reasons = list(dict.fromkeys(reason for _, _, reason in KNOWN.values()))
 
     def cell(check, name):
@@ -436,10 +436,10 @@ def table() -> str:
     return "\n".join([*lines, "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1))])
 
 
-@jax.numpy_dtype_promotion("standard")  # optax's own need it
+@jax.numpy_dtype_promotion("standard")  # optax's optimizers need it
 @pytest.mark.parametrize("check", CHECKS, ids=lambda name: name.replace("`", ""))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.filterwarnings("ignore:Sharding info not provided")  # Orbax, of one device
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")  # Orbax warns on one device
 def test_composes(check, name):
     make, found = OPTIMIZERS[name], known(check, name)
     expected = pytest.raises(Exception, match=re.escape(found[0])) if found else nullcontext()

@@ -1,4 +1,4 @@
-"""Models that others wrote: converted in one line, described, trained in int8, and converted back.
+"""Models of other projects: converted in one line, described, trained in int8, and converted back.
 
 Flax's own examples are in its source, not in its wheel. Their tests run where FLAX_SOURCE names it.
 """
@@ -27,7 +27,7 @@ from swjax.optax import rms_by_path, stable_adamw
 from swjax.recipes import RECIPES
 from swjax.testing import matrix_products
 
-# Their code may promote dtypes, and warn.
+# These models may promote dtypes and warn.
 pytestmark = [
     pytest.mark.usefixtures("as_others_run"),
     pytest.mark.filterwarnings("ignore"),
@@ -71,7 +71,7 @@ def small_vit():
 
 
 def mamba2():
-    """A language model from the package registry; Bonsai, Google's collection, has the same code."""
+    """The Mamba-2 language model of a package on PyPI; Google's Bonsai has the same code."""
     mamba = package("mamba2_jax")
     model = mamba.Mamba2ForCausalLM(mamba.Mamba2Config.tiny(), rngs=nnx.Rngs(0))
     rules = {".*mixer/(in|out)_proj": "switchback"}
@@ -82,7 +82,7 @@ def flax_vit():
     """The ViT of Flax's documentation."""
     text = (flax_source() / "docs_nnx/examples/vit_training.md").read_text()
     cells = re.findall(r"```\{code-cell\} ipython3\n(.*?)```", text, re.DOTALL)
-    sys.modules["flax_vit"] = module = types.ModuleType("flax_vit")  # where its dataclasses look
+    sys.modules["flax_vit"] = module = types.ModuleType("flax_vit")  # dataclasses look up their module here
     for cell in cells[:2]:
         exec(cell.split("# We can define and check")[0], vars(module))
     sizes = dict(num_classes=8, img_size=16, patch_size=8, hidden_size=32, mlp_dim=64)
@@ -155,7 +155,7 @@ def test_an_nnx_model_of_others(make):
     assert int8_products(loss, model) == count
 
     swjax.nnx.restore_model(model)
-    assert nnx.graphdef(model) == graph  # and so the same compiled program
+    assert nnx.graphdef(model) == graph  # so compiled programs are reused
 
     losses = train_nnx(swjax.nnx.quantize_model(model, rules), loss)
     assert losses[-1] < 0.9 * losses[0]
@@ -172,7 +172,7 @@ class LinenBlock(nn.Module):
 
 
 class LinenViT(nn.Module):
-    """As in the paper on vision transformers, with Linen's modules alone."""
+    """A vision transformer of Linen's modules, as in the paper on vision transformers."""
 
     @nn.compact
     def __call__(self, images):
@@ -206,7 +206,7 @@ def flax_lm1b():
 
 @pytest.mark.parametrize("make", [linen_vit, flax_lm1b])
 def test_a_linen_model_of_others(make):
-    """In a plain Flax project: TrainState with stable_adamw; out of the context it is as before."""
+    """A Linen model trains with TrainState and stable_adamw; outside the context it is unchanged."""
     model, rules, count, inputs, loss = make()
     state = TrainState.create(
         apply_fn=model.apply,

@@ -1,4 +1,4 @@
-"""docs/own_pictures.md: its table trains with its flags, on a smaller model, and the run classifies."""
+"""docs/own_pictures.md: its table and flags train a smaller model, and `swjax classify` reads the run."""
 
 import re
 import shlex

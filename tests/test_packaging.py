@@ -1,4 +1,4 @@
-"""What a wheel and an sdist hold, and that what pip installs works outside a checkout."""
+"""The contents of the wheel and the sdist, and that the installed wheel works outside a checkout."""
 
 import re
 import shutil
@@ -34,7 +34,7 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def dists(tmp_path_factory):
-    """An sdist of the checkout, and the wheel that is built from it: the way releases are made."""
+    """The sdist of the checkout, and the wheel built from it, as in a release."""
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
     files = ["swjax", "kernels", "configs", "examples", "requirements", "tests"]
     files += [path.name for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
@@ -44,7 +44,7 @@ def dists(tmp_path_factory):
             shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignore)
         else:
             shutil.copy(ROOT / name, checkout / name)
-    # setuptools comes from the venv: an isolated build would download it.
+    # Without isolation the build uses the installed setuptools; otherwise it downloads one.
     run("-m", "build", "--no-isolation", "--outdir", out, checkout, cwd=out)
     return out
 
@@ -56,7 +56,7 @@ def wheel(dists):
 
 
 def sources():
-    """Paths inside the wheel of all modules of the checkout; kernels/ is installed as swjax/kernels/."""
+    """Returns the paths in the wheel of all modules; kernels/ is installed as swjax/kernels/."""
     modules = {path.relative_to(ROOT) for path in (ROOT / "swjax").rglob("*.py")}
     kernels = {"swjax" / path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.py")}
     return {path.as_posix() for path in modules | kernels}
@@ -93,7 +93,7 @@ def test_sdist_is_a_checkout(dists):
 
 
 def test_installed_wheel_works_outside_the_checkout(wheel, tmp_path):
-    """Layers, optimizer and data files, with only what the core depends on."""
+    """Layers, optimizer and data files work with only the core's dependencies."""
     run(
         "-m",
         "pip",
@@ -146,7 +146,7 @@ def test_constraints_cover_the_requirements_and_name_no_address():
 
 
 def test_one_version_everywhere():
-    """The release workflow compares the tag with the same files."""
+    """The release workflow also compares the tag with these files."""
     assert f"version: {version()}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## [{version()}] - " in (ROOT / "CHANGELOG.md").read_text()
 

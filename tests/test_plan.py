@@ -1,4 +1,4 @@
-"""`train.py --plan`: its memory and rates against recorded runs, every config, bad input."""
+"""`train.py --plan`: memory and rates compared with recorded runs, every config, bad input."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ def rows(name: str) -> list[dict]:
 
 
 def one_device() -> list[tuple]:
-    """(model, recipe, remat, batch, mesh, GiB used) of whole steps on one H200."""
+    """Returns (model, recipe, remat, batch, mesh, GiB used) of whole training steps on one H200."""
     return [
         (
             row["model"],
@@ -42,7 +42,7 @@ def one_device() -> list[tuple]:
 
 
 def several_devices(*files: str) -> list[tuple]:
-    """The same of two and four; rows with options of XLA are left out."""
+    """Returns the same for two and four H200s, without rows that set XLA options."""
     found = []
     for row in itertools.chain.from_iterable(map(rows, files)):
         case = row["case"]
@@ -55,7 +55,7 @@ def several_devices(*files: str) -> list[tuple]:
 
 
 def held_out() -> list[tuple]:
-    """Runs that the memory model was not fitted to: other days, cards and ways to sum gradients."""
+    """Returns runs that the memory model was not fitted to: other days, cards and reductions of gradients."""
     whole = [
         (
             row["model"],
@@ -75,7 +75,7 @@ FITTED = one_device() + several_devices("scaling_h200")
 
 
 def state_bytes(model) -> int:
-    """Parameters and two moments in float32."""
+    """Returns the bytes of the parameters and two moments in float32."""
     shapes = nnx.state(nnx.eval_shape(lambda: clip.CLIP(model, rngs=nnx.Rngs(0))))
     return 12 * sum(x.size for x in jax.tree.leaves(shapes))
 
@@ -111,7 +111,7 @@ def run(config: str, hardware: str, *flags: str) -> int:
 
 @pytest.fixture(autouse=True)
 def drawings(monkeypatch):
-    """The emoji data set is stood in for: preparing it takes a minute."""
+    """Replaces the emoji data set, whose preparation takes a minute, by a synthetic one."""
     from swjax import data
 
     synthetic = data.source("synthetic", "train", image_size=8, classes=10, examples=8448)
@@ -121,7 +121,7 @@ def drawings(monkeypatch):
     )  # fmt: skip
 
 
-# Each config on one kind here, on the others in the slow tests.
+# Each config is planned for one kind of GPU; the others are slow tests.
 CASES = [
     pytest.param(config, hardware, marks=[pytest.mark.slow] if (i + j) % len(HARDWARE) else [])
     for i, config in enumerate(CONFIGS)
@@ -131,12 +131,12 @@ CASES = [
 
 @pytest.mark.parametrize(("config", "hardware"), CASES)
 def test_every_config_on_every_hardware(config, hardware, capsys, tmp_path, monkeypatch):
-    """It fits, or the named settings do."""
+    """The config fits into memory, or does with the settings that the error names."""
     monkeypatch.chdir(tmp_path)
     code = run(config, hardware)
     printed = capsys.readouterr()
     assert re.search(r"^memory +[\d.]+ [GM]iB a device", printed.out, re.MULTILINE)
-    assert not list(tmp_path.iterdir()), "a plan writes nothing"
+    assert not list(tmp_path.iterdir()), "a plan must write no files"
     if code == 0:
         assert not printed.err
         return

@@ -1,8 +1,8 @@
-"""Every command that a page or a config prints, run as far as a machine without GPU and data can.
+"""Every command that a page or a config prints, run as far as possible without GPU and data.
 
-Flags parse, configs build, data sources open on small files of the named format, the mesh and the batch
-divide among the devices that a comment names, a step fits into their memory, scripts accept their flags, make
-knows its targets and pip the extras.
+Flags parse, configs build, and data sources open small files of the named format. The mesh and the batch fit
+the devices that the command's comment names, and so does the memory. Scripts accept their flags; targets of
+make and extras of pip exist.
 """
 
 import argparse
@@ -35,9 +35,9 @@ PAGES = [
     *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
 ]
 PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
-# Scripts that read their arguments by hand.
+# Scripts without argparse.
 WITHOUT_PARSER = ("benchmarks/kernels/torch_layers.py", "tests/test_config_keys.py")
-# A module that reads them so, and then finds that there is no such run or file.
+# A module without argparse: it ends with an error because the run or file does not exist.
 EVALUATE = "swjax.evaluate"
 HARDWARE = re.compile(r"# (one|\d+) (H100|H200)\s*$")
 KINDS = {"H100": "h100-80", "H200": "h200"}
@@ -48,9 +48,9 @@ class Printed(NamedTuple):
     """A command of a page.
 
     Attributes:
-      page: relative to the repository.
-      words: without what sets the environment or starts several processes.
-      hardware: that its comment names, as for `--plan`: "h200:8"; "": none.
+      page: its path in the repository.
+      words: the command without environment variables and launchers such as srun.
+      hardware: named by its comment, in the form of `--plan`, such as "h200:8"; "": none.
     """
 
     page: str
@@ -71,7 +71,7 @@ def commands() -> list[Printed]:
 
 
 def lines(text: str) -> list[str]:
-    """Of fenced blocks that are not Python's, and of inline code; continued lines as one."""
+    """Returns the lines of shell blocks, with continued lines joined, and of inline code."""
     fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
     blocks = [
         textwrap.dedent(block)
@@ -83,7 +83,7 @@ def lines(text: str) -> list[str]:
 
 
 def unrolled(block: str) -> str:
-    """A shell loop's commands with the first of its values."""
+    """Replaces the variable of a shell loop by its first value."""
     for name, value in re.findall(r"^for (\w+) in (\S+)", block, re.MULTILINE):
         block = block.replace(f"${name}", value)
     return block
@@ -93,7 +93,7 @@ def parse(page: str, line: str) -> Iterator[Printed]:
     named = HARDWARE.search(line)
     hardware = f"{KINDS[named[2]]}:{named[1].replace('one', '1')}" if named else ""
     if "..." in COUNTED.sub("", line).split("#")[0] or "$" in line:
-        return  # a pattern, not a command
+        return  # a placeholder, not a command
     try:
         all_words = shlex.split(line, comments=True)
     except ValueError:
@@ -134,7 +134,7 @@ def test_train(command, tmp_path, monkeypatch, capsys):
     if {"--help", "--plan"} & set(flags):
         assert train.main(["train.py", *flags]) == 0
         return
-    # Two files stand for however many.
+    # Two files replace any number of tars.
     flags = [
         COUNTED.sub(lambda found: f"{{{found[1]}..{_next(found[1])}}}", flag) for flag in flags
     ]
@@ -147,7 +147,7 @@ def test_train(command, tmp_path, monkeypatch, capsys):
     write_stand_ins(config)
     if command.hardware:
         plan.check(plan.make(config, plan.Hardware.parse(command.hardware)))
-    elif config.data.name not in ("emoji", "icons"):  # which other tests prepare
+    elif config.data.name not in ("emoji", "icons"):  # prepared in other tests
         assert len(inputs.open_source(config, "train")) > 0
     if (config.eval.data or config.data.name) in ("webdataset", "table", "tfds"):
         val = inputs.open_source(config, "val")
@@ -155,7 +155,7 @@ def test_train(command, tmp_path, monkeypatch, capsys):
 
 
 def write_stand_ins(config: ConfigDict) -> None:
-    """Small data sets where a config looks for them, relative to the working directory."""
+    """Writes small data sets to the config's paths, relative to the working directory."""
     c = config.data
     paths = [path for split in c.webdataset.splits.values() for path in files.expand(split or "{}")]
     for number, path in enumerate(filter(None, paths)):
@@ -174,7 +174,7 @@ def write_stand_ins(config: ConfigDict) -> None:
 
 
 def _next(number: str) -> str:
-    """The next number, of as many digits."""
+    """Returns the next number with as many digits."""
     return f"{int(number) + 1:0{len(number)}d}"
 
 
@@ -187,16 +187,16 @@ def test_a_config_fits_the_hardware_that_it_names(path):
 
 
 class Parsed(Exception):
-    """Flags were accepted."""
+    """Raised after the flags of a script were parsed."""
 
 
 @pytest.mark.parametrize(
     "command",
     [c for c in of("python") if c.values[0].words[1] not in ("train.py", "-c")],
 )
-@pytest.mark.filterwarnings("ignore:.* found in sys.modules")  # another test imported it
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")  # imported by another test
 def test_scripts_accept_their_flags(command, monkeypatch, capsys):
-    """Up to where the script has parsed them."""
+    """Runs each script until it has parsed its flags."""
     words = [word for word in command.words[1:] if word != "-P"]
     real = argparse.ArgumentParser.parse_known_args
 
@@ -210,7 +210,7 @@ def test_scripts_accept_their_flags(command, monkeypatch, capsys):
     name, flags = (words[1], words[2:]) if module else (words[0], words[1:])
     if name == "pip":
         return check_extras(flags)
-    if not flags:  # nothing to parse: it exists
+    if not flags:  # without flags: checks only that it exists
         found = importlib.util.find_spec(name) if module else (ROOT / name).exists()
         assert found, f"there is no {name}"
         return None
@@ -249,7 +249,7 @@ def check_extras(words) -> None:
     extras = set(project["optional-dependencies"])
     for word in words:
         named = re.fullmatch(r"(\.|swjax)\[([\w,]+)\]", word)
-        assert not named or set(named[2].split(",")) <= extras, f"no extra of {word}"
+        assert not named or set(named[2].split(",")) <= extras, f"an extra of {word} does not exist"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The profile of a run: what is traced and told, and that it changes nothing; device time by kind."""
+"""The profile of a run: its steps and messages, no effect on results; device time by kind of kernel."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from swjax.diagnostics import device_time
 from swjax.diagnostics.device_time import Kernel
 from swjax.training.config import ConfigError
 
-# Names of kernels in benchmarks/results, of XLA's operations on CPUs and of NCCL.
+# {name: kind} of kernels in benchmarks/results, of XLA's operations on CPUs, and of NCCL's kernels.
 NAMES = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x": "attention",
     "_attention_backward_kernel": "attention",
@@ -36,7 +36,7 @@ NAMES = {
 
 
 def profiled(micro, workdir, steps: str, **changes):
-    """(the folder of the profile, the exit code) of a very small run."""
+    """Trains a very small run; returns (the folder of its profile, the exit code)."""
     config = micro(train__profile_steps=steps, **changes)
     return workdir / "profile", train(config, workdir)
 
@@ -51,7 +51,7 @@ def test_device_time_is_a_mean_over_devices_and_steps():
     two = [Kernel("ncclAllGather", 5e6, 9e6)]
     time = device_time.device_time([one, two], steps=2)
     assert time.kinds == {"collectives": 2.0, "products": 1.0, "other": 0.25}
-    assert time.exposed == (2 + 4) / 4  # of one device while "nvjet" does not run, all of the other
+    assert time.exposed == (2 + 4) / 4  # on device 1 when "nvjet" does not run, on device 2 always
     assert time.idle == 2 / 4 and time.idle_after == {"nvjet": 0.5}
     assert time.elapsed == (9 + 4) / 4
 

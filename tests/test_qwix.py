@@ -1,7 +1,6 @@
-"""Qwix as an oracle: Google's quantization library, told by a rule to compute what SwitchBack does.
+"""Qwix, Google's quantization library, as an oracle: a rule makes it compute as SwitchBack does.
 
-The rules are those of benchmarks/comparison.py. Both agree to fp32 rounding, not only to quantization noise:
-the same int8 values, scales of the same spans, a weight gradient that is not quantized.
+The rules are those of benchmarks/comparison.py. Both agree to fp32 rounding, far below quantization noise.
 """
 
 import sys
@@ -17,13 +16,13 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import comparison
 
 qwix = pytest.importorskip("qwix", reason="needs Qwix: pip install qwix")
-# Its code may promote dtypes, and warn.
+# Qwix may promote dtypes and warn.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 RULES = {
     "switchback": comparison.SWITCHBACK_Q | comparison.PER_TENSOR,
     "switchback_q": comparison.SWITCHBACK_Q,
-    "llm_int8": None,  # its own int8 training: 127.5 steps, and a weight gradient in int8
+    "llm_int8": None,  # Qwix's default int8 training: scales of absmax / 127.5, weight gradient in int8
 }
 
 
@@ -36,7 +35,7 @@ def test_a_layer_of_qwix_agrees(recipe):
 
 
 def test_qwix_agrees_only_as_far_as_its_rule_does():
-    """So that the test above is not passed by any int8."""
+    """Another rule disagrees, so the test above does not pass with just any int8."""
     theirs, ours = gradients("llm_int8")
     for name, value in ours.items():
         assert 30 < snr_db(value, theirs[name]) < 50, name
@@ -46,7 +45,7 @@ def gradients(recipe: str) -> tuple[dict, dict]:
     rng = np.random.default_rng(0)
     shapes = {"x": (4, 16, 128), "w": (128, 96), "g": (4, 16, 96)}
     x, w, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes.values())
-    x = x.at[0, 0].mul(50)  # a token far from the others
+    x = x.at[0, 0].mul(50)  # an outlier
 
     @jax.jit
     def run(w, x, g):

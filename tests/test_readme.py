@@ -1,4 +1,4 @@
-"""What the README shows runs."""
+"""The README's Python blocks run, and the files that it names exist."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_blocks_run(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # what they write goes there
+    monkeypatch.chdir(tmp_path)  # for the files that blocks write
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(compile(block, "page", "exec"), {})
 

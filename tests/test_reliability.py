@@ -1,4 +1,4 @@
-"""Short forms of benchmarks.reliability, which docs/reliability.md has the long ones of."""
+"""Short forms of benchmarks.reliability; docs/reliability.md has the results of the long ones."""
 
 import ast
 import gc
@@ -19,7 +19,7 @@ SOURCES = [
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
-    )  # of its processes: they compile faster
+    )  # for its processes, which compile faster
     from benchmarks.reliability import kills
 
     result = kills.measure(tmp_path, kills=1, terms=0, steps=40, seed=1, workers=1)
@@ -30,12 +30,12 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch):
 
 @pytest.fixture
 def collect():
-    """Collects garbage, so that leaks of Orbax show in this test."""
+    """Collects garbage, so that a warning about objects that Orbax leaked is raised in this test."""
     yield
     gc.collect()
 
 
-@pytest.mark.filterwarnings("ignore")  # Pillow's of broken images, and what Orbax leaves behind
+@pytest.mark.filterwarnings("ignore")  # Pillow warns about broken images, Orbax about coroutines
 def test_malformed_files_are_refused(tmp_path, collect):
     from benchmarks.reliability import fuzz
 
@@ -61,10 +61,10 @@ def test_the_fuzzer_sees_what_must_not_happen(tmp_path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_unpickled_evaluated_or_unpacked(path):
-    """Searches all shipped code for the names; the fuzzer checks at run time."""
+    """Searches all shipped code for pickle, eval and the like; the fuzzer checks at run time."""
     text = path.read_text()
     names = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
-    if path == ROOT / "swjax/data/processes.py":  # what a process gives those that it starts
+    if path == ROOT / "swjax/data/processes.py":  # it pickles for processes that it starts
         names.remove("cloudpickle")
     assert not names & {"eval", "exec", "pickle", "cloudpickle", "dill", "marshal", "shelve"}
     assert not re.search(
