@@ -1,4 +1,4 @@
-"""The report page: complete for a whole run, telling what is missing for any other."""
+"""The report page: complete for a finished run; for any other it says what is missing."""
 
 import itertools
 import json
@@ -68,7 +68,7 @@ def workdir(tmp_path):
 
 
 class Page(HTMLParser):
-    """Checks that tags close, and collects the text and the images' sources."""
+    """Parses a page: asserts that tags are closed, and collects the text and the images' sources."""
 
     VOID = ("meta", "img", "source", "br")
 
@@ -93,7 +93,7 @@ class Page(HTMLParser):
 
 
 def test_captions_with_their_nearest_images(workdir):
-    """In the section of the predictions; also after the page is written again; small even for noise."""
+    """The page shows captions with their nearest images, also when rewritten; images are small files."""
     before = report.write(workdir, predictions=PREDICTIONS).stat().st_size
     noise = np.random.default_rng(0).integers(0, 256, (5, 224, 224, 3), np.uint8)
     found = [
@@ -126,7 +126,7 @@ def test_page_of_a_whole_run(workdir):
         "1 right at the first guess, 2 within 3",
         "RMS reached 2.3 in 1 of 12 steps",
         "11 vision blocks",
-        "the last is 11 times the first",  # blocks in numeric order: /10 after /9
+        "the last is 11 times the first",  # blocks in numeric order, /10 after /9
         "Waiting for data: 2%",
         "✓ cat",
         "~ <b>cow</b>",  # escaped, not markup
@@ -137,7 +137,7 @@ def test_page_of_a_whole_run(workdir):
     ):
         assert text in page.text, text
     assert "No " not in page.text
-    # Self-contained: every picture is embedded, and also a file next to the page.
+    # The page is self-contained: every picture is embedded, and also a file next to the page.
     assert len(page.urls) == 2 * len(charts.CHARTS) + len(PREDICTIONS)
     assert all(url.startswith("data:image/png;base64,iVBOR") for url in page.urls)
     assert {p.name for p in path.parent.glob("*.png")} == {
@@ -229,7 +229,7 @@ def test_smooth_matches_brute_force():
 
 @pytest.fixture
 def two_runs(workdir, tmp_path):
-    """A finished run, and one that continues it with another recipe."""
+    """A folder with a finished run, and a second run with another recipe."""
     folder = tmp_path / "runs"
     for name, recipe, final in (("a", "switchback", True), ("b/<b>", "standard", False)):
         run = folder / name
@@ -261,7 +261,7 @@ def test_runs_are_listed_with_what_differs(two_runs):
 
 
 def test_a_run_of_another_version_differs_in_shared_keys_alone(two_runs):
-    """Keys that were added since do not count as differences, and names of columns are unambiguous."""
+    """Keys that only newer versions have are no differences, and names of columns are unambiguous."""
     for number, run in enumerate(("a", "b/<b>")):
         path = two_runs / run / "config.json"
         config = json.loads(path.read_text())

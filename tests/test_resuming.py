@@ -1,4 +1,4 @@
-"""A run that is interrupted, resumed, or started from another one."""
+"""Interrupted and resumed runs, and runs that start from another run."""
 
 import json
 
@@ -20,7 +20,7 @@ def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
     assert train(config, tmp_path, after=3) == 0
     assert "step 4 is saved" in capsys.readouterr().out
     assert not (tmp_path / "results.json").exists()
-    # What a kill after the checkpoint would leave, the second run writes again.
+    # The second run rewrites lines of steps after the checkpoint, which a kill would leave.
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 5, "time": 1.0, "train/loss": 0.0}) + '\n{"step": 6, "ti')
     assert train(config, tmp_path) == 0
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
 
 
 def test_what_counts_as_another_config():
-    """A key of another version of swjax does not; a part of a mixture, which the user names, does."""
+    """Keys that only one version of swjax has do not count; parts of a mixture, which users name, do."""
     parts = {"photos": {"name": "webdataset", "weight": 1.0}}
     saved = json.dumps({"train": {"steps": 6, "gone": 1}, "data": {"mixture": parts}})
 

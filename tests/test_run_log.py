@@ -1,4 +1,4 @@
-"""What a run prints while it trains, and when."""
+"""What a run logs while it trains, and when."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ from swjax.training.config import ConfigError
 
 
 def test_log_is_written_while_the_next_step_runs(micro, monkeypatch, tmp_path):
-    """The device has something to do meanwhile."""
+    """Metrics are fetched after the next step has started, so that the device is not idle."""
     begun, written = [], []
     compile_step, write = setup_lib.compile_step, metric_log.MetricLog.write
 
@@ -42,7 +42,7 @@ def test_log_is_written_while_the_next_step_runs(micro, monkeypatch, tmp_path):
     monkeypatch.setattr(setup_lib, "compile_step", counted)
     monkeypatch.setattr(metric_log.MetricLog, "write", noted)
     train(micro(checkpoint__every_steps=5), tmp_path)
-    assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]  # with a checkpoint, at once
+    assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]  # at a checkpoint the log is written at once
 
 
 def test_collections_leave_out_what_compiling_left(micro, monkeypatch, tmp_path):
@@ -77,14 +77,14 @@ class Stream:
         ({"data": 2.0, "device": 1.0}, True, None),
         ({"data": 2.0, "device": 1.1}, False, "data"),
         ({"data": 0.1, "device": 3.0}, True, "device while a checkpoint was written"),
-        # Which is long every time, such as the device, is no reason.
+        # A part that is always long, such as the device's, is no reason.
         ({"data": 0.1, "device": 1.6, "log": 1.4}, False, "log"),
         ({"data": 0.8, "device": 1.6, "log": 0.8}, False, "log, data"),
         ({"queue": 2.0, "data": 2.2, "device": 0.9}, False, "waiting for a core"),
     ],
 )
 def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason):
-    """After steps of one second, 0.9 s of it on the device."""
+    """A slow step after 30 steps of one second, of which 0.9 s are on the device."""
     now, queued = [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(step_clock.CoreQueue, "seconds", lambda self: queued[0])
@@ -92,7 +92,7 @@ def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason)
 
         def take(laps, saving=False):
             for name, seconds in laps.items():
-                if name == "queue":  # a part of the lap after it
+                if name == "queue":  # time that is part of the next lap
                     queued[0] += seconds
                 else:
                     now[0] += seconds
@@ -107,19 +107,19 @@ def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason)
 
 
 def counts_waiting() -> bool:
-    """Whether the system does: Linux, unless it is an old one that says 0 0 0."""
+    """Whether the system counts it: Linux does, except old versions, whose file is 0 0 0."""
     file = Path("/proc/thread-self/schedstat")
     return file.exists() and file.read_text().split()[0] != "0"
 
 
 @pytest.mark.skipif(not counts_waiting(), reason="this system does not count it")
 def test_waiting_for_a_core_is_counted():
-    """A thread that shares its core with a process that never rests."""
+    """A thread that shares its core with a busy process waits for it."""
     core = min(os.sched_getaffinity(0))
     rests_never = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
 
     def compute(until):
-        os.sched_setaffinity(0, {core})  # this thread's alone
+        os.sched_setaffinity(0, {core})  # pins only this thread
         with closing(step_clock.CoreQueue()) as queue:
             before = queue.seconds()
             while queue.seconds() < before + 0.1 and time.monotonic() < until:
@@ -176,7 +176,7 @@ def test_console_keeps_the_first_ranks_of_an_evaluation():
 
 
 def test_a_terminals_line_fits_and_is_ended(monkeypatch):
-    """A line that wraps would leave its first row on the screen, and later output would follow it."""
+    """A wrapped line could not be overwritten, and later output must start on a new line."""
     monkeypatch.setenv("COLUMNS", "10")
     stream = Stream(terminal=True)
     progress = console.Console(65, stream)
@@ -190,7 +190,7 @@ def test_throughput_counts_training_only(monkeypatch):
     now = np.zeros(1)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     meter = throughput.Meter(batch_size=10, flops_per_example=1.0)
-    now += 20  # compiling
+    now += 20  # the time of compilation
     assert meter.restart() == 20
     now += 1
     assert set(meter.read().values()) == {None}
@@ -218,7 +218,7 @@ def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
 
     fake = types.SimpleNamespace(init=lambda **options: calls.append(options) or Run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for _ in range(2):  # the second resumes the first
+    for _ in range(2):  # the second command resumes the run
         log = metric_log.MetricLog(tmp_path, micro(log__wandb="project"), last_step=0)
         log.write([{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}])
         log.close()

@@ -1,4 +1,4 @@
-"""The scaling benchmark, its arithmetic and its tables; that it runs, on two CPU devices."""
+"""The scaling benchmark on two CPU devices, its arithmetic and its tables."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_cases_of_several_settings():
-    """Every combination on several devices; one device, which sums nothing, once."""
+    """Several devices run every combination; one device, which all-reduces nothing, runs once."""
     flags = "--models vit_b16 --recipes standard --layouts data --devices 1 4 --reduce_once 0 1"
     found = scaling.cases(scaling.parse([*flags.split(), "--xla", "--xla", "a=1", "b=2"]))
     told = [(case["devices"], case.get("reduce_once"), case.get("xla")) for case in found]
@@ -32,7 +32,7 @@ def test_one_case_runs_and_is_recorded(tmp_path):
     command = [sys.executable, "benchmarks/scaling.py", "--smoke", "--layouts=fsdp", "--devices=2"]
     command = [*command, f"--out={out}", "--timeout=100"]
     kept = {"PYTHONPATH": str(ROOT)} if "PYTHONPATH" in os.environ else {}
-    for _ in range(2):  # the second finds the case in the file
+    for _ in range(2):  # the second run skips the recorded case
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | kept, capture_output=True, text=True, check=True
         )
@@ -92,7 +92,7 @@ def test_tables_and_pictures(tmp_path):
 
 
 def test_results_of_asynchronous_collectives_are_counted_once():
-    """As XLA for GPUs writes them: what starts also has its operands, what is done the results alone."""
+    """XLA for GPUs lists operands and results in `-start` operations, results alone in `-done` ones."""
     hlo = """
   %a = (bf16[32,8]{1,0}, s8[4,8]{1,0}, bf16[64,8]{1,0}, s8[8,8]{1,0}) all-gather-start(%x, %y)
   %b = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%z)
@@ -116,11 +116,11 @@ def test_results_of_asynchronous_collectives_are_counted_once():
 
 
 def test_paper_arithmetic():
-    """Sums that can be done by hand: a model of a thousand parameters on a node."""
+    """A case that can be computed by hand: a model of 1,000 parameters on one node."""
     m = scaling_model.Model(kernels=1000, others=0, linear=6.0, rest=0.0, embed_dim=0)
     step = lambda *how: scaling_model.step(m, *how, 8, 1)
     assert step("bf16", "data").nvlink == step("bf16", "fsdp").nvlink == 8000 * 7 / 8
-    assert step("int8", "fsdp").nvlink == 6000 * 7 / 8  # two gathers of a byte, a gradient of four
+    assert step("int8", "fsdp").nvlink == 6000 * 7 / 8  # gathers 2 x 1 byte, gradient 4 bytes
     assert step("int8", "fsdp").infiniband == 0
     many = scaling_model.step(m, "int8", "hybrid", 256, 1)
     assert many.infiniband == 2 * 4000 / 8 * 31 / 32

@@ -1,4 +1,4 @@
-"""`swjax search`: the nearest pictures of a text, in the terminal and on a page."""
+"""`swjax search` shows the images nearest to a text, in the terminal and on a page."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_the_page_needs_no_other_file(weights, photos, tmp_path, capsys):
 
 
 def test_the_pictures_of_a_run(weights, photos, tmp_path, monkeypatch):
-    """A run's split is read as training reads it."""
+    """Images of a run's split are read as in training."""
     table = tmp_path / "pictures.csv"
     lines = [f"{path},picture {path.stem}" for path in sorted(photos.rglob("*.jpg"))]
     table.write_text("\n".join(["image,caption", *lines]))

@@ -1,4 +1,4 @@
-"""8-bit weights for inference: the same values, a quarter of the bytes, files and programs."""
+"""8-bit weights for inference: equal results, a quarter of the bytes, files and exported programs."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def test_a_layer_computes_the_same(recipe, dtype):
     same_bits(y, y_q)
     if recipe != "switchback_q":
         same_bits(dx, dx_q)
-    else:  # quantized by its other axis from 8 bits
+    else:  # switchback_q requantizes the 8-bit weight along its other axis
         assert jnp.linalg.norm(dx - dx_q) < 0.02 * jnp.linalg.norm(dx)
 
 
@@ -103,7 +103,7 @@ def test_weights_that_a_recipe_has_no_use_for():
     "spec", [P("fsdp", None), P(None, "fsdp"), P("tensor", None), P(None, "tensor")]
 )
 def test_two_devices_compute_the_same(recipe, spec):
-    """Gathered over "fsdp", split over "tensor": the values stay int8 on the way."""
+    """Weights sharded over "fsdp" are gathered in int8; those sharded over "tensor" are not gathered."""
     axis = "fsdp" if "fsdp" in spec else "tensor"
     mesh = jax.make_mesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
     layout = swjax.Layout(spec, P("fsdp"))
@@ -123,7 +123,7 @@ def test_two_devices_compute_the_same(recipe, spec):
 
 
 class Model(nnx.Module):
-    """Every kind of linear layer that can be prequantized, and of those that cannot."""
+    """A model with all kinds of linear layers: those that can be prequantized, and those that cannot."""
 
     def __init__(self, rngs):
         @nnx.split_rngs(splits=3)
@@ -133,7 +133,7 @@ class Model(nnx.Module):
 
         self.stack = stack(rngs)
         self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
-        self.cast = nnx.Linear(16, 16, dtype=jnp.bfloat16, rngs=rngs)  # its kernel as well
+        self.cast = nnx.Linear(16, 16, dtype=jnp.bfloat16, rngs=rngs)  # also casts its kernel to bfloat16
         self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
         self.batched = nnx.LinearGeneral(16, 16, batch_axis={0: 2}, rngs=rngs)
         self.outliers = swjax.nnx.Linear(16, 16, recipe="llm_int8_outlier6", rngs=rngs)
@@ -188,7 +188,7 @@ class LinenBlock(nn.Module):
 
 
 class LinenModel(nn.Module):
-    """As `Model`."""
+    """The same kinds of layers as in `Model`, in Linen."""
 
     @nn.compact
     def __call__(self, x):
@@ -361,7 +361,7 @@ def test_every_dtype_goes_through_a_file_and_a_program(recipe, tmp_path):
 
 
 def test_clip_through_orbax(encoder, tmp_path):
-    """As Orbax's own documentation has it: the QTensors are part of the tree."""
+    """Orbax saves and restores QTensors as part of the tree."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "model", nnx.to_pure_dict(nnx.state(encoder.model)))
     shapes = nnx.eval_shape(lambda: serving.prequantize(nnx.merge(*random_model(CFG))))
@@ -402,7 +402,7 @@ def test_a_program_runs_without_this_library(encoder, embeddings, tmp_path):
     images, texts = embeddings
     with np.load(tmp_path / "vectors.npz") as vectors:
         same_bits(vectors["encode_image"], images)
-        np.testing.assert_allclose(vectors["encode_text"], texts, rtol=1e-6)  # normalised twice
+        np.testing.assert_allclose(vectors["encode_text"], texts, rtol=1e-6)  # normalised twice, so rounded
 
 
 def test_any_recipe_goes_through_json():

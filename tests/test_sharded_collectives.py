@@ -1,4 +1,4 @@
-"""What devices exchange: the collectives of a compiled program, and their operands."""
+"""The collectives of compiled programs: which operations, dtypes and shapes devices exchange."""
 
 import re
 from collections import Counter
@@ -50,7 +50,7 @@ MORE_RECIPES = (
 
 
 def ops(found, *names):
-    """Those collectives, without what holds scales and biases only."""
+    """Returns (operation, dtype) of the named collectives, without those of scales and biases."""
     return sorted(
         (op, dtype) for op, dtype, shape in found if op in names and max(shape, default=1) > 1
     )
@@ -64,7 +64,7 @@ def test_collectives_of_data_parallel(name, kind):
     with jax.set_mesh(mesh):
         forward = collectives(layer, *args)
         both = collectives(partial(gradients, layer), args, g)
-    if name in ("llm_int8_outlier6", "fp8_tensorwise"):  # depend on the whole batch: its maxima
+    if name in ("llm_int8_outlier6", "fp8_tensorwise"):  # all-reduce maxima over the whole batch
         assert all(op == "all-reduce" and np.prod(shape) <= K for op, _, shape in forward)
     else:
         assert not forward
@@ -82,7 +82,7 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
     with jax.set_mesh(mesh):
         if kind == "explicit" and "row" in case.split(
             "_"
-        ):  # so that x is not split and dx not concatenated
+        ):  # avoids a split of x and a concatenation of dx
             spec = P(*TOKENS, None, "tensor")
             args = (jax.device_put(args[0], NamedSharding(mesh, spec)), *args[1:])
         programs = compiled(layer, *args), compiled(partial(gradients, layer), args, g)
@@ -90,8 +90,8 @@ def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, cas
             assert_quantized_gathers(program, weights=[(K, N)])
         forward, both = map(collectives, programs)
     assert ops(forward, "all-gather") == [("all-gather", "s8")]
-    assert ("all-reduce", "f32", (1, 1)) in forward  # the largest weight
-    # Both products may share one gather: w has one scale, and XLA reads it in either layout.
+    assert ("all-reduce", "f32", (1, 1)) in forward  # the absolute maximum of w
+    # Both products may share one gather, because w has a single scale and XLA reads it in either layout.
     assert ops(both, "all-gather") in ([("all-gather", "s8")], [("all-gather", "s8")] * 2)
     assert ops(both, "reduce-scatter") == [("reduce-scatter", "f32")]
 
@@ -106,7 +106,7 @@ def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
     with jax.set_mesh(mesh):
         lowered = jax.jit(partial(gradients, layer)).lower(args, g)
         got = lowered.compile()(args, g)
-    # As it is asked for: XLA for CPUs adds up in 32 bits what is asked for in 16.
+    # Reads the lowered program, because XLA for CPUs replaces 16-bit sums by 32-bit sums.
     asked = re.findall(
         r'"stablehlo\.(all_reduce|reduce_scatter)"[^^]*\^\w+\(%\w+: tensor<(\w+)>',
         lowered.as_text(),
@@ -114,12 +114,12 @@ def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
     assert {op for op, dtype in asked if dtype == "bf16"} == sums
     compare(got, one_device("switchback"), "bfloat16", exact=(0, 1))
     dw, exact = np.asarray(got[2]), np.asarray(one_device("switchback")[2])
-    assert 1e-4 < np.linalg.norm(dw - exact) / np.linalg.norm(exact) < 1e-2  # 8 bits, not 24
+    assert 1e-4 < np.linalg.norm(dw - exact) / np.linalg.norm(exact) < 1e-2  # the precision of bfloat16
 
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_m", *map(slow, MORE_RECIPES)])
 def test_collectives_of_an_mlp(name):
-    """Gathers of quantized weights, two scattered gradients; tensor parallelism all-reduces only y and dx."""
+    """Gathers quantized weights, reduce-scatters two gradients; of activations, all-reduces only y and dx."""
     mesh = make_mesh((2, 2, 2))
     with jax.set_mesh(mesh):
         fn = partial(gradients, partial(mlp, MLP_LAYOUTS, recipe=name))
@@ -135,18 +135,18 @@ def test_collectives_of_an_mlp(name):
 
 
 def shapes_of(params):
-    """Of the kernels of a block, and of all that is in no block."""
+    """Returns the shapes of the blocks' kernels, and of all parameters outside blocks."""
     params = {path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     kernels = {shape[1:] for name, shape in params.items() if "blocks" in name and "kernel" in name}
     return kernels, {shape for name, shape in params.items() if "blocks" not in name}
 
 
 def test_collectives_of_a_train_step():
-    """All gathers are of parameters, in 8 bits where recipes apply, and of embeddings for the loss."""
+    """Only parameters and the loss's embeddings are gathered; kernels of blocks are gathered in int8."""
     config, cfg, step, like, _, _ = train_program(**{"mesh.data": 2, "mesh.fsdp": 4})
     kernels, others = shapes_of(like["params"])
     found = [c for c in collectives(step) if c.op == "all-gather" and len(c.shape) > 1]
-    # Of three sizes the first counts devices, whose columns come one after the other.
+    # In a shape of three sizes the first is the number of devices, whose columns are concatenated.
     whole = lambda shape: shape if len(shape) == 2 else (shape[1], shape[0] * shape[2])
     assert {whole(shape) for _, dtype, shape in found if dtype == "s8"} == kernels
     embeddings = (config.train.batch_size, cfg.embed_dim)
@@ -155,7 +155,7 @@ def test_collectives_of_a_train_step():
 
 @pytest.mark.parametrize("accumulation", [1, slow(2)])
 def test_collectives_of_a_train_step_that_reduces_once(accumulation):
-    """Gradients of kernels are all-reduced as stacks of layers, and the results of the step are equal."""
+    """Kernel gradients are all-reduced in stacks of layers, and the step's results do not change."""
     shared = {"mesh.data": 4, "mesh.fsdp": 2, "train.accumulation": accumulation}
     shared |= {
         "train.batch_size": 8 * accumulation,
@@ -170,7 +170,7 @@ def test_collectives_of_a_train_step_that_reduces_once(accumulation):
         found = [shape for op, _, shape in collectives(step) if op == "all-reduce"]
         sums.append(Counter(len(shape) for shape in found if shape[-2:] in parts))
         results.append(step(state(), batch))
-    # Six kernels in two layers of two towers; what is in no block is left.
+    # Six kernels in each of two layers of two towers; parameters outside blocks do not change.
     assert sums[0] - sums[1] == {2: 24} and sums[1][3] == 12
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -192,7 +192,7 @@ def test_collectives_check_can_fail():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["switchback", "standard", slow("llm_int8_outlier6")])
 def test_collectives_sum_the_gradient_of_a_shared_input_once(name, kind):
-    """Three column parallel layers of one input: each device has a part of its gradient."""
+    """Three column-parallel layers share an input, whose partial gradients are all-reduced once."""
     mesh, layout, (x, w, _), g = sharded("column", kind)
     ws, gs = (w, 2 * w, w[::-1]), (g, g, -g)
 

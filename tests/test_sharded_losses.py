@@ -1,4 +1,4 @@
-"""Losses of a batch that devices share."""
+"""Contrastive losses of a batch that is sharded over devices."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ LOSSES = {"softmax": swjax.losses.softmax_contrastive, "sigmoid": swjax.losses.s
 
 
 def full_matrix(name, image, text, log_scale, bias, labels):
-    """The losses as one writes them down, and JAX differentiates them."""
+    """Computes the losses from the whole similarity matrix; JAX differentiates them."""
     logits = jnp.exp(log_scale) * jnp.matmul(image, text.T, precision="highest")
     match = labels[:, None] == labels[None]
     if name == "sigmoid":
@@ -47,10 +47,10 @@ def contrast(name, image, text, log_scale, bias, labels, **options):
 
 LOSS_CASES = (
     ((1, 1, 1), 48 * 48),
-    ((2, 1, 1), 48 * 48),  # everything gathered at once
-    ((2, 2, 2), 12 * 24),  # two gather, and two such pairs make a ring
+    ((2, 1, 1), 48 * 48),  # all-gather
+    ((2, 2, 2), 12 * 24),  # pairs of devices all-gather, then exchange in a ring of two
     ((4, 2, 1), 6 * 6),  # eight hops
-    ((1, 8, 1), 6 * 2),  # eight hops in three parts
+    ((1, 8, 1), 6 * 2),  # eight hops, each in three parts
 )
 
 
@@ -79,7 +79,7 @@ def test_losses_are_those_of_the_whole_matrix(sizes, pairs, name, kind):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_need_no_more_memory_on_more_devices(name):
-    """At 64 pairs a device. Buffers of the ring come with the second one; after that nothing grows."""
+    """With 64 pairs a device, memory grows from one device to two by the ring's buffers, and then no more."""
     used = {}
     for devices in (1, 2, 8):
         mesh = jax.make_mesh(

@@ -1,4 +1,4 @@
-"""StableAdamW of sharded parameters."""
+"""StableAdamW with sharded parameters."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.eight_devices
     ids=str,
 )
 def test_stable_adamw_has_the_rms_of_whole_tensors(sizes, spec, kind):
-    """Gradients surge in one corner, which some devices hold; one RMS a layer of the stack."""
+    """Gradients surge in the shards of a few devices; every layer of a stack has one RMS over all devices."""
     params = {"blocks": draw(3, 16, 24), "head": draw(16, 24, seed=1), "bias": draw(24, seed=2)}
     specs = {"blocks": P(None, *spec), "head": spec, "bias": P(*spec[1:])}
     grads = [jax.tree.map(lambda p, t=t: 0.1 * jnp.cos(3.0**t * p), params) for t in range(4)]

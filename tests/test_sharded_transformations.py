@@ -46,7 +46,7 @@ pytestmark = pytest.mark.eight_devices
 @pytest.mark.parametrize("tensor", [slow(1), 2])
 @pytest.mark.parametrize("recipe", ["switchback", slow("standard")])
 def test_transformations_a_train_step_that_reduces_once_leaves_the_same(recipe, tensor):
-    """Scanned and recomputed, with devices that split a layer's width."""
+    """With scan, rematerialization and tensor parallelism, `reduce_once` does not change a step's results."""
     changes = {"mesh.data": 8 // tensor, "mesh.tensor": tensor, "model.recipe": recipe}
     changes |= {"model.scan_layers": True, "model.remat": "full", "model.vision.layers": 2}
     results = []
@@ -71,7 +71,7 @@ def test_transformations_remat(name, policy):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformations_scan_over_stacked_layers(kind):
-    """A column and a row parallel layer a step, rematerialised; auto meshes need no `jax.set_mesh`."""
+    """Each scan step has a column- and a row-parallel layer, rematerialised. Auto meshes need no set_mesh."""
     mesh = make_mesh((2, 2, 2), KINDS[kind])
     w1, w2 = draw(3, K, N, seed=1) / np.sqrt(K), draw(3, N, K, seed=2) / np.sqrt(N)
     x, g = draw(BATCH, TOKENS_EACH, K), draw(BATCH, TOKENS_EACH, K, seed=3)
@@ -96,13 +96,13 @@ def test_transformations_scan_over_stacked_layers(kind):
         got = fn(args, g)
         assert_quantized_gathers(fn, weights=[(K, N), (N, K)])
     for a, b in zip(got, want):
-        assert snr_db(a, b) > 38  # a later layer may round to another step
+        assert snr_db(a, b) > 38  # values of later layers may be rounded to another int8 step
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["data", "hybrid", "fsdp_rows"])
 def test_transformations_stacks_are_reduced_once(case, kind):
-    """The same bits, by one sum of the stack over devices that hold the same of it, and none of a layer."""
+    """The gradient of a stack is all-reduced once over replicas, not layer by layer, with the same bits."""
     (sizes, spec), dtype = CASES[case], "bfloat16"
     mesh = make_mesh(sizes, KINDS[kind])
     x, g = (put(draw(BATCH, TOKENS_EACH, K, seed=seed), mesh, TOKENS) for seed in (0, 3))
@@ -132,7 +132,7 @@ def test_transformations_stacks_are_reduced_once(case, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformations_vmap(kind):
-    """Over weights (experts) and over tokens; a split mapped axis is named, as for any `jax.shard_map`."""
+    """vmap over weights (experts) and over tokens; `spmd_axis_name` names a sharded mapped axis."""
     mesh, layout, (x, w, bias), _ = sharded("fsdp_column", kind)
     plain = arrays()
     experts = jnp.stack([plain[1], 2 * plain[1]])
@@ -185,7 +185,7 @@ def test_transformations_second_derivatives(case, kind):
 
 @pytest.mark.parametrize("taken", [("data",), ("data", "fsdp"), AXES])
 def test_transformations_inside_a_shard_map(taken):
-    """What a user's shard_map has taken is the user's; the layer plans for the other axes."""
+    """Inside a user's shard_map the layer shards over the axes that remain automatic."""
     mesh, layout, args, g = sharded("fsdp_column")
     given = P(tuple(a for a in taken if a != "tensor"))
 
@@ -205,7 +205,7 @@ def test_transformations_inside_a_shard_map(taken):
 
 @pytest.mark.parametrize("taken", [slow(("data",)), slow(("data", "fsdp")), AXES])
 def test_transformations_inside_a_shard_map_that_checks(taken):
-    """Gradients within; the sum over the user's axes comes with w's type, as for JAX's own products."""
+    """With check_vma, gradients inside are all-reduced over the user's axes, as for JAX's own products."""
     mesh, layout, args, g = sharded("hybrid")
     given = P(tuple(a for a in taken if a != "tensor"))
 
@@ -224,7 +224,7 @@ def test_transformations_inside_a_shard_map_that_checks(taken):
 
 
 def test_transformations_none_at_all():
-    """Eager calls."""
+    """Eager calls give the values of one device."""
     mesh, layout, args, g = sharded("fsdp_column")
     with jax.set_mesh(mesh):
         compare(
@@ -235,7 +235,7 @@ def test_transformations_none_at_all():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["hybrid", slow("fsdp_row"), slow("fsdp_column")])
 def test_transformations_of_layers_in_flax(case, kind):
-    """An injected dot_general that nobody told of shardings, and a layer with Flax's metadata."""
+    """`dot_general` without a layout, and a layer whose sharding is in Flax's metadata."""
     mesh, layout, (x, w, bias), _ = sharded(case, kind)
     want = swjax.switchback(*arrays()[:3])
     unannotated = swjax.dot_general("switchback")

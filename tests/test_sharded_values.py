@@ -1,4 +1,4 @@
-"""Sharded layers compute the values of one device."""
+"""Sharded layers compute the same values as one device."""
 
 from functools import partial
 
@@ -56,18 +56,18 @@ def test_values_are_those_of_one_device(name, case, kind):
     layer = partial(swjax.switchback, recipe=name, layout=layout)
     with jax.set_mesh(mesh):
         got = jax.jit(partial(gradients, layer))(args, g)
-    # Integer sums that no axis cuts: y unless rows of w stay split, dx unless its columns do.
+    # Bits are equal if integer sums are not split: y unless rows of w stay sharded, dx unless columns do.
     exact = [i for i, where in enumerate((ROW, COLUMN)) if case not in where and name in INT8]
     want = one_device(name)
     assert got[2].sharding.is_equivalent_to(args[1].sharding, 2)
-    if name == "switchback_hadamard":  # each device has blocks of its own tokens
+    if name == "switchback_hadamard":  # each device quantizes blocks of its tokens
         assert snr_db(got[2], want[2]) > 30
         got, want = ([*arrays[:2], *arrays[3:]] for arrays in (got, want))
     compare(got, want, exact=exact)
 
 
 def test_each_device_quantizes_blocks_of_its_own_tokens():
-    """The weight gradient of `switchback_hadamard` is the sum of the devices'."""
+    """The weight gradient of `switchback_hadamard` is the sum of those of each device's tokens."""
     mesh, layout, (x, w, _), g = sharded("data")
 
     def dw(x, w, g, layout=None):
@@ -84,7 +84,7 @@ def test_each_device_quantizes_blocks_of_its_own_tokens():
 @pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
 @pytest.mark.parametrize("odd", [{"k": 47, "n": 83}, {"batch": 3}, {"batch": 1, "k": 1, "n": 1}])
 def test_values_of_odd_sizes(case, odd):
-    """A dimension that an axis does not divide is replicated."""
+    """A dimension that the mesh axis does not divide is replicated."""
     mesh, layout, args, g = sharded(case, **odd)
     layer = partial(swjax.switchback, layout=layout)
     with jax.set_mesh(mesh):
@@ -127,7 +127,7 @@ def test_values_of_an_mlp(sizes, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes, heads", [((2, 2, 2), 4), ((2, 1, 4), 4), ((2, 2, 2), 3)])
 def test_values_of_attention_whose_heads_are_split(sizes, heads, kind):
-    """Images and heads are sharded; heads that devices do not divide are replicated, or everything is."""
+    """Images and heads are sharded; heads that devices do not divide are replicated, or all arrays are."""
     mesh = make_mesh(sizes, KINDS[kind])
     split = heads % sizes[2] == 0
     arrays = [draw(BATCH, TOKENS_EACH, heads, 16, seed=seed) for seed in range(4)]

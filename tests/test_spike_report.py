@@ -1,4 +1,4 @@
-"""The page about spikes, and a step replayed: complete for a run of train.py, and for any other's log."""
+"""The page about loss spikes and the replay of a step, for runs of train.py and for other logs."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from swjax.training.config import ConfigError
 
 
 def write_log(workdir, steps=400):
-    """A log whose loss spikes twice, each time 3 steps after the patch embedding's RMS."""
+    """Writes a log whose loss spikes twice, each time 3 steps after an RMS event of the patch embedding."""
     rng = np.random.default_rng(0)
     workdir.mkdir(exist_ok=True)
     with open(workdir / "metrics.jsonl", "w") as file:
@@ -43,12 +43,12 @@ def test_page_of_a_log(tmp_path, capsys):
         "Loss spikes2",
         "Spikes that follow2 of 2",
         "Step 150 to 152: loss up to 3.01, 1 before",
-        "patch_embed/kernel3.90147",  # led, with its RMS and step
+        "patch_embed/kernel3.90147",  # the tensor that came first, its RMS and step
         "<fc>/x",  # escaped
         "The first 20 steps do not count",
     ):
         assert text in page.text, text
-    assert "replay" not in page.text  # there is nothing to replay
+    assert "replay" not in page.text  # a log alone cannot be replayed
     assert len(page.urls) == 2 * (4 + 2)
     assert all(url.startswith("data:image/png;base64,iVBOR") for url in page.urls)
 
@@ -68,7 +68,7 @@ def test_page_says_what_is_missing(tmp_path):
 
 
 def test_pages_of_a_log_with_gaps(tmp_path):
-    """NaN losses, the tensor they came from, RMS without a number, layers measured at other steps, damage."""
+    """Logs with NaN losses, missing RMS values, layers measured at other steps, and damaged lines."""
     write_log(tmp_path, steps=200)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     lines[119] |= {"train/loss": None, "train/nonfinite": "gradient patch_embed/kernel"}
@@ -101,7 +101,7 @@ def test_swjax_is_a_command():
 
 @pytest.fixture(scope="module")
 def run(micro, tmp_path_factory):
-    """A run with checkpoints at 2, 4 and 6, and quantization health at 3 and 6."""
+    """A run with checkpoints at steps 2, 4 and 6, and quantization health at steps 3 and 6."""
     workdir = tmp_path_factory.mktemp("run")
     config = micro(diagnostics__every_steps=3, checkpoint__keep=5)
     assert train(config, workdir) == 0
@@ -132,7 +132,7 @@ def test_replay_is_the_run_bit_for_bit(run, step, start):
         health = {name: value for name, value in there.items() if "quantization" in name}
         assert health == {
             name: pytest.approx(found.metrics[name], rel=1e-6) for name in health
-        }  # the log's numbers are shortest float32
+        }  # the log rounds to float32
     assert found.examples == replay.batch_examples(run)(step)
     assert len(found.examples) == 8 and "pattern" in found.examples[0]
 
@@ -149,7 +149,7 @@ def test_a_step_that_is_none(run):
 
 
 def test_a_run_that_goes_on_with_another(run, micro, tmp_path):
-    """What it began with is in the other's checkpoints."""
+    """Steps of a run that continues another are replayed from that run's checkpoints."""
     config = micro(checkpoint__resume=str(run))
     start, position = replay._position_before(config, tmp_path, 5)
     assert start == 4 and position["taken"] == [4 * 8]

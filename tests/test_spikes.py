@@ -1,4 +1,4 @@
-"""Spike detection on series whose events are planted, and the paper's count of what precedes what."""
+"""Detection of planted spikes, and the paper's count of loss spikes that follow RMS events."""
 
 import math
 
@@ -11,14 +11,14 @@ PATCH, MIDDLE = "vision/patch_embed/kernel", "vision/blocks/attn/q/kernel/14"
 
 
 def run(steps=20_000, seed=0):
-    """(steps, loss) of a run like the paper's without spikes: a falling, noisy loss."""
+    """Returns (steps, loss) of a run without spikes: a falling, noisy loss."""
     rng = np.random.default_rng(seed)
     step = np.arange(1, steps + 1)
     return step, 1 + 8 * np.exp(-step / 4000) + 0.05 * rng.standard_normal(steps)
 
 
 def planted(loss_spikes=30, followed=28, seed=0):
-    """The paper's picture: loss spikes at random, most of them 1 to 8 steps after an RMS event."""
+    """Returns a series as in the paper: random loss spikes, most of them 1 to 8 steps after an RMS event."""
     rng = np.random.default_rng(seed)
     step, loss = run(seed=seed)
     patch, middle = (rng.uniform(0.7, 1.2, len(step)) for _ in range(2))
@@ -32,7 +32,7 @@ def planted(loss_spikes=30, followed=28, seed=0):
 
 
 def test_the_papers_count():
-    """28 of 30 loss spikes follow the patch embedding, where chance gives about 1%; no other layer."""
+    """28 of 30 loss spikes follow an RMS event of the patch embedding, about 1% by chance; none another's."""
     step, loss, rms, starts = planted()
     found = analyse(step, loss, rms)
     assert [event.start for event in found.loss] == starts.tolist()
@@ -40,7 +40,7 @@ def test_the_papers_count():
     assert (patch.name, patch.followed, patch.loss_events) == (PATCH, 28, 30)
     assert patch.rms_events == 28
     assert 0.005 < patch.chance < 0.02
-    assert patch.p_value == 1 / 19_000  # the smallest there is: no shift does as well
+    assert patch.p_value == 1 / 19_000  # the smallest possible: no other shift has as many matches
     assert (middle.name, middle.followed) == (MIDDLE, 0) and middle.p_value == 1
     led = [event for event in found.loss if event.leaders[0][0] == PATCH]
     assert len(led) >= 28
@@ -53,7 +53,7 @@ def test_no_events_in_noise():
 
 
 def test_chance_is_what_random_placement_gives():
-    """The share that `align` computes is the mean over RMS events put anywhere."""
+    """The share that `align` expects by chance is the mean share of randomly placed RMS events."""
     rng = np.random.default_rng(0)
     losses = rng.choice(np.arange(1, 2001), 40, replace=False).tolist()
     rms = np.arange(50, 2000, 100).tolist()
@@ -66,16 +66,16 @@ def test_chance_is_what_random_placement_gives():
     assert abs(np.mean(counts) - expected) < 4 * np.std(counts) / math.sqrt(len(counts)) + 0.002
     assert (
         np.mean([a.p_value < 0.05 for a in placed]) <= 0.1
-    )  # false alarms are as rare as they say
+    )  # the p-value is calibrated
 
 
 @pytest.mark.parametrize(
     ("deviating", "events"),
     [
-        ([500], []),  # once is noise
+        ([500], []),  # one deviation is noise
         ([500, 509], [(500, 509)]),
-        ([500, 510], []),  # not within 10 steps
-        ([500, 501, 511], [(500, 511)]),  # events within 10 steps are one
+        ([500, 510], []),  # 10 steps apart
+        ([500, 501, 511], [(500, 511)]),  # merged, because they are within 10 steps
         ([500, 501, 512, 513], [(500, 501), (512, 513)]),
     ],
 )

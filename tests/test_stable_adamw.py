@@ -1,4 +1,4 @@
-"""stable_adamw against the paper: an independent transcription, and the known ways to misread it."""
+"""stable_adamw, compared with an independent transcription of the paper and with known misreadings of it."""
 
 import math
 
@@ -20,7 +20,7 @@ AXES = {name: 0 if name == "stack" else None for name in SHAPES}
 
 
 def draw(seed=0, dtype=np.float32):
-    """Parameters, and gradients that surge at steps 6 and 10, in some layers and rows more than others."""
+    """Returns parameters, and gradients that surge at steps 6 and 10, differently by layer and row."""
     rng = np.random.default_rng(seed)
 
     def normal(shape):
@@ -34,7 +34,7 @@ def draw(seed=0, dtype=np.float32):
         surge = 8.0 if t >= 10 else 3.0 if t >= 6 else 1.0
         step = {name: normal(shape) * np.asarray(surge, dtype) for name, shape in SHAPES.items()}
         step["matrix"][:2] *= 3.0 if t == 10 else 1.0
-        step["stack"][1] /= surge  # its neighbours surge, this layer does not
+        step["stack"][1] /= surge  # this layer of the stack does not surge
         step["tiny"] *= np.asarray(1e-6, dtype)  # as large as eps
         grads.append(step)
     return params, grads
@@ -70,7 +70,7 @@ def run(optimizer, params, grads):
 
 
 def error(actual, expected, start):
-    """Largest deviation in any tensor, as a fraction of how far that tensor was to go."""
+    """Returns the largest deviation of any tensor, relative to its expected change."""
     deviations = []
     for name, want in expected.items():
         scale = np.max(np.abs(want - start[name]))
@@ -138,7 +138,7 @@ def test_clipping_acts_on_this_data_and_in_one_layer_alone():
 
 
 def test_rms_stays_below_its_bound():
-    """With zeros before one gradient, RMS is sqrt(1 / (1 - b2_t)), the bound that validation uses."""
+    """After zero gradients, RMS is at most sqrt(1 / (1 - b2_t)), the bound that validation uses."""
     grads = [jnp.full(8, 1e10 if t == 20 else 0.0) for t in range(1, 21)]
     _, state = run(stable_adamw(1.0, b2=0.95), jnp.ones(8), grads)
     bound = math.sqrt((1 - 0.95**20) / (1 - 0.95))
@@ -147,7 +147,7 @@ def test_rms_stays_below_its_bound():
 
 @jax.numpy_dtype_promotion("standard")  # optax's Adam raises a float to an int32 power
 def test_chained_optax_parts_never_clip():
-    """Why the update is written out: adam, then clip_by_block_rms, is plain Adam on a surge."""
+    """adam followed by clip_by_block_rms does not clip after a surge, so no chain of these is StableAdamW."""
     params, grads = draw()
     params, grads = params["matrix"], [g["matrix"] for g in grads]
     adam = (optax.scale_by_adam(**HYPER), optax.scale_by_learning_rate(0.01))
@@ -175,7 +175,7 @@ def test_decoupled_lr_decays_at_the_unclipped_rate():
 @pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
 @pytest.mark.parametrize("b", [0.0, 0.5, 0.9, 0.9999, 0.999999])
 def test_weight_of_a_new_gradient_is_accurate(b, traced):
-    """(1 - b) / (1 - b^t), where 1 - b**t in float32 would lose up to all digits."""
+    """(1 - b) / (1 - b^t) is accurate, although 1 - b**t in float32 can lose all digits."""
     b = float(np.float32(b)) if traced else b
     given = jnp.float32(b) if traced else b
     for t in (1, 2, 17, 1000, 10**6, 2**31 - 1):
@@ -190,7 +190,7 @@ def test_weight_of_a_new_gradient_is_accurate(b, traced):
     ids=str,
 )
 def test_block_axes_in_every_form(axes, shape):
-    """A tree, a prefix of one, one value for all, a function."""
+    """Block axes may be a tree, a prefix of one, a single value or a function."""
     params = {"x": {"y": jnp.ones((2, 4, 3)), "z": None}}
     for form in ({"x": axes}, {"x": {"y": axes, "z": None}}, axes, lambda params: {"x": axes}):
         state = stable_adamw(0.1, block_axes=form).init(params)
@@ -231,7 +231,7 @@ def test_mask_is_a_tree_a_prefix_or_a_function():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("mu_dtype", [None, "float32", "bfloat16"])
 def test_half_precision_parameters(dtype, mu_dtype):
-    """Arithmetic and v in float32; updates in the parameter's dtype, m in mu_dtype."""
+    """Arithmetic and v are float32, updates have the parameter's dtype, m has mu_dtype."""
     params, grads = draw()
     half = lambda tree: {k: jnp.asarray(tree[k], dtype) for k in ("matrix", "stack", "vector")}
     p, g = half(params), half(grads[0])
@@ -241,7 +241,7 @@ def test_half_precision_parameters(dtype, mu_dtype):
     assert {x.dtype for x in jax.tree.leaves(state.mu)} == {jnp.dtype(mu_dtype or dtype)}
     assert {x.dtype for x in jax.tree.leaves(state.nu)} == {jnp.dtype("float32")}
     exact = np.square(np.asarray(g["matrix"], np.float64))
-    np.testing.assert_allclose(state.nu["matrix"], exact, rtol=1e-6)  # a half has 3 digits
+    np.testing.assert_allclose(state.nu["matrix"], exact, rtol=1e-6)  # float16 has 3 digits
     signs = -0.1 * np.sign(np.asarray(g["matrix"], np.float32))
     np.testing.assert_allclose(np.asarray(updates["matrix"], np.float32), signs, rtol=1e-2)
 
@@ -261,7 +261,7 @@ def test_complex_moments():
 
 
 def test_unusual_leaves():
-    """None, empty and 0-d leaves, an empty stack, a zero gradient: nothing becomes NaN."""
+    """None, empty and 0-d leaves, an empty stack and a zero gradient do not give NaN."""
     p = {
         "none": None,
         "empty": jnp.zeros((0, 3)),

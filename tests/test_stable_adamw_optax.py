@@ -1,4 +1,4 @@
-"""stable_adamw inside optax, Flax and jit: what every optimizer there has to do."""
+"""stable_adamw with optax's wrappers, with Flax and under jit."""
 
 import doctest
 import importlib
@@ -21,7 +21,7 @@ MODULES = ("convert", "dynamic", "guard", "overflow", "rms", "stable", "tensors"
 
 
 def problem(seed=0, steps=6):
-    """Parameters with one stacked matrix, and gradients that surge."""
+    """Returns parameters, one of them a stack of matrices, and gradients that surge."""
     rng = np.random.default_rng(seed)
     shapes = {"blocks": {"w": (2, 4, 3)}, "head": {"w": (4, 2), "b": (2,)}}
     draw = lambda: jax.tree.map(
@@ -164,7 +164,7 @@ def test_inject_hyperparams_with_every_number_traced():
     assert_close(got, want, rtol=1e-5)
     assert_close(state.inner_state, want_state, rtol=1e-5)
 
-    # each is read from the state: changing it changes the step
+    # a changed hyperparameter changes the update
     update = jax.jit(injected.update)
     before = update(grads[-1], state, params)[0]
     for name, value in state.hyperparams.items():
@@ -180,7 +180,7 @@ def test_inject_hyperparams_with_every_number_traced():
 
 
 def test_inject_hyperparams_refuses_what_rounds_out_of_range():
-    """0.999 is 1 in bfloat16, the dtype that inject_hyperparams takes from the parameters."""
+    """inject_hyperparams casts to the parameters' dtype, and 0.999 rounds to 1 in bfloat16."""
     params = jnp.ones(2, jnp.bfloat16)
     with pytest.raises(ValueError, match="b2 must lie in"):
         optax.inject_hyperparams(stable_adamw)(0.1, b2=0.999).init(params)
@@ -232,7 +232,7 @@ def test_masked_and_partition_and_chain():
 @jax.numpy_dtype_promotion("standard")  # as above
 @pytest.mark.parametrize("wrap", ["alone", "chain", "inject", "multi", "masked"])
 def test_map_params_finds_the_moments_only(wrap):
-    """The state's partition specs come from the parameters', and RMS is no parameter."""
+    """map_params derives the specs of the moments from the parameters', and does not touch RMS."""
     params, grads = problem()
     base = stable_adamw(0.1, block_axes=lambda params: {"blocks": 0, "head": None})
     optimizer = {
@@ -271,7 +271,7 @@ class Model(nnx.Module):
 
 @pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16])
 def test_nnx_optimizer(mu_dtype):
-    """The same names and numbers as with plain trees, eagerly and under nnx.jit."""
+    """nnx.Optimizer gives the names and numbers of plain trees, eagerly and under nnx.jit."""
     model = Model(nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     axes = lambda params: jax.tree_util.tree_map_with_path(
@@ -334,7 +334,7 @@ def test_rms_by_path_inside_jit_and_scan():
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_parameters_have_the_rms_of_whole_tensors(spec, kind):
-    """Each half of a parameter on its own device, the surge in one half: RMS covers both."""
+    """A parameter is sharded over two devices and one shard surges; the RMS is that of the whole tensor."""
     assert len(jax.devices()) >= 2
     params, grads = problem()
     params, grads = (

@@ -29,7 +29,7 @@ def test_examples(study, name):
 
 
 def test_spikes_that_follow_an_rms_event(study, tmp_path, capsys):
-    """benchmarks/notes/accuracy.md says of the sweep on GPUs what its file says; its plot is drawn."""
+    """The counts in benchmarks/notes/accuracy.md equal those of the recorded GPU sweep; its plot is drawn."""
     results = STUDIES.parent / "results" / "spikes_gpu.json"
     plot = tmp_path / "plot.png"
     importlib.import_module("spikes").main([f"--merge={results}", f"--plot={plot}"])
@@ -82,7 +82,7 @@ def test_a_study_goes_on_with_what_it_has(study, tmp_path):
 
 
 def test_parts_of_a_study_are_put_together(study, tmp_path):
-    """Each run once; a loss that is not finite comes through a file that any JSON reader takes."""
+    """Merged studies contain each run once; a loss that is not finite is stored as valid JSON."""
     for name, numbers in {"a": (0, 1), "b": (1, 2)}.items():
         runs = [({"i": i}, lambda i=i: {"loss": [0.5, math.nan], "i": i}) for i in numbers]
         args = study.parser("").parse_args([f"--out={tmp_path}/{name}.json"])
@@ -104,7 +104,7 @@ def test_interval_is_students(study):
 
 
 def paired_runs(tests=("test",), rate=1e-3, **scores_of_arms):
-    """Runs whose scores are all the same: one number a seed and arm."""
+    """Returns runs in which all scores of a seed and arm are equal."""
     names = ("top1", "image_to_text_R@10", "text_to_image_R@10")
     return [
         {
@@ -118,7 +118,7 @@ def paired_runs(tests=("test",), rate=1e-3, **scores_of_arms):
 
 
 def test_runs_of_the_same_seed_are_compared(study, capsys):
-    """The seeds' own differences cancel; a seed that one arm lacks is left out."""
+    """Arms are compared seed by seed; a seed that one arm lacks is ignored."""
     paired = importlib.import_module("paired")
     some = paired_runs(standard=[0.1, 0.5, 0.3, 0.9], switchback=[0.11, 0.52, 0.33])
     assert paired.differences(some, "switchback", "test", "top1") == pytest.approx([1, 2, 3])

@@ -1,4 +1,4 @@
-"""The linear layer: every recipe against its transcription, every shape and dtype, every transformation."""
+"""The linear layer: every recipe compared with its transcription; shapes, dtypes, transformations."""
 
 import math
 from functools import partial
@@ -21,7 +21,7 @@ NAMES = list(RECIPES)
 
 
 def arrays(shape, n, dtype="float32", seed=0):
-    """x [*shape], w [k, n], bias [n], g [*shape[:-1], n], with one outlier feature in x."""
+    """Returns x [*shape], w [k, n], bias [n] and g [*shape[:-1], n]; one feature of x is an outlier."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape)
     if shape[-1] > 2:
@@ -33,7 +33,7 @@ def arrays(shape, n, dtype="float32", seed=0):
 
 @partial(jax.jit, static_argnums=3)
 def products(x, w, g, recipe, bias=None):
-    """y, dx, dw and, where there is a bias, its gradient."""
+    """Returns y, dx, dw and, with a bias, its gradient."""
     y, vjp = jax.vjp(lambda *args: swjax.switchback(*args, recipe=recipe), x, w, bias)
     return [a for a in (y, *vjp(g)) if a is not None]
 
@@ -51,7 +51,7 @@ def test_matches_the_papers_algorithm(name, dtype):
 
 
 def test_recipes_differ_from_each_other():
-    """The transcriptions can tell recipes apart: at least one product of each pair differs."""
+    """The transcriptions of any two recipes differ in at least one product."""
     x, w, _, g = arrays((96, 160), 72)
     x, w, g = (np.asarray(a) for a in (x, w, g))
     for name in NAMES:
@@ -61,7 +61,7 @@ def test_recipes_differ_from_each_other():
             assert worst < floor_db("float32", 160), (name, other)
 
 
-# Signal to noise against the product in float64, normal data, in whole dB: (y, dx, dw).
+# {recipe: SNR in dB of (y, dx, dw)} against float64 products, for normal data.
 SNR_DB = {
     "standard": (129, 130, 130),
     "switchback": (38, 38, 130),
@@ -199,7 +199,7 @@ def test_transformations_change_nothing(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_batch_and_weight_change_nothing(name):
-    """The batch over two devices; the weight on both, or either dimension of it split."""
+    """The batch is sharded over two devices; the weight is replicated, or sharded along either dimension."""
     x, w, bias, g = arrays((8, 5, 16), 24)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -209,13 +209,13 @@ def test_sharded_batch_and_weight_change_nothing(name):
     one = products(x, w, g, name, bias)
     for spec in [(), ("data",), (None, "data")]:
         two = products(put(x, "data"), put(w, *spec), put(g, "data"), name, put(bias))
-        for got, want in zip(two, one):  # only sums over tokens change their order
+        for got, want in zip(two, one):  # sums over tokens have another order
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
-    """On GPUs weights are transposed where they are quantized. On one device, and on two that split them."""
+    """Kernels read transposed quantized weights. Tested on one device, and on two with sharded weights."""
     x, w, bias, g = arrays((8, 5, 16), 24)
     want = products(x, w, g, name, bias)
     monkeypatch.setattr(Arithmetic, "reads_last_axis", True)
@@ -227,7 +227,7 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
         else:
             args = put(x, "data"), put(w, *spec), put(g, "data"), name, put(bias)
         got, expected = products(*args), list(want)
-        if name == "switchback_hadamard" and spec is not None:  # blocks of each device's own tokens
+        if name == "switchback_hadamard" and spec is not None:  # each device quantizes blocks of its tokens
             assert snr_db(got.pop(2), expected.pop(2)) > 30
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -247,7 +247,7 @@ def loss_and_grads(x, w, recipe):
 
 
 def test_int8_products_are_int8():
-    """Read from the compiled program: forward with gradients has just the int8 products of the recipe."""
+    """The compiled program has exactly the recipe's int8 products."""
     x, w, _, _ = arrays((64, 32), 48)
     for name, count in {
         "switchback": 1,
@@ -255,7 +255,7 @@ def test_int8_products_are_int8():
         "switchback_q": 1,
         "llm_int8": 2,
     }.items():
-        # y itself is dead code in its gradients
+        # the gradients do not need y
         assert_quantized(partial(loss_and_grads, recipe=name), x, w, count=count)
     assert set(matrix_products(partial(loss_and_grads, recipe="standard"), x, w)) == {
         ("f32", "f32")
@@ -295,7 +295,7 @@ def test_memory_efficient_and_vector_wise_combine():
     y, dx, dw = products(x, w, g, Recipe(q.fwd, q.dgrad, None, save_quantized=True))
     want = oracle.switchback_q(*(np.asarray(a) for a in (x, w, g)))
     np.testing.assert_allclose(y, want[0], rtol=1e-5, atol=1e-5)
-    assert snr_db(dx, want[1]) > 35  # quantized again, from the saved int8 weight
+    assert snr_db(dx, want[1]) > 35  # requantizes the saved int8 weight
     assert snr_db(dw, oracle.int8(np.asarray(x), 1).T @ np.asarray(g, np.float64)) > 100
 
 
@@ -357,7 +357,7 @@ def test_standard_takes_float64_and_complex(dtype):
 
 
 def test_standard_counts_the_operations_of_a_product():
-    """As JAX counts them before it compiles; casts of bits count as operations there."""
+    """JAX counts the same FLOPs before compilation as for a plain product."""
     x, w, bias, g = arrays((64, 32), 48)
     layer, plain = (
         partial(swjax.switchback, recipe="standard"),

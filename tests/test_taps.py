@@ -1,4 +1,4 @@
-"""What taps measure, against the same computed by hand, in models with and without a stack of layers."""
+"""The measurements of taps, compared with NumPy, in models with and without stacked layers."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def loss(model, x):
 
 
 def by_hand(x, axes, kept=None):
-    """Shares of zeros and of the largest, and SQNR in dB, of int8."""
+    """Returns the shares of zeros and of saturated values, and the SQNR in dB, of int8."""
     x = np.asarray(x, np.float64)
     inside = x if kept is None else np.where(kept, 0, x)
     scale = np.max(np.abs(inside), axis=axes, keepdims=True) / 127
@@ -65,7 +65,7 @@ def test_health_is_that_of_the_operands(recipe, w_axes):
         for operand, (array, axes) in operands.items()
         for name, value in by_hand(array, axes).items()
     }
-    assert found.keys() == expected.keys()  # the second layer is not quantized
+    assert found.keys() == expected.keys()  # only the first layer is quantized
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
 
@@ -99,7 +99,7 @@ def test_converted_attention_is_measured_through_its_dot_general():
 
 
 class Stack(nnx.Module):
-    """Three equal layers with their parameters stacked, as models for many layers have them."""
+    """Three equal layers whose parameters are stacked, scanned or not."""
 
     def __init__(self, scanned: bool):
         @nnx.split_rngs(splits=3)
@@ -137,7 +137,7 @@ def test_stacks_have_a_value_for_each_layer():
 
 
 class Fused(nnx.Module):
-    """Layers that are computed several at a time, behind a LayerNorm and around a GELU."""
+    """Layers in fused calls, with a LayerNorm and a GELU."""
 
     def __init__(self):
         layers = (swjax.nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(4))
@@ -163,7 +163,7 @@ def test_fused_layers_are_measured_one_by_one():
 def test_weight_gradients_are_not_computed():
     model = two_layers()
     products = matrix_products(lambda x: diagnostics.measure(loss, model, x), X)
-    assert sum(products.values()) == 3  # forward, forward, and the input gradient of the second
+    assert sum(products.values()) == 3  # two forward products, and the second layer's input gradient
 
 
 def test_layers_used_twice_are_averaged():
@@ -192,7 +192,7 @@ class Pair(nnx.Module):
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1])
 def test_adamw_has_the_rms_of_stable_adamw(clip_norm):
-    """The RMS equals that of `stable_adamw` without update clipping, also after gradient clipping."""
+    """AdamW's RMS equals that of `stable_adamw` without update clipping, also with gradient clipping."""
     params = {"w": jnp.ones((4, 5)), "blocks": jnp.ones((3, 7))}
     axes = {"w": None, "blocks": 0}
     first = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()

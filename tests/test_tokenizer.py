@@ -1,4 +1,4 @@
-"""The tokenizer against ids that open_clip 3.3.0's SimpleTokenizer gave (clip_tokens.json)."""
+"""The tokenizer, compared with ids of open_clip 3.3.0's SimpleTokenizer (clip_tokens.json)."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def test_vocabulary_is_openais():
 
 
 def test_ascii_needs_no_cleaning(monkeypatch):
-    monkeypatch.setattr(tokenizer, "_clean", None)  # calling it would fail
+    monkeypatch.setattr(tokenizer, "_clean", None)  # a call would raise
     assert tokenizer.encode("It's 5 o'clock, somewhere!")
     with pytest.raises(TypeError):
         tokenizer.encode("caf\u00e9")

@@ -1,4 +1,4 @@
-"""The train step: the same numbers however a batch is split, and what a step may leave out."""
+"""The train step: accumulation, diagnostics, skipped steps, frozen parameters, loss scaling."""
 
 import re
 import types
@@ -77,7 +77,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     np.testing.assert_allclose(loss_a, loss_b, rtol=1e-6)
     assert len([name for name in measured_a if "feature_" in name]) == 4
     assert_close(measured_a, measured_b, rtol=1e-5)
-    # The two differ in the order of float32 sums; some gradients are 0 but for rounding.
+    # float32 sums have different orders, and some gradients are 0 up to rounding.
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(grads_a))
     assert_close(grads_a, grads_b, rtol=0, atol=1e-6 * largest)
 
@@ -88,8 +88,10 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     ids=["default", "skip", "dynamic"],
 )  # fmt: skip
 def test_no_branch_makes_a_gpu_wait_for_the_host(micro, options):
-    """XLA for GPUs copies the condition of a branch to the host, which waits for the step until there, and
-    begins no other before it ends: see benchmarks/notes/scaling.md."""
+    """A step contains no branch: XLA for GPUs copies its condition to the host, which must then wait.
+
+    The next step could not be queued meanwhile: see benchmarks/notes/scaling.md.
+    """
     config = micro(**options)
     init, step = step_of(config)
     traced = jax.jit(step).trace(jax.eval_shape(init), jax.eval_shape(lambda: batch_of(config)))
@@ -99,7 +101,7 @@ def test_no_branch_makes_a_gpu_wait_for_the_host(micro, options):
 
 
 def test_micro_batches_share_quantized_weights(micro):
-    """What makes int8 of a weight does not depend on the micro-batch: XLA takes it out of the loops."""
+    """Weights are quantized once a step: XLA moves their quantization out of the loop over micro-batches."""
     config = micro(
         train__accumulation=2, train__batch_size=10
     )  # so that no activation has a weight's shape
@@ -123,7 +125,7 @@ def test_micro_batches_share_quantized_weights(micro):
 
 @pytest.fixture(scope="module")
 def options(micro):
-    """(config, init, step) of a run that freezes, averages and skips."""
+    """(config, init, step) of a run with frozen parameters, averaged parameters and skipped steps."""
     config = micro(
         optimizer__freeze="^vision/,logit_scale", train__ema_decay=0.9, train__nan_policy="skip"
     )
@@ -169,7 +171,7 @@ def test_a_step_with_a_bad_gradient_is_skipped(options):
 
 @pytest.fixture(scope="module")
 def half(micro):
-    """(config, init, step) of a run in float16 whose scale is too large for some tensors, not for all."""
+    """(config, init, step) of a float16 run whose loss scale makes some, not all, gradients overflow."""
     config = micro(
         model__dtype="float16",
         model__recipe="standard",
@@ -243,7 +245,7 @@ def test_two_devices_compute_what_one_does(micro):
         expected, expected_measured = results["one"]
         for key in ("train/loss", "train/grad_norm", "train/update_norm"):
             np.testing.assert_allclose(measured[key], expected_measured[key], rtol=1e-4)
-        # The second moment is the squared gradient, averaged over the whole batch.
+        # After one step the second moment is the square of the whole batch's gradient.
         nu, expected_nu = (
             [x for p, x in zip(paths(s), jax.tree.leaves(s)) if "/nu/" in p]
             for s in (state, expected)
@@ -266,4 +268,4 @@ def test_moments_are_sharded_as_their_parameters(micro):
     }
     split = {p for p, x in found.items() if x.sharding.spec == jax.P(None, "fsdp", "tensor")}
     assert {p.split("/")[0] for p in split} == {"params", "ema", "opt_state"}
-    assert all(len(found[p].shape) != 3 for p in found.keys() - split)  # RMS: one number a block
+    assert all(len(found[p].shape) != 3 for p in found.keys() - split)  # RMS values: one for each block

@@ -1,4 +1,4 @@
-"""The optimizer that a config describes: its schedule, clipping, loss scale, and frozen parameters."""
+"""The optimizer of a config: schedule, clipping, loss scale, frozen parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +43,11 @@ def test_gradient_clipping_is_the_other_arm(micro, name):
         _, state = optimizer.update(params, optimizer.init(params), params)
     first = [x for path, x in zip(paths(state), jax.tree.leaves(state)) if "mu" in path.split("/")]
     norm = float(jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in first)))
-    kept = {"adamw": 0.1, "stable_adamw": 1.0}[name]  # of a first gradient, in m: debiased or not
+    kept = {"adamw": 0.1, "stable_adamw": 1.0}[name]  # m / first gradient
     np.testing.assert_allclose(norm, kept * 1e-3, rtol=1e-5)
 
 
-SCHEDULES = {  # after the warm-up of 10 of 110 steps: at 60, 99 and 110; the last 22 decay
+SCHEDULES = {  # {name: rates at steps 60, 99 and 110}; warm-up until 10, decay from 88
     "cosine": [0.5, 0.0295, 0.0],
     "linear": [0.5, 0.11, 0.0],
     "constant": [1.0, 1.0, 1.0],
@@ -78,7 +78,7 @@ def test_a_schedule_ends_at_its_floor(micro, name):
 
 
 def test_a_second_run_continues_a_stable_phase(micro):
-    """Of a constant run of 88 steps, and of a longer wsd run before it decays."""
+    """A constant run of 88 steps has the rates of a longer wsd run before its decay."""
     stable = schedule_of(micro, "constant", total=88)
     decaying = schedule_of(micro, "wsd", total=110, decay=0.2)
     assert [float(stable(step)) for step in range(88)] == [

@@ -1,7 +1,7 @@
-"""Every recipe under every transformation of JAX: does it work, and if not, how does it say so?
+"""Every recipe under every transformation of JAX: does it work, and if not, with which error?
 
-`OUTCOMES` is the answer, as data. The tests check it, and docs/transformations.md shows it:
-`python tests/test_transformations.py` writes the table there.
+`OUTCOMES` has the answers. The tests check them, and `python tests/test_transformations.py` writes them into
+the table of docs/transformations.md.
 """
 
 import pickle
@@ -31,7 +31,7 @@ NO_FORWARD_MODE = (
 )
 STANDARD_ONLY = {name: YES if name == "standard" else NO_FORWARD_MODE for name in RECIPES}
 
-# {transformation: its outcome, of all recipes or of each}
+# {transformation: the outcome of all recipes, or {recipe: outcome}}
 OUTCOMES: dict[str, str | dict[str, str]] = {
     "`jax.jit`": YES,
     "`jax.eval_shape`": YES,
@@ -78,9 +78,9 @@ def outcome(transformation: str, recipe: str) -> str:
     return found if isinstance(found, str) else found[recipe]
 
 
-# --- what each of them is -----------------------------------------------------------------------------
+# --- the transformations ------------------------------------------------------------------------------
 
-CASES: dict[str, Callable[[str], tuple]] = {}  # a recipe -> (what came out, what has to)
+CASES: dict[str, Callable[[str], tuple]] = {}  # recipe -> (result, expected result)
 
 
 def case(transformation: str):
@@ -108,7 +108,7 @@ def loss(recipe, w, x, *more):
 
 @cache
 def gradients(recipe):
-    """The loss, and its gradients by w, x and bias, without any other transformation."""
+    """Returns the loss and its gradients with respect to w, x and bias, without other transformations."""
     return jax.value_and_grad(partial(loss, recipe), (0, 1, 2))(W, X, BIAS)
 
 
@@ -177,7 +177,7 @@ def _(recipe):
 
 @cache
 def by_row(recipe):
-    """The gradients of each row's loss."""
+    """Returns the gradients of each row's loss."""
     grads = [jax.grad(partial(loss, recipe), (0, 1))(W, x) for x in X]
     return jax.tree.map(lambda *rows: jnp.stack(rows), *grads)
 
@@ -209,7 +209,7 @@ def _(recipe):
 
 
 def quadratic(multiply, w):
-    """Its second derivative does not depend on the values of the products."""
+    """A function whose second derivative does not depend on the values of the products."""
     return jnp.sum(multiply(X[0], w) ** 2)
 
 
@@ -323,7 +323,7 @@ def _(recipe):
 
 @case("`jax.shard_map`, and its `jax.grad`")
 def _(recipe):
-    """Each device has its own rows and scales; the gradient of w is all-reduced."""
+    """Each device quantizes its rows with its own scales; the gradient of w is all-reduced."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
@@ -377,7 +377,7 @@ BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
 
 
 def table() -> str:
-    """`OUTCOMES` in Markdown: a row a transformation, a column for recipes that agree everywhere."""
+    """Returns `OUTCOMES` in Markdown; recipes with equal outcomes share a column."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for recipe in RECIPES:
         column = tuple(outcome(transformation, recipe) for transformation in OUTCOMES)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """(module, file) of the modules that mypy checks."""
+    """Returns (module, file) of the modules that mypy checks."""
     for folder, package in (
         ("swjax", "swjax"),
         ("kernels", "swjax.kernels"),
@@ -41,7 +41,7 @@ def test_public_functions_are_annotated(module):
 
 
 def unannotated(body: ast.Module | ast.ClassDef, owner: str = "") -> Iterator[str]:
-    """Names of the public functions and methods with a parameter or return that has no annotation.
+    """Returns public functions and methods without annotation of a parameter or of the result.
 
     A Triton kernel is exempt: its parameters are pointers and constants of Triton's own language.
     """

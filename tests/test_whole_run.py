@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, and that a finished one is left alone."""
+"""Whole runs: the files that they write, and that a finished run is not changed."""
 
 import json
 import os
@@ -48,18 +48,18 @@ def test_a_finished_run_of_another_config_is_not_mistaken(reference, micro):
     _, workdir = reference
     with pytest.raises(ConfigError, match="model.recipe: 'switchback' -> 'standard'"):
         loop.train_and_evaluate(micro(model__recipe="standard"), workdir)
-    loop.train_and_evaluate(micro(log__every_steps=3), workdir)  # computes the same
+    loop.train_and_evaluate(micro(log__every_steps=3), workdir)  # changes no result
 
 
 def test_a_workdir_serves_one_process(micro, tmp_path):
     with lock(tmp_path):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
             loop.train_and_evaluate(micro(), tmp_path)
-    lock(tmp_path).close()  # free again
+    lock(tmp_path).close()  # the lock was released
 
 
 def test_train_py_as_a_user_runs_it(tmp_path):
-    """In a process with XLA's default optimizations; the same command again says that it has finished."""
+    """Runs train.py with XLA's default optimizations; a second time it says that the run has finished."""
     set_for_tests = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_DEFAULT_MATMUL_PRECISION")
     environment = {key: value for key, value in os.environ.items() if key not in set_for_tests}
     workdir, cache = tmp_path / "run", tmp_path / "cache"

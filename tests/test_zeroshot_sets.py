@@ -1,4 +1,4 @@
-"""Labelled sets from folders, tars and TFDS: read, scored in training, and scored again without it."""
+"""Labelled sets from folders, tars, tables, Parquet and TFDS: read, and scored in and after training."""
 
 import json
 import pickle
@@ -51,7 +51,7 @@ def test_folders_are_classes(tmp_path):
 
 
 def write_parquet(path, labels, **metadata):
-    """Rows as Hugging Face writes them: a struct of bytes and path, and a label."""
+    """Writes rows as Hugging Face does: a struct of bytes and path, and a label."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     images = [{"bytes": jpeg(i), "path": f"{i}.jpg"} for i in range(len(labels))]
@@ -70,7 +70,7 @@ def test_parquet_with_named_labels(tmp_path):
 
 
 def test_parquet_with_numbers_has_the_names_of_its_class_label(tmp_path):
-    """In the metadata that Hugging Face's datasets writes; `classnames.txt` replaces them."""
+    """The names are in the metadata that Hugging Face's datasets writes; `classnames.txt` overrides them."""
     names = {"label": {"names": ["owl", "red_fox", "toad"], "_type": "ClassLabel"}}
     about = json.dumps({"info": {"features": names}})
     write_parquet(tmp_path / "val.parquet", [1, 0, 1], huggingface=about)
@@ -203,7 +203,7 @@ def test_foreign_weights_are_scored(tmp_path, capsys):
     assert main(["evaluate", f"--weights={tmp_path}/clip", f"--data={pets}"]) == 0
     scores = json.loads(capsys.readouterr().out)
     assert scores["zeroshot/pets_chance_top1"] == pytest.approx(1 / 3)
-    assert scores["zeroshot/pets_top5"] == 1  # of three classes; a NaN would score 0
+    assert scores["zeroshot/pets_top5"] == 1  # 1 with three classes; NaN would score 0
     assert set(scores) == {f"zeroshot/pets_{x}" for x in
                            ("top1", "top5", "chance_top1", "chance_top5")}  # fmt: skip
 
@@ -242,7 +242,7 @@ def test_tfds_labels_have_the_names_of_the_builder(tmp_path):
 
 
 def test_coco_captions_are_found_under_their_real_name(tmp_path):
-    """By the default text_key."""
+    """The default text_key finds the captions of TFDS's COCO."""
     write_coco(tmp_path, "val")
     changes = {"data__name": "tfds", "data__tfds__builder": "coco_captions", "data__dir": tmp_path}
     found = open_source(micro_config(str(tmp_path), **changes), "val")

@@ -1,6 +1,6 @@
-"""PyTorch and the CLIPs written in it, to compare with where they are installed.
+"""PyTorch and its CLIP libraries, for comparison if they are installed.
 
-Tests that need them begin with `torch_peers.load()`, which skips the module, visibly, where they are not.
+Tests that need them begin with `torch_peers.load()`, which skips the module, with a reason, if they are not.
 """
 
 import importlib
@@ -14,7 +14,7 @@ INSTALL = "needs PyTorch and its CLIPs: pip install 'swjax[torch]'"
 
 
 def load() -> types.SimpleNamespace:
-    """The modules torch, torchvision, open_clip and transformers, by name."""
+    """Returns the modules torch, torchvision, open_clip and transformers by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -22,11 +22,11 @@ def load() -> types.SimpleNamespace:
         except ModuleNotFoundError:
             pytest.skip(INSTALL, allow_module_level=True)
         found = {"torch": torch, "torchvision": _torchvision(torch)}
-        # transformers looks for a package named kernels, and in a checkout would find ours.
+        # transformers imports a package named kernels if there is one, and would find the checkout's.
         sys.modules.setdefault("kernels", None)
         try:
             for name in ("open_clip", "transformers", "transformers.models.clip.modeling_clip"):
-                found[name] = importlib.import_module(name)  # the last would else wait for its use
+                found[name] = importlib.import_module(name)  # transformers imports its modules lazily
         except ModuleNotFoundError as error:
             pytest.skip(f"{INSTALL} ({error})", allow_module_level=True)
     torch.set_num_threads(1)  # the tensors are small
@@ -34,10 +34,10 @@ def load() -> types.SimpleNamespace:
 
 
 def _torchvision(torch):
-    """torchvision, whose compiled part may be for another build of PyTorch than this one.
+    """Imports torchvision without its compiled operators.
 
-    The registry's wheel is for CUDA. Beside a PyTorch for CPUs its compiled operators do not load, and
-    the import fails over describing them. None is used here.
+    Those of the wheel for CUDA do not load with a PyTorch for CPUs, and registering them fails. The tests use
+    none of them.
     """
     describe = torch.library.register_fake
     try:

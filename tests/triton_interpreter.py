@@ -14,12 +14,12 @@ from swjax.kernels.triton_gpu import launcher
 
 
 def run(operation, *arrays, **options):
-    """The function of `triton_gpu`, with results as NumPy arrays."""
+    """Runs a function of `triton_gpu`; returns its results as NumPy arrays."""
     return jax.tree.map(np.asarray, getattr(triton_gpu, operation)(*arrays, **options))
 
 
 class Pointer:
-    """What the interpreter asks of a tensor."""
+    """An array with the attributes of a tensor that the interpreter reads."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype
@@ -29,7 +29,7 @@ class Pointer:
 
 
 class Executor(interpreter.GridExecutor):
-    """Of arrays that are on the host already."""
+    """Runs a kernel on arrays that are already on the host."""
 
     def _init_args_hst(self, args, kwargs):
         return args, kwargs
@@ -43,7 +43,7 @@ class Results(list):
 
 
 def inline_asm(_, text, constraints, values, types, is_pure, pack):
-    """The instructions that swjax's kernels write as assembly."""
+    """Computes the inline assembly of swjax's kernels in NumPy."""
     x = values[0].data
     if "rcp.approx" in text:
         found = [np.float32(1) / x]
@@ -61,7 +61,7 @@ def inline_asm(_, text, constraints, values, types, is_pure, pack):
 
 
 def call(*arrays, kernel, out_type, grid, num_warps, num_stages=1, **constants):
-    """`launcher.call`; what no program writes stays NaN, or 99."""
+    """Replaces `launcher.call`. Results that the kernel does not write are NaN, or 99 for integers."""
     inputs = [Pointer(np.ascontiguousarray(array)) for array in arrays]
     outputs = jax.tree.map(lambda out: Pointer(poisoned(out.shape, out.dtype)), out_type)
     Executor(kernel.rewrite(), kernel.arg_names, grid)(
@@ -76,13 +76,13 @@ def poisoned(shape, dtype) -> np.ndarray:
 
 
 def patch_language(lang, scope, patch=interpreter._patch_lang_core):
-    """Counts of `tl.range` are tensors, as they are when compiled; the interpreter has integers."""
+    """Makes loop variables of `tl.range` tensors, as in compiled kernels; the interpreter has integers."""
     patch(lang, scope)
     count, tensor = lang.range, interpreter.interpreter_semantic.to_tensor
     scope.set_attr(lang, "range", lambda *bounds, **_: map(tensor, count(*map(int, bounds))))
 
 
-# The interpreter keeps these as integers.
+# Dtypes that the interpreter stores as integers.
 AS_INTEGERS = {
     tl.bfloat16: jnp.bfloat16,
     tl.float8e4nv: jnp.float8_e4m3fn,
@@ -91,7 +91,7 @@ AS_INTEGERS = {
 
 
 class Builder(type(interpreter.interpreter_builder)):
-    """The interpreter, with casts that round as GPUs do (its own truncate) and products of bf16."""
+    """The interpreter with casts that round as GPUs do (its own truncate), and with products of bf16."""
 
     create_inline_asm = inline_asm
 
@@ -118,8 +118,8 @@ def to_float32(handle):
 
 
 def install():
-    """Replaces the launcher in this process. Not at import: pytest imports every file for its doctests."""
+    """Replaces the launcher in this process. Not done on import, since pytest imports every file."""
     interpreter.interpreter_builder.__class__ = Builder
     interpreter._patch_lang_core = patch_language
     launcher.call = call
-    tiles.multiprocessors = lambda: 1  # few programs, each of several blocks
+    tiles.multiprocessors = lambda: 1  # so that each program handles several blocks
