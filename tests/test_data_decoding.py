@@ -257,7 +257,7 @@ def test_images_of_unknown_range_are_refused(mode):
 
 def test_formats_that_run_programs_are_not_read():
     eps = encoded(photograph(0), "EPS")
-    assert Image.open(io.BytesIO(eps)).format == "EPS"  # Pillow could read it, by starting Ghostscript
+    assert Image.open(io.BytesIO(eps)).format == "EPS"  # Pillow would start Ghostscript
     with pytest.raises(BadExample, match="no image"):
         decoding.decode(eps)
 

@@ -110,7 +110,7 @@ def test_a_slow_process_makes_fewer(tmp_path):
         check(chunk := next(chunks), number)
         makers += chunk["maker"][:1].tolist()
     slow, quick = makers[:2]
-    assert makers[:10] == [slow, quick, slow, *[quick] * 7]  # the slow one got two chunks at the start
+    assert makers[:10] == [slow, quick, slow, *[quick] * 7]  # two were assigned at the start
     chunks.close()
 
 

@@ -63,7 +63,8 @@ def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(convert, "_write", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, f"--tars={pattern}")
-    assert run(tmp_path, "--verify") == 1  # existing files are complete, but two tars are not converted
+    # Existing files are complete, but two tars are not converted.
+    assert run(tmp_path, "--verify") == 1
     told = capsys.readouterr().out
     assert "2 of 3 tars of the split 'train' are not converted: give the command that" in told
     assert "1 of 3 files are as they were written" in told

@@ -132,7 +132,7 @@ def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsy
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     named = {line["step"]: line["train/nonfinite"] for line in lines if "train/nonfinite" in line}
     assert list(named) == [2, 3, 4, 5] and named[2] == "batch image"
-    assert named[4] == "update text/ln_final/scale"  # fetched with step 3, whose message was printed
+    assert named[4] == "update text/ln_final/scale"  # step 3's message was printed
     assert {line["step"]: line["train/skipped_total"] for line in lines}[5] == 4
     assert Checkpoints(tmp_path, keep=0).latest_step() == 4  # step 5 is not saved
 

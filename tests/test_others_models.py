@@ -82,7 +82,7 @@ def flax_vit():
     """The ViT of Flax's documentation."""
     text = (flax_source() / "docs_nnx/examples/vit_training.md").read_text()
     cells = re.findall(r"```\{code-cell\} ipython3\n(.*?)```", text, re.DOTALL)
-    sys.modules["flax_vit"] = module = types.ModuleType("flax_vit")  # dataclasses look up their module here
+    sys.modules["flax_vit"] = module = types.ModuleType("flax_vit")  # for dataclasses
     for cell in cells[:2]:
         exec(cell.split("# We can define and check")[0], vars(module))
     sizes = dict(num_classes=8, img_size=16, patch_size=8, hidden_size=32, mlp_dim=64)

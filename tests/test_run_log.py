@@ -42,7 +42,8 @@ def test_log_is_written_while_the_next_step_runs(micro, monkeypatch, tmp_path):
     monkeypatch.setattr(setup_lib, "compile_step", counted)
     monkeypatch.setattr(metric_log.MetricLog, "write", noted)
     train(micro(checkpoint__every_steps=5), tmp_path)
-    assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]  # at a checkpoint the log is written at once
+    # At a checkpoint the log is written at once.
+    assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]
 
 
 def test_collections_leave_out_what_compiling_left(micro, monkeypatch, tmp_path):

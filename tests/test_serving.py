@@ -133,7 +133,7 @@ class Model(nnx.Module):
 
         self.stack = stack(rngs)
         self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
-        self.cast = nnx.Linear(16, 16, dtype=jnp.bfloat16, rngs=rngs)  # also casts its kernel to bfloat16
+        self.cast = nnx.Linear(16, 16, dtype=jnp.bfloat16, rngs=rngs)  # casts its kernel too
         self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
         self.batched = nnx.LinearGeneral(16, 16, batch_axis={0: 2}, rngs=rngs)
         self.outliers = swjax.nnx.Linear(16, 16, recipe="llm_int8_outlier6", rngs=rngs)
@@ -402,7 +402,8 @@ def test_a_program_runs_without_this_library(encoder, embeddings, tmp_path):
     images, texts = embeddings
     with np.load(tmp_path / "vectors.npz") as vectors:
         same_bits(vectors["encode_image"], images)
-        np.testing.assert_allclose(vectors["encode_text"], texts, rtol=1e-6)  # normalised twice, so rounded
+        # Texts are normalised twice.
+        np.testing.assert_allclose(vectors["encode_text"], texts, rtol=1e-6)
 
 
 def test_any_recipe_goes_through_json():

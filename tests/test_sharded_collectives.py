@@ -114,7 +114,7 @@ def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
     assert {op for op, dtype in asked if dtype == "bf16"} == sums
     compare(got, one_device("switchback"), "bfloat16", exact=(0, 1))
     dw, exact = np.asarray(got[2]), np.asarray(one_device("switchback")[2])
-    assert 1e-4 < np.linalg.norm(dw - exact) / np.linalg.norm(exact) < 1e-2  # the precision of bfloat16
+    assert 1e-4 < np.linalg.norm(dw - exact) / np.linalg.norm(exact) < 1e-2  # bfloat16's precision
 
 
 @pytest.mark.parametrize("name", ["switchback", "switchback_m", *map(slow, MORE_RECIPES)])

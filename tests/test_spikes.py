@@ -64,9 +64,7 @@ def test_chance_is_what_random_placement_gives():
     counts = [a.followed / a.loss_events for a in placed]
     assert expected == 20 * 8 / 2000
     assert abs(np.mean(counts) - expected) < 4 * np.std(counts) / math.sqrt(len(counts)) + 0.002
-    assert (
-        np.mean([a.p_value < 0.05 for a in placed]) <= 0.1
-    )  # the p-value is calibrated
+    assert np.mean([a.p_value < 0.05 for a in placed]) <= 0.1  # the p-value is calibrated
 
 
 @pytest.mark.parametrize(

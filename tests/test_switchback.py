@@ -227,7 +227,7 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
         else:
             args = put(x, "data"), put(w, *spec), put(g, "data"), name, put(bias)
         got, expected = products(*args), list(want)
-        if name == "switchback_hadamard" and spec is not None:  # each device quantizes blocks of its tokens
+        if name == "switchback_hadamard" and spec is not None:  # blocks of a device's tokens
             assert snr_db(got.pop(2), expected.pop(2)) > 30
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

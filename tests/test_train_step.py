@@ -268,4 +268,4 @@ def test_moments_are_sharded_as_their_parameters(micro):
     }
     split = {p for p, x in found.items() if x.sharding.spec == jax.P(None, "fsdp", "tensor")}
     assert {p.split("/")[0] for p in split} == {"params", "ema", "opt_state"}
-    assert all(len(found[p].shape) != 3 for p in found.keys() - split)  # RMS values: one for each block
+    assert all(len(found[p].shape) != 3 for p in found.keys() - split)  # RMS: one a block

@@ -26,7 +26,7 @@ def load() -> types.SimpleNamespace:
         sys.modules.setdefault("kernels", None)
         try:
             for name in ("open_clip", "transformers", "transformers.models.clip.modeling_clip"):
-                found[name] = importlib.import_module(name)  # transformers imports its modules lazily
+                found[name] = importlib.import_module(name)  # the last is imported lazily
         except ModuleNotFoundError as error:
             pytest.skip(f"{INSTALL} ({error})", allow_module_level=True)
     torch.set_num_threads(1)  # the tensors are small

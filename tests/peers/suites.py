@@ -12,7 +12,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OPTAX = Path(find_spec("optax").origin).parent  # optax's wheel contains its tests
-FLAX = next(iter(sorted((ROOT / ".cache" / "peers").glob("flax-*/tests"))), None)  # from `make peers`
+FLAX = next(iter(sorted((ROOT / ".cache" / "peers").glob("flax-*/tests"))), None)  # `make peers`
 
 
 class Suite(NamedTuple):
