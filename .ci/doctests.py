@@ -1,4 +1,4 @@
-"""For mkdocs: the examples in docstrings, which stand in no section of their own, as code."""
+"""For mkdocs: shows the examples in docstrings, which have no section heading, as code."""
 
 import re
 

@@ -2,7 +2,7 @@
 
   python benchmarks/charts.py    # every chart, and the drawing of the method, into docs/images
 
-A chart shows rows of one run on one card, unless its page says otherwise.
+A chart shows results of one run on one GPU, unless its page says otherwise.
 """
 
 import argparse
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, PEER, OURS_16_BIT, OTHER = "#2a6fbb", "#b8bec6", "#8fb6e0", "#c8571b"
 
-# {implementation in the result: its label}, from the top.
+# {implementation in the result: its label}, from top to bottom.
 TOWER = {
     "timm torch.compile": "timm, torch.compile, bf16",
     "timm torchao float8 torch.compile": "timm, torchao float8",
@@ -63,12 +63,12 @@ TOP1 = "zeroshot/emoji_test_top1"
 
 
 def read(name: str) -> dict:
-    """A recorded result."""
+    """Reads a recorded result."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def tower_rates() -> dict[str, float]:
-    """Images per second by label: ViT-H/14's image tower, forward and backward, no block recomputed."""
+    """Returns {label: images per second} of ViT-H/14's image tower, forward and backward, without remat."""
     rows = {
         row["implementation"]: row["images_per_second"]
         for row in read("train_step_torchao_h200")["rows"]
@@ -78,7 +78,7 @@ def tower_rates() -> dict[str, float]:
 
 
 def draw_tower(figure) -> None:
-    """ViT-H/14's tower compared with timm and torchao."""
+    """Draws the speed of ViT-H/14's tower compared with timm and torchao."""
     rates = tower_rates()
     figure.set_size_inches(7.2, 2.6)
     axes = figure.subplots()
@@ -89,7 +89,7 @@ def draw_tower(figure) -> None:
 
 
 def draw_steps(figure) -> None:
-    """Training steps compared with timm and open_clip; the tower with and without recomputed blocks."""
+    """Draws training steps compared with timm and open_clip; the tower with and without recomputed blocks."""
     rows = read("train_step_h200")["rows"]
     figure.set_size_inches(7.2, 5.6)
     say(figure, "int8 trains 1.42 to 1.48 times as fast as compiled PyTorch in bf16")
@@ -106,12 +106,12 @@ def draw_steps(figure) -> None:
 
 
 def say(figure, answer: str) -> None:
-    """The title of a chart: the answer to its question."""
+    """Writes the title of a chart: the answer to its question."""
     figure.suptitle(answer, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
 def draw_bars(axes, values: dict[str, float], number: str) -> None:
-    """Horizontal bars, the first at the top: peers grey, ours blue, int8 dark."""
+    """Draws horizontal bars, the first at the top: other libraries grey, swjax blue, int8 dark."""
     colors = [
         PEER if not label.startswith("swjax") else OURS if "int8" in label else OURS_16_BIT
         for label in values
@@ -125,13 +125,13 @@ def draw_bars(axes, values: dict[str, float], number: str) -> None:
 
 
 def clear(axes) -> None:
-    """No frame, small labels."""
+    """Removes the frame and makes labels small."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
 
 
 def draw_layers(figure) -> None:
-    """The speed-up of one linear layer over its width, and of the paper's widths over a fused bias."""
+    """Draws the speed-up of one linear layer by width, and of two widths against XLA with a fused bias."""
     times: dict[tuple[int, str], float] = {}
     rows = [row for row in read("kernels_h200_layers")["rows"] if row["op"] == "layer grid"]
     for row in rows:
@@ -161,7 +161,7 @@ def draw_layers(figure) -> None:
 
 
 def fused_bias() -> float:
-    """1280 -> 5120 and back over XLA with a fused bias."""
+    """Returns the speed-up of 1280 -> 5120 and back against XLA with a fused bias."""
     times = {"xla bf16": 0.0, "switchback": 0.0}
     for row in read("kernels_h200_layers_bias")["rows"]:
         up_or_down = row["shape"] in (f"{TOKENS}x1280->5120", f"{TOKENS}x5120->1280")
@@ -171,7 +171,7 @@ def fused_bias() -> float:
 
 
 def draw_scaling(figure) -> None:
-    """The efficiency of four GPUs by model, recipe and mesh."""
+    """Draws the efficiency of four GPUs by model, recipe and mesh."""
     rows = read("scaling_h200")["rows"]
     rates = {
         tuple(row["case"][key] for key in ("model", "recipe", "layout", "devices")): row
@@ -197,7 +197,7 @@ def draw_scaling(figure) -> None:
 
 
 def draw_scaling_losses(figure) -> None:
-    """The distance of losses on several GPUs, and of a second run on one GPU, from one run's."""
+    """Draws how losses on several GPUs, and of a second run on one GPU, differ from those of one run."""
     rows = read("scaling_losses_h200")["rows"]
     figure.set_size_inches(7.8, 3.4)
     say(figure, "Losses on several GPUs differ about as much as two runs on one GPU")
@@ -223,7 +223,7 @@ def draw_scaling_losses(figure) -> None:
 
 
 def draw_spikes(figure) -> None:
-    """Loss spikes by optimizer: those that follow an RMS event of the patch embedding, and others."""
+    """Draws loss spikes by optimizer: those that follow an RMS event of the patch embedding, and others."""
     counts = dict.fromkeys(OPTIMIZERS, (0, 0))
     for run in (run for part in read("spikes_gpu")["runs"] for run in part["result"]["runs"]):
         followed, spikes = counts[run["arm"]]
@@ -247,7 +247,7 @@ def draw_spikes(figure) -> None:
 
 
 def draw_weight_gradients(figure) -> None:
-    """The error of dW over K in a trained model, median of its layers."""
+    """Draws the error of dW over K in a trained model, median of its layers."""
     figure.set_size_inches(7.2, 3.2)
     say(figure, "Rotated tokens: the error of an int8 dW no longer grows with the batch")
     axes = figure.subplots()
@@ -267,7 +267,7 @@ def draw_weight_gradients(figure) -> None:
 
 
 def draw_recipes(figure) -> None:
-    """Zero-shot accuracy of every recipe on the default task, a point for each seed."""
+    """Draws the zero-shot accuracy of every recipe on the default task, a point for each seed."""
     groups = {group["recipe"]: group for group in read("accuracy_mixed_gpu")["groups"]}
     figure.set_size_inches(7.2, 3.1)
     say(figure, "No recipe differs from standard beyond the spread of three seeds")
@@ -289,7 +289,7 @@ def draw_recipes(figure) -> None:
 
 
 def draw_icons(figure) -> None:
-    """Losses and scores of paired runs on the icons, at ViT-B's width."""
+    """Draws losses and scores of paired runs on the icons, at ViT-B's width."""
     runs = [run for run in read("icons_accuracy_h100")["runs"] if run["key"]["steps"] == 2400]
     figure.set_size_inches(7.2, 3.4)
     say(figure, "At ViT-B's width int8 is ahead with one seed and behind with the other")
@@ -317,8 +317,8 @@ def draw_icons(figure) -> None:
 
 
 ROWWISE, ONE = "a scale per token", "one scale"
-# The products of a linear layer under SwitchBack: title, left and right operand, result, what is summed.
-# An operand is (name, shape, is int8, what shares a scale).
+# The products of a linear layer under SwitchBack: title, left and right operand, result, contracted axis.
+# An operand is (name, shape, is int8, the part that shares a scale).
 PRODUCTS = (
     ("forward", ("x", "tokens x k", True, ROWWISE), ("w", "k x n", True, ONE), "y", "k"),
     ("input gradient", ("g", "tokens x n", True, ROWWISE), ("wT", "n x k", True, ONE), "dx", "n"),
@@ -333,7 +333,7 @@ PRODUCTS = (
 
 
 def draw_method(figure) -> None:
-    """The three products of a linear layer under SwitchBack, and what is int8."""
+    """Draws the three products of a linear layer under SwitchBack, and which operands are int8."""
     from matplotlib.patches import Rectangle
 
     figure.set_size_inches(8.4, 3.6)
@@ -379,7 +379,7 @@ def draw(folder: Path, names: Iterable[str] = tuple(CHARTS)) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "swjax"  # the same bytes every time
+    matplotlib.rcParams["svg.hashsalt"] = "swjax"  # so that SVG files are reproducible
     import matplotlib.pyplot as plt
 
     for name in names:

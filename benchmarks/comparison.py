@@ -1,11 +1,11 @@
-"""One linear layer by swjax and by what else quantizes training in JAX: errors, products, time, lines.
+"""One linear layer in swjax and in other libraries for quantized training in JAX, and their errors and times.
 
   pip install '.[peers]' && python benchmarks/comparison.py --out benchmarks/results/comparison.json
 
-Every layer gets the same fp32 x, w and output gradient g. Errors are those of y = x w, dx = g wT and
-dw = xT g against float64, as signal to noise in dB: 20 dB are a factor of ten. Nothing is trained here.
-`lines` is what a user adds to a Flax model; `products` are operand types in the compiled step, forward and
-backward; `seconds` the fastest of several steps.
+Every layer gets the same fp32 x, w and output gradient g. Errors are SNRs in dB of y = x w, dx = g wT and
+dw = xT g against float64; 20 dB are a factor of ten. Nothing is trained. A row also has `lines`, which a user
+adds to a Flax model; `products`, the operand types in the compiled forward and backward pass; and `seconds`,
+the fastest of several steps.
 """
 
 import argparse
@@ -25,10 +25,10 @@ import swjax.linen
 from swjax.testing import matrix_products
 from swjax.training import environment
 
-# QtRule fields of a rule that makes Qwix compute as SwitchBack does. Its int8 is 127.5 steps wide, ours 127.
+# QtRule fields that make Qwix compute as SwitchBack. Its int8 scale is absmax / 127.5, swjax's absmax / 127.
 ABSMAX = f"absmax,{127.5 / 127}"
 SWITCHBACK_Q = {
-    "use_original_residuals": True,  # wgrad sees x, and dgrad quantizes w by its own axis
+    "use_original_residuals": True,  # wgrad reads x; dgrad quantizes w along its own axis
     "drhs_grad_qtype": None,  # wgrad is not quantized
     "dlhs_residual_qtype": "int8",
     "dlhs_residual_calibration_method": ABSMAX,
@@ -39,7 +39,7 @@ Layer = Callable[[jax.Array, jax.Array], jax.Array]  # (w, x) -> y
 
 
 def flax_layer(dense: nn.Dense, **others) -> Layer:
-    key = jax.random.key(0)  # AQT asks for one
+    key = jax.random.key(0)  # AQT requires one
     return lambda w, x: dense.apply({"params": {"kernel": w}, **others}, x, rngs={"params": key})
 
 
@@ -80,14 +80,14 @@ def aqt_layer(drhs_bits: int | None, x, w, g) -> Layer:
     from aqt.jax.v2.flax import aqt_flax
 
     chosen = config.config_v4(fwd_bits=8, dlhs_bits=8, drhs_bits=drhs_bits)
-    # All others do without it.
+    # Only AQT needs it.
     config.set_stochastic_rounding(chosen, False, False, "jax.uniform")
     product = functools.partial(aqt_flax.AqtDotGeneral, chosen)
     return flax_layer(nn.Dense(w.shape[1], use_bias=False, dot_general_cls=product))
 
 
 def flax_fp8_layer(x, w, g) -> Layer:
-    """Its scales lag behind: they are of the largest values of earlier steps, three here."""
+    """Flax's fp8 layer. Its scales come from the maxima of earlier steps, so three steps run first."""
     from flax.linen import fp8_ops
 
     dense = nn.Dense(w.shape[1], use_bias=False, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
@@ -145,11 +145,11 @@ def main() -> None:
 
 
 def measure(name: str, x, w, g, steps: int) -> dict:
-    """A row, printed as well; one that says so if the package is not installed."""
+    """Returns and prints a row; it has an error if the package is not installed."""
     package, lines, make = PEERS[name]
     row = {"layer": name, "lines": lines}
     try:
-        is_ours = package == "swjax"  # which may run from a checkout
+        is_ours = package == "swjax"  # swjax may run from a checkout
         row["version"] = swjax.__version__ if is_ours else importlib.metadata.version(package)
         layer = make(x, w, g)
     except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError):

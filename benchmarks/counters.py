@@ -1,10 +1,10 @@
-"""A Triton kernel as a program of its own, for Nsight Compute, which does not get through one of JAX.
+"""Runs a Triton kernel in a program without JAX, because Nsight Compute cannot profile JAX programs.
 
   python benchmarks/counters.py --compile gelu matmul --out=FOLDER            # needs Triton, no GPU
   ncu --clock-control none --set full --launch-skip 2 --launch-count 1 \\
       python benchmarks/counters.py --launch FOLDER/gelu                      # needs CuPy and a Hopper GPU
 
-What is compiled is what the library launches for 65,536 tokens of ViT-H/14: same arguments, tiles, options.
+The kernels have the arguments, tiles and options of the library's launches for 65,536 tokens of ViT-H/14.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the GPU is the profiler's
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leaves the GPU to the profiler
 
 TOKENS, WIDTH = 65536, 1280
 TYPES = {
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def gelu():
-    """GELU and quantizing, nothing in 16 bits written."""
+    """GELU and quantization to int8, without 16-bit output."""
     import jax
 
     from swjax.kernels import triton_gpu
@@ -69,7 +69,7 @@ CALLS = {"gelu": gelu, "matmul": matmul}
 
 
 def compile_kernel(name: str, folder: Path) -> None:
-    """Writes <name>.cubin, and <name>.json: how it is launched."""
+    """Writes <name>.cubin, and <name>.json with the launch parameters."""
     import jax
     import jax.numpy as jnp
 
@@ -97,13 +97,13 @@ def compile_kernel(name: str, folder: Path) -> None:
 
 
 def as_jax_triton_does(capability: int, kernel, arrays, options):
-    """The kernel of a call, compiled: pointers aligned to 16 bytes, all else constant, no fused products.
+    """Compiles a kernel as jax-triton does: pointers aligned to 16 bytes, constants, no fused multiply-add.
 
     Args:
       capability: of the GPU, such as 90.
       kernel: a function of `triton.jit` whose arguments are pointers, named "..._ptr", and constants.
-      arrays: what the pointers are to.
-      options: the constants, and Triton's options of the call.
+      arrays: the arrays that the pointers point to.
+      options: constants, and Triton's options of the call.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -122,7 +122,7 @@ def as_jax_triton_does(capability: int, kernel, arrays, options):
 
 
 def launch(path: Path, times: int = 3) -> None:
-    """Launches it on random arrays, and prints microseconds."""
+    """Launches a compiled kernel on random arrays, and prints its microseconds."""
     import math
 
     import cupy
@@ -142,7 +142,7 @@ def launch(path: Path, times: int = 3) -> None:
             return (normal.view(cupy.uint32) >> 16).astype(cupy.uint16)
         return 0.01 * cupy.abs(normal)
 
-    # Triton's kernels end with two pointers to scratch memory, which these do not use.
+    # The last two arguments of Triton's kernels are pointers to scratch memory, unused here.
     arguments = (*(random(*array) for array in about["arrays"]), np.uint64(0), np.uint64(0))
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     for _ in range(times):

@@ -1,15 +1,15 @@
-"""Images a second that one core reads, decodes, crops and batches; and open_clip's loader for comparison.
+"""Images per second that one core reads, decodes, crops and batches, compared with open_clip's loader.
 
   python -m benchmarks.data_loading [--tars 'DIR/{00000..00009}.tar'] [--out FILE.json]
 
-Without --tars it makes JPEGs of --sides pixels with a photograph's spectrum, and reads those. All
-run in this process, on one core, on the same tars, and take turns: the fastest round of each counts,
-since whatever else the machine does only slows one down.
+Without --tars it makes JPEGs of --sides pixels with a photograph's spectrum. All loaders run in this
+process, on one core, on the same tars, in turn. The fastest round of each counts, since other work on the
+machine can only slow a loader down.
 
   python -m benchmarks.data_loading --rate 5000 --workers 4 8 12 16 [--tars ...]
 
-says instead what part of its time a device that trains so many images a second would wait for so many
-loader processes, on all cores, and how fast they are when nothing holds them up.
+reports instead which share of its time a device that trains --rate images per second would wait for
+--workers loader processes on all cores, and how fast these are when the device does not limit them.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from swjax.training import environment
 
 _SIZE = 224  # pixels
 _BATCH = 64
-_AHEAD = 8 * _BATCH  # a loader reads fewer ahead
+_AHEAD = 8 * _BATCH  # a loader reads ahead fewer images than this
 _PEERS = ("open_clip_torch", "torch", "torchvision", "webdataset")
 
 
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def main_wait(args: argparse.Namespace) -> int:
-    """Tells of each number of processes, and writes the file, as it is known; returns the exit code."""
+    """Prints a row and rewrites the file for each number of processes; returns the exit code."""
     result = {"rate": args.rate, "batch_size": args.batch_size, "rows": [],
               "machine": environment.describe().splitlines()}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def main_wait(args: argparse.Namespace) -> int:
             row = wait(pairs, args.rate, count, args.batch_size, args.rounds)
             rate, share = row["images_per_second"], row["data_wait"]
             told = f"{count} processes: {rate} images/s, data wait {share:.1%}"
-            if rate < args.rate:  # what they had made before hides it for a while
+            if rate < args.rate:  # batches made in advance hide it at first
                 told += f", in a long run {1 - rate / args.rate:.1%} at least: they are too slow"
             print(told, flush=True)
             result["rows"].append(row)
@@ -104,17 +104,17 @@ def main_wait(args: argparse.Namespace) -> int:
 
 
 def wait(pairs, rate: float, workers: int, batch_size: int, rounds: int) -> dict:
-    """How a loader keeps up with a device.
+    """Measures how long a device waits for a loader.
 
-    The processes begin together, so that what they make first comes all at once: what counts begins after
-    two batches of each. These are taken at the device's rate too: faster, they would leave the loader empty.
+    Processes start together, so their first batches arrive together. Timing starts after two batches of each
+    process, which are taken at the device's rate so that the loader's queue is not emptied.
 
     Args:
       pairs: source of photographs.
-      rate: images a second that the device trains.
+      rate: images per second that the device trains.
       workers: loader processes.
       batch_size: images in a batch.
-      rounds: batches of each process taken at that rate, and as many as fast as they come.
+      rounds: batches of each process taken at that rate; as many are taken without pause.
     """
     found, steps = {}, rounds * max(workers, 1)
     for pace in (0.0, batch_size / rate):
@@ -128,7 +128,7 @@ def wait(pairs, rate: float, workers: int, batch_size: int, rounds: int) -> dict
 
 
 def _take(batches: Iterator, count: int, pace: float) -> tuple[float, float]:
-    """Takes so many batches, and rests for so many seconds after each: (seconds waited, seconds in all)."""
+    """Takes `count` batches, pausing `pace` seconds after each; returns (seconds waited, seconds in all)."""
     start, waited = time.perf_counter(), 0.0
     for _ in range(count):
         asked = time.perf_counter()
@@ -139,16 +139,16 @@ def _take(batches: Iterator, count: int, pace: float) -> tuple[float, float]:
 
 
 def measure(tars: str, folder: str, images: int, rounds: int) -> dict:
-    """Runs all in turn.
+    """Runs all loaders in turn.
 
     Args:
       tars: pattern of their paths.
-      folder: for the files that are kept with them.
-      images: in a round.
-      rounds: how often each runs.
+      folder: for the index of the tars.
+      images: number of images in a round.
+      rounds: number of rounds of each loader.
 
     Returns:
-      What the JSON file holds: rates, versions, machine.
+      The content of the JSON file: rates, versions, machine.
     """
     pairs = source("webdataset", tars, data_dir=folder)
     files = [pairs.stored(i)["image"] for i in range(min(images, len(pairs)))]
@@ -161,7 +161,7 @@ def measure(tars: str, folder: str, images: int, rounds: int) -> dict:
     note = ""
     try:
         runs["open_clip loader"] = (len(image) for image, _ in open_clip_loader(tars))
-    except (ImportError, RuntimeError) as error:  # the second: a torchvision of another PyTorch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision for another PyTorch
         note = f'without open_clip: {error}; pip install "swjax[bench]"'
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -187,7 +187,7 @@ def measure(tars: str, folder: str, images: int, rounds: int) -> dict:
 
 
 def _rate(counts: Iterator[int], images: int) -> float:
-    """Returns images a second; what was prepared while another ran is taken first."""
+    """Returns images per second, after taking the batches that were prepared while another loader ran."""
     ready = 0
     while ready < _AHEAD:
         ready += next(counts)
@@ -213,14 +213,14 @@ def _decode_with_pillow(data: bytes) -> np.ndarray:
 
 
 def open_clip_loader(tars: str) -> Iterator:
-    """Returns open_clip's training batches (image, text), without end, in this process.
+    """Returns an endless iterator of open_clip's training batches (image, text), in this process.
 
     Args:
       tars: pattern of their paths.
 
     Raises:
       ImportError: if a package that it needs is not installed.
-      RuntimeError: if one does not fit the installed PyTorch.
+      RuntimeError: if a package does not match the installed PyTorch.
     """
     import open_clip
     import torch
@@ -247,10 +247,10 @@ def write_tars(folder: Path, images: int, sides: tuple[int, int], tars: int = 2)
     """Writes tars of JPEGs with captions; returns the pattern of their paths.
 
     Args:
-      folder: for them.
-      images: how many.
-      sides: shortest and longest of their sides, in pixels.
-      tars: how many files share them.
+      folder: where they are written.
+      images: number of images.
+      sides: shortest and longest side, in pixels.
+      tars: number of tars.
     """
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -266,7 +266,7 @@ def write_tars(folder: Path, images: int, sides: tuple[int, int], tars: int = 2)
 
 
 def _photograph(rng: np.random.Generator, sides: tuple[int, int]) -> bytes:
-    """Returns a JPEG whose spectrum falls as a photograph's does, about as 1/f."""
+    """Returns a JPEG with a photograph's spectrum, about 1/f."""
     from PIL import Image
 
     height, width = rng.integers(sides[0], sides[1] + 1, 2)

@@ -1,15 +1,15 @@
-"""What diagnostics cost: the train step with each of them and with none, on the same batch.
+"""The cost of diagnostics: times the train step with each of them and with none, on the same batch.
 
   python benchmarks/diagnostics_overhead.py --out=benchmarks/results/diagnostics_overhead_cpu.json
   python benchmarks/diagnostics_overhead.py --config=configs/vitb16_int8.py --set train.batch_size=256 \\
       --out=benchmarks/results/diagnostics_overhead_gpu.json
 
-Variants take turns in random order, so that a slow moment of the machine meets all alike; the cost is the
-median over the rounds, next to that of the step with none. On a CPU time is that of all cores, which other
-programs disturb less than the clock on the wall. "none again" is the same program once more: how far it is
-from 0 says what the numbers can tell. Quantization health is a program of its own: its time is divided by
-`config.diagnostics.every_steps`. What XLA counts, "bytes" and "flops", has no noise; "bytes" are before
-caches. Exits with 1 if all together cost 2% or more beyond that noise.
+Variants run in random order in each round, so that disturbances affect all of them. The cost is the median
+over the rounds, relative to the step without diagnostics. On a CPU, times are CPU times of all cores, which
+other programs disturb less than wall-clock times. "none again" is a second measurement without diagnostics;
+its distance from 0 is the noise. Quantization health is a separate program, whose time is divided by
+`config.diagnostics.every_steps`. "bytes" and "flops" are counts of XLA, without noise; "bytes" are before
+caches. Exits with 1 if all diagnostics together cost 2% or more beyond the noise.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def parse():
 
 
 def compile_all(config):
-    """({variant, or "quantization": compiled program}, a state, a batch)."""
+    """Returns ({variant, or "quantization": compiled program}, a state, a batch)."""
     setup.use_compilation_cache(config)
     parts = setup.assemble(config, inputs.open_source(config, "train"))
     state = setup.first_state(config, parts.init, parts.like)
@@ -121,7 +121,7 @@ def compile_all(config):
 
 
 def measure(programs, state, batch, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each program in each round."""
+    """Returns the seconds of each program in each round."""
     seconds, names = {name: [] for name in programs}, list(programs)
     for program in programs.values():
         jax.block_until_ready(program(state, batch))

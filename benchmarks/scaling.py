@@ -1,4 +1,4 @@
-"""The CLIP train step on 1, 2, 4, ... devices: samples/s, collectives, memory; and loss curves side by side.
+"""The CLIP train step on 1, 2, 4, ... devices: samples/s, collectives, memory, and loss curves.
 
   python benchmarks/scaling.py --out=scaling.json                          # everything, most important first
   python benchmarks/scaling.py --models vit_h14 --devices 1 4 --out=scaling.json
@@ -7,9 +7,9 @@
   python benchmarks/scaling.py --at_once 8 --timeout 600                   # eight compile, run one by one
   python benchmarks/scaling.py --smoke                                     # tiny, on eight CPU devices
 
-Every case is a process of its own, so that memory is its own and one that hangs or does not fit ends alone.
-The file is complete after every case; cases that it holds are not run again. Weak scaling: the batch of each
-device stays the same. Images and captions are random and on the devices: no loader is timed.
+Every case runs in a separate process, so that a case that hangs or does not fit into memory ends alone. The
+file is complete after every case; recorded cases are not run again. Weak scaling: the batch per device is
+constant. Images and captions are random and on the devices: no loader is timed.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def cases(args) -> list[dict]:
-    """What there is to run; one device has no layout."""
+    """Returns the cases to run; one device has no layout."""
     shared = {"steps": args.steps, "smoke": args.smoke}
     if args.losses:
         kinds = [{"losses": True}]
@@ -120,7 +120,7 @@ def cases(args) -> list[dict]:
                 args.reduce_dtypes, args.reduce_once, variants
             ):
                 case = kind | {"recipe": recipe, "layout": layout, "devices": devices} | shared
-                if devices > 1:  # one sums nothing
+                if devices > 1:  # one device all-reduces nothing
                     case |= {"reduce_dtype": dtype} if dtype != "float32" else {}
                     case |= {"reduce_once": True} if once and layout == "data" else {}
                     case |= {"xla": options} if options else {}
@@ -129,7 +129,7 @@ def cases(args) -> list[dict]:
 
 
 def measured(todo: list[dict], args) -> Iterator[tuple[dict, dict]]:
-    """Each case and its row. As many as --at_once says compile together, then run one after the other."""
+    """Yields each case and its row. --at_once cases compile together, then run one after the other."""
     for first in range(0, len(todo), args.at_once):
         group = todo[first : first + args.at_once]
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(group)) as pool:
@@ -145,9 +145,9 @@ def measured(todo: list[dict], args) -> Iterator[tuple[dict, dict]]:
 
 
 def in_a_process(case: dict, seconds: float, turn: Path) -> dict:
-    """What `run_case` returns, from a process that sees so many devices; or {"error": one line}.
+    """Runs `run_case` in a process that sees the case's devices; returns its row, or {"error": one line}.
 
-    It runs when there is the file `turn`: see `timing.wait_for`."""
+    It measures when the file `turn` exists: see `timing.wait_for`."""
     command = [sys.executable, __file__, f"--case={json.dumps(case)}", f"--turn={turn}"]
     start = time.monotonic()
     try:
@@ -185,7 +185,7 @@ def variables(case: dict) -> dict:
 
 
 def write(path: Path, text: str) -> None:
-    """In one piece."""
+    """Writes the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(text)

@@ -1,4 +1,4 @@
-"""One case of the scaling benchmark, in a process that sees its devices: its step, or its losses."""
+"""One case of the scaling benchmark, in a process that sees only its devices: a step, or losses."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from benchmarks.scaling_profile import profile
 from swjax.training import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-# Small enough for eight fake devices on two cores.
+# Small enough for eight CPU devices on two cores.
 SMOKE = {"model.name": "tiny", "model.vision.layers": 1, "model.text.layers": 1, "model.dtype": "float32",
          "data.image_size": 32, "data.context_length": 8}  # fmt: skip
 
@@ -28,7 +28,7 @@ def run_case(case: dict, turn: Path) -> dict:
 
 
 def measure(case: dict, turn: Path) -> dict:
-    """Times the train step and reads what its devices exchange."""
+    """Times the train step, and reads its collectives from the compiled program."""
     import jax
 
     from benchmarks.kernels import timing
@@ -71,7 +71,7 @@ def measure(case: dict, turn: Path) -> dict:
 
 
 def stages():
-    """Returns a function (what is done) -> seconds since now, which also says so: for who waits in vain."""
+    """Returns a function that prints and returns the seconds at the end of a stage, which shows hangs."""
     start = time.perf_counter()
 
     def done(what: str) -> float:
@@ -83,7 +83,7 @@ def stages():
 
 
 def prepare(case: dict):
-    """(config, model config, step, what makes the state, its shapes, batch), on a mesh of all devices."""
+    """Returns (config, model config, step, init, state shapes, batch) on a mesh of all devices."""
     import jax
     import numpy as np
 
@@ -124,7 +124,7 @@ def prepare(case: dict):
 
 
 def mesh_of(case: dict) -> dict:
-    """What the config says of the mesh, all devices along one axis, and of sums over it."""
+    """Returns config keys: all devices along one mesh axis, and how gradients are all-reduced."""
     sizes = (1, -1) if case["layout"] == "fsdp" else (-1, 1)
     sums = {"train.reduce_dtype": case.get("reduce_dtype", "float32")}
     sums |= {"train.reduce_once": case.get("reduce_once", False)}
@@ -132,10 +132,10 @@ def mesh_of(case: dict) -> dict:
 
 
 def exchanged(compiled) -> dict:
-    """MB of the results of each kind of collective on a device in a step, by HLO type, from the program.
+    """Returns the MB of results of each kind of collective per device and step, by HLO type.
 
-    A gather's result is what all have together. What is in a loop counts once: layers are not, unless
-    --scan.
+    They are read from the compiled program. The result of an all-gather is the whole array. Collectives in a
+    loop count once; layers are in a loop only with --scan.
     """
     import math
 
@@ -155,7 +155,7 @@ def exchanged(compiled) -> dict:
 
 
 def losses(case: dict) -> dict:
-    """The loss of every step of a small run of train.py, whose batch all devices share."""
+    """Returns the loss of every step of a small run of train.py, with a fixed global batch."""
     from swjax.training import loop
     from swjax.training.config import load
 
@@ -163,7 +163,7 @@ def losses(case: dict) -> dict:
     changes |= {"train.steps": case["steps"], "train.batch_size": 64, "schedule.warmup_steps": 20}
     changes |= {
         "optimizer.learning_rate": 3e-4
-    }  # higher ones fall to chance, where all losses are one
+    }  # at higher rates losses are those of chance, and equal
     changes |= {"report.enabled": False, "log.tensorboard": False, "data.synthetic.examples": 2048}
     changes |= {"data.synthetic.classes": 512, "eval.batch_size": 64} | mesh_of(case)
     if case["smoke"]:
@@ -171,7 +171,7 @@ def losses(case: dict) -> dict:
         changes |= {"schedule.warmup_steps": 1}
     config = load(f"{ROOT}/configs/openmoji.py", [(k, str(v)) for k, v in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
-        stdout, sys.stdout = sys.stdout, sys.stderr  # the result alone goes to stdout
+        stdout, sys.stdout = sys.stdout, sys.stderr  # keeps stdout for the result
         loop.train_and_evaluate(config, folder)
         sys.stdout = stdout
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()

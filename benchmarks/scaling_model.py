@@ -1,14 +1,15 @@
-"""Bytes, FLOPs and seconds of a training step on more GPUs than we have, on paper.
+"""A model of a training step on many GPUs: bytes, FLOPs and seconds, computed, not measured.
 
 benchmarks/notes/scaling.md explains the assumptions.
 
   python benchmarks/scaling_model.py                      # ViT-H/14 on 256 and 4,096 GPUs
   python benchmarks/scaling_model.py --model=vit_b16 --gpus 8 256
 
-Bandwidths are the makers' numbers, rates of products our measurements of a whole layer, from
-benchmarks/results/kernels_h200_layers.json; nothing else is timed. Per GPU and step. A ring passes
-(n - 1) / n of an array's bytes by each GPU, twice to sum and share it. What crosses nodes goes through the
-NICs of all GPUs of a node alike, as NCCL's rings do: an array that every GPU of a node wants enters it once.
+Bandwidths are the vendors' numbers. Rates of products are measured for a whole layer, in
+benchmarks/results/kernels_h200_layers.json; nothing else is timed. All numbers are per GPU and step. In a
+ring, each GPU sends (n - 1) / n of an array's bytes, and twice that for an all-reduce. Traffic between nodes
+is spread evenly over the NICs of a node's GPUs, as in NCCL's rings: an array that all GPUs of a node need
+enters the node once.
 """
 
 import argparse
@@ -25,11 +26,11 @@ NVLINK = 450e9  # bytes/s, each direction of a GPU: H100, H200
 INFINIBAND = 50e9  # bytes/s of a GPU's NIC: NDR
 LAYER = "65536x1280->5120"  # with its gradients
 FP32 = 50e12  # FLOP/s of the loss's products: an assumption, 3/4 of 67e12 by the data sheet
-GATHERED = {"bf16": 2, "int8": 1}  # bytes of a weight on its way
+GATHERED = {"bf16": 2, "int8": 1}  # bytes of a gathered weight
 
 
 def rates() -> dict[str, float]:
-    """FLOP/s of a layer by precision."""
+    """Returns {precision: FLOP/s of a layer}."""
     rows = json.loads((ROOT / "benchmarks/results/kernels_h200_layers.json").read_text())["rows"]
     plain = [row for row in rows if row["op"] == "layer plain" and row["shape"] == LAYER]
     tops = {row["implementation"]: row["tops"] * 1e12 for row in plain}
@@ -40,14 +41,14 @@ RATES = rates()
 
 
 class Model(NamedTuple):
-    """What a step depends on.
+    """The properties of a model that a step's time depends on.
 
     Attributes:
       kernels: parameters of the linear layers in blocks; gathered twice, quantized.
       others: all other parameters; float32.
       linear: FLOP of these layers for one pair, forward and backward.
       rest: the same of attention and all else.
-      embed_dim: of the common space.
+      embed_dim: features of an embedding.
     """
 
     kernels: int
@@ -58,7 +59,7 @@ class Model(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Of one GPU: bytes over NVLink and InfiniBand, seconds of both together, and of computing one pair."""
+    """A step of one GPU: bytes over NVLink and InfiniBand, seconds of communication and of computing a pair."""
 
     nvlink: float
     infiniband: float
@@ -67,7 +68,7 @@ class Step(NamedTuple):
 
 
 def model(name: str) -> Model:
-    """The named CLIP with the paper's patch dropout of 0.5."""
+    """Returns the model for a named CLIP with the paper's patch dropout of 0.5."""
     import jax
     from flax import nnx
 
@@ -87,14 +88,14 @@ def model(name: str) -> Model:
 
 
 def step(m: Model, precision: str, layout: str, gpus: int, pairs: int) -> Step:
-    """One step.
+    """Returns a step.
 
     Args:
       m: see `model`.
       precision: one of `RATES`.
       layout: "data", "fsdp" over all GPUs, or "hybrid": fsdp in a node, data across.
       gpus: a multiple of 8, or up to 8.
-      pairs: of a GPU.
+      pairs: image-text pairs per GPU.
     """
     from swjax.losses.contrastive import NUMBERS
 
@@ -102,7 +103,7 @@ def step(m: Model, precision: str, layout: str, gpus: int, pairs: int) -> Step:
     gathers = 2 * (GATHERED[precision] * m.kernels) + 4 * m.others  # the others once
     gradients = 4 * (m.kernels + m.others)
     within, across = (node - 1) / node, (nodes - 1) / nodes
-    if layout == "data":  # summed: twice the bytes
+    if layout == "data":  # an all-reduce sends twice the bytes
         nvlink, infiniband = 2 * gradients * within, 2 * gradients / node * across
     elif layout == "fsdp":
         nvlink = (gathers + gradients) * within
@@ -110,7 +111,8 @@ def step(m: Model, precision: str, layout: str, gpus: int, pairs: int) -> Step:
     else:
         nvlink = (gathers + gradients) * within
         infiniband = 2 * gradients / node * across
-    # Texts that do not fit at once pass by in a ring, again for the gradient, with it: see swjax.losses.ring.
+    # Texts that do not fit at once pass around a ring, again in the backward pass with gradients:
+    # swjax.losses.ring.
     again = m.embed_dim * pairs * gpus > NUMBERS
     loss = (3 if again else 2) * 4 * m.embed_dim * pairs * gpus
     products = 4 if again else 3
@@ -121,7 +123,7 @@ def step(m: Model, precision: str, layout: str, gpus: int, pairs: int) -> Step:
 
 
 def break_even(m: Model, precision: str, layout: str, gpus: int) -> int:
-    """Pairs of a GPU below which communication takes longer than computing: then it cannot hide."""
+    """Returns the pairs per GPU below which communication takes longer than computation."""
     pairs = 1
     while pairs < 2**16:
         s = step(m, precision, layout, gpus, pairs)

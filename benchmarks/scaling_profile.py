@@ -1,4 +1,4 @@
-"""What the devices do in a step, from the profiler: collectives, other kernels, and nothing."""
+"""Device time of a step from the profiler: collectives, other kernels, idle time."""
 
 import tempfile
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from swjax.diagnostics.device_time import device_time, read_trace
 
 
 def profile(run: Callable, steps: int) -> dict:
-    """Device time in ms a step, from a trace of `run()`; None where no device has kernels of a GPU.
+    """Returns the device time in ms a step from a trace of `run()`; None without GPU kernels.
 
     Args:
       run: executes some steps and waits for them.

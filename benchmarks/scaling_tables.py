@@ -1,4 +1,4 @@
-"""What the scaling benchmark prints and draws of its rows."""
+"""The tables and plots of the scaling benchmark."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def describe(case: dict, row: dict) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: throughput, or how far loss curves are apart."""
+    """Returns a Markdown table of throughput, or of the differences between loss curves."""
     if any(row["case"].get("losses") for row in rows):
         return "\n".join(differences(rows))
     head = "model|precision|layout|GPUs|samples/s|efficiency|step ms|NCCL ms|exposed ms|gathers MB|peak GiB"
@@ -42,8 +42,8 @@ def table(rows: list[dict]) -> str:
 
 
 def efficiency(rows: list[dict], row: dict) -> float | None:
-    """Samples/s over those of as many single devices; None where one of the two is missing."""
-    # Options of collectives mean nothing to one device.
+    """Returns samples/s relative to as many single devices; None if a row is missing."""
+    # Options of collectives do not affect one device.
     unlike = ("devices", "layout", "reduce_dtype", "reduce_once", "xla")
     same = {key: value for key, value in row["case"].items() if key not in unlike}
     for one in rows:
@@ -54,7 +54,7 @@ def efficiency(rows: list[dict], row: dict) -> float | None:
 
 
 def differences(rows: list[dict]):
-    """For each recipe how far curves are from the first of one device, relatively, up to some steps."""
+    """Returns relative differences of loss curves from the first curve of one device, for each recipe."""
     rows = [row for row in rows if "loss" in row]
     alone: dict[str, list] = {}
     for case, loss in ((row["case"], row["loss"]) for row in rows):
@@ -70,7 +70,7 @@ def differences(rows: list[dict]):
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Loss curves; or a step's time, its collectives, and the efficiency, one bar per case."""
+    """Draws loss curves; or the step's time, its collectives and the efficiency, with one bar per case."""
     import matplotlib.pyplot as plt
 
     losses = [row for row in rows if "loss" in row]
@@ -93,7 +93,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def plot_losses(rows: list[dict], path: Path) -> None:
-    """Left the loss on one device; right, for each layout, its distance from that, mean of ten steps."""
+    """Draws the loss on one device, and the difference from it for each layout, as means over ten steps."""
     import matplotlib.pyplot as plt
 
     alone: dict[str, list[float]] = {}
@@ -121,7 +121,7 @@ def plot_losses(rows: list[dict], path: Path) -> None:
 
 
 def arranged(case: dict) -> str:
-    """The layout, and what XLA was told."""
+    """Returns the layout and the XLA options of a case."""
     options = [f"{key}={value}" for key, value in case.get("xla", {}).items()]
     sums = [f"sums in {case['reduce_dtype']}"] if "reduce_dtype" in case else []
     sums += ["at once"] if "reduce_once" in case else []
@@ -135,7 +135,7 @@ def place(case: dict) -> str:
 
 
 def short(case: dict) -> str:
-    """The case, without the names of XLA's options."""
+    """Returns a label of the case, without the names of XLA's options."""
     values = sorted(set(case.get("xla", {}).values()))
     options = f"XLA options: {', '.join(values)}" if values else ""
     sums = "16-bit sums" if "reduce_dtype" in case else ""

@@ -1,11 +1,11 @@
-"""Latency, throughput and memory of `encode_image`: bf16, int8, and int8 with weights quantized once.
+"""Latency, throughput and memory of `encode_image` in bf16, int8, and int8 with prequantized weights.
 
   python benchmarks/serving.py --out benchmarks/results/serving.json     # ViT-B/32 and ViT-H/14: a GPU
   python benchmarks/serving.py --smoke                                   # a tiny model, in seconds
 
 Weights are random. "bf16" keeps the blocks' weights in bf16; "int8" keeps fp32 weights, as training does;
-"int8 prequantized" keeps int8 alone. Latency is the median of calls that are waited for one by one,
-throughput of calls that are queued.
+"int8 prequantized" keeps only int8 weights. Latency is the median of calls that block one by one;
+throughput is that of queued calls.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def make(name: str, variant: str) -> clip.CLIP:
-    """A CLIP without its text tower."""
+    """Returns a CLIP without its text tower."""
     recipe = "standard" if variant == "bf16" else "switchback"
 
     @nnx.jit

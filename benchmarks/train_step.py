@@ -1,4 +1,4 @@
-"""Times training on one GPU: a vision tower forward and backward, and whole CLIP steps; and PyTorch's.
+"""Times training on one GPU in swjax and PyTorch: a vision tower forward and backward, and whole CLIP steps.
 
     python benchmarks/train_step.py --out=benchmarks/results/train_step.json    # the most important first
     python benchmarks/train_step.py --models vit_h14 --kinds encoder --recipes standard switchback
@@ -11,7 +11,7 @@
 "encoder": gradients of all parameters of the image tower, no patch dropout, no optimizer. "step":
 `swjax.training.step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Data are
 random and on the device. Times are wall-clock times over consecutive calls; kernel times come from CUPTI;
-memory is what XLA planned. Each case is written as soon as it is measured, and none starts after --seconds.
+memory is XLA's plan. Each case is written as soon as it is measured, and none starts after --seconds.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What is timed; what gives a function that runs it once; the operations of its products."""
+    """A program to time: its compilation, a getter of a function that runs it once, and its FLOPs."""
 
     compiled: jax.stages.Compiled
     start: Callable[[], Callable]
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             program = programs.pop(case) if args.turn else compile_program(case)
             bench(records, case, program, args.smoke)
-        except Exception as error:  # one that does not fit into memory must not end the others
+        except Exception as error:  # a case that does not fit into memory must not end the run
             records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
     print("\n" + timing.table(records.rows, COLUMNS))
     return 0
@@ -126,7 +126,7 @@ def parse(argv):
 
 
 def cases(args):
-    """Every combination: of each model without and with recomputation, kind by kind."""
+    """Yields every combination, kind by kind; each model without and with recomputation."""
     if args.smoke:
         yield from (Case(kind, "tiny", "switchback", "none", 4) for kind in args.kinds)
         return
@@ -139,7 +139,7 @@ def cases(args):
 
 
 def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
-    """One row: how fast, how much memory, and where the time goes."""
+    """Returns a row: speed, memory, and the time of each kind of kernel."""
     compiled = program.compiled
     run = program.start()
     seconds = seconds_per_call(run, at_least=0.1 if smoke else 1.5)
@@ -165,7 +165,7 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
 
 
 def seconds_per_call(run: Callable, at_least: float) -> float:
-    """Of calls in a row, after two that do not count."""
+    """Times consecutive calls after two warm-up calls."""
     for _ in range(2):
         jax.block_until_ready(run())
     start, calls = time.perf_counter(), 0
@@ -179,7 +179,7 @@ def seconds_per_call(run: Callable, at_least: float) -> float:
 
 
 def top_kernels(launches, count: int = 25) -> dict[str, list]:
-    """{kernel: [milliseconds, launches]} of those that take longest."""
+    """Returns {kernel: [milliseconds, launches]} of the slowest kernels."""
     sums: dict[str, list] = {}
     for name, ms in launches:
         entry = sums.setdefault(name[:80], [0.0, 0])
@@ -188,7 +188,7 @@ def top_kernels(launches, count: int = 25) -> dict[str, list]:
 
 
 def against(rows: list[dict], row: dict) -> dict:
-    """The speed-up over our own 16 bits, and over PyTorch."""
+    """Returns the speed-ups over swjax's bf16 and over PyTorch."""
     others = [r for r in rows if r.get("ms") and same(r) == same(row)]
     own = [r for r in others if r["implementation"] == "swjax standard"]
     torch = [r for r in others if not r["implementation"].startswith("swjax")]
@@ -196,7 +196,7 @@ def against(rows: list[dict], row: dict) -> dict:
     return {k: min(r["ms"] for r in rs) / row["ms"] for k, rs in ratios.items() if rs}
 
 
-# --- what is timed ------------------------------------------------------------------------------------
+# --- the programs -------------------------------------------------------------------------------------
 
 
 def compile_program(case: Case) -> Program:
@@ -204,7 +204,7 @@ def compile_program(case: Case) -> Program:
 
 
 def encoder(case: Case) -> Program:
-    """Gradients of all parameters of the image tower."""
+    """Computes the gradients of all parameters of the image tower."""
     dtype = "float32" if case.model == "tiny" else "bfloat16"
     cfg = clip.config(case.model, recipe=case.recipe, remat=case.remat, dtype=dtype)
 
@@ -228,7 +228,7 @@ def encoder(case: Case) -> Program:
 
 
 def step(case: Case) -> Program:
-    """A whole training step; its state goes from call to call."""
+    """Runs a whole training step; each call continues from the state of the one before."""
     config = common.get_config() if case.model == "tiny" else common.paper(case.model, case.recipe)
     config.model.recipe, config.model.remat = case.recipe, case.remat
     config.train.batch_size = case.batch
@@ -263,8 +263,8 @@ def step(case: Case) -> Program:
 
 
 def bench_peers(records: timing.Records, args):
-    """PyTorch's rows, from a process of its own: its memory is free again for ours."""
-    # -E: without what PYTHONPATH adds for us, such as a Triton that is not PyTorch's.
+    """Returns PyTorch's rows from another process, which frees its GPU memory when it ends."""
+    # -E: ignores PYTHONPATH, which may have a Triton that PyTorch cannot use.
     command = [sys.executable, "-E", str(Path(__file__).with_name("train_step_torch.py"))]
     theirs = [{k: v for k, v in case._asdict().items() if k != "recipe"} for case in cases(args)]
     theirs = [case | {"torchao": args.torchao} for case in theirs if case["remat"] in REMATS]
@@ -276,7 +276,7 @@ def bench_peers(records: timing.Records, args):
 
 
 def plot(rows: list[dict], path: Path):
-    """Speed over our own 16 bits, where the time goes, and memory, case by case."""
+    """Draws the speed-up over swjax's bf16, the time by kind of kernel, and the memory, for each case."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -302,7 +302,7 @@ def plot(rows: list[dict], path: Path):
 
 
 def same(row: dict) -> tuple:
-    """What rows that can be compared have in common."""
+    """Returns the fields in which comparable rows must agree."""
     return tuple(row[key] for key in ("model", "kind", "remat", "batch"))
 
 

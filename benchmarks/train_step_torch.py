@@ -2,9 +2,9 @@
 
     python benchmarks/train_step_torch.py '{"kind": "step", "model": "vit_h14", "remat": "none", "batch": 64}'
 
-prints a JSON row a line for each case, and with "torchao": true for timm's tower with the linear layers of
-its blocks in torchao's int8 and float8, as its documentation says: all three products, bf16 parameters. What
-is not installed, or fails, is a row that says so. CUDA events time them.
+prints a JSON row a line for each case. With "torchao": true, timm's tower also runs with the linear layers of
+its blocks in torchao's int8 and float8, as its documentation describes: all three products, bf16 parameters.
+A library that is not installed or fails gives a row with the error. Times come from CUDA events.
 """
 
 import json
@@ -37,14 +37,14 @@ def main(cases: list[str]) -> int:
             row = case | {"implementation": f"{name} torch.compile", "is_peer": True}
             try:
                 row |= run(case["model"], case["remat"] == "full", case["batch"])
-            except Exception as error:  # one that fails must not end the others
+            except Exception as error:  # a failing case must not end the run
                 row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             print(json.dumps(row), flush=True)
     return 0
 
 
 def encoder(name: str, remat: bool, batch: int, convert=None) -> dict:
-    """Of fp32 parameters under autocast; what `convert` changes has bf16 parameters."""
+    """Times timm's tower: fp32 parameters under autocast, or bf16 parameters with `convert`ed layers."""
     import timm
     import torch
 
@@ -80,7 +80,7 @@ def to_float8(model):
 
 
 def in_blocks(module, path: str) -> bool:
-    """Whether a module is one of the layers that our recipes reach."""
+    """Whether a module is one of the layers that swjax's recipes quantize."""
     return type(module).__name__ == "Linear" and path.startswith("blocks.")
 
 

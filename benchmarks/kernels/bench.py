@@ -1,4 +1,4 @@
-"""Times every operation in every implementation, and in other libraries::
+"""Times every operation in every implementation, and the same in other libraries::
 
     python -m benchmarks.kernels.bench --out=bench.json                # everything, most important first
     python -m benchmarks.kernels.bench --ops products --seconds=300    # by every implementation, and by XLA
@@ -34,7 +34,7 @@ COLUMNS = {"op": -33, "shape": -17, "dtype": -13, "implementation": -27, "us": 9
 COLUMNS |= {"gbs": 6, "copy_share": 10, "ratio": 6, "peer": -22, "snr_db": 6, "identical": 9}
 COLUMNS |= {"error": -1}
 SMOKE = {"fc1": LinearShape(256, 64, 256)}
-# Fewer bytes than this stay in the L2 cache from run to run: their rows have no share of the copy bandwidth.
+# Arrays of fewer bytes stay in the L2 cache between runs, so their rows have no share of the copy bandwidth.
 CACHED = 128 * 2**20
 # int8 reaches more than 30 dB and e5m2 more than 20; a result below this is wrong.
 LOWEST_DB = 15
@@ -45,10 +45,10 @@ class Case(NamedTuple):
     """One operation on given arrays.
 
     Attributes:
-      name: of the row in the table.
+      name: first column of its row in the table.
       operation: a key of `dispatch.IMPLEMENTATIONS`.
-      peers: {name: (function, its arrays)}: what other libraries offer.
-      arithmetic: operations of its product, 0 for an operation that only moves bytes.
+      peers: {name: (function, arrays)} of other libraries.
+      arithmetic: operations of its matrix product; 0 for operations without one.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Case(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The quantized dtype, where there is one."""
+        """The quantized dtype, or the dtype of the first array."""
         names = [leaf.dtype.name for leaf in jax.tree.leaves(self.arrays)]
         return self.options.get("dtype") or self.options.get("quantize_to") or names[0]
 
 
 def product_cases(layer: LinearShape) -> Iterator[Case]:
-    """The quantized products of a layer, and the weight gradient."""
+    """Yields the quantized products of a layer, and its weight gradient."""
     m, k, n = layer
     shape = f"{m}x{k}->{n}"
     x, w, bias = timing.random(m, k), timing.random(k, n, scale=k**-0.5), timing.random(n)
@@ -106,17 +106,17 @@ def product_cases(layer: LinearShape) -> Iterator[Case]:
 
 
 def _xla_fp8(a, b, a_scale=None, b_scale=None, bias=None):
-    """XLA's own fp8 product; the specification multiplies fp8 values as bf16."""
+    """XLA's native fp8 product; the specification multiplies fp8 values as bf16."""
     y = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
     return y if bias is None else (y * (a_scale * b_scale) + bias).astype(jnp.bfloat16)
 
 
 def pass_cases(layer: LinearShape) -> Iterator[Case]:
-    """Operations that only move bytes, for x [tokens, k], w [k, n] and the output's gradient [tokens, n]."""
+    """Yields operations without matrix product, for x [tokens, k], w [k, n] and the output's gradient."""
     m, k, n = layer
     yield from row_quantizers(m, k)
     yield from row_quantizers(m, n)
-    if n == 4 * k:  # the first layer of an MLP: LayerNorm before it, GELU after
+    if n == 4 * k:  # the first layer of an MLP, between LayerNorm and GELU
         yield from producers(m, k, n)
     w = timing.random(k, n, dtype="float32", scale=k**-0.5)
     for name, axes, transpose in (
@@ -171,7 +171,7 @@ CASES = {"products": product_cases, "passes": pass_cases}
 
 
 def bench_operations(records: timing.Records, linears: list[LinearShape], kinds):
-    """Every case of some `CASES`, each once."""
+    """Times every case of the given kinds once."""
     copy_bandwidth(records, linears)
     seen = set()
     for kind in kinds:
@@ -186,7 +186,7 @@ def bench_operations(records: timing.Records, linears: list[LinearShape], kinds)
 
 
 def bench_attention(records: timing.Records, heads: dict[str, tuple]):
-    """Attention forward, and forward and backward: cuDNN on tokens padded for it, the kernels without."""
+    """Times attention, forward alone and with backward; cuDNN's on padded tokens."""
     for (shape, causal), (suffix, run) in itertools.product(heads.values(), ATTENTION.items()):
         row = {"op": f"attention{suffix}", "shape": "x".join(map(str, shape)), "dtype": "bfloat16"}
         peer = None
@@ -199,7 +199,7 @@ def bench_attention(records: timing.Records, heads: dict[str, tuple]):
             try:
                 compiled = timing.compiled(partial(run, options), *arrays)
                 us = timing.measure(compiled, *arrays).us
-            except Exception as error:  # one that fails must not end the run
+            except Exception as error:  # a failing case must not end the run
                 message = f"{type(error).__name__}: {str(error)[:300]}"
                 records.add(**row, implementation=name, error=message)
                 continue
@@ -221,7 +221,7 @@ ATTENTION = {"": _attend, ", forward + backward": _attend_and_back}
 
 
 def copy_bandwidth(records: timing.Records, linears: list[LinearShape]):
-    """The ceiling of operations that move bytes: negating an array, by XLA."""
+    """Measures the memory bandwidth, the limit of operations without product: XLA negates an array."""
     for width in sorted({width for _, *widths in linears for width in widths}):
         x = timing.random(linears[0].tokens, width)
         time = timing.measure(timing.compiled(jnp.negative, x), x)
@@ -230,7 +230,7 @@ def copy_bandwidth(records: timing.Records, linears: list[LinearShape]):
 
 
 def bench_case(records: timing.Records, case: Case):
-    """Peers first, then every implementation; a failure is a row with its reason."""
+    """Times other libraries, then every implementation; a failure gives a row with its reason."""
     options = dict(case.options)
     specification = jax.jit(partial(getattr(reference, case.operation), **options))(*case.arrays)
     add = partial(bench_one, records, case, specification)
@@ -256,7 +256,7 @@ def bench_one(records, case, specification, name, function, arrays, *, peer):
         moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arrays, out)))
         del out
         time = timing.measure(compiled, *arrays)
-    except Exception as error:  # one that fails must not end the run
+    except Exception as error:  # a failing case must not end the run
         records.add(**row, error=f"{type(error).__name__}: {str(error)[:300]}")
         return
     row |= {"us": time.us, "clock": time.clock, "is_peer": peer, "gbs": moved / time.us / 1e3}
@@ -272,7 +272,7 @@ def bench_one(records, case, specification, name, function, arrays, *, peer):
 
 
 def against_peers(records: timing.Records, row: dict) -> dict:
-    """The fastest library for the same work: for a product in any quantized dtype, but with its scales."""
+    """Compares with the fastest library; for a product, in any quantized dtype, if it applies the scales."""
     same = ("op", "shape") if row["op"] == "matmul" else ("op", "shape", "dtype")
     peers = [
         r
@@ -289,15 +289,15 @@ def against_peers(records: timing.Records, row: dict) -> dict:
 
 
 def bench_torch(records: timing.Records, linears: list[LinearShape]):
-    """Products and layers of torch and its libraries."""
-    # -P: this folder's modules must not stand in for theirs.
+    """Times products and layers of PyTorch and its libraries, in another process."""
+    # -P: keeps this folder's modules from shadowing theirs.
     command = [sys.executable, "-P", str(Path(__file__).with_name("torch_layers.py"))]
     command += [",".join(map(str, linear)) for linear in linears]
     timing.add_rows(records, command, seconds=min(records.seconds_left, 240))
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; with none of the four parts named, everything."""
+    """Parses the command line; without any of the four parts, all of them run."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.bench", description="Times kernels and layers."
     )
@@ -323,12 +323,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the GPU
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch uses the same GPU
     records = timing.Records(args.out, args.seconds)
     block = SMOKE if args.smoke else shapes.block(args.width, args.tokens)
     linears = sorted(block.values(), key=lambda linear: -linear.k * linear.n)
     if args.peers:
-        bench_torch(records, linears)  # first: operations are compared with these rows
+        bench_torch(records, linears)  # first, because operations are compared with these rows
     if args.ops is not None:
         bench_operations(records, linears, args.ops or CASES)
     if args.attention:

@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     """One layer [tokens, k] -> n, or for "mlp" k -> n -> k.
 
     Attributes:
-      prologue: "", "layer_norm" or "gelu", before it.
+      prologue: the operation before it: "", "layer_norm" or "gelu".
     """
 
     kind: str
@@ -47,12 +47,12 @@ class Layer(NamedTuple):
 
     @property
     def arithmetic(self) -> int:
-        """Operations of its products, forward and backward."""
+        """Operations of its matrix products, forward and backward."""
         return 6 * self.tokens * self.k * self.n * (2 if self.kind == "mlp" else 1)
 
 
 def layers_of(kind: str, smoke: bool) -> Iterator[Layer]:
-    """Those of a kind, the most important first."""
+    """Returns the layers of a kind, the most important first."""
     width, tokens = (64, 256) if smoke else (1280, shapes.TOKENS)
     names = ("fc1", "fc2") if smoke else ("fc1", "fc2", "qkv", "out")
     vit = [shapes.block(width, tokens)[name] for name in names]
@@ -71,7 +71,7 @@ def layers_of(kind: str, smoke: bool) -> Iterator[Layer]:
 
 
 def parameters(layer: Layer) -> dict[str, jax.Array]:
-    """fp32: weights, biases, and those of the LayerNorm."""
+    """Returns the fp32 parameters: weights, biases, and LayerNorm's scale and bias."""
     new = partial(timing.random, dtype="float32")
     k, n = layer.k, layer.n
     p = {"w": new(k, n, scale=k**-0.5)}
@@ -84,7 +84,7 @@ def parameters(layer: Layer) -> dict[str, jax.Array]:
     return p
 
 
-# --- both sides ---------------------------------------------------------------------------------------
+# --- the baseline and the recipes ---------------------------------------------------------------------
 
 
 def baseline(layer: Layer, x, p):
@@ -121,7 +121,7 @@ def quantized(layer: Layer, recipe: str, x, p):
 
 
 def step(function, x, p, g):
-    """The output, and the gradients of x and of every parameter."""
+    """Returns the output, and the gradients of x and of every parameter."""
     y, backward = jax.vjp(function, x, p)
     return y, *backward(g)
 
@@ -130,7 +130,7 @@ def step(function, x, p, g):
 
 
 def run(records: timing.Records, kinds, recipes, *, smoke: bool):
-    """Every kind with the first recipe, then with the others, and a table at the end."""
+    """Times every kind with the first recipe, then with the others, and prints a table."""
     passes = [[recipes[0]], recipes[1:]]
     baselines: dict[Layer, tuple] = {}
     for names in passes:
@@ -142,7 +142,7 @@ def run(records: timing.Records, kinds, recipes, *, smoke: bool):
 
 
 def bench_layer(records: timing.Records, layer: Layer, recipes, baselines: dict):
-    """The baseline, once, and each recipe on the same arrays."""
+    """Times the baseline once, and each recipe on the same arrays."""
     x, p = timing.random(layer.tokens, layer.k), parameters(layer)
     g = timing.random(layer.tokens, layer.k if layer.kind == "mlp" else layer.n)
     row = {"op": f"layer {layer.kind}", "shape": layer.shape, "dtype": "bfloat16"}
@@ -160,7 +160,7 @@ def bench_layer(records: timing.Records, layer: Layer, recipes, baselines: dict)
             ours = timing.compiled(partial(step, partial(quantized, layer, recipe)), x, p, g)
             close = timing.closeness(ours(x, p, g), expected)["snr_db"]
             time, figures = measure(layer, ours, x, p, g)
-        except Exception as error:  # one recipe that fails must not end the run
+        except Exception as error:  # a failing recipe must not end the run
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             records.add(**row, implementation=recipe, error=reason)
             continue
@@ -169,9 +169,9 @@ def bench_layer(records: timing.Records, layer: Layer, recipes, baselines: dict)
 
 
 def measure(layer: Layer, function, *arrays) -> tuple[timing.Timing, dict]:
-    """Its time, and what a row says of it.
+    """Returns the columns of a layer's row: its time, and the share of it outside matrix products.
 
-    What a plain layer does outside its products is to quantize, and to add up the bias gradient.
+    Outside its products a plain layer quantizes and sums the bias gradient.
     """
     time = timing.measure(function, *arrays, iterations=10)
     others = sum(us for name, us in time.kernels.items() if not PRODUCT.search(name))
@@ -189,8 +189,10 @@ def measure(layer: Layer, function, *arrays) -> tuple[timing.Timing, dict]:
 
 
 def plot(rows: list[dict], path, device: str):
-    """Speed-up and time outside the products of dim -> 4 dim and back together, over dim, a line for each
-    number of tokens."""
+    """Draws the speed-up, and the time outside products, of dim -> 4 dim and back, over dim.
+
+    Each number of tokens has a line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -221,7 +223,7 @@ def plot(rows: list[dict], path, device: str):
 
 
 def grid(rows: list[dict], recipe: str = "switchback") -> dict[int, list[tuple]]:
-    """{dim: [(tokens, speed-up, share outside products)]} where both directions were measured."""
+    """Returns {dim: [(tokens, speed-up, share outside products)]} if both directions were measured."""
     times: dict[tuple, dict] = {}
     for row in rows:
         if row["op"] == "layer grid" and "us" in row:

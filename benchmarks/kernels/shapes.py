@@ -9,14 +9,14 @@ class LinearShape(NamedTuple):
     n: int
 
 
-# Where the paper times a layer: 256 images of 256 patches.
+# Number of tokens in the paper's timings: 256 images of 256 patches.
 TOKENS = 65_536
 
-# Of the image towers; tokens of one image, the class token included.
+# {model: (tokens of an image with the class token, width)} of the image towers.
 WIDTHS = {"ViT-B/16": 768, "ViT-L/14": 1024, "ViT-H/14": 1280}
 IMAGE_TOKENS = {"ViT-B/16": 197, "ViT-L/14": 257, "ViT-H/14": 257}
 
-# Queries [b, t, h, d] of the towers, and whether causal: whole images, half of the patches, texts.
+# (queries [b, t, h, d], causal) of the towers: whole images, half of the patches, texts.
 HEADS = {
     "ViT-H/14": ((128, 257, 16, 80), False),
     "ViT-H/14, patch dropout": ((256, 129, 16, 80), False),
@@ -26,7 +26,7 @@ HEADS = {
     "text of ViT-H/14": ((256, 77, 16, 64), True),
 }
 
-# What kernels cut into tiles, and what does not fill them.
+# Shapes that tiles do not divide.
 RAGGED = {
     "one row": LinearShape(1, 1280, 5120),
     "one element": LinearShape(1, 1, 1),
@@ -39,7 +39,7 @@ RAGGED = {
 
 
 def block(width: int, tokens: int = TOKENS) -> dict[str, LinearShape]:
-    """The linear layers of a transformer block.
+    """Returns the linear layers of a transformer block.
 
     >>> block(1280)["fc1"]
     LinearShape(tokens=65536, k=1280, n=5120)
@@ -53,7 +53,7 @@ def block(width: int, tokens: int = TOKENS) -> dict[str, LinearShape]:
 
 
 def vit(tokens: int | None = None) -> dict[str, LinearShape]:
-    """Those of every tower, by name; `tokens` None: one image.
+    """Returns the linear layers of every tower by name; `tokens` None: those of one image.
 
     >>> vit()["ViT-B/16 out"]
     LinearShape(tokens=197, k=768, n=768)

@@ -1,4 +1,4 @@
-"""How long compiled functions take on this device, how close their results are, and the record of it."""
+"""Times compiled functions on this device, compares their results, and records both."""
 
 import datetime
 import itertools
@@ -22,18 +22,18 @@ from swjax.kernels.reference import QTensor
 from swjax.training import environment
 
 PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "torchao", "transformer-engine")
-# Of outputs: every iteration's stay until the last has run.
+# Limit in bytes of the outputs, since those of all iterations are kept until the last has run.
 MEMORY = 24 * 2**30
 _keys = itertools.count()
 
 
 class Timing(NamedTuple):
-    """Of one call.
+    """The time of one call.
 
     Attributes:
-      us: the median; on a GPU of the time its kernels take, without the gaps between them.
+      us: median microseconds; on a GPU the sum of kernel times, without gaps between kernels.
       clock: "kernels", from CUPTI, or "wall".
-      kernels: the median of each kernel, by name; empty where only the clock on the wall can be read.
+      kernels: {name: median microseconds}; empty if only wall-clock times are available.
     """
 
     us: float
@@ -42,18 +42,19 @@ class Timing(NamedTuple):
 
 
 def random(*shape: int, dtype="bfloat16", scale: float = 1.0) -> jax.Array:
-    """Normal values, new ones at every call. Zeros and repeated values draw less power, and clock higher."""
+    """Returns new normal values at every call. With zeros or repeated values a GPU draws less power and runs
+    at a higher clock."""
     values = scale * jax.random.normal(jax.random.key(next(_keys)), shape)
     return jax.block_until_ready(values.astype(dtype))
 
 
 def compiled(function: Callable, *arrays):
-    """`function`, compiled for these arrays."""
+    """Returns `function` compiled for these arrays."""
     return jax.jit(function).lower(*arrays).compile()
 
 
 def measure(function, *arrays, iterations: int = 12) -> Timing:
-    """Times a compiled function, after a call that is not counted."""
+    """Times a compiled function after one warm-up call."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(function(*arrays))))
     iterations = max(3, min(iterations, MEMORY // max(size, 1)))
     if jax.default_backend() != "gpu":
@@ -71,11 +72,11 @@ def measure(function, *arrays, iterations: int = 12) -> Timing:
 
 
 def _launches(function, arrays, iterations):
-    """The (kernel, milliseconds) of every run, from CUPTI; None where it cannot say."""
+    """Returns (kernel, milliseconds) of every run from CUPTI; None if CUPTI fails."""
     from jax.experimental.mosaic.gpu import profiler
 
     run = profiler.measure(function, iterations=iterations, aggregate=False)
-    for _ in range(2):  # it loses a launch now and then
+    for _ in range(2):  # CUPTI sometimes misses a launch
         try:
             return run(*arrays)[1]
         except RuntimeError as error:
@@ -85,7 +86,7 @@ def _launches(function, arrays, iterations):
 
 
 def launches(run: Callable) -> list[tuple[str, float]]:
-    """The (kernel, milliseconds) of everything that `run()` launches on this GPU, from CUPTI."""
+    """Returns (kernel, milliseconds) of all launches of `run()` on this GPU, from CUPTI."""
     from jax.experimental.mosaic.gpu import profiler
 
     cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
@@ -93,12 +94,12 @@ def launches(run: Callable) -> list[tuple[str, float]]:
     try:
         jax.block_until_ready(run())
     finally:
-        timings = cupti._cupti_get_timings(True)  # and ends its hold on the process
+        timings = cupti._cupti_get_timings(True)  # also detaches CUPTI from the process
     return timings
 
 
 def wall(function, *arrays, iterations: int = 12) -> float:
-    """Microseconds from call to call when calls are queued, gaps between kernels included."""
+    """Returns microseconds per call of queued calls, including gaps between kernels."""
     jax.block_until_ready(function(*arrays))
     start = time.perf_counter()
     for _ in range(iterations):
@@ -108,9 +109,9 @@ def wall(function, *arrays, iterations: int = 12) -> float:
 
 
 def closeness(value, specification) -> dict:
-    """How close a result is to the specification's: {"snr_db": of its worst array, "identical": bit for bit}.
+    """Compares a result with the specification's: {"snr_db": of its worst array, "identical": bit for bit}.
 
-    A QTensor counts as the array it stands for. The ratio is at most 200 dB, and NaN where a value is.
+    QTensors are dequantized. The ratio is at most 200 dB, and NaN if a value is NaN.
     """
     ratios, identical = _closeness(value, specification)
     return {"snr_db": round(min(map(float, ratios)), 1), "identical": bool(identical)}
@@ -135,7 +136,7 @@ def _closeness(value, specification):
 
 
 def machine() -> dict:
-    """What numbers were measured on, and by which command."""
+    """Returns the device, command, date and versions of a measurement."""
     return {
         "device": jax.devices()[0].device_kind,
         "command": environment.command(),
@@ -146,7 +147,7 @@ def machine() -> dict:
 
 
 class Records:
-    """Rows of results, in a file from the first one on, within a time limit."""
+    """Rows of results, written to a file after each row, within a time limit."""
 
     def __init__(self, out: Path | None, seconds: float):
         self.out, self.deadline = out, time.monotonic() + seconds
@@ -172,7 +173,7 @@ class Records:
 
 
 def add_rows(records: Records, command: list[str], seconds: float):
-    """Adds the rows that a process prints, a JSON object a line: a crash or hang there costs only its own."""
+    """Adds the rows that another process prints as JSON lines; its crash or hang does not end this one."""
     with tempfile.TemporaryFile("w+") as output:
         try:
             done = subprocess.run(command, stdout=output, timeout=seconds)
@@ -188,7 +189,7 @@ def add_rows(records: Records, command: list[str], seconds: float):
 
 
 def describe(row: dict) -> str:
-    """A row on one line."""
+    """Formats a row on one line."""
     return "  ".join(
         f"{key} {value}"
         for key, value in row.items()
@@ -197,7 +198,7 @@ def describe(row: dict) -> str:
 
 
 def table(rows: list[dict], columns: dict[str, int]) -> str:
-    """Rows as text; `columns` are their names and widths, negative to the left."""
+    """Formats rows as a table; `columns` has names and widths, negative for left-aligned ones."""
 
     def line(cells):
         return "  ".join(
@@ -209,13 +210,15 @@ def table(rows: list[dict], columns: dict[str, int]) -> str:
 
 
 def _round(value: float) -> float | None:
-    """To four digits; JSON has no NaN."""
+    """Rounds to four digits; NaN and infinity become None, since JSON has neither."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def wait_for(turn: Path) -> None:
-    """Returns when there is that file, after making one named FILE.compiled: so several benchmarks compile at
-    once, and whoever started them has them timed one by one."""
+    """Creates the file TURN.compiled, then waits until the file TURN exists.
+
+    Thus several benchmarks compile at once, and their parent process lets them measure one by one.
+    """
     turn.with_name(f"{turn.name}.compiled").touch()
     while not turn.exists():
         time.sleep(0.1)

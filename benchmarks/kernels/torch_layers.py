@@ -1,9 +1,9 @@
-"""Products and layers of torch and its libraries, for comparison; run by `benchmarks.kernels.bench --peers`.
+"""Products and layers of PyTorch and its libraries, to compare; run by `benchmarks.kernels.bench --peers`.
 
     python benchmarks/kernels/torch_layers.py 65536,1280,5120 65536,5120,1280
 
-prints one JSON row a line. Timed by CUDA events around calls in a row: gaps between kernels count, where
-launches are slower than kernels. What is not installed or fails is a row that says so.
+prints one JSON row a line. CUDA events time consecutive calls, so gaps between kernels count if launches are
+slower than kernels. A library that is not installed or fails gives a row with the error.
 """
 
 import importlib
@@ -22,14 +22,14 @@ def main(layers: list[str]):
                 shape = {"shape": f"{tokens}x{k}->{n}", "is_peer": True}
                 for row in run(torch, tokens, k, n):
                     print(json.dumps(row | shape), flush=True)
-        except Exception as error:  # one library must not end the others
+        except Exception as error:  # a failing library must not end the run
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             row = {"op": "torch", "shape": "", "dtype": "", "implementation": run.__name__}
             print(json.dumps(row | {"error": reason}), flush=True)
 
 
 def products(torch, m, k, n):
-    """x w without bias; fp8 with fast accumulation."""
+    """Yields products x w without bias; fp8 has fast accumulation."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     x8, w8 = (torch.randint(-127, 128, t.shape, device="cuda", dtype=torch.int8) for t in (x, w))

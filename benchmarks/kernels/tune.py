@@ -1,11 +1,11 @@
-"""Tries how each kernel can cut its work, on this GPU, and writes what beats the rules of `tiles`::
+"""Times candidate tiles of each kernel on this GPU, and records those that beat the rules of `tiles`::
 
     python -m benchmarks.kernels.tune                # writes tuned/<device>.json, which `tiles` reads
     python -m benchmarks.kernels.tune --only triton rows/gelu
     python -m benchmarks.kernels.tune --dry-run      # what it would try; needs no GPU
 
-An entry is written where a candidate takes more than 2% less time than the rule, in two measurements, with
-the same result. The file is complete after every shape; shapes cut off by the time limit keep theirs.
+An entry is written if a candidate takes more than 2% less time than the rule in two measurements, with the
+same result. The file is complete after every shape. Shapes that the time limit cuts off keep their entries.
 Candidates compile in threads while others are measured.
 """
 
@@ -30,7 +30,7 @@ from swjax.kernels.reference import QTensor
 from swjax.kernels.tiles import MosaicTile, RowTile, TritonTile
 
 GAIN = 0.02
-# Candidates give the rule's result but for the order of sums.
+# Candidates give the rule's result up to the order of sums.
 LOWEST_DB = 50
 
 
@@ -39,10 +39,10 @@ class Work(NamedTuple):
 
     Attributes:
       path: of the entry in the table.
-      rule: what holds without an entry: a tile, or the name of an implementation.
-      candidates: what to compare with it.
-      function: candidate -> what computes with it.
-      arrays: its arguments, as shapes; filled at random.
+      rule: the default without an entry: a tile, or the name of an implementation.
+      candidates: alternatives to the rule.
+      function: candidate -> the function that uses it.
+      arrays: shapes of its arguments, which are filled with random values.
     """
 
     path: tuple[str, ...]
@@ -52,16 +52,16 @@ class Work(NamedTuple):
     arrays: tuple
 
 
-# --- what to try --------------------------------------------------------------------------------------
+# --- candidates ---------------------------------------------------------------------------------------
 
 
 def works(tokens: int = shapes.TOKENS) -> dict[tuple[str, ...], Work]:
-    """Everything that can be tuned by its path, the most valuable first."""
+    """Returns {path: work} of everything that can be tuned, the most important first."""
     return {work.path: work for work in _works(tokens)}
 
 
 def _works(tokens: int) -> Iterator[Work]:
-    """ViT-H, the other towers, their products by Triton, the paper's grid."""
+    """Yields the work for ViT-H, the other towers, their products in Triton, and the paper's grid."""
     for width in (1280, 1024, 768):
         for producer, widths in {
             "none": (width, 4 * width, 3 * width),
@@ -85,7 +85,7 @@ def _works(tokens: int) -> Iterator[Work]:
 
 
 def product_shapes(width: int) -> list[tuple[int, int]]:
-    """(k, n) of the quantized products of a block, forward and backward."""
+    """Yields (k, n) of the quantized products of a block, forward and backward."""
     forward = [(k, n) for _, k, n in shapes.block(width).values()]
     return list(dict.fromkeys(forward + [(n, k) for k, n in forward]))
 
@@ -98,7 +98,7 @@ def row_work(producer: str, tokens: int, width: int) -> Work:
         for rows in (1, 2, 4)
         for warps in (1, 2, 4, 8, 16)
         if 8 <= rows * width / (32 * warps) <= 100  # values a thread holds
-        and rows * chunk >= 64 * warps  # no two threads hold the same value
+        and rows * chunk >= 64 * warps  # each value is in one thread
         for stages in ((1,) if producer == "layer_norm" else (1, 2, 3))
     ]
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
@@ -116,7 +116,7 @@ def row_work(producer: str, tokens: int, width: int) -> Work:
 
 
 def row_function(producer: str, tile: RowTile) -> Callable:
-    """A row kernel as SwitchBack uses it: the backward passes recompute what the weight gradient needs."""
+    """Returns a row kernel as SwitchBack calls it; backward passes recompute the weight gradient's inputs."""
     from swjax.kernels import triton_gpu
 
     if producer == "none":
@@ -188,11 +188,11 @@ def implementation_work(operation: str, tokens: int, k: int, n: int) -> Work:
     return Work(path, can[0], can[1:], function, arrays)
 
 
-# --- trying it ----------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------
 
 
 def best_candidate(work: Work, compiled: dict) -> object | None:
-    """The candidate that beats the rule, or None; `compiled` maps each to what gives its program."""
+    """Returns the candidate that beats the rule, or None; `compiled` maps each to a getter of its program."""
     arrays = jax.tree.map(fill, work.arrays)
     rule = compiled[work.rule]()
     expected, at_rule = rule(*arrays), timing.measure(rule, *arrays)
@@ -207,7 +207,7 @@ def best_candidate(work: Work, compiled: dict) -> object | None:
             if time.clock != at_rule.clock:
                 raise ArithmeticError(f"timed by {time.clock}, the rule by {at_rule.clock}")
             times[candidate] = time.us
-        except Exception as error:  # too much shared memory, for one
+        except Exception as error:  # for example too much shared memory
             print(f"    {candidate}: {type(error).__name__}: {str(error)[:120]!r}")
     best = min(times, key=times.get)
     print(*work.path, f"{times[work.rule]:.1f} us; {best} {times[best]:.1f} us", flush=True)
@@ -227,7 +227,7 @@ def fill(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def runnable(work: Work) -> bool:
-    """Whether the kernels of a work run here."""
+    """Whether the kernels of this work can run on this machine."""
     if work.path[0] == "implementation":
         return bool(work.candidates)
     name = "triton" if work.path[0] == "rows" else work.path[0]
@@ -236,7 +236,7 @@ def runnable(work: Work) -> bool:
 
 
 def enter(table: dict, work: Work, choice: object | None):
-    """Sets the entry of a work, or removes it."""
+    """Sets the table's entry of this work, or removes it if `choice` is None."""
     *path, last = work.path
     for key in path:
         table = table.setdefault(key, {})
@@ -246,7 +246,10 @@ def enter(table: dict, work: Work, choice: object | None):
 
 
 def programs(pool: ThreadPoolExecutor, work: Work) -> dict[object, Callable]:
-    """What gives each candidate's program. XLA times products as it compiles them: not in the background."""
+    """Returns a getter of each candidate's program, which compiles in the background.
+
+    XLA's products do not, because XLA times them while it compiles.
+    """
     each = [work.rule, *work.candidates]
     compile_ = lambda tile: timing.compiled(work.function(tile), *work.arrays)
     if work.path[0] == "implementation":
@@ -255,7 +258,7 @@ def programs(pool: ThreadPoolExecutor, work: Work) -> dict[object, Callable]:
 
 
 def ahead(jobs: Iterator, count: int = 2) -> Iterator:
-    """The jobs, each when `count` more have been begun: all at once, none would be done for minutes."""
+    """Yields jobs, keeping `count` more started: if all started at once, the first would take minutes."""
     begun = collections.deque()
     for job in jobs:
         begun.append(job)
@@ -300,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write_table(todo: list[Work], table: dict, out: Path, seconds: float, threads: int) -> None:
-    """Tunes works until the time is over, and writes the table after each."""
+    """Tunes until the time limit, and writes the table after each work."""
     clock = timing.Records(None, seconds)
     with ThreadPoolExecutor(threads) as pool:
         for work, compiled in ahead((work, programs(pool, work)) for work in todo):
@@ -309,7 +312,7 @@ def write_table(todo: list[Work], table: dict, out: Path, seconds: float, thread
                 break
             try:
                 enter(table, work, best_candidate(work, compiled))
-            except Exception as error:  # a rule that fails must not end the run
+            except Exception as error:  # a failing rule must not end the run
                 print(*work.path, f"{type(error).__name__}: {str(error)[:300]}")
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(clock.machine | {"tiles": table}, indent=1) + "\n")

@@ -3,12 +3,12 @@
   python -m benchmarks.reliability kills --out=benchmarks/results/reliability_kills.json
   python -m benchmarks.reliability disk | fuzz | soak | peers ...
 
-Runs on a CPU, with a tiny model; exits with 1 if something is not as it must be.
+Runs on a CPU with a tiny model; exits with 1 if a check fails.
 """
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the processes of the runs, too
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also for the processes of the runs
 
 import argparse
 import importlib
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def machine() -> dict:
-    """Where and when this ran."""
+    """Returns the machine, versions and date of this measurement."""
     from swjax.training import environment
 
     packages = {name: environment.version(name) for name in environment.PACKAGES}

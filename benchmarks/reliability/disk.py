@@ -1,6 +1,6 @@
-"""Damages checkpoints, fills the disk, takes the right to write: what a run does then.
+"""Tests runs with damaged checkpoints, a full disk and a read-only disk.
 
-Needs the right to mount a tmpfs (root, or `unshare` with user namespaces).
+Needs permission to mount a tmpfs (root, or `unshare` with user namespaces).
 """
 
 import json
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from benchmarks.reliability.runs import Run, compare, finished_checkpoints
 
-SMALL = 10  # MiB: a checkpoint of the tiny run takes 6
+SMALL = 10  # MiB; a checkpoint of the tiny run takes 6 MiB
 
 
 def measure(folder: Path, flips: int = 200, seed: int = 0) -> dict:
-    """Flips bits, cuts files, fills a disk and makes it read-only.
+    """Flips bits, truncates files, fills a disk and makes it read-only.
 
     Args:
       folder: for the workdirs.
-      flips: of bits in the newest checkpoint, each tried alone; a fifth as many files are cut.
-      seed: of where.
+      flips: number of bits of the newest checkpoint to flip, one at a time; a fifth as many files are cut.
+      seed: of the positions.
     """
     keys = ("train.steps=6", "checkpoint.every_steps=2", "log.every_steps=2",
             f"train.compilation_cache={folder / 'cache'}")  # fmt: skip
@@ -57,7 +57,7 @@ def measure(folder: Path, flips: int = 200, seed: int = 0) -> dict:
 
 
 def damage(workdir: Path, times: int, seed: int, change) -> dict[str, int]:
-    """Changes one file of the newest checkpoint at a time; counts what is restored then."""
+    """Changes one file of the newest checkpoint at a time; counts which checkpoint is then restored."""
     import jax
     import numpy as np
 
@@ -82,7 +82,8 @@ def damage(workdir: Path, times: int, seed: int, change) -> dict[str, int]:
     files = [p for p in (workdir / "checkpoints" / str(newest[0])).rglob("*") if p.is_file()]
     sizes = [path.stat().st_size for path in files]
     rng, ends = random.Random(seed), Counter()
-    for number in range(times):  # half by bytes, half by files: most bytes are in one
+    # Half of the damage is at random bytes, half in random files, since one file has most bytes.
+    for number in range(times):
         path = rng.choices(files, sizes if number % 2 else None)[0]
         data = path.read_bytes()
         path.write_bytes(change(data, rng))

@@ -1,8 +1,8 @@
-"""Feeds malformed files to everything that reads files, and watches what else happens.
+"""Feeds malformed files to everything that reads files, and watches for side effects.
 
-Each input is made from a good one by seeded damage, or is random from its first byte. Reading it must end
-within seconds, in a result or in an error of one line that the interface documents; nothing is written
-outside the folder, nothing is unpickled, no program is started, memory stays.
+Each input is a valid file with seeded damage, or random bytes. Reading it must end within seconds, with a
+result or with a documented one-line error. It must write nothing outside the folder, unpickle nothing, start
+no program, and not leak memory.
 """
 
 import collections
@@ -24,19 +24,19 @@ import numpy as np
 from swjax.training import optimizer, setup
 from swjax.training.config import ConfigError
 
-TIMEOUT = 20  # seconds; a machine may be busy
-MOST_GROWTH = 100  # MiB of memory, from the first half to the end
+TIMEOUT = 20  # seconds, for a busy machine
+MOST_GROWTH = 100  # MiB of memory growth in the second half
 NAMES = ("../escape.jpg", "/tmp/swjax_escape.jpg", "a/../../escape.jpg", "\0.jpg", "x" * 300 + ".jpg",
          "..\\escape.jpg", "\udcff.jpg", ".", "a.jpg/b.txt")  # fmt: skip
 NUMBERS = (b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", b"\x7f\xff\xff\xff", b"\x80\x00\x00\x00")
 
 
 def measure(folder: Path, inputs: int = 1000, seed: int = 0) -> dict:
-    """Reads that many malformed inputs, as many of each kind.
+    """Reads malformed inputs, equally many of each kind.
 
     Args:
       folder: for the files.
-      inputs: how many.
+      inputs: number of inputs.
       seed: of the damage.
     """
     refusals = {
@@ -80,7 +80,7 @@ def measure(folder: Path, inputs: int = 1000, seed: int = 0) -> dict:
 
 
 def attempt(read, allowed: tuple[type[Exception], ...]) -> str:
-    """Reads one input; says how that ended."""
+    """Reads one input; returns how that ended."""
 
     def alarm(*_):
         raise TimeoutError
@@ -98,7 +98,7 @@ def attempt(read, allowed: tuple[type[Exception], ...]) -> str:
         signal.alarm(0)
 
 
-_broken: list[str] | None = None  # what the hook has seen; None: nobody is watching
+_broken: list[str] | None = None  # events recorded by the hook; None: not recording
 _allowed = ""
 
 
@@ -128,7 +128,7 @@ sys.addaudithook(_hook)
 
 @contextlib.contextmanager
 def watch(place: Path):
-    """Gives the list of what was unpickled, started, or written outside of a folder."""
+    """Yields a list to which unpickling, started programs and writes outside of a folder are added."""
     global _broken, _allowed
     _broken, _allowed = [], os.path.abspath(place)
     try:
@@ -138,13 +138,13 @@ def watch(place: Path):
 
 
 def resident() -> float:
-    """MiB of memory of this process."""
+    """Returns the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:
-    """A file with one to four wounds, or none of it left."""
+    """Damages a file in one to four places, or replaces it by random bytes."""
     if rng.random() < 0.05:
         return rng.randbytes(rng.randrange(4096))
     for _ in range(rng.randint(1, 4)):
@@ -175,7 +175,7 @@ def photograph(rng: random.Random, file_format: str = "JPEG") -> bytes:
 
 
 def tars(place: Path, rng: random.Random):
-    """Tars with hostile names and links, then damaged; what they hold goes through the loader."""
+    """Tars with hostile names and links, and damaged ones; their samples are read by the loader."""
     from swjax import data
 
     numbers = itertools.count()
@@ -219,7 +219,7 @@ def images(place: Path, rng: random.Random):
         data = photograph(rng, rng.choice(("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")))
         try:
             return decode(damage(data, rng)).shape
-        except Exception as error:  # documented: what Pillow raises; the loader names each
+        except Exception as error:  # Pillow's errors are documented; the loader logs them
             if isinstance(error, TimeoutError | MemoryError):
                 raise
             raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
@@ -251,7 +251,7 @@ def configs(place: Path, rng: random.Random):
             text = (root / "configs" / "vitb32_int8.py").read_bytes()
             path.write_bytes(damage(text, rng))
             if b"import" in path.read_bytes().replace(b"from configs import common", b""):
-                path.write_bytes(b"def get_config(: pass")  # no random program runs here
+                path.write_bytes(b"def get_config(: pass")  # random Python is not executed
             config.load(str(path))
         else:
             config.changes(
@@ -292,7 +292,7 @@ def weights(place: Path, rng: random.Random):
 
 
 def checkpoints(place: Path, rng: random.Random):
-    """Two checkpoints, one damaged: the other, or the same bits, must come back."""
+    """Two checkpoints, one damaged: the other one, or the same bits, must be restored."""
     import jax
     import jax.numpy as jnp
 
@@ -320,14 +320,14 @@ def checkpoints(place: Path, rng: random.Random):
             path.write_bytes(data)
         step = position["batches"]
         same = jax.tree.map(lambda a, b: bool((a == b).all()), found, state(step))
-        assert step in (1, 2) and all(jax.tree.leaves(same)), "another state came back"
+        assert step in (1, 2) and all(jax.tree.leaves(same)), "another state was restored"
         return "as it was" if step == 2 else "the one before"
 
     return read
 
 
 def workdirs(place: Path, rng: random.Random):
-    """What a run left behind: config.json, metrics.jsonl, results.json."""
+    """The files of a run: config.json, metrics.jsonl, results.json."""
     from swjax.training import config, metric_log, results
 
     root = Path(__file__).resolve().parent.parent.parent

@@ -1,10 +1,10 @@
-"""Kills runs at random moments, resumes each, and compares its end with a run left alone.
+"""Kills runs at random moments, resumes each, and compares it with an uninterrupted run.
 
-A run is killed and started again until it is finished, then compared in every bit of its last checkpoint
-(parameters, moments), in its position in the data, and in every metric of every step but times; then
-another is begun. Half of the moments are drawn from the whole life of a process, its start included, the
-others from the time when it trains, much of which goes into checkpoints. With --workers the
-killed runs have loader processes, and none may be left at the end; the uninterrupted run has none.
+A run is killed and restarted until it has finished. Then every bit of its last checkpoint (parameters,
+moments), its position in the data, and every metric of every step except times are compared, and another run
+starts. Half of the moments are drawn from the whole life of a process, including its start, the others from
+its training, much of which is spent on checkpoints. With --workers the killed runs have loader processes,
+and none may remain at the end; the uninterrupted run has none.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.reliability.runs import Run, compare, finished_checkpoints, is_saving, records
 
-_MARK = "SWJAX_KILLED"  # in the environment of the processes of a run
+_MARK = "SWJAX_KILLED"  # environment variable that marks the processes of a run
 
 
 def measure(
@@ -28,12 +28,12 @@ def measure(
     seed: int = 0,
     workers: int = 0,
 ) -> dict:
-    """Sends that many SIGKILLs and SIGTERMs.
+    """Sends SIGKILLs and SIGTERMs.
 
     Args:
       folder: for the workdirs.
-      kills, terms: how many.
-      steps: of each run, with a checkpoint every five.
+      kills, terms: number of each.
+      steps: steps of each run, with a checkpoint every five.
       seed: of the moments.
       workers: loader processes of each run that is killed.
     """
@@ -59,7 +59,7 @@ def measure(
             time.sleep(rng.uniform(0, 0.6 if trains else life))
             end = stop(run, workdir, signals[-1])
             if not end:
-                break  # it was over
+                break  # the run had finished
             ends.append(end)
             signals.pop()
         Run(workdir, *keys, environment=marked).to_its_end()
@@ -87,12 +87,12 @@ def measure(
 
 
 def count_marked(folder: Path, seconds: float = 10) -> int:
-    """How many processes of the runs are left, after so many seconds at the most."""
+    """Returns how many processes of the runs remain, waiting a limited time for them to end."""
     mark, deadline = f"{_MARK}={folder}\0".encode(), time.monotonic() + seconds
     while True:
         left = 0
         for environment in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
                 left += mark in environment.read_bytes()
         if not left or time.monotonic() > deadline:
             return left
@@ -105,8 +105,8 @@ def wait_for_records(run: Run, workdir: Path, count: int) -> None:
 
 
 def stop(run: Run, workdir: Path, signum: int) -> dict | None:
-    """Sends a signal; returns what it met, or None if the run was over."""
-    run.process.send_signal(signal.SIGSTOP)  # what is seen is what is killed
+    """Sends a signal; returns what the run was doing, or None if it had finished."""
+    run.process.send_signal(signal.SIGSTOP)  # keeps its state until the kill
     seen = {
         "signal": signal.Signals(signum).name,
         "workdir": workdir.name,
@@ -130,7 +130,7 @@ def stop(run: Run, workdir: Path, signum: int) -> dict | None:
 
 
 def count_losses(ends: list[dict]) -> int:
-    """How often a process went on from an older checkpoint than the last that was finished before."""
+    """Counts resumptions from a checkpoint older than the last finished one."""
     losses, last = 0, {}
     for end in ends:
         before = last.get(end["workdir"], 0)

@@ -17,7 +17,7 @@ def measure(folder: Path, rounds: int = 2) -> dict:
 
     Args:
       folder: for the workdir.
-      rounds: how often.
+      rounds: number of kills.
     """
     workdir, ends = folder / "run", []
     for number in range(rounds):
@@ -59,7 +59,7 @@ def measure(folder: Path, rounds: int = 2) -> dict:
 
 
 def pair(workdir: Path, folder: Path, *more: str) -> list[Run]:
-    """Two processes that are one run, with a device each."""
+    """Starts two processes of one run, with one device each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""A run of a tiny CLIP in a process of its own, and what two runs must agree in."""
+"""A run of a tiny CLIP in a separate process, and the comparison of two runs."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# A step takes milliseconds, so that most of the time goes into starting, logging and saving.
+# A step takes milliseconds, so a run spends most of its time on starting, logging and saving.
 TINY = """
   data.name=synthetic data.image_size=16 data.context_length=8 data.synthetic.classes=20
   data.synthetic.examples=40 model.vision.width=32 model.vision.layers=1 model.vision.heads=2
@@ -24,8 +24,8 @@ class Run:
     Args:
       workdir: of the run.
       more: keys to set, as in "train.steps=10".
-      name, folder: of its output, in place of the workdir's.
-      environment: of the process, if another than this one's.
+      name, folder: of the output file, instead of the workdir's.
+      environment: of the process; None: this process's.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Run:
             self.process = subprocess.Popen([*command, f"--workdir={workdir}"], **options)
 
     def said(self) -> str:
-        """What this process has written to stdout and stderr."""
+        """Returns what the process has written to stdout and stderr."""
         return self.output.read_text(errors="replace")[self._said_before :]
 
     def to_its_end(self, code: int = 0, timeout: float = 600) -> str:
-        """Waits for it; returns what it said.
+        """Waits for the process to end; returns its output.
 
         Raises:
           RuntimeError: it ended with another code.
@@ -60,7 +60,7 @@ class Run:
 
 
 def records(workdir: Path) -> list[dict]:
-    """The complete lines of metrics.jsonl, without times."""
+    """Returns the complete lines of metrics.jsonl, without times."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     loaded = [json.loads(line) for line in lines if line.endswith("}\n")]
@@ -68,7 +68,7 @@ def records(workdir: Path) -> list[dict]:
 
 
 def finished_checkpoints(workdir: Path) -> list[int]:
-    """The steps whose checkpoints stand under their final name."""
+    """Returns the steps of completely written checkpoints."""
     return sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
 
 
@@ -78,7 +78,7 @@ def is_saving(workdir: Path) -> bool:
 
 
 def compare(alone: Path, other: Path) -> dict:
-    """Counts what differs between two finished runs: arrays, position in the data, metrics."""
+    """Counts differences between two finished runs: arrays, position in the data, metrics."""
     (a, position_a), (b, position_b) = (checkpoint(workdir) for workdir in (alone, other))
     arrays = sorted(name for name in a.keys() | b.keys() if not same_bits(a.get(name), b.get(name)))
     left, right = records(alone), records(other)
@@ -96,7 +96,7 @@ def compare(alone: Path, other: Path) -> dict:
 
 
 def checkpoint(workdir: Path) -> tuple[dict[str, np.ndarray], dict]:
-    """The arrays of the last checkpoint, by path, and the position in the data."""
+    """Returns the arrays of the last checkpoint by path, and the position in the data."""
     import orbax.checkpoint as ocp
 
     last = workdir / "checkpoints" / str(finished_checkpoints(workdir)[-1])

@@ -1,4 +1,4 @@
-"""Ten thousand steps: memory, files and threads stay, and the log says why a step was slow."""
+"""A run of 10,000 steps: memory, open files and threads must not grow, and slow steps need a reason."""
 
 import collections
 import json
@@ -9,21 +9,21 @@ from pathlib import Path
 
 from benchmarks.reliability.runs import Run
 
-# Of memory, from the third fifth of the run to the last: by then the allocator has what it keeps.
+# Memory growth from the third fifth of the run to the last, after the allocator's pools have filled.
 MOST_GROWTH = 0.03
-# Where a step's own work is done: that it took longer there says where, not why.
+# Parts that do a step's own work: a long time there says where the step was slow, not why.
 UNEXPLAINED = {"dispatch", "device"}
 
 
 def measure(folder: Path, steps: int = 10_000) -> dict:
-    """Trains that long, saving every 100 steps and evaluating every 2,500.
+    """Trains a long run, which saves every 100 steps and evaluates every 2,500.
 
     Args:
       folder: for the workdir.
-      steps: how many.
+      steps: number of steps.
     """
     workdir = folder / "soak"
-    # Of the smallest batch a step takes 12 ms, and the cores' own jitter three times as long.
+    # With the smallest batch a step takes 12 ms, a third of the cores' jitter.
     run = Run(workdir, f"train.steps={steps}", "checkpoint.every_steps=100", "log.every_steps=20",
               "train.batch_size=32",
               f"eval.every_steps={max(steps // 4, 1)}", "log.tensorboard=true",
@@ -40,7 +40,7 @@ def measure(folder: Path, steps: int = 10_000) -> dict:
         [x for x in samples if low * steps <= x["step"] < high * steps]
         for low, high in ((0.4, 0.6), (0.8, 1.0))
     )
-    # While a checkpoint is written, which may be half of the time, there are more files and threads.
+    # There are more files and threads while a checkpoint is written, which may be half of the time.
     kinds = {"MiB": statistics.median, "files": min, "threads": min}
     change = {name: [kind(x[name] for x in part) for part in (early, late)]
               for name, kind in kinds.items()}  # fmt: skip
@@ -67,7 +67,7 @@ def measure(folder: Path, steps: int = 10_000) -> dict:
 
 
 def last_step(log: Path) -> int | None:
-    """The step of the last record."""
+    """Returns the step of the last record."""
     if not log.exists():
         return None
     with open(log, "rb") as file:
@@ -77,7 +77,7 @@ def last_step(log: Path) -> int | None:
 
 
 def sample(pid: int, step: int) -> dict | None:
-    """What the process holds; None if it has just ended."""
+    """Returns the memory, files and threads of the process; None if it has just ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines)
