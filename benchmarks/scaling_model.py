@@ -59,7 +59,7 @@ class Model(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of one GPU: bytes over NVLink and InfiniBand, seconds of communication and of computing a pair."""
+    """A step of one GPU: bytes over NVLink and InfiniBand, seconds of communication and of a pair."""
 
     nvlink: float
     infiniband: float

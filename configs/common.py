@@ -46,10 +46,10 @@ def get_config() -> ConfigDict:
     # mixture. docs/data.md
     config.data.name = "emoji"
     config.data.emoji = ConfigDict()
-    config.data.emoji.task = "mixed"  # mixed | strict, whose test style is never trained on
+    config.data.emoji.task = "mixed"  # mixed | strict: no drawing of the test style is trained on
     config.data.icons = ConfigDict()  # docs/icons.md
     config.data.icons.config = "full"  # full | slice: 8 of 215 sets, 15,000 drawings
-    config.data.icons.archive = ""  # path of the npm package; "": where it is in data.dir
+    config.data.icons.archive = ""  # path of the npm package; "": the one in data.dir
     config.data.icons.splits = ConfigDict()
     config.data.icons.splits.train = "train"  # train | val | test | test_sets | test_both
     config.data.icons.splits.val = "val"  # the same; "": no validation
@@ -60,7 +60,8 @@ def get_config() -> ConfigDict:
     config.data.tfds = ConfigDict()
     config.data.tfds.builder = ""  # a TensorFlow Datasets builder, such as "coco_captions"
     config.data.tfds.image_key = "image"  # feature that holds the image
-    config.data.tfds.text_key = "caption;captions/text;captions;text"  # the first feature there is
+    # Features in order of preference; the first that exists holds captions.
+    config.data.tfds.text_key = "caption;captions/text;captions;text"
     config.data.tfds.splits = ConfigDict()
     config.data.tfds.splits.train = "train"  # the builder's name of the split
     config.data.tfds.splits.val = "val"  # the same; "": no validation
@@ -80,7 +81,8 @@ def get_config() -> ConfigDict:
     config.data.table.splits.val = ""  # the same; "": no validation
     config.data.table.splits.test = ""  # the same; "": no test
     config.data.parquet = ConfigDict()
-    config.data.parquet.image_key = "image;jpg;jpeg;png;webp"  # the first column there is
+    # Columns in order of preference; the first that exists holds images.
+    config.data.parquet.image_key = "image;jpg;jpeg;png;webp"
     config.data.parquet.text_key = "caption;text;txt"  # the same for captions
     config.data.parquet.splits = ConfigDict()
     config.data.parquet.splits.train = ""  # paths or URLs, as in "laion/{00000..00127}.parquet"
@@ -101,46 +103,47 @@ def get_config() -> ConfigDict:
     config.data.huggingface.splits.test = ""  # the same; "": no test
     # Parts to mix: {any name: {"name": one of the above, "weight": number, and its options}}.
     config.data.mixture = ConfigDict()
-    config.data.dir = "data"  # prepared data sets are kept here
+    config.data.dir = "data"  # directory of prepared data sets
     config.data.image_size = 64  # pixels, height = width
     config.data.context_length = 16  # tokens a caption
     config.data.augment = True  # light augmentation of the training images, on the device
     config.data.workers = 0  # loader processes; 0: threads
-    config.data.shuffle = "global"  # global | shard: files in random order, some at a time
-    config.data.shuffle_shards = 16  # shard: so many files at a time
+    # global (over all examples) | shard (over files, and over the examples of a few files at a time).
+    config.data.shuffle = "global"
+    config.data.shuffle_shards = 16  # shard: number of files at a time
     config.data.on_bad = "skip"  # examples that cannot be read: skip | stop at the first
-    config.data.max_bad_share = 0.01  # skip: stop when more than this share is bad
+    config.data.max_bad_share = 0.01  # skip: stop if a larger share is bad
 
     config.optimizer = ConfigDict()
     config.optimizer.name = "stable_adamw"  # stable_adamw | adamw
-    config.optimizer.learning_rate = 2e-3  # peak
+    config.optimizer.learning_rate = 2e-3  # peak of the schedule
     config.optimizer.b1 = 0.9  # decay of the first moment
     config.optimizer.b2 = 0.99  # decay of the second moment
-    config.optimizer.b2_power = 0.0  # stable_adamw: b2 = 1 - t^-this in its place; 0: off
-    config.optimizer.eps = 1e-6  # floor of the second moment's root
-    config.optimizer.weight_decay = 0.2  # of matrices, but not of positions
-    config.optimizer.clip_threshold = 1.0  # stable_adamw: RMS from which an update shrinks; 0: off
-    config.optimizer.grad_clip_norm = 0.0  # the alternative: a bound on the gradient's norm; 0: off
-    # float16 needs a scaled loss: per_tensor (a fixed scale; a tensor with a non-finite gradient skips the
-    # step alone) | dynamic (all tensors skip it, and the scale halves) | "": off.
+    config.optimizer.b2_power = 0.0  # stable_adamw: b2 = 1 - t^-b2_power at step t; 0: off
+    config.optimizer.eps = 1e-6  # added to the root of the second moment
+    config.optimizer.weight_decay = 0.2  # of matrices except position embeddings
+    config.optimizer.clip_threshold = 1.0  # stable_adamw: largest RMS of an update; 0: off
+    config.optimizer.grad_clip_norm = 0.0  # clips the gradient's global norm; 0: off
+    # float16 needs a scaled loss: per_tensor (fixed scale; only tensors with a non-finite gradient skip the
+    # step) | dynamic (all tensors skip it, and the scale is halved) | "": off.
     config.optimizer.loss_scaling = ""
-    config.optimizer.loss_scale = 65536.0  # fixed, or the first
-    config.optimizer.loss_scale_growth_steps = 2000  # dynamic: good steps until it doubles
-    config.optimizer.freeze = ()  # parameters whose path one of these regular expressions finds
+    config.optimizer.loss_scale = 65536.0  # the fixed scale, or the first one of dynamic
+    config.optimizer.loss_scale_growth_steps = 2000  # dynamic: finite steps until the scale doubles
+    config.optimizer.freeze = ()  # regular expressions; matching parameters are not trained
 
     config.schedule = ConfigDict()
     # After the linear warm-up: cosine | linear | constant | wsd (stable, then a decay by 1 - sqrt) | rsqrt
     # (inverse square root, then a linear decay).
     config.schedule.name = "cosine"
-    config.schedule.floor = 0.0  # the last learning rate / the peak; not of constant
-    config.schedule.decay = 0.1  # the share of the run at its end in which wsd and rsqrt decay
-    config.schedule.warmup_steps = 0  # set one of the three; all 0: no warm-up
+    config.schedule.floor = 0.0  # last learning rate / peak; unused by constant
+    config.schedule.decay = 0.1  # share of the run, at its end, in which wsd and rsqrt decay
+    config.schedule.warmup_steps = 0  # warm-up in steps; set at most one of the three
     config.schedule.warmup_epochs = 0.0  # warm-up in epochs; 0: not set
     config.schedule.warmup_examples = 0  # warm-up in examples; 0: not set
 
     config.train = ConfigDict()
-    config.train.batch_size = 128  # pairs a step, over all devices
-    config.train.steps = 1000  # set one of the three, the others to 0
+    config.train.batch_size = 128  # pairs per step over all devices
+    config.train.steps = 1000  # duration in steps; set one of the three, others to 0
     config.train.epochs = 0.0  # duration in epochs; 0: not set
     config.train.examples = 0  # duration in examples; 0: not set
     config.train.accumulation = 1  # micro-batches a step; the loss still contrasts the whole batch
@@ -150,53 +153,54 @@ def get_config() -> ConfigDict:
     # Whether replicated gradients are all-reduced at once after the backward pass, or, if False, layer by
     # layer during it, for a network slower than NVLink.
     config.train.reduce_once = True
-    config.train.ema_decay = 0.0  # averages the parameters, and evaluates the average; 0: off
+    config.train.ema_decay = 0.0  # evaluates an average of the parameters; 0: off
     # What to do when a value is not finite, from the batch to the update: stop | skip (the step; stop if
-    # it is a parameter, or after 50 skipped steps in a row) | rollback (to the last checkpoint, past the
-    # data since).
+    # it is a parameter, or after 50 skipped steps in a row) | rollback (to the last checkpoint, skipping the
+    # data read since).
     config.train.nan_policy = "stop"
     config.train.seed = 0  # of parameters, data order, augmentation and dropout
     config.train.compilation_cache = ".cache/jax"  # directory; "": compile every time
-    # The first and the last step of a trace of the devices in WORKDIR/profile, as in 100,105; (): no trace.
+    # First and last step to trace into WORKDIR/profile, such as 100,105; (): no trace.
     config.train.profile_steps = ()
 
     config.eval = ConfigDict()
-    config.eval.data = ""  # data set, or part of the mixture, to evaluate on; "": that of training
+    config.eval.data = ""  # data set or part of the mixture; "": the training data set
     # Labelled sets for zero-shot classification, [NAME=]KIND:WHERE each, scored with the validation split:
     # folders:FOLDER | webdataset:TARS (with .cls) | table:FILE | parquet:FILES | tfds:BUILDER/SPLIT.
     # docs/evaluation.md
     config.eval.zeroshot = ()
-    config.eval.every_steps = 0  # on the validation split; 0: only after the last step
+    config.eval.every_steps = 0  # steps between validations; 0: only after the last step
     config.eval.batch_size = 256  # over all devices
-    config.eval.captions_per_image = 5  # the first so many, for retrieval; 0: all
+    config.eval.captions_per_image = 5  # number used for retrieval; 0: all
 
     config.mesh = ConfigDict()  # devices along each axis
-    # The batch is sharded, the parameters are replicated; -1 on one axis: all devices that are left.
+    # The batch is sharded, the parameters are replicated; -1 on one axis: all remaining devices.
     config.mesh.data = -1
     config.mesh.fsdp = 1  # the batch and the parameters are sharded
     config.mesh.tensor = 1  # the width of the layers is sharded
 
     config.checkpoint = ConfigDict()
-    config.checkpoint.every_steps = 0  # 0: only after the last step and when interrupted
-    config.checkpoint.keep = 2  # the newest ones
-    config.checkpoint.resume = ""  # a workdir whose run is continued here, if this one has none
-    # Gives the first parameters only: a workdir, or weights of open_clip, OpenAI, Hugging Face or
+    # Steps between checkpoints; 0: only after the last step and when interrupted.
+    config.checkpoint.every_steps = 0
+    config.checkpoint.keep = 2  # number of newest checkpoints to keep
+    config.checkpoint.resume = ""  # a workdir to continue if this one has no checkpoint
+    # Initial parameters, nothing else: a workdir, or weights of open_clip, OpenAI, Hugging Face or
     # big_vision (the file or its folder, a path or an fsspec address). docs/fine_tuning.md
     config.checkpoint.init_from = ""
     # An fsspec address, such as gs://bucket/run, to which the run is copied while it trains, and from which
-    # it is continued where the workdir has no newer checkpoint; "": off.
+    # it continues if the workdir has no newer checkpoint; "": off.
     config.checkpoint.mirror = ""
 
     config.log = ConfigDict()
-    config.log.every_steps = 20  # how often metrics are fetched and written, each step's
-    config.log.tensorboard = True  # in WORKDIR/tensorboard
+    config.log.every_steps = 20  # steps between writes; metrics of every step are written
+    config.log.tensorboard = True  # writes WORKDIR/tensorboard
     config.log.wandb = ""  # Weights & Biases project; "": off
 
     config.diagnostics = ConfigDict()  # docs/diagnostics.md
     config.diagnostics.rms = True  # RMS of every tensor's update, each step
     config.diagnostics.features = True  # mean and maximum |x| of every block's output, each step
-    config.diagnostics.norms = True  # of the update, each step; the gradient's is always logged
-    # Of each quantized operand the zeros, saturated values and SQNR, every so many steps; 0: never.
+    config.diagnostics.norms = True  # norm of the update, each step
+    # Steps between measurements of zeros, saturated values and SQNR of each quantized operand; 0: never.
     config.diagnostics.every_steps = 200
 
     config.report = ConfigDict()
@@ -210,7 +214,7 @@ def paper(model: str, recipe: str) -> ConfigDict:
 
     Args:
       model: vit_b32 | vit_b16 | vit_l14 | vit_h14.
-      recipe: what the linear layers compute in.
+      recipe: of the linear layers.
     """
     config = get_config()
     config.model.name = model

@@ -4,7 +4,7 @@ Command:  npm pack @iconify/json@2.2.535 --pack-destination data
           python train.py --config=configs/icons.py --workdir=runs/icons
           with --config=configs/icons.py:slice a small CLIP learns 15,000 of the drawings
 Hardware: 1 GPU of 80 GB and 16 CPU cores. The slice: any CPU, 20 minutes on 2 cores.
-The settings are those of benchmarks/studies/icons.py, which names 28 to 35 % of 5,275 unseen names.
+The settings are those of benchmarks/studies/icons.py, whose models name 28 to 35 % of 5,275 unseen names.
 """
 
 from ml_collections import ConfigDict
@@ -34,7 +34,7 @@ def get_config(data: str = "full") -> ConfigDict:
     config.model.patch_dropout = 0.5
     config.optimizer.learning_rate = 5e-4
     config.optimizer.b2 = 0.98
-    config.schedule.warmup_steps = 720  # a faster rise collapses the embeddings
+    config.schedule.warmup_steps = 720  # a shorter warm-up collapses the embeddings
     config.train.batch_size = 2048
     config.train.steps = 2400
     config.checkpoint.every_steps = 400

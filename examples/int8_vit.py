@@ -52,7 +52,7 @@ class ViT(nnx.Module):
 
 
 def waves(key, count=BATCH, size=32):
-    """Images [count, size, size, 3] of waves with noise, and the numbers of their directions [count]."""
+    """Returns images [count, size, size, 3] of waves with noise, and their directions [count]."""
     keys = jax.random.split(key, 3)
     labels = jax.random.randint(keys[0], (count,), 0, DIRECTIONS)
     phases = jax.random.uniform(keys[1], (count, 1, 1, 3), maxval=2 * jnp.pi)
@@ -86,7 +86,7 @@ def train(model: nnx.Module) -> nnx.Module:
 
 @nnx.jit
 def accuracy(model: nnx.Module) -> jax.Array:
-    """On 512 waves that training does not show."""
+    """Returns the accuracy on 512 waves that were not trained on."""
     images, labels = waves(jax.random.key(1_000_000), 512)
     return jnp.mean(jnp.argmax(model(images), axis=1) == labels)
 

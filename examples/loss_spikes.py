@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 
 def batches(seed: int = 0, inputs: int = 64, classes: int = 10, size: int = 256):
-    """Endless (x float32 [size, inputs], y int32 [size]); y depends on the first half of x alone."""
+    """Yields (x float32 [size, inputs], y int32 [size]); y depends only on the first half of x."""
     rng = np.random.default_rng(seed)
     teacher = rng.normal(size=(inputs // 2, classes))
     step = 0
@@ -48,7 +48,7 @@ def loss_fn(model, x, y):
 
 
 def train(name: str, path: Path) -> list[float]:
-    """Trains with one of `OPTIMIZERS`, records to a file; returns the losses."""
+    """Trains with one of `OPTIMIZERS` and records to a file; returns the losses."""
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(
         nnx.Linear(64, 256, rngs=rngs), nnx.gelu, nnx.Linear(256, 256, rngs=rngs), nnx.gelu,
@@ -83,7 +83,7 @@ def train(name: str, path: Path) -> list[float]:
 
 
 def draw(losses: dict[str, np.ndarray], path: Path) -> None:
-    """The losses below each other, as a picture."""
+    """Draws the losses, one panel an optimizer."""
     from matplotlib.figure import Figure  # pip install matplotlib
 
     figure = Figure(figsize=(7, 3.4), layout="constrained")
