@@ -10,10 +10,10 @@ from swjax.optax.stable import StableAdamWState, one_minus_power
 def from_adamw_state(
     adamw_state: optax.OptState, opt_state: optax.OptState, *, b1: float, b2: float
 ) -> optax.OptState:
-    r"""Moves the moments of an optax AdamW (or Adam) state into a fresh StableAdamW state.
+    """Moves the moments of an optax AdamW (or Adam) state into a fresh StableAdamW state.
 
-    optax stores :math:`M = \sum_i (1 - \beta_1) \beta_1^{t-i} g_i` and debiases it at each use; StableAdamW
-    stores :math:`m = M / (1 - \beta_1^t)`, and v in the same way. Training continues as AdamW would have,
+    optax stores the moment M, a sum of (1 - b1) b1^(t-i) g_i over the steps i, and debiases it at each use;
+    StableAdamW stores m = M / (1 - b1^t), and v in the same way. Training continues as AdamW would have,
     up to clipping.
 
     Args:

@@ -50,11 +50,10 @@ def adamw_rms_by_path(
     eps: jax.typing.ArrayLike = 1e-8,
     block_axes: Any | Callable[[optax.Params], Any] | None = None,
 ) -> dict[str, jax.Array]:
-    r"""The RMS of every tensor's update at the last step of `optax.adam` or `optax.adamw`.
+    """The RMS of every tensor's update at the last step of `optax.adam` or `optax.adamw`.
 
-    With the second moment debiased, :math:`\hat v = v / (1 - \beta_2^t)`,
-    :math:`\mathrm{RMS} = \sqrt{\mathrm{mean}(|g|^2 / \max(\hat v, \epsilon^2))}`: the value in the
-    state of `stable_adamw`. Works inside and outside jit, and does not wait for the device.
+    This is sqrt(mean(|g|^2 / max(v / (1 - b2^t), eps^2))), with the second moment debiased: the value in
+    the state of `stable_adamw`. Works inside and outside jit, and does not wait for the device.
 
     Args:
       opt_state: the state after the step, with one `optax.ScaleByAdamState` in it: of `optax.adamw`, or a

@@ -62,21 +62,19 @@ def stable_adamw(
     block_axes: Any | Callable[[optax.Params], Any] | None = None,
     decoupled_lr: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""AdamW with AdaFactor's update clipping.
+    """AdamW with AdaFactor's update clipping.
 
-    For every tensor separately, with gradient :math:`g` at step :math:`t = 1, 2, \dots`:
+    For every tensor separately, with gradient g at step t = 1, 2, ...::
 
-    .. math::
+      c1   = b1 (1 - b1^(t-1)) / (1 - b1^t)          and c2 from b2 in the same way
+      m    = c1 m + (1 - c1) g
+      v    = c2 v + (1 - c2) |g|^2
+      RMS  = sqrt(mean(|g|^2 / max(v, eps^2)))
+      rate = learning_rate / max(1, RMS / clip_threshold)
+      p    = p - rate weight_decay p - rate m / (sqrt(v) + eps)
 
-      \hat\beta_i &= \beta_i (1 - \beta_i^{t-1}) / (1 - \beta_i^t) \\
-      m &\leftarrow \hat\beta_1 m + (1 - \hat\beta_1) g \\
-      v &\leftarrow \hat\beta_2 v + (1 - \hat\beta_2) |g|^2 \\
-      \mathrm{RMS} &= \sqrt{\mathrm{mean}(|g|^2 / \max(v, \epsilon^2))} \\
-      \eta &= \alpha_t / \max(1, \mathrm{RMS} / d) \\
-      p &\leftarrow p - \eta \lambda p - \eta m / (\sqrt v + \epsilon)
-
-    RMS is near 1 while :math:`v` matches the squared gradients and rises when they outgrow :math:`v`: then
-    plain AdamW takes steps that are too large. RMS never exceeds :math:`\sqrt{1 / (1 - \beta_2)}`.
+    RMS is near 1 while v matches the squared gradients and rises when they outgrow v: then plain AdamW
+    takes steps that are too large. RMS never exceeds sqrt(1 / (1 - b2)).
 
     Statistics span whole arrays, however jit shards them. Inside `jax.shard_map` an array is the local
     shard, and so would be its RMS: update the parameters outside.
@@ -86,23 +84,23 @@ def stable_adamw(
     `hyperparam_dtype=jnp.float32`, since b2 = 0.999 is 1 in bfloat16.
 
     Args:
-      learning_rate: :math:`\alpha_t`, a number or a schedule of the steps taken before this one.
-      b1: :math:`\beta_1` in [0, 1).
-      b2: :math:`\beta_2` in [0, 1). Lower is steadier and slower. Or a function of the steps including this
-        one, [] float32 from 1, to :math:`\hat\beta_2` itself, which must be 0 at 1: see `power_decay`.
-      eps: :math:`\epsilon > 0`.
-      weight_decay: :math:`\lambda \ge 0`, times the learning rate. The other defaults are the paper's; this
+      learning_rate: a number or a schedule of the steps taken before this one.
+      b1: in [0, 1).
+      b2: in [0, 1). Lower is steadier and slower. Or a function that returns c2 itself for a step, [] float32
+        from 1 on; it must return 0 at step 1: see `power_decay`.
+      eps: above 0.
+      weight_decay: at least 0; multiplied by the learning rate. The other defaults are the paper's. This one
         is that of `optax.adamw`, since the paper's 0.2 goes with a mask: no decay of 1-D parameters.
       mask: what decays: a tree of bool like the parameters, or a prefix of it, or a function from the
         parameters to such a tree. Default: everything.
-      clip_threshold: :math:`d > 0`. `math.inf` for no clipping, which leaves AdamW; any other value above
+      clip_threshold: above 0. `math.inf` for no clipping, which leaves AdamW; any other value above
         the bound of RMS never clips, and is refused.
       mu_dtype: of m as stored; default as the parameter. A complex parameter keeps a complex m.
       block_axes: for parameters that stack several tensors, such as the layers of a scanned model, the
         axis or axes that enumerate them: None, an int or a tuple of ints, as a tree like `mask`. Each
         block has its own RMS and rate. A tuple of ints always means axes, never a node of the tree.
-      decoupled_lr: the decay uses the unclipped rate, :math:`\alpha_t \lambda p`. With
-        :math:`\lambda = \lambda' / \max_t \alpha_t` it is the fully decoupled decay of other libraries.
+      decoupled_lr: the decay uses the unclipped rate: p - learning_rate weight_decay p. If weight_decay is
+        divided by the peak of the schedule, this is the fully decoupled decay of other libraries.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
@@ -199,12 +197,12 @@ def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], dec
 
 
 def power_decay(exponent: float) -> Callable[[jax.Array], jax.Array]:
-    r"""The schedule :math:`\hat\beta_2 = 1 - t^{-\lambda}` for `stable_adamw(b2=...)`.
+    """The schedule c2 = 1 - t^-exponent for `stable_adamw(b2=...)`.
 
-    v forgets fast at first and then more and more slowly; RMS stays below :math:`t^{\lambda / 2}`.
+    v forgets fast at first and then more and more slowly; RMS stays below t^(exponent / 2).
 
     Args:
-      exponent: :math:`\lambda` in (0, 1]. The paper tried 0.45, 0.5 and 0.65 and saw no gain; 1 averages all.
+      exponent: in (0, 1]. The paper tried 0.45, 0.5 and 0.65 and saw no gain; 1 averages all.
 
     Raises:
       ValueError: an exponent out of its range.
