@@ -37,9 +37,9 @@ def batches(seed: int = 0, inputs: int = 64, classes: int = 10, size: int = 256)
         step += 1
         x = rng.normal(size=(size, inputs)).astype(np.float32)
         y = np.argmax(x[:, : inputs // 2] @ teacher, axis=1).astype(np.int32)
-        speaking = inputs // 2 + 8 * min((step - 1) // 150, 4)
+        nonzero = inputs // 2 + 8 * min((step - 1) // 150, 4)
         x[:, inputs // 2 :] = 3
-        x[:, speaking:] = 0
+        x[:, nonzero:] = 0
         yield x, y
 
 
@@ -86,14 +86,18 @@ def draw(losses: dict[str, np.ndarray], path: Path) -> None:
     """Draws the losses, one panel an optimizer."""
     from matplotlib.figure import Figure  # pip install matplotlib
 
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    figure.suptitle(
+        "StableAdamW spikes less than AdamW when unused inputs become active", fontsize=11
+    )
     for axes, (name, values) in zip(figure.subplots(2, sharex=True, sharey=True), losses.items()):
         axes.plot(np.arange(1, len(values) + 1), values, linewidth=0.9)
-        axes.set_title(name, loc="left", fontsize=9)
+        axes.set_title({"adamw": "AdamW"}.get(name, "StableAdamW"), loc="left", fontsize=9)
+        axes.set_ylabel("loss")
         axes.set_ylim(0, 1.5)
         for step in range(151, 602, 150):
             axes.axvline(step, color="tab:orange", linewidth=0.8, alpha=0.6, zorder=0)
-    axes.set_xlabel("step; orange: new inputs begin to speak")
+    axes.set_xlabel("step; orange lines: eight more inputs become non-zero")
     figure.savefig(path, dpi=130)
 
 
