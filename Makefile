@@ -10,7 +10,7 @@
 CONFIG := configs/openmoji.py
 WORKDIR := runs/openmoji
 ARGS :=
-# The first that is 3.11 or later; or name one: make train PYTHON=/path/to/python
+# The first of these that is 3.11 or later is used. To name one: make train PYTHON=/path/to/python
 PYTHON := python3.12 python3.11 python3.13 python3 python
 
 BIN := .venv/bin
@@ -51,8 +51,8 @@ docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file .ci/mkdocs.yml
 	@echo "documentation: build/site/index.html"
 
-# Again whenever the requirements change, and after an interruption. Modules are compiled when they are
-# first imported: most never are.
+# Runs again when the requirements change and after an interruption. Modules are not compiled here: most are
+# never imported.
 $(READY): $(CREATED) pyproject.toml requirements/constraints.txt
 	@echo "installing into .venv: about a minute, once"
 	@$(INSTALL) '.[test]' && touch $@
@@ -61,7 +61,7 @@ $(READY): $(CREATED) pyproject.toml requirements/constraints.txt
 $(KERNELS): $(READY)
 	@$(INSTALL) '.[gpu]' && touch $@
 
-# PyTorch for NVIDIA GPUs asks for a Triton of its own, older than our kernels'; on CPUs it does without.
+# PyTorch for NVIDIA GPUs requires an older Triton than our kernels; PyTorch for CPUs requires none.
 $(TORCH): $(READY)
 	@echo "installing PyTorch into .venv: some minutes, once"
 	@grep -v '^triton==' requirements/constraints.txt > $@.txt

@@ -1,8 +1,8 @@
 """CLIP ViT-B/16 in bfloat16, the baseline.
 
 Command:  python train.py --config=configs/vitb16_bf16.py --workdir=runs/vitb16_bf16
-Hardware: estimated, not run at this size: 16 GPUs of 80 GB; fewer with --config.train.accumulation=N,
-          whose loss is the same, or with a smaller --config.train.batch_size.
+Hardware: estimated, not run at this size: 16 GPUs of 80 GB. With fewer GPUs set
+          --config.train.accumulation=N, which keeps the loss, or a smaller --config.train.batch_size.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """
 

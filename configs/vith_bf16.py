@@ -1,11 +1,11 @@
 """CLIP ViT-H/14 in bfloat16, the baseline.
 
 Command:  python train.py --config=configs/vith_bf16.py --workdir=runs/vith_bf16
-Hardware: estimated, not run at this size: 64 GPUs of 80 GB, 256 pairs each, parameters
-          split over all; fewer with --config.train.accumulation=N, whose loss is the same, or with a
+Hardware: estimated, not run at this size: 64 GPUs of 80 GB, 256 pairs each, with sharded
+          parameters. With fewer GPUs set --config.train.accumulation=N, which keeps the loss, or a
           smaller --config.train.batch_size.
-          Blocks are recomputed, unlike in int8. To compare the two, --config.model.remat=none, which
-          needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95, or fewer pairs a GPU.
+          Blocks are recomputed, unlike in int8. To compare the two, set --config.model.remat=none,
+          which needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 or fewer pairs per GPU.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """
 

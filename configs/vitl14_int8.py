@@ -1,8 +1,8 @@
 """CLIP ViT-L/14 in int8 with SwitchBack.
 
 Command:  python train.py --config=configs/vitl14_int8.py --workdir=runs/vitl14_int8
-Hardware: estimated, not run at this size: 32 GPUs of 80 GB, 512 pairs each, parameters
-          split over all; fewer with --config.train.accumulation=N, whose loss is the same, or with a
+Hardware: estimated, not run at this size: 32 GPUs of 80 GB, 512 pairs each, with sharded
+          parameters. With fewer GPUs set --config.train.accumulation=N, which keeps the loss, or a
           smaller --config.train.batch_size.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """
