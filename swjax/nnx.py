@@ -178,7 +178,7 @@ def _alike(*layers: Linear, but: str | None = None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A `dot_general` in a module of Flax, and the one it stands in for."""
+    """A `dot_general` in a Flax module, and the one that it replaces."""
 
     recipe: Recipe
     product: Callable

@@ -47,7 +47,7 @@ def batch_indices(
         base, taken = Position(position["left"], position["start"]), position["taken"]
         if len(set(taken)) > 1:
             raise ValueError(
-                f"processes have taken {taken} examples each, for want of some that could be read: "
+                f"processes have taken {taken} examples each, because some could not be read: "
                 f"replay the step to see its batch"
             )
         before = sum(taken)

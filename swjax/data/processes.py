@@ -53,7 +53,7 @@ class Processes(Iterator):
 
     Args:
       rows: examples by number, each a dict of arrays of the same shapes and dtypes; it can be pickled.
-      chunk: examples in a chunk; what is left over at the end is left out.
+      chunk: examples in a chunk; an incomplete chunk at the end is dropped.
       count: processes.
       held: chunks that the caller uses at once; further ones are copied.
 

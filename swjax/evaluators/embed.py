@@ -64,7 +64,7 @@ def texts(
       share: this process's part of each batch.
 
     Yields:
-      Unit vectors [b, e] float32 of the next b texts: `batch_size`, and what is left at the end.
+      Unit vectors [b, e] float32 of the next b texts: `batch_size`, fewer at the end.
     """
     local = _local(batch_size, share)
     rows = slice(share.index * local, (share.index + 1) * local)

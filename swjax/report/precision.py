@@ -41,7 +41,7 @@ def write(result: dict, workdir: Path) -> Path:
     ]
     text = page.fill(
         "precision.html",
-        title=f"{', '.join(result['layers'])} beside {result['reference']}",
+        title=f"{', '.join(result['layers'])} compared with {result['reference']}",
         subtitle=f"{result['examples']} examples for the layers, batches of {result['batch_size']}",
         tiles="".join(
             page.tile(f"{arm}: {kind}", f"{middle(result, arm, kind):.2%}", "median relative error")
