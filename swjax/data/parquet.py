@@ -67,7 +67,7 @@ class Parquet(Photographs):
 
         Args:
           split: paths or addresses, as in "laion/{00000..00127}.parquet".
-          image_key: column of the images; of several, with ";" between them, the first there is.
+          image_key: column of the images; of several, separated by ";", the first that exists.
           text_key: the same for the captions: a column with one caption, or with a list of them.
 
         Raises:

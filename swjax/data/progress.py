@@ -9,9 +9,9 @@ import numpy as np
 class Position:
     """The positions of an order that have been taken.
 
-    These are all before `start` without those in `left`. Processes skip examples that they cannot read, so
-    one may be a few examples ahead of another. When the number of processes changes, the others' examples
-    are left, and come first.
+    These are all positions before `start` except those in `left`. Processes skip examples that they cannot
+    read, so one process may be a few examples ahead of another. When the number of processes changes, the
+    examples that slower processes have not taken go into `left`, and come first.
 
     Attributes:
       left: positions before start that are still to be taken, in order.

@@ -54,7 +54,7 @@ class IconSet(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Whether no drawing of the set is trained on. Sets of one family fall together.
+        """Whether no drawing of the set is trained on. Sets of one family are held out together.
 
         >>> [IconSet(prefix, "", "", "", "", False).held_out for prefix in ("tabler", "eva")]
         [False, True]

@@ -36,7 +36,7 @@ _WORTH_KEEPING = (
     "test",
     "val",
     "train",
-)  # of two equal drawings the first
+)  # keeps the first of equal drawings
 
 
 class Drawn(NamedTuple):
