@@ -103,7 +103,7 @@ def test_a_flipped_bit_in_an_array_is_said_with_its_name(saved, caplog):
         params = Checkpoints(saved, keep=0).restore_params(LIKE["params"])
         np.testing.assert_array_equal(params["kernel"], state_of(2)["params"]["kernel"])
     assert "4 is damaged: the checksum of params/embedding is" in caplog.text
-    assert "using the one before, of step 2" in caplog.text
+    assert "using the previous checkpoint, of step 2" in caplog.text
 
 
 def test_a_damaged_checkpoint_is_moved_aside_and_written_again(tmp_path):
@@ -126,7 +126,7 @@ def test_when_all_are_damaged_nothing_is_begun_again(tmp_path, caplog):
         (tmp_path / f"checkpoints/{step}/manifest/metadata").write_text("{}")
     with pytest.raises(ConfigError, match=r"every checkpoint.*damaged \(steps \[4, 2\]\)"):
         restored_step(tmp_path, keep=2)
-    assert caplog.text.count("its manifest is not as it was written") == 2
+    assert caplog.text.count("its manifest does not match its own checksum") == 2
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "4"]
 
 
@@ -202,7 +202,7 @@ def test_other_arrays_name_the_key_that_changed(tmp_path):
     now = config_lib.load(f"{ROOT}/configs/openmoji.py", [("train.ema_decay", "0.9")])
     more = LIKE | {"ema": LIKE["params"]}
     with (
-        pytest.raises(ConfigError, match="config.train.ema_decay: 0.0 -> 0.9: change it back"),
+        pytest.raises(ConfigError, match="config.train.ema_decay: 0.0 -> 0.9: change the keys back"),
         config_lib.blame_changes(tmp_path, now),
     ):
         Checkpoints(tmp_path, keep=0).restore(more)

@@ -186,7 +186,7 @@ def test_a_workdir_that_cannot_be_made_is_one_line(make, tmp_path, capsys):
     flags = [OPENMOJI, f"--workdir={tmp_path}/w", "--config.data.name=synthetic"]
     assert train.main(["train.py", *flags]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "cannot be made" in error
+    assert error.count("\n") == 1 and "cannot be created" in error
 
 
 def test_train_is_a_command_too(tmp_path):

@@ -71,8 +71,8 @@ def test_layers_training_and_page(tmp_path, capsys):
     [
         (["--arms", "switchbak:float32"], "'switchback'"),
         (["--arms", "switchback:float33"], "'float32'"),
-        (["--seeds=0"], "not be below 1"),
-        (["--arms", "standard:float32"], "which is what arms are compared with"),
+        (["--seeds=0"], "at least 1"),
+        (["--arms", "standard:float32"], "compares the reference with itself"),
     ],
 )
 def test_mistakes_are_one_line(flags, hint, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Loss and gradient of a batch in one pass, or with the memory of one micro-batch."""
+"""Computes the loss and gradient of a batch in one pass, or in micro-batches to save memory."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,18 +12,18 @@ Embeddings = Any
 
 
 class Seen(NamedTuple):
-    """What a forward pass measures, by how the values of equal micro-batches combine.
+    """Measurements of a forward pass, grouped by how the values of equal micro-batches combine.
 
     Attributes:
-      means: {name: array}, averaged.
-      maxima: {name: array}; the largest over micro-batches is kept.
+      means: {name: array}; averaged over micro-batches.
+      maxima: {name: array}; the maximum over micro-batches is kept.
     """
 
     means: dict[str, jax.Array]
     maxima: dict[str, jax.Array]
 
     def combined(self) -> "Seen":
-        """The values of the batch, from values of micro-batches stacked along axis 0."""
+        """Combines values of micro-batches, stacked along axis 0, into the values of the batch."""
         means, maxima = self
         return Seen(
             {name: jnp.mean(x, 0) for name, x in means.items()},
@@ -35,9 +35,9 @@ class LossAndGrad(NamedTuple):
     """Loss and gradient of a batch.
 
     Attributes:
-      loss: [] float32.
+      loss: [] float32, the loss.
       metrics: {name: scalar or vector}.
-      grads: tree like the parameters.
+      grads: tree with the structure of the parameters.
     """
 
     loss: jax.Array
@@ -52,13 +52,13 @@ LossOf = Callable[[Embeddings, Params], tuple[jax.Array, dict[str, jax.Array]]]
 def at_once(
     embed: Embed, loss_of: LossOf, params: Params, batch: Batch, key: jax.Array
 ) -> LossAndGrad:
-    """Loss and gradient of the whole batch in one pass.
+    """Computes the loss and gradient of the whole batch in one pass.
 
     Args:
-      embed: (params, batch, key) -> (embeddings, what it saw).
+      embed: (params, batch, key) -> (embeddings, `Seen`).
       loss_of: (embeddings, params) -> (loss, metrics).
       params: tree of arrays.
-      batch: arrays with the batch as leading dimension.
+      batch: arrays with the batch size as leading dimension.
       key: random key.
     """
 
@@ -74,11 +74,12 @@ def at_once(
 def accumulated(
     embed: Embed, loss_of: LossOf, params: Params, batch: Batch, key: jax.Array, *, parts: int
 ) -> LossAndGrad:
-    """The same as `at_once`, with the memory of one of several micro-batches.
+    """Computes the same as `at_once`, with the activation memory of one micro-batch.
 
-    Every row is still contrasted with the whole batch. All micro-batches are embedded without gradient.
-    The loss gives the gradient at the embeddings. Each micro-batch is then embedded a second time, with
-    the same randomness, and turns its rows of that gradient into a gradient of the parameters.
+    The loss still contrasts every row with the whole batch. First, all micro-batches are embedded without
+    gradient, and the loss gives the gradient with respect to the embeddings. Then each micro-batch is
+    embedded again with the same random key, and its rows of that gradient are backpropagated to the
+    parameters.
 
     Args:
       embed, loss_of, params, batch, key: as for `at_once`.
@@ -89,7 +90,7 @@ def accumulated(
       https://arxiv.org/abs/2101.06983
     """
 
-    # A micro-batch is every parts-th row, so that it is sharded as evenly as the batch.
+    # A micro-batch takes every `parts`-th row, so that it is sharded as evenly as the batch.
     def split(x):
         return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
 

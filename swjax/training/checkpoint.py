@@ -1,7 +1,8 @@
-"""Checkpoints of a run: the train state and the data position, saved while training continues.
+"""Checkpoints of a run: the train state and the data position, saved in the background.
 
-Orbax writes and commits them; TensorStore checks few of the bytes that it reads. So each
-checkpoint has a manifest with the shape and the checksum of every array; one that differs is not used.
+Orbax writes and commits the checkpoints. TensorStore verifies only few of the bytes that it reads, so each
+checkpoint has a manifest with the shape and the checksum of every array. A checkpoint that differs from its
+manifest is not used.
 """
 
 import contextlib
@@ -27,11 +28,11 @@ logger = logging.getLogger("swjax.training.checkpoint")
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint differs from the saved state."""
+    """The arrays of a checkpoint differ from the saved state."""
 
 
 class _SaidOnce(logging.Filter):
-    """Drops the tracebacks that Orbax logs of errors that it also raises, once a thread."""
+    """Drops the tracebacks that Orbax logs (once per thread) of errors that it also raises."""
 
     def filter(self, record):
         said = "/orbax/" in record.pathname or "never retrieved" in record.getMessage()
@@ -43,13 +44,13 @@ for _name in ("absl", "asyncio"):
 
 
 class Checkpoints:
-    """The checkpoints `workdir`/checkpoints/<step>: asynchronous, atomic, verified, for any mesh.
+    """The checkpoints in `workdir`/checkpoints/<step>: asynchronous, atomic, verified, readable on any mesh.
 
-    A damaged checkpoint is reported and moved to `workdir`/damaged; the one before it is used.
+    A damaged checkpoint is reported and moved to `workdir`/damaged; the previous checkpoint is used instead.
 
     Args:
       workdir: directory of the run.
-      keep: how many of the newest are kept; 0: this run is only read.
+      keep: how many of the newest checkpoints are kept; 0 opens them read-only.
     """
 
     def __init__(self, workdir: str | Path, *, keep: int):
@@ -68,10 +69,10 @@ class Checkpoints:
 
     @classmethod
     def of(cls, key: str, workdir: str) -> "Checkpoints":
-        """Those of another run, to be read.
+        """Opens the checkpoints of another run read-only.
 
         Raises:
-          ConfigError: there are none; `key` is the config key that named the run.
+          ConfigError: the run has no checkpoints. `key` is the config key that named the run.
         """
         with distributed.all_or_none():
             if not any((Path(workdir) / "checkpoints").glob("[0-9]*")):
@@ -87,28 +88,28 @@ class Checkpoints:
             logger.setLevel(level)
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint's step, or None."""
+        """The step of the newest complete checkpoint, or None."""
         return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, rising; as process 0 sees them."""
-        self._manager.reload()  # it forgets some before it removes them
+        """The steps of all complete checkpoints, in ascending order, as process 0 lists them."""
+        self._manager.reload()  # Orbax drops steps from its list before it deletes their files
         return distributed.of_first(sorted(self._manager.all_steps()))
 
     def position(self, step: int) -> dict:
-        """That of the data in one of them."""
+        """Reads the data position that was saved at a step."""
         return _read_manifest(self.directory / str(step))["position"]
 
     def save(self, step: int, state: Any, position: dict) -> None:
-        """Starts saving; returns once the state is copied, so that it may be donated.
+        """Starts saving. Returns once the state is copied, so that the caller may donate the state.
 
         Args:
           step: the number of finished steps.
           state: tree of arrays.
-          position: of the data, as JSON has it.
+          position: the data position, JSON-serializable.
 
         Raises:
-          RunError: as `check`.
+          RunError: see `check`.
         """
         items = {
             "state": ocp.args.StandardSave(state),
@@ -118,47 +119,50 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def is_saving(self) -> bool:
-        """Whether one is being written in the background."""
+        """Whether a checkpoint is being written in the background."""
         return self._manager.is_saving_in_progress()
 
     def check(self) -> None:
-        """Checks that saving in the background has not failed.
+        """Checks that the background save has not failed.
 
         Raises:
-          RunError: it could not be written.
+          RunError: the last checkpoint could not be written.
         """
         with self._blame_disk():
             self._manager.check_for_errors()
 
     def restore(self, like: Any, step: int | None = None) -> Any:
-        """Restores one of them.
+        """Restores a checkpoint.
 
         Args:
           like: tree of ShapeDtypeStructs with shardings.
-          step: which; None: the newest that is whole.
+          step: the step to restore; None restores the newest undamaged checkpoint.
 
         Returns:
           (state, position) as saved.
 
         Raises:
-          ConfigError: it holds other arrays, or other shapes, than `like`; all are damaged.
+          ConfigError: the checkpoint has other arrays or shapes than `like`, or all checkpoints are damaged.
         """
         self._wait()
         return self._newest(like) if step is None else self._load(step, like)
 
     def shapes(self, within: str) -> dict[str, tuple[int, ...]]:
-        """The shapes of saved arrays, by the rest of a name that begins so.
+        """Reads the shapes of the saved arrays whose names start with a prefix.
 
-        They are those of the newest checkpoint whose manifest is whole.
+        The shapes come from the newest checkpoint with a valid manifest.
 
         Args:
-          within: how the names begin, as in "params/".
+          within: the prefix, such as "params/".
+
+        Returns:
+          {name without the prefix: shape}.
 
         Raises:
-          ConfigError: no manifest is whole.
+          ConfigError: no checkpoint has a valid manifest.
         """
         for step in reversed(self.steps()):
-            # `restore_params` says which are damaged.
+            # `restore_params` says which checkpoints are damaged.
             with contextlib.suppress(OSError, ValueError):
                 arrays = _read_manifest(self.directory / str(step))["arrays"]
                 return {
@@ -166,41 +170,43 @@ class Checkpoints:
                     for name, array in arrays.items()
                     if name.startswith(within)
                 }
-        raise ConfigError(f"every checkpoint in {self.directory} is damaged: put a copy there")
+        raise ConfigError(
+            f"every checkpoint in {self.directory} is damaged: restore one from a copy"
+        )
 
     def restore_params(self, like: Any, name: str = "params") -> Any:
-        """Restores only the parameters of the newest one, or their average "ema"; see `restore`."""
+        """Restores only the parameters of the newest checkpoint, or their average "ema"; see `restore`."""
         return self._newest({name: like}, within=f"{name}/")[0][name]
 
     def _newest(self, like, within: str = ""):
-        """What `_load` gives of the newest checkpoint that is not damaged."""
+        """Loads the newest checkpoint that is not damaged, see `_load`."""
         damaged = []
         for step in reversed(self.steps()):
             try:
                 found = self._load(step, like, within)
             except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
                 raise
-            except Exception as error:  # whatever Orbax and TensorStore make of broken files
-                # Process 0 reports it, and the process that found it.
+            except Exception as error:  # Orbax and TensorStore raise many types for broken files
+                # Process 0 reports the damage, and so does the process that found it.
                 tell = self._say if isinstance(error, RunError) else logger.warning
                 tell("checkpoint %s is damaged: %s", self.directory / str(step), _reason(error))
                 damaged.append(step)
                 continue
             if damaged:
-                self._say("using the one before, of step %d", step)
+                self._say("using the previous checkpoint, of step %d", step)
                 self._set_aside(damaged)
             return found
         raise ConfigError(
-            f"every checkpoint in {self.directory} is damaged (steps {damaged}): put a copy there, or "
-            f"remove it to begin again"
+            f"every checkpoint in {self.directory} is damaged (steps {damaged}): restore one "
+            f"from a copy, or remove the folder to start again"
         )
 
     def _load(self, step: int, like, within: str = ""):
-        """(arrays, position) of one; if one process finds it damaged, none of them uses it.
+        """Loads (arrays, position) of a step; if one process finds damage, all reject the checkpoint.
 
         Args:
           step, like: as for `restore`.
-          within: how the names of the arrays in question begin.
+          within: prefix of the names of the arrays to load.
         """
         path = self.directory / str(step)
         with distributed.all_or_none():
@@ -228,10 +234,10 @@ class Checkpoints:
             self._manager.reload()
 
     def close(self) -> None:
-        """Waits until everything is on disk.
+        """Waits until all checkpoints are written to disk.
 
         Raises:
-          RunError: as `check`.
+          RunError: see `check`.
         """
         try:
             self._wait()
@@ -244,14 +250,14 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _blame_disk(self):
-        """Says in one line that a checkpoint could not be written: Orbax removes old ones after new ones."""
+        """Raises a one-line RunError if a checkpoint could not be written."""
         try:
             yield
-        except (OSError, ValueError) as error:  # TensorStore's are ValueErrors
+        except (OSError, ValueError) as error:  # TensorStore raises ValueErrors
             if isinstance(error.__cause__, jax.errors.JaxRuntimeError):
                 raise error.__cause__ from error  # a process ended: `distributed.blame_peers`
-            steps = self._manager.all_steps(read=True)  # Orbax forgets a step before it removes it
-            kept = f"the one of step {max(steps)} is whole" if steps else "none is whole yet"
+            steps = self._manager.all_steps(read=True)  # Orbax unlists a step, then deletes it
+            kept = f"step {max(steps)} is saved" if steps else "none is saved yet"
             raise RunError(
                 f"a checkpoint could not be written in {self.directory}, {kept}: {_reason(error)}; "
                 f"make room or repair the disk; the same command then resumes the run"
@@ -268,7 +274,7 @@ def _manifest(state, position: dict) -> dict:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, short: TensorStore's messages end with it, after names of files."""
+    """A short reason: TensorStore's messages start with file names and end with the cause."""
     while error.__cause__ is not None and not isinstance(error, RunError):
         error = error.__cause__
     if isinstance(error, DamagedCheckpoint | RunError):
@@ -280,25 +286,25 @@ def _reason(error: BaseException) -> str:
 def _read_manifest(path: Path) -> dict:
     manifest = json.loads((path / "manifest" / "metadata").read_text())
     if manifest.pop("crc32", None) != _crc32(manifest):
-        raise DamagedCheckpoint("its manifest is not as it was written")
+        raise DamagedCheckpoint("its manifest does not match its own checksum")
     return manifest
 
 
 def _compare(path: Path, arrays: dict, like, within: str) -> None:
-    """Raises `OtherArrays` if the arrays of a manifest are not those of `like`."""
+    """Raises `OtherArrays` if the manifest lists other arrays or shapes than `like`."""
     saved = {n: tuple(x["shape"]) for n, x in arrays.items() if n.startswith(within)}
     here = {name: tuple(x.shape) for name, x in _named(like).items()}
     for name in sorted(saved.keys() | here.keys()):
         if saved.get(name) != here.get(name):
             raise OtherArrays(
-                f"{path} is of another model or optimizer: the shape of {name} is {saved.get(name)} "
-                f"there and {here.get(name)} here (None: no such array): use its config, or another "
-                f"--workdir"
+                f"{path} belongs to another model or optimizer: the shape of {name} is "
+                f"{saved.get(name)} in the checkpoint and {here.get(name)} here (None: no such array): use "
+                f"the config of the checkpoint, or another --workdir"
             )
 
 
 def _read_arrays(path: Path, like):
-    """Reads this process's parts of arrays, and waits for no other process."""
+    """Reads this process's shards of the arrays, without waiting for other processes."""
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
@@ -313,7 +319,7 @@ def _crc32(manifest: dict) -> int:
 
 
 def _verify(arrays, held: dict) -> None:
-    """Raises a DamagedCheckpoint that names the first array that is not as it was saved."""
+    """Raises a DamagedCheckpoint that names the first array whose checksum differs."""
     for name, found in checksums(_named(arrays)).items():
         saved = held[name]["checksum"]
         if found != saved:
@@ -328,10 +334,10 @@ def _named(tree) -> dict:
 def lock(workdir: Path) -> IO:
     """Creates the workdir if it does not exist, and locks it for this process.
 
-    The system releases the lock when the process ends, for whatever reason.
+    The operating system releases the lock when the process ends, even if it is killed.
 
     Returns:
-      The open lock file: keep it.
+      The open lock file. The caller must keep a reference, because closing it releases the lock.
 
     Raises:
       ConfigError: another live process holds it, or the file system has no locks.
@@ -340,7 +346,7 @@ def lock(workdir: Path) -> IO:
         workdir.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         raise ConfigError(
-            f"workdir {str(workdir)!r} cannot be made ({error.strerror}): name a directory that can"
+            f"workdir {str(workdir)!r} cannot be created ({error.strerror}): give another path"
         ) from error
     file = open(workdir / ".lock", "a+")
     try:
@@ -367,10 +373,10 @@ def lock(workdir: Path) -> IO:
 
 
 def check_shared(workdir: Path) -> None:
-    """Checks that all processes see the workdir that process 0 has locked: they write checkpoints together.
+    """Checks that all processes see the workdir that process 0 has locked, since all write checkpoints there.
 
     Raises:
-      ConfigError: one sees another folder, and would wait there for what process 0 writes.
+      ConfigError: a process sees another folder, where it would wait forever for the files of process 0.
     """
     path = workdir / ".lock"
     own = zlib.crc32(path.read_bytes()) if path.exists() else -1
@@ -378,5 +384,5 @@ def check_shared(workdir: Path) -> None:
     if np.any(seen != seen[0]):
         raise ConfigError(
             f"workdir {str(workdir)!r} is another folder for process {np.argmax(seen != seen[0])} than for "
-            f"process 0: give a path on a file system that all share"
+            f"process 0: give a path on a file system that all processes share"
         )

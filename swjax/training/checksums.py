@@ -1,4 +1,4 @@
-"""Checksums of arrays, computed on the devices that hold them: the same on any mesh, and read in one pass."""
+"""Checksums of arrays, computed on device: independent of the mesh, and read in one pass."""
 
 import math
 
@@ -6,18 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes of an element
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by element size in bytes
 
 
 def checksums(arrays: dict) -> dict[str, int]:
-    """A 32-bit number for each array, which depends on every bit and its place.
+    """Computes a 32-bit checksum of each array, which depends on every bit and its index.
 
-    It is the sum, modulo 2**32, over the array of a bijective mix of each element's bits with its index.
-    So a change of one element always shows, another one with probability 1 - 2**-32; and since sums of
-    integers have no order, devices sum their own parts, and another mesh gives the same number.
+    The checksum is the sum modulo 2**32 of a bijective mix of each element's bits with its index. A change of
+    one element always changes the checksum. A change of several elements does so with probability 1 - 2**-32.
+    Integer addition is order-independent, so each device sums its own shard, and every mesh gives the same
+    checksum.
 
     Args:
-      arrays: by name; integers and floats of 1 to 8 bytes, of any shape and sharding.
+      arrays: {name: array}; integers and floats of 1 to 8 bytes, of any shape and sharding.
 
     Returns:
       The checksums by name, on every process.
@@ -42,7 +43,7 @@ def _sum(x) -> jax.Array:
 
 
 def _index(shape: tuple[int, ...]) -> jax.Array:
-    """The position of each element, modulo 2**32: a sum of one iota per axis, sharded like x."""
+    """The flat index of each element, modulo 2**32: a sum of one iota per axis, sharded like x."""
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
@@ -51,7 +52,7 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _mix(x) -> jax.Array:
-    """A bijection of 32-bit words in which every bit moves every other: the end of MurmurHash3."""
+    """A bijection of 32-bit words: the MurmurHash3 finalizer, in which every bit affects every other."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x ^ (x >> np.uint32(16))

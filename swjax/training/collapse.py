@@ -1,4 +1,4 @@
-"""Notices a run that learns nothing because all its embeddings have become equal."""
+"""Detects a run that learns nothing because all its embeddings have become equal."""
 
 import math
 from collections import deque
@@ -7,20 +7,20 @@ from statistics import median
 from typing import Any
 
 STEPS = 100
-_TOLERANCE = 2e-3  # of the loss of chance
-_SMALL_GRADIENT = 0.02  # norm; while a CLIP learns it is above 0.3
+_TOLERANCE = 2e-3  # relative to the chance loss
+_SMALL_GRADIENT = 0.02  # gradient norm; a CLIP model that learns has a norm above 0.3
 
 
 class Collapse:
-    """Watches the loss for the value that equal embeddings have, with a vanishing gradient.
+    """Watches for a loss at the value of equal embeddings, with a vanishing gradient.
 
-    Equal embeddings have equal logits, so the softmax loss of a batch of b pairs is ``ln(b)``, and their
-    gradient is almost 0. Towers of many blocks end there in their first steps if the learning rate rises too
-    fast, and may stay there until the end of the run.
+    Equal embeddings have equal logits, so the softmax loss of a batch of b pairs is ``ln(b)``, and its
+    gradient is almost 0. Deep towers collapse in their first steps if the learning rate rises too fast, and
+    may not recover before the run ends.
 
     Args:
-      loss: `train.loss`; a sigmoid loss is not watched.
-      batch_size: b.
+      loss: `train.loss`; the class ignores a sigmoid loss.
+      batch_size: b, the number of pairs.
 
     >>> watch = Collapse("softmax", batch_size=8)
     >>> records = [{"step": i, "train/loss": 2.0794, "train/grad_norm": 1e-3} for i in range(100)]
@@ -35,10 +35,10 @@ gradient norm of 0.001; lower optimizer.learning_rate or raise schedule.warmup_s
         self._told = False
 
     def update(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
-        """A line for the terminal if the run has collapsed, once.
+        """Returns a line for the terminal the first time the run has collapsed, else no lines.
 
         Args:
-          records: of the next steps, oldest first.
+          records: the records of the next steps, oldest first.
         """
         for record in records:
             loss, norm = record["train/loss"], record["train/grad_norm"]

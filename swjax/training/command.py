@@ -3,7 +3,7 @@
   swjax train --config=configs/openmoji.py --workdir=runs/openmoji
       trains; the same command resumes an interrupted run
   swjax train --config=configs/vith_int8.py --plan --hardware=h200:8 --config.train.accumulation=8
-      a summary of the run, and whether it fits; nothing is trained
+      summarizes the run and whether it fits in memory; trains nothing
 
 `python train.py` in a checkout is the same program; its --help has more examples. docs/config.md lists every
 key. Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 3 the disk
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     """Runs one command line and returns its exit code.
 
     Args:
-      argv: the arguments, after the name of the program, which begins each message of an error.
+      argv: the arguments; argv[0] is the program name, which starts each error message.
     """
     if len(argv) == 1 or {"-h", "--help", "-help", "--helpfull"} & set(argv):
         print(__doc__.strip())
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
 
 def run(argv: list[str]) -> int:
     """Trains or plans; see `main`."""
-    # Not at the top: a missing package is reported in one line.
+    # Imported here, so that a missing package is reported in one line.
     from swjax.training import config as config_lib
 
     leave: Callable[[int], int] = int
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
         if "--plan" in argv:
             return plan([argument for argument in argv if argument != "--plan"])
         config, workdir = config_lib.parse(argv)
-        # Not earlier: a typo is reported before the training libraries load.
+        # Imported after parsing, so that a typo is reported before the training libraries load.
         from swjax.training import distributed, loop
 
         leave = distributed.leave
@@ -61,13 +61,13 @@ def plan(argv: list[str]) -> int:
     hardware = next((a.removeprefix(flag) for a in reversed(argv) if a.startswith(flag)), "")
     others = [argument for argument in argv if not argument.startswith(flag)]
     if not any(argument.startswith("--workdir=") for argument in others):
-        others.append("--workdir=none")  # nothing is written
+        others.append("--workdir=none")  # `--plan` writes nothing
     with errors.output_may_end():
         return plan_lib.show(config_lib.parse(others)[0], hardware)
 
 
 if __name__ == "__main__":
-    # Until training begins there is nothing to save. A KeyboardInterrupt may be lost in an import.
+    # Nothing can be saved before training begins, and an import may swallow a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.path.insert(0, "")  # a config file may import others of its folder, as `python -m` lets it
+    sys.path.insert(0, "")  # config files may import modules of the working directory
     sys.exit(main(["swjax train", *sys.argv[1:]]))

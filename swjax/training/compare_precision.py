@@ -1,17 +1,19 @@
-"""`python -m swjax compare`: the effect of rounding on a model, by layer and over time.
+"""`python -m swjax compare`: the effect of rounding on a model, per layer and over training steps.
 
   python -m swjax compare --config=configs/openmoji.py --workdir=runs/compare
   python -m swjax compare --config=... --workdir=... \\
       --arms switchback:bfloat16 llm_int8:bfloat16
 
-Every arm, a recipe and a dtype, starts from the same seed and sees the same batches as float32 without
-quantization, the reference. Written into the workdir: compare_precision.html, one page, and .json.
+An arm is a recipe and a dtype. Every arm starts from the same seed and sees the same batches as the
+reference, which is float32 without quantization. The command writes compare_precision.html, a
+self-contained page, and compare_precision.json into the workdir:
 
-  layers   one pass over some examples: the relative error of every linear layer's output, of the
-           gradient there, and of every parameter's gradient
-  loss     some steps of training: the distance of its loss to the reference's, and of other seeds'
+  layers   one forward and backward pass over some examples: the relative error of every linear layer's
+           output, of the gradient at that output, and of every parameter's gradient
+  loss     some training steps: the difference between the arm's loss and the reference's, beside the
+           spread of the reference over seeds
 
-Everything of the config counts, and --config.section.key=VALUE, but durations and evaluation.
+All config keys and --config.section.key=VALUE overrides apply, except durations and evaluation.
 """
 
 import argparse
@@ -41,7 +43,7 @@ REFERENCE = "standard:float32"
 
 
 def main(argv: list[str]) -> int:
-    """Runs a command line; returns the exit code."""
+    """Runs a command line and returns the exit code."""
     args, rest = parser().parse_known_args(argv[1:])
     try:
         config, workdir = config_lib.parse([argv[0], *rest])
@@ -60,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's own flags; the others are the config's."""
+    """The parser of the command's own flags; all other flags override the config."""
     flags = argparse.ArgumentParser(
         prog="python -m swjax compare",
         description=__doc__,
@@ -68,38 +70,42 @@ def parser() -> argparse.ArgumentParser:
     )
     own = "the config's recipe and dtype, and standard:bfloat16"
     flags.add_argument("--arms", nargs="+", metavar="RECIPE:DTYPE", help=f"default: {own}")
-    flags.add_argument("--steps", type=int, default=20, help="of training; 0: layers only")
-    flags.add_argument("--seeds", type=int, default=3, help="of the reference's training")
-    flags.add_argument("--batch-size", type=int, default=32, help="of training; 0: the config's")
+    flags.add_argument("--steps", type=int, default=20, help="training steps; 0: layers only")
+    flags.add_argument("--seeds", type=int, default=3, help="seeds of the reference's training")
+    flags.add_argument(
+        "--batch-size", type=int, default=32, help="pairs per training step; 0: the config's"
+    )
     flags.add_argument(
         "--examples",
         type=int,
         default=8,
-        help="of the layers' pass, which keeps all outputs in memory",
+        help="examples of the layers' pass, which keeps all outputs in memory",
     )
     return flags
 
 
 def compare(config: ConfigDict, args: argparse.Namespace) -> dict:
-    """Carries out the comparison.
+    """Runs the comparison.
 
     Args:
-      config: of a run.
-      args: of `parser`.
+      config: the config of a run.
+      args: the parsed flags of `parser`.
 
     Returns:
-      {"reference", "environment", "layers": {arm: {name: [relative errors]}}, "losses": {arm: [steps]},
-      "seeds": [[steps] of the reference]}.
+      {"reference", "environment", "layers": {arm: {name: relative error per block}}, "losses": {arm: loss
+      per step}, "seeds": the reference's loss per step, for each seed}.
 
     Raises:
-      ConfigError: an arm that does not exist, or numbers that do not fit.
+      ConfigError: an arm does not exist, or a number is out of range.
     """
     config = prepare(config, args)
     arms = args.arms or [f"{config.model.recipe}:{config.model.dtype}", "standard:bfloat16"]
     configs = {arm: of_arm(config, arm) for arm in [REFERENCE, *arms]}
     others = [arm for arm in configs if arm != REFERENCE]
     if not others:
-        raise ConfigError(f"--arms names {REFERENCE} alone, which is what arms are compared with")
+        raise ConfigError(
+            f"--arms={REFERENCE} compares the reference with itself: name another arm"
+        )
     batches = first_batches(config, max(1, args.steps))
     few = {name: rows[: args.examples] for name, rows in batches[0].items() if name != "index"}
     reference = observe(configs[REFERENCE], few)
@@ -128,16 +134,16 @@ def compare(config: ConfigDict, args: argparse.Namespace) -> dict:
 
 
 def tell(text: str) -> None:
-    """Prints a line at once."""
+    """Prints a line and flushes the output."""
     print(text, flush=True)
 
 
 def prepare(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
-    """The config with the comparison's sizes; blocks in a scan, which compiles fast and keeps no more."""
+    """The config with the comparison's sizes. It scans over blocks, which compiles fast and saves memory."""
     if args.steps < 0 or args.seeds < 1 or args.examples < 1 or args.batch_size < 0:
         raise ConfigError(
-            f"--steps={args.steps} and --batch-size={args.batch_size} must not be negative, "
-            f"--seeds={args.seeds} and --examples={args.examples} not be below 1"
+            f"--steps={args.steps} and --batch-size={args.batch_size} must be at least 0, "
+            f"--seeds={args.seeds} and --examples={args.examples} at least 1"
         )
     config = changed(config)
     with config.unlocked():
@@ -151,7 +157,7 @@ def prepare(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
 
 
 def changed(config: ConfigDict, *, seed: int | None = None) -> ConfigDict:
-    """A copy, with another seed."""
+    """Copies the config, optionally with another seed."""
     config = config.copy_and_resolve_references()
     if seed is not None:
         config.train.seed = seed
@@ -159,7 +165,7 @@ def changed(config: ConfigDict, *, seed: int | None = None) -> ConfigDict:
 
 
 def of_arm(config: ConfigDict, arm: str) -> ConfigDict:
-    """The config in the recipe and dtype that an arm names."""
+    """Copies the config with the recipe and dtype of an arm."""
     recipe, _, dtype = arm.partition(":")
     choice("model.recipe", recipe, RECIPES)
     choice("model.dtype", dtype or config.model.dtype, KEYS["model.dtype"].choices)
@@ -171,7 +177,7 @@ def of_arm(config: ConfigDict, arm: str) -> ConfigDict:
 
 
 def first_batches(config: ConfigDict, count: int) -> list[dict[str, np.ndarray]]:
-    """The batches that a run of the config begins with, on the host."""
+    """The first batches of a run with this config, on the host."""
     mesh, _ = check_config(config)
     source, share = open_source(config, "train"), sharding.batch_share(mesh)
     with closing(open_batches(config, source, None, share)) as batches:
@@ -179,21 +185,22 @@ def first_batches(config: ConfigDict, count: int) -> list[dict[str, np.ndarray]]
 
 
 def observe(config: ConfigDict, batch: dict) -> dict[str, jax.Array]:
-    """Outputs and gradients of the config's model on a batch, see `layer_errors.observe`."""
+    """The outputs and gradients of the config's model on a batch, see `layer_errors.observe`."""
     _, cfg = check_config(config)
     scale = config.optimizer.loss_scale if config.optimizer.loss_scaling else 1.0
     return layer_errors.observe(config, cfg, batch, scale=scale)
 
 
 def losses_of(config: ConfigDict, steps: int, seeds: list[int]) -> list[list[float]]:
-    """The losses of a short run from each seed: the trainer's step, on the trainer's batches.
+    """Trains a short run from each seed, with the trainer's step and batches, and returns the losses.
 
-    One program serves all seeds: they differ in parameters and batches, not in augmentation and dropout.
+    All seeds share one compiled program, so they differ in parameters and batches, but not in augmentation
+    and dropout.
 
     Args:
       config: its `train.steps` is `steps`.
-      steps: of each run.
-      seeds: of the runs.
+      steps: number of steps of each run.
+      seeds: one run for each seed.
 
     Returns:
       The loss of every step, for each seed.
@@ -210,21 +217,23 @@ def losses_of(config: ConfigDict, steps: int, seeds: list[int]) -> list[list[flo
         with closing(open_batches(config, source, None, share)) as batches:
             for number in range(1, steps + 1):
                 batch = sharding.shard_batch(next(batches), parts.mesh)
-                state, metrics[number] = step(state, batch)  # fetched at the end: nothing waits
+                state, metrics[number] = step(
+                    state, batch
+                )  # fetched after the loop, so no step waits
         return [record["train/loss"] for record in fetch(metrics)]
 
     return [run(changed(config, seed=seed)) for seed in seeds]
 
 
 def finite(tree: Any) -> Any:
-    """The tree with None for NaN and infinities, which JSON cannot store."""
+    """Replaces NaN and infinities in a tree by None, because JSON cannot store them."""
     return jax.tree.map(
         lambda x: None if isinstance(x, float) and not math.isfinite(x) else x, tree
     )
 
 
 def late(losses: list[float]) -> float:
-    """The mean loss of the last quarter, which averages over batches."""
+    """The mean loss over the last quarter of the steps, which averages out the noise of batches."""
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])
 
 

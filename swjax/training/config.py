@@ -1,10 +1,10 @@
-"""The config of a run: command-line parsing, and every check that can be made before training.
+"""The config of a run: command-line parsing, and every check that is possible before training.
 
-Each mistake is one `ConfigError`, whose message is one line: what is wrong, the value, the remedy.
+Each mistake raises one `ConfigError`, whose one-line message names the problem, the value and the remedy.
 
-`ml_collections.config_flags` parses the same command line through absl. It reports an unknown key with a
-traceback, a wrong value with two lines and exit code 1, and reads a tuple as a quoted Python literal. So
-`parse`, `load` and `_override` stay here; the types and the ranges are in `swjax.training.keys`.
+`ml_collections.config_flags` could parse the same command line through absl. But it reports an unknown key
+with a traceback and a wrong value with two lines and exit code 1, and it reads a tuple as a quoted Python
+literal. So this module keeps `parse`, `load` and `_override`; `swjax.training.keys` has types and ranges.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
     """Parses `PROGRAM --config=FILE.py[:ARG] --workdir=DIR [--config.section.key=VALUE ...]`.
 
     Args:
-      argv: the command line, program name first.
+      argv: the command line, starting with the program name.
 
     Returns:
       The locked config with the overrides applied, and the working directory.
 
     Raises:
-      ConfigError: anything that cannot be parsed, or a value out of its range.
+      ConfigError: an argument cannot be parsed, or a value is out of range.
     """
     flags, overrides = {}, []
     for argument in argv[1:]:
@@ -63,14 +63,14 @@ def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
 
 
 def local_path(name: str, address: str) -> Path:
-    """The path that a flag or a config key names: a plain one, or one as file://.
+    """Converts the value of a flag or config key, a plain path or a file:// address, to a path.
 
     Args:
-      name: of the flag or the key, for the message.
-      address: its value.
+      name: name of the flag or key, for the message.
+      address: the value.
 
     Raises:
-      ConfigError: the address is of another file system, which has no locks and no files that grow.
+      ConfigError: the address belongs to a remote file system, which has neither locks nor appends.
 
     >>> local_path("--workdir", "file:///tmp/run").as_posix()
     '/tmp/run'
@@ -85,19 +85,21 @@ def local_path(name: str, address: str) -> Path:
 
 
 def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
-    """Runs `get_config` of a Python file and overrides some keys.
+    """Runs `get_config` of a Python file and applies overrides.
 
-    A warm-up that the overrides leave out and that does not fit into their duration is scaled with it.
+    If an override shortens the run so that the warm-up does not fit, and no override sets the warm-up, the
+    warm-up is scaled with the duration.
 
     Args:
-      file: path, and after a colon the argument of `get_config`, if it takes one.
-      overrides: (key, value) pairs, as in ("train.steps", "100").
+      file: path of the file, optionally followed by a colon and the argument of `get_config`.
+      overrides: (key, value) pairs, such as ("train.steps", "100").
 
     Returns:
       The config, locked.
 
     Raises:
-      ConfigError: no such file or key, a value of another type or out of its range, an error in the file.
+      ConfigError: the file or a key does not exist, a value has a wrong type or is out of range, or the file
+        raises an error.
     """
     config = _run_file(file)
     durations = config.train.copy_and_resolve_references() if "train" in config else None
@@ -115,12 +117,12 @@ def _run_file(file: str) -> ConfigDict:
         raise ConfigError(f"config file {path!r} does not exist{_nearest_config(Path(path))}")
     spec = importlib.util.spec_from_file_location("swjax_config", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"config file {path!r} must be a Python file, one that ends with .py")
+        raise ConfigError(f"config file {path!r} must be a Python file: its name must end with .py")
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         config = module.get_config(*([argument] if argument else []))
-    except Exception as error:  # whatever a user's file does wrong
+    except Exception as error:  # a user's file may raise anything
         raise ConfigError(f"config file {file!r}: {_one_line(error)}") from error
     if not isinstance(config, ConfigDict):
         raise ConfigError(
@@ -136,7 +138,7 @@ def _nearest_config(path: Path) -> str:
 
 
 def _override(config: ConfigDict, key: str, text: str) -> None:
-    """Sets one key to the value that a text means."""
+    """Parses `text` and sets the key to its value."""
     *sections, name = key.split(".")
     part, found = config, "config"
     for section in [*sections, name]:
@@ -149,7 +151,7 @@ def _override(config: ConfigDict, key: str, text: str) -> None:
         raise ConfigError(
             f"config.{key}={text!r} sets a section: set one of its keys, {', '.join(part)}"
         )
-    accepted = KEYS.get(key) or Key(type(part))  # a part of a mixture has keys of its own
+    accepted = KEYS.get(key) or Key(type(part))  # a part of a mixture has its own keys
     try:
         above[name] = accepted.read(text)
     except (ValueError, TypeError) as error:
@@ -157,11 +159,11 @@ def _override(config: ConfigDict, key: str, text: str) -> None:
 
 
 def _fit_warmup(config: ConfigDict, durations: ConfigDict, overridden: set[str]) -> None:
-    """Scales a warm-up that does not fit into a duration given on the command line.
+    """Scales a warm-up that does not fit into the duration given on the command line.
 
     Args:
-      config: is changed.
-      durations: the section `train` of the config's file.
+      config: modified in place.
+      durations: the section `train` as the config file sets it.
       overridden: the keys given on the command line.
     """
     for unit in UNITS:
@@ -173,13 +175,13 @@ def _fit_warmup(config: ConfigDict, durations: ConfigDict, overridden: set[str])
         config.schedule[key] = type(warmup)(warmup * duration / before)
         logger.warning(
             "config.schedule.%s=%s does not fit into config.train.%s=%s: scaled to %s, the same share; "
-            "set it to choose another",
+            "set the key to choose another value",
             key, warmup, unit, duration, config.schedule[key],
         )  # fmt: skip
 
 
 def _flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """The values by key, as in {"train.steps": 20}."""
+    """The values by full key, such as {"train.steps": 20}."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, ConfigDict):
@@ -204,11 +206,11 @@ class Description(NamedTuple):
 
 
 def describe_keys(file: Path = COMMON) -> list[Description]:
-    """Every config key: its default, type, range and meaning.
+    """Describes every config key: its default, type, range and meaning.
 
     Args:
-      file: configs/common.py. The meaning of a key is the comment at the end of its line, or the lines of
-        comment above it.
+      file: path of configs/common.py. The meaning of a key is the comment at the end of its line, or the
+        comment lines above it.
 
     >>> key = describe_keys()[0]
     >>> key.name, key.default, key.type
@@ -228,16 +230,16 @@ def describe_keys(file: Path = COMMON) -> list[Description]:
 
 
 def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: int) -> int:
-    """A duration in steps, from one of `{prefix}steps`, `{prefix}epochs`, `{prefix}examples`.
+    """Computes a duration in steps from one of `{prefix}steps`, `{prefix}epochs`, `{prefix}examples`.
 
     Args:
-      section: config.train or config.schedule, which holds the three keys; 0 means "not this one".
-      prefix: what precedes the unit in the keys: "" in config.train, "warmup_" in config.schedule.
-      batch_size: examples a step, over all devices.
-      dataset_size: examples an epoch.
+      section: config.train or config.schedule, which has the three keys; 0 means that a key is unset.
+      prefix: prefix of the three keys: "" in config.train, "warmup_" in config.schedule.
+      batch_size: examples per step, over all devices.
+      dataset_size: examples per epoch.
 
     Raises:
-      ConfigError: more than one of them is set, or the one that is set is less than a step.
+      ConfigError: more than one key is set, or the duration is shorter than one step.
 
     >>> train = ConfigDict({"steps": 0, "epochs": 2.0, "examples": 0})
     >>> steps(train, "", batch_size=10, dataset_size=100)
@@ -263,10 +265,10 @@ def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: in
 
 
 def validate(config: ConfigDict, *, batch_shards: int) -> None:
-    """Checks what needs neither the model nor the data: choices, ranges, divisibility.
+    """Checks choices, ranges and divisibility, which need neither the model nor the data.
 
     Args:
-      batch_shards: devices the batch is split over.
+      batch_shards: number of devices that the batch is sharded over.
 
     Raises:
       ConfigError: the first violated invariant, in one line.
@@ -280,14 +282,14 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
         ("data.dir", config.data.dir),
         ("train.compilation_cache", config.train.compilation_cache),
     ):
-        if "://" in address:  # read as a path, "file:" would be a folder
+        if "://" in address:  # as a path, "file:" would name a folder
             local_path(f"config.{key}", address)
             raise ConfigError(f"config.{key}={address!r} must be a path: leave out file://")
     if config.checkpoint.resume and config.checkpoint.init_from:
         raise ConfigError(
             f"config.checkpoint.resume={config.checkpoint.resume!r} and "
-            f"config.checkpoint.init_from={config.checkpoint.init_from!r} exclude each other: resume takes "
-            f"the parameters, the moments and the step, init_from the parameters only; set one to ''"
+            f"config.checkpoint.init_from={config.checkpoint.init_from!r} exclude each other: resume "
+            f"restores the parameters, the moments and the step, init_from only the parameters; set one to ''"
         )
 
 
@@ -296,16 +298,16 @@ def _check_optimizer(config: ConfigDict) -> None:
     if optimizer.grad_clip_norm and optimizer.name == "stable_adamw" and optimizer.clip_threshold:
         raise ConfigError(
             f"config.optimizer clips twice, grad_clip_norm={optimizer.grad_clip_norm} and "
-            f"clip_threshold={optimizer.clip_threshold}: they are alternatives, set one to 0"
+            f"clip_threshold={optimizer.clip_threshold}: set one of them to 0"
         )
     if optimizer.b2_power and optimizer.name != "stable_adamw":
         raise ConfigError(
             f"config.optimizer.b2_power={optimizer.b2_power} needs name='stable_adamw', not "
-            f"{optimizer.name!r}: set clip_threshold to 0 for that schedule in plain AdamW"
+            f"{optimizer.name!r}: set the name; with clip_threshold=0 it is AdamW with that schedule"
         )
     if config.model.dtype == "float16" and not optimizer.loss_scaling:
         raise ConfigError(
-            "config.model.dtype='float16' needs its loss scaled, or small gradients are 0: set "
+            "config.model.dtype='float16' needs a loss scale, or small gradients underflow to 0: set "
             "optimizer.loss_scaling to 'per_tensor' or 'dynamic'"
         )
     for pattern in optimizer.freeze:
@@ -313,7 +315,7 @@ def _check_optimizer(config: ConfigDict) -> None:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(
-                f"config.optimizer.freeze={pattern!r} is no regular expression: {error}"
+                f"config.optimizer.freeze={pattern!r} is not a regular expression: {error}"
             ) from error
 
 
@@ -358,7 +360,7 @@ def _check_data(config: ConfigDict) -> None:
 
 @contextlib.contextmanager
 def blame(key: str) -> Iterator[None]:
-    """Turns an error about a value, or a missing package, into one about the config key."""
+    """Re-raises an error about a value or a missing package as a ConfigError about the config key."""
     try:
         yield
     except ConfigError:
@@ -368,21 +370,21 @@ def blame(key: str) -> Iterator[None]:
 
 
 def to_json(config: ConfigDict) -> str:
-    """The config as stable, readable JSON (tuples become lists)."""
+    """The config as readable JSON with a stable order (tuples become lists)."""
     return json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
 
 
 def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
-    """The object that a file of a run holds.
+    """Parses the JSON object in a file of a run.
 
     Args:
-      what: names the file.
-      text: what it holds.
-      remedy: against damage.
-      **types: of the keys that must be there.
+      what: description of the file, for the message.
+      text: contents of the file.
+      remedy: what the message tells the user to do if the file is damaged.
+      **types: required keys and the type of each.
 
     Raises:
-      ConfigError: it holds no such object: the file is damaged.
+      ConfigError: the text is no such object, so the file is damaged.
     """
     try:
         found = json.loads(text)
@@ -391,36 +393,36 @@ def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
     whole = isinstance(found, dict)
     if not whole or not all(isinstance(found.get(key), kind) for key, kind in types.items()):
         keys = f" with {' and '.join(types)}" if types else ""
-        raise ConfigError(f"{what} of this run is damaged: it holds no object{keys}: {remedy}")
+        raise ConfigError(f"{what} of this run is damaged: it holds no JSON object{keys}: {remedy}")
     return found
 
 
-# The parts of a mixture have names, and keys, that the user chooses.
+# The user chooses the names and keys of the parts of a mixture.
 CHOSEN = "data.mixture."
-# What may change between a run's parts without changing what it computes.
+# Keys that may change when a run resumes, because they do not change what it computes.
 UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:", "train.profile_steps:")  # fmt: skip
 
 
 def changes(saved: str, config: ConfigDict) -> list[str]:
-    """What differs between a run's config.json and a config, as `key: old -> new`.
+    """Lists the differences between a run's config.json and a config, as `key: old -> new`.
 
-    A key that one of them lacks is of another version of swjax, and no difference, but in `CHOSEN`.
+    A key that only one config has comes from another version of swjax and is ignored, except under `CHOSEN`.
 
     >>> config = ConfigDict({"model": {"recipe": "standard", "new": ""}, "log": {"every_steps": 2}})
     >>> changes('{"model": {"recipe": "switchback"}, "log": {"every_steps": 1}}', config)
     ["model.recipe: 'switchback' -> 'standard'"]
 
     Raises:
-      ConfigError: what was saved is no config any more.
+      ConfigError: the saved config is damaged.
     """
-    old = read_json("config.json", saved, remedy="put a copy there, or remove it")
+    old = read_json("config.json", saved, remedy="restore it from a copy, or remove it")
     found = differences(old, json.loads(to_json(config)))
     return [change for change in found if not change.startswith(UNCOUNTED)]
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
-    """What differs between two configs, as `changes` gives it, without the exceptions."""
+    """Lists the differences between two configs like `changes`, but with every key."""
     found = []
     chosen = prefix.startswith(CHOSEN)
     for key in sorted(old.keys() | new.keys() if chosen else old.keys() & new.keys()):
@@ -432,7 +434,7 @@ def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
     return found
 
 
-# The keys that decide which arrays a run's state has. What else changes may be resumed.
+# These keys determine which arrays the state of a run has. A run can resume after any other change.
 SHAPING = ("model.", "data.image_size:", "data.context_length:", "optimizer.name:",
            "optimizer.grad_clip_norm:", "optimizer.loss_scaling:", "optimizer.freeze:", "train.loss:",
            "train.ema_decay:")  # fmt: skip
@@ -440,14 +442,14 @@ SHAPING = ("model.", "data.image_size:", "data.context_length:", "optimizer.name
 
 @contextlib.contextmanager
 def blame_changes(workdir: Path, config: ConfigDict) -> Iterator[None]:
-    """Turns an error about the arrays of a checkpoint into one about the config keys that changed them.
+    """Re-raises an error about the arrays of a checkpoint as one about the config keys that changed them.
 
     Args:
-      workdir: of the run whose checkpoint is restored.
-      config: of this run.
+      workdir: workdir of the run whose checkpoint is restored.
+      config: the config of the current run.
 
     Raises:
-      ConfigError: the changed keys; without one, the error itself.
+      ConfigError: names the changed keys. If no such key changed, the original error propagates.
     """
     try:
         yield
@@ -458,6 +460,6 @@ def blame_changes(workdir: Path, config: ConfigDict) -> Iterator[None]:
         if not shaping:
             raise
         raise ConfigError(
-            f"the checkpoints in {workdir} are of another config: {'; '.join(shaping[:5])}: change it "
-            f"back, or use another --workdir"
+            f"the checkpoints in {workdir} belong to another config: {'; '.join(shaping[:5])}: change "
+            f"the keys back, or use another --workdir"
         ) from error
