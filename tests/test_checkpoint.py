@@ -144,7 +144,7 @@ def test_what_one_of_two_processes_cannot_read_neither_uses(saved, tmp_path):
         printed = [process.communicate(timeout=180)[0] for process in both]
     assert all("restored 2 2\n" in text for text in printed), printed
     assert all("is another folder for process 1 than for process 0" in text for text in printed)
-    assert "damaged: process 1 could not go on: see there what it says" in printed[0]
+    assert "damaged: process 1 failed: see the output of that process" in printed[0]
     assert "damaged: Requested byte range" in printed[1]
 
 
@@ -202,7 +202,9 @@ def test_other_arrays_name_the_key_that_changed(tmp_path):
     now = config_lib.load(f"{ROOT}/configs/openmoji.py", [("train.ema_decay", "0.9")])
     more = LIKE | {"ema": LIKE["params"]}
     with (
-        pytest.raises(ConfigError, match="config.train.ema_decay: 0.0 -> 0.9: change the keys back"),
+        pytest.raises(
+            ConfigError, match="config.train.ema_decay: 0.0 -> 0.9: change the keys back"
+        ),
         config_lib.blame_changes(tmp_path, now),
     ):
         Checkpoints(tmp_path, keep=0).restore(more)

@@ -213,7 +213,7 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
     with pytest.raises(config_lib.ConfigError, match="name the data set to evaluate on, own, web"):
         inputs.open_source(config, "val")
     for part, message in (
-        ({"name": "table"}, "mixture.web needs a name, of a data set, and a weight; it has name"),
+        ({"name": "table"}, "mixture.web needs the keys name and weight; it has name"),
         ({"name": "table", "weight": 1.0}, "web.splits.train is empty: name the data to train on"),
         ({"name": "tabel", "weight": 1.0}, "there is no data set 'tabel'"),
         ({"name": "table", "weight": 1.0, "splits": {"train": "own.csv"}, "key": ""}, "options of"),

@@ -184,8 +184,11 @@ def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
         printed = [process.communicate(timeout=120)[0].splitlines() for process in both]
     assert [process.returncode for process in both] == [2, 2], printed
     lines = [[line for line in lines if line.startswith("train.py: ")] for lines in printed]
-    assert lines[0] == ["train.py: process 1 could not go on: see there what it says"]
-    assert len(lines[1]) == 1 and "another config than process 0: train.seed: 0 -> 1" in lines[1][0]
+    assert lines[0] == ["train.py: process 1 failed: see the output of that process"]
+    assert (
+        len(lines[1]) == 1
+        and "a different config than process 0: train.seed: 0 -> 1" in lines[1][0]
+    )
     assert not (tmp_path / "run").exists()
 
 

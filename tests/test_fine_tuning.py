@@ -87,11 +87,11 @@ def test_what_differs_is_adapted_and_said_in_one_line_each(micro, tmp_path, capl
     assert float(params["logit_bias"]) == -10
     said = [record.getMessage().partition(": ")[2] for record in caplog.records]
     assert said == [
-        "logit_bias [] is new: there is none there",
-        "text/position_embedding: the first 6 positions are kept: [8, 32] there, [6, 32] here",
-        "text/projection/kernel is new: [32, 16] there, [32, 24] here",
-        "vision/position_embedding is interpolated: [5, 32] there, [17, 32] here",
-        "vision/projection/kernel is new: [32, 16] there, [32, 24] here",
+        "logit_bias [] is newly initialized: the weights have no such parameter",
+        "text/position_embedding: the first 6 positions are kept: [8, 32] in the weights, [6, 32] here",
+        "text/projection/kernel is newly initialized: [32, 16] in the weights, [32, 24] here",
+        "vision/position_embedding is interpolated: [5, 32] in the weights, [17, 32] here",
+        "vision/projection/kernel is newly initialized: [32, 16] in the weights, [32, 24] here",
     ]
     caplog.clear()
     longer = start(micro(checkpoint__init_from=str(tmp_path), data__context_length=12))
@@ -105,7 +105,7 @@ def test_a_run_of_another_image_size_is_adapted_too(reference, micro, tmp_path, 
     params = start(micro(checkpoint__init_from=str(workdir), data__image_size=24))
     assert_same_bits(params["text"], first["text"])
     assert params["vision"]["position_embedding"].shape == (10, 32)
-    assert "is interpolated: [5, 32] there, [10, 32] here" in caplog.text
+    assert "is interpolated: [5, 32] in the weights, [10, 32] here" in caplog.text
 
 
 def test_a_run_of_an_older_version_is_read(reference, micro, tmp_path):
@@ -128,14 +128,14 @@ def test_positions_of_the_same_grid_stay():
 
 
 OTHERS = {
-    "another activation": ({"gelu": "quick"}, {}, "gelu is 'quick' there and 'tanh' here: set config.model"),
-    "other heads": ({"vision": {"heads": 4}}, {}, "vision.heads is 4 there and 2 here: set config.model."),
-    "another width": ({"text": {"width": 48}}, {}, "text.width is 48 there and 32 here"),
-    "another patch": ({"vision": {"patch_size": 4}}, {}, "vision.patch_size is 4 there and 8 here"),
+    "another activation": ({"gelu": "quick"}, {}, "is 'quick' in the weights and 'tanh' here: set config"),
+    "other heads": ({"vision": {"heads": 4}}, {}, "heads is 4 in the weights and 2 here: set config.model."),
+    "another width": ({"text": {"width": 48}}, {}, "text.width is 48 in the weights and 32 here"),
+    "another patch": ({"vision": {"patch_size": 4}}, {}, "vision.patch_size is 4 in the weights and 8 here"),
     "another vocabulary": (
         {"text": {"vocab_size": 50}},
         {},
-        "its tokenizer is another: it has 50 tokens, CLIP's, which training reads captions by, 49408",
+        "its tokenizer has 50 tokens, but swjax reads captions with CLIP's, which has 49408",
     ),
     "layer scale here": ({}, {"model__layer_scale": "true"}, "set config.model.layer_scale=False"),
     "layer scale there": ({"layer_scale": 0.5}, {}, "lacks: set config.model.layer_scale=True"),
@@ -188,11 +188,13 @@ def test_a_siglip_is_the_start_of_a_run(micro, tmp_path, layout, caplog):
     params = start(config)
     assert_same_bits(params["vision"]["pool"], theirs["vision"]["pool"])
     assert_same_bits(params["text"], theirs["text"])
-    assert "is interpolated: [4, 32] there, [9, 32] here" in caplog.text
+    assert "is interpolated: [4, 32] in the weights, [9, 32] here" in caplog.text
     _, step = init_and_step(config)
     state, metrics = step(jax.jit(make_init(config)[0])() | {"params": params}, batch_of(config))
     assert np.isfinite(metrics["train/loss"]) and int(state["step"]) == 1
-    with pytest.raises(ConfigError, match="architecture is 'siglip' there and 'clip' here"):
+    with pytest.raises(
+        ConfigError, match="architecture is 'siglip' in the weights and 'clip' here"
+    ):
         start(micro(checkpoint__init_from=str(address)))
 
 
@@ -208,7 +210,10 @@ def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_pat
     )
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-    assert "vision/position_embedding is interpolated: [5, 32] there, [10, 32] here" in done.stderr
+    assert (
+        "vision/position_embedding is interpolated: [5, 32] in the weights, [10, 32] here"
+        in done.stderr
+    )
     scores = json.loads((workdir / "results.json").read_text())
     assert any("top1" in name for name in str(scores).split("'")), scores
     config = micro(data__image_size=24, optimizer__freeze="^vision/")

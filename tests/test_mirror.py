@@ -55,7 +55,9 @@ def test_another_machine_goes_on_bit_for_bit(run, address, reference, micro, cap
 
     second, code = run("second", checkpoint__mirror=address)
     assert code == 0
-    assert f"the run comes from {address}, with the checkpoint of step 3" in capsys.readouterr().out
+    assert (
+        f"copied the run from {address}, with the checkpoint of step 3" in capsys.readouterr().out
+    )
     assert records(second) == records(reference[1])
     for mine, theirs in zip(final_state(micro(), second), final_state(*reference), strict=True):
         assert_same_bits(mine, theirs)

@@ -155,7 +155,7 @@ def test_a_stretch_without_an_update_stops_the_run(micro):
     assert policy.decide(skipped_or_not(1, 1, 0)) is Action.GO_ON
     assert policy.decide(skipped_or_not(*[1] * 49)) is Action.GO_ON
     assert policy.decide(skipped_or_not(1)) is Action.STOP
-    assert "the last 50 steps were all skipped, 52 in all: stopped; lower" in policy.reason
+    assert "the last 50 steps were all skipped, 52 in total: stopped; lower" in policy.reason
 
 
 def test_a_stretch_that_is_over_does_not_stop_the_run(micro):
@@ -199,7 +199,7 @@ def test_a_run_whose_gradients_overflow_at_every_step_has_not_finished(
 def assert_not_finished(config, tmp_path, capsys):
     assert train(config, tmp_path) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "the last 6 steps were all skipped, 6 in all: stopped;" in last
+    assert "the last 6 steps were all skipped, 6 in total: stopped;" in last
     assert [r["train/skipped_total"] for r in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert not (tmp_path / "results.json").exists()
 

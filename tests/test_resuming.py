@@ -55,7 +55,8 @@ def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
     _, workdir = reference
     config = micro(checkpoint__resume=str(workdir), model__vision__width=64)
     with pytest.raises(
-        ConfigError, match=r"another config: config.model.vision.width: 32 -> 64: change the keys back"
+        ConfigError,
+        match=r"another config: config.model.vision.width: 32 -> 64: change the keys back",
     ) as error:
         train(config, tmp_path / "other")
     assert "\n" not in str(error.value)

@@ -8,17 +8,18 @@ from typing import Any, TextIO
 
 import jax
 
-_FIRST_RANK = re.compile(r"^(val|zeroshot)/(?!.*_chance_).*_(R@1|top1)$")  # scores to keep in sight
+# These scores get a permanent line.
+_FIRST_RANK = re.compile(r"^(val|zeroshot)/(?!.*_chance_).*_(R@1|top1)$")
 
 
 class Console:
-    """Shows the newest record: in one line that is rewritten on a terminal, and in plain lines elsewhere.
+    """Shows the newest record: on a terminal in one line that is rewritten, elsewhere in separate lines.
 
-    Only process 0 prints. Other output belongs after `close`.
+    Only process 0 prints. Callers print other output only after `close`.
 
     Args:
-      total: steps of the run.
-      stream: where to print; None: standard output.
+      total: number of steps of the run.
+      stream: output stream; None is standard output.
     """
 
     def __init__(self, total: int, stream: TextIO | None = None):
@@ -28,19 +29,19 @@ class Console:
         self._open = False
 
     def say(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints a permanent line."""
         self._print(("\r\x1b[K" if self._open else "") + text + "\n")
         self._open = False
 
     def show(self, text: str) -> None:
-        """Shows a transient message on a terminal, until the next line; prints nothing elsewhere."""
+        """Shows a transient message on a terminal until the next line; prints nothing elsewhere."""
         if self._live:
             columns = shutil.get_terminal_size().columns
-            self._print(f"\r\x1b[K{text[: columns - 1]}")  # a longer line would wrap, and stay
+            self._print(f"\r\x1b[K{text[: columns - 1]}")  # a wrapped line could not be rewritten
             self._open = True
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Shows the newest record: its step and loss, and the throughput where it has one; keeps scores."""
+        """Shows the step, loss and, if present, throughput of the newest record; prints scores to stay."""
         if scores := [f"{name} {record[name]:.1%}" for name in record if _FIRST_RANK.search(name)]:
             self.say(f"step {record['step']}: {', '.join(scores)}")
         line = f"step {record['step']}/{self._total}  loss {record['train/loss']:.4f}"
@@ -56,7 +57,7 @@ class Console:
             self.say(line)
 
     def close(self) -> None:
-        """Ends the line that is rewritten; it stays."""
+        """Ends the rewritten line with a newline, so that it stays."""
         if self._open:
             self._print("\n")
         self._open = False
@@ -68,7 +69,7 @@ class Console:
 
 
 def device_memory() -> str:
-    """The memory in use and its peak, of this process's device with the highest peak; "" on CPUs."""
+    """The memory in use and its peak on this process's device with the highest peak; "" on CPUs."""
     devices = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
     most: Mapping[str, int] = max(
         devices, key=lambda stats: stats.get("peak_bytes_in_use", 0), default={}
@@ -80,7 +81,8 @@ def device_memory() -> str:
 
 
 def _clock(seconds: float) -> str:
-    """
+    """Formats a duration in seconds.
+
     >>> _clock(3700), _clock(65)
     ('1:01:40', '1:05')
     """

@@ -1,7 +1,7 @@
-"""One run as several processes: how they connect and agree on their config.
+"""Runs as several processes: how they connect and agree on their config.
 
 Start the same command once for each GPU (docs/scaling.md). Each process computes on its own devices and
-reads its own part of the data; process 0 alone writes files and prints.
+reads its own shard of the data; only process 0 writes files and prints.
 """
 
 import contextlib
@@ -24,32 +24,32 @@ from swjax.training import lost_peers
 from swjax.training.config import differences, to_json
 from swjax.training.errors import ConfigError, RunError
 
-# Of launchers whose processes JAX finds itself: the number of them, and by what JAX knows the launcher.
+# Launchers that JAX detects: the variable with the number of processes, and the variable that JAX checks.
 _DETECTED = (
-    ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),  # a step of srun; a batch script is alone
+    ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),  # set in srun steps, but not in a batch script
     ("OMPI_COMM_WORLD_SIZE", "OMPI_MCA_orte_hnp_uri"),  # Open MPI up to version 4
 )
-# Other MPIs set fewer variables: the package mpi4py asks them.
+# Other MPIs set fewer variables, so the package mpi4py has to query them.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Seconds without a sign of life after which a process counts as dead, and the others end; and that one
-# which fails waits for the others. Together less than a minute.
+# A process counts as dead after _HEARTBEAT seconds of silence, and then the others end. A process that fails
+# waits _SHUTDOWN seconds for the others. The sum is less than a minute.
 _HEARTBEAT, _SHUTDOWN = 30, 20
-_SILENCE = 5  # seconds of waiting for the others until this process says so
-# Messages of collectives and of JAX's service when a process has ended: the errors have one type, no code.
+_SILENCE = 5  # seconds of waiting before a process prints what it waits for
+# Matches errors of collectives and of JAX's service after a process has ended: they share one type, no code.
 _LOST = (
     r"Gloo|NCCL|nccl|Connection (reset|closed)|UNAVAILABLE|DEADLINE_EXCEEDED|coordination service"
 )
 
 
 def start() -> None:
-    """Joins the other processes of this run, if it was started as one of several; else does nothing.
+    """Joins the other processes of the run if the environment names several; otherwise does nothing.
 
-    Call it before anything asks JAX for its devices. If `jax.distributed` is initialized already, it is used
-    as it is.
+    Call it before anything asks JAX for its devices. If `jax.distributed` is already initialized, the
+    function keeps that connection.
 
     Raises:
-      ConfigError: the environment says that there are several, but not enough to find them.
+      ConfigError: the environment names several processes, but lacks the values needed to connect them.
     """
     if jax.distributed.is_initialized():
         return
@@ -62,12 +62,12 @@ def start() -> None:
             "shutdown_timeout_seconds": _SHUTDOWN,
         }
         jax.distributed.initialize(**arguments, **timeouts)
-    lost_peers.watch(f"train.py: {_lost('it gives no sign of life')}")
+    lost_peers.watch(f"train.py: {_lost('it no longer responds')}")
 
 
 @contextlib.contextmanager
 def _said_after(seconds: float, line: str):
-    """Prints a line if its body takes longer."""
+    """Prints a line if the body of the `with` statement takes longer than `seconds`."""
     timer = threading.Timer(seconds, lambda: print(line, file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
@@ -78,13 +78,13 @@ def _said_after(seconds: float, line: str):
 
 
 def _waiting(arguments: Mapping) -> str:
-    """The process that a process waits for at its start, and its address.
+    """Describes which process this one waits for at start-up, and the address.
 
     >>> _waiting({"process_id": 1, "num_processes": 2, "coordinator_address": "node1:1234"})
     'process 1 of 2 waits for process 0 at node1:1234'
     """
     if "process_id" not in arguments:
-        return "this process waits for the others that its launcher names"
+        return "this process waits for the other processes of its launcher"
     index, count = arguments["process_id"], arguments["num_processes"]
     others = "process 0" if index else "process 1" if count == 2 else f"processes 1 to {count - 1}"
     return f"process {index} of {count} waits for {others} at {arguments['coordinator_address']}"
@@ -92,20 +92,20 @@ def _waiting(arguments: Mapping) -> str:
 
 def _lost(reason: str) -> str:
     return (
-        f"process {jax.process_index()} of {jax.process_count()} lost another one: {reason}; see what the "
-        f"others say, then start all again: they go on from the last checkpoint"
+        f"process {jax.process_index()} of {jax.process_count()} lost another one: {reason}; see the "
+        f"output of the others, then restart all: they resume from the last checkpoint"
     )
 
 
-# These may differ between machines; every other key decides what the processes compute or when they meet.
+# These keys may differ between machines. All other keys affect results or synchronization points.
 _LOCAL = ("data.dir:", "data.workers:", "train.compilation_cache:")
 
 
 def check_same_config(config: ConfigDict) -> None:
-    """Checks that all processes were started with the config of process 0.
+    """Checks that all processes have the config of process 0.
 
     Raises:
-      ConfigError: in a process with another one: the keys that differ; in the rest: which process it is.
+      ConfigError: a process has another config. That process names the keys; the others name the process.
     """
     own = to_json(config)
     first = bytes(of_first(list(own.encode()))).decode()
@@ -114,20 +114,20 @@ def check_same_config(config: ConfigDict) -> None:
         found = [change for change in found if not change.startswith(_LOCAL)]
         if found:
             raise ConfigError(
-                f"process {jax.process_index()} has another config than process 0: "
+                f"process {jax.process_index()} has a different config than process 0: "
                 f"{'; '.join(found[:3])}: start all processes with the same command"
             )
 
 
 def read_environment(environment: Mapping[str, str]) -> dict | None:
-    """The arguments of `jax.distributed.initialize`; None: this process is alone.
+    """The arguments of `jax.distributed.initialize`, or None for a single process.
 
     Args:
-      environment: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what SLURM's srun or
-        an MPI sets.
+      environment: has JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the variables that
+        SLURM's srun or an MPI sets.
 
     Raises:
-      ConfigError: something is missing, or is no number.
+      ConfigError: a variable is missing or is not a number.
 
     >>> read_environment({"SLURM_STEP_NODELIST": "gpu[01-04]", "SLURM_NTASKS": "32"})
     {}
@@ -184,7 +184,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 @contextlib.contextmanager
 def blame_peers() -> Iterator[None]:
-    """Reports in one line that another process of the run has ended."""
+    """Re-raises an error that shows the end of another process, as a one-line RunError."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -195,10 +195,10 @@ def blame_peers() -> Iterator[None]:
 
 
 def leave(code: int) -> int:
-    """Ends a process whose run failed, if it is one of several: the others may have ended.
+    """Ends the process of a failed run if it is one of several, because the other processes may have ended.
 
     Returns:
-      `code`, if it is alone.
+      `code`, if this is the only process.
     """
     if not jax.distributed.is_initialized():
         return code
@@ -206,9 +206,9 @@ def leave(code: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if is_first():
-        # When the service of process 0 ends, JAX aborts those that have not reported their error.
+        # When process 0's service ends, JAX aborts processes that have not reported their error yet.
         time.sleep(1)
-    os._exit(code)  # an orderly end would wait for all, and abort when they do not come
+    os._exit(code)  # a normal exit waits for all processes and aborts without them
 
 
 def is_first() -> bool:
@@ -218,18 +218,18 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """If its body fails in one process, it fails in all, after all have reached it: no process waits in vain.
+    """If the body fails in one process, raises in all processes after all have run it.
 
     The body itself must not wait for other processes.
 
     Raises:
-      Exception: in the first process that failed, its own error, which it alone reports.
-      ConfigError: in the others, if that one's is; RunError: if it is anything else.
+      Exception: in the first process that failed, its own error. Only this process reports it.
+      ConfigError: in the others, if the first error is a ConfigError. RunError: if it has another type.
     """
     error = None
     try:
         yield
-    except Exception as caught:  # any error, so that the others do not wait
+    except Exception as caught:  # every error must reach the other processes
         error = caught
     own = 0 if error is None else 2 if isinstance(error, ConfigError) else 1
     kinds = all_processes(np.array([own], np.int64))[:, 0]
@@ -238,35 +238,35 @@ def all_or_none() -> Iterator[None]:
         raise error
     if kinds.any():
         kind = ConfigError if kinds.max() == 2 else RunError
-        raise kind(f"process {teller} could not go on: see there what it says") from error
+        raise kind(f"process {teller} failed: see the output of that process") from error
 
 
 def first_does(action: Callable[[], object]) -> None:
-    """Runs `action` in process 0 while the others wait; where it fails, all fail, see `all_or_none`."""
+    """Runs `action` in process 0 while the others wait; a failure raises in all, see `all_or_none`."""
     with all_or_none():
         if is_first():
             action()
 
 
 def of_first(numbers: list[int]) -> list[int]:
-    """The list that process 0 has, on all."""
+    """Broadcasts the list of process 0 to all processes."""
     count = int(all_processes(np.array([len(numbers)], np.int64))[0, 0])
     padded = (numbers + count * [0])[:count]
     return all_processes(np.array(padded, np.int64))[0].tolist() if count else []
 
 
 def all_processes(own: np.ndarray) -> np.ndarray:
-    """int64 [n] of every process as [processes, n] on each; JAX would cut it to int32."""
+    """Gathers int64 [n] of every process into [processes, n] on each process, without JAX's cast to int32."""
     return np.asarray(multihost_utils.process_allgather(own.view(np.int32))).view(np.int64)
 
 
 def shall_stop(step: int, requested: bool) -> bool:
-    """Whether all processes stop after this step; all must ask after each.
+    """Whether all processes stop after this step. All processes must call it after each step.
 
     Args:
       step: the number of finished steps.
-      requested: whether the only process of a run was asked to stop. For several, JAX watches SIGTERM: a
-        second or two after any of them received it, all get the same step.
+      requested: whether the only process of a run was asked to stop. In a run of several processes, JAX
+        watches SIGTERM instead: all get the same step, a second or two after any of them receives it.
     """
     if jax.process_count() == 1:
         return requested

@@ -1,4 +1,4 @@
-"""The environment of a run: the text of env.txt."""
+"""Describes the environment of a run, for env.txt."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 def describe() -> str:
-    """The command, code, packages and devices of this process, one `name: value` a line."""
+    """The command, code, packages and devices of this process, one `name: value` per line."""
     devices = jax.devices()
     lines = {
         "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
@@ -33,12 +33,12 @@ def describe() -> str:
 
 
 def command() -> str:
-    """The command of this process, for records that others read: without the folders of whoever ran it."""
+    """The command of this process without the user's folders, for records that others read."""
     return shlex.join(["python", *_program(), *map(without_folders, sys.argv[1:])])
 
 
 def _program() -> list[str]:
-    """What python runs: `-m` and a module, whose file alone could not be run, or a script."""
+    """The program that python runs: a script, or `-m` and a module."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec:
         return ["-m", spec.name.removesuffix(".__main__")]
@@ -47,7 +47,7 @@ def _program() -> list[str]:
 
 
 def without_folders(text: str) -> str:
-    """Returns a text with absolute paths cut to their last name.
+    """Replaces each absolute path in a text by its last component.
 
     >>> without_folders("--out=/home/someone/scaling.json")
     '--out=scaling.json'
@@ -56,7 +56,7 @@ def without_folders(text: str) -> str:
 
 
 def version(package: str) -> str:
-    """Returns a package's version, or that it is not installed."""
+    """Returns the version of a package, or says that it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -64,7 +64,7 @@ def version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit, marked when files differ from it."""
+    """The commit of the checkout, with a mark if files have uncommitted changes."""
     git = [
         "git",
         "-C",

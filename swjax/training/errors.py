@@ -1,4 +1,4 @@
-"""The errors that end a run, each with the exit code of the process."""
+"""Errors that end a run, and the exit code of each."""
 
 import contextlib
 import enum
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 
 class ExitCode(enum.IntEnum):
-    """What a process of a run returns to the shell."""
+    """Exit codes of a process of a run."""
 
     FINISHED = 0  # or saved and interrupted
     DIVERGED = 1
     WRONG_CONFIG = 2  # or a wrong command line
-    FAILED = 3  # the disk or another process; the same command resumes
+    FAILED = 3  # the disk or another process failed; the same command resumes the run
     INTERRUPTED_TWICE = 130
-    UNREAD = 141  # nobody reads the output any more, as in `... | head`; what a shell reports for SIGPIPE
+    UNREAD = 141  # the reader of the output closed it, as in `... | head` (128 + SIGPIPE)
 
 
 class ConfigError(ValueError):
-    """A mistake in a config or on the command line; `str(error)` is one line for the user."""
+    """The config or the command line has a mistake; `str(error)` is one line for the user."""
 
     exit_code = ExitCode.WRONG_CONFIG
 
@@ -29,14 +29,14 @@ class OtherArrays(ConfigError):
 
 
 class RunError(RuntimeError):
-    """What a run depends on failed, such as its disk; `str(error)` is one line for the user."""
+    """A resource of the run failed, such as its disk; `str(error)` is one line for the user."""
 
     exit_code = ExitCode.FAILED
 
 
 @contextlib.contextmanager
 def output_may_end() -> Iterator[None]:
-    """Ends the process without a traceback if the reader of its output has left, as in `... | head`.
+    """Ends the process without a traceback if the reader of its output closed it, as in `... | head`.
 
     Raises:
       SystemExit: with `ExitCode.UNREAD`.
@@ -47,5 +47,6 @@ def output_may_end() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        # The flush at exit then writes to the null device, and succeeds.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(ExitCode.UNREAD) from None

@@ -1,4 +1,4 @@
-"""The evaluation of a run: retrieval, and zero-shot classification where the data have classes."""
+"""The evaluation of a run: retrieval, and zero-shot classification if the data have classes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from swjax.training.config import ConfigError, blame
 from swjax.training.failures import blame_data_path
 from swjax.training.inputs import open_source
 
-PREDICTIONS = 24  # unseen images in the report
-CAPTIONS = 5  # unseen captions in the report, of data without classes
+PREDICTIONS = 24  # number of unseen images in the report
+CAPTIONS = 5  # number of unseen captions in the report, if the data have no classes
 
 
 class Evaluation(NamedTuple):
-    """The evaluation of a split.
+    """The result of evaluating a split.
 
     Attributes:
-      scores: {name: number}: of the split, if the config names it, and of the sets of `eval.zeroshot`.
-      predictions: some images with their likeliest classes, or captions if the data have no classes.
+      scores: {name: number} of the split, if the config names one, and of the sets of `eval.zeroshot`.
+      predictions: some images with their most likely classes, or with captions if the data have no classes.
       nearest_images: some captions with their nearest images; [] if the data have classes.
     """
 
@@ -36,14 +36,14 @@ class Evaluation(NamedTuple):
 def make_evaluate(
     config: ConfigDict, graph: nnx.GraphDef, mesh: jax.sharding.Mesh
 ) -> Callable[..., Evaluation]:
-    """Returns a function (state, split, examples=0) -> `Evaluation` with that many predictions.
+    """Returns a function (state, split, examples=0) -> `Evaluation` with `examples` predictions.
 
-    It evaluates the average of the parameters, if the run has one. All processes must call it.
+    The function evaluates the average of the parameters if the run keeps one. All processes must call it.
 
     Args:
-      config: the run's.
-      graph: of the model.
-      mesh: of all devices, over which the batches are sharded.
+      config: the config of the run.
+      graph: graph definition of the model.
+      mesh: mesh of all devices; batches are sharded over it.
 
     Raises:
       ConfigError: a set of `eval.zeroshot` cannot be opened.
@@ -65,9 +65,7 @@ def make_evaluate(
         )
         for source in open_labelled(config)
     ]
-    last: dict[
-        int, dict
-    ] = {}  # the scores of the labelled sets at the last step that was evaluated
+    last: dict[int, dict] = {}  # scores of the labelled sets at the last evaluated step
 
     def evaluate(state, split, examples=0):
         step = int(state["step"])
@@ -89,7 +87,7 @@ def make_evaluate(
             captions_per_image=config.eval.captions_per_image or None,
             **sizes,
         )
-        images = retrieval.images(params, count=examples)  # one pass for all scores
+        images = retrieval.images(params, count=examples)  # one pass serves all scores
         shown = {"count": examples, "images": images}
         scores = retrieval.run(params, images)
         if not source.class_names:
@@ -111,10 +109,10 @@ def make_evaluate(
 
 
 def open_labelled(config: ConfigDict) -> list[Labelled]:
-    """The labelled sets of `eval.zeroshot`.
+    """Opens the labelled sets of `eval.zeroshot`.
 
     Raises:
-      ConfigError: one cannot be opened, or two have one name.
+      ConfigError: a set cannot be opened, or two sets have the same name.
     """
     with distributed.all_or_none(), blame("eval.zeroshot"), blame_data_path():
         options = {"data_dir": config.data.dir}
@@ -129,11 +127,11 @@ def open_labelled(config: ConfigDict) -> list[Labelled]:
 
 
 def evaluate_unseen(evaluate: Callable[..., Evaluation], state: Any) -> Evaluation:
-    """The final evaluation of a run: of its test split, or of its val split if it has no test split.
+    """Evaluates a run after its last step, on its test split, or on its val split if it has no test split.
 
     Args:
-      evaluate: of `make_evaluate`.
-      state: after the last step.
+      evaluate: function from `make_evaluate`.
+      state: train state after the last step.
     """
     test = evaluate(state, "test", examples=PREDICTIONS)
     has_test = any(name.startswith("test/") for name in test.scores)

@@ -1,4 +1,4 @@
-"""Failures of the disk, the data or another process, each reported in one line."""
+"""Reports failures of the disk, the data or another process in one line each."""
 
 import errno
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 from swjax import data
 from swjax.training.config import ConfigError, RunError
 
-# What a disk that is full, read-only or broken answers: the remedy.
+# Error numbers of a full, read-only or broken disk, and the remedy for each.
 DISK = {
     errno.ENOSPC: "give it room",
     errno.EDQUOT: "give it room",
@@ -17,15 +17,15 @@ DISK = {
     errno.EACCES: "make it writable",
     errno.EPERM: "make it writable",
     errno.EIO: "repair the disk",
-    errno.ENOENT: "name a path that exists or can be made",
-    errno.ENOTDIR: "name a directory, not a file",
-    errno.EEXIST: "name a directory, not a file",
+    errno.ENOENT: "give a path that exists or can be created",
+    errno.ENOTDIR: "give a directory, not a file",
+    errno.EEXIST: "give a directory, not a file",
 }
 
 
 @contextmanager
 def blame_data() -> Iterator[None]:
-    """Says in one line that too many examples cannot be read, or that no loader process is left.
+    """Re-raises as one-line errors: too many unreadable examples, or no remaining loader process.
 
     Raises:
       ConfigError: in place of `data.BadData`.
@@ -35,25 +35,25 @@ def blame_data() -> Iterator[None]:
         yield
     except data.BadData as error:
         raise ConfigError(
-            f"config.data: {error}; config.data.max_bad_share and on_bad say what is allowed"
+            f"config.data: {error}; config.data.max_bad_share and on_bad set the allowed share"
         ) from error
     except data.LostProcess as error:
         raise RunError(
-            f"{error}; config.data.workers is their number. With that fixed, the same command resumes the run"
+            f"{error}; config.data.workers sets their number. Once fixed, the same command resumes the run"
         ) from error
 
 
-# What names a path that cannot hold the data, as opposed to a disk that fails while it is written.
+# Error numbers that show a wrong path for the data, rather than a disk that fails during a write.
 WRONG_PATH = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT}
 WRONG_PATH |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 
 @contextmanager
 def blame_data_path() -> Iterator[None]:
-    """Says in one line that data cannot be read from, or prepared in, the path that the config names.
+    """Re-raises errors of the data path that the config names as a one-line ConfigError.
 
     Raises:
-      ConfigError: in place of the errors in `WRONG_PATH`.
+      ConfigError: replaces an OSError with a number in `WRONG_PATH`.
     """
     try:
         yield
@@ -68,13 +68,13 @@ def blame_data_path() -> Iterator[None]:
 
 @contextmanager
 def blame_disk(workdir: Path) -> Iterator[None]:
-    """Says in one line that a path cannot be read or written, and what to do.
+    """Re-raises errors of the disk as a one-line RunError that names the path and the remedy.
 
     Args:
-      workdir: named where the system names no path.
+      workdir: path to report if the error names no path.
 
     Raises:
-      RunError: in place of the errors in `DISK`.
+      RunError: replaces an OSError with a number in `DISK`.
     """
     try:
         yield
@@ -89,5 +89,5 @@ def blame_disk(workdir: Path) -> Iterator[None]:
 
 
 def _reason(error: OSError) -> str | None:
-    """Why the system cannot use a path."""
+    """The reason why the operating system cannot use a path."""
     return "it does not exist" if error.errno == errno.ENOENT else error.strerror

@@ -1,4 +1,4 @@
-"""Quantization health of a run, measured at some steps by a separate program."""
+"""Measures the quantization health of a run every few steps, in a separate program."""
 
 import dataclasses
 from typing import Any
@@ -17,16 +17,16 @@ from swjax.training.step import Batch, State, make_loss_and_grad, step_key
 
 
 class Health:
-    """Quantization health every `diagnostics.every_steps` steps, on the batch and parameters of the step.
+    """Measures quantization health every `diagnostics.every_steps` steps, on the step's batch and parameters.
 
-    A separate program measures it, so the train step does not depend on it. The program scans over
-    blocks: it compiles fast rather than runs fast.
+    The measurement is a separate program, so the train step does not depend on it. The program scans over
+    blocks, which compiles faster but runs slower.
 
     Args:
-      config: the run's.
-      graphdef: of the model.
-      params: of the model, or ShapeDtypeStructs like them, with shardings.
-      steps: of the run.
+      config: the config of the run.
+      graphdef: graph definition of the model.
+      params: parameters of the model, or ShapeDtypeStructs like them, with shardings.
+      steps: number of steps of the run.
     """
 
     def __init__(self, config: ConfigDict, graphdef: nnx.GraphDef, params: Any, *, steps: int):
@@ -49,31 +49,31 @@ class Health:
             return pack(taps.read(loss_and_grad(inserted, frozen, batch, key).grads))
 
         mesh = jax.tree.leaves(params)[0].sharding.mesh
-        everywhere = NamedSharding(mesh, P())  # so that every process can read it
+        everywhere = NamedSharding(mesh, P())  # replicated, so that every process can read it
         self._measure = jax.jit(measure, out_shardings=everywhere)
 
     def compile(self, state: State, batch: Batch) -> jax.stages.Compiled:
-        """The program (state, batch) -> measurements."""
+        """Compiles the program (state, batch) -> measurements."""
         return self._measure.lower(state, batch).compile()
 
     def before(self, step: int, state: State, batch: Batch) -> None:
-        """Measures, if the step with this number is one of those; the step may donate `state` afterwards."""
+        """Measures, if the step with this number is due. The train step may donate `state` afterwards."""
         if not self._every:
             return
-        if self._compiled is None:  # at the first step, as the train step is
+        if self._compiled is None:  # compiles at the first step, like the train step
             self._compiled = self.compile(state, batch)
         if step % self._every == 0:
             self._pending[step] = self._compiled(state, batch)
 
     def records(self, last: int) -> dict[int, dict[str, float]]:
-        """{step: its measurements} since the last call, up to the step `last`."""
+        """Returns {step: measurements} of the steps since the last call, up to the step `last`."""
         done = [step for step in self._pending if step <= last]
         fetched = fetch({step: self._pending.pop(step) for step in done})
         return {record["step"]: record for record in fetched}
 
 
 def _split_taps(variables: dict, params: Any) -> tuple[Any, Any]:
-    """Trees like all variables: taps, with None for parameters, and parameters, with None for taps."""
+    """Splits all variables into (taps, parameters): two trees like `variables`, each with None elsewhere."""
     named = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
 
     def lookup(path, _):

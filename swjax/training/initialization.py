@@ -1,8 +1,9 @@
-"""The first parameters of a run from other weights: a run of ours, or a file of another library.
+"""Initializes the parameters of a run from other weights: a swjax run, or a file of another library.
 
-What differs between the two models is adapted where that keeps what was learned (positions of another image
-size, a shorter or longer context), or starts new (a head of another size). Each change is logged in one line;
-anything else is an error, because the weights would compute something else.
+The function adapts differences that keep the learned features: it interpolates positions of another image
+size, and truncates or extends the context. A head of another size starts from its new initialization. Each
+change is logged in one line. Any other difference raises an error, because the model would compute something
+else.
 """
 
 import json
@@ -32,24 +33,24 @@ from swjax.training.errors import ConfigError
 logger = logging.getLogger("swjax.training.initialization")
 
 KEY = "checkpoint.init_from"
-# Parameters that a new task may replace. They start as the run initializes them.
+# A new task may replace these parameters; they then keep the values that the run initializes.
 _HEADS = re.compile(r"(vision|text)/projection/(kernel|bias)$|logit_bias$")
 
 
 def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
-    """The parameters that a run starts from.
+    """Loads the initial parameters of a run.
 
     Args:
-      address: `checkpoint.init_from`: a workdir with checkpoints, or weights, the file or its folder, as a
-        path or an fsspec address; see `swjax.interop.load`.
-      cfg: the model of this run.
-      new: its parameters as initialized, nested dict of arrays; heads that do not fit keep these values.
+      address: value of `checkpoint.init_from`: a workdir with checkpoints, or a weights file or its folder,
+        as a path or an fsspec address; see `swjax.interop.load`.
+      cfg: model configuration of this run.
+      new: initialized parameters, a nested dict of arrays; heads that do not fit keep these values.
 
     Returns:
-      A tree like `new`, with the same shapes and shardings.
+      A tree with the structure, shapes and shardings of `new`.
 
     Raises:
-      ConfigError: nothing that can be read is there, or the weights belong to another architecture.
+      ConfigError: the address has no readable weights, or they belong to another architecture.
     """
     here = traverse_util.flatten_dict(new, sep="/")
     address = address.removeprefix("file://")
@@ -70,21 +71,21 @@ def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
                 f"config.{KEY}={address!r} has the parameter {name}, which this model lacks: "
                 f"{_remedy(name, has=True)}"
             )
-        said.append(f"{name} is left out: this model has none")
+        said.append(f"{name} is dropped: this model has no such parameter")
     for line in said if distributed.is_first() else ():
         logger.warning("init_from %s: %s", address, line)
     return traverse_util.unflatten_dict(fitted, sep="/")
 
 
 def _of_run(workdir: str, here: dict) -> tuple[clip.CLIPConfig | None, dict]:
-    """The model and the parameters of another run of ours; None: it has no config.json."""
-    from swjax.training.setup import model_config  # which imports this module
+    """The model configuration (None without a config.json) and the parameters of another swjax run."""
+    from swjax.training.setup import model_config  # `setup` imports this module
 
     path, model = Path(workdir) / "config.json", None
     if path.exists():
         with blame(KEY):
             config = ConfigDict(json.loads(path.read_text()))
-            config.model.attention = ""  # of the devices it was trained on
+            config.model.attention = ""  # the setting depends on the devices of that run
             model = model_config(config)
     with closing(Checkpoints.of(KEY, workdir)) as checkpoints:
         shapes = checkpoints.shapes("params/")
@@ -104,7 +105,7 @@ def _of_run(workdir: str, here: dict) -> tuple[clip.CLIPConfig | None, dict]:
 
 
 def _fetched(address: str, folder: Path) -> str:
-    """Copies weights and their config from an fsspec address; returns the path of the copy."""
+    """Copies weights and their config from an fsspec address to `folder`; returns the path of the copy."""
     name = address.rstrip("/").rpartition("/")[2]
     is_file = name.endswith((".safetensors", ".npz"))
     parent = address.rstrip("/").rpartition("/")[0] if is_file else address.rstrip("/")
@@ -119,7 +120,7 @@ def _fetched(address: str, folder: Path) -> str:
         chosen = held.keys() & (wanted | {layout.config for layout in LAYOUTS.values()})
         for one in chosen:
             filesystem.get_file(held[one], str(folder / one))
-    except Exception as error:  # whatever the file systems of others raise
+    except Exception as error:  # third-party file systems may raise anything
         raise ConfigError(
             f"config.{KEY}={address!r} cannot be read: {type(error).__name__}: {_one_line(error)}"
         ) from error
@@ -132,7 +133,7 @@ def _fetched(address: str, folder: Path) -> str:
 
 
 def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None, dict]:
-    """The model and the parameters of a safetensors file."""
+    """The model configuration and the parameters of a safetensors file."""
     try:
         return interop.read(address)
     except FileNotFoundError as error:
@@ -140,7 +141,7 @@ def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None
             f"config.{KEY}={address!r} holds no checkpoint and no weights: give a run's workdir, or "
             f"safetensors of open_clip, OpenAI or Hugging Face ({_one_line(error)})"
         ) from error
-    except interop.NoConfig:  # OpenAI's files: the run's config has to describe them
+    except interop.NoConfig:  # OpenAI's files have no config: the run's config must match them
         with blame(KEY):
             return None, interop.read(address, cfg)[1]
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -148,7 +149,7 @@ def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None
 
 
 def _compare_models(address: str, theirs: clip.CLIPConfig, cfg: clip.CLIPConfig) -> None:
-    """Raises a ConfigError if settings differ that the shapes of parameters do not show."""
+    """Raises a ConfigError if settings differ that do not show in the shapes of parameters."""
     pairs: list[tuple[str, str | int, str | int]] = [
         ("architecture", theirs.architecture, cfg.architecture),
         ("gelu", theirs.gelu, cfg.gelu),
@@ -163,13 +164,13 @@ def _compare_models(address: str, theirs: clip.CLIPConfig, cfg: clip.CLIPConfig)
     for key, value, own in pairs:
         if value != own:
             raise ConfigError(
-                f"config.{KEY}={address!r} is of another architecture: {key} is {value!r} there and "
-                f"{own!r} here: set config.model.{key}={value}"
+                f"config.{KEY}={address!r} belongs to another architecture: {key} is {value!r} in the "
+                f"weights and {own!r} here: set config.model.{key}={value}"
             )
 
 
 def _fit(address: str, name: str, value: Any, new: jax.Array, said: list[str]) -> jax.Array:
-    """A parameter in this run's shape and sharding; what was changed is appended to `said`."""
+    """Adapts a parameter to this run's shape and sharding; appends a note of the change to `said`."""
     shape = new.shape
     if value is None:
         if not _HEADS.match(name):
@@ -177,13 +178,15 @@ def _fit(address: str, name: str, value: Any, new: jax.Array, said: list[str]) -
                 f"config.{KEY}={address!r} lacks the parameter {name}, which this model has: "
                 f"{_remedy(name, has=False)}"
             )
-        said.append(f"{name} {list(shape)} is new: there is none there")
+        said.append(
+            f"{name} {list(shape)} is newly initialized: the weights have no such parameter"
+        )
         return new
     if value.shape == shape:
         return _place(value, new)
-    change = f"{list(value.shape)} there, {list(shape)} here"
+    change = f"{list(value.shape)} in the weights, {list(shape)} here"
     if _HEADS.match(name):
-        said.append(f"{name} is new: {change}")
+        said.append(f"{name} is newly initialized: {change}")
         return new
     if name == "vision/position_embedding" and value.shape[1] == shape[1]:
         said.append(f"{name} is interpolated: {change}")
@@ -195,24 +198,24 @@ def _fit(address: str, name: str, value: Any, new: jax.Array, said: list[str]) -
         return _place(np.concatenate([np.asarray(value)[:kept], np.asarray(new)[kept:]]), new)
     if name == "text/token_embedding/embedding" and value.shape[1] == shape[1]:
         raise ConfigError(
-            f"config.{KEY}={address!r}: its tokenizer is another: it has {value.shape[0]} tokens, "
-            f"CLIP's, which training reads captions by, {shape[0]}: use weights that were trained with CLIP's"
+            f"config.{KEY}={address!r}: its tokenizer has {value.shape[0]} tokens, but swjax "
+            f"reads captions with CLIP's, which has {shape[0]}: use weights trained with CLIP's tokenizer"
         )
     raise ConfigError(
-        f"config.{KEY}={address!r} is of another architecture: the shape of {name} is {change}: set the "
+        f"config.{KEY}={address!r} belongs to another architecture: the shape of {name} is {change}: set the "
         f"sizes of config.model to those of the weights"
     )
 
 
 def interpolate_positions(positions: np.ndarray, count: int) -> np.ndarray:
-    """Position embeddings of a square grid of patches, resized to another grid.
+    """Resizes position embeddings of a square grid of patches to another grid.
 
-    Bicubic and antialiased, as open_clip does it. The class token's, which comes first where there is one,
-    stays.
+    The interpolation is bicubic and antialiased, as in open_clip. The embedding of a class token, which comes
+    first if there is one, is kept.
 
     Args:
       positions: [1 + n^2, width], or [n^2, width] without a class token.
-      count: of the result: 1 + m^2, or m^2.
+      count: number of positions of the result: 1 + m^2, or m^2 without a class token.
 
     Returns:
       [count, width] float32.
@@ -228,7 +231,7 @@ def interpolate_positions(positions: np.ndarray, count: int) -> np.ndarray:
 
 
 def _place(value: Any, new: jax.Array) -> jax.Array:
-    """A value with the sharding of `new`."""
+    """Copies a value to the devices with the sharding of `new`."""
     if isinstance(value, jax.Array):
         return value
     return jax.make_array_from_callback(new.shape, new.sharding, lambda index: value[index])
@@ -239,7 +242,7 @@ def _mesh(arrays: dict) -> jax.sharding.Mesh:
 
 
 def _remedy(name: str, *, has: bool) -> str:
-    """How the model gets, or loses, a parameter that the weights have, or lack."""
+    """Explains how to add (`has`=False) or remove (`has`=True) a parameter that the weights lack or have."""
     if re.search(r"/ls_\d/", name):
         return f"set config.model.layer_scale={has}"
     if re.search(r"/ln_[qk]/", name):

@@ -1,4 +1,4 @@
-"""The data of a run, opened as its config says."""
+"""Opens the data of a run according to its config."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ from swjax.training.timing import Timing
 
 
 def open_source(config: ConfigDict, split: str) -> Any:
-    """The examples of a split by number; a data set is prepared at its first use.
+    """Opens the examples of a split by index; a data set is prepared at its first use.
 
     Args:
-      config: the run's.
+      config: the config of the run.
       split: "train", "val" or "test".
 
     Returns:
-      The source; None if the config names no such split, and it is not "train".
+      The source, or None if the config has no such split and `split` is not "train".
 
     Raises:
-      ConfigError: there is no such data set, or it cannot be read.
+      ConfigError: the data set does not exist, or cannot be read.
     """
     c = config.data
     name = c.name if split == "train" else config.eval.data or c.name
@@ -40,7 +40,7 @@ def open_source(config: ConfigDict, split: str) -> Any:
     for part, settings in c.mixture.items():
         if not {"name", "weight"} <= set(settings):
             raise ConfigError(
-                f"config.data.mixture.{part} needs a name, of a data set, and a weight; it has "
+                f"config.data.mixture.{part} needs the keys name and weight; it has "
                 f"{', '.join(settings)}"
             )
     parts = {part: (open_part(c, part, split), c.mixture[part].weight) for part in c.mixture}
@@ -49,12 +49,12 @@ def open_source(config: ConfigDict, split: str) -> Any:
 
 
 def open_part(c: ConfigDict, name: str, split: str) -> Any:
-    """A split of a data set, or of a part of the mixture.
+    """Opens a split of a data set, or of a part of the mixture.
 
     Args:
-      c: config.data.
-      name: of the data set, or of the part.
-      split: as for `open_source`, which says what is returned and raised.
+      c: the section config.data.
+      name: name of the data set or of the part.
+      split: see `open_source`, also for the result and the errors.
     """
     part = c.mixture[name].to_dict() if name in c.mixture else {"name": name}
     kind = part.pop("name")
@@ -73,10 +73,10 @@ def open_part(c: ConfigDict, name: str, split: str) -> Any:
 
 
 def open_train_source(config: ConfigDict) -> Any:
-    """The training examples; all splits are opened, so that a mistake shows now and in every process.
+    """Opens the training examples, and all other splits, so that a mistake shows at once in every process.
 
     Raises:
-      ConfigError: as `open_source`.
+      ConfigError: see `open_source`.
     """
     with distributed.all_or_none():
         source = open_source(config, "train")
@@ -89,13 +89,13 @@ class Feed:
     """The training batches of a run, on its devices.
 
     Args:
-      config: the run's.
-      parts: of the run.
-      position: where an earlier feed ended; None: the beginning.
-      timing: of the run; measures how long the loop waits for data.
+      config: the config of the run.
+      parts: the parts of the run.
+      position: position at which an earlier feed ended; None starts at the beginning.
+      timing: clock of the run; it measures how long the loop waits for data.
 
     Raises:
-      ConfigError: the position is of other data.
+      ConfigError: the position belongs to other data.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class Feed:
 
     @property
     def skipped(self) -> int:
-        """Examples that this process has skipped in the run, because they cannot be read."""
+        """The number of unreadable examples that this process has skipped in the run."""
         return self._batches.skipped
 
     def of_readers(self, own: np.ndarray) -> np.ndarray:
-        """int64 [n] of every process -> [shares of the batch, n] on each; all processes must call it."""
+        """Gathers int64 [n] of every process into [batch shards, n]; all processes must call it."""
         return distributed.all_processes(own)[self._readers]
 
     def position(self) -> dict[str, Any]:
-        """Where the batches given so far end, for JSON; all processes must call it."""
+        """The position after the batches so far, JSON-serializable; all processes must call it."""
         return self._batches.position(self.of_readers)
 
     def close(self) -> None:
@@ -133,16 +133,16 @@ class Feed:
 def open_batches(
     config: ConfigDict, source: Any, position: dict | None, share: sharding.Share
 ) -> Any:
-    """An iterator over this process's share of every training batch, on the host.
+    """Returns an iterator over this process's shard of every training batch, in host memory.
 
     Args:
-      config: the run's.
+      config: the config of the run.
       source: the training examples.
-      position: where an earlier iterator ended; None: the beginning.
-      share: of `sharding.batch_share`.
+      position: position at which an earlier iterator ended; None starts at the beginning.
+      share: this process's share, from `sharding.batch_share`.
 
     Raises:
-      ConfigError: the position is of other data.
+      ConfigError: the position belongs to other data.
     """
     c = config.data
     with blame("data"):

@@ -1,4 +1,4 @@
-"""Ends a run cleanly when the user or the scheduler asks."""
+"""Ends a run cleanly when the user or the scheduler interrupts it."""
 
 import contextlib
 import os
@@ -15,10 +15,10 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Interrupt:
-    """Notes SIGTERM or SIGINT (Ctrl-C); a second one ends the process with code 130.
+    """Records SIGTERM or SIGINT (Ctrl-C); a second signal ends the process with code 130.
 
     Attributes:
-      requested: whether one has come.
+      requested: whether a signal has arrived.
     """
 
     def __init__(self):
@@ -28,21 +28,21 @@ class Interrupt:
         if self.requested:
             os._exit(ExitCode.INTERRUPTED_TWICE)
         self.requested = True
-        # print is unsafe in a handler
+        # `print` is unsafe in a signal handler
         os.write(1, b"\nswjax: saving; interrupt again to end at once\n")
 
 
 def pass_on(signum: int, frame: FrameType | None) -> None:
     """Turns this process's Ctrl-C into SIGTERM, which JAX watches for all processes of a run."""
-    signal.signal(signum, signal.SIG_DFL)  # the second ends it
+    signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def catch() -> Iterator[Interrupt]:
-    """Gives an `Interrupt` that listens inside the context, if this is the main thread.
+    """Yields an `Interrupt` that handles signals inside the context, if this is the main thread.
 
-    In a run of several processes `requested` stays false: JAX watches SIGTERM there, see
+    In a run of several processes `requested` stays False, because JAX watches SIGTERM there; see
     `swjax.training.distributed.shall_stop`.
 
     >>> with catch() as interrupt:
@@ -57,7 +57,7 @@ def catch() -> Iterator[Interrupt]:
         handlers = {signal.SIGINT: pass_on}
     else:
         handlers = {signal.SIGTERM: interrupt, signal.SIGINT: interrupt}
-    with contextlib.suppress(ValueError):  # not the main thread: Python allows no handlers there
+    with contextlib.suppress(ValueError):  # Python allows signal handlers only in the main thread
         for number, handler in handlers.items():
             old[number] = signal.signal(number, handler)
     try:

@@ -1,7 +1,7 @@
-"""Type and range of every config key: what `swjax.training.config` checks before a run starts.
+"""Type and range of every config key, which `swjax.training.config` checks before a run starts.
 
-The defaults and the meanings stand in configs/common.py, in the same order. A range is an interval, as in
-"[1, 4096]" or "(0, inf)"; infinity and NaN are in none of them.
+configs/common.py has the defaults and the meanings, in the same order. A range is an interval, such as
+"[1, 4096]" or "(0, inf)"; no interval contains infinity or NaN.
 """
 
 import difflib
@@ -17,13 +17,13 @@ _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Key(NamedTuple):
-    """What a config key accepts.
+    """The values that a config key accepts.
 
     Attributes:
       kind: bool, int, float, str, or tuple.
-      interval: of a number, as in "[0, 1)"; "": any finite one. A tuple with an interval holds nothing, or
-        the first and the last of a range of whole numbers; one without holds texts.
-      choices: of a text; (): any.
+      interval: the range of a number, such as "[0, 1)"; "" allows any finite number. A tuple with an interval
+        is empty or holds the first and the last of a range of whole numbers. A tuple without one holds texts.
+      choices: the accepted texts; () accepts any text.
     """
 
     kind: type
@@ -31,7 +31,7 @@ class Key(NamedTuple):
     choices: tuple[str, ...] = ()
 
     def rule(self) -> str:
-        """The accepted values in words.
+        """Describes the accepted values in words.
 
         >>> Key(int, "[1, 4096]").rule()
         'a whole number, at least 1, at most 4096'
@@ -52,10 +52,10 @@ class Key(NamedTuple):
         return ", ".join([_NOUNS[self.kind], *limits])
 
     def read(self, text: str) -> Any:
-        """Returns the value that a text on the command line means.
+        """Parses a text from the command line.
 
         Raises:
-          ValueError: it is of another type.
+          ValueError: the text has another type.
 
         >>> Key(tuple).read('text/.*,logit_scale'), Key(tuple).read('["a{1,2}"]')
         (('text/.*', 'logit_scale'), ('a{1,2}',))
@@ -77,7 +77,7 @@ class Key(NamedTuple):
         return self.kind(text)
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value has the type and is in the range; an int is accepted as a float."""
+        """Whether a value has the type and lies in the range; an int is accepted as a float."""
         if self.kind is tuple and self.interval:
             whole = Key(int, self.interval)
             ranged = isinstance(value, tuple) and all(whole.accepts(part) for part in value)
@@ -96,7 +96,7 @@ class Key(NamedTuple):
 
 
 def _parse(interval: str) -> tuple[str, float, float, str]:
-    """The opening bracket, the two bounds and the closing bracket of an interval."""
+    """Splits an interval into the opening bracket, the two bounds and the closing bracket."""
     low, high = (interval or "(-inf, inf)")[1:-1].split(",")
     return (interval or "(")[0], float(low), float(high), (interval or ")")[-1]
 
@@ -121,7 +121,7 @@ def _range() -> Key:
     return Key(tuple, _FROM_1)
 
 
-_FROM_0, _FROM_1 = "[0, 1e9]", "[1, 1e9]"  # of steps, classes, examples
+_FROM_0, _FROM_1 = "[0, 1e9]", "[1, 1e9]"  # for numbers of steps, classes, examples
 
 SOURCES = ("emoji", "icons", "synthetic", "tfds", "webdataset", "table", "parquet", "folders",
            "huggingface")  # fmt: skip
@@ -198,7 +198,7 @@ KEYS: dict[str, Key] = {
     "data.huggingface.splits.test": _text(),
     "data.dir": _text(),
     "data.image_size": _whole("[1, 4096]"),
-    "data.context_length": _whole("[2, 4096]"),  # the start and the end of a text
+    "data.context_length": _whole("[2, 4096]"),  # the start token and the end token
     "data.augment": _flag(),
     "data.workers": _whole("[0, 4096]"),
     "data.shuffle": _text("global", "shard"),
@@ -262,15 +262,15 @@ KEYS: dict[str, Key] = {
 
 
 def check_values(values: dict) -> None:
-    """Checks the type and the range of values by key, as in {"train.steps": 20}.
+    """Checks the type and the range of values by key, such as {"train.steps": 20}.
 
     Raises:
-      ConfigError: the first wrong one: the key, the value, what it accepts.
+      ConfigError: names the first wrong key, its value and the accepted values.
     """
     for name, value in values.items():
         key = KEYS.get(name)
         if key is None:
-            continue  # of a part of a mixture: the sources check their options
+            continue  # belongs to a part of a mixture: sources check their own options
         if isinstance(value, str) and key.choices:
             choice(name, value, key.choices)
         elif not key.accepts(value):
@@ -281,7 +281,7 @@ def choice(name: str, value: str, known: Iterable[str]) -> str:
     """Returns `value` if it is one of `known`.
 
     Raises:
-      ConfigError: otherwise, naming the key, the choices and the nearest one.
+      ConfigError: `value` is unknown; the message names the key and the nearest choice, or all choices.
 
     >>> choice("optimizer.name", "adamw", ("stable_adamw", "adamw"))
     'adamw'
@@ -292,7 +292,7 @@ def choice(name: str, value: str, known: Iterable[str]) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The known name nearest to a misspelt one, or all of them.
+    """Suggests the known name nearest to a misspelt one, or lists all known names.
 
     >>> suggest("repot", ["report", "convert"])
     "did you mean 'report'?"

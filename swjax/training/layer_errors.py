@@ -1,4 +1,4 @@
-"""Outputs and gradients of each linear layer of a CLIP, and their relative errors between two precisions."""
+"""Outputs and gradients of each linear layer of a CLIP model, and their relative errors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,14 +26,14 @@ def _output_and_gradient(y, g):
 
 
 def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int) -> tuple[nnx.GraphDef, dict]:
-    """A model with a tap in every linear layer of its blocks.
+    """Builds a model with a tap in every linear layer of its blocks.
 
-    Its gradient, [blocks, 2, batch, tokens, features], is the layer's output and the gradient there.
+    The gradient of a tap, [blocks, 2, batch, tokens, features], is the layer's output and its gradient.
 
     Args:
-      cfg: the model; it holds the outputs of all layers, so that blocks are best scanned.
-      batch: rows that it will be given.
-      seed: of the parameters.
+      cfg: the model configuration. A pass keeps the outputs of all layers, so scanned blocks save memory.
+      batch: batch size of the inputs.
+      seed: seed of the parameters.
 
     Returns:
       (graph definition, parameters and taps as one nested dict).
@@ -57,17 +57,17 @@ def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int) -> tuple[nnx.GraphDef
 def observe(
     config: ConfigDict, cfg: clip.CLIPConfig, batch: dict, *, scale: float = 1.0
 ) -> dict[str, jax.Array]:
-    """One forward and backward pass.
+    """Runs one forward and backward pass, and collects outputs and gradients.
 
     Args:
-      config: of a run: its loss, augmentation and seed.
-      cfg: the model.
-      batch: of the loader.
-      scale: of the loss, for float16; gradients are divided by it.
+      config: the config of a run; the pass uses its loss, augmentation and seed.
+      cfg: the model configuration.
+      batch: a batch of the loader.
+      scale: loss scale, for float16; the returned gradients are divided by it.
 
     Returns:
-      {"output/<layer>", "gradient/<layer>" (at its output), "weight/<parameter>"}: float32, of layers and
-      parameters of blocks with a leading axis that counts the blocks.
+      {"output/<layer>", "gradient/<layer>" (of the output), "weight/<parameter>"}: float32 arrays. Layers and
+      parameters of blocks have the number of blocks as leading axis.
     """
     graphdef, params = probed(cfg, len(batch["text"]), seed=config.train.seed)
     nothing = jax.tree.map(lambda _: None, params)
@@ -78,7 +78,7 @@ def observe(
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name.endswith("attn/k/bias") and not cfg.qk_norm:
-            continue  # softmax does not see it: its gradient is 0 but for rounding
+            continue  # softmax cancels this bias: its gradient is 0 up to rounding
         if not name.endswith(f"/{PROBE}"):
             found[f"weight/{name}"] = g / scale
             continue
@@ -88,7 +88,7 @@ def observe(
 
 
 def errors(reference: dict, other: dict) -> dict[str, list[float]]:
-    """The relative error of each array, ||other - reference|| / ||reference||; of blocks one each.
+    """The relative error of each array, ||other - reference|| / ||reference||, per block of a stack.
 
     >>> errors({"weight/w": jnp.array([3.0, 4.0])}, {"weight/w": jnp.array([3.0, 4.625])})
     {'weight/w': [0.125]}
@@ -103,5 +103,5 @@ def errors(reference: dict, other: dict) -> dict[str, list[float]]:
 def _relative(a, b, stacked: bool):
     axes = tuple(range(int(stacked), a.ndim))
     square = lambda x: jnp.sum(jnp.square(x), axis=axes)
-    tiny = jnp.finfo(jnp.float32).tiny  # a gradient that is 0 in both has no error
+    tiny = jnp.finfo(jnp.float32).tiny  # the error of a gradient that is 0 in both is 0
     return jnp.atleast_1d(jnp.sqrt(square(b - a) / jnp.maximum(square(a), tiny)))

@@ -1,4 +1,4 @@
-"""The one training loop: CLIP with a config's recipe, optimizer and data, on one device or many.
+"""The only training loop: CLIP with a config's recipe, optimizer and data, on one device or many.
 
 Read `train` from top to bottom. A run is a directory:
 config.json  env.txt  metrics.jsonl  skipped.log  tensorboard/  checkpoints/<step>/  results.json
@@ -68,7 +68,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
 
 
 def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirror) -> ExitCode:
-    """Trains to the last step, or until `interrupt.requested`; see `train_and_evaluate`."""
+    """Trains to the last step, or until a signal sets `interrupt.requested`; see `train_and_evaluate`."""
     # -------------------------------------------------------------------------------- Set up
     parts = assemble(config, open_train_source(config))
     train_step, evaluate = parts.train_step(config), make_evaluate(config, *parts.placed)

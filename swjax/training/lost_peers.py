@@ -1,8 +1,8 @@
-"""One line and exit code 3 in place of the abort with which JAX ends a process that lost a peer.
+"""Replaces JAX's abort of a process that lost a peer by one line and exit code 3.
 
 JAX's coordination client logs about ten lines and calls `abort()` from a C++ thread; its callback for this
-event throws `std::bad_cast` in jax 0.10. So this module handles SIGABRT, and holds back for a second what
-C++ writes to file descriptor 2: what JAX wrote before an abort is dropped, anything else is passed on.
+event throws `std::bad_cast` in jax 0.10. So this module handles SIGABRT, and delays by one second what C++
+code writes to file descriptor 2. Before an abort, it drops JAX's lines and passes on all other output.
 """
 
 import atexit
@@ -16,21 +16,21 @@ from typing import Any
 
 from swjax.training.errors import ExitCode
 
-# What JAX writes when another process has ended. Its log lines have no other mark.
+# JAX writes this when another process has ended. No other mark distinguishes its log lines.
 _GONE = b"JAX distributed service detected fatal errors"
 _SECOND = 1.0
 _installed: "_Stderr | None" = None
 
 
 class _Stderr:
-    """File descriptor 2 as a pipe whose lines reach the old one a second later.
+    """Replaces file descriptor 2 by a pipe, and copies the pipe to the original descriptor one second later.
 
-    Python's own `sys.stderr` writes to the old one at once.
+    Python's own `sys.stderr` writes to the original descriptor without delay.
     """
 
     def __init__(self):
         self.old = os.dup(2)
-        self.handler: Any = None  # what `watch` gives to C
+        self.handler: Any = None  # the C callback that `watch` installs
         reader, writer = os.pipe()
         os.dup2(writer, 2)
         os.close(writer)
@@ -52,12 +52,12 @@ class _Stderr:
             self.flush(before=time.monotonic())
 
     def held(self) -> bytes:
-        """The output that is delayed now."""
+        """The output that is currently delayed."""
         with self._lock:
             return b"".join(data for _, data in self._held)
 
     def flush(self, before: float = float("inf")) -> None:
-        """Passes on what is held until a time, in seconds of `time.monotonic`."""
+        """Passes on output that was due before a time, in seconds of `time.monotonic`."""
         with self._lock:
             due = [data for until, data in self._held if until <= before]
             self._held = self._held[len(due) :]
@@ -66,28 +66,29 @@ class _Stderr:
 
 
 def watch(line: str) -> None:
-    """From now on an abort by JAX because of a lost peer prints one line and exits with code 3.
+    """Makes an abort by JAX because of a lost peer print one line and exit with code 3.
 
-    Any other abort prints what it printed before, and ends by SIGABRT.
+    Any other abort prints its usual output and ends the process by SIGABRT.
 
     Args:
-      line: what to print, without a newline.
+      line: the line to print, without a newline.
     """
     global _installed
     stderr = _Stderr()
 
     def on_abort(signal_number: int) -> None:
-        time.sleep(_SECOND / 10)  # until what was written has come through the pipe
+        time.sleep(_SECOND / 10)  # until the reader thread has read the pipe
         if _GONE in stderr.held():
             if not _told.is_set():
                 os.write(stderr.old, line.encode() + b"\n")
                 os._exit(ExitCode.FAILED)
-            time.sleep(10 * _SECOND)  # the main thread has reported it, and ends the process
+            time.sleep(10 * _SECOND)  # the main thread reports the loss and ends the process
             os._exit(ExitCode.FAILED)
         stderr.flush()
-        libc.signal(signal.SIGABRT, None)  # what `abort` does next
+        libc.signal(signal.SIGABRT, None)  # `abort` then ends the process by SIGABRT
 
-    stderr.handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # kept, or C calls freed memory
+    # The reference keeps the callback alive for C.
+    stderr.handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
     libc = ctypes.CDLL(None)
     libc.signal(signal.SIGABRT, stderr.handler)
     _installed = stderr
@@ -98,12 +99,12 @@ _told = threading.Event()
 
 
 def told() -> None:
-    """Records that the main thread has found the lost peer, and reports it in a line of its own."""
+    """Records that the main thread has detected the lost peer and prints its own line."""
     _told.set()
 
 
 def finish() -> None:
-    """Passes on the delayed output, at the end of a process that lost no peer."""
+    """Passes on the delayed output when a process ends without a lost peer."""
     if _installed and not _told.is_set():
         time.sleep(_SECOND / 10)
         _installed.flush()

@@ -1,9 +1,9 @@
-"""The memory of a training step, predicted from the sizes of a model: a fit to runs recorded on H200s.
+"""Predicts the memory of a training step from the sizes of the model, by a fit to measured runs on H200s.
 
-A block keeps a number of *widths* for its backward pass: arrays of one number for each token and feature.
-Where the forward product has one scale for each token, LayerNorm's and GELU's outputs are recomputed, and 10
-widths remain of 16. `tests/test_plan.py` compares it with the recorded runs
-that it was fitted to, and with others. GPUs other than Hopper were not measured.
+A block keeps a number of *widths* for its backward pass. One width is an array of one number per token and
+feature. If the forward product has one scale per token, the block recomputes the outputs of LayerNorm and
+GELU, which leaves 10 of 16 widths. `tests/test_plan.py` compares the prediction with the runs of the fit and
+with other runs. The model was not compared with GPUs other than Hopper.
 """
 
 from typing import NamedTuple
@@ -12,17 +12,17 @@ from swjax import recipes
 from swjax.models.config import CLIPConfig, TowerConfig
 
 GIB = 2**30
-WIDTHS = 16  # of a block that recomputes nothing
-WIDTHS_RECOMPUTED = 10  # where LayerNorm and GELU are recomputed
-# Arrays of the block at work, in widths: gradients of its outputs, and what passes between kernels.
-WORKING_WIDTHS = {True: 16, False: 12}  # by whether it recomputes
-# On several devices XLA delays weight gradients to overlap them with communication, and keeps what they
-# read: three quarters of the widths that were to be recomputed.
+WIDTHS = 16  # per block that recomputes nothing
+WIDTHS_RECOMPUTED = 10  # per block that recomputes LayerNorm and GELU
+# Temporary arrays of the block that is running, in widths: output gradients and arrays between kernels.
+WORKING_WIDTHS = {True: 16, False: 12}  # keyed by whether the block recomputes
+# On several devices XLA delays weight gradients to overlap them with communication. The arrays that they
+# read stay in memory: three quarters of the widths that recomputation saves.
 DELAYED = 0.75
 
 
 class Mesh(NamedTuple):
-    """Devices along each axis."""
+    """Number of devices along each mesh axis."""
 
     data: int = 1
     fsdp: int = 1
@@ -30,7 +30,7 @@ class Mesh(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Devices that the batch is sharded over."""
+        """Number of devices that the batch is sharded over."""
         return self.data * self.fsdp
 
     @property
@@ -42,14 +42,14 @@ ONE_DEVICE = Mesh()
 
 
 class Memory(NamedTuple):
-    """Bytes of one device at the peak of a step.
+    """Bytes on one device at the peak of a step, by part.
 
     Attributes:
-      state: parameters, moments, averages.
-      weights: what blocks keep of their weights, and at most this much of float32 gradients where
-        micro-batches accumulate.
-      activations: what blocks keep for the backward pass.
-      working: of the block at work.
+      state: parameters, optimizer moments and parameter averages.
+      weights: the weights that blocks keep for the backward pass. Where micro-batches accumulate, it also
+        covers the float32 gradients, if they need more.
+      activations: the arrays that blocks keep for the backward pass.
+      working: temporary arrays of the block that is running.
     """
 
     state: float
@@ -70,18 +70,21 @@ def predict(
     *,
     accumulation: int = 1,
 ) -> Memory:
-    """The memory of a step.
+    """Predicts the memory of a step.
 
     Args:
       model: its `remat` is "none" or "full"; other values are predicted as "none", the upper bound.
-      state_bytes: of the whole train state.
-      pairs: of a device and micro-batch.
-      mesh: devices along each axis.
-      accumulation: micro-batches of a step.
+      state_bytes: bytes of the whole train state.
+      pairs: pairs per device and micro-batch.
+      mesh: number of devices along each axis.
+      accumulation: micro-batches per step.
+
+    Returns:
+      The memory on one device.
 
     >>> from swjax.models import clip
     >>> vit_b16 = clip.config("vit_b16", patch_dropout=0.5)
-    >>> round(predict(vit_b16, 12 * 149_620_737, 256).total / GIB, 1)  # an H200 used 9.1
+    >>> round(predict(vit_b16, 12 * 149_620_737, 256).total / GIB, 1)  # measured on an H200: 9.1
     9.0
     """
     recompute, kept = recomputes(model), 1 if recomputes(model) else 2
@@ -111,7 +114,7 @@ def predict(
 def recomputes(model: CLIPConfig) -> bool:
     """Whether the blocks recompute LayerNorm and GELU in the backward pass."""
     if not isinstance(model.recipe, str | recipes.Recipe):
-        return False  # several recipes: those of some layers may
+        return False  # with several recipes, only some layers may recompute
     fwd = recipes.get(model.recipe).fwd
     return fwd is not None and fwd.lhs.scope == "row" and not fwd.outlier_threshold
 
@@ -124,7 +127,7 @@ def most_pairs(
     *,
     accumulation: int = 1,
 ) -> int:
-    """The most pairs of a device and micro-batch whose predicted memory is within `limit` bytes; 0: none."""
+    """The most pairs per device and micro-batch whose memory fits into `limit` bytes; 0 if none fits."""
 
     def fits(pairs: int) -> bool:
         return predict(model, state_bytes, pairs, mesh, accumulation=accumulation).total <= limit
@@ -139,5 +142,5 @@ def most_pairs(
 
 
 def _block_parameters(tower: TowerConfig) -> float:
-    """Of the blocks' linear layers."""
+    """Number of parameters of the linear layers in all blocks."""
     return tower.layers * tower.width**2 * (4 + 2 * tower.mlp_ratio)

@@ -1,4 +1,4 @@
-"""The files of a run's metrics: metrics.jsonl (one line a step), TensorBoard and W&B."""
+"""Writes the metrics of a run: metrics.jsonl (one line per step), TensorBoard and W&B."""
 
 import hashlib
 import json
@@ -16,17 +16,17 @@ from swjax.training.config import ConfigError, read_json
 
 
 class MetricLog:
-    """Appends one record a step to metrics.jsonl, and the newest to TensorBoard and W&B.
+    """Appends one record per step to metrics.jsonl, and sends the newest record to TensorBoard and W&B.
 
-    Process 0 writes; in the others nothing happens.
+    Only process 0 writes; in other processes the class does nothing.
 
     Args:
       workdir: directory of the run.
-      config: the run's; `config.log` chooses the writers.
-      last_step: records of later steps, left by a run that was killed, are removed.
+      config: the config of the run; `config.log` chooses the writers.
+      last_step: records after this step, which a killed run may have left, are removed.
 
     Raises:
-      ConfigError: `config.log.wandb` is set, but the package is not installed or refuses.
+      ConfigError: `config.log.wandb` is set, but the package is not installed, or W&B refuses the run.
     """
 
     def __init__(self, workdir: Path, config: ConfigDict, *, last_step: int):
@@ -43,7 +43,7 @@ class MetricLog:
         self.rewind(last_step)
 
     def rewind(self, last_step: int) -> None:
-        """Removes the records after `last_step`; the next one written follows it."""
+        """Removes the records after `last_step`; the next record continues from there."""
         if jax.process_index() != 0:
             return
         if self._file:
@@ -84,14 +84,14 @@ class MetricLog:
 
 
 class Board:
-    """Writes scalars for TensorBoard at once.
+    """Writes scalars to a TensorBoard event file, synchronously.
 
-    tensorboardX's own SummaryWriter hands them to a thread. A full disk ends the thread, and then the
+    tensorboardX's own SummaryWriter passes scalars to a thread. If the disk is full, the thread ends and the
     writer waits for it forever.
 
     Args:
-      directory: of the event files; this process adds one.
-      last_step: TensorBoard hides what earlier processes wrote of later steps.
+      directory: directory of the event files; this process adds one file.
+      last_step: TensorBoard then hides events of later steps that earlier processes wrote.
     """
 
     def __init__(self, directory: Path, last_step: int):
@@ -105,7 +105,7 @@ class Board:
         self._add(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Writes {name: value} of a step."""
+        """Writes the scalars {name: value} of a step."""
         event = self._event(step=step, wall_time=time.time())
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)
@@ -132,23 +132,23 @@ def _start_wandb(workdir: Path, config: ConfigDict) -> Any:
         return wandb.init(
             project=config.log.wandb,
             id=hashlib.sha1(str(workdir.absolute()).encode()).hexdigest()[:12],
-            resume="allow",  # the id is the workdir's, so a resumed run goes on there
+            resume="allow",  # the workdir determines the id, so a resumed run continues its W&B run
             dir=str(workdir),
             config=config.to_dict(),
         )
-    except wandb.Error as error:  # no key, no such project
+    except wandb.Error as error:  # such as a missing API key or project
         raise ConfigError(
             f"config.log.wandb={config.log.wandb!r}: {' '.join(str(error).split())}: run "
-            f"`wandb login`, name a project of yours, or set it to ''"
+            f"`wandb login`, name one of your projects, or set it to ''"
         ) from error
 
 
 def parse_line(number: int, line: str) -> dict[str, Any]:
-    """A record from a line of metrics.jsonl.
+    """Parses a line of metrics.jsonl into a record.
 
     Args:
-      number: of the line, from 1.
-      line: with its newline.
+      number: line number, from 1.
+      line: the line, including its newline.
 
     Raises:
       ConfigError: the line is damaged.

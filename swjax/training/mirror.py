@@ -1,8 +1,8 @@
-"""`checkpoint.mirror`: a copy of a run at an fsspec address, from which another machine continues it.
+"""`checkpoint.mirror`: copies a run to an fsspec address, so that another machine can continue it.
 
-A run itself is local: it locks its folder, appends to its metrics and renames what is complete, which object
-stores cannot do. `mirror.json` at the address lists the checkpoints that are whole there. It is written after
-them, so a copy that is cut short is never read.
+A run itself needs a local workdir, because it locks the folder, appends to its metrics and renames complete
+files, which object stores cannot do. `mirror.json` at the address lists the complete checkpoints. It is
+written after them, so nobody reads an incomplete copy.
 """
 
 import contextlib
@@ -18,24 +18,25 @@ from swjax.training.config import blame
 from swjax.training.errors import RunError
 
 INDEX = "mirror.json"
-_STAY = (".lock", "damaged")  # in the workdir; "checkpoints" are copied one by one
+_STAY = (".lock", "damaged")  # never copied; "checkpoints" are copied one by one
 
 
 class Mirror:
-    """Copies a run to an address while it trains, and from there to an empty workdir; process 0 does.
+    """Copies a run to an address while it trains, and from there to an empty workdir. Only process 0 copies.
 
     Args:
-      address: an fsspec address or a path; "": nothing is copied.
+      address: an fsspec address or a path; "" copies nothing.
       workdir: directory of the run.
 
     Raises:
-      ConfigError: there is no such protocol, or a package that it needs is not installed.
+      ConfigError: fsspec does not know the protocol, or a package that the protocol needs is missing.
     """
 
     def __init__(self, address: str, workdir: Path):
         self._address, self._workdir = address.rstrip("/"), workdir
-        self._sent: dict[str, tuple[int, int]] = {}  # size and time of each file, as it was copied
-        self._seen: set[int] = set()  # checkpoints when the last copy began
+        # Size and modification time of each copied file.
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._seen: set[int] = set()  # steps with a checkpoint when the last copy began
         self._copy: Future[None] | None = None
         if address:
             with blame("checkpoint.mirror"):
@@ -46,7 +47,7 @@ class Mirror:
             self._thread = ThreadPoolExecutor(1, "mirror")
 
     def fetch(self) -> None:
-        """Copies the run into the workdir, if its newest checkpoint at the address is newer than there.
+        """Copies the run into the workdir, if the address has a newer checkpoint than the workdir.
 
         Raises:
           RunError: the address cannot be read or written.
@@ -56,7 +57,7 @@ class Mirror:
         with self._blame():
             whole = self._whole()
             if whole is None:
-                self._write([])  # an address that cannot be written is known before a run starts
+                self._write([])  # fails before the run starts if the address is not writable
             newest = max(whole or [], default=-1)
             if newest <= max(_steps(self._workdir), default=-1):
                 return
@@ -70,24 +71,25 @@ class Mirror:
                     self._get(path, part / rest)
             target = self._workdir / "checkpoints" / str(newest)
             target.parent.mkdir(exist_ok=True)
-            (part / str(newest)).rename(target)  # last: what is cut short is fetched again
+            # Renamed last, so that an incomplete fetch is repeated.
+            (part / str(newest)).rename(target)
             part.rmdir()
         print(
-            f"the run comes from {self._address}, with the checkpoint of step {newest}", flush=True
+            f"copied the run from {self._address}, with the checkpoint of step {newest}", flush=True
         )
 
     def update(self, say: Callable[[str], None]) -> None:
-        """Begins a copy in the background if there is a new checkpoint and no copy is under way.
+        """Starts a copy in the background if there is a new checkpoint and no copy is running.
 
         Args:
-          say: prints why the last copy failed; the next one copies what is missing.
+          say: called with the reason if the last copy failed. The next copy includes the missing files.
         """
         if not self._address or not distributed.is_first():
             return
         if self._copy and not self._copy.done():
             return
         if self._copy and (failed := self._copy.exception()):
-            say(f"{failed}; it is tried again with the next checkpoint")
+            say(f"{failed}; the next checkpoint triggers another attempt")
         self._copy = None
         steps = _steps(self._workdir)
         if steps != self._seen:
@@ -95,7 +97,7 @@ class Mirror:
             self._copy = self._thread.submit(self._push)
 
     def push(self) -> None:
-        """Copies what has changed, after a copy that is under way.
+        """Copies all changes, after waiting for a running copy.
 
         Raises:
           RunError: the address cannot be written.
@@ -115,14 +117,15 @@ class Mirror:
                 paths = sorted(folder.rglob("*"))
                 for path in paths:
                     self._put(path, path.relative_to(self._workdir).as_posix())
-                if sorted(folder.rglob("*")) != paths:  # `checkpoint.keep` removes it meanwhile
+                # `checkpoint.keep` removed it during the copy.
+                if sorted(folder.rglob("*")) != paths:
                     here.remove(step)
             self._write(sorted(here))
             for step in there - here:
                 self._fs.rm(f"{self._root}/checkpoints/{step}", recursive=True)
 
     def _put(self, path: Path, name: str) -> None:
-        """Copies a file that has changed since it was copied."""
+        """Copies a file unless the address has its current version."""
         target = f"{self._root}/{name}"
         try:
             status = path.stat()
@@ -133,7 +136,7 @@ class Mirror:
             self._fs.put_file(str(path), target)
             self._sent[name] = stamp
         except FileNotFoundError:
-            if path.exists():  # else it was removed meanwhile
+            if path.exists():  # otherwise it was removed during the copy
                 raise
 
     def _get(self, path: str, target: Path) -> None:
@@ -141,14 +144,14 @@ class Mirror:
         self._fs.get_file(path, str(target))
 
     def _held(self) -> Iterator[tuple[str, str]]:
-        """(name, path in the file system) of the files at the address, without the index."""
+        """Yields (name, path in the file system) of the files at the address, without the index."""
         for path in self._fs.find(self._root):
             name = path.removeprefix(self._root).lstrip("/")
             if name != INDEX:
                 yield name, path
 
     def _whole(self) -> list[int] | None:
-        """The checkpoints at the address; None: there is no mirror yet."""
+        """The steps of the complete checkpoints at the address, or None if the address has no mirror yet."""
         try:
             return json.loads(self._fs.cat_file(f"{self._root}/{INDEX}"))["checkpoints"]
         except FileNotFoundError:
@@ -162,7 +165,7 @@ class Mirror:
     def _blame(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever the file systems of others raise
+        except Exception as error:  # third-party file systems may raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise RunError(
                 f"config.checkpoint.mirror={self._address!r} cannot be used: {reason}; with that "
@@ -171,6 +174,6 @@ class Mirror:
 
 
 def _steps(workdir: Path) -> set[int]:
-    """The complete checkpoints of a run: those whose folder has its final name."""
+    """The steps of the complete checkpoints of a run, whose folders have their final name."""
     folder = workdir / "checkpoints"
     return {int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()}

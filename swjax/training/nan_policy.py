@@ -1,4 +1,4 @@
-"""What a run does about values that are not finite, and about steps that change nothing."""
+"""Decides how a run reacts to non-finite values and to skipped steps."""
 
 import enum
 import math
@@ -12,35 +12,35 @@ from swjax.training.console import Console
 from swjax.training.step import State
 from swjax.training.step_log import StepLog
 
-MAX_ROLLBACKS = 3  # to one checkpoint
-MAX_SKIPPED = 50  # steps in a row; a dynamic loss scale falls by 2**50 meanwhile
-_KEY = "updates_skipped"  # in the position of a checkpoint
+MAX_ROLLBACKS = 3  # rollbacks to one checkpoint
+MAX_SKIPPED = 50  # consecutive steps, which lower a dynamic loss scale by 2**50
+_KEY = "updates_skipped"  # key in the saved data position
 
 
 class Action(enum.Enum):
-    """What the loop does after it has read records."""
+    """The action of the loop after it has read records."""
 
     GO_ON = enum.auto()
-    ROLL_BACK = enum.auto()  # to the last checkpoint
+    ROLL_BACK = enum.auto()  # return to the last checkpoint
     STOP = enum.auto()
 
 
 class NanPolicy:
-    """Decides by `train.nan_policy` what to do about a value that is not finite.
+    """Applies `train.nan_policy` to non-finite values.
 
-    A step counts as skipped if it leaves more than half of the parameters as they are: because a value is
-    not finite and `train.nan_policy` is "skip", or because gradients overflow with the loss scale. A run
-    stops when its last 50 steps, or all of a shorter run, were skipped.
+    A step counts as skipped if more than half of the parameters stay unchanged, because a value is not
+    finite and `train.nan_policy` is "skip", or because scaled gradients overflow. A run stops when its last
+    50 steps, or all steps of a shorter run, were skipped.
 
     Args:
-      config: the run's.
-      steps: of the run.
-      position: as saved with a checkpoint, see `saved`; None: the run begins.
+      config: the config of the run.
+      steps: number of steps of the run.
+      position: data position saved with a checkpoint, see `saved`; None starts a new run.
       console: prints which steps were skipped.
 
     Attributes:
-      reason: in one line why the last decision was not to go on.
-      skipped: steps of the run that were skipped.
+      reason: one line that explains the last decision other than to continue.
+      skipped: number of skipped steps in the run.
     """
 
     def __init__(
@@ -61,44 +61,45 @@ class NanPolicy:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the run goes back to its last checkpoint, which it then needs from the beginning."""
+        """Whether the policy is a rollback, in which case the run needs a checkpoint of its first step."""
         return self._policy == "rollback"
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps with its position; a new one may be rolled back to 3 times."""
+        """The values to save with the data position. A new checkpoint allows 3 more rollbacks."""
         self._rollbacks = 0
         return {_KEY: [self.skipped, self._in_a_row]}
 
     def roll_back(self, checkpoints: Checkpoints, like: State, log: StepLog) -> tuple[State, int]:
-        """Goes back to the last checkpoint; the data since then are left out, for the feed goes on.
+        """Returns to the last checkpoint. The feed does not rewind, so the run skips the data since then.
 
         Args:
-          checkpoints: of the run.
+          checkpoints: the checkpoints of the run.
           like: the train state as ShapeDtypeStructs with shardings.
-          log: forgets the steps since then.
+          log: the log; it drops the steps after the checkpoint.
 
         Returns:
-          (state, its step).
+          (state, step of the checkpoint).
         """
         state, position = checkpoints.restore(like)
         step = int(state["step"])
         self._restore(position)
         log.rewind(step)
-        self._console.say(f"{self.reason}: back to step {step}, past the data of these steps")
+        self._console.say(f"{self.reason}: back to step {step}, skipping the data of these steps")
         return state, step
 
     def decide(self, records: Sequence[dict[str, Any]]) -> Action:
         """Decides what to do after some steps.
 
         Args:
-          records: of the steps since the last call, oldest first; where steps can be skipped,
-            "train/skipped_total" is added to each.
+          records: records since the last call, oldest first. Where steps can be skipped, the function adds
+            "train/skipped_total" to each.
         """
         self._count(records)
         bad = first_bad(records)
         if bad and self._policy == "skip":
-            self._console.say(f"{bad}: skipped, {self.skipped} in all")
-            bad = first_bad(records, kind="parameter")  # skipping does not repair that
+            self._console.say(f"{bad}: skipped, {self.skipped} in total")
+            # Skipping cannot repair a non-finite parameter.
+            bad = first_bad(records, kind="parameter")
         if bad and self.rolls_back and self._rollbacks < MAX_ROLLBACKS:
             self.reason, self._rollbacks = bad, self._rollbacks + 1
             return Action.ROLL_BACK
@@ -107,7 +108,7 @@ class NanPolicy:
             return Action.STOP
         if self._in_a_row >= self._most:
             self.reason = (
-                f"the last {self._in_a_row} steps were all skipped, {self.skipped} in all: stopped; lower "
+                f"the last {self._in_a_row} steps were all skipped, {self.skipped} in total: stopped; lower "
                 f"config.optimizer.learning_rate or config.optimizer.loss_scale"
             )
             return Action.STOP
@@ -123,14 +124,14 @@ class NanPolicy:
 
 
 def first_bad(records: Sequence[Mapping[str, Any]], kind: str = "") -> str:
-    """Names the first step with a value that is not finite, and the tensor where it began.
+    """Names the first step with a non-finite value, and the tensor in which it originated.
 
     Args:
-      records: of steps, oldest first.
-      kind: looks only for tensors of this kind, as in "parameter"; "": for any value.
+      records: records of steps, oldest first.
+      kind: restricts the search to tensors of this kind, such as "parameter"; "" searches all values.
 
     Returns:
-      One line without a full stop; "": all is finite.
+      One line without a full stop, or "" if all values are finite.
 
     >>> first_bad([{"step": 3, "train/loss": 1.0, "train/grad_norm": math.inf}])
     'train/grad_norm is inf at step 3'
