@@ -207,4 +207,4 @@ def assert_not_finished(config, tmp_path, capsys):
 def test_skipped_steps_are_told_at_the_end(tmp_path, capsys):
     (tmp_path / "results.json").write_text('{"step": 100, "skipped": 7, "scores": {}}')
     tell_results(tmp_path)
-    assert capsys.readouterr().out == "finished after 100 steps, 7 of them skipped\n"
+    assert capsys.readouterr().out == "finished after 100 steps, of which 7 were skipped\n"

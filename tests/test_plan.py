@@ -154,7 +154,7 @@ def test_the_text_says_what_a_reader_asks(capsys):
     for part in (
         "8 x h200, 139.8 GiB each, of which JAX takes 104.9 GiB",
         "986,109,441 parameters, switchback, bfloat16, remat=none",
-        "synthetic: 100,000 pairs; the first caption(s): 'pattern 0'",
+        "synthetic: 100,000 pairs; the first captions: 'pattern 0'",
         "20,000 steps of 16,384 pairs: 327,680,000 pairs, 3276.8 epochs",
         "0.002 at 5,000",
         "data=1 fsdp=8 tensor=1; 256 pairs a device at a time, accumulation=8",
@@ -185,7 +185,7 @@ def test_a_limit_of_the_environment_counts(monkeypatch):
 
 def test_without_hardware_the_devices_here_count(capsys):
     assert train.main(["train.py", f"--config={ROOT}/configs/openmoji.py", "--plan"]) == 0
-    assert "its memory is not known: name a GPU by --hardware" in capsys.readouterr().out
+    assert "its memory is unknown: name a GPU with --hardware" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

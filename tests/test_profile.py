@@ -112,7 +112,7 @@ def test_a_run_past_the_range_traces_nothing_and_says_so(micro, tmp_path, capsys
     assert train(micro(), tmp_path, after=3) == 0  # steps 1 to 4
     profile, code = profiled(micro, tmp_path, "2,5")
     assert code == 0 and not profile.exists()
-    assert "profile_steps=2,5: no trace, for this process begins with step 5" in (
+    assert "profile_steps=2,5: no trace, because this process starts with step 5" in (
         capsys.readouterr().out
     )
 

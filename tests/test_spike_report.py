@@ -153,7 +153,7 @@ def test_a_run_that_goes_on_with_another(run, micro, tmp_path):
     config = micro(checkpoint__resume=str(run))
     start, position = replay._position_before(config, tmp_path, 5)
     assert start == 4 and position["taken"] == [4 * 8]
-    with pytest.raises(ConfigError, match="is from before step 2: name a later step$"):
+    with pytest.raises(ConfigError, match="is older than step 2: give a later step$"):
         replay._position_before(config, tmp_path, 2)
 
 

@@ -28,7 +28,7 @@ def test_split_frozen_and_combine_are_inverse():
     trainable, frozen = split_frozen(params, ("bias$",))
     assert trainable == {"a": {"kernel": 1, "bias": None}, "b": 3}
     assert combine(trainable, frozen) == params
-    with pytest.raises(ConfigError, match="finds no parameter"):
+    with pytest.raises(ConfigError, match="matches no parameter"):
         split_frozen(params, ("visoin",))
 
 
@@ -89,5 +89,7 @@ def test_a_second_run_continues_a_stable_phase(micro):
 
 @pytest.mark.parametrize("name", ["wsd", "rsqrt"])
 def test_a_decay_before_the_warmup_ends_is_refused(micro, name):
-    with pytest.raises(ConfigError, match="decays in 99 of 110 steps, of which 12 warm up: lower"):
+    with pytest.raises(
+        ConfigError, match="decays in the last 99 of 110 steps, but 12 warm up: lower"
+    ):
         schedule_of(micro, name, warmup=12, decay=0.9)

@@ -1,1 +1,1 @@
-"""The trainer: the loop, the step, and everything else that reads a run's config."""
+"""The trainer: the loop, the step, and all modules that read a run's config."""

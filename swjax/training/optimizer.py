@@ -1,4 +1,4 @@
-"""The optimizer of a run, its learning rate, and which parameters it trains."""
+"""The optimizer of a run, its learning-rate schedule, and the choice of trained parameters."""
 
 import math
 import re
@@ -16,28 +16,28 @@ from swjax.training.config import ConfigError
 
 
 def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then what `config.schedule.name` says.
+    """Linear warm-up to the peak, then the schedule that `config.schedule.name` names.
 
     =========  ===========================================================================================
-    cosine     half a cosine to `floor` times the peak
-    linear     a line to there
+    cosine     half a cosine, down to `floor` times the peak
+    linear     a line, down to `floor` times the peak
     constant   the peak
-    wsd        the peak, and in the last part of the run, `decay` of it, 1 - sqrt to `floor` times the peak
+    wsd        the peak; in the last share `decay` of the run, 1 - sqrt down to `floor` times the peak
                (Hägele et al., 2024, https://arxiv.org/abs/2405.18392)
-    rsqrt      peak sqrt(warm-up / step), and in the last part a line to `floor` times what that would be
-               (Zhai et al., 2022, https://arxiv.org/abs/2106.04560)
+    rsqrt      peak sqrt(warm-up / step); in the last share `decay` of the run, a line down to `floor` times
+               the value without decay (Zhai et al., 2022, https://arxiv.org/abs/2106.04560)
     =========  ===========================================================================================
 
     Args:
-      config: the run's.
-      total: steps of the run, at least 1.
-      warmup: steps of the warm-up, fewer than `total`.
+      config: the config of the run.
+      total: number of steps of the run, at least 1.
+      warmup: number of warm-up steps, fewer than `total`.
 
     Returns:
-      step, from 0 -> learning rate, [] float32.
+      A function: step, from 0 -> learning rate, [] float32.
 
     Raises:
-      ConfigError: the run has no step, none after the warm-up, or decays before the warm-up ends.
+      ConfigError: the run has no steps, no steps after the warm-up, or decays before the warm-up ends.
     """
     if total < 1:
         raise ConfigError("config.train has no duration: set train.steps, epochs or examples")
@@ -50,12 +50,12 @@ def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule
     decay = max(1, round(c.decay * total))
     if c.name in ("wsd", "rsqrt") and warmup + decay > total:
         raise ConfigError(
-            f"config.schedule.decay={c.decay} decays in {decay} of {total} steps, of which {warmup} warm "
+            f"config.schedule.decay={c.decay} decays in the last {decay} of {total} steps, but {warmup} warm "
             f"up: lower schedule.decay or the warm-up"
         )
 
     def decayed(step: jax.Array, shape: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """From 1 to the floor in the last steps."""
+        """A factor that falls from 1 to the floor in the last steps."""
         done = jnp.clip((step - (total - decay)) / decay, 0.0, 1.0)
         return 1.0 - (1.0 - c.floor) * shape(done)
 
@@ -72,19 +72,19 @@ def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule
     }
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup, 1))
     joined = optax.join_schedules([rise, after_warmup[c.name]], [warmup])
-    return lambda count: joined(jnp.asarray(count, jnp.float32))  # no int meets a float
+    return lambda count: joined(jnp.asarray(count, jnp.float32))  # avoids mixing int and float
 
 
 def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """StableAdamW or AdamW; gradients clipped by their global norm, and unscaled, as the config says.
+    """StableAdamW or AdamW, with the gradient clipping and loss scaling that the config sets.
 
     Args:
-      config: the run's.
+      config: the config of the run.
       schedule: step -> learning rate.
 
     Returns:
-      A transformation of the gradients of the scaled loss if `optimizer.loss_scaling` is set, and else of
-      the loss.
+      A gradient transformation. Its input is the gradient of the scaled loss if `optimizer.loss_scaling` is
+      set, and the gradient of the loss otherwise.
     """
     c = config.optimizer
     guarded = c.loss_scaling == "per_tensor"
@@ -111,13 +111,13 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
 
 
 def decay_of_blocks(params: Any) -> Any:
-    """`clip.weight_decay_mask` for `per_tensor_guard`, which shows one block and not the stack of all.
+    """`clip.weight_decay_mask` for `per_tensor_guard`, which passes single blocks instead of their stack.
 
     Args:
       params: nested dict of arrays.
 
     Returns:
-      A tree of bools like it.
+      A tree of bools with the structure of `params`.
     """
 
     def stack(path, x):
@@ -127,27 +127,28 @@ def decay_of_blocks(params: Any) -> Any:
 
 
 def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
-    """Splits parameters into those that are trained and those that are frozen.
+    """Splits parameters into trainable and frozen ones.
 
     Args:
       params: nested dict of arrays.
-      patterns: regular expressions; a parameter whose path one of them finds is frozen.
+      patterns: regular expressions; a parameter is frozen if one of them matches a part of its path.
 
     Returns:
-      (trainable, frozen): trees like `params`, each with None for what the other has.
+      (trainable, frozen): trees with the structure of `params`, each with None for the parameters of the
+      other.
 
     Raises:
-      ConfigError: a pattern finds no parameter, or all are frozen.
+      ConfigError: a pattern matches no parameter, or all parameters are frozen.
     """
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for pattern in patterns:
         if not any(re.search(pattern, path) for path in paths):
             raise ConfigError(
-                f"config.optimizer.freeze={pattern!r} finds no parameter among {', '.join(paths)}"
+                f"config.optimizer.freeze={pattern!r} matches no parameter among {', '.join(paths)}"
             )
     if all(any(re.search(pattern, path) for pattern in patterns) for path in paths):
         raise ConfigError(
-            f"config.optimizer.freeze={tuple(patterns)} finds every parameter, and none is left to train: "
+            f"config.optimizer.freeze={tuple(patterns)} matches every parameter, so none is trained: "
             f"remove a pattern"
         )
 
@@ -162,17 +163,17 @@ def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
 
 
 def combine(trainable: Any, frozen: Any) -> Any:
-    """The tree of all parameters; undoes `split_frozen`."""
+    """Combines the two trees of `split_frozen` into the tree of all parameters."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None
     )
 
 
 def ema_decay(decay: float, step: jax.Array) -> jax.Array:
-    """min(decay, (1 + t) / (10 + t)): early in a run the average forgets sooner.
+    """min(decay, (1 + t) / (10 + t)), which shortens the average early in a run.
 
     Args:
-      decay: of `train.ema_decay`.
+      decay: value of `train.ema_decay`.
       step: t, [] integer, from 0.
 
     >>> [round(float(ema_decay(0.9, jnp.int32(t))), 2) for t in (0, 10, 1000)]

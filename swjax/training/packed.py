@@ -1,4 +1,4 @@
-"""The metrics of a step as one array that carries their names."""
+"""Packs the metrics of a step into one array, together with their names."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from swjax.diagnostics import NamedIndex, Packer
 @partial(jax.tree_util.register_dataclass, data_fields=["vector"], meta_fields=["packer"])
 @dataclasses.dataclass(frozen=True)
 class PackedMetrics:
-    """One array to fetch, whatever the number of metrics; a pytree whose names are static.
+    """All metrics of a step in one array, so that one transfer fetches them; a pytree with static names.
 
-    A jitted function returns it, so the names come with the values, and tracing changes nothing else.
+    A jitted function can return it, so names and values stay together without side effects during tracing.
 
     Attributes:
       vector: [n] float32.
-      packer: has the names of the n values.
+      packer: holds the names of the n values.
     """
 
     vector: jax.Array
@@ -27,7 +27,7 @@ class PackedMetrics:
 
 
 def pack(metrics: Mapping[str, jax.Array | NamedIndex]) -> PackedMetrics:
-    """Packs metrics, inside a jitted function or outside.
+    """Packs metrics, inside or outside a jitted function.
 
     Args:
       metrics: {name: scalar, vector or `NamedIndex`}; element i of a vector is named "<name>/<i>".

@@ -1,7 +1,7 @@
-"""What a run would be, before it starts: `python train.py --config=... --plan --hardware=h200:8`.
+"""Describes a run before it starts: `python train.py --config=... --plan --hardware=h200:8`.
 
-Nothing is trained and no GPU is needed. Memory is predicted by `swjax.training.memory_model`, time from
-recorded rates.
+The plan trains nothing and needs no GPU. `swjax.training.memory_model` predicts the memory; recorded rates
+predict the time.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ GPUS = {
     "l4": 22.0,
     "rtx4090": 23.5,
 }
-# Images per second of whole steps on one H200, 224 pixels, half of the patches dropped; without recomputed
-# blocks, and with all of them: benchmarks/results/train_step_matrix_h200.json.
+# Training throughput in images per second on one H200, at 224 pixels, with half of the patches dropped:
+# without recomputed blocks, and with all blocks recomputed (benchmarks/results/train_step_matrix_h200.json).
 RATES = {
     ("vit_h14", "standard"): (729, 576),
     ("vit_h14", "switchback"): (913, 781),
@@ -50,8 +50,9 @@ RATES = {
     ("vit_b32", "switchback"): (13720, 11640),
     ("vit_b32", "fp8_switchback"): (13590, 11490),
 }
-EFFICIENCY = {"one": 1.0, "fsdp": 0.95, "data": 0.91}  # of one host of four H200
-IMAGES_PER_CORE = 900  # JPEGs of 256 to 512 pixels a second, docs/data.md
+# Relative throughput per device, on one host of four H200.
+EFFICIENCY = {"one": 1.0, "fsdp": 0.95, "data": 0.91}
+IMAGES_PER_CORE = 900  # images per second; JPEGs of 256 to 512 pixels, docs/data.md
 DRAWN = ("emoji", "icons", "synthetic")  # data sets whose images need no decoding
 
 
@@ -59,9 +60,9 @@ class Hardware(NamedTuple):
     """The devices that a plan is for.
 
     Attributes:
-      kind: a key of `GPUS`, or the kind of the devices that are here.
-      devices: how many there are.
-      limit: bytes that JAX may use of each; None: not known.
+      kind: a key of `GPUS`, or the kind of this machine's devices.
+      devices: number of devices.
+      limit: bytes that JAX may use on each device, or None if unknown.
     """
 
     kind: str
@@ -70,10 +71,10 @@ class Hardware(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Hardware":
-        """From "KIND:COUNT" or "KIND"; from "": the devices that are here.
+        """Parses "KIND:COUNT" or "KIND"; "" means the devices of this machine.
 
         Raises:
-          ConfigError: there is no such kind, or the count is no positive number.
+          ConfigError: the kind is unknown, or the count is not a positive number.
         """
         if not text:
             device = jax.devices()[0]
@@ -88,25 +89,25 @@ class Hardware(NamedTuple):
 
 
 def fraction() -> float:
-    """The part of a GPU's memory that JAX takes."""
+    """The fraction of a GPU's memory that JAX allocates."""
     return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A run as it would be.
+    """The predicted properties of a run.
 
     Attributes:
-      config: the run's.
-      model: its configuration.
-      hardware: that it is for.
-      mesh: of the devices.
-      parameters: how many the model has.
-      state_bytes: of the train state, in checkpoints too.
-      steps, warmup: of the run.
-      examples: of the data set.
+      config: the config of the run.
+      model: the model configuration.
+      hardware: the devices that the plan is for.
+      mesh: number of devices along each axis.
+      parameters: number of model parameters.
+      state_bytes: bytes of the train state, which are also the bytes of a checkpoint.
+      steps, warmup: number of steps of the run and of its warm-up.
+      examples: number of examples of the data set.
       shown: the first captions.
-      memory: of a device at the peak of a step.
+      memory: memory of one device at the peak of a step.
     """
 
     config: ConfigDict
@@ -123,7 +124,7 @@ class Plan:
 
     @property
     def pairs(self) -> int:
-        """Of a device and micro-batch."""
+        """Pairs per device and micro-batch."""
         return self.config.train.batch_size // self.mesh.shards // self.config.train.accumulation
 
     @property
@@ -132,10 +133,10 @@ class Plan:
 
 
 def make(config: ConfigDict, hardware: Hardware) -> Plan:
-    """Opens the data, decodes an example and computes the rest.
+    """Opens the data, decodes an example and computes the plan.
 
     Raises:
-      ConfigError: something in the config does not fit.
+      ConfigError: the config does not fit the data or the devices.
     """
     with blame("mesh"):
         sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
@@ -168,7 +169,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """The plan, a line for each subject."""
+    """Formats the plan, one line per subject."""
     c, mesh, hardware = plan.config, plan.mesh, plan.hardware
     yield f"plan for {hardware.devices} x {hardware.kind}" + _limit(hardware)
     yield _line(
@@ -177,7 +178,7 @@ def lines(plan: Plan) -> Iterator[str]:
         f"remat={c.model.remat}",
     )
     captions = ", ".join(repr(caption[:60]) for caption in plan.shown)
-    yield _line("data", f"{c.data.name}: {plan.examples:,} pairs; the first caption(s): {captions}")
+    yield _line("data", f"{c.data.name}: {plan.examples:,} pairs; the first captions: {captions}")
     pairs = plan.steps * c.train.batch_size
     yield _line(
         "length",
@@ -213,7 +214,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def check(plan: Plan) -> None:
-    """Raises a ConfigError with the nearest settings that fit, if this plan does not."""
+    """Raises a ConfigError with the nearest settings that fit, if the plan does not fit into memory."""
     if plan.fits:
         return
     remat = plan.config.model.remat
@@ -223,7 +224,7 @@ def check(plan: Plan) -> None:
         if needed:
             flags = f"--config.train.accumulation={needed}"
             remedies.append(flags + (f" --config.model.remat={other}" if other != remat else ""))
-    assert plan.hardware.limit is not None, "what has no limit fits"
+    assert plan.hardware.limit is not None, "a plan without a limit always fits"
     raise ConfigError(
         f"{plan.pairs:,} pairs a device need {_gib(plan.memory.total)}, and JAX has "
         f"{_gib(plan.hardware.limit)} of this {plan.hardware.kind}: "
@@ -233,7 +234,7 @@ def check(plan: Plan) -> None:
 
 def _limit(hardware: Hardware) -> str:
     if hardware.limit is None:
-        return "; its memory is not known: name a GPU by --hardware"
+        return "; its memory is unknown: name a GPU with --hardware"
     if hardware.kind not in GPUS:
         return f", {_gib(hardware.limit)} each for JAX"
     return (
@@ -250,15 +251,15 @@ def _rates(plan: Plan) -> Iterator[str]:
 
 
 def _most(plan: Plan, remat: str) -> int:
-    assert plan.hardware.limit is not None, "callers check it"
+    assert plan.hardware.limit is not None, "callers check the limit"
     model = dataclasses.replace(plan.model, remat=remat)
     micro = {"accumulation": plan.config.train.accumulation}
     return most_pairs(model, plan.state_bytes, plan.hardware.limit, plan.mesh, **micro)
 
 
 def _accumulation(plan: Plan, remat: str) -> int:
-    """The fewest micro-batches that fit; 0: none do."""
-    assert plan.hardware.limit is not None, "callers check it"
+    """The smallest number of micro-batches that fits; 0 if none fits."""
+    assert plan.hardware.limit is not None, "callers check the limit"
     model = dataclasses.replace(plan.model, remat=remat)
     whole = plan.config.train.batch_size // plan.mesh.shards
     for count in range(1, whole + 1):
@@ -272,7 +273,7 @@ def _accumulation(plan: Plan, remat: str) -> int:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    """The recorded rate for this model, recipe and GPU, if any, and the loader processes for it."""
+    """The predicted time from the recorded rate of this model, recipe and GPU, and the loader processes."""
     c = plan.config
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
     recorded = RATES.get((c.model.name, c.model.recipe))
@@ -317,7 +318,7 @@ def show(config: ConfigDict, hardware: str) -> int:
     """Prints the plan of a run and returns exit code 0.
 
     Raises:
-      ConfigError: it does not fit into the memory, after the plan is printed, or something else is wrong.
+      ConfigError: the config has a mistake, or, after the plan is printed, the run does not fit into memory.
     """
     plan = make(config, Hardware.parse(hardware))
     for line in lines(plan):

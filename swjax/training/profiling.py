@@ -1,4 +1,4 @@
-"""Traces some steps of a run and summarizes the trace: `train.profile_steps`."""
+"""`train.profile_steps`: traces some steps of a run and summarizes the trace."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,17 +14,17 @@ from swjax.training.timing import Timing
 
 
 class Profiler:
-    """Traces the steps of `config.train.profile_steps` in process 0, and summarizes the time of its devices.
+    """Traces the steps of `config.train.profile_steps` in process 0, and summarizes the device time.
 
-    WORKDIR/profile holds the trace of `jax.profiler`, memory.prof (the device memory after the last traced
-    step, as pprof reads it) and summary.txt. The first step of a process compiles and is not traced.
+    WORKDIR/profile receives the trace of `jax.profiler`, memory.prof (device memory after the last traced
+    step, in pprof's format) and summary.txt. The first step of a process compiles, so it is not traced.
 
     Args:
-      config: the run's.
+      config: the config of the run.
       workdir: directory of the run.
-      step: the last step before this part of the run.
-      timing: of the run; throughput leaves out the time in which the trace is written.
-      console: shows the summary.
+      step: the last step that an earlier process has finished; 0 at the beginning.
+      timing: clock of the run; throughput excludes the time of writing the trace.
+      console: prints the summary.
     """
 
     def __init__(
@@ -32,24 +32,24 @@ class Profiler:
     ):
         self._folder = workdir / "profile"
         self._timing, self._console = timing, console
-        self._mark = ExitStack()  # of a step, in the trace
-        self._steps: list[int] = []  # traced
+        self._mark = ExitStack()  # annotation of the current step in the trace
+        self._steps: list[int] = []  # numbers of the traced steps
         self._left = range(0)
         if config.train.profile_steps and distributed.is_first():
             first, last = config.train.profile_steps
             self._left = range(max(first, step + 2), last + 1)
             if not self._left:
                 console.say(
-                    f"config.train.profile_steps={first},{last}: no trace, for this process begins with "
+                    f"config.train.profile_steps={first},{last}: no trace, because this process starts with "
                     f"step {step + 1}, which compiles"
                 )
 
     def begin(self, step: int, state: State) -> None:
-        """Begins or ends the trace if this is the time; to be called before each step.
+        """Starts or stops the trace if it is due. The loop calls this before each step.
 
         Args:
-          step: that comes next.
-          state: the train state; a trace begins and ends when the device has computed it.
+          step: number of the next step.
+          state: the train state; the trace starts and stops once the device has computed it.
         """
         if self._steps and step not in self._left:
             jax.block_until_ready(state)
@@ -59,7 +59,7 @@ class Profiler:
         if not self._steps:
             jax.block_until_ready(state)
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # calls of Python functions would slow the steps
+            options.python_tracer_level = 0  # tracing Python calls would slow the steps
             self._folder.mkdir(exist_ok=True)
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
             self._timing.lap("profile")
@@ -68,7 +68,7 @@ class Profiler:
         self._steps.append(step)
 
     def close(self) -> None:
-        """Ends a trace, if one is running, and writes its summary."""
+        """Stops a running trace and writes its summary."""
         if not self._steps:
             return
         self._mark.close()
@@ -94,7 +94,7 @@ class Profiler:
         ]
         if jax.default_backend() == "cpu":
             lines.append(
-                "(on CPUs a fusion is named after few of its operations: products may count as other)"
+                "(on CPUs XLA names a fusion after few of its operations: products may count as other)"
             )
         if memory := device_memory():
             lines.append(f"memory: {memory}")

@@ -1,4 +1,4 @@
-"""Replays a step of a run, bit for bit, from the nearest checkpoint, and measures every gradient.
+"""Replays a step of a run bit for bit from the nearest checkpoint, and measures every gradient.
 
 `python -m swjax.diagnostics replay` shows a spike's batch and its gradients.
 """
@@ -33,16 +33,16 @@ from swjax.training.step import Batch, State, make_loss_and_grad, step_key
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What a step was.
+    """A replayed step.
 
     Attributes:
-      step: its number.
-      start: of the checkpoint that it was replayed from; 0: from the beginning.
-      metrics: all that the run records at a step, quantization health included.
-      gradients: {tensor or block of one: (norm, largest |g|)}.
-      examples: what the batch was made of, a key each.
-      compared: steps from `start` on that metrics.jsonl has too.
-      differences: "step: name: value there, value here" of those metrics that are not the same.
+      step: number of the step.
+      start: step of the checkpoint from which the replay started; 0 means the beginning of the run.
+      metrics: all metrics that the run records at a step, including quantization health.
+      gradients: {tensor, or block of a stacked tensor: (norm, largest |g|)}.
+      examples: key of each example in the batch.
+      compared: number of replayed steps that metrics.jsonl contains.
+      differences: "step: name: logged value, replayed value" for each metric that differs.
     """
 
     step: int
@@ -54,7 +54,7 @@ class Replay:
     differences: list[str]
 
     def tensors(self) -> list[tuple[str, float, float, float]]:
-        """(tensor, RMS, gradient's norm, largest |g|), the largest RMS first; NaN: not recorded."""
+        """Rows (tensor, RMS, gradient norm, largest |g|), largest RMS first; NaN marks a missing value."""
         rows = [
             (name, self.metrics.get(RMS + name, np.nan), norm, largest)
             for name, (norm, largest) in self.gradients.items()
@@ -65,17 +65,17 @@ class Replay:
 def replay(
     workdir: str | Path, step: int, say: Callable[[str], None] = lambda text: None
 ) -> Replay:
-    """Restores the nearest checkpoint before a step and trains up to the step; the run is only read.
+    """Restores the nearest checkpoint before a step and trains up to the step, without changing the run.
 
-    On the kind of device that the run had, metrics are those of metrics.jsonl in every bit.
+    On the same kind of device as the run, all metrics are bitwise equal to those in metrics.jsonl.
 
     Args:
       workdir: directory of the run.
-      step: its number in the log, from 1.
-      say: prints a line about what is replayed.
+      step: number of the step in the log, from 1.
+      say: called with a line that describes the replay.
 
     Raises:
-      ConfigError: there is no such run or step, or its data cannot be opened.
+      ConfigError: the run or the step does not exist, or its data cannot be opened.
     """
     workdir = Path(workdir)
     config, log = load_config(workdir), dict(_log(workdir))
@@ -116,30 +116,30 @@ def replay(
 
 
 def load_config(workdir: Path) -> ConfigDict:
-    """The config of a run.
+    """Loads the config of a run.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: the workdir has no config.json.
     """
     path = workdir / "config.json"
     if not path.exists():
         raise ConfigError(f"{workdir} holds no config.json: name the workdir of a run of train.py")
     saved = json.loads(path.read_text())
     tuples = (("optimizer", "freeze"), ("eval", "zeroshot"), ("train", "profile_steps"))
-    for section, key in tuples:  # JSON has none
+    for section, key in tuples:  # JSON has no tuples
         saved[section][key] = tuple(saved[section].get(key, ()))
     return ConfigDict(saved).lock()
 
 
 def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
-    """A function from a step to its batch's examples, a key each, without reading the others.
+    """Returns a function: step -> the keys of its batch's examples, computed without reading other batches.
 
     Args:
       workdir: directory of a run.
 
     Raises:
-      ConfigError: the run or its data cannot be opened. The function: nobody knows without a `replay`,
-        because unreadable examples were skipped or the run went back.
+      ConfigError: the run or its data cannot be opened. The returned function raises it if the batch depends
+        on skipped unreadable examples or a rollback, which only `replay` can reproduce.
     """
     workdir = Path(workdir)
     config, log = load_config(workdir), dict(_log(workdir))
@@ -155,7 +155,7 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
         start, position = _position_before(config, workdir, step)
         skipped = [log.get(s, {}).get("data/skipped", 0) for s in (start, step)]
         if skipped[0] != skipped[1] or (position is None and config.train.nan_policy == "rollback"):
-            raise ConfigError(f"what step {step} was given depends on what was skipped before it")
+            raise ConfigError(f"step {step} depends on examples skipped before it: replay the step")
         number = step - 1 - start
         indices = history.batch_indices(source, number, position=position, **settings)
         return [history.key(source, int(i)) for i in np.sort(indices)]
@@ -166,7 +166,7 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
 def _state_before(
     config: ConfigDict, workdir: Path, step: int, parts: Parts
 ) -> tuple[State, dict | None]:
-    """The train state and the position in the data of the nearest checkpoint, or of the beginning."""
+    """Loads the train state and the data position of the nearest checkpoint, or initializes them."""
     with _checkpoint_before(config, workdir, step) as found:
         if found:
             checkpoints, earlier = found
@@ -184,9 +184,9 @@ def _position_before(config, workdir: Path, step: int) -> tuple[int, dict | None
 
 @contextmanager
 def _checkpoint_before(config, workdir: Path, step: int):
-    """(checkpoints, step of the nearest one before a step) of the run, or of the run that it continues.
+    """Yields (checkpoints, nearest step before `step`) of the run or of the run that it resumed from.
 
-    None: there is none, and the run began with no other.
+    Yields None if the run started from scratch and has no such checkpoint.
     """
     runs = {"workdir": str(workdir), "checkpoint.resume": config.checkpoint.resume}
     for key, folder in runs.items():
@@ -198,7 +198,7 @@ def _checkpoint_before(config, workdir: Path, step: int):
     if config.checkpoint.resume:
         raise ConfigError(
             f"no checkpoint of {workdir} or config.checkpoint.resume={config.checkpoint.resume!r} is "
-            f"from before step {step}: name a later step"
+            f"older than step {step}: give a later step"
         )
     yield None
 
@@ -206,7 +206,7 @@ def _checkpoint_before(config, workdir: Path, step: int):
 def _gradients(
     config: ConfigDict, graphdef: nnx.GraphDef, state: State, batch: Batch
 ) -> dict[str, tuple[float, float]]:
-    """Norm and largest |g| of every tensor's gradient, by the names of its RMS."""
+    """The norm and the largest |g| of every tensor's gradient, keyed like the RMS metrics."""
     loss_and_grad = make_loss_and_grad(config, graphdef)
 
     @jax.jit
@@ -228,7 +228,7 @@ def _gradients(
 
 
 def _log(workdir: Path) -> Iterator[tuple[int, dict]]:
-    """(step, record) of metrics.jsonl, up to a line that was cut off."""
+    """Yields (step, record) from metrics.jsonl, up to an incomplete last line."""
     path = workdir / "metrics.jsonl"
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("}\n"):
@@ -237,14 +237,14 @@ def _log(workdir: Path) -> Iterator[tuple[int, dict]]:
 
 
 def differences(record: dict[str, Any], log: dict[int, dict[str, Any]]) -> list[str]:
-    """The metrics of a record whose logged value is another.
+    """Lists the metrics of a record that differ from the logged values.
 
     Args:
-      record: of a replayed step.
-      log: {step: its record in metrics.jsonl}.
+      record: record of a replayed step.
+      log: {step: record in metrics.jsonl}.
 
     Returns:
-      "step 3: train/loss: 1.5 there, 1.25 here" for each.
+      One line "step 3: train/loss: 1.5 there, 1.25 here" per metric: the logged, then the replayed value.
     """
     there = log.get(record["step"], {})
     return [

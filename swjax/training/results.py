@@ -1,4 +1,4 @@
-"""What a run writes and prints about itself at its start and at its end."""
+"""The files and messages of a run at its start and at its end."""
 
 import json
 import re
@@ -17,13 +17,13 @@ from swjax.training.setup import Parts
 
 
 def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int) -> None:
-    """Writes config.json and env.txt; says what runs, and what changed since the run began.
+    """Writes config.json and env.txt; prints the run's setup and the config changes since the run began.
 
     Args:
-      config: the run's.
+      config: the config of the run.
       workdir: directory of the run.
-      console: where to say it.
-      step: the last step before this part of the run; 0: it begins.
+      console: prints the messages.
+      step: the last step that an earlier process has finished; 0 at the beginning.
     """
     path = workdir / "config.json"
     if step and path.exists():
@@ -34,19 +34,19 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
     console.say(
         f"{config.model.name} in {config.model.recipe} on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, {config.data.name}, {workdir}"
-        + (f": going on at step {step}" if step else "")
+        + (f": resuming at step {step}" if step else "")
     )
 
 
 def is_finished(config: ConfigDict, workdir: Path) -> bool:
-    """Whether nothing of this run is left to do.
+    """Whether the run is already finished.
 
     Args:
-      config: the run's.
+      config: the config of the run.
       workdir: directory of the run.
 
     Raises:
-      ConfigError: a run with another config has finished here.
+      ConfigError: the workdir holds a finished run with another config.
     """
     if not (workdir / "results.json").exists():
         return False
@@ -63,15 +63,15 @@ def is_finished(config: ConfigDict, workdir: Path) -> bool:
 def write_results(
     config: ConfigDict, workdir: Path, parts: Parts, unseen: Evaluation, *, step: int, skipped: int
 ) -> None:
-    """Writes the report, and then results.json, which says that the run is over.
+    """Writes the report, and then results.json, which marks the run as finished.
 
     Args:
-      config: the run's.
+      config: the config of the run.
       workdir: directory of the run.
-      parts: of the run.
-      unseen: of `evaluate_unseen`.
-      step: the last one.
-      skipped: steps that were skipped, see `NanPolicy`.
+      parts: the parts of the run.
+      unseen: result of `evaluate_unseen`.
+      step: the last step.
+      skipped: number of skipped steps, see `NanPolicy`.
     """
     if config.report.enabled:
         report.write(
@@ -82,13 +82,14 @@ def write_results(
             attribution=parts.source.attribution,
         )
     results = {"step": step, "skipped": skipped, "scores": unseen.scores}
-    unfinished = workdir / "results.part"  # a kill leaves no half of results.json
+    # Renamed when complete, so a kill leaves no partial results.json.
+    unfinished = workdir / "results.part"
     unfinished.write_text(json.dumps(results, indent=2) + "\n")
     unfinished.rename(workdir / "results.json")
 
 
 def tell_results(workdir: Path) -> None:
-    """Prints the scores on unseen examples with those of chance, and where the report is.
+    """Prints the scores on unseen examples beside the chance scores, and the path of the report.
 
     Args:
       workdir: directory of a finished run.
@@ -97,14 +98,14 @@ def tell_results(workdir: Path) -> None:
       ConfigError: results.json is damaged.
     """
     text = (workdir / "results.json").read_text(errors="replace")
-    remedy = "remove it, and the same command makes it again"
+    remedy = "remove it; the same command then writes it again"
     results = config_lib.read_json("results.json", text, remedy=remedy, step=int, scores=dict)
     lines = []
     for name, score in results["scores"].items():
         chance = results["scores"].get(re.sub(r"_(top\d+|R@\d+)$", r"_chance_\1", name))
         if isinstance(score, float) and isinstance(chance, float):
             lines.append(f"  {name:32} {score:7.2%}   {chance:7.2%}")
-    skipped = f", {results['skipped']} of them skipped" if results.get("skipped") else ""
+    skipped = f", of which {results['skipped']} were skipped" if results.get("skipped") else ""
     heading = "; on unseen images, with chance:" if lines else ""
     print("\n".join([f"finished after {results['step']} steps{skipped}{heading}", *lines]))
     page = workdir / "report" / "index.html"

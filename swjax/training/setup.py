@@ -1,4 +1,4 @@
-"""The parts of a run: devices, model, optimizer, train state and the compiled step."""
+"""Assembles a run: devices, model, optimizer, train state and the compiled step."""
 
 import dataclasses
 import math
@@ -25,17 +25,17 @@ from swjax.training.step import State, make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The parts of a run; no array is on a device yet.
+    """The parts of a run; none of them holds arrays on devices.
 
     Attributes:
       source: the training examples.
-      mesh: of all devices.
-      model: the model's configuration.
-      steps: of the whole run.
+      mesh: mesh of all devices.
+      model: the model configuration.
+      steps: number of steps of the whole run.
       schedule: step -> learning rate.
-      optimizer: of the trainable parameters.
-      init: () -> the first train state, see `make_init`.
-      graphdef: of the model.
+      optimizer: optimizer of the trainable parameters.
+      init: () -> the initial train state, see `make_init`.
+      graphdef: graph definition of the model.
       like: the train state as ShapeDtypeStructs with shardings.
     """
 
@@ -51,24 +51,24 @@ class Parts:
 
     @property
     def placed(self) -> tuple[nnx.GraphDef, jax.sharding.Mesh]:
-        """The model's graph definition and the mesh: what an evaluation needs of a run."""
+        """The model's graph definition and the mesh, which an evaluation needs."""
         return self.graphdef, self.mesh
 
     def train_step(self, config: ConfigDict) -> Callable:
-        """The step of `swjax.training.step.make_train_step`, compiled at its first call."""
+        """Returns the step of `swjax.training.step.make_train_step`, which compiles at its first call."""
         step = make_train_step(config, self.graphdef, self.optimizer, self.schedule)
         return compile_step(step, self.like)
 
 
 def assemble(config: ConfigDict, source: Any) -> Parts:
-    """Makes the parts of a run.
+    """Creates the parts of a run.
 
     Args:
-      config: the run's.
-      source: the training examples, in which epochs are counted.
+      config: the config of the run.
+      source: the training examples; their number defines an epoch.
 
     Raises:
-      ConfigError: something in the config does not fit.
+      ConfigError: settings of the config do not fit each other, the data or the devices.
     """
     mesh, model = check_config(config)
     sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
@@ -86,21 +86,22 @@ def assemble(config: ConfigDict, source: Any) -> Parts:
 
 
 def use_compilation_cache(config: ConfigDict) -> None:
-    """Keeps compiled programs in `train.compilation_cache`; a program found there computes the same bits."""
+    """Caches compiled programs in `train.compilation_cache`; a cached program computes the same bits."""
     if config.train.compilation_cache:
         cache = str(Path(config.train.compilation_cache).absolute())
         jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # evaluators' too
+        # Low enough to cache the evaluators' programs.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def check_config(config: ConfigDict) -> tuple[jax.sharding.Mesh, clip.CLIPConfig]:
-    """Checks all that needs no data.
+    """Checks the config as far as possible without data.
 
     Returns:
-      (mesh of all devices, the model's configuration).
+      (mesh of all devices, model configuration).
 
     Raises:
-      ConfigError: a value that is out of range, or does not fit the others or the devices.
+      ConfigError: a value is out of range, or does not fit the other values or the devices.
     """
     with blame("mesh"):
         mesh = sharding.make_mesh(**config.mesh)
@@ -110,29 +111,29 @@ def check_config(config: ConfigDict) -> tuple[jax.sharding.Mesh, clip.CLIPConfig
 
 
 def model_config(config: ConfigDict) -> clip.CLIPConfig:
-    """The configuration of the model that the config describes.
+    """Builds the model configuration from the config.
 
     Raises:
-      ConfigError: there is no such model, or its sizes do not fit each other.
+      ConfigError: the model does not exist, or its sizes do not fit each other.
     """
     c = config.model
     choice("model.name", c.name, clip.CONFIGS)
     choice("model.recipe", c.recipe, recipes.RECIPES)
     vision, text = ({k: v for k, v in c[tower].items() if v} for tower in ("vision", "text"))
-    architecture = c.get("architecture", "clip")  # config.json of older versions has no such key
+    architecture = c.get("architecture", "clip")  # older versions wrote config.json without the key
     sizes: dict[str, Any] = {
         "vision": vision | {"image_size": config.data.image_size},
         "text": text | {"context_length": config.data.context_length},
     }
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
-    elif architecture == "siglip":  # the pooled patches are the embedding
+    elif architecture == "siglip":  # SigLIP's embedding is the pooled patches, without a projection
         sizes["embed_dim"] = c.vision.width or clip.CONFIGS[c.name].vision.width
     if c.attention in ("cudnn", "triton") and jax.default_backend() != "gpu":
         raise ConfigError(
             f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
         )
-    if config.train.loss == "sigmoid":  # where SigLIP starts
+    if config.train.loss == "sigmoid":  # SigLIP's initial values
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
     same = (
         "recipe",
@@ -155,17 +156,17 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
 
 
 def compile_step(train_step: Callable, like: State, **options: str) -> Callable:
-    """Compiles a train step, at its first call, as the trainer runs it.
+    """Compiles a train step at its first call, with the trainer's options.
 
-    The state is donated, the new state is sharded as the old one, and every process has all metrics.
+    The state is donated. The new state has the sharding of the old one, and metrics are replicated.
 
     Args:
-      train_step: of `swjax.training.step.make_train_step`.
+      train_step: function from `swjax.training.step.make_train_step`.
       like: the state, or ShapeDtypeStructs like it, with shardings.
-      **options: of the compiler, in addition to those of `sharding.compiler_options`.
+      **options: XLA compiler options, in addition to those of `sharding.compiler_options`.
 
     Returns:
-      (state, batch) -> (new state, metrics).
+      A function (state, batch) -> (new state, metrics).
     """
     everywhere = like["step"].sharding
     return jax.jit(
@@ -179,15 +180,15 @@ def compile_step(train_step: Callable, like: State, **options: str) -> Callable:
 def make_init(
     config: ConfigDict, cfg: clip.CLIPConfig, optimizer: optax.GradientTransformation
 ) -> tuple[Callable[[], State], nnx.GraphDef]:
-    """Returns a function () -> the first train state, and the model's graph definition.
+    """Returns a function () -> the initial train state, and the model's graph definition.
 
-    The state is {"params", "opt_state", "step"}, and "ema" if the config averages parameters: plain
-    nested dicts of arrays, so that paths and checkpoints need no Flax.
+    The state is {"params", "opt_state", "step"}, and "ema" if the config averages parameters. It consists of
+    plain nested dicts of arrays, so paths and checkpoints do not depend on Flax.
 
     Args:
-      config: the run's; its seed is that of the parameters.
-      cfg: the model's configuration.
-      optimizer: of the trainable parameters.
+      config: the config of the run; its seed initializes the parameters.
+      cfg: the model configuration.
+      optimizer: optimizer of the trainable parameters.
     """
 
     def model():
@@ -207,22 +208,22 @@ def make_init(
 def init_or_restore(
     config: ConfigDict, checkpoints: Checkpoints, init: Callable[[], State], like: State
 ) -> tuple[State, dict[str, Any] | None]:
-    """The train state that this process starts from.
+    """Restores or initializes the train state.
 
-    It looks in the workdir, then in `checkpoint.resume`, then takes parameters from
-    `checkpoint.init_from`, then starts from scratch.
+    The function restores from the workdir, else from `checkpoint.resume`. Without a checkpoint it initializes
+    the parameters from `checkpoint.init_from`, else randomly.
 
     Args:
-      config: the run's.
-      checkpoints: of the workdir.
-      init: () -> the first train state.
-      like: the state as ShapeDtypeStructs with shardings.
+      config: the config of the run.
+      checkpoints: checkpoints of the workdir.
+      init: () -> the initial train state.
+      like: the train state as ShapeDtypeStructs with shardings.
 
     Returns:
-      (state, position saved with it); the position is None at the beginning of a run.
+      (state, data position saved with it); the position is None at the beginning of a run.
 
     Raises:
-      ConfigError: a checkpoint that does not fit the config, or none where the config names one.
+      ConfigError: a checkpoint does not fit the config, or a path in the config has no checkpoint.
     """
     if checkpoints.latest_step() is not None:
         with config_lib.blame_changes(checkpoints.directory.parent, config):
@@ -236,7 +237,7 @@ def init_or_restore(
 def first_state(config: ConfigDict, init: Callable[[], State], like: State) -> State:
     """The train state of step 0, see `init_or_restore`."""
     shardings = jax.tree.map(lambda x: x.sharding, like)
-    # It runs once: optimizing it would take longer.
+    # The program runs once, so optimizing it would take longer than it saves.
     options = {"xla_backend_optimization_level": 0}
     state = jax.jit(init, out_shardings=shardings, compiler_options=options)()
     if config.checkpoint.init_from:

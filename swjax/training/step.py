@@ -1,4 +1,4 @@
-"""One optimizer step as a pure function: loss and gradient, update, and metrics.
+"""One optimizer step as a pure function that computes the gradient, the update and the metrics.
 
 A train state is {"params", "opt_state", "step"}, and "ema" if the config averages parameters. A batch is
 {"image": uint8 [b, h, w, 3], "text": int32 [b, t], "label": int32 [b]}.
@@ -34,12 +34,13 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
 ) -> Callable[[State, Batch], tuple[State, PackedMetrics]]:
-    """Returns the function (state, batch) -> (state after one step, metrics), to be compiled.
+    """Returns a function (state, batch) -> (state after one step, metrics), to be compiled by the caller.
 
     Args:
-      config: the run's.
-      graphdef: of the model.
-      optimizer: of the trainable parameters; it holds the loss scale if `optimizer.loss_scaling` is set.
+      config: the config of the run.
+      graphdef: graph definition of the model.
+      optimizer: optimizer of the trainable parameters; it contains the loss scale if `optimizer.loss_scaling`
+        is set.
       schedule: step -> learning rate, for the log.
     """
     loss_and_grad = make_loss_and_grad(config, graphdef)
@@ -70,7 +71,7 @@ def make_train_step(
         if scaling:
             metrics |= measure_scaling(scaling, opt_state)
             metrics["train/skipped"] = skipped_by_scaling(scaling, before, opt_state, trainable)
-        # Without the norm of the update, the updated parameters show it for a quarter of the bytes.
+        # Without norms, the check for non-finite values reads the updated parameters: a quarter of the bytes.
         update = updates if config.diagnostics.norms else updated
         bad = locate_nonfinite(state["params"], seen, loss, grads, update)
         if config.train.nan_policy == "skip":
@@ -84,22 +85,22 @@ def make_train_step(
 
 
 def step_key(config: ConfigDict, step: jax.Array) -> jax.Array:
-    """The random key of a step: of its augmentation and dropout."""
+    """The random key of a step, for augmentation and dropout."""
     return jax.random.fold_in(jax.random.key(config.train.seed), step)
 
 
 def chosen(good: jax.Array, new: State, old: State) -> State:
-    """The new state if good, [] bool, and else the old one."""
+    """Selects the new state if `good` ([] bool) is true, and the old state otherwise."""
     return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, {name: old[name] for name in new})
 
 
 def locate_nonfinite(
     params: Any, seen: Metrics, loss: jax.Array, grads: Any, update: Any
 ) -> NamedIndex:
-    """The first tensor of a step that is not finite.
+    """Locates the first non-finite tensor of a step.
 
-    Listed in dataflow order, so the first non-finite entry is the origin. Sums of squares stand for large
-    tensors: the norms need most of them anyway.
+    Tensors are listed in dataflow order, so the first non-finite entry is the origin. Large tensors are
+    checked through their sums of squares, most of which the norms need anyway.
     """
     return diagnostics.first_nonfinite(
         parameter=diagnostics.squares(params),
@@ -112,15 +113,15 @@ def locate_nonfinite(
 
 
 def measure_scaling(kind: str, opt_state: Any) -> Metrics:
-    """The loss scale after a step, and the steps skipped so far.
+    """The loss scale after a step, and the number of skipped steps so far.
 
     Args:
       kind: `optimizer.loss_scaling`, "dynamic" or "per_tensor".
-      opt_state: after the step.
+      opt_state: state of the optimizer after the step.
 
     Returns:
-      {"train/loss_scale": []} and "train/scaling_skipped": [] if dynamic, or for each tensor
-      "stability/skipped/<path>": [] or [blocks].
+      {"train/loss_scale": [], "train/scaling_skipped": []} for "dynamic", or {"stability/skipped/<path>": []
+      or [blocks]} for each tensor for "per_tensor".
     """
     measured = {"train/loss_scale": loss_scale(opt_state)}
     if kind == "dynamic":
@@ -130,12 +131,12 @@ def measure_scaling(kind: str, opt_state: Any) -> Metrics:
 
 
 def skipped_by_scaling(kind: str, before: Any, after: Any, params: Any) -> jax.Array:
-    """The share of the parameters' elements that a step did not update because gradients overflowed.
+    """The share of parameter elements that a step did not update because their gradients overflowed.
 
     Args:
       kind: `optimizer.loss_scaling`, "dynamic" or "per_tensor".
-      before, after: the optimizer's states around the step.
-      params: tree of arrays, those that the optimizer has seen.
+      before, after: states of the optimizer before and after the step.
+      params: tree of the trainable parameters.
 
     Returns:
       [] float32, from 0 to 1.
@@ -150,12 +151,12 @@ def skipped_by_scaling(kind: str, before: Any, after: Any, params: Any) -> jax.A
 
 
 def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
-    """The RMS of every tensor's update, for either optimizer.
+    """The RMS of every tensor's update, for StableAdamW or AdamW.
 
     Args:
-      c: config.optimizer.
-      opt_state: after the step.
-      grads: of the step, not yet clipped.
+      c: the section config.optimizer.
+      opt_state: state of the optimizer after the step.
+      grads: gradients of the step before clipping.
 
     Returns:
       {"stability/rms/<path>": [] or [blocks]}.
@@ -163,9 +164,9 @@ def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
     if c.name == "stable_adamw":
         return diagnostics.rms(opt_state)
     if c.loss_scaling == "per_tensor":
-        # Each tensor has an Adam of its own; stable_adamw with clip_threshold=0 measures it.
+        # Each tensor has its own Adam; stable_adamw with clip_threshold=0 measures the RMS instead.
         return {}
-    if c.grad_clip_norm:  # as AdamW sees them; XLA computes it once
+    if c.grad_clip_norm:  # as in AdamW's chain; XLA deduplicates the two
         grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())
     return diagnostics.adamw_rms(opt_state, grads, b2=c.b2, eps=c.eps, block_axes=clip.block_axes)
 
@@ -173,12 +174,12 @@ def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
 def make_loss_and_grad(config: ConfigDict, graphdef: nnx.GraphDef) -> Callable[..., LossAndGrad]:
     """Returns a function (trainable, frozen, batch, key, scale=1.0) -> `LossAndGrad`.
 
-    `trainable` and `frozen` are trees of parameters, each with None for what the other has. The gradient
-    is of `scale` times the loss with respect to `trainable`; the loss is not scaled.
+    `trainable` and `frozen` are trees of parameters, each with None for the parameters of the other. The
+    gradient is that of `scale` times the loss with respect to `trainable`; the returned loss is unscaled.
 
     Args:
-      config: the run's.
-      graphdef: of the model.
+      config: the config of the run.
+      graphdef: graph definition of the model.
     """
     parts = config.train.accumulation
     compute = at_once if parts == 1 else partial(accumulated, parts=parts)
@@ -204,8 +205,8 @@ def make_embed(
     """Returns a function (params, batch, key) -> ((image, text embeddings [b, e]), magnitudes).
 
     Args:
-      config: the run's.
-      graphdef: of the model.
+      config: the config of the run.
+      graphdef: graph definition of the model.
     """
 
     def embed(params, batch, key):
@@ -230,7 +231,7 @@ def make_contrast(config: ConfigDict) -> Callable[..., tuple[jax.Array, Metrics]
     """Returns a function (embeddings, params, labels [b]) -> (loss, metrics).
 
     Args:
-      config: the run's.
+      config: the config of the run.
     """
 
     def contrast(embeddings, params, labels):

@@ -1,4 +1,4 @@
-"""How long each step took, and where the time of a slow one went."""
+"""Measures the time of each step, and locates the delay of a slow step."""
 
 import collections
 import contextlib
@@ -11,15 +11,15 @@ from typing import Any
 
 
 class StepClock:
-    """Times every step, and says where the time of a slow one went.
+    """Times every step and reports which parts made a slow step slow.
 
-    A step is slow if it took longer than 3 times the median of those before it. It lasts from one dispatch
-    to the next, so what happens between them (evaluation, a checkpoint, the log) is part of the later step.
-    Laps divide it completely. The time in which this thread could run but had no core is a lap of its own:
-    no part of a step seems slow because other processes have the cores.
+    A step is slow if it takes longer than 3 times the median of the previous steps. It lasts from one
+    dispatch to the next, so it includes the work between them (evaluation, a checkpoint, the log). Laps
+    divide the whole step. The time in which this thread was ready to run but had no core is a separate lap,
+    so that no other part looks slow because other processes use the cores.
     """
 
-    _LEAST, _MOST = 20, 101  # fewest and most steps that the median is taken of
+    _LEAST, _MOST = 20, 101  # fewest and most steps in the median
 
     def __init__(self):
         self._spent: collections.deque[dict[str, float]] = collections.deque(maxlen=self._MOST)
@@ -28,7 +28,7 @@ class StepClock:
         self._last = self._now()
 
     def lap(self, name: str) -> None:
-        """Ends a lap: the time since the last one was spent on `name`."""
+        """Ends a lap, and assigns the time since the previous lap to `name`."""
         now = self._now()
         passed, queued = (after - before for before, after in zip(self._last, now))
         self._last = now
@@ -36,13 +36,13 @@ class StepClock:
             self._laps[part] = self._laps.get(part, 0.0) + seconds
 
     def step(self, *, saving: bool) -> dict[str, Any]:
-        """Ends a step, at the end of a lap.
+        """Ends a step. The caller ends a lap first.
 
         Args:
           saving: whether a checkpoint is being written in the background.
 
         Returns:
-          {"perf/seconds": its time}, and of a slow step "perf/slow": the laps that took it.
+          {"perf/seconds": duration in s}, and for a slow step "perf/slow": the laps that caused the delay.
         """
         laps, self._laps = self._laps, {}
         seconds = sum(laps.values())
@@ -55,7 +55,7 @@ class StepClock:
         return record
 
     def close(self) -> None:
-        """Closes what it reads times from."""
+        """Closes the file of scheduler statistics."""
         self._queue.close()
 
     def _now(self) -> tuple[float, float]:
@@ -63,7 +63,7 @@ class StepClock:
 
 
 class CoreQueue:
-    """How long the thread that made it has waited for a core: Linux counts it; elsewhere it is 0."""
+    """The time that the creating thread has waited for a core, as Linux reports it; 0 on other systems."""
 
     def __init__(self):
         self._file: io.FileIO | None = None
@@ -71,8 +71,9 @@ class CoreQueue:
             self._file = open("/proc/thread-self/schedstat", "rb", buffering=0)
 
     def seconds(self) -> float:
-        """Since the thread began."""
-        # Nanoseconds of computing, nanoseconds of waiting for a core, times that it got one.
+        """Seconds of waiting since the thread began."""
+        # The fields are: nanoseconds on a core, nanoseconds of waiting for a core, and the number of time
+        # slices.
         return int(os.pread(self._file.fileno(), 80, 0).split()[1]) / 1e9 if self._file else 0.0
 
     def close(self) -> None:
@@ -82,7 +83,7 @@ class CoreQueue:
 
 
 def _where(laps: dict[str, float], before: Iterable[dict[str, float]]) -> str:
-    """The laps that took longer than usual, longest first: as few as explain half of the excess.
+    """The laps that took longer than usual, longest first: the fewest that explain half of the delay.
 
     >>> usual = [{"data": 0.1, "device": 0.9}] * 3
     >>> _where({"data": 0.2, "device": 2.9}, usual), _where({"data": 1.1, "log": 0.9, "device": 0.9}, usual)

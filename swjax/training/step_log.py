@@ -1,4 +1,4 @@
-"""Steps between their dispatch and the log of a run."""
+"""Collects the metrics of dispatched steps and writes them to the log."""
 
 import gc
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from swjax.training.timing import Timing
 
 
 class StepLog:
-    """Dispatched steps, whose metrics stay on the device until they are due, and the log of the others.
+    """Keeps the metrics of dispatched steps on the device until they are due, then logs them.
 
     At most two steps are in flight. Metrics are fetched one step late, while the device runs the next step,
     so training does not wait for the log.
 
     Args:
-      config: the run's.
+      config: the config of the run.
       workdir: directory of the run.
-      parts: of the run.
-      step: the last step before this part of the run.
-      feed: counts the examples that could not be read.
-      timing: of the run.
-      console: shows the newest record and what happens.
+      parts: the parts of the run.
+      step: the last step that an earlier process has finished; 0 at the beginning.
+      feed: counts the unreadable examples.
+      timing: clock of the run.
+      console: shows the newest record and prints events.
 
     Raises:
-      ConfigError: as `MetricLog`.
+      ConfigError: see `MetricLog`.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class StepLog:
         self._times: dict[int, dict[str, Any]] = {}
 
     def before(self, step: int, state: State, batch: Batch) -> None:
-        """Begins or ends the profile and measures quantization health, if they are due at this step."""
+        """Starts or stops the profile and measures quantization health, if they are due at this step."""
         self._profiler.begin(step, state)
         self._health.before(step, state, batch)
 
     def add(self, step: int, metrics: PackedMetrics, *, saving: bool) -> None:
-        """Takes a step that was dispatched, and waits until the one before it has finished.
+        """Adds a dispatched step, and waits until the previous step has finished.
 
         Args:
-          step: its number, from 1.
-          metrics: on the device.
+          step: number of the step, from 1.
+          metrics: metrics on the device.
           saving: whether a checkpoint is being written in the background.
         """
         self._metrics[step], self._unreadable[step] = metrics, self._feed.skipped
@@ -94,17 +94,18 @@ class StepLog:
     def _finish_compiling(self, step: int, metrics: PackedMetrics) -> None:
         jax.block_until_ready(metrics)
         gc.collect()
-        gc.freeze()  # collecting what compiling left took 0.13 s, about every 1,000 steps
+        # Without it, a collection of the compiler's objects took 0.13 s about every 1,000 steps.
+        gc.freeze()
         seconds = self._timing.restart()
         self._console.say(f"step {step} took {seconds:.0f} s, most of it compiling")
 
     def due(self, step: int, *, now: bool) -> list[dict[str, Any]]:
-        """The records that are due after a step; every process of a run must ask after each step.
+        """Returns the records that are due after a step. All processes must call it after each step.
 
         Args:
-          step: the newest.
-          now: whether the newest is due, too. Else those up to the one before it are, where the log has a
-            line.
+          step: the newest step.
+          now: whether to include the newest step. Otherwise the function returns the records up to the
+            previous step, if that step is a multiple of `log.every_steps`.
 
         Returns:
           {"step": int, metric: number or None, ...} for each step, oldest first; [] if none is due.
@@ -124,7 +125,7 @@ class StepLog:
         return records
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
-        """Writes records, oldest first, and shows the newest, loss spikes and a collapse."""
+        """Writes records, oldest first; prints the newest record, loss spikes and a collapse."""
         self._files.write(records)
         for event in [*self._watch.update(records), *self._collapse.update(records)]:
             self._console.say(event)
@@ -132,14 +133,14 @@ class StepLog:
         self._timing.lap("log")
 
     def rewind(self, step: int) -> None:
-        """Forgets what came after a step, for a run that goes back to it."""
+        """Discards the steps after `step`, for a rollback."""
         self._forget()
         self._files.rewind(step)
         self._watch.restart()
         self._timing.lap("rollback")
 
     def close(self) -> None:
-        """Closes its files, and undoes the change of the garbage collector at the first step."""
+        """Closes the files, and restores the garbage collector's settings from before the first step."""
         self._profiler.close()
         self._files.close()
         self._console.close()
@@ -147,7 +148,7 @@ class StepLog:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every `every` steps, 0: never, happens after this step.
+    """Whether an event is due after this step, if it happens every `every` steps (0: never).
 
     >>> is_due(4, 2), is_due(5, 2), is_due(4, 0)
     (True, False, False)

@@ -1,4 +1,4 @@
-"""Throughput of training: samples per second, model FLOP utilization, and the wait for data."""
+"""Throughput of training: samples per second, model FLOP utilization, and the time of waiting for data."""
 
 import contextlib
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-# Dense 16-bit peak, FLOP/s; of int8 and fp8 runs, too, so that recipes compare.
+# Dense 16-bit peak in FLOP/s. int8 and fp8 runs use the same peak, so that recipes are comparable.
 PEAK_FLOPS = (
     (r"B200", 2.25e15),
     (r"H100 PCIe", 7.56e14),
@@ -25,7 +25,7 @@ PEAK_FLOPS = (
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """The device's dense 16-bit peak in FLOP/s; None if it is not known, as of a CPU."""
+    """The device's dense 16-bit peak in FLOP/s, or None if it is unknown, as for CPUs."""
     return next((peak for kind, peak in PEAK_FLOPS if re.search(kind, device.device_kind)), None)
 
 
@@ -33,8 +33,8 @@ class Meter:
     """Measures throughput over a window of steps.
 
     Args:
-      batch_size: examples a step, over all devices.
-      flops_per_example: model FLOPs of one example, forward and backward.
+      batch_size: examples per step, over all devices.
+      flops_per_example: model FLOPs per example, forward and backward.
     """
 
     def __init__(self, batch_size: int, flops_per_example: float):
@@ -42,7 +42,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> float:
-        """Begins a window; returns the seconds since the last one began."""
+        """Starts a window; returns the seconds since the previous window started."""
         now = time.perf_counter()
         seconds = now - getattr(self, "_start", now)
         self._start, self._wait, self._steps = now, 0.0, 0
@@ -50,18 +50,19 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time in this context is one step's wait for data."""
+        """Counts the time inside the context as one step's wait for data."""
         start = time.perf_counter()
         yield
         self._wait += time.perf_counter() - start
         self._steps += 1
 
     def read(self) -> dict[str, float | None]:
-        """The metrics of the window; all are None if it has no step.
+        """The metrics of the window, all None if the window has no step.
 
         Returns:
-          {"perf/samples_per_sec_per_device": examples/s, "perf/mfu": fraction of the peak, None if that is
-          not known, "perf/data_wait_frac": fraction of the time, "perf/step_seconds": s}.
+          {"perf/samples_per_sec_per_device": examples/s, "perf/mfu": fraction of the peak (None if the peak
+            is
+          unknown), "perf/data_wait_frac": fraction of the time, "perf/step_seconds": s}.
         """
         seconds = time.perf_counter() - self._start
         rate = self._steps * self._batch_size / seconds / jax.device_count()

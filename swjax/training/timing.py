@@ -1,4 +1,4 @@
-"""What the clock says about a run: its throughput, and the time of each step."""
+"""Measures the throughput of a run, and the time of each step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from swjax.models import clip
 from swjax.training.step_clock import StepClock
 from swjax.training.throughput import Meter
 
-NO_TRAINING = ("evaluation", "rollback", "profile")  # laps that throughput leaves out
+NO_TRAINING = ("evaluation", "rollback", "profile")  # laps that throughput excludes
 
 
 class Timing:
-    """Throughput between two lines of the log, and the laps of each step.
+    """Throughput between two log lines, and the laps of each step.
 
     Args:
-      batch_size: examples a step, over all devices.
-      model: its FLOPs, forward and backward, are those of the step.
+      batch_size: examples per step, over all devices.
+      model: the model configuration, which determines the FLOPs of a step, forward and backward.
     """
 
     def __init__(self, batch_size: int, model: clip.CLIPConfig):
@@ -25,13 +25,13 @@ class Timing:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time in this context is one step's wait for data."""
+        """Counts the time inside the context as one step's wait for data."""
         with self._meter.waiting():
             yield
         self._clock.lap("data")
 
     def lap(self, name: str) -> None:
-        """The time since the last lap was spent on `name`, one of `NO_TRAINING` or a part of training."""
+        """Assigns the time since the previous lap to `name`, one of `NO_TRAINING` or a part of training."""
         if name in NO_TRAINING:
             self._meter.restart()
         self._clock.lap(name)
@@ -41,15 +41,15 @@ class Timing:
         return self._clock.step(saving=saving)
 
     def restart(self) -> float:
-        """Begins a new window of throughput; returns the seconds of the old one."""
+        """Starts a new window of throughput; returns the seconds of the previous window."""
         return self._meter.restart()
 
     def window(self) -> dict[str, float | None]:
-        """The throughput since the last window, see `Meter.read`, and begins a new window."""
+        """Returns the throughput of the window, see `Meter.read`, and starts a new window."""
         measured = self._meter.read()
         self._meter.restart()
         return measured
 
     def close(self) -> None:
-        """Closes what it reads times from."""
+        """Closes the file of scheduler statistics."""
         self._clock.close()
