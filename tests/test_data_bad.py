@@ -21,7 +21,7 @@ BOMB = encoded(Image.new("L", (9000, 9000)), "PNG")
 WRONG = {
     "truncated": ({"jpg": jpeg(3)[:-200]}, "OSError: image file is truncated"),
     "half a PNG": ({"jpg": encoded(photograph(3), "PNG")[:900]}, "OSError|SyntaxError"),
-    "no image": ({"jpg": b"<html>404</html>"}, "no image: 16 bytes that begin with b'<html>40'"),
+    "no image": ({"jpg": b"<html>404</html>"}, "not an image: 16 bytes that start with b'<html>40'"),
     "nothing": ({"jpg": b""}, "no image: 0 bytes"),
     "PostScript": ({"jpg": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"}, "no image"),
     "bomb": ({"jpg": BOMB}, "the image has 9000 x 9000 pixels; at most"),
@@ -89,7 +89,7 @@ def test_the_last_sample_of_a_truncated_tar(tmp_path, caplog):
     os.truncate(path, content.index(b"picture 59") + 3)
     taken, loader = take(open_tars(pattern, tmp_path), 15, max_bad_share=0.05)
     assert set(indices(taken)) <= set(range(59))
-    assert "broken tar at byte" in caplog.text and "what comes before is used" in caplog.text
+    assert "broken tar at byte" in caplog.text and "the part before it is used" in caplog.text
     loader.close()
     with pytest.raises(data.BadData, match=r"1 damaged files, 0.\d\d% of the bytes, more than may"):
         take(open_tars(pattern, tmp_path), 1, max_bad_share=0.001)
@@ -111,7 +111,7 @@ def test_what_odd_rows_hold(tmp_path, caplog):
     assert indices(taken) == [0, 0]
     for reason in (
         "t.csv: byte 28: the row is not UTF-8",
-        "t.csv: byte 42: 1 cells in a row, 2 columns",
+        "t.csv: byte 42: the row has 1 cells for 2 columns",
         "gone.jpg: FileNotFoundError: [Errno 2] No such file or directory",
         "the row names no image",
         "good.jpg: the caption is empty",
@@ -124,7 +124,9 @@ def test_what_odd_rows_hold(tmp_path, caplog):
     source = data.source("table", f"{tmp_path}/t.jsonl", data_dir=str(tmp_path / "data"))
     taken, loader = take(source, 1, batch_size=2, max_bad_share=1.0)
     assert indices(taken) == [0, 0] and loader.skipped >= 6
-    assert "caption is no text but int" in caplog.text and "surrogates not allowed" in caplog.text
+    assert (
+        "caption must be text, not int" in caplog.text and "surrogates not allowed" in caplog.text
+    )
 
 
 def test_files_that_go_missing_in_the_run(tmp_path, caplog):

@@ -32,7 +32,7 @@ def test_what_is_good_and_what_is_bad(table, capsys):
         "1 (33%) are cut at context_length=8",
         "most common  'fox!', 2 times",
         "1 of 3 images have the pixels of another one",
-        "1 x no image: 6 bytes that begin with b'<html>'",
+        "1 x not an image: 6 bytes that start with b'<html>'",
         "1 x the caption is empty",
         "page         page.html",
     ):

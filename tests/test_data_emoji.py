@@ -176,7 +176,7 @@ def test_a_worker_that_dies_is_reported(monkeypatch, tmp_path):
     broken.write_text("<svg")
     monkeypatch.setattr(drawings, "__file__", str(tmp_path / "worker.py"))
     (tmp_path / "worker.py").write_text("raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match=r"process that was drawing .*broken.svg.* ended"):
+    with pytest.raises(RuntimeError, match=r"process that drew .*broken.svg.* ended"):
         list(drawing_processes.answers(drawings.__file__, [(str(broken), ("colour",))] * 9))
 
 
@@ -269,11 +269,15 @@ def test_any_tfds_data_set_is_a_source(data_dir):
     "split, options, message",
     [
         ("train", {}, "'emoji/sample' has no split 'train'; it has openmoji, twemoji"),
-        ("twemoji", {"text_key": "caption"}, "no feature 'caption'; there it has .*keywords"),
+        (
+            "twemoji",
+            {"text_key": "caption"},
+            "no feature 'caption'; the features there are .*keywords",
+        ),
         ("twemoji", {"text_key": "name/text"}, "no feature 'name/text'; .* no inner features"),
         ("twemoji", {"image_key": "x", "text_key": "name"}, "no feature 'x'"),
         ("twemoji", {"builder": ""}, "builder is empty: name the TFDS data set"),
-        ("twemoji", {"builder": "b:9"}, "^builder='b:9' is no name of a TFDS data set: [^\n]*$"),
+        ("twemoji", {"builder": "b:9"}, "^builder='b:9' is not a name of a TFDS data set: [^\n]*$"),
         ("twemoji", {"builder": "coco"}, "no TFDS data set 'coco' in .*download_and_prepare()"),
     ],
 )

@@ -63,7 +63,7 @@ class Run:
         """Closes the loaders; returns their common position as a checkpoint stores it."""
         own = []
         for loader in self.loaders:
-            with pytest.raises(ValueError, match="needs the counts of all; gather gave 0"):
+            with pytest.raises(ValueError, match="needs the counts of all; gather returned 0"):
                 loader.position(lambda counts: own.append(counts) or np.empty((0, 3)))
         positions = [json.dumps(loader.position(lambda _: own)) for loader in self.loaders]
         for loader in self.loaders:

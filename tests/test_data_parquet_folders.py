@@ -82,8 +82,8 @@ def test_a_picture_without_any_words_is_skipped(pictures):
 @pytest.mark.parametrize(
     "where, options, message",
     [
-        ("nowhere", {}, "is no folder: name the one that holds the pictures"),
-        ("empty", {}, r"there are no pictures in 'empty': .jpg"),
+        ("nowhere", {}, "is not a folder: give the folder of the pictures"),
+        ("empty", {}, r"'empty' contains no pictures: the endings .jpg"),
         ("pictures", {"template": "a photo"}, 'has no place for the name: write "{}"'),
     ],
 )
@@ -176,7 +176,7 @@ def test_large_row_groups_stay_out_of_memory(compression, tmp_path, monkeypatch)
 def test_a_caption_that_is_a_number_is_refused(tmp_path):
     """Only a zero-shot set reads a column of numbers, as labels."""
     write_parquet(tmp_path / "a.parquet", [jpeg(1)], [5])
-    with pytest.raises(ValueError, match="the caption is no text but int"):
+    with pytest.raises(ValueError, match="the caption must be text, not int"):
         data.source("parquet", str(tmp_path / "a.parquet")).record(0)
 
 
@@ -202,10 +202,10 @@ def test_bad_rows_are_skipped(tmp_path):
     "where, options, message",
     [
         ("missing.parquet", {}, "cannot open missing.parquet: it does not exist"),
-        ("text.parquet", {}, "text.parquet is no whole Parquet file"),
-        ("half.parquet", {}, "half.parquet is no whole Parquet file"),
+        ("text.parquet", {}, "text.parquet is not a complete Parquet file"),
+        ("half.parquet", {}, "half.parquet is not a complete Parquet file"),
         ("a.parquet", {"text_key": "title"}, "no column 'title'; it has image, caption, width"),
-        ("empty.parquet", {}, "there are no rows in 'empty.parquet'"),
+        ("empty.parquet", {}, "'empty.parquet' has no rows"),
     ],
 )
 def test_parquet_refuses(where, options, message, tmp_path, monkeypatch):

@@ -215,8 +215,8 @@ def test_tars_behind_an_address(tmp_path):
         ("{tmp}", "cannot open .*: Is a directory: name the files in it"),
         ("{tmp}/fol*", "cannot open .*/folder.tar: Is a directory: name the files in it"),
         ("{tmp}/00000.tar.gz", "00000.tar.gz is compressed.*: unpack it with gunzip"),
-        ("{tmp}/empty.tar", "no samples in the tars .*empty.tar"),
-        ("{tmp}/noise.tar", "no samples in the tars .*: .*broken tar at byte 0: no tar header"),
+        ("{tmp}/empty.tar", "the tars .*empty.tar' have no samples"),
+        ("{tmp}/noise.tar", "noise.tar' have no samples: .*broken tar at byte 0: not a tar header"),
     ],
 )
 def test_webdataset_refuses(tmp_path, pattern, message):
@@ -280,10 +280,10 @@ def test_rows_of_tsv_and_jsonl(tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("t.xls", "", "a table ends in .csv, .tsv, .jsonl; this is .*t.xls"),
+        ("t.xls", "", "a table must end in .csv, .tsv, .jsonl, got .*t.xls"),
         ("t.csv", "image;caption\n", "no column 'image'; it has image;caption"),
-        ("t.csv", "image,caption\n", "no rows in the table"),
-        ("t.jsonl", "", "no rows in the table"),
+        ("t.csv", "image,caption\n", "the table .* has no rows"),
+        ("t.jsonl", "", "the table .* has no rows"),
         (".csv", None, "cannot open .*csv: Is a directory: name the files in it"),
         ("none/t.csv", None, "cannot open .*none/t.csv: it does not exist"),
     ],
@@ -339,7 +339,7 @@ def test_hugging_face_data_set_on_disk(tmp_path):
         np.testing.assert_array_equal(source[1]["image"], Image.open(io.BytesIO(jpeg(1))))
     with pytest.raises(ValueError, match="has no column 'text'; it has image, raw, caption"):
         data.source("huggingface", str(tmp_path / "set" / "train"), text_key="text")
-    with pytest.raises(ValueError, match="holds no Hugging Face data set"):
+    with pytest.raises(ValueError, match="contains no Hugging Face data set"):
         data.source("huggingface", str(tmp_path / "set"))
 
 
@@ -376,8 +376,11 @@ def test_mixture_refuses(tmp_path):
     patterns = data.source("synthetic", "train", image_size=8)
     for parts, message in (
         ({}, "needs sources"),
-        ({"a": (tars, 1.0), "b": (tars, 0.0)}, "weight of 'b' is 0.0; it must be positive"),
-        ({"a": (tars, 1.0), "b": (patterns, 1.0)}, "one kind; here a: photographs, b: images of 3"),
+        ({"a": (tars, 1.0), "b": (tars, 0.0)}, "weight of 'b' is 0.0; weights must be positive"),
+        (
+            {"a": (tars, 1.0), "b": (patterns, 1.0)},
+            "same kind of images, got a: photographs, b: images of 3",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             data.Mixture(parts)

@@ -66,8 +66,8 @@ def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     # Existing files are complete, but two tars are not converted.
     assert run(tmp_path, "--verify") == 1
     told = capsys.readouterr().out
-    assert "2 of 3 tars of the split 'train' are not converted: give the command that" in told
-    assert "1 of 3 files are as they were written" in told
+    assert "2 of 3 tars of the split 'train' are not converted: run the command of" in told
+    assert "1 of 3 files match their checksums" in told
     with open(folder(tmp_path) / "converted.jsonl", "a") as log:
         log.write('{"split": "train", "sha')  # an incomplete line, as after a kill
     assert run(tmp_path, f"--tars={pattern}") == run(tmp_path, f"--tars={pattern}") == 0
@@ -100,7 +100,7 @@ def test_what_the_disk_does_not_keep_is_no_success(tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(convert, "_read_back", flipped)
     assert run(tmp_path, f"--tars={write_tars(tmp_path, [2])}") == 1
-    assert "does not hold what was written" in capsys.readouterr().err
+    assert "does not contain the records written" in capsys.readouterr().err
     assert all(name.endswith(".part") for name in records(tmp_path))
 
 

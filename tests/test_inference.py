@@ -199,7 +199,7 @@ def test_images_in_every_container(encoder, tmp_path):
     for bad in (IMAGES[1][..., 0], IMAGES[1][0, 0], np.zeros((0,)), np.array(3, np.uint8)):
         with pytest.raises(ValueError, match=r"an image must be uint8 \[h, w, 3 or 4\], got "):
             encoder.encode_image(bad)
-    with pytest.raises(ValueError, match="no image: 3 bytes that begin with b'cat'"):
+    with pytest.raises(ValueError, match="not an image: 3 bytes that start with b'cat'"):
         encoder.encode_image(b"cat")
 
 

@@ -85,7 +85,7 @@ def run_config(table, tmp_path) -> str:
     "arguments, message",
     [
         (["WEIGHTS", "fox"], "is no run, which has data: pass --pictures=FOLDER"),
-        (["WEIGHTS", "fox", "--pictures=nowhere"], "there are no pictures in 'nowhere'"),
+        (["WEIGHTS", "fox", "--pictures=nowhere"], "'nowhere' contains no pictures"),
         (["missing", "fox", "--pictures=nowhere"], "missing"),
     ],
 )

@@ -141,10 +141,10 @@ def test_a_label_without_a_name_is_a_bad_example(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("pets", "no labelled set: write"),
-        ("zip:pets", "no labelled set: write"),
+        ("pets", "not an address of a labelled set: write"),
+        ("zip:pets", "not an address of a labelled set: write"),
         ("tfds:imagenet2012", "names no split"),
-        ("folders:missing", "is no folder"),
+        ("folders:missing", "is not a folder"),
     ],
 )
 def test_mistakes_in_addresses_are_one_line(text, message, tmp_path):

@@ -1,4 +1,4 @@
-"""Image-text data: sources of examples, batches of them, captions as tokens, pixels as floats."""
+"""Image-text data: sources of examples, batches, tokenized captions and preprocessed pixels."""
 
 from swjax.data.batches import loader
 from swjax.data.images import preprocess, random_resized_crop

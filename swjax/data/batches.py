@@ -1,4 +1,4 @@
-"""Batches of a source. The seed fixes their order, and a loader can start at any position."""
+"""Batches of a source, in an order that a seed fixes. A loader can start at any position."""
 
 import dataclasses
 import os
@@ -17,15 +17,15 @@ from swjax.data.skipping import Skips, logger
 from swjax.data.sources import Source
 
 _THREADS = 2
-_CHUNK = 128  # examples that are loaded as one piece
+_CHUNK = 128  # examples per chunk, the unit of loading
 _CHUNKS_AHEAD = 4
 _MOST_EXAMPLES = 2**31 - 1  # labels are int32
-_PATIENCE = 10  # seconds for a chunk that is being loaded when a loader is closed
-_CROPS = 4  # separates the seed of captions and crops from that of the order
+_PATIENCE = 10  # seconds that `close` waits for a chunk that is being loaded
+_CROPS = 4  # separates the random stream of captions and crops from the stream of the order
 
 
 class Batches(Iterator):
-    """Iterator over the batches of an evaluation; it can be closed."""
+    """Iterator over the batches of an evaluation, with a `close` method."""
 
     def __init__(self, chunks: Iterator, skips: Skips):
         self._chunks: Iterator | None = chunks
@@ -40,14 +40,14 @@ class Batches(Iterator):
         return batch
 
     def close(self) -> None:
-        """Ends its threads and processes."""
+        """Stops the threads and processes."""
         close = getattr(self._chunks, "close", None)
         if close:
             close()
         self._chunks = None
 
     def _count(self, errors: np.ndarray) -> None:
-        """Counts examples, good and bad, in their order."""
+        """Counts readable and unreadable examples, in their order."""
         after = 0
         for row in np.flatnonzero(errors != b"").tolist():
             self._skips.good(row - after)
@@ -57,9 +57,9 @@ class Batches(Iterator):
 
 
 class TrainBatches(Batches):
-    """Endless iterator over training batches that knows its position.
+    """Endless iterator over training batches that can save its position.
 
-    A thread puts the next batch together while the last one is used."""
+    A thread assembles the next batch while the caller uses the last one."""
 
     def __init__(self, chunks: Iterator, skips: Skips, batch_size: int, state: Progress):
         super().__init__(chunks, skips)
@@ -86,7 +86,7 @@ class TrainBatches(Batches):
             read=self._skips.read,
             skipped=self._skips.skipped,
         )
-        # Last: once its thread runs, this one may wait milliseconds for the interpreter or a core.
+        # Started last: once its thread runs, this thread may wait milliseconds for the interpreter or a core.
         self._coming = self._begin()
         return batch
 
@@ -94,7 +94,7 @@ class TrainBatches(Batches):
         return self._thread.submit(next, self._assembled)
 
     def close(self) -> None:
-        """Ends its threads and processes, and frees what they have loaded."""
+        """Stops the threads and processes, and frees the batches that they have loaded."""
         self._ended.set()
         if self._coming:
             wait([self._coming], timeout=_PATIENCE)
@@ -104,15 +104,15 @@ class TrainBatches(Batches):
 
     @property
     def skipped(self) -> int:
-        """How many examples this process has skipped in the run."""
+        """The number of examples that this process has skipped in the run."""
         return self._state.skipped
 
     def position(self, gather: Callable[[np.ndarray], np.ndarray] = lambda own: own[None]) -> dict:
-        """Returns, for JSON, where the batches given so far end; another loader continues there.
+        """Returns the position after the batches so far, JSON-serializable, for another loader to continue.
 
         Args:
-          gather: int64 [3] of this process -> [processes, 3], in order. All must call it after the
-            same number of batches. The default is for one process.
+          gather: a function: int64 [3] of this process -> [processes, 3], ordered by process. All processes
+            must call `position` after the same number of batches. The default serves a single process.
         """
         return self._state.position(gather)
 
@@ -120,10 +120,11 @@ class TrainBatches(Batches):
 def _assembled(
     chunks: Iterator, size: int, ended: threading.Event
 ) -> Iterator[tuple[dict | None, np.ndarray]]:
-    """Batches of readable rows, each with the error, or b"", of every row that was read for it. Where
-    most rows are bad: None, and the errors so far, which may be reason to stop."""
+    """Assembles batches of readable rows, each with the error, or b"", of every row read for the batch.
+
+    If most rows are bad, it yields None with the errors so far, because they may be a reason to stop."""
     memory = Memory()
-    chunk, at = {"error": np.empty(0, "S")}, 0  # rows before `at` are done with
+    chunk, at = {"error": np.empty(0, "S")}, 0  # rows before `at` are consumed
     while True:
         pieces, errors, missing = [], [], size
         while missing:
@@ -133,7 +134,7 @@ def _assembled(
                 chunk, at = next(chunks), 0
             good = np.flatnonzero(chunk["error"][at:] == b"")[:missing]
             taken = good[-1] + 1 if len(good) == missing else len(chunk["error"]) - at
-            # A slice is a view; rows that are picked out are copied.
+            # A slice is a view; indexing by rows copies.
             rows = slice(at, at + taken) if len(good) == taken else at + good
             pieces.append({name: array[rows] for name, array in chunk.items() if name != "error"})
             errors.append(chunk["error"][at : at + taken])
@@ -163,43 +164,43 @@ def loader(
     on_bad: str = "skip",
     max_bad_share: float = 0.01,
 ) -> Batches:
-    """Returns an iterator over this process's part of every batch.
+    """Returns an iterator over this process's share of every batch.
 
-    In training it never ends: epoch after epoch, each in another order, with a random caption
-    of each image. The batches depend on the seed and the position alone: not on the workers, nor on where
-    the run was interrupted. Otherwise it is one pass in order, each image with its first
-    caption; all processes give the same number of batches, the last ones padded.
+    In training the iterator never ends. Each epoch has another order, and each image gets a random one of its
+    captions. The batches depend only on the seed and the position, neither on the number of workers nor on
+    interruptions. In evaluation the iterator makes one pass in order, and each image has its first caption.
+    All processes yield the same number of batches, and the last batches are padded.
 
-    An example that cannot be read is counted, logged with its key, and left out: in training the next
-    takes its place, in evaluation it is masked. None is seen twice for it.
+    An unreadable example is counted, logged with its key and skipped. In training the next example replaces
+    it, but no example appears twice in an epoch. In evaluation a mask marks it.
 
     Args:
-      source: examples by number.
-      batch_size: examples in a batch of this process.
-      seed: of order, captions and crops.
-      start_step: batches to leave out.
-      position: `position()` of an earlier loader, of any number of processes and any batch size, which
-        this one continues from; not together with start_step.
-      train: see above.
-      context_length: tokens of a caption.
+      source: examples by index.
+      batch_size: examples per batch of this process.
+      seed: seed of the order, the captions and the crops.
+      start_step: number of batches to skip.
+      position: `position()` of an earlier loader, from which this loader continues. The number of processes
+        and the batch size may differ. Excludes start_step.
+      train: whether to train or to evaluate, see above.
+      context_length: tokens per caption.
       image_size: pixels, height = width.
-      process_index: of this process, which takes every process_count-th example.
-      process_count: processes that share the examples.
-      workers: processes that load, at most one a core; 0: threads. They are spawned, so a script must start
-        them below `if __name__ == "__main__":`.
+      process_index: index of this process, which takes every process_count-th example.
+      process_count: number of processes that share the examples.
+      workers: number of loader processes, at most one per core; 0 loads in threads. The processes are
+        spawned, so a script must start training below `if __name__ == "__main__":`.
       shuffle, shuffle_shards: see `swjax.data.order.order`.
       on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 
     Returns:
-      An iterator, with close() and, in training, position(), over dicts of arrays: image uint8 [b,
-      image_size, image_size, 3 or 4], text int32 [b, context_length], label int32 [b], index int64
-      [b] (in the source), and, unless training, mask bool [b] (False for padding).
+      An iterator over dicts of arrays, with close() and, in training, position(). The arrays are image uint8
+      [b, image_size, image_size, 3 or 4], text int32 [b, context_length], label int32 [b], index int64 [b]
+      (index in the source) and, in evaluation, mask bool [b] (False for padding).
 
     Raises:
-      ValueError: if the source has fewer examples than a batch of all processes, in training; if
-        a number makes no sense; if the position is of another data set.
-      BadData: from the iterator, when too many examples cannot be read.
-      LostProcess: from the iterator, when a process that loads was ended from outside.
+      ValueError: in training the source has fewer examples than a batch of all processes, an argument is out
+        of range, or the position belongs to another data set.
+      BadData: raised by the iterator if too many examples are unreadable.
+      LostProcess: raised by the iterator if a loader process was killed.
 
     >>> from swjax.data import source
     >>> patterns = source("synthetic", "train", image_size=8, examples=10)
@@ -244,7 +245,7 @@ def _check(
     start_step: int,
     position: dict | None,
 ) -> None:
-    """Raises a ValueError about the first argument of `loader` that makes no sense."""
+    """Raises a ValueError that names the first invalid argument of `loader`."""
     if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
         raise ValueError(
             f"batch_size must be positive, workers not negative and process_index below "
@@ -260,7 +261,7 @@ def _check(
 
 
 def _bounded(workers: int) -> int:
-    """Returns the number of processes, at most that of the cores, with a warning."""
+    """Limits the number of processes to the number of cores, with a warning."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     cores = len(affinity) or os.cpu_count() or 1
     if workers > cores:
@@ -274,7 +275,7 @@ def _bounded(workers: int) -> int:
 
 
 def _training(source: Source, state: Progress, share: tuple, shuffling: dict, **sizes: int):
-    """Returns the examples that this process has still to take, as a Grain dataset without end."""
+    """Returns this process's remaining examples as an endless Grain dataset."""
     from swjax.data.order import ProcessShare, order
 
     crops = np.random.SeedSequence([shuffling["seed"], _CROPS]).generate_state(1)[0]
@@ -283,7 +284,7 @@ def _training(source: Source, state: Progress, share: tuple, shuffling: dict, **
 
 
 def _evaluation(source: Source, batch_size: int, share: tuple, **sizes: int):
-    """Returns this process's examples, padded to whole batches, as a Grain dataset."""
+    """Returns this process's examples as a Grain dataset, padded to whole batches."""
     import grain
 
     process_index, process_count = share
@@ -293,7 +294,7 @@ def _evaluation(source: Source, batch_size: int, share: tuple, **sizes: int):
 
 
 def _iterate(rows, chunk: int, batch_size: int, workers: int) -> Iterator:
-    """Assembles examples into chunks, and reads ahead in threads or processes."""
+    """Assembles examples into chunks, and prefetches chunks in threads or processes."""
     of_batch = -(-batch_size // chunk)
     if workers:
         return Processes(rows, chunk, workers, held=2 * of_batch)

@@ -1,11 +1,11 @@
-"""WebDataset tars to array_record: a TensorFlow Datasets data set, which the source tfds opens.
+"""Converts WebDataset tars to array_record files of a TensorFlow Datasets data set, for the source tfds.
 
   python -m swjax.data.convert --tars 'laion/{00000..41455}.tar' --name laion --data_dir data
   python train.py --config.data.name=tfds --config.data.tfds.builder=laion ...
 
-Each tar becomes one file. Images are copied as they are, not decoded. A file is read again after it is
-written, and counts as done only if it holds what the tar does; so the same command continues where it
-was interrupted. --verify checks all files against the checksums written then.
+Each tar becomes one file. Images are copied without decoding. After writing, each file is read back, and
+counts as complete only if it holds the records of its tar. So the same command resumes an interrupted
+conversion. --verify checks all files against the checksums from their conversion.
 """
 
 import argparse
@@ -30,29 +30,31 @@ from swjax.data.skipping import POLICIES, BadData, Skips
 from swjax.data.webdataset import WebDataset
 
 _VERSION = "1.0.0"
-_MANIFEST = "converted.jsonl"  # one line for each file that is done
-_EXPECTED = "expected.json"  # files of each split, written before the first is converted
+_MANIFEST = "converted.jsonl"  # one line per completed file
+_EXPECTED = "expected.json"  # number of files per split, written before the first conversion
 
 
 def main(argv: list[str]) -> int:
-    """Converts, or verifies; returns the exit code: 1 if a file is missing or differs from its checksum."""
+    """Converts or verifies. Returns the exit code: 1 if a file is missing or differs from its checksum."""
     parser = argparse.ArgumentParser(prog="swjax.data.convert", description=__doc__.splitlines()[0])
-    parser.add_argument("--tars", help="pattern of their paths or addresses")
-    parser.add_argument("--name", required=True, help="of the new data set")
+    parser.add_argument("--tars", help="pattern of the paths or addresses of the tars")
+    parser.add_argument("--name", required=True, help="name of the new data set")
     parser.add_argument("--split", default="train")
     parser.add_argument("--data_dir", type=Path, default=Path("data"))
     parser.add_argument("--image_key", default="jpg;jpeg;png;webp", help="extension of images")
     parser.add_argument("--text_key", default="txt", help='extension, or "json/FIELD"')
-    parser.add_argument("--on_bad", default="skip", choices=POLICIES, help="no image or caption")
-    parser.add_argument("--max_bad_share", type=float, default=0.01, help="stop beyond it")
+    parser.add_argument(
+        "--on_bad", default="skip", choices=POLICIES, help="handling of bad samples"
+    )
+    parser.add_argument("--max_bad_share", type=float, default=0.01, help="limit of their share")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--verify", action="store_true", help="check what was converted")
+    parser.add_argument("--verify", action="store_true", help="check the converted files")
     args = parser.parse_args(argv)
     out = args.data_dir / args.name / _VERSION
     if args.verify:
         return verify(out)
     if not args.tars:
-        parser.error("--tars is missing: name the tars to convert, or --verify what is there")
+        parser.error("--tars is missing: name the tars to convert, or pass --verify")
     try:
         convert(out, args)
     except (BadData, ValueError, ModuleNotFoundError, OSError) as error:
@@ -62,15 +64,15 @@ def main(argv: list[str]) -> int:
 
 
 def convert(out: Path, args: argparse.Namespace) -> None:
-    """Writes the files that are not there yet, then the data set's description.
+    """Converts the missing files, then writes the metadata of the data set.
 
     Args:
       out: directory of the data set.
       args: see `main`.
 
     Raises:
-      BadData: if too many samples have no image or no caption.
-      OSError: if a file differs from the records that were written.
+      BadData: too many samples lack an image or a caption.
+      OSError: a file differs from the records that were written to it.
     """
     require("tensorflow_datasets", "array_record", "importlib_resources")
     keys = dict(image_key=args.image_key, text_key=args.text_key)
@@ -98,7 +100,7 @@ def convert(out: Path, args: argparse.Namespace) -> None:
 
 
 def manifest(out: Path) -> list[dict]:
-    """Returns the manifest's line of each file, in the order of splits and files."""
+    """Returns the manifest line of each file, ordered by split and file."""
     path = out / _MANIFEST
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     known = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -107,7 +109,7 @@ def manifest(out: Path) -> list[dict]:
 
 
 def expected(out: Path) -> dict[str, int]:
-    """Returns how many files each split has when its conversion is complete."""
+    """Returns the number of files of each split in a complete conversion."""
     path = out / _EXPECTED
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -126,7 +128,7 @@ def _drop_half_line(path: Path) -> None:
 
 
 def verify(out: Path) -> int:
-    """Compares every file with its checksum; prints what differs or is missing, and returns 1, or 0."""
+    """Compares every file with its checksum and prints differences. Returns 1 if there are any, else 0."""
     lines, wanted = manifest(out), expected(out)
     done = Counter(line["split"] for line in lines)
     bad = [line["file"] for line in lines if _sha256(out / line["file"]) != line["sha256"]]
@@ -136,16 +138,16 @@ def verify(out: Path) -> int:
     for split, count in missing.items():
         print(
             f"convert: {out}: {count} of {wanted[split]} tars of the split {split!r} are not converted: "
-            f"give the command that began it again"
+            f"run the command of the conversion again"
         )
     total = len(lines) + sum(missing.values())
-    print(f"{len(lines) - len(bad)} of {total} files are as they were written")
+    print(f"{len(lines) - len(bad)} of {total} files match their checksums")
     return 1 if bad or missing or not lines else 0
 
 
 def _counts(tars: WebDataset) -> np.ndarray:
     """Returns the number of examples of each tar."""
-    assert tars.shards is not None, "tars have an index"
+    assert tars.shards is not None, "tars always have shards"
     return tars.shards
 
 
@@ -157,7 +159,7 @@ def _check_same(out: Path, lines: Iterable[dict], shards: int) -> None:
     other = [line["file"] for line in lines if not line["file"].endswith(_of(shards))]
     if other:
         raise ValueError(
-            f"{out} has {other[0]}, from another number of tars than these {shards}: use another --name"
+            f"{out} has {other[0]}, converted from another number of tars than {shards}: use another --name"
         )
 
 
@@ -170,7 +172,7 @@ def _in_processes(jobs: int, work, shards: range) -> Iterator[dict]:
 
 
 def _shard(tars: WebDataset, out: Path, name: str, split: str, on_bad: str, done: dict, shard: int):
-    """Returns the manifest's line of a tar, converting it unless that was done."""
+    """Returns the manifest line of a tar; converts the tar unless its file is complete."""
     path = tars.paths[shard]
     known = done.get(shard)
     counts = _counts(tars)
@@ -184,7 +186,7 @@ def _shard(tars: WebDataset, out: Path, name: str, split: str, on_bad: str, done
     examples = _read(tars, range(start, start + int(counts[shard])), skipped, on_bad)
     count, digest = _write(part, examples)
     if (count, digest) != _digest(_read_back(part)):
-        raise OSError(f"{part} does not hold what was written to it: is the disk in order?")
+        raise OSError(f"{part} does not contain the records written to it: check the disk")
     line = {"split": split, "shard": shard, "file": file, **source, "examples": count,
             "skipped": skipped, "content_sha256": digest, "bytes": part.stat().st_size,
             "sha256": _sha256(part)}  # fmt: skip
@@ -193,7 +195,7 @@ def _shard(tars: WebDataset, out: Path, name: str, split: str, on_bad: str, done
 
 
 def _read(tars: WebDataset, indices: range, skipped: list[str], on_bad: str) -> Iterator[dict]:
-    """Yields the readable examples; records why others are skipped."""
+    """Yields the readable examples; appends a reason to `skipped` for each of the others."""
     for index in indices:
         try:
             key, found = tars.sample(index)
@@ -217,13 +219,14 @@ def _features():
 
 
 def _write(path: Path, examples: Iterator[dict]) -> tuple[int, str]:
-    """Writes a file of records that can be read one by one; returns their `_digest`."""
+    """Writes a file of individually readable records; returns their `_digest`."""
     import tensorflow_datasets as tfds
     from array_record.python.array_record_module import ArrayRecordWriter
 
     features = _features()
     serializer = tfds.core.example_serializer.ExampleSerializer(features.get_serialized_info())
-    writer = ArrayRecordWriter(str(path), "group_size:1,uncompressed")  # JPEGs do not get smaller
+    # Compression does not shrink JPEGs.
+    writer = ArrayRecordWriter(str(path), "group_size:1,uncompressed")
 
     def written():
         for example in examples:
@@ -271,7 +274,7 @@ def _sha256(path: Path) -> str:
 
 
 def _describe(out: Path, name: str) -> None:
-    """Writes the metadata by which TensorFlow Datasets finds features, splits and files."""
+    """Writes the metadata from which TensorFlow Datasets reads the features, splits and files."""
     import tensorflow_datasets as tfds
 
     splits: dict[str, list[dict]] = {}

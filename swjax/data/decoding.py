@@ -1,11 +1,11 @@
-"""Encoded photographs to pixels, and pixels to size, at the speed of the fastest wheels.
+"""Decodes encoded photographs to pixels, and resizes them, with the fastest available packages.
 
-The reference is Pillow, as torchvision uses it. JPEGs are decoded by libjpeg-turbo through
-simplejpeg, to the same pixels; Pillow decodes the files that it refuses. Images are scaled by the Rust
-crate fast_image_resize where its wheel (cykooz-resizer) is installed, else by Pillow: the same
-antialiased bicubic filter. The two scale rows and columns in different orders and round in between. In
-photographs, values differ by 0.2 of 255 levels on average, 99.9 % of them by at most 2, and a few at
-sharp edges by up to 10.
+The reference is Pillow, as torchvision uses it. libjpeg-turbo (through simplejpeg) decodes JPEGs to the same
+pixels; Pillow decodes the files that libjpeg-turbo rejects. The Rust crate fast_image_resize (package
+cykooz-resizer) resizes images if it is installed, else Pillow does. Both use the same antialiased bicubic
+filter, but process rows and columns in different orders and round in between. In photographs, the values
+differ by 0.2 of 255 levels on average, by at most 2 for 99.9 % of the values, and by up to 10 at a few sharp
+edges.
 """
 
 import functools
@@ -21,14 +21,14 @@ from swjax.data.skipping import BadExample
 if TYPE_CHECKING:
     from PIL import Image
 
-MOST_PIXELS = 2**26  # of an image; a small file can unfold to any number
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow has parsers of a lot more
+MOST_PIXELS = 2**26  # limit per image, because a small file can decode to any size
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow could parse many more formats
 _ORIENTATION = 0x0112  # EXIF tag
 _local = threading.local()
 
 
 def decode(data: bytes) -> np.ndarray:
-    """Returns the pixels of an encoded image, as `rgb` gives them.
+    """Decodes an image to 8-bit RGB, with the conversions of `rgb`.
 
     Args:
       data: a JPEG, PNG, WebP, GIF, BMP or TIFF file.
@@ -37,8 +37,8 @@ def decode(data: bytes) -> np.ndarray:
       uint8 [h, w, 3].
 
     Raises:
-      BadExample: the file is none of these, has more than 2**26 pixels, or is refused by `rgb`.
-      Exception: what Pillow raises of images that are truncated or corrupt: OSError for most.
+      BadExample: the file has another format or more than 2**26 pixels, or `rgb` rejects it.
+      Exception: any error that Pillow raises for truncated or corrupt images, mostly OSError.
     """
     if data[:2] == b"\xff\xd8" and not _is_rotated(data):
         require("simplejpeg")
@@ -50,12 +50,12 @@ def decode(data: bytes) -> np.ndarray:
             if colours in ("YCbCr", "RGB", "Gray"):
                 return simplejpeg.decode_jpeg(data)
         except ValueError:
-            pass  # it is strict: Pillow reads some of these
+            pass  # libjpeg-turbo is strict: Pillow can read some of these files
     return decode_with_pillow(data)
 
 
 def decode_with_pillow(data: bytes) -> np.ndarray:
-    """The reference: as `decode`, with Pillow alone."""
+    """The reference implementation of `decode`, with Pillow alone."""
     require("PIL")
     from PIL import Image, UnidentifiedImageError
 
@@ -64,23 +64,23 @@ def decode_with_pillow(data: bytes) -> np.ndarray:
             _check_size(image.height, image.width)
             return rgb(image)
     except UnidentifiedImageError:
-        raise BadExample(f"no image: {len(data)} bytes that begin with {data[:8]!r}") from None
+        raise BadExample(f"not an image: {len(data)} bytes that start with {data[:8]!r}") from None
 
 
 def rgb(image: "Image.Image") -> np.ndarray:
-    """Converts an image of any kind to 8-bit RGB: the one conversion of training and inference.
+    """Converts any image to 8-bit RGB. Training and inference share this conversion.
 
-    The EXIF orientation is applied. 16-bit grey is scaled to 8 bits. Transparent pixels are blended
-    with white. Of an animation, the current frame is used: the first one of an image that was just opened.
+    The function applies the EXIF orientation, scales 16-bit grey to 8 bits, and blends transparent pixels
+    with white. For an animation it uses the current frame, which is the first frame after opening.
 
     Args:
-      image: any `PIL.Image.Image` but one of 32-bit integers or floats, whose range is unknown.
+      image: any `PIL.Image.Image` except 32-bit integers or floats, whose range is unknown.
 
     Returns:
       uint8 [h, w, 3].
 
     Raises:
-      BadExample: an image of 32-bit integers or floats.
+      BadExample: the image has 32-bit integers or floats.
 
     >>> from PIL import Image
     >>> rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 51))).tolist()  # 20% red over white
@@ -104,7 +104,7 @@ def rgb(image: "Image.Image") -> np.ndarray:
 
 
 def _from_16_bits(image: "Image.Image") -> "Image.Image":
-    """Returns grey of 8 bits, with opacity where one grey level is declared transparent."""
+    """Converts 16-bit grey to 8 bits, with an opacity channel if a grey level is declared transparent."""
     from PIL import Image
 
     levels = np.asarray(image).astype(np.uint32)
@@ -117,15 +117,15 @@ def _from_16_bits(image: "Image.Image") -> "Image.Image":
 
 
 def _is_rotated(jpeg: bytes) -> bool:
-    """Whether EXIF data give a JPEG another orientation than that of its pixels."""
-    if b"Exif\0\0" not in jpeg:  # of most; a search takes microseconds
+    """Whether the EXIF data of a JPEG declare a rotated or mirrored orientation."""
+    if b"Exif\0\0" not in jpeg:  # true for most files; the search takes microseconds
         return False
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(jpeg), formats=("JPEG",)) as image:
             return image.getexif().get(_ORIENTATION, 1) != 1
-    except Exception:  # whatever is wrong with the file, the decoder says
+    except Exception:  # the decoder reports what is wrong with the file
         return False
 
 
@@ -135,11 +135,11 @@ def _check_size(height: int, width: int) -> None:
 
 
 def resize(image: np.ndarray, height: int, width: int | None = None) -> np.ndarray:
-    """Scales an image, bicubic and antialiased.
+    """Resizes an image with an antialiased bicubic filter.
 
     Args:
       image: uint8 [h, w, 3].
-      height, width: pixels of the result; a square without a width.
+      height, width: size of the result in pixels; the default width is the height.
 
     Returns:
       uint8 [height, width, 3].
@@ -151,7 +151,7 @@ def resize(image: np.ndarray, height: int, width: int | None = None) -> np.ndarr
         return resize_with_pillow(image, height, width)
     import cykooz_resizer as fast
 
-    if not hasattr(_local, "resizer"):  # one serves one thread
+    if not hasattr(_local, "resizer"):  # a resizer is not thread-safe
         _local.resizer = fast.Resizer()
         filter_type = fast.ResizeAlg.convolution(fast.FilterType.catmull_rom)
         _local.options = fast.ResizeOptions(filter_type, use_alpha=False)
@@ -164,7 +164,7 @@ def resize(image: np.ndarray, height: int, width: int | None = None) -> np.ndarr
 
 @functools.cache
 def has_fast_resize() -> bool:
-    """Whether images are scaled by fast_image_resize rather than by Pillow."""
+    """Whether fast_image_resize resizes images, rather than Pillow."""
     try:
         import cykooz_resizer  # noqa: F401
     except ImportError:
@@ -173,7 +173,7 @@ def has_fast_resize() -> bool:
 
 
 def resize_with_pillow(image: np.ndarray, height: int, width: int | None = None) -> np.ndarray:
-    """The reference: as `resize`, also of images with opacity, which then weighs the colours."""
+    """The reference implementation of `resize`. It also accepts opacity, which then weights the colours."""
     from PIL import Image
 
     width = height if width is None else width

@@ -17,16 +17,16 @@ _WORKERS_AT_MOST = 32
 def answers(script: str, tasks: Iterable[Any]) -> Iterator[Any]:
     """Yields a script's answer to each task, in order.
 
-    The script reads tasks from stdin, one line of JSON each, and writes one line of JSON for each task. A
-    thread waits for each of its processes. They form no multiprocessing pool: JAX's threads forbid fork, and
-    spawn would run the caller's main module again.
+    The script reads tasks from stdin, one line of JSON per task, and writes one line of JSON per answer. One
+    thread waits for each process. The function does not use a multiprocessing pool: JAX's threads forbid
+    fork, and spawn would run the caller's main module again.
 
     Args:
-      script: the path of a Python file.
-      tasks: what JSON can hold.
+      script: path of a Python file.
+      tasks: JSON-serializable values.
 
     Raises:
-      RuntimeError: a process ended; the message has the beginning of the task.
+      RuntimeError: a process ended; the message contains the start of its task.
     """
     tasks = list(tasks)
     count = min(os.cpu_count() or 1, _WORKERS_AT_MOST, len(tasks))
@@ -40,13 +40,14 @@ def answers(script: str, tasks: Iterable[Any]) -> Iterator[Any]:
             worker.stdin.flush()
             return json.loads(worker.stdout.readline())
         except (ValueError, OSError) as error:
-            raise RuntimeError(f"the process that was drawing {line[:100]} ended") from error
+            raise RuntimeError(f"the process that drew {line[:100]} ended") from error
         finally:
             idle.put(worker)
 
     with contextlib.ExitStack() as stack:
         for _ in range(count):
-            # In a session of its own Ctrl-C reaches only this process, which ends the others.
+            # Each worker has its own process group, so Ctrl-C reaches only this process, which then ends the
+            # workers.
             pipes: dict[str, Any] = {
                 "stdin": subprocess.PIPE,
                 "stdout": subprocess.PIPE,
@@ -63,25 +64,25 @@ def answers(script: str, tasks: Iterable[Any]) -> Iterator[Any]:
 
 
 def _end(worker: subprocess.Popen) -> None:
-    worker.kill()  # it holds nothing but its current task
+    worker.kill()  # a worker has no state except its current task
     worker.communicate()
 
 
 def with_progress(items: Iterable, counts: Iterable[int], title: str, start: int = 0) -> Iterator:
-    """Passes items on, and counts on one line of a terminal; where output is piped, writes one line once.
+    """Passes items through, with a progress line on a terminal; writes a single line if output is piped.
 
     Args:
-      items: what is prepared.
-      counts: how many drawings each of them is.
-      title: of the data set.
-      start: drawings that were prepared before.
+      items: the prepared items.
+      counts: number of drawings in each item.
+      title: name of the data set.
+      start: number of drawings that an earlier run has prepared.
     """
     counts = list(counts)
     total, done = start + sum(counts), start
     live, began, shown = sys.stderr.isatty(), time.monotonic(), 0.0
     line = f"preparing the data set {title} (once): "
     if not live:
-        already = f", {start} of them drawn before" if start else ""
+        already = f", {start} already drawn" if start else ""
         print(f"{line}{total} files to draw{already}", file=sys.stderr, flush=True)
     for item, count in zip(items, counts, strict=True):
         done, now = done + count, time.monotonic() - began

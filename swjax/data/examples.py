@@ -1,4 +1,4 @@
-"""One example as the arrays of a batch, or the reason why it cannot be used."""
+"""Converts one example to the arrays of a batch, or to the reason why it is unusable."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,13 @@ from swjax.data.skipping import BadExample
 from swjax.data.sources import Source
 from swjax.data.tokenizer import tokenize
 
-_KEPT_BYTES = 2**30  # sources whose scaled images fit are decoded once
+_KEPT_BYTES = 2**30  # images of a source are decoded once if all fit after resizing
 _LONGEST_REASON = 400  # bytes
 _REASON = f"S{_LONGEST_REASON}"
 
 
 class _Example:
-    """Reads an example of a source and brings its image to size."""
+    """Reads an example of a source and resizes its image."""
 
     def __init__(self, source: Source, context_length: int, image_size: int):
         self._source = source
@@ -29,9 +29,10 @@ class _Example:
         return self.__dict__ | {"_kept": None if self._kept is None else {}}
 
     def _photograph(self, index: int, cut: Callable, choose_caption: Callable) -> dict:
-        """Returns the arrays of a photograph; blank ones, and why, if it cannot be read.
+        """Returns the arrays of a photograph; if it is unreadable, blank arrays and the reason.
 
-        Any exception concerns this one example: data sets from the web contain every kind of damage.
+        Every exception is handled as damage of this example, because data sets from the web contain all
+        kinds.
         """
         try:
             source = self._source
@@ -48,7 +49,7 @@ class _Example:
             return self._arrays(index, blank, 0, "") | {"error": np.array(why, _REASON)}
 
     def _drawing(self, index: int) -> dict:
-        """Returns an example with its image fitted; decoded once where that can be kept."""
+        """Returns an example with a resized image, decoded only once if the source fits in memory."""
         if self._kept is not None and index in self._kept:
             return self._kept[index]
         example = self._source[index]
@@ -63,12 +64,12 @@ class _Example:
             "text": tokenize(caption, self._context_length)[0],
             "label": np.int32(label),
             "index": np.int64(index),
-            "error": np.array(b"", _REASON),  # of all alike: they become one array
+            "error": np.array(b"", _REASON),  # one dtype for all, so that they stack
         }
 
 
 def reason(source: Source, index: int, error: Exception) -> str:
-    """The key of an example and why it cannot be used, in one line that prints."""
+    """One printable line with the key of an example and the reason why it is unusable."""
     key = source.key(index) if hasattr(source, "key") else f"example {index}"
     kind = "" if isinstance(error, BadExample) else f"{type(error).__name__}: "
     text = " ".join(f"{key}: {kind}{error}".split())
@@ -76,10 +77,10 @@ def reason(source: Source, index: int, error: Exception) -> str:
 
 
 class TrainExample(_Example):
-    """An example with a random caption and, of a photograph, a random crop."""
+    """Reads an example with a random caption and, for photographs, a random crop."""
 
     def __call__(self, index: int, rng: np.random.Generator) -> dict:
-        """Returns its arrays, and error: bytes, b"" if there is none."""
+        """Returns the arrays of an example, and error: bytes, b"" without an error."""
 
         def choose(captions):
             return captions[rng.integers(len(captions))]
@@ -95,10 +96,10 @@ class TrainExample(_Example):
 
 
 class EvalExample(_Example):
-    """An example with its first caption and its middle."""
+    """Reads an example with its first caption and a centre crop."""
 
     def __call__(self, position: int) -> dict:
-        """Returns its arrays, error as in training, and mask: False for padding after the last."""
+        """Returns the arrays of an example, error as in training, and mask: False for padding at the end."""
         index = min(position, len(self._source) - 1)
         if self._source.photographs:
             arrays = self._photograph(index, fit, lambda captions: captions[0])
@@ -106,6 +107,6 @@ class EvalExample(_Example):
             example = self._drawing(index)
             caption = example["captions"][0]
             arrays = self._arrays(index, example["image"], example["label"], caption)
-        if position > index:  # an error of the last example is counted once
+        if position > index:  # padding repeats the last example, whose error counts only once
             arrays["error"] = np.zeros_like(arrays["error"])
         return arrays | {"mask": np.bool_(position == index)}

@@ -1,4 +1,4 @@
-"""Files of a data set: named by patterns, read in ranges of bytes, on disk or behind fsspec."""
+"""Files of a data set: expands path patterns and reads byte ranges, from disk or through fsspec."""
 
 import errno
 import functools
@@ -13,24 +13,24 @@ from typing import Any
 from swjax.data.packages import require
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-_OPEN_FILES = 256  # in a process
+_OPEN_FILES = 256  # limit per process
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 def expand(pattern: str) -> list[str]:
-    """Returns the paths that a pattern names, in order.
+    """Returns the paths that match a pattern, in order.
 
     Args:
-      pattern: a path or an fsspec address, in which {000..041} counts, {a,b} lists, and *, ? and
-        [...] stand for what there is.
+      pattern: a path or an fsspec address. {000..041} expands to numbers, {a,b} to alternatives, and *, ? and
+        [...] to existing files.
 
     Raises:
-      ValueError: if a wildcard finds nothing, or a file is named twice.
+      ValueError: a wildcard matches nothing, or the pattern names a file twice.
 
     >>> expand("gs://bucket/{train,more}/{08..10}.tar")[:4]
     ['gs://bucket/train/08.tar', 'gs://bucket/train/09.tar', 'gs://bucket/train/10.tar', 'gs://bucket/more/08.tar']
     """
-    parts = _BRACES.split(pattern)  # literal, inside of braces, literal, ...
+    parts = _BRACES.split(pattern)  # literal text and brace contents alternate
     choices = [_inside(part) if i % 2 else [part] for i, part in enumerate(parts)]
     named = ["".join(chosen) for chosen in itertools.product(*choices)]
     paths = [path for name in named for path in (_found(name) if glob.has_magic(name) else [name])]
@@ -43,14 +43,14 @@ def expand(pattern: str) -> list[str]:
 
 
 def below(folder: str, endings: tuple[str, ...]) -> list[str]:
-    """The files in a folder and its subfolders that have one of some endings, in upper or lower case.
+    """Lists the files in a folder and its subfolders that have one of the given endings, ignoring case.
 
     Args:
       folder: a local folder.
-      endings: in lower case, as in `PICTURES`.
+      endings: lower-case endings, such as `PICTURES`.
 
     Returns:
-      Their paths from the folder, sorted.
+      Their paths relative to the folder, sorted.
     """
     found = []
     for inside, _, names in os.walk(folder):
@@ -84,18 +84,18 @@ def is_remote(path: str) -> bool:
 
 
 def check_protocol(path: str) -> None:
-    """Raises the error of an address whose protocol cannot be read here: no file is at fault.
+    """Raises an error if the protocol of an address is not readable on this machine, whatever the file.
 
     Raises:
       ModuleNotFoundError: a package that the protocol needs is not installed.
-      ValueError: there is no such protocol.
+      ValueError: the protocol does not exist.
     """
     if is_remote(path):
         _filesystem(path)
 
 
 def beside(path: str, of: str) -> str:
-    """Returns a path, given relative to the directory of another file, as a path of its own.
+    """Resolves a path that is given relative to the directory of another file.
 
     >>> beside("images/1.jpg", of="/disk/train.csv")
     '/disk/images/1.jpg'
@@ -106,10 +106,10 @@ def beside(path: str, of: str) -> str:
 
 
 def size_and_version(path: str) -> tuple[int, str]:
-    """Returns a file's size in bytes, and a text that changes when the file does.
+    """Returns a file's size in bytes, and a text that changes whenever the file changes.
 
     Raises:
-      OSError: if there is no such file, or it is a directory.
+      OSError: the file does not exist, or is a directory.
     """
     if not is_remote(path):
         status = os.stat(path)
@@ -121,16 +121,16 @@ def size_and_version(path: str) -> tuple[int, str]:
 
 
 def read(path: str, start: int, stop: int) -> bytes:
-    """Returns the bytes from start to stop; from any thread, since there is no file position.
+    """Returns the bytes from start to stop. Thread-safe, because it uses no file position.
 
     Raises:
-      OSError: if the file is missing, unreadable or shorter.
+      OSError: the file is missing, unreadable or shorter than `stop`.
     """
     if is_remote(path):
         fs, inside = _filesystem(path)
         data = fs.cat_file(inside, start, stop)
     else:
-        handle = _open(path)  # held until read, whoever pushes it out of the cache
+        handle = _open(path)  # the reference keeps the file open if the cache evicts it
         data = os.pread(handle.descriptor, stop - start, start)
     if len(data) < stop - start:
         raise OSError(f"{path} ends before byte {stop}")
@@ -141,7 +141,7 @@ def read_whole(path: str, most: int) -> bytes:
     """Returns all bytes of a file of at most `most` bytes.
 
     Raises:
-      OSError: if the file is missing, unreadable or larger.
+      OSError: the file is missing, unreadable or larger than `most`.
     """
     if is_remote(path):
         fs, inside = _filesystem(path)
@@ -155,10 +155,10 @@ def read_whole(path: str, most: int) -> bytes:
 
 
 def open_remote(path: str) -> Any:
-    """An fsspec address, opened to be read from any position.
+    """Opens an fsspec address for reading at any position.
 
     Raises:
-      FileNotFoundError, OSError: there is no such file, or it cannot be read.
+      FileNotFoundError, OSError: the file does not exist, or cannot be read.
       ModuleNotFoundError: a package that its protocol needs is not installed.
     """
     fs, inside = _filesystem(path)
@@ -166,12 +166,12 @@ def open_remote(path: str) -> Any:
 
 
 class Window:
-    """Reads a file forward in few large steps: calls are as those of `read`.
+    """Reads a file forward in few large steps; calls have the arguments of `read`.
 
     Args:
-      path: of the file.
-      size: of the file, in bytes.
-      step: bytes read at once, and forgotten at the next.
+      path: path of the file.
+      size: size of the file in bytes.
+      step: bytes per read; the next read discards them.
     """
 
     def __init__(self, path: str, size: int, step: int):
@@ -202,18 +202,19 @@ def _open(path: str) -> _Handle:
 def close_all() -> None:
     """Closes the files that `read` keeps open.
 
-    Called before files are indexed: a path may name another file than when it was read last, since the
-    file was replaced or the working directory changed.
+    Called before files are indexed, because a path may meanwhile name another file: the file was replaced or
+      the
+    working directory changed.
     """
     _open.cache_clear()
 
 
 def _filesystem(path: str):
-    """Returns the file system of an address, and the address in it.
+    """Returns the file system of an address, and the path inside it.
 
     Raises:
       ModuleNotFoundError: a package that its protocol needs is not installed.
-      ValueError: there is no such protocol.
+      ValueError: the protocol does not exist.
     """
     require("fsspec")
     import fsspec

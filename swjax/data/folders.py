@@ -1,4 +1,4 @@
-"""Pictures in folders: with a caption in a text file next to each, or named after their folder."""
+"""Pictures in folders, captioned by a text file beside each picture or by the folder's name."""
 
 import functools
 import os
@@ -16,24 +16,24 @@ _LARGEST_TEXT = 2**20
 class Folders(Photographs):
     """The pictures in a folder and its subfolders, in the order of their paths.
 
-    A picture with a text file of the same name, as in `fox.jpg` and `fox.txt`, has the lines of that file as
-    captions. Another is a picture of its folder's name, in which "_" stands for a space: `red_fox/1.jpg`
-    is "a photo of a red fox." If no picture has a text file, the folders are classes.
+    A picture with a text file of the same name, such as `fox.jpg` and `fox.txt`, has the lines of that file
+    as captions. Any other picture is captioned by its folder's name, in which "_" stands for a space:
+    `red_fox/1.jpg` is "a photo of a red fox." If no picture has a text file, the folders are classes.
 
     Attributes:
-      class_names: the names of the folders, if they are classes.
-      templates: prompts for zero-shot classification, if they are classes.
+      class_names: names of the folders if they are classes, else ().
+      templates: prompts for zero-shot classification if the folders are classes, else ().
     """
 
     def __init__(self, split: str, *, template: str = TEMPLATES[0]):
         """Lists the pictures.
 
         Args:
-          split: the folder.
-          template: the caption of a picture without a text file, with "{}" for its folder's name.
+          split: path of the folder.
+          template: caption of a picture without a text file, with "{}" for its folder's name.
 
         Raises:
-          ValueError: there is no such folder, no picture in it, or the template has no "{}".
+          ValueError: the folder does not exist or has no pictures, or the template has no "{}".
         """
         self._root, self._template = split, template
         if "{}" not in template:
@@ -41,11 +41,11 @@ class Folders(Photographs):
                 f'the template {template!r} has no place for the name: write "{{}}" there'
             )
         if not Path(split).is_dir():
-            raise ValueError(f"{split!r} is no folder: name the one that holds the pictures")
+            raise ValueError(f"{split!r} is not a folder: give the folder of the pictures")
         self._pictures = files.below(split, files.PICTURES)
         if not self._pictures:
             raise ValueError(
-                f"there are no pictures in {split!r}: {', '.join(files.PICTURES)} are read"
+                f"{split!r} contains no pictures: the endings {', '.join(files.PICTURES)} are read"
             )
         written = {_stem(path): path for path in files.below(split, (".txt",))}
         self._texts = [written.get(_stem(path)) for path in self._pictures]
@@ -66,7 +66,7 @@ class Folders(Photographs):
         return Record(files.read_whole(self.key(index), _LARGEST_IMAGE), self._captions(index))
 
     def stored(self, index: int) -> dict:
-        """Returns image (its file, as bytes), label (its class, or the index) and captions."""
+        """Returns image (file contents as bytes), label (its class, or the index) and captions."""
         image, captions = self.record(index)
         label = self._label[_folder_name(self._pictures[index])] if self._label else index
         return {"image": image, "label": label, "captions": captions}
@@ -96,7 +96,7 @@ def _stem(path: str) -> str:
 
 
 def _folder_name(path: str) -> str:
-    """The name of the folder that a picture is in; "" at the top.
+    """The name of the folder that contains a picture; "" at the top level.
 
     >>> _folder_name("animals/red_fox/1.jpg"), _folder_name("1.jpg")
     ('red fox', '')

@@ -1,4 +1,4 @@
-"""The examples of a batch of a run, computed from the seed: nothing has to be recorded."""
+"""Computes the examples of any batch of a run from the seed, without recorded data."""
 
 import numpy as np
 
@@ -17,23 +17,23 @@ def batch_indices(
     shuffle_shards: int = 16,
     position: dict | None = None,
 ) -> np.ndarray:
-    """The examples of one batch of a run, of all processes together; no example is read.
+    """Computes the examples of one global batch of a run, without reading examples.
 
-    The result is right if no example was skipped since the start or since `position`, which counts earlier
-    ones.
+    The result is correct if no example was skipped since the start, or since `position`, which accounts for
+    earlier skips.
 
     Args:
-      source: what the run trains on.
-      number: of the batch, from 0; with a position, of the batches after it.
-      batch_size: over all processes.
-      seed, shuffle, shuffle_shards: of the run, see `loader`.
-      position: `position()` of the loader at an earlier batch, in a checkpoint; None: the beginning.
+      source: the training source of the run.
+      number: number of the batch, from 0; with a position, it counts the batches after the position.
+      batch_size: examples per batch, over all processes.
+      seed, shuffle, shuffle_shards: settings of the run, see `loader`.
+      position: `position()` of the loader at an earlier batch, from a checkpoint; None is the beginning.
 
     Returns:
-      int64 [batch_size], numbers of examples in the source; processes take them in turn.
+      int64 [batch_size], indices of examples in the source; the processes take them in turn.
 
     Raises:
-      ValueError: the position is of processes that have skipped different numbers of examples.
+      ValueError: at the position, the processes have skipped different numbers of examples.
 
     >>> from swjax.data import loader, source
     >>> patterns = source("synthetic", "train", image_size=8, examples=10)
@@ -57,7 +57,7 @@ def batch_indices(
 
 
 def key(source: Source, index: int) -> str:
-    """A name by which a person finds an example: its key if the source has keys, else number and caption."""
+    """A readable name of an example: its key if the source has keys, else its index and caption."""
     if hasattr(source, "key"):
         return str(source.key(index))
     example = source[index]

@@ -12,22 +12,22 @@ _LARGEST_IMAGE = 2**28  # bytes
 
 
 class HuggingFace(Photographs):
-    """A data set that `datasets.Dataset.save_to_disk` wrote; its attribution is the citation.
+    """A data set that `datasets.Dataset.save_to_disk` wrote. Its citation is the attribution.
 
-    Nothing is downloaded, and no code of the data set's is run.
+    The class downloads nothing and runs no code of the data set.
     """
 
     def __init__(self, split: str, *, image_key: str = "image", text_key: str = "caption"):
         """Opens the data set.
 
         Args:
-          split: its directory; of a saved `DatasetDict`, the directory of one of its splits.
-          image_key: column of images: of the feature Image, or of bytes.
-          text_key: column with one caption, or with a list of them.
+          split: directory of the data set; for a saved `DatasetDict`, the directory of one split.
+          image_key: column of images, with the feature Image or with bytes.
+          text_key: column with one caption or a list of captions.
 
         Raises:
-          ValueError: if there is no such data set, no such column or no rows.
-          ModuleNotFoundError: if the package datasets is not installed.
+          ValueError: the data set or a column does not exist, or the data set has no rows.
+          ModuleNotFoundError: the package datasets is not installed.
         """
         require("datasets", extra="huggingface")
         import datasets
@@ -35,8 +35,8 @@ class HuggingFace(Photographs):
         self._split, self._image_key, self._text_key = split, image_key, text_key
         if not (Path(split) / "state.json").is_file():
             raise ValueError(
-                f"{split!r} holds no Hugging Face data set: name a directory that save_to_disk "
-                "wrote, and in that of a DatasetDict the split's"
+                f"{split!r} contains no Hugging Face data set: give a directory that save_to_disk "
+                "wrote; for a DatasetDict, the directory of a split"
             )
         rows = datasets.Dataset.load_from_disk(split)
         for key in (image_key, text_key):
@@ -45,7 +45,7 @@ class HuggingFace(Photographs):
                     f"{split!r} has no column {key!r}; it has {', '.join(rows.column_names)}"
                 )
         if not len(rows):
-            raise ValueError(f"there are no rows in {split!r}")
+            raise ValueError(f"{split!r} has no rows")
         rows = rows.select_columns([image_key, text_key])
         if isinstance(rows.features[image_key], datasets.Image):
             rows = rows.cast_column(image_key, datasets.Image(decode=False))
@@ -59,7 +59,7 @@ class HuggingFace(Photographs):
         return f"{self._split}[{index}]"
 
     def record(self, index: int) -> Record:
-        """Reads a row, and the image if the row holds its path."""
+        """Reads a row, and its image file if the row contains a path."""
         row = self._rows[index]
         image = row[self._image_key]
         if isinstance(image, dict):
@@ -68,7 +68,7 @@ class HuggingFace(Photographs):
             if image is None and path:
                 image = files.read_whole(path, _LARGEST_IMAGE)
         if not isinstance(image, bytes):
-            raise BadExample(f"the image is no bytes but {type(image).__name__}")
+            raise BadExample(f"the image must be bytes, not {type(image).__name__}")
         return Record(image, texts(row[self._text_key]))
 
     def __reduce__(self) -> tuple:

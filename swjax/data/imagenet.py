@@ -1,8 +1,8 @@
-"""ImageNet's classes in words that CLIP understands, and the prompts to put them in.
+"""ImageNet's class names in words that CLIP understands, and prompts for them.
 
-Both lists are OpenAI's, who edited names that misled zero-shot classification (a nail is a "metal
-nail") and found the prompts by trial; published figures of CLIP models on ImageNet use them. They come
-with the package: nothing is downloaded. THIRD_PARTY.md has their source and licence.
+OpenAI made both lists. They edited names that misled zero-shot classification (a nail is a "metal nail") and
+found the prompts by trial. Published accuracies of CLIP models on ImageNet use these lists. They are part of
+the package, so nothing is downloaded. THIRD_PARTY.md has their source and licence.
 """
 
 import functools
@@ -22,7 +22,7 @@ def class_names() -> tuple[str, ...]:
 
 @functools.cache
 def templates() -> tuple[str, ...]:
-    """The 80 prompts, with "{}" for the name.
+    """The 80 prompts, with "{}" for the class name.
 
     >>> len(templates()), templates()[0].format("tench")
     (80, 'a bad photo of a tench.')

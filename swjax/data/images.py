@@ -1,4 +1,4 @@
-"""Stored pixels as the image tower reads them: resized on the host, converted to floats on the device."""
+"""Prepares stored pixels for the image tower: resizes them on the host, normalizes them on the device."""
 
 import math
 from collections.abc import Callable
@@ -9,34 +9,34 @@ import numpy as np
 
 from swjax.data.decoding import resize_with_pillow
 
-# Of OpenAI's CLIP: mean and standard deviation of red, green and blue in its training images.
+# Mean and standard deviation of red, green and blue in the training images of OpenAI's CLIP.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 
-_SCALE = (0.85, 1.05)  # of a drawing in training; it fills the image at 1
-_ASPECT = 0.05  # natural logarithm of height / width changes by at most this
-_SHIFT = 0.5  # of the margin around the drawing, and at least
-_SHIFT_AT_LEAST = 0.04  # of the image
-_CONTRAST = 0.1  # a channel's distance from white changes by at most this factor
+_SCALE = (0.85, 1.05)  # range of a drawing's size in training; 1 fills the image
+_ASPECT = 0.05  # largest change of the natural logarithm of height / width
+_SHIFT = 0.5  # largest shift, as a share of the margin around the drawing, and at least
+_SHIFT_AT_LEAST = 0.04  # share of the image
+_CONTRAST = 0.1  # largest relative change of a channel's distance from white
 
 
 def preprocess(images: jax.Array, key: jax.Array | None = None, image_size: int = 224) -> jax.Array:
-    """Returns normalised images: (x / 255 - mean) / std, drawings composited on white.
+    """Normalizes images: (x / 255 - mean) / std, with drawings composited on white.
 
-    Given a key, drawings (images with opacity) are also scaled, moved and changed in contrast,
-    slightly, each by other random amounts. They are not mirrored: arrows and letters have a direction.
-    Photographs (without opacity) were cropped at random by the loader.
+    If a key is given, drawings (images with opacity) are slightly scaled, shifted and changed in contrast,
+    each by its own random amounts. They are not mirrored, because arrows and letters have a direction.
+    Photographs (without opacity) are already cropped by the loader.
 
     Args:
       images: uint8 [b, image_size, image_size, 3 or 4].
-      key: of the augmentation, in training.
+      key: random key of the augmentation, in training.
       image_size: pixels, height = width.
 
     Returns:
       float32 [b, image_size, image_size, 3].
 
     Raises:
-      ValueError: if the images have another size or dtype.
+      ValueError: the images have another size or dtype.
 
     >>> white = jnp.full((1, 8, 8, 3), 255, jnp.uint8)
     >>> [round(float(x), 3) for x in preprocess(white, image_size=8)[0, 0, 0]]
@@ -44,23 +44,23 @@ def preprocess(images: jax.Array, key: jax.Array | None = None, image_size: int 
     """
     if images.dtype != jnp.uint8 or images.ndim != 4 or images.shape[-1] not in (3, 4):
         raise ValueError(
-            f"images must be uint8 [b, h, w, 3 or 4]; they are {images.dtype} {images.shape}"
+            f"images must be uint8 [b, h, w, 3 or 4]; got {images.dtype} {images.shape}"
         )
     if images.shape[1:3] != (image_size, image_size):
         raise ValueError(
-            f"images must be {image_size} pixels high and wide; they are {images.shape[1:3]}: "
+            f"images must be {image_size} pixels high and wide; got {images.shape[1:3]}: "
             "give the loader the same image_size"
         )
     x = images.astype(jnp.float32) / 255.0
     if images.shape[-1] == 4:
-        ink = (1.0 - x[..., :3]) * x[..., 3:]  # distance from white; nothing is 0
+        ink = (1.0 - x[..., :3]) * x[..., 3:]  # distance from white; transparent pixels have 0
         x = 1.0 - (ink if key is None else _augment(ink, key))
     mean, std = (jnp.asarray(v, jnp.float32)[None, None, None] for v in (MEAN, STD))
     return (x - mean) / std
 
 
 def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
-    """Scales, moves and changes the contrast of drawings, each by other random amounts."""
+    """Scales, shifts and changes the contrast of drawings, each by its own random amounts."""
     b, size = ink.shape[:2]
     keys = jax.random.split(key, 4)
     scale = jax.random.uniform(keys[0], (b, 1), jnp.float32, *_SCALE)
@@ -84,14 +84,14 @@ def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
 def fit(
     image: np.ndarray, size: int, resize: Callable[..., np.ndarray] = resize_with_pillow
 ) -> np.ndarray:
-    """Scales the shorter side to `size`, bicubic and antialiased, then cuts out the middle.
+    """Resizes the shorter side to `size` with an antialiased bicubic filter, then crops the centre.
 
-    With Pillow every pixel is that of open_clip's, and torchvision's, Resize and CenterCrop.
+    With Pillow the result equals Resize and CenterCrop of open_clip and torchvision in every pixel.
 
     Args:
       image: uint8 [h, w, 3 or 4].
-      size: pixels.
-      resize: `decoding.resize_with_pillow`, or the faster `decoding.resize`.
+      size: size of the result in pixels.
+      resize: resizing function: `decoding.resize_with_pillow`, or the faster `decoding.resize`.
 
     Returns:
       uint8 [size, size, 3 or 4].
@@ -110,14 +110,14 @@ def random_resized_crop(
     scale: tuple[float, float] = (0.9, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> np.ndarray:
-    """Cuts a random rectangle out and scales it to a square, bicubic and antialiased.
+    """Crops a random rectangle and resizes it to a square with an antialiased bicubic filter.
 
     Args:
       image: uint8 [h, w, 3 or 4].
-      rng: of the rectangle.
-      size: pixels, height = width of the result.
-      scale: range of the rectangle's share of the area; uniform.
-      ratio: range of its width / height; uniform in the logarithm.
+      rng: generator of the rectangle.
+      size: height = width of the result in pixels.
+      scale: range of the rectangle's share of the image area; uniformly distributed.
+      ratio: range of the rectangle's width / height; its logarithm is uniformly distributed.
 
     Returns:
       uint8 [size, size, 3 or 4].
@@ -133,18 +133,18 @@ def random_box(
     scale: tuple[float, float] = (0.9, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> tuple[slice, slice]:
-    """Returns the rows and columns of the rectangle that `random_resized_crop` cuts out."""
+    """Returns the rows and columns of the rectangle for `random_resized_crop`."""
     smallest, largest = scale
     narrowest, widest = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
-        a, b = rng.random(2).tolist()  # one call takes half the time of two of rng.uniform
+        a, b = rng.random(2).tolist()  # one call takes half the time of two rng.uniform calls
         area = height * width * (smallest + (largest - smallest) * a)
         aspect = math.exp(narrowest + (widest - narrowest) * b)
         h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < h <= height and 0 < w <= width:
             top, left = rng.integers(height - h + 1), rng.integers(width - w + 1)
             return _box(int(top), int(left), h, w)
-    # No such rectangle fits: the largest in the middle whose shape is within the range.
+    # No such rectangle fits: use the largest centred rectangle whose ratio is in the range.
     h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
     return _box((height - h) // 2, (width - w) // 2, h, w)
 

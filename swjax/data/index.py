@@ -1,4 +1,4 @@
-"""The positions of the records in many files, found once and stored with the data."""
+"""Indexes the positions of the records in many files once, and stores the index with the data."""
 
 import hashlib
 import json
@@ -14,15 +14,15 @@ import numpy as np
 from swjax.data import files
 from swjax.data.preparation import lock
 
-_THREADS = 16  # files indexed at once: a remote one does not delay the others
+_THREADS = 16  # files indexed at once, so that a slow remote file does not delay the others
 
 
 class Scan(NamedTuple):
-    """The records of one file.
+    """The positions of the records in one file.
 
     Attributes:
-      bounds: int64 [records + 1]; record i is the bytes from bounds[i] to bounds[i + 1].
-      trouble: why what follows the last record cannot be read; "" if all can.
+      bounds: int64 [records + 1]; record i occupies the bytes from bounds[i] to bounds[i + 1].
+      trouble: why the bytes after the last record are unreadable; "" if all are readable.
     """
 
     bounds: np.ndarray
@@ -30,20 +30,20 @@ class Scan(NamedTuple):
 
 
 class Index:
-    """The records of files by number.
+    """An index of records over many files.
 
-    The bounds of all records are one array on disk, 8 bytes a record, which all processes of a
-    machine share. The result of each file is stored too, until its size or time changes: an interrupted
-    preparation continues, and only files that are added are read.
+    The bounds of all records are one array on disk, 8 bytes per record, which all processes of a machine
+    share. The result of each file is cached until the file's size or modification time changes. So an
+    interrupted preparation resumes, and only new files are read.
 
     Args:
-      paths: of the files.
-      scan: finds the records of a file, given its path and size.
-      kind: names what `scan` does; part of the key of the index.
-      data_dir: where indices are kept.
+      paths: paths of the files.
+      scan: a function: (path, size of the file) -> `Scan` of its records.
+      kind: name of the scan function, part of the cache key.
+      data_dir: directory of the stored indices.
 
     Raises:
-      ValueError: if a file is missing or cannot be read.
+      ValueError: a file is missing or unreadable.
     """
 
     def __init__(
@@ -64,23 +64,23 @@ class Index:
                     _make(prefix, paths, sizes, keys, scan)
         meta = json.loads(Path(f"{prefix}.json").read_text())
         self._bounds = np.load(f"{prefix}.npy", mmap_mode="r")
-        self.lengths = np.asarray(meta["lengths"], np.int64)  # records of each file
+        self.lengths = np.asarray(meta["lengths"], np.int64)  # number of records per file
         self._ends = np.cumsum(self.lengths)
         self.damage = tuple((paths[i], reason) for i, reason, _ in meta["damage"])
         lost = sum(size for _, _, size in meta["damage"])
-        self.damaged_share = lost / max(sum(sizes), 1)  # of the bytes
+        self.damaged_share = lost / max(sum(sizes), 1)  # share of the bytes
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def excuse(self) -> str:
-        """Returns the end of a message: why there may be fewer records than expected."""
+        """Returns a suffix for messages that explains why there are fewer records than expected."""
         return f": {self.damage[0][0]} is a {self.damage[0][1]}" if self.damage else ""
 
     def __getitem__(self, index: int) -> tuple[str, int, int]:
-        """Returns the path of a record's file, and its first byte and the one after its last."""
+        """Returns the path of a record's file, its first byte and the byte after its last."""
         file = int(np.searchsorted(self._ends, index, side="right"))
-        # The bounds before it are those of all earlier records, and one more for each earlier file.
+        # Earlier files contribute one bound per record, and one more bound per file.
         start, stop = self._bounds[index + file : index + file + 2].tolist()
         return self.paths[file], start, stop
 
@@ -137,11 +137,11 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _tell(done: Iterator, total: int) -> Iterator:
-    """Passes an iterator on, and shows its progress on a terminal."""
+    """Passes an iterator through, with a progress line on a terminal."""
     live = sys.stderr.isatty() and total > 1
     for count, item in enumerate(done, 1):
         if live:
-            print(f"\rlooking through file {count} of {total}", end="", file=sys.stderr)
+            print(f"\rindexing file {count} of {total}", end="", file=sys.stderr)
         yield item
     if live:
         print(file=sys.stderr)

@@ -2,14 +2,16 @@
 
 A set is named by an address, `[NAME=]KIND:WHERE`:
 
-  folders:pets/val                         one folder of images for each class
-  in1k=webdataset:in1k/{0..63}.tar         tars with an image and a .cls file in each sample
+  folders:pets/val                         one folder of images per class
+  in1k=webdataset:in1k/{0..63}.tar         tars with an image and a .cls file per sample
   table:pets/val.csv                       a .csv, .tsv or .jsonl file with the columns image and label
-  parquet:pets/val-{0..3}.parquet          Parquet files with these columns, as Hugging Face writes them
+  parquet:pets/val-{0..3}.parquet          Parquet files with the columns image and label, as Hugging Face
+                                           writes them
   tfds:imagenet2012/validation             a prepared TensorFlow Datasets builder, and its split
 
-A file `classnames.txt` in the folder of the images, tars or tables names the classes, one a line in the order
-of the labels, and `zeroshot_classification_templates.txt` holds prompts, with "{}" or "{c}" for the name.
+A file `classnames.txt` in the folder of the images, tars or tables lists the class names, one per line, in
+the order of the labels. `zeroshot_classification_templates.txt` lists prompts, with "{}" or "{c}" for the
+name.
 """
 
 import functools
@@ -28,17 +30,17 @@ from swjax.data.tfds_source import LabelledTFDS
 from swjax.data.webdataset import WebDataset
 
 KINDS = ("folders", "webdataset", "table", "parquet", "tfds")
-TEMPLATES = ("a photo of a {}.",)  # for sets that bring no prompts
+TEMPLATES = ("a photo of a {}.",)  # for sets without prompts
 _NAMES, _PROMPTS = "classnames.txt", "zeroshot_classification_templates.txt"
 _SYNSET = re.compile(r"n\d{8}")
 _LARGEST_IMAGE = 2**28  # bytes
 
 
 class Address(NamedTuple):
-    """Where a labelled set is.
+    """The address of a labelled set.
 
     Attributes:
-      name: for the names of its scores.
+      name: prefix of the names of its scores.
       kind: one of `KINDS`.
       where: a folder, a pattern of tars or Parquet files, a table, or BUILDER/SPLIT.
     """
@@ -49,13 +51,13 @@ class Address(NamedTuple):
 
 
 def address(text: str) -> Address:
-    """Reads the address of a labelled set.
+    """Parses the address of a labelled set.
 
-    Without a name, a set is called after its folder, after the folder of its tars or Parquet files, after its
-    table, or after its builder.
+    The default name is the name of the folder, the folder of the tars or Parquet files, the table, or the
+    builder.
 
     Raises:
-      ValueError: the text is no address.
+      ValueError: the text is not an address.
 
     >>> address("folders:pets/val")
     Address(name='val', kind='folders', where='pets/val')
@@ -66,7 +68,7 @@ def address(text: str) -> Address:
     name, equals, kind = head.rpartition("=")
     if kind not in KINDS or not where or (equals and not re.fullmatch(r"[\w.-]+", name)):
         raise ValueError(
-            f"{text!r} is no labelled set: write [NAME=]KIND:WHERE, where KIND is one of "
+            f"{text!r} is not an address of a labelled set: write [NAME=]KIND:WHERE, where KIND is one of "
             f"{', '.join(KINDS)}, as in pets=folders:pets/val"
         )
     if kind == "tfds" and not all(where.rpartition("/")[::2]):
@@ -81,17 +83,17 @@ def _folder(kind: str, where: str) -> Path:
 
 
 class Labelled(Photographs):
-    """A set of labelled images; the one caption of an image is the name of its class."""
+    """A set of labelled images. Each image has one caption, the name of its class."""
 
     def __init__(self, split: str, *, data_dir: str = "data"):
         """Opens the set.
 
         Args:
-          split: its address, see `address`.
-          data_dir: where prepared TFDS builders, and the positions of samples in tars, are stored.
+          split: address of the set, see `address`.
+          data_dir: directory of prepared TFDS builders and of the positions of samples in tars.
 
         Raises:
-          ValueError: there is no such set, it has no images, or its classes have no names.
+          ValueError: the set does not exist, has no images, or its classes have no names.
         """
         self._split, self._data_dir = split, data_dir
         self.set_name, kind, where = address(split)
@@ -112,15 +114,15 @@ class Labelled(Photographs):
             found = tuple(imagenet.class_names())
         if not found:
             raise ValueError(
-                f"the classes of {split!r} have no names: write them to {names_file}, one a line in "
+                f"the classes of {split!r} have no names: write them to {names_file}, one per line, in "
                 "the order of the labels"
             )
         known = len(self._images.class_names)
         if known and len(found) != known:
-            raise ValueError(f"{names_file} names {len(found)} classes of {known}: name each")
+            raise ValueError(f"{names_file} names {len(found)} of {known} classes: name each")
         shipped = tuple(imagenet.class_names())
         if len(found) == len(shipped) and all(map(_SYNSET.fullmatch, found)):
-            found = shipped  # synsets, sorted, are in the order of ImageNet's labels
+            found = shipped  # sorted synsets have the order of ImageNet's labels
         self.class_names = found
         prompts = _lines(folder, _PROMPTS) or (
             imagenet.templates() if found == shipped else TEMPLATES
@@ -142,7 +144,7 @@ class Labelled(Photographs):
         return Record(image, (name,))
 
     def stored(self, index: int) -> dict:
-        """Returns image (its file, as bytes), label (its class) and captions (the name)."""
+        """Returns image (file contents as bytes), label (its class) and captions (the class name)."""
         image, label, name = self._read(index)
         return {"image": image, "label": label, "captions": (name,)}
 
@@ -162,20 +164,21 @@ class Labelled(Photographs):
 
 
 class ImageFolders(Photographs):
-    """Images in one folder per class, in order of their names; the caption of an image is its label."""
+    """Images in one folder per class, in alphabetical order; an image's caption is its label's number."""
 
     def __init__(self, split: str):
         """Lists the images.
 
         Args:
-          split: the folder that holds the folders of the classes; "_" in their names reads as a space.
+          split: folder that contains one folder per class; "_" in the class folders' names stands for a
+            space.
 
         Raises:
-          ValueError: there is no such folder, or no image in folders inside it.
+          ValueError: the folder does not exist, or its subfolders contain no image.
         """
         self._root = split
         if not Path(split).is_dir():
-            raise ValueError(f"{split!r} is no folder: name the one that holds a folder a class")
+            raise ValueError(f"{split!r} is not a folder: give one with a folder per class")
         classes = sorted(entry.name for entry in os.scandir(split) if entry.is_dir())
         self._paths: list[tuple[int, str]] = []
         for label, name in enumerate(classes):
@@ -184,7 +187,7 @@ class ImageFolders(Photographs):
             self._paths += [(label, os.path.join(folder, path)) for path in inside]
         if not self._paths:
             raise ValueError(
-                f"{split!r} has no images in folders: put those of each class in a folder named after it"
+                f"{split!r} has no images in folders: put each class into a folder with its name"
             )
         self.class_names = tuple(name.replace("_", " ") for name in classes)
 
@@ -205,10 +208,10 @@ class ImageFolders(Photographs):
 
 
 class LabelledRows(Photographs):
-    """Rows with the columns image and label; the caption of an image is its label's number.
+    """Rows with the columns image and label; the caption of an image is the number of its label.
 
-    Labels that are numbers are those numbers. Others are names, numbered in the order of
-    `class_names` if it has all of them, or else in alphabetical order.
+    Numeric labels are used as they are. Other labels are names; their numbers follow the order of
+    `class_names` if it contains all names, and alphabetical order otherwise.
     """
 
     def __init__(
@@ -224,12 +227,12 @@ class LabelledRows(Photographs):
         Args:
           split: path of a .csv, .tsv or .jsonl file, or of Parquet files.
           kind: "table" or "parquet".
-          data_dir: where the positions of a table's rows are stored.
-          class_names: names in the order of the labels; (): those of Hugging Face's `ClassLabel`, if the
-            Parquet files have it.
+          data_dir: directory of the positions of a table's rows.
+          class_names: names in the order of the labels; () uses the names of Hugging Face's `ClassLabel`, if
+            the Parquet files have it.
 
         Raises:
-          ValueError: as `swjax.data.table.Table` or `swjax.data.parquet.Parquet`; no row has a label.
+          ValueError: see `swjax.data.table.Table` and `swjax.data.parquet.Parquet`; or no row has a label.
         """
         self._arguments = split, kind, data_dir, class_names
         known: tuple[str, ...] = ()
@@ -256,7 +259,7 @@ class LabelledRows(Photographs):
         return len(self._rows)
 
     def key(self, index: int) -> str:
-        """Returns the path of an image, or its file and row."""
+        """Returns the path of an image, or the file and the row if the row has no path."""
         return self._rows.key(index)
 
     def record(self, index: int) -> Record:
@@ -274,7 +277,7 @@ class LabelledRows(Photographs):
 
 
 def _label(table: Table, index: int) -> str:
-    """The label of a row; "" for a bad row, which the loader skips."""
+    """The label of a row; "" for an unreadable row, which the loader skips."""
     try:
         return table.captions(index)[0]
     except (OSError, ValueError):
@@ -282,7 +285,7 @@ def _label(table: Table, index: int) -> str:
 
 
 def _lines(folder: Path | None, name: str) -> Sequence[str]:
-    """The lines of a file in a local folder that are not empty; () if there is no such file."""
+    """The non-empty lines of a file in a local folder; () if the file does not exist."""
     if folder is None or not (folder / name).is_file():
         return ()
     return tuple(line.strip() for line in (folder / name).read_text().splitlines() if line.strip())

@@ -1,4 +1,4 @@
-"""Reused memory for large arrays: touching fresh pages takes longer than copying into them."""
+"""Reuses memory for large arrays, because touching fresh pages takes longer than copying into them."""
 
 import mmap
 import weakref
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-_LARGE = 2**20  # bytes: below, malloc keeps pages itself
+_LARGE = 2**20  # bytes; malloc keeps the pages of smaller arrays itself
 
 
 class Memory:
-    """The memory of the arrays of a batch, in the same few sizes each time.
+    """A pool of buffers for the arrays of batches, which have the same few sizes each time.
 
     >>> memory = Memory()
     >>> memory.joined([np.zeros((1, 2)), np.ones((1, 2))]).tolist()
@@ -19,12 +19,12 @@ class Memory:
     """
 
     def __init__(self):
-        self._free: dict[int, list[mmap.mmap]] = {}  # by size in bytes
+        self._free: dict[int, list[mmap.mmap]] = {}  # free buffers by size in bytes
 
     def joined(self, pieces: list[np.ndarray]) -> np.ndarray:
-        """The pieces, concatenated along their first axis; a single one is returned as it is.
+        """Concatenates arrays along their first axis; returns a single array unchanged.
 
-        The memory of a large result is reused when the result and all views of it are freed.
+        The memory of a large result is reused once the result and all its views are freed.
         """
         if len(pieces) == 1:
             return pieces[0]
@@ -44,8 +44,8 @@ class Memory:
 
 
 def when_gone(array: np.ndarray, call: Callable, value: Any) -> None:
-    """Calls with the value once an array of a buffer, and all views of it, are freed.
+    """Calls `call(value)` once an array over a buffer, and all views of it, are freed.
 
-    Views refer to the array itself, which is found by following `base`.
+    Views keep the array alive, because each of them references it through `base`.
     """
     weakref.finalize(array, call, value).atexit = False

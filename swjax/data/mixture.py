@@ -1,4 +1,4 @@
-"""Several data sets as one, sampled in given proportions."""
+"""Combines several data sets into one, sampled in given proportions."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ from swjax.data.decoding import decode
 
 
 class Mixture:
-    """The examples of several sources, one source after the other; the loader draws by weight.
+    """Concatenates the examples of several sources; the loader samples them by weight.
 
     Attributes:
       parts: the sources.
-      weights: how often each is drawn from, relative to the others.
-      starts: the number of the first example of each.
+      weights: relative sampling weight of each source.
+      starts: index of the first example of each source.
     """
 
     class_names = ()
@@ -25,8 +25,8 @@ class Mixture:
           parts: {name: (source, weight)}.
 
         Raises:
-          ValueError: if there are none, a weight is not positive, or a source's images are drawings,
-            which cannot be in one batch with photographs.
+          ValueError: there are no sources, a weight is not positive, or a source contains drawings, which
+            cannot share a batch with photographs.
 
         >>> from swjax.data import source
         >>> few, many = (source("synthetic", "train", examples=n) for n in (10, 1000))
@@ -35,17 +35,19 @@ class Mixture:
         (1010, 'many: 2')
         """
         if not parts:
-            raise ValueError("a mixture needs sources; it has none")
+            raise ValueError("a mixture needs at least one source, got 0: add sources")
         for name, (_, weight) in parts.items():
             if not weight > 0:
-                raise ValueError(f"the weight of {name!r} is {weight}; it must be positive")
+                raise ValueError(f"the weight of {name!r} is {weight}; weights must be positive")
         self.names = tuple(parts)
         self.parts = tuple(part for part, _ in parts.values())
         self.weights = tuple(float(weight) for _, weight in parts.values())
         kinds = {name: _kind(part) for name, (part, _) in parts.items()}
         if len(set(kinds.values())) > 1:
             listed = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
-            raise ValueError(f"sources of a mixture must have images of one kind; here {listed}")
+            raise ValueError(
+                f"sources of a mixture must have the same kind of images, got {listed}"
+            )
         self.photographs = self.parts[0].photographs
         self.starts = np.cumsum([0, *(len(part) for part in self.parts)])
         damaged = [part for part in self.parts if getattr(part, "damage", ())]
@@ -57,7 +59,7 @@ class Mixture:
         return int(self.starts[-1])
 
     def stored(self, index: int) -> dict:
-        """Returns an example of a source; labels of one source follow those of another."""
+        """Returns an example; the labels of the sources are concatenated in order."""
         number, i = self._find(index)
         part = self.parts[number]
         example = part.stored(i) if hasattr(part, "stored") else part[i]
@@ -70,7 +72,7 @@ class Mixture:
         return example | {"image": decode(image) if isinstance(image, bytes) else image}
 
     def key(self, index: int) -> str:
-        """Returns the name of the source and its key of the example."""
+        """Returns the name of the source, and the source's key of the example."""
         part, i = self._find(index)
         key = self.parts[part].key(i) if hasattr(self.parts[part], "key") else i
         return f"{self.names[part]}: {key}"

@@ -1,8 +1,8 @@
-"""The order of the examples: fixed by a seed, shared among processes, resumed anywhere.
+"""The order of the examples: fixed by a seed, shared among processes, resumable at any position.
 
-The order of a run is one endless sequence of example numbers. It does not depend on batches, processes
-or workers, which take turns at its positions. So their number may change between two parts of a run, and
-a few numbers describe what was taken.
+The order of a run is one endless sequence of example indices. It is independent of batches, processes and
+workers; the processes take its positions in turn. So the number of processes may change when a run resumes,
+and a few numbers describe the consumed positions.
 """
 
 import bisect
@@ -22,22 +22,22 @@ SHUFFLES = ("global", "shard")
 def order(
     source: Source, *, seed: int, shuffle: str = "global", shards: int = 16
 ) -> grain.MapDataset:
-    """Returns the endless sequence of example numbers.
+    """Returns the endless sequence of example indices.
 
-    Each source, and each part of a mixture, is read in epochs, each in another order; no
-    example comes again before all have come. Parts of a mixture take turns in proportion to their weights.
+    Each source, or each source of a mixture, is read in epochs with a new order per epoch. No example repeats
+    within an epoch. The sources of a mixture alternate in proportion to their weights.
 
     Args:
-      source: examples by number.
-      seed: of all orders.
-      shuffle: global: any example may follow any. shard: files are put in a random order and read a
-        few at a time, row by row in turn: file 0, 1, ..., shards - 1, 0, 1, ...; rows are shuffled
-        within their file. So N processes, N a divisor of `shards`, read different files. Sources
-        that are not in files are shuffled globally.
-      shards: files read at a time.
+      source: examples by index.
+      seed: seed of all orders.
+      shuffle: "global" permutes all examples. "shard" visits files in random order, with `shards` files open
+        at a time. It takes one row per open file in turn (file 0, 1, ..., shards - 1, 0, 1, ...), and
+        shuffles rows within their file. So N processes read different files if N divides `shards`. Sources
+        without files are shuffled globally.
+      shards: number of files read at a time.
 
     Raises:
-      ValueError: if there is no such way to shuffle, or no file is to be read.
+      ValueError: `shuffle` is unknown, or `shards` is not positive.
     """
     if shuffle not in SHUFFLES or shards < 1:
         raise ValueError(
@@ -67,18 +67,19 @@ def _add(start: int, index: int) -> int:
 
 
 class ShardShuffle(grain.MapDataset):
-    """The numbers of the examples of files, epoch after epoch, shuffled with few files open at a time.
+    """Indices of the examples in files, epoch after epoch, shuffled with few files open at a time.
 
     Args:
-      lengths: int64 [files], examples in each, numbered from file to file.
-      seed: of the order.
-      shards: files read at a time.
+      lengths: int64 [files], number of examples per file; indices continue from file to file.
+      seed: seed of the order.
+      shards: number of files read at a time.
     """
 
     def __init__(self, lengths: np.ndarray, *, seed: int, shards: int):
         super().__init__()
         self._lengths, self._seed, self._shards = np.asarray(lengths, np.int64), seed, shards
-        # Where threads and neighbouring processes read now; a mixture has a cache for each part.
+        # Threads and neighbouring processes read near the same position. Each part of a mixture has its own
+        # cache.
         self._plan = functools.lru_cache(4)(self._make_plan)
         self._group = functools.lru_cache(4)(self._make_group)
 
@@ -98,14 +99,14 @@ class ShardShuffle(grain.MapDataset):
         return int(self._group(epoch, group)[position - (ends[group - 1] if group else 0)])
 
     def _make_plan(self, epoch: int) -> tuple[np.ndarray, list[int]]:
-        """Returns an epoch's order of files, and the positions at which groups of them end."""
+        """Returns the order of files in an epoch, and the position at which each group of files ends."""
         files = np.random.default_rng([self._seed, epoch]).permutation(len(self._lengths))
         sums = np.cumsum(self._lengths[files])
         last = np.minimum(np.arange(0, len(files), self._shards) + self._shards, len(files)) - 1
         return files, sums[last].tolist()
 
     def _make_group(self, epoch: int, group: int) -> np.ndarray:
-        """Returns the example numbers of a group of files in the order of an epoch."""
+        """Returns the example indices of a group of files in the order of an epoch."""
         starts = np.cumsum(self._lengths) - self._lengths
         files = self._plan(epoch)[0][group * self._shards : (group + 1) * self._shards]
         rows = [
@@ -113,16 +114,17 @@ class ShardShuffle(grain.MapDataset):
             for file, n in zip(files, self._lengths[files])
         ]
         turns = np.concatenate([np.arange(len(row)) for row in rows])
-        return np.concatenate(rows)[np.argsort(turns, kind="stable")]  # file by file in a turn
+        # Each turn takes one row per file.
+        return np.concatenate(rows)[np.argsort(turns, kind="stable")]
 
 
 class ProcessShare(grain.MapDataset):
-    """The part of an order that one of several processes takes, from a position on.
+    """The examples of an order that one of several processes takes, starting at a position.
 
     Args:
-      parent: the order.
-      position: what was taken before, see `Position`.
-      process_index, process_count: of this process.
+      parent: the order of all examples.
+      position: the positions consumed so far, see `Position`.
+      process_index, process_count: index of this process, and number of processes.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Packages that only data sources need: installed with swjax[train], imported when used."""
+"""Optional packages of data sources, installed with swjax[train] and imported at first use."""
 
 import importlib.util
 
 
 def require(*modules: str, extra: str = "train") -> None:
-    """Raises ModuleNotFoundError, in one line with the remedy, if a module is not installed.
+    """Raises a one-line ModuleNotFoundError with the remedy if a module is not installed.
 
     >>> require("json", "no_such_module")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Image-text pairs in Parquet files, by number."""
+"""Random access to image-text pairs in Parquet files."""
 
 import collections
 import functools
@@ -17,8 +17,8 @@ from swjax.data.photographs import Photographs, Record, texts
 from swjax.data.skipping import BadExample
 
 _LARGEST_IMAGE = 2**28  # bytes
-_BYTES_KEPT = 2**29  # of parts in memory, in each process
-_PARTS_KEPT = 4  # at least, so a part has at most a quarter of these bytes
+_BYTES_KEPT = 2**29  # limit of the cached parts, per process
+_PARTS_KEPT = 4  # minimum number of cached parts, so a part has at most a quarter of the limit
 _THREADS = 16
 
 
@@ -26,12 +26,12 @@ class Part(NamedTuple):
     """Consecutive rows of a row group, which are read together.
 
     Attributes:
-      file: number of the file.
-      group: number of the row group in the file.
-      start: the first row, counted in the group.
-      row: the first row, counted in the file.
-      rows: how many.
-      whole: whether these are all rows of the group.
+      file: index of the file.
+      group: index of the row group in the file.
+      start: the first row, counted within the group.
+      row: the first row, counted within the file.
+      rows: number of rows.
+      whole: whether the part is the whole group.
     """
 
     file: int
@@ -43,17 +43,16 @@ class Part(NamedTuple):
 
 
 class Parquet(Photographs):
-    """The rows of Parquet files, as img2dataset and Hugging Face write them.
+    """The rows of Parquet files in the layout of img2dataset or Hugging Face.
 
-    The image of a row is its bytes, a struct of bytes and path, or a path or address, which is relative to
-    the directory of the file. A row is read with the two columns of its row group. Each process keeps the
-    groups that it read last, at most 512 MiB of them. A group with more than 128 MiB is read in equal
-    parts. Reading a part decodes the group from its first row and briefly allocates up to 512 MiB more. So
-    shuffle by `shard`, whose shards are groups or their parts, unless the groups are small, and write
-    groups of at most 128 MiB.
+    The image of a row is bytes, a struct of bytes and path, or a path or address relative to the directory of
+    the file. A read loads the two columns of the row's whole row group. Each process caches the last groups,
+    at most 512 MiB. A group above 128 MiB is read in equal parts; reading a part decodes the group from its
+    first row and briefly allocates up to 512 MiB more. So shuffle by `shard`, whose shards are groups or
+    parts, unless the groups are small, and write groups of at most 128 MiB.
 
     Attributes:
-      shards: int64, the rows of each row group, or of each part of a large one.
+      shards: int64, number of rows of each row group, or of each part of a large group.
     """
 
     def __init__(
@@ -66,13 +65,13 @@ class Parquet(Photographs):
         """Reads the footers of the files.
 
         Args:
-          split: paths or addresses, as in "laion/{00000..00127}.parquet".
-          image_key: column of the images; of several, separated by ";", the first that exists.
-          text_key: the same for the captions: a column with one caption, or with a list of them.
+          split: paths or addresses, such as "laion/{00000..00127}.parquet".
+          image_key: column of the images; with several names, separated by ";", the first existing column.
+          text_key: column of the captions, chosen likewise; it contains one caption or a list per row.
 
         Raises:
-          ValueError: no file is found, one is missing or no Parquet file, there are no rows, or no such
-            column in the first file.
+          ValueError: no file matches, a file is missing or not a Parquet file, there are no rows, or the
+            first file has no such column.
           ModuleNotFoundError: pyarrow is not installed.
         """
         require("pyarrow", extra="parquet")
@@ -87,7 +86,7 @@ class Parquet(Photographs):
         self.shards = np.array([part.rows for part in self._parts], np.int64)
         self._ends = np.cumsum(self.shards)
         if not len(self):
-            raise ValueError(f"there are no rows in {split!r}")
+            raise ValueError(f"{split!r} has no rows")
         self._kept: collections.OrderedDict[int, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -95,29 +94,29 @@ class Parquet(Photographs):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def key(self, index: int) -> str:
-        """Returns the file and the number of a row in it."""
+        """Returns the file and the number of the row in it."""
         number, row = self._place(index)
         part = self._parts[number]
         return f"{self._paths[part.file]}[{part.row + row}]"
 
     def record(self, index: int) -> Record:
-        """Reads a row, and the image if the row holds its path."""
+        """Reads a row, and its image file if the row contains a path."""
         number, row = self._place(index)
         text = self._read(number).columns[1][row].as_py()
         return Record(self.image(index), texts(text))
 
     def image(self, index: int) -> bytes:
-        """Reads the image of a row, whatever its text is."""
+        """Reads the image of a row, regardless of its text."""
         number, row = self._place(index)
         image = self._read(number).columns[0][row].as_py()
         return self._bytes(image, self._paths[self._parts[number].file])
 
     def values(self) -> tuple[list, tuple[str, ...]]:
-        """What the text column holds in each row, and the names of its numbers.
+        """Reads the text column without reading the images.
 
         Returns:
-          The values, without the images being read; the names that Hugging Face's `ClassLabel` gives the
-          numbers of that column, or ().
+          The value of each row; and the names that Hugging Face's `ClassLabel` gives to the numbers of the
+          column, or ().
         """
         column, values = self._columns[1], []
         for path in self._paths:
@@ -131,13 +130,13 @@ class Parquet(Photographs):
         return values, tuple(features.get(column, {}).get("names", ()))
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The number of the part that holds a row, and the row's position in it."""
+        """The index of the part that contains a row, and the row's position in the part."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         return number, index - int(self._ends[number]) + self._parts[number].rows
 
     def _read(self, number: int) -> Any:
-        """A part, as a table of the two columns."""
-        with self._lock:  # threads that want the same part read it once
+        """Reads a part as a table of the two columns."""
+        with self._lock:  # the lock makes threads read a shared part only once
             if number in self._kept:
                 self._kept.move_to_end(number)
                 return self._kept[number]
@@ -152,12 +151,12 @@ class Parquet(Photographs):
         return sum(table.get_total_buffer_size() for table in self._kept.values())
 
     def _bytes(self, image: Any, path: str) -> bytes:
-        if isinstance(image, dict):  # of Hugging Face
+        if isinstance(image, dict):  # the layout of Hugging Face
             image = image.get("bytes") or image.get("path")
         if isinstance(image, str) and image:
             return files.read_whole(files.beside(image, of=path), _LARGEST_IMAGE)
         if not isinstance(image, bytes) or not image:
-            raise BadExample(f"the image is neither bytes nor a path but {type(image).__name__}")
+            raise BadExample(f"the image must be bytes or a path, not {type(image).__name__}")
         return image
 
     def __reduce__(self) -> tuple:
@@ -166,15 +165,15 @@ class Parquet(Photographs):
 
 
 def _open(path: str, *, in_memory: bool = True) -> Any:
-    """The file, for reading its parts.
+    """Opens a file to read its parts.
 
     Args:
-      path: or address.
-      in_memory: whether the columns of a row group are loaded before they are decoded, in one request; if
-        not, they are loaded 1 MiB at a time.
+      path: path or address of the file.
+      in_memory: whether one request loads the columns of a row group before decoding; if not, they are loaded
+        1 MiB at a time.
 
     Raises:
-      ValueError: there is no such file, or it is no Parquet file.
+      ValueError: the file does not exist, or is not a Parquet file.
     """
     import pyarrow
     import pyarrow.parquet
@@ -183,10 +182,10 @@ def _open(path: str, *, in_memory: bool = True) -> Any:
         opened = files.open_remote(path) if files.is_remote(path) else path
         return pyarrow.parquet.ParquetFile(opened, buffer_size=0 if in_memory else 2**20)
     except FileNotFoundError:
-        raise ValueError(f"cannot open {path}: it does not exist; is the path right?") from None
+        raise ValueError(f"cannot open {path}: it does not exist: check the path") from None
     except (pyarrow.ArrowInvalid, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is no whole Parquet file: {reason}") from None
+        raise ValueError(f"{path} is not a complete Parquet file: {reason}") from None
 
 
 def _groups(path: str, columns: Sequence[str]) -> list[tuple[int, int]]:
@@ -206,7 +205,7 @@ def _groups(path: str, columns: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _parts(file: int, groups: Sequence[tuple[int, int]]) -> Iterator[Part]:
-    """The row groups of a file, large ones in parts of equal numbers of rows.
+    """Splits the row groups of a file into parts; large groups into parts of equal numbers of rows.
 
     >>> [tuple(part) for part in _parts(0, [(3, 10), (8, 2**28)])]
     [(0, 0, 0, 0, 3, True), (0, 1, 0, 3, 4, False), (0, 1, 4, 7, 4, False)]
@@ -222,7 +221,7 @@ def _parts(file: int, groups: Sequence[tuple[int, int]]) -> Iterator[Part]:
 
 
 def _table(opened: Any, part: Part, columns: Sequence[str]) -> Any:
-    """The rows of a part; the rows of its group before them are decoded and dropped."""
+    """Reads the rows of a part; decodes and drops the rows of its group before them."""
     import pyarrow
 
     batches, end = [], 0

@@ -9,15 +9,15 @@ import numpy as np
 from swjax.data.decoding import decode
 from swjax.data.skipping import BadExample
 
-_LONGEST_CAPTION = 2**16  # bytes; longer text is no caption, and slow to tokenize
+_LONGEST_CAPTION = 2**16  # bytes; longer text is unlikely to be a caption and slow to tokenize
 
 
 class Record(NamedTuple):
-    """An example as it is stored.
+    """A stored example.
 
     Attributes:
-      image: the bytes of an encoded image: JPEG, PNG, WebP or another that Pillow reads.
-      captions: its texts.
+      image: bytes of an encoded image: JPEG, PNG, WebP or another format that Pillow reads.
+      captions: texts of the example.
     """
 
     image: bytes
@@ -25,18 +25,18 @@ class Record(NamedTuple):
 
 
 class Photographs(abc.ABC):
-    """A source of photographs with captions; subclasses say how to read a record.
+    """A source of photographs with captions; subclasses implement the reading of a record.
 
-    Every example is a class of its own: nothing but its own captions matches an image.
+    Every example is its own class: an image matches only its own captions.
 
     Attributes:
-      class_names: (): there are no classes.
+      class_names: (), because there are no classes.
       templates: ().
       attribution: "".
-      photographs: True: the loader crops at random in training, and in the middle otherwise.
-      shards: int64, the number of examples in each file, in order; None: examples are not in files.
-      damage: (file, reason) for each file that can be read in part only.
-      damaged_share: the share of the data set's bytes in those unreadable parts.
+      photographs: True: the loader crops at random in training, and crops the centre in evaluation.
+      shards: int64, number of examples per file, in order; None if examples are not in files.
+      damage: (file, reason) for each partly unreadable file.
+      damaged_share: share of the data set's bytes in unreadable parts.
     """
 
     class_names: tuple[str, ...] = ()
@@ -55,15 +55,15 @@ class Photographs(abc.ABC):
         """Reads an example.
 
         Raises:
-          BadExample, OSError, ValueError: if it cannot be read.
+          BadExample, OSError, ValueError: the example is unreadable.
         """
 
     @abc.abstractmethod
     def key(self, index: int) -> str:
-        """Returns the name of an example in messages, even of one that cannot be read."""
+        """Returns the name of an example for messages. It must work for unreadable examples, too."""
 
     def stored(self, index: int) -> dict:
-        """Returns image (its file, as bytes), label (the index) and captions."""
+        """Returns image (file contents as bytes), label (the index) and captions."""
         image, captions = self.record(index)
         return {"image": image, "label": index, "captions": captions}
 
@@ -78,26 +78,26 @@ class Photographs(abc.ABC):
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """Returns captions without those that are empty.
+    """Returns the captions that are not empty.
 
     Args:
-      value: one, or a list of them, as str or as UTF-8.
+      value: one caption or a list of captions, as str or UTF-8 bytes.
 
     Raises:
-      BadExample: if none is left, one is not UTF-8, not text or beyond 64 KiB.
+      BadExample: no caption is left, or one is not text, not UTF-8 or longer than 64 KiB.
 
     >>> texts([b"a cat ", ""])
     ('a cat',)
     """
     values = [value] if isinstance(value, str | bytes) else value
     if not isinstance(values, list) or not all(isinstance(text, str | bytes) for text in values):
-        raise BadExample(f"the caption is no text but {type(value).__name__}")
+        raise BadExample(f"the caption must be text, not {type(value).__name__}")
     if any(len(text) > _LONGEST_CAPTION for text in values):
-        raise BadExample(f"a caption is longer than {_LONGEST_CAPTION} bytes")
+        raise BadExample(f"a caption is longer than the limit of {_LONGEST_CAPTION} bytes")
     try:
         decoded = [text.decode() if isinstance(text, bytes) else text for text in values]
         for text in decoded:
-            text.encode()  # JSON can hold halves of characters
+            text.encode()  # JSON can contain unpaired surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise BadExample(f"the caption is not UTF-8: {error.reason}") from None
     captions = tuple(text.strip() for text in decoded if text.strip())
@@ -110,12 +110,12 @@ def json_field(data: bytes, name: str) -> Any:
     """Returns a field of a JSON object.
 
     Raises:
-      BadExample: if the data are no JSON object, or it has no such field.
+      BadExample: the data are not a JSON object, or it has no such field.
     """
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadExample(f"no JSON: {' '.join(str(error).split())}") from None
+        raise BadExample(f"not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(fields, dict) or name not in fields:
         raise BadExample(f"the JSON has no field {name!r}")
     return fields[name]

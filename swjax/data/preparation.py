@@ -1,4 +1,4 @@
-"""Prepares a data set once, completely or not at all, also with interruptions and several processes."""
+"""Prepares a data set once and atomically, even with interruptions and several processes."""
 
 import contextlib
 import fcntl
@@ -12,16 +12,16 @@ from typing import Any
 
 
 def prepared(make_builder: Callable, data_dir: str | Path, name: str) -> Any:
-    """Returns a TFDS builder whose data set is on disk; the first call prepares it.
+    """Returns a TFDS builder whose data set is on disk. The first call prepares the data set.
 
-    TFDS writes into a temporary directory and renames it when complete. The next call removes what an
-    interrupted preparation left. One process prepares while others wait. The version is part of the path: a
-    new version does not replace the old one.
+    TFDS writes into a temporary directory and renames it at the end. The next call removes the leftovers of
+    an interrupted preparation. One process prepares while others wait. The version is part of the path, so a
+    new version does not replace an old one.
 
     Args:
-      make_builder: returns the builder, given data_dir.
-      data_dir: where prepared data sets are kept.
-      name: of the data set, and of its directory.
+      make_builder: a function: data_dir -> builder.
+      data_dir: directory of prepared data sets.
+      name: name of the data set and of its directory.
     """
     with _quiet():
         builder = make_builder(data_dir)
@@ -30,7 +30,8 @@ def prepared(make_builder: Callable, data_dir: str | Path, name: str) -> Any:
     with _quiet(), lock(Path(data_dir) / f".{name}.lock"):
         for leftover in Path(builder.data_dir).parent.glob("incomplete.*"):
             shutil.rmtree(leftover)
-        # The process waited for may have prepared it: builders look at the disk when made.
+        # Another process may have prepared the data set meanwhile. A builder checks the disk only when
+        # created.
         builder = make_builder(data_dir)
         if not builder.is_prepared():
             builder.download_and_prepare()
@@ -56,7 +57,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Holds a lock that the system releases when the process dies."""
+    """Holds a lock that the operating system releases when the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:

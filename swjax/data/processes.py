@@ -1,4 +1,4 @@
-"""Chunks of examples, made by several processes in shared memory."""
+"""Loads chunks of examples in several processes, into shared memory."""
 
 import contextlib
 import mmap
@@ -17,22 +17,22 @@ import numpy as np
 
 from swjax.data.memory import when_gone
 
-_GIVEN = 2  # chunks that a process has at once: one that it makes, and the next
-_AHEAD = 4  # chunks for each process that are made or being made
+_GIVEN = 2  # chunks assigned to a process: the current one and the next
+_AHEAD = 4  # chunks per process that are finished or in progress
 _ALIGNMENT = 64  # bytes
-_NICE = 5  # the process that trains has priority, since a device waits for it
+_NICE = 5  # the training process has priority, because a device waits for it
 _ENDS = {
-    -signal.SIGKILL: ", killed, as by a machine that runs out of memory: fewer workers need less",
-    1: '; it printed why: is what starts it, in a script, below `if __name__ == "__main__":`?',
+    -signal.SIGKILL: " (killed, probably because the machine ran out of memory): use fewer workers",
+    1: ': see its output; a script must start it below `if __name__ == "__main__":`',
 }
 
 
 class LostProcess(RuntimeError):
-    """A process that loads examples has ended."""
+    """A process that loads examples has ended unexpectedly."""
 
 
 class Field(NamedTuple):
-    """The place of one array in the memory of a chunk."""
+    """The location of one array in the memory of a chunk."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -46,36 +46,37 @@ class Field(NamedTuple):
 class Processes(Iterator):
     """Iterator over the chunks of examples, in order.
 
-    A process gets the next chunk when it has finished one, so that a slow core delays few. Processes write
-    into anonymous shared memory (/dev/shm has only 64 MB in a container), which is used again when a chunk
-    and all views of it are freed. They end with their parent process, ignore SIGINT and SIGTERM, and run at
-    a lower priority than it.
+    A process gets its next chunk when it has finished one, so that a slow core delays few chunks. The
+    processes write into anonymous shared memory (/dev/shm has only 64 MB in a container). The memory is
+    reused once a chunk and all its views are freed. The processes end with their parent, ignore SIGINT and
+    SIGTERM, and run at a lower priority than the parent.
 
     Args:
-      rows: examples by number, each a dict of arrays of the same shapes and dtypes; it can be pickled.
-      chunk: examples in a chunk; an incomplete chunk at the end is dropped.
-      count: processes.
-      held: chunks that the caller uses at once; further ones are copied.
+      rows: examples by index, each a dict of arrays of the same shapes and dtypes; must be picklable.
+      chunk: examples per chunk; an incomplete last chunk is dropped.
+      count: number of processes.
+      held: number of chunks that the caller uses at once; further chunks are copied.
 
     Raises:
-      LostProcess: from the iterator, if a process was ended from outside.
-      RuntimeError: from the iterator, with the error of a process.
+      LostProcess: raised by the iterator if a process was killed.
+      RuntimeError: raised by the iterator with the error of a process.
     """
 
     def __init__(self, rows: Sequence[dict], chunk: int, count: int, held: int):
         import cloudpickle
 
         self._total = len(rows) // chunk
-        self._given = self._taken = 0  # chunks, in order
+        self._given = self._taken = 0  # numbers of chunks, in order
         self._fields, self._size = _fields(rows[0], chunk) if self._total else ({}, _ALIGNMENT)
         slots = _AHEAD * count + held
         self._free, self._slots = deque(range(slots)), dict[int, int]()
         self._made: set[int] = set()
         file = _unnamed_file(slots * self._size)
         self._memory = mmap.mmap(file, slots * self._size)
-        context = multiprocessing.get_context("spawn")  # this process has threads
+        # Fork is unsafe, because this process has threads.
+        context = multiprocessing.get_context("spawn")
         packed = cloudpickle.dumps((rows, chunk, self._fields, self._size))
-        self._processes: dict[Any, Any] = {}  # by their pipes
+        self._processes: dict[Any, Any] = {}  # processes by pipe
         self._load: dict[Any, int] = {}
         self._end = util.Finalize(self, _end, [self._processes], exitpriority=0)
         for _ in range(count):
@@ -84,9 +85,9 @@ class Processes(Iterator):
             process.start()
             there.close()
             self._processes[here], self._load[here] = process, 0
-            with contextlib.suppress(OSError):  # it has ended; __next__ says how
+            with contextlib.suppress(OSError):  # the process has ended; __next__ reports how
                 reduction.send_handle(here, file, process.pid)
-        os.close(file)  # the mapping stays
+        os.close(file)  # the mapping stays valid
 
     def __next__(self) -> dict[str, np.ndarray]:
         if self._taken == self._total:
@@ -114,7 +115,7 @@ class Processes(Iterator):
         self._end()
 
     def _give(self) -> None:
-        """Assigns chunks to the processes that have fewest, as long as there is memory for them."""
+        """Assigns chunks to the least loaded processes, as long as there is memory."""
         while self._free and self._given < self._total:
             pipe = min(self._load, key=self._load.__getitem__)
             if self._load[pipe] == _GIVEN:
@@ -128,7 +129,7 @@ class Processes(Iterator):
             self._given += 1
 
     def _receive(self, timeout: float | None) -> None:
-        """Receives finished chunks; waits for one without a timeout."""
+        """Receives finished chunks; without a timeout, it waits for at least one."""
         pipe: Any
         for pipe in connection.wait(self._load, timeout):
             try:
@@ -151,7 +152,7 @@ class Processes(Iterator):
 
 
 def _fields(example: dict, chunk: int) -> tuple[dict[str, Field], int]:
-    """Returns the places of the arrays of a chunk, and its size in bytes."""
+    """Returns the location of each array of a chunk, and the chunk's size in bytes."""
     fields, at = {}, 0
     for name, value in example.items():
         value = np.asarray(value)
@@ -161,9 +162,9 @@ def _fields(example: dict, chunk: int) -> tuple[dict[str, Field], int]:
 
 
 def _unnamed_file(size: int) -> int:
-    """Returns the descriptor of a file in memory; pages exist once they are written.
+    """Returns the descriptor of an unnamed file in memory, whose pages are allocated when written.
 
-    `multiprocessing.shared_memory` does the same in /dev/shm, which has 64 MB in a container.
+    `multiprocessing.shared_memory` would use /dev/shm, which has 64 MB in a container.
     """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("swjax-data")
@@ -176,24 +177,25 @@ def _unnamed_file(size: int) -> int:
 
 def _end(processes: dict) -> None:
     for process in processes.values():
-        process.kill()  # nothing that it has is lost
+        process.kill()  # the process has no state to save
     for process in processes.values():
         process.join()
 
 
 def _end_with_parent() -> None:
-    """Ends this process at once when the process that started it has ended, whatever it is doing."""
+    """Ends this process immediately when its parent process has ended."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "this process was started by another"
+    assert parent is not None, "this process has a parent process"
     connection.wait([parent.sentinel])
     os._exit(0)
 
 
 def _make(pipe, packed: bytes) -> None:
-    """Makes the requested chunks, until the parent process has ended."""
+    """Produces the requested chunks until the parent process ends."""
     import cloudpickle
 
-    for kind in (signal.SIGINT, signal.SIGTERM):  # for all: the process that asks ends this one
+    # A signal reaches the whole group; the parent ends this process.
+    for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.SIG_IGN)
     os.nice(_NICE)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The progress of a run through its data, in a few numbers from which any number of processes continue."""
+"""The progress of a run through its data, as a few numbers that do not depend on the number of processes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,27 +7,27 @@ import numpy as np
 
 
 class Position:
-    """The positions of an order that have been taken.
+    """The consumed positions of an order.
 
-    These are all positions before `start` except those in `left`. Processes skip examples that they cannot
-    read, so one process may be a few examples ahead of another. When the number of processes changes, the
-    examples that slower processes have not taken go into `left`, and come first.
+    These are all positions before `start` except the positions in `left`. Processes skip unreadable examples,
+    so one process may be a few examples ahead of another. When the number of processes changes, the examples
+    that slower processes have not taken go into `left` and are taken first.
 
     Attributes:
-      left: positions before start that are still to be taken, in order.
-      start: the first position after which none has been taken.
+      left: positions before `start` that are still to be taken, in order.
+      start: no position from here on has been taken.
     """
 
     def __init__(self, left: tuple[int, ...] = (), start: int = 0):
         self.left, self.start = tuple(left), start
 
     def of(self, turn: int) -> int:
-        """Returns the position that comes after `turn` others, all processes together."""
+        """Returns the position that follows after `turn` positions, counted over all processes."""
         beyond = turn - len(self.left)
         return self.left[turn] if beyond < 0 else self.start + beyond
 
     def after(self, taken: list[int]) -> "Position":
-        """Returns the position after each process has taken some examples, in turn.
+        """Returns the position after each process has taken the given number of examples, in turn.
 
         >>> after = Position().after([3, 1])  # process 0 took 0, 2, 4 and process 1 took 1
         >>> after.left, after.start
@@ -46,15 +46,15 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of a process through its share of an order.
+    """The progress of one process through its share of an order.
 
     Attributes:
-      examples: the length of the source, to detect another source.
-      processes: that share the order.
-      base: what had been taken when the number of processes last changed.
-      taken: positions that this process has taken since.
-      batches: given in the run.
-      read, skipped: examples of the run that this process counts.
+      examples: length of the source, to detect another source.
+      processes: number of processes that share the order.
+      base: the consumed positions when the number of processes last changed.
+      taken: positions that this process has taken since then.
+      batches: number of batches of the run so far.
+      read, skipped: numbers of examples of the run that this process accounts for.
     """
 
     examples: int
@@ -69,10 +69,10 @@ class Progress:
     def of(
         cls, position: dict, examples: int, process_index: int, process_count: int
     ) -> "Progress":
-        """Continues from what `position` returned."""
+        """Continues from a value that `position` returned."""
         if position["examples"] != examples:
             raise ValueError(
-                f"the data set has {examples} examples; when this run was saved it had "
+                f"the data set has {examples} examples; when this run was saved, it had "
                 f"{position['examples']}: give it the same data"
             )
         base, taken = Position(position["left"], position["start"]), position["taken"]
@@ -81,7 +81,7 @@ class Progress:
             own = {name: counts[process_index] for name, counts in own.items()}
         else:
             base, own["taken"] = base.after(taken), [0]
-            own = {  # the sum, shared out
+            own = {  # the total, divided among the processes
                 name: (sum(counts) + process_count - 1 - process_index) // process_count
                 for name, counts in own.items()
             }
@@ -93,8 +93,8 @@ class Progress:
         taken, read, skipped = np.asarray(gather(own)).T.tolist()
         if len(taken) != self.processes:
             raise ValueError(
-                f"the position of {self.processes} processes needs the counts of all; gather gave "
-                f"{len(taken)}: pass one that collects them"
+                f"a position of {self.processes} processes needs the counts of all; gather returned "
+                f"{len(taken)}: pass a gather function that collects all"
             )
         return {
             "examples": self.examples,

@@ -1,4 +1,4 @@
-"""Examples that cannot be read: each is counted and logged, and skipped or the end of the run."""
+"""Counts and logs unreadable examples, and skips them or ends the run."""
 
 import contextlib
 import logging
@@ -6,30 +6,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 POLICIES = ("skip", "stop")
-_FIRST = 1000  # examples that the share is taken of at least: the tenth may be bad by bad luck
-_SHOWN = 10  # bad examples that are shown singly; after them, each time their number has doubled
+# Minimum denominator of the share, so that a bad tenth example does not count as 10 %.
+_FIRST = 1000
+# The first bad examples are shown one by one; later ones, when their number has doubled.
+_SHOWN = 10
 
 logger = logging.getLogger("swjax.data")
 
 
 class BadExample(ValueError):
-    """An example that cannot be used; the message says why."""
+    """An unusable example; the message gives the reason."""
 
 
 class BadData(ValueError):
-    """More examples than allowed cannot be read; the message has their number and the last key."""
+    """More examples than allowed are unreadable; the message has their number and the last key."""
 
 
 class Skips:
-    """Counts the bad examples of a run, and stops it when they are too many.
+    """Counts the bad examples of a run, and stops the run if they are too many.
 
-    Each is logged with its key, to the logger "swjax.data": the first ones as warnings, and all at
+    Each bad example is logged with its key to the logger "swjax.data": the first ones as warnings, all at
     level INFO.
 
     Args:
-      policy: skip: leave them out. stop: the first one ends the run.
-      max_share: the share of the examples read, and of the first 1,000, that may be bad.
-      read, skipped: counts to continue from.
+      policy: "skip" skips bad examples; "stop" ends the run at the first one.
+      max_share: largest allowed share of bad examples among the examples read, counted as at least 1,000.
+      read, skipped: initial counts.
     """
 
     def __init__(self, policy: str, max_share: float, read: int = 0, skipped: int = 0):
@@ -42,11 +44,11 @@ class Skips:
         self.read, self.skipped = read, skipped
 
     def good(self, count: int) -> None:
-        """Counts examples that are used."""
+        """Counts usable examples."""
         self.read += count
 
     def bad(self, reason: str) -> None:
-        """Counts and logs an example that is not.
+        """Counts and logs an unusable example.
 
         Raises:
           BadData: if the policy ends the run.
@@ -58,7 +60,7 @@ class Skips:
             "skipped %s (%d of %d)", reason, self.skipped, self.read,
         )  # fmt: skip
         if self._policy == "stop":
-            raise BadData(f"cannot read {reason}: repair it, or let bad examples be skipped")
+            raise BadData(f"cannot read {reason}: repair it, or set the policy to skip")
         if self.skipped > self._share * max(self.read, _FIRST):
             raise BadData(
                 f"{self.skipped} of {self.read} examples cannot be read, more than the share of "
@@ -66,13 +68,13 @@ class Skips:
             )
 
     def damage(self, files: tuple[tuple[str, str], ...], share: float) -> None:
-        """Logs files that end early, and checks the share of all bytes that is lost.
+        """Logs truncated files, and checks the share of bytes that is lost.
 
         Raises:
-          BadData: if that is too much.
+          BadData: the share is larger than allowed.
         """
         for path, reason in files:
-            logger.warning("%s: %s; what comes before is used", path, reason)
+            logger.warning("%s: %s; the part before it is used", path, reason)
         if files and (self._policy == "stop" or share > self._share):
             raise BadData(
                 f"{len(files)} damaged files, {share:.2%} of the bytes, more than may be skipped; "
@@ -82,7 +84,7 @@ class Skips:
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Appends all bad examples to a file, which the first one creates, and prints some to stderr."""
+    """Appends all bad examples to a file, created at the first one, and prints some to stderr."""
     file, stderr = logging.FileHandler(path, delay=True), logging.StreamHandler()
     stderr.setLevel(logging.WARNING)
     before = logger.level, logger.propagate

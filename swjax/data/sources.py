@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
-# A module is imported when its data set is asked for: most bring a large library.
+# A module is imported when its data set is opened, because most modules import a large library.
 _SOURCES = {
     "emoji": ("swjax.data.emoji.source", "Emoji"),
     "icons": ("swjax.data.icons.source", "Icons"),
@@ -21,10 +21,10 @@ _SOURCES = {
 
 
 class Source(Protocol):
-    """A data set as loaders, evaluators and the report read it: examples by number.
+    """The interface of a data set for loaders, evaluators and the report: examples by index.
 
     Attributes:
-      class_names: name of each label; () where examples belong to no classes.
+      class_names: name of each label; () if examples have no classes.
       templates: prompts for zero-shot classification, such as "a drawing of {}".
       attribution: authors and licences, for the report.
       photographs: whether the loader crops the images at random in training.
@@ -38,7 +38,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict:
-        """Returns at least image (uint8 [h, w, 3 or 4]), label (int), captions (of strings)."""
+        """Returns at least image (uint8 [h, w, 3 or 4]), label (int) and captions (strings)."""
 
     def captions(self, label: int) -> tuple[str, ...]:
         """Returns all captions of a label's images, the plainest first."""
@@ -49,16 +49,15 @@ def source(name: str, split: str, *, data_dir: str = "data", **options: Any) -> 
 
     Args:
       name: emoji, icons, synthetic, tfds, webdataset, table, parquet, folders or huggingface.
-      split: train, val or test; of icons also test_sets or test_both; of tfds as the data set has it; of
-        the others the path of tars, of a table, of Parquet files, of a folder.
-      data_dir: where prepared data sets are kept.
-      **options: of emoji: task, config; of icons: config, archive; of synthetic: image_size, classes,
-        examples; of tfds: builder, image_key, text_key; of folders: template; of the others: image_key,
-        text_key.
+      split: "train", "val" or "test". icons also has "test_sets" and "test_both"; tfds has the splits of the
+        builder. The other data sets expect the path of tars, a table, Parquet files or a folder.
+      data_dir: directory of prepared data sets.
+      **options: emoji: task, config. icons: config, archive. synthetic: image_size, classes, examples. tfds:
+        builder, image_key, text_key. folders: template. Others: image_key, text_key.
 
     Raises:
-      ValueError: if there is no such data set, split or option.
-      ModuleNotFoundError: if a package that it needs is not installed; the message names it.
+      ValueError: the data set, the split or an option does not exist.
+      ModuleNotFoundError: a required package is not installed; the message names it.
 
     >>> patterns = source("synthetic", "val", image_size=8, classes=10, examples=25)
     >>> len(patterns), patterns[12]["label"], patterns[12]["captions"]
@@ -76,12 +75,12 @@ def source(name: str, split: str, *, data_dir: str = "data", **options: Any) -> 
 
 
 def prepare(name: str, *, data_dir: str = "data", **options: Any) -> None:
-    """Prepares a data set ahead of its first use; at once if that was done."""
+    """Prepares a data set before its first use; returns at once if it is prepared."""
     source(name, "train", data_dir=data_dir, **options)
 
 
 def templates(name: str) -> tuple[str, ...]:
-    """Returns the prompts of a data set, without opening it; () if it has none, as a mixture.
+    """Returns the prompts of a data set without opening it; () if it has none, like a mixture.
 
     >>> templates("synthetic"), templates("mixture")
     (('{}',), ())
@@ -91,6 +90,6 @@ def templates(name: str) -> tuple[str, ...]:
 
 def _class_of(name: str) -> type[Source]:
     if name not in _SOURCES:
-        raise ValueError(f"there is no data set {name!r}; there are {', '.join(_SOURCES)}")
+        raise ValueError(f"there is no data set {name!r}: choose one of {', '.join(_SOURCES)}")
     module, class_name = _SOURCES[name]
     return getattr(importlib.import_module(module), class_name)

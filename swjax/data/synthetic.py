@@ -1,4 +1,4 @@
-"""Images and captions that cost nothing to make: to measure everything except data loading."""
+"""Images and captions at almost no cost, to measure everything except data loading."""
 
 import numpy as np
 
@@ -6,13 +6,13 @@ _CANVAS_SEED = 0
 
 
 class Synthetic:
-    """Windows of one canvas of noise; a label has a window and a caption of its own.
+    """Crops of one noise image; each label has its own crop and its own caption.
 
     Attributes:
       class_names: name of each label.
       templates: prompts for zero-shot classification.
       attribution: "".
-      photographs: False: the loader neither crops nor decodes.
+      photographs: False, because the loader neither crops nor decodes.
     """
 
     templates = ("{}",)
@@ -22,13 +22,13 @@ class Synthetic:
     def __init__(
         self, split: str, *, image_size: int = 224, classes: int = 1000, examples: int = 100_000
     ):
-        """Draws the canvas.
+        """Generates the noise image.
 
         Args:
-          split: train, val or test; they have the same classes.
-          image_size: pixels, height = width.
-          classes: labels; as many windows and captions.
-          examples: length of the split.
+          split: "train", "val" or "test"; all have the same classes.
+          image_size: height = width in pixels.
+          classes: number of labels, and so of crops and captions.
+          examples: number of examples in the split.
         """
         if split not in ("train", "val", "test"):
             raise ValueError(f"split is {split!r}; it must be one of train, val, test")
@@ -38,7 +38,7 @@ class Synthetic:
                 f"they are {image_size}, {classes} and {examples}"
             )
         self._size, self._examples = image_size, examples
-        self._side = int(np.ceil(np.sqrt(classes)))  # windows start at the points of this grid
+        self._side = int(np.ceil(np.sqrt(classes)))  # crops start at the points of this grid
         shape = (image_size + self._side, image_size + self._side, 3)
         self._canvas = np.random.default_rng(_CANVAS_SEED).integers(0, 256, shape, np.uint8)
         self.class_names = tuple(f"pattern {label}" for label in range(classes))
@@ -54,5 +54,5 @@ class Synthetic:
         return {"image": window, "label": label, "captions": self.captions(label)}
 
     def captions(self, label: int) -> tuple[str, ...]:
-        """Returns the one caption of a label."""
+        """Returns the only caption of a label."""
         return (self.class_names[label],)

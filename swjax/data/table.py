@@ -17,7 +17,7 @@ _STEP = 2**23  # bytes read at once
 
 
 class Table(Photographs):
-    """The rows of a table. They stay on disk: what is held in memory does not grow with them."""
+    """The rows of a table. They stay on disk, so memory use does not grow with their number."""
 
     def __init__(
         self,
@@ -30,28 +30,28 @@ class Table(Photographs):
         """Opens the table.
 
         Args:
-          split: path or fsspec address of a UTF-8 file: .csv (commas), .tsv (tabs), the names of
-            the columns in its first row; or .jsonl, an object in each line.
-          data_dir: where the positions of the rows are stored.
-          image_key: column with the image's path, from the table's directory, or its address.
-          text_key: column with the caption; in JSONL, with one or a list of them.
+          split: path or fsspec address of a UTF-8 file. A .csv (commas) or .tsv (tabs) file has the column
+            names in its first row; a .jsonl file has one object per line.
+          data_dir: directory of the stored row positions.
+          image_key: column with the image's address, or its path relative to the table's directory.
+          text_key: column with the caption; in JSONL, with one caption or a list.
 
         Raises:
-          ValueError: if there is no such file, it has another ending, no such column or no rows, or
-            the first row's image has an address of an unknown protocol.
-          ModuleNotFoundError: if the package that reads the first row's address is not installed.
+          ValueError: the file does not exist, has another ending, no such column or no rows, or the image
+            address in the first row has an unknown protocol.
+          ModuleNotFoundError: the package for the protocol of the first row's address is not installed.
         """
         self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
         self._path, self._image_key, self._text_key = split, image_key, text_key
         endings = _SEPARATORS.items()
         self._separator = next((s for end, s in endings if split.lower().endswith(end)), None)
         if self._separator is None:
-            raise ValueError(f"a table ends in {', '.join(_SEPARATORS)}; this is {split!r}")
+            raise ValueError(f"a table must end in {', '.join(_SEPARATORS)}, got {split!r}")
         scan = functools.partial(_scan, separator=self._separator)
         self._index = Index([split], scan, kind=f"rows{self._separator}", data_dir=data_dir)
         self._columns, self._first = self._header() if self._separator else ([], 0)
         if len(self) < 1:
-            raise ValueError(f"there are no rows in the table {split!r}{self._index.excuse()}")
+            raise ValueError(f"the table {split!r} has no rows{self._index.excuse()}")
         self._check_first()
         self.damage, self.damaged_share = self._index.damage, self._index.damaged_share
 
@@ -59,14 +59,14 @@ class Table(Photographs):
         return len(self._index) - self._first
 
     def key(self, index: int) -> str:
-        """Returns the image's path, or where the row begins if that cannot be read."""
+        """Returns the image's path, or the position of the row if the row is unreadable."""
         try:
             return str(self._row(index)[0])
         except (OSError, ValueError):
             return f"{self._path}: byte {self._index[index + self._first][1]}"
 
     def record(self, index: int) -> Record:
-        """Reads a row, and the image that it names."""
+        """Reads a row, and the image that the row names."""
         image, text = self._row(index)
         captions = texts(text)
         if not isinstance(image, str) or not image:
@@ -85,16 +85,16 @@ class Table(Photographs):
             return json_field(data, self._image_key), json_field(data, self._text_key)
         cells = _cells(data, self._separator)
         if len(cells) != len(self._columns):
-            raise BadExample(f"{len(cells)} cells in a row, {len(self._columns)} columns")
+            raise BadExample(f"the row has {len(cells)} cells for {len(self._columns)} columns")
         row = dict(zip(self._columns, cells))
         return row[self._image_key], row[self._text_key]
 
     def _check_first(self) -> None:
-        """Checks that the first image's address can be read: without a package none can."""
+        """Checks that the first image's address is readable, because a missing package affects all rows."""
         try:
             image = self._row(0)[0]
         except (OSError, ValueError):
-            return  # a bad row, which the loader skips
+            return  # the loader skips an unreadable row
         if isinstance(image, str):
             files.check_protocol(files.beside(image, of=self._path))
 
@@ -121,11 +121,12 @@ def _cells(data: bytes, separator: str) -> list[str]:
 
 
 def _scan(path: str, size: int, separator: str) -> Scan:
-    """Finds where the rows begin. A quoted cell may hold ends of lines."""
+    """Finds the start of each row. A quoted cell may contain line breaks."""
     bounds, ends = [], list[int]()
 
     def lines():
-        # In Latin-1 every byte is a character: rows in another encoding are found out when read.
+        # In Latin-1 every byte is a character. Rows in other encodings than UTF-8 are detected when they are
+        # read.
         for line in _lines(path, size):
             ends.append(ends[-1] + len(line) if ends else len(line))
             yield line.decode("latin-1")
@@ -134,7 +135,8 @@ def _scan(path: str, size: int, separator: str) -> Scan:
     trouble, start = "", 0
     try:
         for row in rows:
-            # A row of a table is a list of cells, empty for an empty line; other rows are whole lines.
+            # A row of a CSV or TSV file is a list of cells, empty for an empty line. A row of JSONL is a
+            # whole line.
             if row if isinstance(row, list) else row.strip():
                 bounds.append(start)
             start = ends[-1]
@@ -145,7 +147,7 @@ def _scan(path: str, size: int, separator: str) -> Scan:
 
 
 def _lines(path: str, size: int):
-    """Yields the lines of a file as bytes, their ends included."""
+    """Yields the lines of a file as bytes, including line ends."""
     rest = b""
     for start in range(0, size, _STEP):
         *whole, rest = (rest + files.read(path, start, min(start + _STEP, size))).split(b"\n")

@@ -1,7 +1,7 @@
-"""Reads the members of a tar in place: nothing is extracted, no name becomes a path.
+"""Reads the members of a tar in place: extracts no files, and uses no member name as a path.
 
-Python's tarfile would do, at a quarter of the speed and with unbounded work on forged headers. Here
-every step goes forward and stays within the file, so that any bytes at all end or raise BrokenTar.
+Python's tarfile could do this, at a quarter of the speed and with unbounded work on forged headers. In this
+module every step moves forward and stays within the file, so any input either ends or raises BrokenTar.
 """
 
 import re
@@ -10,19 +10,20 @@ from typing import Any, NamedTuple
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
-_MOST_EXTENDED = 2**16  # bytes of a name or of pax records; a path is some hundred
+_MOST_EXTENDED = 2**16  # bytes of a name or of pax records; a path has some hundred
 
 _REGULAR = b"0\0007"
-_WITHOUT_DATA = b"123456"  # links, devices, directories, fifos, whatever size they state
+# Links, devices, directories, fifos: no data follow, whatever their header states.
+_WITHOUT_DATA = b"123456"
 # "directory/first.second.jpg" has the key "directory/first" and the extension "second.jpg".
 _KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 
 
 class BrokenTar(ValueError):
-    """The archive is no good from a byte on.
+    """The archive is invalid from a byte on.
 
     Attributes:
-      offset: of that byte; members before it are whole.
+      offset: position of that byte; the members before it are complete.
     """
 
     def __init__(self, offset: int, reason: str):
@@ -43,11 +44,11 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
     """Yields the regular files of a tar.
 
     Args:
-      read: (start, stop) -> those bytes of the file.
-      end: size of the file.
+      read: a function: (start, stop) -> the bytes of that range.
+      end: size of the file in bytes.
 
     Raises:
-      BrokenTar: a malformed header, or data that ends after the file does.
+      BrokenTar: a header is malformed, or data extend beyond the end of the file.
     """
     offset, first = 0, None
     extended: dict[str, Any] = {}
@@ -65,20 +66,21 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
             raise BrokenTar(first, f"a member of {size} bytes ends {stop - end} beyond the file")
         if kind in b"xL":
             if size > _MOST_EXTENDED:
-                raise BrokenTar(first, f"extended header of {size} bytes")
+                raise BrokenTar(first, f"an extended header of {size} bytes exceeds the limit")
             extended |= _extended(kind, read(start, stop), first)
         else:
             if kind in _REGULAR:
                 yield Member(first, extended.get("path") or _name(header), start, size)
-            if kind not in b"gK":  # these say nothing of names or sizes, and another header follows
+            # The other kinds do not affect names or sizes; another header follows.
+            if kind not in b"gK":
                 first, extended = None, {}
         offset = start + -(-(stop - start) // _BLOCK) * _BLOCK
     if first is not None or offset < end:
-        raise BrokenTar(first if first is not None else offset, "ends within a header")
+        raise BrokenTar(first if first is not None else offset, "the file ends within a header")
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Returns the sample's key and the extension, or None for a hidden file or none of a sample.
+    """Returns (sample key, extension), or None for a file that is hidden or belongs to no sample.
 
     >>> split_name("shard/000.seg.png"), split_name("shard/.DS_Store")
     (('shard/000', 'seg.png'), None)
@@ -88,7 +90,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def _size(header: bytes, offset: int) -> int:
-    """Returns the size a header states, having checked the header's sum."""
+    """Returns the size in a header, after checking the header's checksum."""
     try:
         stated = int(header[148:156].rstrip(b" \0") or b"-", 8)
         field = header[124:136]
@@ -96,9 +98,9 @@ def _size(header: bytes, offset: int) -> int:
             int.from_bytes(field[1:]) if field[0] == 0x80 else int(field.rstrip(b" \0") or b"0", 8)
         )
     except ValueError:
-        raise BrokenTar(offset, "no tar header") from None
+        raise BrokenTar(offset, "not a tar header") from None
     if stated != sum(header) - sum(header[148:156]) + 8 * ord(" ") or size < 0:
-        raise BrokenTar(offset, "no tar header")
+        raise BrokenTar(offset, "not a tar header")
     return size
 
 
@@ -118,19 +120,19 @@ def _extended(kind: bytes, data: bytes, offset: int) -> dict:
     while at < len(data) and data[at]:
         length = re.match(rb"([0-9]{1,5}) ", data[at : at + 6])
         if length is None:
-            raise BrokenTar(offset, "no pax record")
+            raise BrokenTar(offset, "malformed pax record")
         record = data[at : at + int(length[1])]
         key, equals, value = record[len(length[0]) : -1].partition(b"=")
         if not equals or record[-1:] != b"\n":
-            raise BrokenTar(offset, "no pax record")
+            raise BrokenTar(offset, "malformed pax record")
         if key == b"path":
             found["path"] = _text(value)
         if key == b"size":
             if not re.fullmatch(rb"[0-9]{1,18}", value):
-                raise BrokenTar(offset, "no pax size")
+                raise BrokenTar(offset, "malformed pax size")
             found["size"] = int(value)
         if key.startswith(b"GNU.sparse"):
-            raise BrokenTar(offset, "a sparse file")
+            raise BrokenTar(offset, "sparse files are not supported")
         at += int(length[1])
     return found
 

@@ -9,7 +9,7 @@ from swjax.data.photographs import Photographs, Record, texts
 
 
 class TFDS(Photographs):
-    """One split of a data set of photographs with captions; the attribution is its citation."""
+    """One split of a data set of photographs with captions; the attribution is the data set's citation."""
 
     def __init__(
         self,
@@ -23,15 +23,15 @@ class TFDS(Photographs):
         """Opens the data set.
 
         Args:
-          split: as TFDS has it: "train", "train[:90%]".
-          data_dir: where it was prepared, in the format array_record.
-          builder: its name: "coco_captions", "name/config:version".
-          image_key: feature with the image; one inside another is written "outer/inner".
-          text_key: feature with one caption or several; of several features, with ";" between them, the
-            first that the data set has. COCO has "captions/text".
+          split: split in TFDS notation, such as "train" or "train[:90%]".
+          data_dir: directory of the prepared data set, in the format array_record.
+          builder: name of the builder, such as "coco_captions" or "name/config:version".
+          image_key: feature with the image; a nested feature is written "outer/inner".
+          text_key: feature with one caption or several. With several features, separated by ";", the first
+            existing one counts. COCO has "captions/text".
 
         Raises:
-          ValueError: if there is no such data set, split or feature, or no access by number.
+          ValueError: the data set, the split or a feature does not exist, or the format has no random access.
         """
         self._arguments = dict(
             data_dir=data_dir, builder=builder, image_key=image_key, text_key=text_key
@@ -50,7 +50,7 @@ class TFDS(Photographs):
         except NotImplementedError:
             raise ValueError(
                 f"{builder!r} was prepared in the format {opened.info.file_format.value}, which "
-                'gives no access by number: prepare it again with file_format="array_record"'
+                'has no random access: prepare it again with file_format="array_record"'
             ) from None
         self.attribution = opened.info.citation
         if "[" not in split:
@@ -60,11 +60,11 @@ class TFDS(Photographs):
         return len(self._records)
 
     def key(self, index: int) -> str:
-        """Returns the data set, the split, the index and, where there is one, the feature key."""
+        """Returns the data set, the split, the index and, if it exists, the value of the feature `key`."""
         name = f"{self._arguments['builder']}/{self._split}[{index}]"
         try:
             return f"{name} {_captions(self._records[index]['key'])[0]}"
-        except Exception:  # no such feature, or nothing of the record can be read
+        except Exception:  # the feature does not exist, or the record is unreadable
             return name
 
     def record(self, index: int) -> Record:
@@ -77,10 +77,10 @@ class TFDS(Photographs):
 
 
 class LabelledTFDS(TFDS):
-    """One split of a data set of labelled images; the caption of an image is the number of its class.
+    """One split of a data set of labelled images; the caption of an image is the number of its label.
 
     Attributes:
-      class_names: those of the feature `label`; () if it has none.
+      class_names: names of the feature `label`; () if it has none.
     """
 
     def __init__(self, split: str, *, data_dir: str = "data", builder: str):
@@ -100,7 +100,7 @@ class LabelledTFDS(TFDS):
 
 
 def _open(name: str, data_dir: str):
-    """Opens a data set from its files: the code that made it may need TensorFlow."""
+    """Opens a data set from its files, because the code of its builder may need TensorFlow."""
     require("tensorflow_datasets", "array_record", "importlib_resources", "PIL")
     import tensorflow_datasets as tfds
 
@@ -116,15 +116,15 @@ def _open(name: str, data_dir: str):
             f'{name!r}, data_dir={str(data_dir)!r}, file_format="array_record")'
             ".download_and_prepare()"
         ) from None
-    except ValueError as error:  # a message of several lines
+    except ValueError as error:  # its message has several lines
         raise ValueError(
-            f"builder={name!r} is no name of a TFDS data set: write 'name', 'name/config' or "
+            f"builder={name!r} is not a name of a TFDS data set: write 'name', 'name/config' or "
             f"'name/config:1.0.0' ({str(error).splitlines()[0]})"
         ) from None
 
 
 def _first_feature(features, paths: list[str], builder: str) -> str:
-    """The first of some paths at which there is a feature."""
+    """The first of the given paths that names a feature."""
     for path in paths:
         try:
             _check_feature(features, path, builder)
@@ -132,22 +132,22 @@ def _first_feature(features, paths: list[str], builder: str) -> str:
         except ValueError:
             if path == paths[-1]:
                 raise
-    raise ValueError(f"no feature is named for {builder!r}: set text_key")
+    raise ValueError(f"text_key is empty for {builder!r}: name a feature")
 
 
 def _check_feature(features, path: str, builder: str) -> None:
     for key in path.split("/"):
-        inner = getattr(features, "feature", features)  # a Sequence holds one feature
+        inner = getattr(features, "feature", features)  # a Sequence contains one feature
         if key not in getattr(inner, "keys", tuple)():
             raise ValueError(
-                f"{builder!r} has no feature {path!r}; there it has "
+                f"{builder!r} has no feature {path!r}; the features there are "
                 f"{', '.join(getattr(inner, 'keys', tuple)()) or 'no inner features'}"
             )
         features = inner[key]
 
 
 def _undecoded(path: str) -> dict:
-    """Returns the decoders by which TFDS leaves one feature as it is stored."""
+    """Returns TFDS decoders that leave one feature undecoded."""
     import tensorflow_datasets as tfds
 
     decoders = tfds.decode.SkipDecoding()

@@ -1,4 +1,4 @@
-"""CLIP's tokenizer: lower-cased byte-pair encoding, exactly as OpenAI's CLIP and open_clip do it.
+"""CLIP's tokenizer: lower-cased byte-pair encoding, identical to OpenAI's CLIP and open_clip.
 
 The vocabulary file bpe_simple_vocab_16e6.txt.gz is OpenAI's, under the MIT licence
 (LICENSE-bpe_simple_vocab.txt, next to it).
@@ -25,23 +25,23 @@ _MERGES = VOCABULARY_SIZE - 2 * _BYTES - 2
 # A word is a special token, an English contraction's ending, letters, one digit, or other signs.
 _WORD = r"<start_of_text>|<end_of_text>|'s|'t|'re|'ve|'m|'ll|'d|{letter}+|{digit}|[^\s{others}]+"
 _ASCII_WORD = re.compile(_WORD.format(letter="[a-z]", digit="[0-9]", others="a-z0-9"))
-_WORDS_KEPT = 2**18  # words remembered with their ids; a crawl's vocabulary has a long tail
+_WORDS_KEPT = 2**18  # words in the cache of ids; a web crawl has a long tail of words
 
 
 def tokenize(texts: str | Sequence[str], context_length: int = 77) -> np.ndarray:
-    """Returns the token ids of captions: start, the words' ids, end, zeros.
+    """Returns the token ids of captions: the start token, the ids of the words, the end token, zeros.
 
-    A caption longer than the context is cut; its last id is then the end of text.
+    A caption longer than the context is truncated; its last id is then the end token.
 
     Args:
-      texts: captions; one string is a batch of one.
-      context_length: ids in a row.
+      texts: captions; a single string is a batch of one.
+      context_length: ids per row.
 
     Returns:
       int32 [len(texts), context_length].
 
     Raises:
-      ValueError: if the context cannot hold the start and the end of a text.
+      ValueError: the context is too short for the start and end tokens.
 
     >>> tokenize(["a photo of a cat", ""], context_length=8)
     array([[49406,   320,  1125,   539,   320,  2368, 49407,     0],
@@ -53,8 +53,8 @@ def tokenize(texts: str | Sequence[str], context_length: int = 77) -> np.ndarray
     """
     if context_length < 2:
         raise ValueError(
-            f"context_length must be at least 2, the start and the end of a text; it is "
-            f"{context_length}: CLIP's is 77"
+            f"context_length must be at least 2, for the start and end tokens; it is "
+            f"{context_length}: CLIP uses 77"
         )
     texts = [texts] if isinstance(texts, str) else texts
     tokens = np.zeros((len(texts), context_length), np.int32)
@@ -67,20 +67,20 @@ def tokenize(texts: str | Sequence[str], context_length: int = 77) -> np.ndarray
 
 
 def encode(text: str) -> list[int]:
-    """Returns the ids of a text's words, without start and end.
+    """Returns the ids of a text's words, without the start and end tokens.
 
     >>> encode("It's 20&deg;")
     [585, 568, 273, 271, 6858]
     """
     if text.isascii() and text.isprintable() and "&" not in text:
-        words = _ASCII_WORD.findall(text.lower())  # nothing that cleaning would change
+        words = _ASCII_WORD.findall(text.lower())  # cleaning would not change these texts
     else:
         words = _any_word().findall(" ".join(_clean(text).split()).lower())
     return [token for word in words for token in _encode_word(word)]
 
 
 def _clean(text: str) -> str:
-    """Repairs mis-decoded characters and HTML entities; some entities are escaped twice."""
+    """Repairs mis-decoded characters and HTML entities; entities may be escaped twice."""
     require("ftfy", "regex")
     import ftfy
 
@@ -89,7 +89,7 @@ def _clean(text: str) -> str:
 
 @functools.cache
 def _any_word():
-    import regex  # Unicode's letter and number classes, which re does not have
+    import regex  # supports Unicode's letter and number classes, unlike re
 
     word = _WORD.format(letter=r"[\p{L}]", digit=r"[\p{N}]", others=r"\p{L}\p{N}")
     return regex.compile(word, regex.IGNORECASE)
@@ -97,16 +97,16 @@ def _any_word():
 
 @functools.lru_cache(_WORDS_KEPT)
 def _encode_word(word: str) -> tuple[int, ...]:
-    """Merges a word's bytes pair by pair, the pair learned first before all others."""
+    """Merges the bytes of a word pair by pair, in the order in which the pairs were learned."""
     if word == "<start_of_text>":
         return (START_OF_TEXT,)
     if word == "<end_of_text>":
         return (END_OF_TEXT,)
     merges, byte_ids = _vocabulary()
     ids = [byte_ids[byte] for byte in word.encode()]
-    ids[-1] += _BYTES  # the second half of the byte ids ends a word
+    ids[-1] += _BYTES  # ids in the second half of the byte ids end a word
     while len(ids) > 1:
-        # Ids grow in the order of learning, so the smallest is that of the pair to merge.
+        # Ids increase in learning order, so the smallest id marks the pair to merge.
         known = (merges.get(pair, VOCABULARY_SIZE) for pair in itertools.pairwise(ids))
         merged = min(known)
         if merged == VOCABULARY_SIZE:
@@ -143,9 +143,9 @@ def _vocabulary() -> tuple[dict[tuple[int, int], int], list[int]]:
 
 
 def _byte_letters() -> tuple[list[str], list[int]]:
-    """Returns the letters that stand for bytes in the file, by id, and the id of every byte.
+    """Returns the characters that represent bytes in the file, by id, and the id of every byte.
 
-    Printable Latin-1 bytes come first and stand for themselves; the others follow, as U+0100 on.
+    Printable Latin-1 bytes come first and represent themselves; the other bytes follow, from U+0100 on.
     """
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other = [byte for byte in range(_BYTES) if byte not in itself]

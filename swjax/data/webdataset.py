@@ -1,4 +1,4 @@
-"""Image-text pairs in WebDataset tars, as img2dataset writes them, by number."""
+"""Random access to image-text pairs in WebDataset tars, as img2dataset writes them."""
 
 import functools
 
@@ -11,17 +11,17 @@ from swjax.data.skipping import BadExample
 
 _LARGEST_SAMPLE = 2**28  # bytes
 _GZIP = b"\x1f\x8b"
-_STEP_LOCAL, _STEP_REMOTE = 2**14, 2**23  # bytes read at once when looking for headers
+_STEP_LOCAL, _STEP_REMOTE = 2**14, 2**23  # bytes per read when scanning for headers
 
 
 class WebDataset(Photographs):
-    """The samples of tars: consecutive files that share their name up to the first dot.
+    """The samples of tars: consecutive files with a common name up to the first dot.
 
-    Where each sample begins is found at the first use, by reading the tars' headers, and kept. From
-    then on a sample is one read of its bytes: local tars need no conversion to be
-    shuffled. Of tars behind an fsspec address, too, every sample is one request.
+    The first use scans the tars' headers for the position of each sample, and stores the positions.
+    Afterwards a sample is one read of its bytes, so local tars can be shuffled without conversion. A tar
+    behind an fsspec address needs one request per sample.
 
-    Nothing is extracted to disk, and nothing unpickled.
+    The class extracts nothing to disk and unpickles nothing.
     """
 
     def __init__(
@@ -35,20 +35,20 @@ class WebDataset(Photographs):
         """Opens the tars.
 
         Args:
-          split: their paths or addresses: "cc12m/{00000..01242}.tar", "gs://bucket/laion/*.tar".
-          data_dir: where the positions of the samples are stored.
-          image_key: extension of the image; of several, with ";" between them, the first there is.
-          text_key: the same for the caption; "json/caption" is a field of a JSON file.
+          split: paths or addresses, such as "cc12m/{00000..01242}.tar" or "gs://bucket/laion/*.tar".
+          data_dir: directory of the stored sample positions.
+          image_key: extension of the image; with several, separated by ";", the first existing file.
+          text_key: extension of the caption, chosen likewise; "json/caption" is a field of a JSON file.
 
         Raises:
-          ValueError: if no tar is found, one is missing, or there is no sample in them.
+          ValueError: no tar matches, a tar is missing, or the tars have no samples.
         """
         self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
         self._split = split
         self._image_keys, self._text_keys = image_key.split(";"), text_key.split(";")
         self._index = Index(files.expand(split), scan, kind="webdataset", data_dir=data_dir)
         if not len(self._index):
-            raise ValueError(f"there are no samples in the tars {split!r}{self._index.excuse()}")
+            raise ValueError(f"the tars {split!r} have no samples{self._index.excuse()}")
         self.paths, self.shards = self._index.paths, self._index.lengths
         self.damage, self.damaged_share = self._index.damage, self._index.damaged_share
 
@@ -56,7 +56,7 @@ class WebDataset(Photographs):
         return len(self._index)
 
     def key(self, index: int) -> str:
-        """Returns the tar and the sample's name, or where it begins if that cannot be read."""
+        """Returns the tar and the sample's name, or the sample's position if it is unreadable."""
         path, start, _ = self._index[index]
         try:
             return f"{path}:{self.sample(index)[0]}"
@@ -71,9 +71,7 @@ class WebDataset(Photographs):
         """Reads a sample; returns its name and its files by extension."""
         path, start, stop = self._index[index]
         if stop - start > _LARGEST_SAMPLE:
-            raise BadExample(
-                f"a sample of {stop - start} bytes; at most {_LARGEST_SAMPLE} are read"
-            )
+            raise BadExample(f"the sample has {stop - start} bytes; the limit is {_LARGEST_SAMPLE}")
         data = files.read(path, start, stop)
         key, found = "", {}
         for member in tar.members(lambda a, b: data[a:b], len(data)):
@@ -84,30 +82,30 @@ class WebDataset(Photographs):
         return key, found
 
     def pick(self, found: dict[str, bytes]) -> Record:
-        """Returns the image and the caption among a sample's files."""
+        """Selects the image and the caption among the files of a sample."""
         image = next((found[name] for name in self._image_keys if name in found), None)
         if image is None:
-            raise BadExample(f"no {'/'.join(self._image_keys)} but {', '.join(found)}")
+            raise BadExample(f"no {'/'.join(self._image_keys)} file, only {', '.join(found)}")
         for name in self._text_keys:
             extension, _, field = name.partition("/")
             if extension in found:
                 text = json_field(found[extension], field) if field else found[extension]
                 return Record(image, texts(text))
-        raise BadExample(f"no {'/'.join(self._text_keys)} but {', '.join(found)}")
+        raise BadExample(f"no {'/'.join(self._text_keys)} file, only {', '.join(found)}")
 
     def __reduce__(self) -> tuple:
         return functools.partial(WebDataset, **self._arguments), (self._split,)
 
 
 def scan(path: str, size: int) -> Scan:
-    """Finds where the samples of a tar begin, and where what cannot be read does.
+    """Finds the start of each sample of a tar, and of an unreadable part.
 
     Raises:
       ValueError: the tar is compressed.
     """
     if files.read(path, 0, min(size, 2)) == _GZIP:
         raise ValueError(
-            f"{path} is compressed, and samples of compressed tars cannot be read by number: unpack it "
+            f"{path} is compressed, but compressed tars have no random access: unpack it "
             f"with gunzip and name the .tar"
         )
     step = _STEP_REMOTE if files.is_remote(path) else _STEP_LOCAL
