@@ -1,4 +1,4 @@
-"""The 1,914 emoji and their words. A family of similar emoji is in one split."""
+"""The 1,914 emoji and their words. Each family of similar emoji belongs to one split."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ _GENDER = re.compile(
     r"\b(man|men|woman|women|person|people|boy|girl|child|male|female)\b|: facing right"
 )
 _GROUPS_OF_PEOPLE = re.compile(r"(family|kiss|couple with heart)(?=:|$)")
-# Siblings whose names do not show it.
+# Emoji that belong to a family although their names do not show it.
 _FAMILIES = {
     **dict.fromkeys(("old", "older"), "old"),
     **dict.fromkeys(("holding hands", "and holding hands"), "holding hands"),
@@ -26,11 +26,11 @@ class Concept:
     """One emoji, independent of its drawings.
 
     Attributes:
-      code: its code points, such as "1F44B" or "2764-FE0F".
-      name: English name of Unicode CLDR.
-      keywords: English keywords of Unicode CLDR.
+      code: code points, such as "1F44B" or "2764-FE0F".
+      name: English name from Unicode CLDR.
+      keywords: English keywords from Unicode CLDR.
       group: one of Unicode's ten groups, such as "animals-nature".
-      subgroup: such as "animal-bird".
+      subgroup: subgroup within the group, such as "animal-bird".
     """
 
     code: str
@@ -41,7 +41,7 @@ class Concept:
 
     @property
     def family(self) -> str:
-        """A name shared with the emoji that differ from this one in gender or direction only.
+        """A name shared with the emoji that differ from this one only in gender or direction.
 
         >>> {c.family for c in concepts() if c.name in ("man judge", "judge")}
         {'judge'}
@@ -54,7 +54,7 @@ class Concept:
 
     @property
     def split(self) -> str:
-        """train, val or test: 70, 10 and 20 % of the families, by a hash of the family's name."""
+        """The split: train, val and test get 70, 10 and 20 % of the families, by a hash of the family."""
         digest = hashlib.sha256(self.family.encode()).digest()
         percentile = int.from_bytes(digest[:8]) * 100 >> 64
         return "test" if percentile < 20 else "val" if percentile < 30 else "train"
@@ -62,7 +62,7 @@ class Concept:
 
 @functools.cache
 def concepts() -> tuple[Concept, ...]:
-    """Returns all concepts, in Unicode's order: with neither skin tones nor components."""
+    """Returns all concepts in Unicode's order, without skin tones and components."""
     table = resources.files(__package__).joinpath("table.tsv").read_text(encoding="utf-8")
     rows = (line.split("\t") for line in table.splitlines() if not line.startswith("#"))
     return tuple(
@@ -73,7 +73,7 @@ def concepts() -> tuple[Concept, ...]:
 
 
 def file_key(code: str) -> str:
-    """Returns a key of an emoji's file names that does not depend on how a set writes them.
+    """Returns a key for the file of an emoji, which does not depend on the naming of a set.
 
     >>> file_key("0031-FE0F-20E3"), file_key("31-20e3")
     ('31-20E3', '31-20E3')

@@ -1,7 +1,7 @@
-"""Draws emoji: SVG files of the installed packages -> trimmed PNGs, in several styles.
+"""Draws emoji: converts SVG files of the installed packages to trimmed PNGs in several styles.
 
-Run as a script it is a worker process: tasks come as lines of JSON on stdin, drawings go to stdout. It
-imports nothing of swjax, so that workers start fast and need no guarded main module.
+As a script this module is a worker process: it reads tasks as lines of JSON from stdin and writes drawings
+to stdout. It does not import swjax, so workers start fast and need no guarded main module.
 """
 
 import base64
@@ -17,21 +17,21 @@ SIZE = 96  # pixels, height = width
 OPENMOJI_STYLES = ("colour", "line", "flat", "thin")
 TWEMOJI_STYLE = "twemoji"
 
-_PROBE = 48  # pixels at which a drawing's bounding box is read
-_VISIBLE = 16  # of 255, opacity
-_FILLED = ("color", "skin", "hair")  # how the ids of OpenMoji's groups begin
+_PROBE = 48  # pixels; size of the rendering from which the bounding box is measured
+_VISIBLE = 16  # smallest visible opacity, of 255
+_FILLED = ("color", "skin", "hair")  # prefixes of the ids of OpenMoji's filled groups
 _STROKED = ("line",)
-_THIN = "* { stroke-width: 1 }"  # OpenMoji's strokes are 2 wide
+_THIN = "* { stroke-width: 1 }"  # OpenMoji's own stroke width is 2
 
 
 def draw(svg: str, styles: tuple[str, ...]) -> dict[str, bytes]:
-    """Returns a PNG for each style, leaving out styles in which nothing would be seen.
+    """Returns a PNG for each style, except for styles in which nothing is visible.
 
     All styles share one frame: the smallest square around the whole drawing.
 
     Args:
-      svg: the file's text.
-      styles: of OPENMOJI_STYLES, or TWEMOJI_STYLE, which is the file as it is.
+      svg: contents of the SVG file.
+      styles: keys of OPENMOJI_STYLES, or TWEMOJI_STYLE for the unchanged file.
     """
     root = ElementTree.fromstring(svg)
     frame = _frame(root)
@@ -62,7 +62,7 @@ def _bounding_box(png: bytes) -> tuple[int, int, int, int] | None:
 
 
 def _frame(root) -> tuple[float, float, float, float] | None:
-    """Returns the viewBox that trims a drawing, or None where there is nothing to see."""
+    """Returns the viewBox that trims a drawing, or None if nothing is visible."""
     left, top, width, height = map(float, root.get("viewBox").split())
     box = _bounding_box(_render(root, _PROBE))
     if box is None:
@@ -74,7 +74,7 @@ def _frame(root) -> tuple[float, float, float, float] | None:
 
 
 def _without(root, prefixes: tuple[str, ...]):
-    """Returns the drawing without the groups whose id begins with one of the prefixes."""
+    """Returns the drawing without the groups whose id starts with one of the prefixes."""
     if not prefixes:
         return root
     kept = ElementTree.Element(root.tag, root.attrib)
@@ -83,7 +83,7 @@ def _without(root, prefixes: tuple[str, ...]):
 
 
 def main() -> None:
-    """Answers tasks [path, styles] with {style: PNG in base64}, a line each, until stdin ends."""
+    """Answers each task [path, styles] with {style: PNG in base64}, one line each, until stdin ends."""
     for line in sys.stdin:
         path, styles = json.loads(line)
         with open(path, encoding="utf-8") as file:

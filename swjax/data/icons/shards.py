@@ -1,13 +1,13 @@
-"""Renders the icons once, into files of records: a preparation that was interrupted continues.
+"""Renders the icons once, into files of records; an interrupted preparation resumes.
 
-The directory of a prepared data set holds::
+The directory of a prepared data set contains::
 
-  shard-00003-of-00085.array_record   4,096 drawings: a line of JSON and a PNG each
-  shard-00003-of-00085.json           what was drawn, with the checksum of that file
-  train.npy, val.npy, ...             int32 [2, drawings]: positions of a split's drawings, and their labels
-  train.names.json, ...               the name of each label
+  shard-00003-of-00085.array_record   4,096 drawings: one line of JSON and one PNG each
+  shard-00003-of-00085.json           names and digests of the drawings, and the checksum of the shard
+  train.npy, val.npy, ...             int32 [2, drawings]: positions and labels of a split's drawings
+  train.names.json, ...               name of each label
   attribution.tsv                     author and licence of each drawing
-  complete.json                       written last: counts, and how many duplicates were left out
+  complete.json                       written last: counts, including removed duplicates
 """
 
 import base64
@@ -40,12 +40,12 @@ _WORTH_KEEPING = (
 
 
 class Drawn(NamedTuple):
-    """What one shard holds.
+    """The contents of one shard.
 
     Attributes:
       keys: "SET:NAME" of each drawing, in order.
-      digests: of their pixels.
-      sha256: of the file.
+      digests: digest of the pixels of each drawing.
+      sha256: checksum of the file.
     """
 
     keys: list[str]
@@ -54,16 +54,16 @@ class Drawn(NamedTuple):
 
 
 def prepare(folder: Path, archive: Path, only: frozenset[str], title: str) -> None:
-    """Renders the missing shards and assigns the splits; returns at once if the data set is complete.
+    """Renders missing shards and assigns splits; returns at once if the data set is complete.
 
     Args:
-      folder: of the prepared data set.
+      folder: directory of the prepared data set.
       archive: path of the npm package.
-      only: prefixes of the sets; empty: all.
-      title: of the data set, for the progress line.
+      only: prefixes of the sets; empty means all sets.
+      title: title of the progress line.
 
     Raises:
-      ValueError: the package does not exist, or is another version of it.
+      ValueError: the package does not exist, or has another version.
     """
     if (folder / COMPLETE).exists():
         return
@@ -79,7 +79,7 @@ def prepare(folder: Path, archive: Path, only: frozenset[str], title: str) -> No
 
 
 def _check_version(archive: Path) -> None:
-    """Raises ValueError for a file that is not the package. One that is missing is `sets.read`'s error."""
+    """Raises ValueError if the file is another package. `sets.read` reports a missing file."""
     if not archive.is_file():
         return
     with archive.open("rb") as file:
@@ -95,7 +95,7 @@ def _check_version(archive: Path) -> None:
 
 
 def _draw(folder: Path, icons: list[Icon], title: str) -> list[Drawn]:
-    """Renders the shards that are missing; returns what each shard holds."""
+    """Renders the missing shards; returns the contents of all shards."""
     parts = [icons[start : start + _IN_A_SHARD] for start in range(0, len(icons), _IN_A_SHARD)]
     paths = [folder / f"shard-{i:05d}-of-{len(parts):05d}" for i in range(len(parts))]
     missing = [i for i, path in enumerate(paths) if not path.with_suffix(".json").exists()]
@@ -112,13 +112,13 @@ def _draw(folder: Path, icons: list[Icon], title: str) -> list[Drawn]:
     )
     for i in missing:
         _write(paths[i], parts[i], answers)
-    for _ in answers:  # lets the progress line end
+    for _ in answers:  # runs the generator to its end, which ends the progress line
         raise AssertionError("every answer belongs to a shard")
     return [Drawn(**json.loads(path.with_suffix(".json").read_text())) for path in paths]
 
 
 def _write(path: Path, icons: list[Icon], answers: Iterator[list]) -> None:
-    """Writes a shard of these icons, from the next answers."""
+    """Writes a shard of the given icons from the next answers."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     part = path.with_suffix(".part")
@@ -141,7 +141,7 @@ def _write(path: Path, icons: list[Icon], answers: Iterator[list]) -> None:
 
 
 def encode(icon: Icon, png: bytes) -> bytes:
-    """A record; `decode` reads it.
+    """Encodes a record, which `decode` reads.
 
     >>> decode(encode(Icon("tabler:home", "<path/>", (0, 0, 24, 24), "Buildings"), b"PNG"))
     ('tabler:home', 'Buildings', b'PNG')
@@ -150,7 +150,7 @@ def encode(icon: Icon, png: bytes) -> bytes:
 
 
 def decode(record: bytes) -> tuple[str, str, bytes]:
-    """The key, the category and the PNG of a record."""
+    """Decodes a record into the key, the category and the PNG."""
     header, _, png = record.partition(b"\n")
     key, category = json.loads(header)
     return key, category, png
@@ -166,7 +166,7 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def split_of(held_out: bool, concept: str) -> str | None:
-    """The split of a drawing, by its set and by what it shows; None: of no split.
+    """The split of a drawing, by its set and concept; None for a drawing in no split.
 
     >>> split_of(False, "home"), split_of(True, "home")
     ('train', 'test_sets')
@@ -180,8 +180,8 @@ def split_of(held_out: bool, concept: str) -> str | None:
 def _assign(folder: Path, shards: list[Drawn], found: dict[str, IconSet]) -> None:
     """Writes the splits, the attribution and `COMPLETE`.
 
-    Of drawings with equal pixels in several splits those of one split are kept; drawings of one split may
-    be equal.
+    If drawings in several splits have equal pixels, only the drawings of one split are kept. Equal drawings
+    within one split are kept.
     """
     keys = [key for shard in shards for key in shard.keys]
     digests = [digest for shard in shards for digest in shard.digests]
@@ -229,13 +229,13 @@ def _write_attribution(path: Path, keys: list[str], found: dict[str, IconSet]) -
 
 
 def verify(folder: Path) -> list[str]:
-    """The shards whose bytes differ from those that were written.
+    """Lists the shards whose bytes differ from their checksums.
 
     Args:
-      folder: of a prepared data set.
+      folder: directory of a prepared data set.
 
     Returns:
-      Their paths; [] if all have their checksums.
+      Paths of the shards; [] if all checksums match.
     """
     bad = []
     for description in sorted(folder.glob("shard-*.json")):

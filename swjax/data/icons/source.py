@@ -1,4 +1,4 @@
-"""The icons data set: 330,000 drawings of 100,000 things, with their names."""
+"""The icons data set: 330,000 drawings of 100,000 concepts, with their names."""
 
 import functools
 import io
@@ -13,28 +13,28 @@ from swjax.data.packages import require
 
 CONFIGS = ("full", "slice")
 TEMPLATES = ("{}", "an icon of {}", "a drawing of {}", "a small picture of {}")
-_VERSION = "2.2.535-1"  # of the npm package, and of the data set made from it
+_VERSION = "2.2.535-1"  # version of the npm package, and revision of this data set
 
 
 class Icons:
     """One split of the drawings of open-source icon sets.
 
-    Names are what a drawing shows, without words for its style or size. 8 % of the names are held out of
-    training, and so are some sets, whose styles are then unseen::
+    A name says what a drawing shows, without words for its style or size. Training excludes 8 % of the names,
+    and also some sets, whose styles are therefore unseen::
 
       split       sets      names
       train       seen      seen
       val         seen      held out: 2 %
       test        seen      held out: 6 %
       test_sets   held out  seen
-      test_both   held out  those of test
+      test_both   held out  held out, as in test
 
-    No drawing of one split has the pixels of a drawing of another. Labels count the names of the split.
+    No two splits share a drawing with equal pixels. Labels number the names of the split.
 
     Attributes:
       templates: prompts for zero-shot classification.
-      attribution: who drew, and under which licences.
-      photographs: False: a drawing is augmented on the device, by `preprocess`.
+      attribution: artists and licences.
+      photographs: False, because `preprocess` augments drawings on the device.
     """
 
     templates = TEMPLATES
@@ -43,16 +43,17 @@ class Icons:
     def __init__(
         self, split: str, *, data_dir: str = "data", config: str = "full", archive: str = ""
     ):
-        """Draws the icons at the first use: 81 s on 16 cores for all, 23 s on 2 cores for the slice.
+        """Opens a split. Its first use draws the icons: 81 s on 16 cores, or 23 s on 2 cores for the slice.
 
         Args:
           split: one of `SPLITS`.
-          data_dir: where prepared data sets are kept.
+          data_dir: directory of prepared data sets.
           config: "full", or "slice": 8 sets with 15,000 drawings.
-          archive: path of the npm package; "": DATA_DIR/`swjax.data.icons.sets.PACKAGE`.
+          archive: path of the npm package; "" means DATA_DIR/`swjax.data.icons.sets.PACKAGE`.
 
         Raises:
-          ValueError: there is no such split or configuration, or the package is missing or another.
+          ValueError: the split or configuration does not exist, or the package is missing or has another
+            version.
         """
         for name, value, known in (("split", split, SPLITS), ("config", config, CONFIGS)):
             if value not in known:
@@ -104,14 +105,14 @@ class Icons:
         }
 
     def captions(self, label: int) -> tuple[str, ...]:
-        """Returns what may be said of every drawing of a label; its name comes first."""
+        """Returns the captions that fit every drawing of a label; the name comes first."""
         name = self.class_names[label]
         return tuple(template.format(name) for template in TEMPLATES)
 
     def _captions_of(self, key: str, category: str) -> tuple[str, ...]:
-        """Captions of one drawing: its name, how it is drawn, and what it is filed under.
+        """Captions of one drawing: its name, its style and its category.
 
-        A category that is held out as a name is left out.
+        A category that is held out as a name is excluded.
         """
         prefix, _, name = key.partition(":")
         concept, style = sets.concept_and_style(name)
@@ -125,6 +126,7 @@ class Icons:
         return tuple(said)
 
     def __reduce__(self) -> tuple:
-        split, data_dir, config, archive = self._arguments  # a loader process reads for itself
+        # Each loader process reads the drawings itself.
+        split, data_dir, config, archive = self._arguments
         make = functools.partial(Icons, data_dir=data_dir, config=config, archive=archive)
         return make, (split,)
