@@ -26,12 +26,12 @@ def test_what_is_good_and_what_is_bad(table, capsys):
     assert main(["check", table, "--context_length=8", "--page=page.html"]) == 1
     out = capsys.readouterr().out
     for wanted in (
-        "examples     5; 5 read, 2 of them bad",
+        "examples     5; 5 read, 2 bad",
         "pixels       48 wide, 40 high",
         "JPEG RGB 3",
-        "1 (33%) are cut at context_length=8",
+        "1 (33%) are truncated at context_length=8",
         "most common  'fox!', 2 times",
-        "1 of 3 images have the pixels of another one",
+        "1 of 3 images have the same pixels as another image",
         "1 x not an image: 6 bytes that start with b'<html>'",
         "1 x the caption is empty",
         "page         page.html",
@@ -46,7 +46,7 @@ def test_a_good_set_ends_with_0(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_tars(tmp_path, [4, 3])
     assert main(["check", "{00000..00001}.tar", "--sample=3"]) == 0
-    assert "examples     7; 3 read, 0 of them bad" in capsys.readouterr().out
+    assert "examples     7; 3 read, 0 bad" in capsys.readouterr().out
 
 
 def test_examples_are_spread_over_the_set(tmp_path):

@@ -159,7 +159,7 @@ def test_the_command_that_verifies_says_how_to_mend(package, tmp_path, capsys):
     assert len(open_icons("train", tmp_path)) == examples
     assert data_check.main(["verify", str(folder)]) == 0
     assert data_check.main(["verify", str(tmp_path)]) == 2
-    assert "has no complete.json: name the folder of prepared icons" in capsys.readouterr().err
+    assert "has no complete.json: give the folder of prepared icons" in capsys.readouterr().err
 
 
 def test_equal_drawings_are_in_one_split(package, tmp_path):

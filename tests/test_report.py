@@ -106,7 +106,7 @@ def test_captions_with_their_nearest_images(workdir):
     assert path.stat().st_size - before < 200 * 2**10
     report.write(workdir)
     page = Page(path)
-    assert "5 captions evenly spaced over the split, not selected: 2 with an image" in page.text
+    assert "5 evenly spaced captions of the split, not selected: for 2 the nearest" in page.text
     assert "<i>cat 3" in page.text and sum("image/jpeg" in url for url in page.urls) == 25
     assert page.text.index("Captions and their") < page.text.index("Scores and chance")
 
@@ -126,7 +126,7 @@ def test_page_of_a_whole_run(workdir):
         "1 right at the first guess, 2 within 3",
         "RMS reached 2.3 in 1 of 12 steps",
         "11 vision blocks",
-        "the last is 11 times the first",  # blocks in numeric order, /10 after /9
+        "the last block has 11 times the first",  # blocks in numeric order, /10 after /9
         "Waiting for data: 2%",
         "✓ cat",
         "~ <b>cow</b>",  # escaped, not markup
@@ -168,7 +168,7 @@ def test_run_without_evaluation_or_stable_adamw(workdir):
 
 def test_empty_workdir(tmp_path):
     page = Page(report.write(tmp_path))
-    assert "No train/loss in metrics.jsonl: the run has written no step yet" in page.text
+    assert "No train/loss in metrics.jsonl: the run has not logged a step yet" in page.text
     assert "the run has no env.txt" in page.text
 
 
@@ -285,7 +285,7 @@ def test_no_run_is_one_line(tmp_path):
     done = runs_command(tmp_path / "nothing")
     assert done.returncode == 2
     assert done.stderr == (
-        f"swjax runs: no run in {tmp_path}/nothing: name folders of runs, or one that holds them\n"
+        f"swjax runs: no run in {tmp_path}/nothing: give folders of runs, or a folder that contains them\n"
     )
 
 

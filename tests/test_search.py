@@ -84,7 +84,7 @@ def run_config(table, tmp_path) -> str:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["WEIGHTS", "fox"], "is no run, which has data: pass --pictures=FOLDER"),
+        (["WEIGHTS", "fox"], "is not a run with data: pass --pictures=FOLDER"),
         (["WEIGHTS", "fox", "--pictures=nowhere"], "'nowhere' contains no pictures"),
         (["missing", "fox", "--pictures=nowhere"], "missing"),
     ],

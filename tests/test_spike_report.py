@@ -62,7 +62,7 @@ def test_page_says_what_is_missing(tmp_path):
     for missing in (
         "config.diagnostics.rms",
         "config.diagnostics.every_steps",
-        "None by these rules",
+        "There are none by these rules",
     ):
         assert missing in text
 
@@ -90,7 +90,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--window=1"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 3
-    assert "holds no train/loss" in errors[0] and "holds no config.json" in errors[1]
+    assert "has no train/loss" in errors[0] and "holds no config.json" in errors[1]
     assert "window must be at least 2, got 1" in errors[2]
 
 

@@ -211,10 +211,10 @@ def test_foreign_weights_are_scored(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--workdir=missing"], "is no run"),
+        (["--workdir=missing"], "is not a run"),
         (["--weights=missing", "--data=folders:x"], "missing"),
         (["--weights=missing"], "nothing to score"),
-        (["--data=folders:x"], "by one of --workdir"),
+        (["--data=folders:x"], "exactly one of --workdir"),
         (["--workdir=a", "--workdir=b"], "2 times"),
         (["--workdir=a", "--split=train"], "choose from val, test"),
         (["--wordkir=a"], "unexpected argument"),

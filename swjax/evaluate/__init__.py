@@ -1,4 +1,4 @@
-"""Scores of a trained run, or of other CLIP weights, without training."""
+"""Scores a trained run, or other CLIP weights, without training."""
 
 from swjax.evaluate.scoring import score
 

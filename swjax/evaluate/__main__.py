@@ -5,12 +5,12 @@
   python -m swjax.evaluate --weights=clip.safetensors --split=val --config.data.name=tfds \\
       --config.data.tfds.builder=coco_captions
 
---workdir   a run: its newest checkpoint, on the data of its config
+--workdir   a run: scores its newest checkpoint on the data of its config
 --weights   safetensors of open_clip, OpenAI or Hugging Face, or a folder of them
 --data      a labelled set, [NAME=]KIND:WHERE, KIND: folders, webdataset, table, tfds; may be repeated
 --split     val or test: retrieval on this split of the config's data; may be repeated. Default: both for a
-            run, none for weights unless --config.data.name is given
---config.K  a key of configs/common.py
+            run; none for weights, unless --config.data.name is given
+--config.K  overrides a key of configs/common.py
 
 Exit codes: 0 scored, 2 wrong command line, data or weights.
 """
@@ -51,7 +51,7 @@ def _score(arguments: list[str]) -> dict[str, float]:
     for name in ("workdir", "weights"):
         if len(flags[name]) > 1:
             raise ConfigError(f"--{name} is given {len(flags[name])} times: score one at a time")
-    # Not at the top: a wrong command line is reported before the models load.
+    # Imported after parsing, so that a wrong command line is reported before the models load.
     from swjax.evaluate.scoring import SPLITS, score
     from swjax.training.failures import blame_data
 

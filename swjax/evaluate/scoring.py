@@ -1,4 +1,4 @@
-"""The evaluation of a training run, applied to saved weights."""
+"""Applies the evaluation of a training run to saved weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,26 +28,26 @@ def score(
 ) -> dict[str, float]:
     """Scores the newest checkpoint of a run, or other CLIP weights, on one device.
 
-    The code is that of training: on the same device kind, the scores of a run are those that training
-    writes at the same step.
+    The evaluation code is that of training: on the same kind of device, the scores of a run equal the scores
+    that training logs at the same step.
 
     Args:
-      workdir: of a run. Its config names the data.
-      weights: what `swjax.inference.load` takes: a safetensors file of open_clip, OpenAI or Hugging Face, its
-        folder, or a file by `swjax.inference.save`.
-      sets: addresses of labelled sets, see `swjax.data.labelled`; (): those of `eval.zeroshot`.
-      splits: of the config's data set, for retrieval; (): none.
-      overrides: (key, value) pairs of the config, as in ("data.name", "tfds").
+      workdir: directory of a run; its config names the data.
+      weights: weights for `swjax.inference.load`: a safetensors file of open_clip, OpenAI or Hugging Face,
+        its folder, or a file by `swjax.inference.save`.
+      sets: addresses of labelled sets, see `swjax.data.labelled`; () uses the sets of `eval.zeroshot`.
+      splits: splits of the config's data set, for retrieval; () skips retrieval.
+      overrides: (key, value) pairs of the config, such as ("data.name", "tfds").
 
     Returns:
-      {name: score}, as `WORKDIR/metrics.jsonl` names them.
+      {name: score}, with the names of `WORKDIR/metrics.jsonl`.
 
     Raises:
-      ConfigError: not exactly one of `workdir` and `weights`; nothing to score; weights or data that cannot
-        be opened.
+      ConfigError: not exactly one of `workdir` and `weights` is given, there is nothing to score, or weights
+        or data cannot be opened.
     """
     if bool(workdir) == bool(weights):
-        raise ConfigError("name the weights by one of --workdir=RUN and --weights=FILE")
+        raise ConfigError("pass exactly one of --workdir=RUN and --weights=FILE")
     config = config_of(workdir, overrides)
     if sets:
         config.eval.zeroshot = tuple(sets)
@@ -59,7 +59,7 @@ def score(
         try:
             model = inference.load(workdir or weights).model
         except FileNotFoundError as error:
-            raise ConfigError(f"{workdir or weights} holds no weights: {error}") from error
+            raise ConfigError(f"{workdir or weights} has no readable weights: {error}") from error
     config.data.image_size = model.cfg.vision.image_size
     config.data.context_length = model.cfg.text.context_length
     graph, params = nnx.split(model)
@@ -73,24 +73,24 @@ def score(
 
 
 def config_of(workdir: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
-    """The config of a run with some keys changed.
+    """Loads the config of a run and applies overrides.
 
     Args:
-      workdir: of the run; "": the defaults.
+      workdir: directory of the run; "" loads the defaults.
       overrides: (key, value) pairs.
 
     Raises:
-      ConfigError: the directory holds no config; an override is wrong.
+      ConfigError: the directory has no config, or an override is invalid.
     """
     config = config_lib.load(str(config_lib.COMMON), overrides)
     if not workdir:
         return config
     path = Path(workdir) / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{str(workdir)!r} is no run: it holds no config.json")
+        raise ConfigError(f"{str(workdir)!r} is not a run: it has no config.json")
     text = path.read_text(errors="replace")
     saved = config_lib.read_json(
-        "config.json", text, remedy="put a copy there", data=dict, eval=dict
+        "config.json", text, remedy="restore it from a copy", data=dict, eval=dict
     )
     with config.unlocked():
         _update(config, saved, {key for key, _ in overrides})
@@ -98,10 +98,10 @@ def config_of(workdir: str | Path, overrides: Sequence[tuple[str, str]] = ()) ->
 
 
 def _update(config: ConfigDict, saved: dict[str, Any], keep: set[str], prefix: str = "") -> None:
-    """Sets what was saved, but for the keys to keep; a key that swjax no longer has is left out."""
+    """Sets the saved values except for the keys in `keep`; ignores keys that swjax no longer has."""
     for name, value in saved.items():
         key = f"{prefix}{name}"
-        if key == "data.mixture":  # its keys are the user's
+        if key == "data.mixture":  # the user chooses its keys
             config[name] = ConfigDict(value)
         elif isinstance(value, dict) and isinstance(config.get(name), ConfigDict):
             _update(config[name], value, keep, f"{key}.")

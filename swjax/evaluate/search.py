@@ -1,4 +1,4 @@
-"""Finds the pictures that fit a text best, and shows them on a page.
+"""Finds the pictures that match a text best, and shows them on a page.
 
 python -m swjax search runs/icons "coffee cup" "arrow pointing left"
 python -m swjax search clip.safetensors "a red fox" --pictures=photos
@@ -23,16 +23,16 @@ from swjax.report import page
 from swjax.training.errors import ConfigError
 from swjax.training.inputs import open_source
 
-_THUMBNAIL = 160  # pixels, height and width at most
+_THUMBNAIL = 160  # largest height and width in pixels
 
 
 class Found(NamedTuple):
-    """A picture that fits a text.
+    """A picture that matches a text.
 
     Attributes:
-      name: of the picture.
-      cosine: of the angle between the embeddings of picture and text.
-      number: of the picture.
+      name: name of the picture.
+      cosine: cosine similarity of the embeddings of picture and text.
+      number: index of the picture.
     """
 
     name: str
@@ -41,29 +41,29 @@ class Found(NamedTuple):
 
 
 class Pictures(Protocol):
-    """Pictures by number."""
+    """The interface of an indexed collection of pictures."""
 
     def __len__(self) -> int: ...
 
     def image(self, index: int) -> Any:
-        """Returns a picture as `swjax.inference.pixels` takes it."""
+        """Returns a picture in a form that `swjax.inference.pixels` accepts."""
 
     def name(self, index: int) -> str:
-        """Returns what a picture is called."""
+        """Returns the name of a picture."""
 
 
 class Folder:
-    """The image files in a folder and its subfolders, in the order of their paths.
+    """The image files in a folder and its subfolders, sorted by path.
 
     Raises:
-      ValueError: there is no such folder, or no image in it.
+      ValueError: the folder does not exist, or has no images.
     """
 
     def __init__(self, folder: str):
         self._names = files.below(folder, files.PICTURES)
         if not self._names:
             raise ValueError(
-                f"there are no pictures in {folder!r}: name a folder with {', '.join(files.PICTURES)}"
+                f"{folder!r} contains no pictures: give a folder with {', '.join(files.PICTURES)}"
             )
         self._folder = Path(folder)
 
@@ -81,7 +81,7 @@ class Split:
     """The pictures of a split of a run's data.
 
     Args:
-      workdir: of the run.
+      workdir: directory of the run.
       split: "train", "val" or "test".
 
     Raises:
@@ -113,16 +113,16 @@ class Split:
 def search(
     model: Encoder, queries: Sequence[str], pictures: Pictures, count: int = 20
 ) -> list[list[Found]]:
-    """The pictures whose embeddings are nearest to those of texts.
+    """Finds the pictures whose embeddings are nearest to the embeddings of texts.
 
     Args:
-      model: embeds both.
+      model: the encoder of texts and pictures.
       queries: texts.
-      pictures: to choose from; each is read once.
-      count: of pictures for each text, at most.
+      pictures: the pictures to search; each is read once.
+      count: largest number of pictures per text.
 
     Returns:
-      For each text its pictures, the nearest first.
+      For each text its pictures, nearest first.
     """
     images = model.encode_image(_read(pictures))
     count = min(count, len(pictures))
@@ -134,7 +134,7 @@ def search(
 
 
 def _read(pictures: Pictures) -> Iterator[Any]:
-    """All pictures in order; counted on a terminal."""
+    """Yields all pictures in order, with a progress line on a terminal."""
     live = sys.stderr.isatty()
     for index in range(len(pictures)):
         if live and (index % 100 == 0 or index == len(pictures) - 1):
@@ -147,7 +147,7 @@ def _read(pictures: Pictures) -> Iterator[Any]:
 def write_page(
     path: Path, title: str, queries: Sequence[str], found: list[list[Found]], pictures: Pictures
 ) -> None:
-    """Writes a page with the pictures of each text; it needs no other file."""
+    """Writes a self-contained page with the pictures of each text."""
     sections = "".join(
         f'<h2>{escape(query)}</h2><div class="gallery">'
         + "".join(
@@ -158,7 +158,7 @@ def write_page(
         + "</div>"
         for query, row in zip(queries, found, strict=True)
     )
-    subtitle = f"The nearest of {len(pictures):,} pictures, with cosines"
+    subtitle = f"The nearest of {len(pictures):,} pictures, with cosine similarities"
     part = path.with_name(f"{path.name}.part")
     text = page.fill("search.html", title=title, subtitle=subtitle, tiles="", sections=sections)
     part.write_text(text, encoding="utf-8")
@@ -187,10 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="swjax search", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a run's workdir, or a safetensors file or its folder")
-    parser.add_argument("texts", nargs="+", help="what the pictures are to show")
-    parser.add_argument("--pictures", default="", help="a folder; default: those of the run's data")
+    parser.add_argument("texts", nargs="+", help="descriptions of the wanted pictures")
+    parser.add_argument("--pictures", default="", help="a folder; default: the run's pictures")
     parser.add_argument("--split", default="test", choices=("train", "val", "test"))
-    parser.add_argument("--count", type=int, default=20, help="of pictures for each text")
+    parser.add_argument("--count", type=int, default=20, help="number of pictures per text")
     parser.add_argument("--page", type=Path, default=Path("search.html"), help="the page to write")
     options = parser.parse_args(arguments)
     if options.count < 1:
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif (Path(options.model) / "config.json").is_file():
             pictures = Split(options.model, options.split)
         else:
-            raise ValueError(f"{options.model!r} is no run, which has data: pass --pictures=FOLDER")
+            raise ValueError(f"{options.model!r} is not a run with data: pass --pictures=FOLDER")
         found = search(model, options.texts, pictures, options.count)
         write_page(options.page, f"Search in {options.model}", options.texts, found, pictures)
     except (OSError, ValueError, ModuleNotFoundError) as error:

@@ -1,4 +1,4 @@
-"""Evaluators of models that embed images and texts in one space: from a predict function to named scores."""
+"""Evaluators of models that embed images and texts in one space; each turns predictions into scores."""
 
 from swjax.evaluators.embed import predictor
 from swjax.evaluators.ranking import chance, ranks, recall

@@ -1,7 +1,7 @@
-"""Embeds a whole set with a sharded predict function, batch by batch, on one process or many.
+"""Embeds a whole set with a sharded predict function, batch by batch, in one process or many.
 
-Each process reads its own rows of every batch, those of its `swjax.models.sharding.Share`; the embeddings
-come back to all of them, on the host.
+Each process reads its own rows of every batch, given by its `swjax.models.sharding.Share`. All processes
+receive all embeddings, in host memory.
 """
 
 import itertools
@@ -23,13 +23,13 @@ Predict = Callable[[object, dict], dict]
 
 
 def predictor(graph: Any, image_size: int) -> Predict:
-    """The predict function, jitted, of a CLIP model: its embeddings are unit vectors already.
+    """Returns the jitted predict function of a CLIP model, whose embeddings are already unit vectors.
 
     Args:
-      graph: of `flax.nnx.split(model)`; the other part are the params of what is returned.
+      graph: the graph definition from `flax.nnx.split(model)`; the state is the `params` of the result.
       image_size: pixels, height = width.
     """
-    from flax import nnx  # loads Orbax, which scoring alone does not need
+    from flax import nnx  # imported here, because flax loads Orbax, which scoring does not need
 
     @jax.jit
     def predict(params, batch):
@@ -57,14 +57,14 @@ def texts(
 
     Args:
       predict: (params, {"text": tokens int32 [b, context_length]}) -> {"text": embeddings [b, e]}.
-      params: passed on.
-      texts: any number; read as they are needed.
-      batch_size: over all processes.
-      context_length: tokens a text.
-      share: this process's part of each batch.
+      params: parameters for `predict`.
+      texts: any number of texts, consumed lazily.
+      batch_size: texts per batch, over all processes.
+      context_length: tokens per text.
+      share: this process's share of each batch.
 
     Yields:
-      Unit vectors [b, e] float32 of the next b texts: `batch_size`, fewer at the end.
+      Unit vectors [b, e] float32 of the next b texts; b is `batch_size`, or less for the last batch.
     """
     local = _local(batch_size, share)
     rows = slice(share.index * local, (share.index + 1) * local)
@@ -76,14 +76,14 @@ def texts(
 
 
 class Images(NamedTuple):
-    """The images of a source that can be read.
+    """The readable images of a source.
 
     Attributes:
       embeddings: unit vectors [n, e] float32.
-      labels: [n].
-      numbers: [n] the numbers of the examples in the source.
-      rows: [m] the rows of those whose pixels were wanted.
-      pixels: uint8 [m, height, width, channels]; None if none were wanted.
+      labels: [n], label of each image.
+      numbers: [n], index of each image in the source.
+      rows: [m], rows of the images whose pixels were kept.
+      pixels: uint8 [m, height, width, channels], or None if no pixels were kept.
     """
 
     embeddings: np.ndarray
@@ -104,19 +104,19 @@ def images(
     share: Share = ALONE,
     count: int = 0,
 ) -> Images:
-    """Embeds every image of a source that can be read, in order.
+    """Embeds every readable image of a source, in order.
 
     Args:
       predict: (params, {"image": uint8 [b, height, width, channels]}) -> {"image": embeddings [b, e]}.
-      params: passed on.
-      source: records, see `swjax.data.source`.
-      batch_size: over all processes.
-      context_length, image_size: as in training.
-      share: this process's part of each batch.
-      count: how many images' pixels are kept; they are evenly spaced over the source.
+      params: parameters for `predict`.
+      source: the data set, see `swjax.data.source`.
+      batch_size: images per batch, over all processes.
+      context_length, image_size: tokens per text and height = width in pixels, as in training.
+      share: this process's share of each batch.
+      count: number of images whose pixels are kept, evenly spaced over the source.
 
     Raises:
-      ValueError: there are no images.
+      ValueError: the source has no readable images.
     """
     if len(source) == 0:
         raise ValueError("the source to evaluate on has no images: choose another split")
@@ -147,14 +147,14 @@ def images(
     columns = embeddings[order], labels[order], index[order]
     if kept is None:
         return Images(*columns, np.zeros(0, np.int64), None)
-    kept = _gather(kept[None]).max(axis=0)  # one process read each image; it is 0 in the others
+    kept = _gather(kept[None]).max(axis=0)  # one process has read each image; the others have 0
     readable = np.isin(keep, index)
     rows = np.searchsorted(index[order], np.asarray(keep)[readable])
     return Images(*columns, rows, kept[readable])
 
 
 def evenly_spaced(count: int, total: int) -> list[int]:
-    """The indices of some of `total` examples; of all if there are fewer.
+    """Evenly spaced indices of `count` of `total` examples; all indices if `total` is smaller.
 
     >>> evenly_spaced(3, 9), evenly_spaced(9, 2)
     ([0, 4, 8], [0, 1])
@@ -163,10 +163,10 @@ def evenly_spaced(count: int, total: int) -> list[int]:
 
 
 def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the prompt templates; one string is one of them.
+    """Returns the prompt templates as a tuple; a single string is one template.
 
     Raises:
-      ValueError: there are none, or one has no place for the name.
+      ValueError: there is no template, or a template has no "{}" for the name.
     """
     templates = (templates,) if isinstance(templates, str) else tuple(templates)
     bad = [t for t in templates if "{}" not in t]
@@ -178,22 +178,22 @@ def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
 def _local(batch_size: int, share: Share) -> int:
     if batch_size % share.count:
         raise ValueError(
-            f"batch_size={batch_size} does not divide into {share.count} processes' parts: choose a multiple"
+            f"batch_size={batch_size} must be a multiple of the {share.count} processes"
         )
     return batch_size // share.count
 
 
 def _gather(x) -> np.ndarray:
-    """All rows of an array on the devices of all processes; or those of every process, one after another."""
+    """Gathers an array: all rows of a sharded array, or the concatenated local arrays of all processes."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def _join(own: np.ndarray, share: Share) -> np.ndarray:
-    """The rows of a whole batch, from this process's."""
+    """Gathers the rows of a whole batch from the rows of each process."""
     return _gather(own[None])[list(share.readers)].reshape(-1, *own.shape[1:])
 
 
 def unit(x: np.ndarray) -> np.ndarray:
-    """Rows at length 1; a zero row stays zero."""
+    """Normalizes rows to length 1; zero rows stay zero."""
     x = x.astype(np.float32)
     return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), np.float32(1e-12))

@@ -1,4 +1,4 @@
-"""Ranks of the correct candidates, the recall at k, and the recall of chance."""
+"""Ranks of the correct candidates, recall at k, and expected recall by chance."""
 
 import functools
 import math
@@ -8,25 +8,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Two cosines closer than this are a tie: float32 rounds the sum differently in different positions of
-# a matrix, so a model with equal embeddings would otherwise win some comparisons by chance.
+# Cosines that differ by less count as a tie. float32 rounds sums differently at different positions of a
+# matrix, so otherwise a model with equal embeddings would win some comparisons by chance.
 TIE = 1e-6
-# Similarities held at once: 64 MiB in float32, whatever the number of queries.
+# Similarities in memory at once: 64 MiB in float32, regardless of the number of queries.
 CHUNK = 2**24
 
 
 def ranks(
     queries: np.ndarray, candidates: np.ndarray, correct: Sequence[Sequence[int]]
 ) -> np.ndarray:
-    """Counts the wrong candidates that score at least as high as each query's best correct one.
+    """Counts the wrong candidates that score at least as high as the best correct candidate of each query.
 
-    Query i is answered within the first k iff its rank is less than k. Ties and NaN count against the
-    model: equal embeddings, or those of a diverged model, have the worst rank.
+    Query i is answered within the first k if and only if its rank is less than k. Ties and NaN count against
+    the
+    model: equal embeddings, and embeddings of a diverged model, have the worst rank.
 
     Args:
       queries: [n, e] float32, rows of length 1.
       candidates: [m, e] float32, rows of length 1.
-      correct: for each query the indices of its correct candidates; none: never answered.
+      correct: for each query the indices of its correct candidates; an empty list is never answered.
 
     Returns:
       Ranks [n], from 0 (answered first) to m.
@@ -43,7 +44,8 @@ def ranks(
         mask = np.zeros((rows, m), bool)
         for row, indices in enumerate(correct[start : start + rows]):
             mask[row, indices] = True
-        padded = np.pad(part, ((0, rows - len(part)), (0, 0)))  # one shape: compiled once
+        # A constant shape compiles only once.
+        padded = np.pad(part, ((0, rows - len(part)), (0, 0)))
         out[start : start + rows] = _ranks(padded, candidates, mask)[: len(part)]
     return out
 
@@ -57,15 +59,15 @@ def _ranks(queries, candidates, correct):
 
 
 def top(queries: np.ndarray, candidates: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k candidates most similar to each query, best first.
+    """Finds the k candidates most similar to each query, best first.
 
     Args:
-      queries: [n, e] float32, rows of length 1; few of them, for n x m similarities are held at once.
+      queries: [n, e] float32, rows of length 1; all n x m similarities are in memory at once.
       candidates: [m, e] float32, rows of length 1; m >= k.
-      k: how many.
+      k: number of candidates per query.
 
     Returns:
-      Their indices [n, k] and cosines [n, k].
+      (indices [n, k], cosines [n, k]).
     """
     cosines, indices = _top(queries, candidates, k)
     return np.asarray(indices), np.asarray(cosines)
@@ -81,7 +83,7 @@ def _similarity(queries, candidates):
 
 
 def recall(ranks: np.ndarray, k: int) -> float:
-    """Fraction of the queries that are answered within the first k.
+    """The fraction of queries that are answered within the first k.
 
     >>> recall(np.array([0, 3, 1, 9]), 3)
     0.5
@@ -90,14 +92,14 @@ def recall(ranks: np.ndarray, k: int) -> float:
 
 
 def chance(correct: Sequence[Sequence[int]], candidates: int, k: int) -> float:
-    """Expected recall within the first k of a uniformly random order.
+    """The expected recall at k of a uniformly random order.
 
-    A query with c correct ones among m candidates is missed with probability C(m - c, k) / C(m, k).
+    For a query with c correct ones among m candidates, the miss probability is C(m - c, k) / C(m, k).
 
     Args:
       correct: for each query the indices of its correct candidates.
-      candidates: m.
-      k: how many candidates are looked at.
+      candidates: m, the number of candidates.
+      k: number of candidates that count.
 
     >>> chance([[0], [1]], candidates=10, k=5), chance([[0, 1]], candidates=4, k=2)
     (0.5, 0.8333333333333334)

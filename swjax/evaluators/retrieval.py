@@ -1,4 +1,4 @@
-"""Retrieval: the captions of an image among all captions, and the images of a caption among all images."""
+"""Retrieval of the captions of an image among all captions, and of images among all images."""
 
 import dataclasses
 import functools
@@ -21,9 +21,9 @@ class NearestImages:
 
     Attributes:
       caption: the query.
-      images: uint8 [k, height, width, channels], best first, as the loader gives them.
-      own: [k] whether the caption is one of the image's own.
-      cosines: [k] their similarities.
+      images: uint8 [k, height, width, channels], best first, as the loader yields them.
+      own: [k], whether the caption belongs to the image.
+      cosines: [k], cosine similarities.
     """
 
     caption: str
@@ -35,18 +35,17 @@ class NearestImages:
 class Retrieval:
     """Recall at 1, 5 and 10, from images to texts and from texts to images.
 
-    An image may have several captions, and a caption several images. A query is answered within the
-    first k if any of its own is among them. Captions that read alike are one caption. Ties count against
-    the model.
+    An image may have several captions, and a caption several images. A query is answered within the first k
+    if any correct candidate is among them. Equal texts count as one caption. Ties count against the model.
 
     Args:
       predict: see `swjax.evaluators.embed`.
       source: labelled images with `captions(label)`, see `swjax.data.source`.
-      batch_size: images, and captions, embedded at once, over all processes.
-      context_length, image_size: as in training.
-      share: this process's part of each batch, see `swjax.models.sharding.batch_share`.
-      captions_per_image: the first this many of each; None: all.
-      name: of the set, for the names of the scores.
+      batch_size: images, and captions, per batch, over all processes.
+      context_length, image_size: tokens per text and height = width in pixels, as in training.
+      share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
+      captions_per_image: largest number of captions per image; None uses all.
+      name: name of the set, the prefix of the scores.
 
     References:
       Karpathy and Fei-Fei, "Deep visual-semantic alignments for generating image descriptions", 2015,
@@ -78,15 +77,15 @@ class Retrieval:
         self._captions_per_image = captions_per_image
 
     def images(self, params: Any, *, count: int = 0) -> embed.Images:
-        """Embeds the images of the set, with the pixels of `count` evenly spaced ones."""
+        """Embeds the images of the set, and keeps the pixels of `count` evenly spaced images."""
         return self._images(params, count=count)
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
-        """Scores, and those of chance.
+        """Computes the scores and the chance scores.
 
         Args:
-          params: passed to `predict`.
-          images: of `images`; None: embedded here.
+          params: parameters for `predict`.
+          images: result of `images`; None embeds the images here.
 
         Returns:
           "<name>/image_to_text_R@1", ...R@5, ...R@10, "<name>/text_to_image_R@1", ..., and the same with
@@ -111,20 +110,20 @@ class Retrieval:
     def predictions(
         self, params: Any, *, count: int, k: int = 3, images: embed.Images | None = None
     ) -> list[Prediction]:
-        """The captions nearest to some images, among all captions: evenly spaced images, not selected.
+        """Finds the captions nearest to `count` images, which are evenly spaced over the set, not selected.
 
         Args:
-          params: passed to `predict`.
-          count: how many images; fewer if some cannot be read.
-          k: how many captions for each image.
-          images: of `images` with this count; None: embedded here.
+          params: parameters for `predict`.
+          count: number of images; the result has fewer if some are unreadable.
+          k: number of captions per image.
+          images: result of `images` with this count; None embeds the images here.
 
         Returns:
-          For each image its nearest captions. `name` is the nearest of its own captions if it is among
-          these, and its first caption otherwise.
+          For each image its nearest captions. `name` is the nearest caption of the image if it is among
+          these, and the image's first caption otherwise.
         """
         images = images or self.images(params, count=count)
-        assert images.pixels is not None, "count is the number of pixels"
+        assert images.pixels is not None, "images were embedded with a count"
         captions, captions_of, _ = self._pair(images.labels)
         texts = self._texts(params, captions)
         guesses, cosines = top(images.embeddings[images.rows], texts, min(k, len(captions)))
@@ -141,13 +140,13 @@ class Retrieval:
     def nearest_images(
         self, params: Any, *, count: int, k: int = 5, images: embed.Images | None = None
     ) -> list[NearestImages]:
-        """The images nearest to some captions, among all images: evenly spaced captions, not selected.
+        """Finds the images nearest to `count` captions, which are evenly spaced over the set, not selected.
 
         Args:
-          params: passed to `predict`.
-          count: how many captions; fewer if there are not so many.
-          k: how many images for each caption.
-          images: of `images`; None: embedded here.
+          params: parameters for `predict`.
+          count: number of captions; the result has fewer if the set has fewer.
+          k: number of images per caption.
+          images: result of `images`; None embeds the images here.
         """
         images = images or self.images(params)
         captions, _, images_of = self._pair(images.labels)
@@ -174,18 +173,17 @@ class Retrieval:
 def pair(
     labels: np.ndarray, captions_of_label: Callable[[int], Sequence[str]]
 ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """Says which captions belong to which images.
+    """Lists which captions belong to which images.
 
     Args:
-      labels: of the images [n].
+      labels: [n], labels of the images.
       captions_of_label: label -> its captions.
 
     Returns:
-      The distinct captions; for each image the indices of its captions; for each caption the indices
-      of its images.
+      (distinct captions, indices of the captions of each image, indices of the images of each caption).
 
     Raises:
-      ValueError: an image without a caption.
+      ValueError: an image has no caption.
 
     >>> pair(np.array([7, 7, 8]), {7: ["a cat", "a pet"], 8: ["a dog", "a pet"]}.get)
     (['a cat', 'a pet', 'a dog'], [[0, 1], [0, 1], [2, 1]], [[0, 1], [0, 1, 2], [2]])

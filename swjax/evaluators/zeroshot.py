@@ -18,10 +18,10 @@ class Prediction:
     """One image and its predicted classes or captions.
 
     Attributes:
-      image: uint8 [height, width, channels], as the loader gives it.
-      name: the right class or, in retrieval, a caption of the image.
+      image: uint8 [height, width, channels], as the loader yields it.
+      name: the correct class or, in retrieval, a caption of the image.
       guesses: the most similar classes or captions, best first.
-      cosines: their similarities.
+      cosines: cosine similarities of the guesses.
     """
 
     image: np.ndarray
@@ -31,22 +31,22 @@ class Prediction:
 
 
 class ZeroShot:
-    """Top-1 and top-5 accuracy among the names of the classes that occur in a set.
+    """Top-1 and top-5 accuracy over the names of the classes that occur in a set.
 
-    A class is the mean of the unit vectors of its prompts, one a template, at length 1. Classes with one
-    name are one class, since no prompt separates them. Ties count against the model.
+    The vector of a class is the normalized mean of the unit vectors of its prompts, one prompt per template.
+    Classes with equal names are one class, because no prompt separates them. Ties count against the model.
 
     Args:
       predict: see `swjax.evaluators.embed`.
       source: labelled images with `class_names`, see `swjax.data.source`.
       templates: prompts with "{}" for the name.
-      batch_size: images, and prompts, embedded at once, over all processes.
-      context_length, image_size: as in training.
-      share: this process's part of each batch, see `swjax.models.sharding.batch_share`.
-      name: of the set, for the names of the scores.
+      batch_size: images, and prompts, per batch, over all processes.
+      context_length, image_size: tokens per text and height = width in pixels, as in training.
+      share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
+      name: name of the set, for the names of the scores.
 
     Raises:
-      ValueError: a template without a place for the name; a source without class names.
+      ValueError: a template has no "{}" for the name, or the source has no class names.
 
     References:
       Radford et al., "Learning transferable visual models from natural language supervision", 2021,
@@ -79,11 +79,11 @@ class ZeroShot:
         )
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
-        """Scores, and those of chance.
+        """Computes the scores and the chance scores.
 
         Args:
-          params: passed to `predict`.
-          images: of `Retrieval.images` for the same set; None: embedded here.
+          params: parameters for `predict`.
+          images: result of `Retrieval.images` for the same set; None embeds the images here.
 
         Returns:
           "zeroshot/<name>_top1", "zeroshot/<name>_top5", and "..._chance_top1", "..._chance_top5".
@@ -100,16 +100,16 @@ class ZeroShot:
     def predictions(
         self, params: Any, *, count: int, k: int = 3, images: embed.Images | None = None
     ) -> list[Prediction]:
-        """The nearest classes of some images, which are evenly spaced over the set, not selected.
+        """Finds the nearest classes of `count` images, which are evenly spaced over the set, not selected.
 
         Args:
-          params: passed to `predict`.
-          count: how many images; fewer if some cannot be read.
-          k: how many guesses for each.
-          images: of `Retrieval.images` for the same set and count; None: embedded here.
+          params: parameters for `predict`.
+          count: number of images; the result has fewer if some are unreadable.
+          k: number of guesses per image.
+          images: result of `Retrieval.images` for the same set and count; None embeds the images here.
         """
         images = images or self._images(params, count=count)
-        assert images.pixels is not None, "count is the number of pixels"
+        assert images.pixels is not None, "images were embedded with a count"
         names, correct = self._classes(images.labels)
         classifier = self._classifier(params, names)
         guesses, cosines = top(images.embeddings[images.rows], classifier, min(k, len(names)))
@@ -124,7 +124,7 @@ class ZeroShot:
         ]
 
     def _classes(self, labels: np.ndarray) -> tuple[list[str], list[list[int]]]:
-        """The distinct names that occur, and for each image the position of its own."""
+        """The distinct names that occur, and for each image the index of its name."""
         all_names = self._source.class_names
         names = list(dict.fromkeys(all_names[label] for label in np.unique(labels)))
         position = {name: i for i, name in enumerate(names)}
@@ -144,22 +144,22 @@ def classifier(
     context_length: int,
     share: Share = embed.ALONE,
 ) -> np.ndarray:
-    """A unit vector for each class: the mean of the unit vectors of its prompts, at length 1.
+    """The normalized mean of the unit vectors of each class's prompts.
 
     Args:
       predict: see `swjax.evaluators.embed`.
-      params: passed on.
-      names: of the classes.
+      params: parameters for `predict`.
+      names: names of the classes.
       templates: prompts with "{}" for the name.
-      batch_size: prompts embedded at once, over all processes.
-      context_length: tokens a prompt.
-      share: this process's part of each batch.
+      batch_size: prompts per batch, over all processes.
+      context_length: tokens per prompt.
+      share: this process's share of each batch.
 
     Returns:
-      float32 [len(names), e].
+      Unit vectors, float32 [len(names), e].
 
     Raises:
-      ValueError: no name or no template, or a template without a place for the name.
+      ValueError: there is no name or no template, or a template has no "{}" for the name.
     """
     if not names:
         raise ValueError("a classifier needs the name of at least one class, got none")

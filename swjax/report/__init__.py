@@ -1,6 +1,6 @@
-"""The report of a run: one page with its curves, scores and predictions.
+"""The report of a run: one page with its training curves, scores and predictions.
 
-`python -m swjax.report WORKDIR` rewrites the page, after a run or during it.
+`python -m swjax.report WORKDIR` rewrites the page, during or after a run.
 """
 
 import json
@@ -14,7 +14,7 @@ from swjax.report import charts, page, records
 
 __all__ = ["write"]
 
-_THUMBNAIL = 96  # pixels, height and width at most, of an image under a caption
+_THUMBNAIL = 96  # largest height and width in pixels of an image under a caption
 METRICS = re.compile("|".join(charts.METRICS))
 
 
@@ -26,23 +26,24 @@ def write(
     nearest_images: Sequence | None = None,
     attribution: str | None = None,
 ) -> Path:
-    """Writes WORKDIR/report/index.html, which needs no other file, and its pictures as PNGs next to it.
+    """Writes WORKDIR/report/index.html, a self-contained page, and its pictures as PNGs beside it.
 
-    Curves come from metrics.jsonl, the rest from config.json and env.txt. The page names missing parts.
-    The arguments are kept in report/results.json; one that is None is read from there.
+    The curves come from metrics.jsonl, the rest from config.json and env.txt. The page names missing parts.
+    The arguments are saved in report/results.json; for an argument that is None, the function uses the saved
+    value.
 
     Args:
       workdir: directory of a run.
       results: final scores by name, see `swjax.evaluators`.
       predictions: see `swjax.evaluators.ZeroShot.predictions`.
       nearest_images: see `swjax.evaluators.Retrieval.nearest_images`.
-      attribution: who made the data, and under which licence.
+      attribution: authors and licence of the data.
 
     Returns:
       Path of the page.
 
     Raises:
-      ValueError: `workdir` is no directory.
+      ValueError: `workdir` is not a directory.
     """
     workdir = Path(workdir)
     if not workdir.is_dir():
@@ -75,7 +76,7 @@ def write(
 
 
 def _remember(folder: Path, results, predictions, nearest_images, attribution) -> dict:
-    """Merges the arguments into report/results.json, and images into report/images/."""
+    """Merges the arguments into report/results.json, and writes images to report/images/."""
     path = folder / "results.json"
     empty = {"results": {}, "predictions": [], "nearest_images": [], "attribution": ""}
     final = empty | _json(path)
@@ -84,7 +85,7 @@ def _remember(folder: Path, results, predictions, nearest_images, attribution) -
     if attribution is not None:
         final["attribution"] = attribution
     if predictions is not None:
-        from PIL import Image  # here: rewriting the page does not need it
+        from PIL import Image  # imported here, because rewriting the page does not need it
 
         (folder / "images").mkdir(exist_ok=True)
         final["predictions"] = []
@@ -117,7 +118,7 @@ def _remember(folder: Path, results, predictions, nearest_images, attribution) -
 
 
 def _write_thumbnail(folder: Path, name: str, image: np.ndarray) -> str:
-    """Writes a small JPEG on white to images/; returns its path below the folder."""
+    """Writes a small JPEG on white to images/; returns its path relative to the report folder."""
     from PIL import Image
 
     picture = Image.fromarray(image).convert("RGBA")
@@ -134,7 +135,7 @@ def _json(path: Path) -> dict:
 
 
 def _environment(path: Path) -> dict[str, str]:
-    """The "name: value" lines of env.txt."""
+    """Reads the "name: value" lines of env.txt."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     pairs = (line.partition(": ") for line in lines if ": " in line)
     return {name.strip(): value.strip() for name, _, value in pairs}

@@ -8,7 +8,7 @@ from swjax.report import write
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m swjax.report", description=__doc__)
-    parser.add_argument("workdir", help="directory of a run: what train.py --workdir was given")
+    parser.add_argument("workdir", help="directory of a run: the --workdir of train.py")
     try:
         print(write(parser.parse_args().workdir))
     except ModuleNotFoundError as error:

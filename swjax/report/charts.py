@@ -1,4 +1,4 @@
-"""The report's charts: each twice, for light and for dark pages, sized to be read on a phone."""
+"""The report's charts. Each is drawn twice, for light and dark pages, and is readable on a phone."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,14 +10,14 @@ import numpy as np
 from swjax.diagnostics import Rules, names
 from swjax.report.records import Series, blocks, smooth
 
-if TYPE_CHECKING:  # slow to load
+if TYPE_CHECKING:  # matplotlib is slow to load
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RMS_EVENT = Rules.rms  # where the patch embedding is "stuck in the past"
+RMS_EVENT = Rules.rms  # threshold above which the patch embedding is "stuck in the past"
 PATCH_RMS = f"{names.RMS}vision/patch_embed/kernel"
 FEATURES = f"{names.FEATURES}vision"
-# Regular expressions of the columns that the charts and the page read; the log has hundreds of others.
+# Regular expressions of the metrics that the charts and the page read; the log has hundreds of other columns.
 METRICS = (
     r"train/",
     r"perf/",
@@ -33,7 +33,7 @@ Metrics = dict[str, Series]
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-    """Colours of one appearance."""
+    """The colours of a light or dark page."""
 
     name: str
     surface: str
@@ -41,7 +41,7 @@ class Theme:
     muted: str
     grid: str
     series: tuple[str, str, str]
-    ramp: tuple[str, str]  # from the first block to the last
+    ramp: tuple[str, str]  # colours of the first and the last block
 
 
 LIGHT = Theme(
@@ -64,11 +64,11 @@ DARK = Theme(
 )
 
 
-_LABEL_HEIGHT = 0.17  # of two lines of text, as a share of a chart's axis
+_LABEL_HEIGHT = 0.17  # height of two lines of text, as a share of a chart's axis
 
 
 class Missing(Exception):
-    """The log lacks the metrics of a chart; the message names them and the key that records them."""
+    """The log lacks the metrics of a chart; the message names them and the config key that enables them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Chart:
     """One chart of the page.
 
     Attributes:
-      name: of its files.
-      title: above it.
-      caption: below it; for a chart that could not be drawn, the reason.
+      name: file name without its ending.
+      title: text above the chart.
+      caption: text below the chart, or the reason why it could not be drawn.
     """
 
     name: str
@@ -91,10 +91,10 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, Path
 
     Args:
       metrics: columns of the log.
-      folder: where <name>.png and <name>-dark.png go; those of charts without metrics are removed.
+      folder: directory for <name>.png and <name>-dark.png; files of charts without metrics are removed.
 
     Returns:
-      Charts in the page's order, each with its pictures by theme: none if it could not be drawn.
+      Charts in the page's order, each with its pictures by theme; a chart that failed has no pictures.
     """
     drawn = []
     for name, (title, draw) in CHARTS.items():
@@ -114,10 +114,10 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, Path
 
 
 def save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
-    from matplotlib import rc_context  # here: slow to load, and only the report needs it
+    from matplotlib import rc_context  # imported here: slow to load, and only the report needs it
     from matplotlib.figure import Figure
 
-    style: Any = {  # matplotlib types every key
+    style: Any = {  # matplotlib's type stubs list every key
         "font.size": 9.5,
         "text.color": theme.ink,
         "axes.labelcolor": theme.muted,
@@ -146,8 +146,8 @@ def save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
 
 
 def draw_loss(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
-    """The training loss of every step, and its running mean."""
-    loss = _need(metrics, "train/loss", "the run has written no step yet")
+    """Draws the training loss of every step, and its running mean."""
+    loss = _need(metrics, "train/loss", "the run has not logged a step yet")
     axes = lay_out(figure.subplots(), "step")
     mean = smooth(loss.value, window=max(5, len(loss.value) // 40))
     axes.plot(loss.step, loss.value, color=theme.series[0], alpha=0.3, linewidth=0.8)
@@ -159,7 +159,7 @@ def draw_loss(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
 
 
 def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
-    """Zero-shot and retrieval scores of the evaluations during training, with those of chance."""
+    """Draws zero-shot and retrieval scores of the evaluations during training, with chance scores."""
     shown = {
         label: metrics[name]
         for label, name in (
@@ -189,7 +189,7 @@ def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
 
 
 def draw_rms(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
-    """RMS of the patch embedding's update, with the thresholds of clipping and of an event."""
+    """Draws the RMS of the patch embedding's update, with the thresholds of clipping and of an RMS event."""
     rms = _need(metrics, PATCH_RMS, "set config.diagnostics.rms")
     axes = lay_out(figure.subplots(), "step")
     axes.plot(rms.step, rms.value, color=theme.series[0], linewidth=1.0)
@@ -206,7 +206,7 @@ def draw_rms(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
 
 
 def draw_features(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
-    """Mean magnitude of each vision block's output."""
+    """Draws the mean magnitude of each vision block's output."""
     from matplotlib.colors import LinearSegmentedColormap
 
     series = blocks(metrics, FEATURES)
@@ -223,17 +223,17 @@ def draw_features(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
         note(axes, (series[i].step[-1], ends[i][-1]), text, theme.ink)
     axes.set_ylim(bottom=0)
     text = (
-        f"Mean |x| of the output of each of the {len(series)} vision blocks, pale to strong from first "
-        f"to last."
+        f"Mean |x| of the output of each of the {len(series)} vision blocks, from pale (first) "
+        f"to strong (last)."
     )
     first, last = ends[0][-1], ends[-1][-1]
     return text + (
-        f" At the end the last is {last / first:.2g} times the first." if first > 0 else ""
+        f" At the end, the last block has {last / first:.2g} times the first." if first > 0 else ""
     )
 
 
 def draw_optimizer(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
-    """Learning rate, gradient norm and logit scale."""
+    """Draws the learning rate, the gradient norm and the logit scale."""
     labels = {
         "learning rate": "train/learning_rate",
         "gradient norm": "train/grad_norm",
@@ -250,16 +250,16 @@ def draw_optimizer(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
         axes.plot(series.step, series.value, color=theme.series[0], linewidth=1.2)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink, pad=3)
         axes.locator_params(axis="y", nbins=3)
-    return "The logit scale starts at 1 / 0.07 and is held at 100 or less."
+    return "The logit scale starts at 1 / 0.07 and is clipped to at most 100."
 
 
 def draw_throughput(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
-    """Samples a second and device, and the share of time spent waiting for data."""
+    """Draws samples per second and device, and the share of time spent waiting for data."""
     rate = _need(metrics, "perf/samples_per_sec_per_device", "the run was too short to measure")
     axes = lay_out(figure.subplots(), "step")
     axes.plot(rate.step, rate.value, color=theme.series[0], drawstyle="steps-post")
     axes.set_ylim(bottom=0)
-    text = "Samples a second and device; compilation and evaluation are left out."
+    text = "Samples per second and device, without compilation and evaluation."
     wait = metrics.get("perf/data_wait_frac")
     if wait and np.isfinite(wait.value).any():
         text += f" Waiting for data: {np.nanmean(wait.value):.0%} of the time."
@@ -277,7 +277,7 @@ CHARTS = {
 
 
 def lay_out(axes: "Axes", label: str) -> "Axes":
-    """Axes whose x axis is labelled in its corner, where it takes no line of its own."""
+    """Puts the label of the x axis into its corner, where it needs no line of its own."""
     axes.margins(x=0.02)
     if label == "step":
         from matplotlib.ticker import MaxNLocator
@@ -288,20 +288,20 @@ def lay_out(axes: "Axes", label: str) -> "Axes":
 
 
 def apart(heights: np.ndarray, gap: float) -> np.ndarray:
-    """Moves labels up as far as keeps them `gap` apart, from the lowest on; NaN stays.
+    """Moves labels up until they are `gap` apart, starting with the lowest; NaN is unchanged.
 
     >>> apart(np.array([64.0, 60.0, 10.0]), 8.0)
     array([68., 60., 10.])
     """
     moved, lowest = heights.copy(), -np.inf
-    for i in np.argsort(heights):  # NaN comes last
+    for i in np.argsort(heights):  # NaN sorts last
         moved[i] = np.maximum(heights[i], lowest)
         lowest = moved[i] + gap
     return moved
 
 
 def note(axes: "Axes", point: tuple[float, float], text: str, color: str, **kwargs: Any) -> None:
-    """Text right of a point, outside the axes if the point is at their edge."""
+    """Writes text to the right of a point, outside the axes if the point is at their edge."""
     axes.annotate(
         text,
         point,
@@ -323,7 +323,7 @@ def _need(metrics: Metrics, name: str, why: str) -> Series:
 
 
 def _find(metrics: Metrics, ending: str) -> str | None:
-    """The first metric with this ending that is not of chance."""
+    """The first metric with this ending that is not a chance score."""
     return next((name for name in metrics if name.endswith(ending) and "chance" not in name), None)
 
 

@@ -1,14 +1,13 @@
-"""`swjax data check WHERE`: what training would read of a data set, before it trains.
+"""`swjax data check WHERE`: reads a data set as training would, and reports problems before training.
 
   python -m swjax data check 'cc12m/{00000..00009}.tar'
   python -m swjax data check pairs.csv --context_length=16 --page=check.html
   python -m swjax data check photos --all
   python -m swjax data verify data/icons/full-2.2.535-1
 
-WHERE names tars, a .csv, .tsv, .jsonl or .parquet file, or a folder of pictures; --source another source.
-`verify` compares the files of prepared icons with the checksums that were recorded when they were written.
-Exit codes: 0 all that was read can be used, 1 training would skip some of it or a file is damaged, 2
-nothing can be read.
+WHERE names tars, a .csv, .tsv, .jsonl or .parquet file, or a folder of pictures; --source names another
+source. `verify` compares the files of prepared icons with their recorded checksums. Exit codes: 0 everything
+that was read is usable, 1 training would skip examples or a file is damaged, 2 nothing is readable.
 """
 
 import argparse
@@ -36,22 +35,22 @@ from swjax.report import page
 
 KINDS = {r".*\.tar$": "webdataset", r".*\.(csv|tsv|jsonl)$": "table", r".*\.parquet$": "parquet"}
 _SAMPLE = 1000
-_SHOWN = 40  # thumbnails, and bad examples with their reasons
-_THUMBNAIL = 160  # pixels, height and width at most
+_SHOWN = 40  # number of thumbnails, and of bad examples with reasons
+_THUMBNAIL = 160  # largest height and width in pixels
 
 
 class Seen(NamedTuple):
-    """What was read of an example.
+    """The findings about one example.
 
     Attributes:
-      key: what messages call it.
-      reason: why training would skip it; "" if it can be used.
-      size: width and height in pixels, (0, 0) if it cannot be used.
-      kind: of the file, such as "JPEG".
-      bytes: of the file.
-      captions: its texts.
-      thumbnail: a small picture as a data URL; "" unless it is to be shown.
-      digest: of the decoded pixels.
+      key: name of the example in messages.
+      reason: why training would skip the example; "" if it is usable.
+      size: width and height in pixels; (0, 0) if the example is unusable.
+      kind: format of the file, such as "JPEG".
+      bytes: size of the file in bytes.
+      captions: texts of the example.
+      thumbnail: a small picture as a data URL, or "".
+      digest: digest of the decoded pixels.
     """
 
     key: str
@@ -65,13 +64,13 @@ class Seen(NamedTuple):
 
 
 class Check(NamedTuple):
-    """What was read of a data set.
+    """The findings about a data set.
 
     Attributes:
-      examples: in the data set.
-      seen: those that were read.
-      seconds: of reading and decoding in one thread, waiting for disks and networks included.
-      damage: (file, reason) of files that can be read in part only.
+      examples: number of examples in the data set.
+      seen: findings about the examples that were read.
+      seconds: time of reading and decoding in one thread, including waits for disks and networks.
+      damage: (file, reason) of partly readable files.
     """
 
     examples: int
@@ -89,10 +88,10 @@ class Check(NamedTuple):
 
 
 def kind_of(where: str) -> str:
-    """The source that reads a path: by its ending, or a folder.
+    """The source that reads a path, by the ending of the path; a folder has its own source.
 
     Raises:
-      ValueError: the ending is of none.
+      ValueError: no source has this ending.
 
     >>> kind_of("cc12m/{00000..00009}.tar"), kind_of("PAIRS.CSV")
     ('webdataset', 'table')
@@ -104,27 +103,27 @@ def kind_of(where: str) -> str:
         return "folders"
     raise ValueError(
         f"{where!r} is neither a folder nor tars (.tar), a table (.csv, .tsv, .jsonl) or Parquet files "
-        "(.parquet): is the path right? --source names another data set"
+        "(.parquet): check the path, or name another source with --source"
     )
 
 
 def check(pairs: Source, *, sample: int = _SAMPLE, shown: int = _SHOWN) -> Check:
-    """Reads examples of a source as training does, evenly spaced.
+    """Reads evenly spaced examples of a source as training does.
 
     Args:
       pairs: the source.
-      sample: examples to read at most; 0: all.
-      shown: thumbnails to make.
+      sample: largest number of examples to read; 0 reads all.
+      shown: number of thumbnails.
 
     Returns:
-      What was read, in order.
+      The findings, in the order of the examples.
     """
     count = min(sample or len(pairs), len(pairs))
     wanted = np.linspace(0, len(pairs) - 1, count).astype(np.int64)
     thumbnails = set(np.linspace(0, count - 1, min(shown, count)).astype(np.int64).tolist())
     seen, live = [], sys.stderr.isatty()
     if count:
-        _see(pairs, 0, shown=True)  # imports what reading needs
+        _see(pairs, 0, shown=True)  # a first read, so that imports are not timed
     start = time.monotonic()
     for number, index in enumerate(wanted.tolist()):
         seen.append(_see(pairs, index, number in thumbnails))
@@ -141,7 +140,7 @@ def _see(pairs: Source, index: int, shown: bool) -> Seen:
         example = stored(index) if stored else pairs[index]
         image, kind, size = example["image"], "pixels", 0
         if isinstance(image, bytes):
-            pixels = decode(image)  # first: it says best what is wrong
+            pixels = decode(image)  # decoded first, because its error is the most precise
             kind, size, image = _format(image), len(image), pixels
         height, width = image.shape[:2]
         captions = tuple(example["captions"])
@@ -149,7 +148,7 @@ def _see(pairs: Source, index: int, shown: bool) -> Seen:
         thumbnail = _thumbnail(image) if shown else ""
         digest = hash((image.shape, image.tobytes()))
         return Seen(key, "", (width, height), kind, size, captions, thumbnail, digest)
-    except Exception as error:  # whatever is wrong with one example, as in training
+    except Exception as error:  # any error makes the example bad, as in training
         key = pairs.key(index) if hasattr(pairs, "key") else f"example {index}"
         return Seen(key, reason(pairs, index, error).removeprefix(f"{key}: "))
 
@@ -176,14 +175,14 @@ def _thumbnail(image: np.ndarray) -> str:
 
 
 def lines(found: Check, context_length: int) -> list[str]:
-    """One screen of text.
+    """Formats the findings as one screen of text.
 
     Args:
-      found: of `check`.
-      context_length: tokens of a caption in training, its start and end included.
+      found: result of `check`.
+      context_length: tokens per caption in training, including the start and end tokens.
     """
     good, bad = found.good, found.bad
-    out = [f"examples     {found.examples:,}; {len(found.seen):,} read, {len(bad):,} of them bad"]
+    out = [f"examples     {found.examples:,}; {len(found.seen):,} read, {len(bad):,} bad"]
     for path, why in found.damage[:3]:
         out.append(f"damaged      {path}: {why}")
     if good:
@@ -196,12 +195,12 @@ def lines(found: Check, context_length: int) -> list[str]:
         out += _about_captions(good, context_length)
         copies = len(good) - len({each.digest for each in good})
         out.append(
-            f"duplicates   {copies:,} of {len(good):,} images have the pixels of another one"
+            f"duplicates   {copies:,} of {len(good):,} images have the same pixels as another image"
         )
         rate = len(found.seen) / max(found.seconds, 1e-9)
         out.append(
             f"reading      {rate:,.0f} images/s in one process, to full size: training at 1,000 images/s "
-            f"needs about {math.ceil(1000 / rate)} loader process(es)"
+            f"needs about {math.ceil(1000 / rate)} loader processes"
         )
     reasons = Counter(each.reason for each in bad).most_common(5)
     out += [f"bad          {n:,} x {why}" for why, n in reasons]
@@ -211,15 +210,15 @@ def lines(found: Check, context_length: int) -> list[str]:
 
 def _about_captions(good: list[Seen], context_length: int) -> list[str]:
     texts = [text for each in good for text in each.captions]
-    # Twice the length shows what does not fit.
+    # Twice the context length shows which captions do not fit.
     tokens = (
         tokenize(texts, context_length=2 * context_length).argmax(axis=1) + 1
-    )  # up to the end mark
+    )  # number of tokens up to the end token
     cut = int((tokens > context_length).sum())
     most, count = Counter(texts).most_common(1)[0]
     out = [
-        f"captions     {len(texts) / len(good):.1f} an image, {_quantiles(tokens)} tokens; {cut:,} "
-        f"({cut / len(texts):.0%}) are cut at context_length={context_length}"
+        f"captions     {len(texts) / len(good):.1f} per image, {_quantiles(tokens)} tokens; {cut:,} "
+        f"({cut / len(texts):.0%}) are truncated at context_length={context_length}"
     ]
     if count > 1:
         out.append(f"most common  {most[:60]!r}, {count:,} times")
@@ -233,7 +232,7 @@ def _quantiles(values: Any) -> str:
 
 
 def write_page(path: Path, where: str, found: Check, context_length: int) -> None:
-    """Writes a page with thumbnails, captions and bad examples; it needs no other file."""
+    """Writes a self-contained page with thumbnails, captions and bad examples."""
     figures = "".join(
         f'<figure><img src="{each.thumbnail}" alt="">'
         f"<figcaption>{'<br>'.join(map(escape, each.captions[:3]))}</figcaption></figure>"
@@ -247,11 +246,11 @@ def write_page(path: Path, where: str, found: Check, context_length: int) -> Non
     text = page.fill(
         "data_check.html",
         title=where,
-        subtitle=f"{found.examples:,} examples, {len(found.seen):,} of them read",
+        subtitle=f"{found.examples:,} examples, {len(found.seen):,} read",
         tiles="",
         facts=escape("\n".join(lines(found, context_length))),
-        figures=figures or "<p>No example can be used.</p>",
-        bad=f"<table>{rows}</table>" if rows else "<p>None of those that were read.</p>",
+        figures=figures or "<p>No example is usable.</p>",
+        bad=f"<table>{rows}</table>" if rows else "<p>No bad examples.</p>",
     )
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
@@ -261,7 +260,7 @@ def write_page(path: Path, where: str, found: Check, context_length: int) -> Non
 def _verify(folder: Path) -> int:
     if not (folder / shards.COMPLETE).is_file():
         print(
-            f"swjax data verify: {folder} has no {shards.COMPLETE}: name the folder of prepared icons",
+            f"swjax data verify: {folder} has no {shards.COMPLETE}: give the folder of prepared icons",
             file=sys.stderr,
         )
         return 2
@@ -272,37 +271,37 @@ def _verify(folder: Path) -> int:
             f"damaged: {path}; remove {description} and {folder / shards.COMPLETE} to render it again"
         )
     if not damaged:
-        print(f"all files of {folder} have their checksums")
+        print(f"all files of {folder} match their checksums")
     return 1 if damaged else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks a data set, prints what it has and writes a page.
+    """Checks a data set, prints the findings and writes a page.
 
     Args:
-      arguments: of the command line; None: those of this process.
+      arguments: arguments of the command line; None uses `sys.argv`.
 
     Returns:
-      The exit code, see above.
+      The exit code, see the module.
     """
     parser = argparse.ArgumentParser(
         prog="swjax data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=("check", "verify"))
     parser.add_argument(
-        "where", help="tars, a table, Parquet files or a folder; of verify: prepared icons"
+        "where", help="tars, a table, Parquet files or a folder; for verify, prepared icons"
     )
-    parser.add_argument("--source", default="", help="a name of docs/data.md, such as tfds")
+    parser.add_argument("--source", default="", help="name of a source (docs/data.md)")
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="its keys"
     )
     parser.add_argument(
-        "--sample", type=int, default=_SAMPLE, help="examples to read, spread evenly"
+        "--sample", type=int, default=_SAMPLE, help="number of evenly spaced examples to read"
     )
     parser.add_argument("--all", action="store_true", help="read all examples")
-    parser.add_argument("--context_length", type=int, default=77, help="tokens of a caption")
-    parser.add_argument("--data_dir", default="data", help="where prepared data sets are kept")
-    parser.add_argument("--page", type=Path, default=Path("data_check.html"), help="to be written")
+    parser.add_argument("--context_length", type=int, default=77, help="tokens per caption")
+    parser.add_argument("--data_dir", default="data", help="directory of prepared data sets")
+    parser.add_argument("--page", type=Path, default=Path("data_check.html"), help="page to write")
     options = parser.parse_args(arguments)
     if options.command == "verify":
         return _verify(Path(options.where))

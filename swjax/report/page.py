@@ -1,7 +1,7 @@
 """The report as one HTML page.
 
-The templates are our own files for `string.Template`: a report library would bring scripts and fonts from
-other hosts, and the page has to open from disk, in an e-mail, and years later.
+The templates are files for `string.Template` in this folder. A report library would load scripts and fonts
+from other hosts, but the page must also open from disk, in an e-mail, and years later.
 """
 
 import base64
@@ -28,17 +28,17 @@ def render(
     nearest_images: list[dict],
     attribution: str,
 ) -> str:
-    """Returns the page; every text from outside is escaped.
+    """Renders the page; all external text is escaped.
 
     Args:
-      config: of the run.
-      environment: name -> value.
+      config: the config of the run.
+      environment: {name: value} from env.txt.
       metrics: columns of the log.
-      charts: each with the URLs of its pictures by theme.
-      results: final scores, and those of chance, by name.
+      charts: each chart with the URLs of its pictures by theme.
+      results: {name: score}, the final scores and the chance scores.
       predictions: {"image": URL, "name", "guesses"} each.
       nearest_images: {"caption", "images": URLs, "own": whether each is the caption's own} each.
-      attribution: who made the data, and under which licence.
+      attribution: authors and licence of the data.
     """
     return fill(
         "run.html",
@@ -56,11 +56,11 @@ def render(
 
 
 def fill(body: str, *, title: str, subtitle: str, tiles: str, **parts: str) -> str:
-    """A page of its own: the file `body`, filled with `parts`, under a title and tiles.
+    """Renders a self-contained page: a title and tiles, then the template `body` with `parts` filled in.
 
     Args:
-      body: name of a file in this folder.
-      title, subtitle: texts, escaped here.
+      body: name of a template file in this folder.
+      title, subtitle: plain text, which the function escapes.
       tiles, **parts: HTML.
     """
     return string.Template(asset("page.html")).substitute(
@@ -85,11 +85,11 @@ def _subtitle(config: dict, metrics: Metrics) -> str:
     if time := metrics.get("time"):
         parts.append(duration(time.last))
     optimizer = config.get("optimizer", {}).get("name")
-    return " · ".join([*parts, *([optimizer] if optimizer else [])]) or "no step yet"
+    return " · ".join([*parts, *([optimizer] if optimizer else [])]) or "no steps yet"
 
 
 def _tiles(results: dict[str, float], metrics: Metrics) -> Iterable[str]:
-    """The headline scores, each with that of chance."""
+    """The headline scores, each with its chance score."""
     for ending in HEADLINES:
         for name, value in results.items():
             if name.endswith(ending) and "chance" not in name:
@@ -97,7 +97,7 @@ def _tiles(results: dict[str, float], metrics: Metrics) -> Iterable[str]:
                 note = f"chance {percent(chance)}" if chance else ""
                 yield tile(label(name), percent(value), note)
     if rate := metrics.get("perf/samples_per_sec_per_device"):
-        yield tile("Throughput", f"{rate.last:,.0f}", "samples a second and device")
+        yield tile("Throughput", f"{rate.last:,.0f}", "samples per second and device")
     if skipped := metrics.get("data/skipped"):
         note = "unreadable: see skipped.log" if skipped.last else "all were read"
         yield tile("Skipped examples", f"{skipped.last:,.0f}", note)
@@ -119,7 +119,7 @@ def _predictions(predictions: list[dict]) -> str:
     within = sum(p["name"] in p["guesses"] for p in predictions)
     cards = "".join(_prediction(p) for p in predictions)
     return (
-        f"<p>{len(predictions)} images evenly spaced over the split, not selected: {first} right at "
+        f"<p>{len(predictions)} evenly spaced images of the split, not selected: {first} right at "
         f"the first guess, {within} within {len(predictions[0]['guesses'])}.</p>"
         f'<div class="gallery">{cards}</div>'
     )
@@ -145,8 +145,8 @@ def _nearest_images(captions: list[dict]) -> str:
     rows = "".join(_images_of_caption(each) for each in captions)
     first = sum(each["own"][0] for each in captions)
     return (
-        f"<h3>Captions and their nearest images</h3><p>{len(captions)} captions evenly spaced over the "
-        f"split, not selected: {first} with an image of their own first. ✓ marks a caption's own "
+        f"<h3>Captions and their nearest images</h3><p>{len(captions)} evenly spaced captions of the "
+        f"split, not selected: for {first} the nearest image is correct. ✓ marks a caption's own "
         f"images.</p>{rows}"
     )
 
@@ -164,7 +164,7 @@ def _images_of_caption(found: dict) -> str:
 
 
 def chart(shown: Chart, urls: dict[str, str]) -> str:
-    """A chart as a card; without pictures, why there are none."""
+    """A chart as an HTML card, or the reason for its absence."""
     title, caption = escape(shown.title), escape(shown.caption)
     if not urls:
         return f'<section class="card"><h3>{title}</h3><p class="missing">{caption}</p></section>'
@@ -172,7 +172,7 @@ def chart(shown: Chart, urls: dict[str, str]) -> str:
 
 
 def picture(urls: dict[str, str], title: str) -> str:
-    """A picture in the colours of the page."""
+    """A picture that follows the light or dark colours of the page."""
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{urls["dark"]}">'
         f'<img src="{urls["light"]}" alt="{escape(title)}"></picture>'
@@ -180,7 +180,7 @@ def picture(urls: dict[str, str], title: str) -> str:
 
 
 def data_url(path: Path) -> str:
-    """A PNG or JPEG as a URL that holds it."""
+    """Encodes a PNG or JPEG as a data URL."""
     kind = "jpeg" if path.suffix == ".jpg" else "png"
     return f"data:image/{kind};base64," + base64.b64encode(path.read_bytes()).decode()
 
@@ -205,7 +205,7 @@ def _score_rows(results: dict[str, float]) -> Iterable[str]:
 
 
 def label(name: str) -> str:
-    """What a person calls a score.
+    """The readable name of a score.
 
     >>> label("zeroshot/emoji_top1"), label("test/image_to_text_R@10"), label("val/loss")
     ('Zero-shot top-1', 'Image to text R@10', 'val/loss')
@@ -218,7 +218,7 @@ def label(name: str) -> str:
 
 
 def chance_name(name: str) -> str:
-    """The score of chance that belongs to a score.
+    """The name of the chance score that belongs to a score.
 
     >>> chance_name("zeroshot/emoji_top1"), chance_name("val/text_to_image_R@5")
     ('zeroshot/emoji_chance_top1', 'val/text_to_image_chance_R@5')

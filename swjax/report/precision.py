@@ -12,7 +12,7 @@ import numpy as np
 from swjax.report import charts, page
 from swjax.report.charts import DARK, LIGHT, Chart, Theme
 
-if TYPE_CHECKING:  # slow to load
+if TYPE_CHECKING:  # matplotlib is slow to load
     from matplotlib.figure import Figure
 
 KINDS = {
@@ -23,10 +23,10 @@ KINDS = {
 
 
 def write(result: dict, workdir: Path) -> Path:
-    """Writes WORKDIR/compare_precision.html, which needs no other file.
+    """Writes WORKDIR/compare_precision.html, a self-contained page.
 
     Args:
-      result: see `swjax.training.compare_precision.compare`.
+      result: result of `swjax.training.compare_precision.compare`.
       workdir: an existing directory.
 
     Returns:
@@ -51,7 +51,7 @@ def write(result: dict, workdir: Path) -> Path:
         layers="".join(_draw(chart, draw, result, workdir) for chart, draw in layers),
         losses="".join(_draw(chart, draw, result, workdir) for chart, draw in losses)
         if result["losses"]
-        else "<p class='missing'>No training: --steps=0.</p>",
+        else "<p class='missing'>No training, because of --steps=0.</p>",
         summary=_rows(["", *result["layers"]], _summary_rows(result)),
         table=_rows(["", *result["layers"]], _all_rows(result)),
         environment="<pre>" + escape("\n".join(result["environment"])) + "</pre>",
@@ -63,9 +63,10 @@ def write(result: dict, workdir: Path) -> Path:
 
 
 def summary(result: dict) -> Iterable[str]:
-    """The comparison in a few lines of text."""
+    """Summarizes the comparison in a few lines of text."""
     for arm, errors in result["layers"].items():
-        names, largest = list(errors), [np.max(e) for e in errors.values()]  # NaN is the largest
+        # NaN counts as the largest.
+        names, largest = list(errors), [np.max(e) for e in errors.values()]
         worst = int(np.argmax(largest))
         medians = ", ".join(f"{kind} {middle(result, arm, kind):.2%}" for kind in KINDS)
         yield f"{arm}: median relative error {medians}; largest {largest[worst]:.2%}, {names[worst]}"
@@ -76,32 +77,32 @@ def summary(result: dict) -> Iterable[str]:
 
 
 def middle(result: dict, arm: str, kind: str) -> float:
-    """Median of the relative errors of one kind; NaN if one is."""
+    """The median of the relative errors of one kind; NaN if any error is NaN."""
     return float(np.median([e for _, e in _errors(result, arm, kind)]))
 
 
 def gap(result: dict, arm: str) -> float:
-    """How much the arm's loss is above the reference's of the same seed, in the last quarter of the steps."""
+    """The arm's loss minus the reference's loss with the same seed, over the last quarter of the steps."""
     difference = np.subtract(result["losses"][arm], result["seeds"][0])
     return float(np.mean(difference[-max(1, len(difference) // 4) :]))
 
 
 def spread(result: dict) -> float:
-    """Standard deviation of the reference's loss over seeds, over the last quarter; NaN for one seed."""
+    """Standard deviation of the reference's loss over seeds, in the last quarter; NaN for one seed."""
     seeds = np.array(result["seeds"])
     late = seeds[:, -max(1, seeds.shape[1] // 4) :].mean(1)
     return float(np.std(late, ddof=1)) if len(late) > 1 else math.nan
 
 
 def draw_errors(figure: "Figure", result: dict, theme: Theme, *, kind: str) -> str:
-    """Errors of all arrays of a kind, in the model's order, first block to last."""
+    """Draws the errors of all arrays of a kind, in the model's order from the first block to the last."""
     axes = charts.lay_out(figure.subplots(), "array")
     for arm, color in zip(result["layers"], _colors(theme), strict=False):
         errors = [e for _, e in _errors(result, arm, kind)]
         axes.plot(np.maximum(errors, 1e-9), ".", color=color, markersize=4, label=arm)
     axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)
-    return "Relative error of each, by tower, layer and block."
+    return "Relative error of each array, by tower, layer and block."
 
 
 def draw_losses(figure: "Figure", result: dict, theme: Theme) -> str:
@@ -114,11 +115,11 @@ def draw_losses(figure: "Figure", result: dict, theme: Theme) -> str:
     for arm, color in zip(result["losses"], _colors(theme), strict=False):
         axes.plot(steps, result["losses"][arm], color=color, linewidth=1, label=arm)
     axes.legend(frameon=False, fontsize=8)
-    return f"Grey: from least to largest of the reference's {len(seeds)} seeds."
+    return f"Grey: range of the reference over {len(seeds)} seeds."
 
 
 def draw_gap(figure: "Figure", result: dict, theme: Theme) -> str:
-    """|loss - reference| for the same seed and for other seeds."""
+    """Draws |loss - reference| for the same seed and for other seeds."""
     axes = charts.lay_out(figure.subplots(), "step")
     seeds = np.array(result["seeds"])
     steps = np.arange(1, seeds.shape[1] + 1)
@@ -129,11 +130,11 @@ def draw_gap(figure: "Figure", result: dict, theme: Theme) -> str:
         axes.plot(steps, np.maximum(distance, 1e-9), color=color, linewidth=1, label=arm)
     axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)
-    return "Grey: the reference from other seeds, on other batches."
+    return "Grey: the reference with other seeds and batches."
 
 
 def _draw(chart: Chart, draw, result: dict, folder: Path) -> str:
-    """A chart as HTML; its pictures do not stay."""
+    """Renders a chart as HTML, with its pictures embedded."""
     urls = {}
     for theme in (LIGHT, DARK):
         png = folder / f"{chart.name}-{theme.name}.png"
@@ -148,7 +149,7 @@ def _colors(theme: Theme) -> list[str]:
 
 
 def _errors(result: dict, arm: str, kind: str) -> list[tuple[str, float]]:
-    """(name, relative error) of every array of a kind; each block is one."""
+    """(name, relative error) of every array of a kind, with one entry per block."""
     return [
         (name if len(errors) == 1 else f"{name}, block {i}", error)
         for name, errors in result["layers"][arm].items()

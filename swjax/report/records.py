@@ -10,11 +10,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One metric over the run.
+    """One metric over a run.
 
     Attributes:
-      step: int64 [n], rising.
-      value: float64 [n], NaN where it was not finite.
+      step: int64 [n], ascending.
+      value: float64 [n]; NaN where the value is not finite.
     """
 
     step: np.ndarray
@@ -26,10 +26,10 @@ class Series:
 
 
 def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
-    """The metrics whose names `wanted` matches from their beginning, and "time", by name.
+    """Reads the metrics whose names `wanted` matches at their start, and "time", into columns by name.
 
-    A line that was cut off by a crash ends the log. Without a log there are no metrics. Texts, as the name of
-    a tensor that is not finite, are none.
+    A line that a crash cut off ends the log. A missing log gives no metrics. Text values, such as the name of
+    a non-finite tensor, are ignored.
     """
     columns: dict[str, tuple[list, list]] = {}
     if not path.exists():
@@ -53,7 +53,7 @@ def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
 
 
 def at(steps: np.ndarray, series: Series) -> np.ndarray:
-    """A metric at those steps; NaN at others than it was recorded at.
+    """The values of a metric at the given steps; NaN at steps without a record.
 
     >>> at(np.array([1, 2, 3]), Series(np.array([2, 4]), np.array([0.5, 0.7])))
     array([nan, 0.5, nan])
@@ -72,7 +72,7 @@ def blocks(metrics: dict[str, Series], prefix: str) -> list[Series]:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred running mean over the finite values; shorter at both ends.
+    """A centred running mean over the finite values, with a shorter window at both ends.
 
     >>> smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3)
     array([1.5, 1.5, 4.5, 6. ])

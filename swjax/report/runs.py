@@ -1,6 +1,6 @@
-"""`swjax runs FOLDER...`: the runs in folders, a line each; with --page, their curves on one page.
+"""`swjax runs FOLDER...`: lists the runs in folders, one per line; with --page, plots their curves on a page.
 
-A run is a folder with a config.json. The table shows what differs between the configs.
+A run is a folder with a config.json. The table shows the config keys in which the runs differ.
 """
 
 import argparse
@@ -18,18 +18,18 @@ from swjax.report.records import Series, smooth
 WANTED = re.compile(
     r"train/(loss|learning_rate)$|perf/samples_per_sec_per_device$|zeroshot/.*_top1$"
 )
-IGNORED = ("report.", "log.", "diagnostics.")  # sections that change no score
+IGNORED = ("report.", "log.", "diagnostics.")  # sections that do not affect scores
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What the files of a run say.
+    """The contents of a run's files.
 
     Attributes:
-      name: its folder, below what all runs have in common.
-      config: {key: value}, as in {"train.steps": "20"}.
+      name: path of its folder relative to the common parent of all runs.
+      config: {key: value}, such as {"train.steps": "20"}.
       metrics: columns of the log.
-      scores: final ones by name; empty until the run has finished.
+      scores: {name: final score}; empty until the run has finished.
     """
 
     name: str
@@ -39,31 +39,31 @@ class Run:
 
     @property
     def state(self) -> str:
-        """ "finished", or how far the run is."""
+        """ "finished" or the current step."""
         loss = self.metrics.get("train/loss")
         if loss is None:
-            return "no step yet"
+            return "no steps yet"
         return f"finished, {loss.step[-1]:,}" if self.scores else f"at step {loss.step[-1]:,}"
 
 
 def find(folders: Iterable[Path]) -> list[Run]:
-    """The runs in these folders and below them, by name.
+    """Finds the runs in these folders and their subfolders, sorted by name.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no run.
     """
     folders = list(folders)
     paths = sorted({path.parent for folder in folders for path in folder.rglob("config.json")})
     if not paths:
         raise ValueError(
-            f"no run in {', '.join(map(str, folders))}: name folders of runs, or one that holds them"
+            f"no run in {', '.join(map(str, folders))}: give folders of runs, or a folder that contains them"
         )
     above = paths[0].parent if len(paths) == 1 else _common(paths)
     return [read(path, str(path.relative_to(above))) for path in paths]
 
 
 def read(path: Path, name: str) -> Run:
-    """One run, whatever of its files is there."""
+    """Reads a run; missing files are allowed."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     final = path / "results.json"
     scores = json.loads(final.read_text(encoding="utf-8"))["scores"] if final.exists() else {}
@@ -73,9 +73,9 @@ def read(path: Path, name: str) -> Run:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """The config keys in which the runs differ, of those that all of them have.
+    """The config keys that all runs have and in which they differ.
 
-    Runs of another version may have more keys, or fewer.
+    Runs of another version of swjax may have more keys or fewer.
     """
     keys = [key for key in runs[0].config if all(key in run.config for run in runs)]
     return [
@@ -86,7 +86,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """The last words of dotted keys, as many as tell them apart.
+    """Shortens dotted keys to their last words, as many as keep them distinct.
 
     >>> short_names(["eval.every_steps", "train.every_steps", "model.recipe"])
     ['eval.every_steps', 'train.every_steps', 'recipe']
@@ -99,7 +99,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 
 def table(runs: Sequence[Run]) -> list[list[str]]:
-    """A header, and a row for each run: state, loss, scores, throughput, time, what differs."""
+    """A header, and a row per run: state, loss, scores, throughput, time and differing config keys."""
     names = [name for name in _score_names(runs) if name.endswith(page.HEADLINES)]
     differing = differences(runs)
     header = ["run", "state", "loss", *map(page.label, names), "samples/s", "time"]
@@ -117,10 +117,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def write_page(runs: Sequence[Run], path: Path) -> None:
-    """One page of the runs: losses over each other, scores, and the differences of their configs.
-
-    Its pictures are in the page; it needs no other file.
-    """
+    """Writes a self-contained page: the losses in one chart, the scores, and the config differences."""
     urls = {}
     for theme in (charts.LIGHT, charts.DARK):
         picture = path.with_suffix(f".{theme.name}.png")
@@ -163,7 +160,7 @@ def _score_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _common(paths: Sequence[Path]) -> Path:
-    """The folder that all paths are below."""
+    """The deepest folder that contains all paths."""
     above = paths[0].parent
     while not all(path.is_relative_to(above) and path != above for path in paths):
         above = above.parent
@@ -171,7 +168,7 @@ def _common(paths: Sequence[Path]) -> Path:
 
 
 def text_table(rows: list[list[str]]) -> str:
-    """Columns in line, the first left, the others right.
+    """Aligns columns: the first to the left, the others to the right.
 
     >>> print(text_table([["run", "loss"], ["a", "0.25"], ["long", "1"]]))
     run   loss
@@ -190,10 +187,12 @@ def text_table(rows: list[list[str]]) -> str:
 
 
 def main() -> int:
-    """Runs the command line; returns its exit code."""
+    """Runs the command line and returns its exit code."""
     parser = argparse.ArgumentParser(prog="swjax runs", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, help="of runs, or folders that hold them")
-    parser.add_argument("--page", type=Path, metavar="FILE.html", help="also writes one page")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, help="folders of runs, or folders that contain runs"
+    )
+    parser.add_argument("--page", type=Path, metavar="FILE.html", help="page to write")
     args = parser.parse_args()
     try:
         runs = find(args.folders)

@@ -1,4 +1,4 @@
-"""The charts of the page about spikes."""
+"""The charts of the page about loss spikes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from swjax.diagnostics.spikes import Analysis, Event
 from swjax.report.charts import Missing, Theme, lay_out, note
 from swjax.report.records import Series, at, smooth
 
-if TYPE_CHECKING:  # slow to load
+if TYPE_CHECKING:  # matplotlib is slow to load
     from matplotlib.figure import Figure
 
 AROUND = 30  # steps before and after an event
@@ -20,13 +20,13 @@ PATCH = "vision/patch_embed/kernel"
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is drawn.
+    """The data of the charts.
 
     Attributes:
-      loss: of every step.
+      loss: loss of every step.
       rms: {tensor: RMS at the steps of the loss}.
       metrics: other columns of the log.
-      analysis: of both.
+      analysis: analysis of the loss and the RMS.
     """
 
     loss: Series
@@ -36,7 +36,7 @@ class Data:
 
 
 def draw_loss(figure: "Figure", data: Data, theme: Theme) -> str:
-    """The loss, with its spikes."""
+    """Draws the loss and its spikes."""
     axes, loss = lay_out(figure.subplots(), "step"), data.loss
     mean = smooth(loss.value, window=max(5, len(loss.value) // 40))
     axes.plot(loss.step, loss.value, color=theme.series[0], alpha=0.35, linewidth=0.8)
@@ -51,7 +51,7 @@ def draw_loss(figure: "Figure", data: Data, theme: Theme) -> str:
 
 
 def draw_rms(figure: "Figure", data: Data, theme: Theme) -> str:
-    """RMS of the tensor that the loss follows most, and of the patch embedding if it is another."""
+    """Draws the RMS of the tensor that best precedes loss spikes, and that of the patch embedding."""
     if not any(np.isfinite(values).any() for values in data.rms.values()):
         raise Missing(
             f"No {RMS} in metrics.jsonl: set config.diagnostics.rms, or record "
@@ -77,10 +77,10 @@ def draw_rms(figure: "Figure", data: Data, theme: Theme) -> str:
 
 
 def draw_tensors(figure: "Figure", data: Data, theme: Theme) -> str:
-    """How many spikes follow each tensor, and how many would by chance."""
+    """Draws the share of spikes that follow each tensor's RMS events, and the share expected by chance."""
     shown = [a for a in data.analysis.alignments if a.loss_events][:10][::-1]
     if not shown:
-        raise Missing("No loss spike, or no RMS event that one could follow.")
+        raise Missing("There is no loss spike, or no RMS event before one.")
     axes = figure.subplots()
     lay_out(axes, "share of the loss spikes")
     axes.grid(axis="x")
@@ -92,11 +92,11 @@ def draw_tensors(figure: "Figure", data: Data, theme: Theme) -> str:
     axes.set_yticks(rows, [_short(a.name) for a in shown], fontsize=7.5)
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    return "Spikes that follow an RMS event of the tensor; orange: by chance."
+    return "Share of spikes that follow an RMS event of the tensor; orange: expected by chance."
 
 
 def draw_quantization(figure: "Figure", data: Data, theme: Theme) -> str:
-    """The worst layer's signal to quantization noise, of each operand."""
+    """Draws the lowest signal-to-quantization-noise ratio over layers, for each operand."""
     prefix = "quantization/sqnr_db/"
     names = [name for name in data.metrics if name.startswith(prefix)]
     axes, worst = None, {}
@@ -121,19 +121,19 @@ def draw_quantization(figure: "Figure", data: Data, theme: Theme) -> str:
         )
     axes.set_ylabel("dB")
     listed = ", ".join(worst.values())
-    return f"SQNR of the layer where it is lowest, by operand. At the end: {listed}."
+    return f"Lowest SQNR over layers, by operand. At the end of the run: {listed}."
 
 
 CHARTS = (
     ("loss", "Training loss", draw_loss),
     ("rms", "RMS", draw_rms),
-    ("tensors", "What the loss follows", draw_tensors),
+    ("tensors", "Tensors whose RMS events precede loss spikes", draw_tensors),
     ("quantization", "Quantization noise", draw_quantization),
 )
 
 
 def draw_event(event: Event) -> Callable:
-    """A drawing of the steps around an event: the loss, and below it the RMS of the leading tensors."""
+    """Returns a function that draws the steps around an event: the loss above the RMS of leading tensors."""
 
     def draw(figure, data: Data, theme: Theme) -> str:
         step = data.loss.step
@@ -160,14 +160,14 @@ def draw_event(event: Event) -> Callable:
 
 
 def usual(data: Data, step: int) -> float:
-    """The mean loss of the steps before."""
+    """The mean loss over the preceding steps."""
     loss, window = data.loss, data.analysis.rules.window
     before = loss.value[(loss.step < step) & (loss.step >= step - window)]
     return float(np.mean(before[np.isfinite(before)])) if np.isfinite(before).any() else np.nan
 
 
 def _watched(data: Data) -> str:
-    """The tensor whose RMS the page shows: the one that the loss follows, else the patch embedding."""
+    """The tensor that best precedes loss spikes, or else the patch embedding; the page shows its RMS."""
     if data.analysis.loss and data.analysis.alignments:
         return data.analysis.alignments[0].name
     largest = lambda name: np.nanmax(data.rms[name], initial=0.0)
@@ -179,7 +179,7 @@ def _ignored(axes, data: Data, theme: Theme) -> None:
 
 
 def _short(name: str) -> str:
-    """A tensor's path without what many have in common.
+    """Shortens a tensor's path by the parts that many paths share.
 
     >>> _short("vision/blocks/mlp/fc1/kernel/11")
     'vision mlp/fc1/kernel 11'

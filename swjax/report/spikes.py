@@ -1,6 +1,6 @@
-"""The page about a run's loss spikes: their steps, and the RMS events and batches before each.
+"""The page about the loss spikes of a run: their steps, and the RMS events and batches before each.
 
-It needs a metrics.jsonl with train/loss and stability/rms/<tensor>, of train.py or of
+It needs a metrics.jsonl with train/loss and stability/rms/<tensor>, written by train.py or by
 `swjax.diagnostics.Recorder`.
 """
 
@@ -19,8 +19,8 @@ from swjax.report import charts, page, records, spike_charts
 from swjax.report.charts import DARK, LIGHT, Chart
 
 METRICS = re.compile(rf"train/loss$|{RMS}|quantization/sqnr_db/")
-MOST_EVENTS = 12  # that are shown with plots
-MOST_ROWS = 12  # tensors in the table
+MOST_EVENTS = 12  # number of events with plots
+MOST_ROWS = 12  # number of tensors in the table
 
 Examples = Callable[[int], list[str]]
 
@@ -28,25 +28,25 @@ Examples = Callable[[int], list[str]]
 def write(
     workdir: str | Path, *, examples: Examples | None = None, **rules: Any
 ) -> tuple[Path, Analysis]:
-    """Writes WORKDIR/report/spikes.html, which needs no other file.
+    """Writes WORKDIR/report/spikes.html, a self-contained page.
 
     Args:
       workdir: directory of a run.
-      examples: step -> the examples of its batch; raises a ValueError if they are unknown. None: not a run
-        of train.py, and not replayable.
+      examples: step -> the examples of its batch; raises a ValueError if they are unknown. None for runs that
+        train.py did not write, which cannot be replayed.
       **rules: changes to `swjax.diagnostics.Rules.of_run`.
 
     Returns:
-      Path of the page, and its data.
+      Path of the page, and the analysis.
 
     Raises:
-      ValueError: there is no loss to look at.
+      ValueError: the log has no loss.
     """
     workdir = Path(workdir)
     metrics = records.read(workdir / "metrics.jsonl", METRICS)
     if "train/loss" not in metrics:
         raise ValueError(
-            f"{workdir}/metrics.jsonl holds no train/loss: name the workdir of a run, or record one "
+            f"{workdir}/metrics.jsonl has no train/loss: give the workdir of a run, or record one "
             f"with swjax.diagnostics.Recorder"
         )
     loss = metrics["train/loss"]
@@ -65,7 +65,7 @@ def write(
 
 
 def summary(analysis: Analysis) -> list[str]:
-    """The findings in a few lines."""
+    """Summarizes the findings in a few lines."""
     loss, lead = analysis.loss, _lead(analysis.rules)
     first, last = analysis.steps
     lines = [f"{len(loss)} loss spike{'' if len(loss) == 1 else 's'} in steps {first} to {last}"]
@@ -101,7 +101,7 @@ def _render(workdir: Path, pictures: Path, data: spike_charts.Data, examples) ->
     if len(analysis.loss) > len(cards):
         rest = [str(event.start) for event in analysis.loss if event not in events]
         cards.append(
-            f"<p>The {len(cards)} highest are shown; others begin at steps {', '.join(rest)}.</p>"
+            f"<p>The {len(cards)} highest are shown; others start at steps {', '.join(rest)}.</p>"
         )
     return page.fill(
         "spikes.html",
@@ -110,7 +110,7 @@ def _render(workdir: Path, pictures: Path, data: spike_charts.Data, examples) ->
         tiles="".join(_tiles(analysis)),
         charts="".join(_chart(pictures, data, *chart) for chart in spike_charts.CHARTS),
         alignments=_alignments(analysis),
-        events="".join(cards) or "<p class='missing'>None by these rules.</p>",
+        events="".join(cards) or "<p class='missing'>There are none by these rules.</p>",
         rules=_rules(analysis.rules),
     )
 
@@ -145,7 +145,7 @@ def _chart(pictures: Path, data, name: str, title: str, draw: Callable) -> str:
 def _alignments(analysis: Analysis) -> str:
     rules = analysis.rules
     if not analysis.loss:
-        return "<p class='missing'>There is no loss spike to follow anything.</p>"
+        return "<p class='missing'>There are no loss spikes.</p>"
     if not analysis.alignments:
         return f"<p class='missing'>No tensor's RMS reached {rules.rms}.</p>"
     head = "".join(
@@ -160,11 +160,11 @@ def _alignments(analysis: Analysis) -> str:
     tested = len(analysis.alignments)
     return (
         f"<p>How many of the {len(analysis.loss)} loss spikes begin {_lead(rules)} steps after an RMS "
-        f"event of a tensor, the least likely by chance first. Chance is exact: the tensor's events "
-        f"shifted around the run by every number of steps. {tested} tensors had events; among so many "
+        f"event of a tensor, sorted by p. The chance is exact: the tensor's events are "
+        f"shifted around the run by every number of steps. {tested} tensors had events; with so many tests, "
         f"a p below {0.05 / tested:.1g} is remarkable. Grey: p above 0.05.</p>"
         f'<div class="wide"><table class="numbers"><tr>{head}</tr>{rows}</table></div>'
-        + (f"<p>{tested - MOST_ROWS} more are less likely still.</p>" if tested > MOST_ROWS else "")
+        + (f"<p>{tested - MOST_ROWS} more have a larger p.</p>" if tested > MOST_ROWS else "")
     )
 
 
@@ -210,7 +210,7 @@ def _batches(workdir: Path, event: Event, examples: Examples | None) -> str:
         try:
             keys = examples(step)
         except ValueError as error:
-            text += f"<p class='missing'>{escape(str(error))}: replay it to see.</p>"
+            text += f"<p class='missing'>{escape(str(error))}: replay to see the batch.</p>"
             continue
         items = "".join(f"<li>{escape(key)}</li>" for key in keys)
         text += (
