@@ -153,7 +153,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path, caplog):
     checkpoints = Checkpoints(tmp_path, keep=1)
     with file_size_limit(8000):
         checkpoints.save(4, state_of(4), {"batches": 4})
-        with pytest.raises(RunError, match="step 2 is whole.*File too large") as error:
+        with pytest.raises(RunError, match="step 2 is saved.*File too large") as error:
             checkpoints.close()
     assert "\n" not in str(error.value) and "Traceback" not in caplog.text
     assert restored_step(tmp_path) == 2

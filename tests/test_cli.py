@@ -92,7 +92,7 @@ BAD_CONFIGS = {
     "no duration": (["train.steps=0"], "train.steps"),
     "two warm-ups": (["schedule.warmup_epochs=1"], "warmup_epochs=1.0"),
     "warm-up past the end": (["schedule.warmup_steps=100000"], "warmup_steps"),
-    "two clippings": (["optimizer.grad_clip_norm=1"], "alternatives"),
+    "two clippings": (["optimizer.grad_clip_norm=1"], "set one of them to 0"),
     "frozen nothing": (["optimizer.freeze=visoin/.*"], "visoin"),
     "broken pattern": (["optimizer.freeze=("], "regular expression"),
     "beta of 1": (["optimizer.b2=1"], "optimizer.b2"),

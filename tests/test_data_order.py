@@ -183,7 +183,7 @@ def test_positions_of_processes_that_drifted_apart():
 
 def test_a_position_of_other_data_is_refused():
     position = Run(Pairs(20), 1, 2).cut()
-    with pytest.raises(ValueError, match="has 21 examples; when this run was saved it had 20"):
+    with pytest.raises(ValueError, match="has 21 examples; when this run was saved, it had 20"):
         Run(Pairs(21), 1, 2, position)
 
 

@@ -375,7 +375,7 @@ def test_mixture_refuses(tmp_path):
     tars = open_tars(write_tars(tmp_path, [3]), tmp_path)
     patterns = data.source("synthetic", "train", image_size=8)
     for parts, message in (
-        ({}, "needs sources"),
+        ({}, "needs at least one source"),
         ({"a": (tars, 1.0), "b": (tars, 0.0)}, "weight of 'b' is 0.0; weights must be positive"),
         (
             {"a": (tars, 1.0), "b": (patterns, 1.0)},

@@ -115,7 +115,10 @@ def test_bad_samples_are_left_out_and_counted(tmp_path, capsys):
         assert run(tmp_path, f"--tars={pattern}", f"--name={flag[2:5]}", flag) == 1
         assert "the caption is empty" in capsys.readouterr().err
     assert run(tmp_path, f"--tars={tmp_path}/00000.tar") == 1
-    assert "from another number of tars than these 1: use another --name" in capsys.readouterr().err
+    assert (
+        "converted from another number of tars than 1: use another --name"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

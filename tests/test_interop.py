@@ -137,7 +137,7 @@ def test_what_openai_and_older_files_hold_besides_parameters(saved, tmp_path):
 def test_model_can_be_given_and_changed(saved):
     model, file, _ = saved
     (file.parent / LAYOUTS["open_clip"].config).unlink()
-    with pytest.raises(ValueError, match=r"no open_clip_config.json next to it.*clip.config\("):
+    with pytest.raises(ValueError, match=r"no open_clip_config.json beside it.*clip.config\("):
         interop.load(file)
     loaded = interop.load(file, model.cfg, recipe="switchback", dtype="bfloat16")
     assert loaded.vision.blocks.mlp.fc1.recipe.dgrad is not None
@@ -157,11 +157,11 @@ def test_a_folder_with_both_layouts_is_read_once(tmp_path):
 CHANGES = {
     "missing": (
         lambda held: [held.pop("ln_final.bias"), held.pop("visual.proj")],
-        r"lacks the tensor 'visual.proj' \(and 1 more\): pass the configuration",
+        r"lacks the tensor 'visual.proj' \(and 1 more\): pass this model",
     ),
     "unexpected": (
         lambda held: held.update({"visual.attn_pool.probe": np.zeros(3, np.float32)}),
-        "has an unexpected tensor 'visual.attn_pool.probe': pass the configuration",
+        "has an unexpected tensor 'visual.attn_pool.probe': pass this model",
     ),
     "another depth": (
         lambda held: held.update(
@@ -171,7 +171,7 @@ CHANGES = {
     ),
     "shape": (
         lambda held: held.update({"visual.proj": np.zeros((24, 32), np.float32)}),
-        r"tensor 'visual.proj' of .* must be \[32, 24\], got \[24, 32\]: pass the configuration",
+        r"tensor 'visual.proj' of .* must be \[32, 24\], got \[24, 32\]: pass this model",
     ),
     "dtype": (
         lambda held: held.update({"visual.proj": np.zeros((32, 24))}),
@@ -179,7 +179,7 @@ CHANGES = {
     ),
     "no clip": (
         lambda held: [held.pop(name) for name in list(held) if name.startswith("visual.conv1")],
-        "has neither a tensor 'visual.conv1.weight' nor 'vision_model.* it is no CLIP ViT",
+        "has neither a tensor 'visual.conv1.weight' nor 'vision_model.* give a CLIP ViT",
     ),
 }
 
@@ -203,7 +203,9 @@ def test_files_that_are_not_there_or_not_whole(tmp_path):
     file = weights(tmp_path, "open_clip")
     for size in (0, 7, 100, file.stat().st_size - 1):
         (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:size])
-        with pytest.raises(ValueError, match="cut.safetensors is not a whole safetensors file: "):
+        with pytest.raises(
+            ValueError, match="cut.safetensors is not a complete safetensors file: "
+        ):
             interop.load(tmp_path / "cut.safetensors")
 
 
@@ -213,7 +215,7 @@ def test_what_a_layout_cannot_hold(tmp_path):
         ({"layer_scale": 0.0}, "blocks/ls_1/gamma"),
         ({"init_logit_bias": 0.0}, "logit_bias"),
     ):
-        with pytest.raises(ValueError, match=f"model.safetensors has no place for .*{parameter}'"):
+        with pytest.raises(ValueError, match=f"model.safetensors has no name for .*{parameter}'"):
             interop.save(tmp_path / "none", make(**options), "huggingface")
     with pytest.raises(
         ValueError,
@@ -275,8 +277,11 @@ def test_hidden_widths_survive_the_ratio(width, hidden):
 
 REFUSED = {
     "open_clip": [
-        ({"vision_cfg": {"timm_model_name": "vit"}}, "vision_cfg.timm_model_name='vit' is no part"),
-        ({"vision_cfg": {"pool_type": "avg"}}, "vision_cfg.pool_type='avg' is no part"),
+        (
+            {"vision_cfg": {"timm_model_name": "vit"}},
+            "vision_cfg.timm_model_name='vit' is not supported",
+        ),
+        ({"vision_cfg": {"pool_type": "avg"}}, "vision_cfg.pool_type='avg' is not supported"),
         ({"text_cfg": {"hf_model_name": "roberta"}}, "text_cfg.hf_model_name='roberta'"),
         ({"text_cfg": {"norm_kwargs": {"eps": 1e-6}}}, "text_cfg.norm_kwargs={'eps': 1e-06}"),
         ({"custom_text": True}, "model_cfg.custom_text=True"),
@@ -286,7 +291,7 @@ REFUSED = {
     ],
     "huggingface": [
         ({"vision_config": {"hidden_size": "x"}}, "TypeError: "),
-        ({"model_type": "siglip"}, "model_type must be 'clip', which is what swjax"),
+        ({"model_type": "siglip"}, "model_type must be 'clip', the only value that swjax"),
         ({"text_config": {"hidden_act": "relu"}}, "text_config.hidden_act must be 'quick_gelu'"),
         ({"text_config": {"eos_token_id": 7}}, "text_config.eos_token_id must be 59, which"),
         ({"vision_config": {"layer_norm_eps": 1e-6}}, "vision_config.layer_norm_eps must be 1e-05"),
@@ -372,17 +377,17 @@ def test_big_visions_layout_by_hand(tmp_path):
         with pytest.raises(ValueError, match=message):
             interop.load(tmp_path / "other.npz")
     (tmp_path / "cut.npz").write_bytes((tmp_path / "model.npz").read_bytes()[:1000])
-    with pytest.raises(ValueError, match="is not a whole .npz"):
+    with pytest.raises(ValueError, match="is not a complete .npz"):
         interop.load(tmp_path / "cut.npz")
 
 
 def test_a_siglip_has_no_place_in_a_clips_layout(tmp_path):
     for layout in CLIPS:
-        with pytest.raises(ValueError, match="has no place for the parameter '"):
+        with pytest.raises(ValueError, match="has no name for the parameter '"):
             interop.save(tmp_path, make(**SIGLIP), layout)
-    with pytest.raises(ValueError, match="has no place for the parameter"):
+    with pytest.raises(ValueError, match="has no name for the parameter"):
         interop.save(tmp_path, make(), "siglip")
     with pytest.raises(
-        ValueError, match="holds architecture='siglip' with gelu='tanh', got 'clip'"
+        ValueError, match="needs architecture='siglip' with gelu='tanh', got 'clip'"
     ):
         interop.save(tmp_path, make(), "big_vision")

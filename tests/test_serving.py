@@ -171,7 +171,7 @@ def test_a_model_computes_the_same():
 
 def test_a_model_is_prequantized_once():
     model = serving.prequantize(nnx.Dict(fc=swjax.nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
-    with pytest.raises(ValueError, match="got none that is a float yet: choose their recipes"):
+    with pytest.raises(ValueError, match="got none with float weights: choose their recipes"):
         serving.prequantize(model)
     swjax.nnx.quantize_model(model, {"fc": "switchback_q"})
     with pytest.raises(ValueError, match=r"must be int8 \[n, k\] with a scale \(16, 1\)"):
@@ -261,8 +261,8 @@ def test_linen_variables_that_cannot_be_prequantized():
     small = serving.prequantize_variables(ours.apply, variables, x)
     cast = jax.tree.map(lambda w: w.astype(jnp.bfloat16), variables)
     for function, arrays, message in (
-        (plain.apply, variables, "got none that is a float yet: apply the model within"),
-        (ours.apply, small, "got none that is a float yet"),
+        (plain.apply, variables, "got none with float weights: apply the model within"),
+        (ours.apply, small, "got none with float weights"),
         (ours.apply, cast, r"\[16, 8\] and be float32 .*, got bfloat16\[16, 8\]: give the"),
         (lambda v, x: ours.apply(v["ema"], x), {"ema": variables}, "got none: give the model's"),
     ):
@@ -333,11 +333,11 @@ def test_files_of_other_models(encoder, tmp_path):
     path = tmp_path / "clip.safetensors"
     inference.save(path, encoder)
     with pytest.raises(
-        ValueError, match=r"'blocks/attn/k/bias' is None there and float32\[2, 32\] here"
+        ValueError, match=r"'blocks/attn/k/bias' is None in the file and float32\[2, 32\] here"
     ):
         serving.load(path, encoder.model.vision)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         inference.load(path)
     assert [file.name for file in tmp_path.iterdir()] == ["clip.safetensors"]
 

@@ -1,8 +1,8 @@
 """Loads and saves CLIP weights in the layouts of open_clip, OpenAI and Hugging Face.
 
-Files are safetensors; nothing is unpickled. `load` gives a `swjax.models.clip.CLIP`, `read` its
-configuration and its parameters on the host. `save` writes what `open_clip.create_model("local-dir:...")` and
-transformers' `CLIPModel.from_pretrained` open.
+Files are safetensors; nothing is unpickled. `load` returns a `swjax.models.clip.CLIP`; `read` returns its
+configuration and its parameters on the host. `open_clip.create_model("local-dir:...")` and transformers'
+`CLIPModel.from_pretrained` can open the output of `save`.
 """
 
 from swjax.interop.files import NoConfig, load, read, save

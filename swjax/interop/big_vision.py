@@ -1,8 +1,8 @@
-"""SigLIP's checkpoints as big_vision publishes them: one .npz of arrays, named by path.
+"""SigLIP checkpoints in the format of big_vision: one .npz of arrays, named by path.
 
-A path is "params/img/embedding/kernel". Kernels are [in, out] as in swjax, with a separate axis for heads in
-attention. The shapes determine the configuration. Blocks may be separate
-("encoderblock_0/...") or stacked ("encoderblock/...").
+An example of a path is "params/img/embedding/kernel". Kernels are [in, out] as in swjax, with a separate axis
+for heads in attention. The shapes determine the configuration. Blocks may be separate ("encoderblock_0/...")
+or stacked ("encoderblock/...").
 """
 
 import math
@@ -48,17 +48,17 @@ _ARRAYS = {
 
 
 def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
-    """The configuration and the parameters of a checkpoint, for images normalised as in big_vision.
+    """Reads a checkpoint, whose model expects images normalized as in big_vision.
 
     Args:
-      path: of the .npz.
+      path: path of the .npz.
 
     Returns:
-      (configuration, {our path: float32 array}).
+      (configuration, {swjax path: float32 array}).
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is no SigLIP of big_vision, or a part of one.
+      FileNotFoundError: the file does not exist.
+      ValueError: the file is not a SigLIP of big_vision, or is incomplete.
     """
     try:
         with open(path, "rb") as raw, np.load(raw) as file:
@@ -66,36 +66,36 @@ def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise ValueError(f"{path} is not a whole .npz of arrays: {error}") from error
+        raise ValueError(f"{path} is not a complete .npz of arrays: {error}") from error
     held = _stacked(held)
     try:
         cfg = _config(held)
         parameters = {ours: _ours(held.pop(theirs), ours, cfg) for ours, theirs in _names()}
     except KeyError as error:
         raise ValueError(
-            f"{path} lacks the array {error}: only SigLIPs of big_vision are read"
+            f"{path} lacks the array {error}: give a SigLIP checkpoint of big_vision"
         ) from error
     if held:
         raise ValueError(
-            f"{path} has an unexpected array {min(held)!r}: it is no SigLIP with MAP pooling"
+            f"{path} has an unexpected array {min(held)!r}: give a SigLIP checkpoint with MAP pooling"
         )
     return cfg, parameters
 
 
 def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> None:
-    """Replaces a checkpoint.
+    """Writes a checkpoint and replaces an existing one.
 
     Args:
-      path: of the .npz.
-      parameters: by swjax's paths, for images normalised as in big_vision.
-      cfg: the model.
+      path: path of the .npz.
+      parameters: {swjax path: array}, for images normalized as in big_vision.
+      cfg: the model configuration.
 
     Raises:
-      ValueError: the model is no SigLIP with the GELU that big_vision computes.
+      ValueError: the model is not a SigLIP, or has another GELU than big_vision.
     """
     if not cfg.siglip or cfg.gelu != "tanh":
         raise ValueError(
-            f"big_vision's layout holds architecture='siglip' with gelu='tanh', got {cfg.architecture!r} "
+            f"big_vision's layout needs architecture='siglip' with gelu='tanh', got {cfg.architecture!r} "
             f"and {cfg.gelu!r}"
         )
     held = {}
@@ -113,7 +113,7 @@ def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> 
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    """(our path, theirs with stacked blocks) of every parameter."""
+    """Yields (swjax path, big_vision path with stacked blocks) of every parameter."""
     layers = dict(_LAYERS)
     for tower, encoder in _ENCODERS.items():
         for ours, theirs in _BLOCK.items():
@@ -126,7 +126,7 @@ def _names() -> Iterator[tuple[str, str]]:
 
 
 def _stacked(held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays with those of separate blocks stacked."""
+    """Stacks the arrays of separate blocks."""
     blocks: dict[str, dict[int, np.ndarray]] = {}
     found = {}
     for name, value in held.items():
@@ -170,7 +170,7 @@ def _config(held: Mapping[str, np.ndarray]) -> CLIPConfig:
 
 
 def _ours(value: np.ndarray, path: str, cfg: CLIPConfig) -> np.ndarray:
-    """An array in swjax's layout: heads joined, leading axes of length 1 and of scalars removed."""
+    """Converts an array to swjax's layout: merges heads, removes leading axes of length 1."""
     value = np.asarray(value, np.float32)
     layer, _, part = path.rpartition("/")
     if "position_embedding" in path or not layer:

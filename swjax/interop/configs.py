@@ -1,7 +1,7 @@
-"""The config files next to weights: open_clip's and Hugging Face's, as `CLIPConfig` and back.
+"""Converts the config files beside weights, open_clip's and Hugging Face's, to `CLIPConfig` and back.
 
-Weights alone determine neither the number of attention heads nor the kind of GELU. An error names the
-first setting that `swjax.models` does not support: a model without it would compute something else.
+Weights alone determine neither the number of attention heads nor the kind of GELU. An error names the first
+setting that `swjax.models` does not support, because ignoring it would change the model's output.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from swjax.data.images import MEAN, STD
 from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
 
-# The libraries' defaults for keys that a file lacks.
+# The libraries' defaults for missing keys.
 _OPEN_CLIP_VISION = {"layers": 12, "width": 768, "head_width": 64, "mlp_ratio": 4.0,
                      "patch_size": 16, "image_size": 224, "ls_init_value": None}  # fmt: skip
 _OPEN_CLIP_TEXT = {"layers": 12, "width": 512, "heads": 8, "mlp_ratio": 4.0,
@@ -34,14 +34,14 @@ _ACTIVATIONS = {
     "exact": "gelu",
     "quick": "quick_gelu",
     "tanh": "gelu_pytorch_tanh",
-}  # theirs by ours
+}  # swjax key -> Hugging Face key
 
 
 def from_open_clip(file: Mapping) -> CLIPConfig:
-    """The model that an open_clip_config.json describes.
+    """Converts an open_clip_config.json to a model configuration.
 
     Raises:
-      ValueError: it has a part that swjax does not have.
+      ValueError: the model has a part that swjax does not support.
     """
     model = file.get("model_cfg", file)
     known = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_bias"}
@@ -49,8 +49,8 @@ def from_open_clip(file: Mapping) -> CLIPConfig:
     vision = _OPEN_CLIP_VISION | model["vision_cfg"]
     if not isinstance(vision["layers"], int):
         raise ValueError(
-            f"vision_cfg.layers must be one number, for swjax has vision transformers alone, "
-            f"got {vision['layers']!r}: that is a ResNet"
+            f"vision_cfg.layers must be one number, because swjax supports only vision transformers, "
+            f"got {vision['layers']!r} of a ResNet: give a ViT"
         )
     text = _OPEN_CLIP_TEXT | model["text_cfg"]
     neutral = {"patch_dropout", "output_tokens", "pad_id", "eos_id", "act_kwargs"}  # no effect here
@@ -98,7 +98,7 @@ def _open_clip_gelu(model: Mapping, vision: Mapping, text: Mapping) -> str:
 
 
 def to_open_clip(cfg: CLIPConfig) -> dict:
-    """The open_clip_config.json of a model."""
+    """Converts a model configuration to an open_clip_config.json."""
     common: dict[str, Any] = (
         {"ls_init_value": cfg.layer_scale} if cfg.layer_scale is not None else {}
     )
@@ -133,13 +133,13 @@ def to_open_clip(cfg: CLIPConfig) -> dict:
 
 
 def from_hugging_face(file: Mapping) -> CLIPConfig:
-    """The model that the config.json of a `CLIPModel` describes.
+    """Converts the config.json of a `CLIPModel` to a model configuration.
 
     Raises:
-      ValueError: it is of another kind of model, or has a part that swjax does not have.
+      ValueError: the model is of another kind, or has a part that swjax does not support.
     """
     _need("model_type", file.get("model_type"), "clip")
-    # Older files repeat the sections under these keys, which then take precedence.
+    # Older files repeat the sections under these keys, which take precedence.
     vision, text = (
         defaults | file.get(f"{tower}_config", {}) | (file.get(f"{tower}_config_dict") or {})
         for tower, defaults in (("vision", _HUGGING_FACE_VISION), ("text", _HUGGING_FACE_TEXT))
@@ -153,7 +153,7 @@ def from_hugging_face(file: Mapping) -> CLIPConfig:
             f"hidden_act must be one of {', '.join(gelus)}, got {vision['hidden_act']!r}"
         )
     last = text["vocab_size"] - 1
-    if text["eos_token_id"] != 2:  # which stands for the largest id, by a mistake in old files
+    if text["eos_token_id"] != 2:  # old files have a wrong 2 for the largest id
         _need("text_config.eos_token_id", text["eos_token_id"], last)
     return CLIPConfig(
         **_hugging_face_towers(vision, text),
@@ -163,10 +163,10 @@ def from_hugging_face(file: Mapping) -> CLIPConfig:
 
 
 def from_siglip(file: Mapping) -> CLIPConfig:
-    """The model that the config.json of a `SiglipModel` describes.
+    """Converts the config.json of a `SiglipModel` to a model configuration.
 
     Raises:
-      ValueError: it is of another kind of model, or has a part that swjax does not have.
+      ValueError: the model is of another kind, or has a part that swjax does not support.
     """
     _need("model_type", file.get("model_type"), "siglip")
     vision = _SIGLIP_VISION | file.get("vision_config", {})
@@ -188,10 +188,10 @@ def from_siglip(file: Mapping) -> CLIPConfig:
 
 
 def to_siglip(cfg: CLIPConfig) -> dict:
-    """The config.json of a model, for `SiglipModel.from_pretrained`.
+    """Converts a model configuration to a config.json for `SiglipModel.from_pretrained`.
 
     Raises:
-      ValueError: the model is no SigLIP.
+      ValueError: the model is not a SigLIP.
     """
     _need("architecture", cfg.architecture, "siglip")
     _need("gelu", cfg.gelu, "tanh")
@@ -226,7 +226,7 @@ def to_siglip(cfg: CLIPConfig) -> dict:
 
 
 def _hugging_face_towers(vision: Mapping, text: Mapping) -> dict[str, Any]:
-    """The towers of a CLIPConfig."""
+    """The tower fields of a CLIPConfig."""
     return {
         "vision": VisionConfig(
             **_hugging_face_tower(vision),
@@ -244,14 +244,14 @@ def _hugging_face_towers(vision: Mapping, text: Mapping) -> dict[str, Any]:
 def _hugging_face_tower(config: Mapping) -> dict:
     width, hidden = config["hidden_size"], config["intermediate_size"]
     ratio = hidden / width
-    if int(width * ratio) < hidden:  # rounded down
+    if int(width * ratio) < hidden:  # rounding down gave a smaller value
         ratio = math.nextafter(ratio, math.inf)
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     return {"width": width, "layers": layers, "heads": heads, "mlp_ratio": ratio}
 
 
 def to_hugging_face(cfg: CLIPConfig) -> dict:
-    """The config.json of a model, for `CLIPModel.from_pretrained`."""
+    """Converts a model configuration to a config.json for `CLIPModel.from_pretrained`."""
 
     def tower(part):
         return {
@@ -284,14 +284,16 @@ def to_hugging_face(cfg: CLIPConfig) -> dict:
 
 def _need(key: str, value, only) -> None:
     if value != only:
-        raise ValueError(f"{key} must be {only!r}, which is what swjax computes, got {value!r}")
+        raise ValueError(
+            f"{key} must be {only!r}, the only value that swjax supports, got {value!r}"
+        )
 
 
 def _refuse(section: str, given: Mapping, known, fixed: Mapping) -> None:
-    """Raises a ValueError for a key with a value other than its neutral one."""
+    """Raises a ValueError if a key has another value than its neutral one."""
     for key, value in given.items():
         if key in known or not value or fixed.get(key) == value:
             continue
         raise ValueError(
-            f"{section}.{key}={value!r} is no part of swjax's CLIP: only a model without"
+            f"{section}.{key}={value!r} is not supported by swjax's CLIP: use a model without"
         )

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files of CLIP models, checking every tensor before any is read."""
+"""Reads and writes safetensors files of CLIP models; checks every tensor before reading any."""
 
 import json
 from collections.abc import Iterable
@@ -20,32 +20,32 @@ _READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hug
 _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face,
             "siglip": configs.to_siglip}  # fmt: skip
 SIGLIP = LAYOUTS["siglip"]
-_EXACT = ("F32", "F16", "BF16")  # dtypes that float32 holds exactly
+_EXACT = ("F32", "F16", "BF16")  # dtypes that convert to float32 exactly
 
 
 class NoConfig(ValueError):
-    """There is no config file next to the weights: OpenAI's have none."""
+    """The weights have no config file beside them, like OpenAI's weights."""
 
 
 def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
-    """A CLIP model from safetensors in the layout of open_clip, OpenAI or Hugging Face.
+    """Loads a CLIP model from safetensors in the layout of open_clip, OpenAI or Hugging Face.
 
-    The names of the tensors determine the layout. 16-bit values are converted to float32.
+    The tensor names determine the layout. 16-bit values are converted to float32.
 
     Args:
-      path: a file, or a folder with one as open_clip or Hugging Face write it.
-      cfg: the model; None: that of the config file next to the weights, in float32 and without
+      path: a file, or a folder that open_clip or Hugging Face wrote.
+      cfg: the model configuration; None reads the config file beside the weights, and sets float32 without
         quantization, as in those libraries.
-      **options: fields of the configuration to be replaced, such as recipe="switchback".
+      **options: fields of the configuration to replace, such as recipe="switchback".
 
     Returns:
-      The model, its parameters in float32 on the default device.
+      The model, with float32 parameters on the default device.
 
     Raises:
-      FileNotFoundError: there is no such file, or the folder has no safetensors.
+      FileNotFoundError: the file does not exist, or the folder has no safetensors.
       ModuleNotFoundError: safetensors is not installed.
-      ValueError: no config, or one of another kind of model; a tensor is missing, unexpected, or of
-        another shape or dtype. The message is one line that names it.
+      ValueError: the config is missing or describes another kind of model, or a tensor is missing,
+        unexpected, or has another shape or dtype. The one-line message names it.
 
     >>> import tempfile
     >>> cfg = clip.config("tiny", vision={"layers": 1}, text={"layers": 1})
@@ -65,16 +65,16 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
 def read(
     path: str | Path, cfg: clip.CLIPConfig | None = None
 ) -> tuple[clip.CLIPConfig, dict[str, np.ndarray]]:
-    """The configuration and the parameters of a file, on the host.
+    """Reads the configuration and the parameters of a file, on the host.
 
     Args:
-      path, cfg: as for `load`.
+      path, cfg: see `load`.
 
     Returns:
-      (configuration, {path: float32 array}); paths as in "vision/blocks/attn/q/kernel".
+      (configuration, {path: float32 array}), with paths such as "vision/blocks/attn/q/kernel".
 
     Raises:
-      FileNotFoundError, ModuleNotFoundError, ValueError: as `load`.
+      FileNotFoundError, ModuleNotFoundError, ValueError: see `load`.
     """
     if Path(path).suffix == ".npz":
         described, parameters = big_vision.read(Path(path))
@@ -98,20 +98,20 @@ def read(
 
 
 def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> None:
-    """Writes a model as float32 safetensors, with its config, for other libraries.
+    """Writes a model and its config as float32 safetensors for other libraries.
 
     Args:
       folder: created if it is missing; existing files are replaced. `open_clip.create_model(
         "local-dir:FOLDER")` or `CLIPModel.from_pretrained(FOLDER)` opens it.
       model: any CLIP; its recipe and dtype are not saved.
-      layout: "open_clip", which is OpenAI's too, "huggingface", or "siglip", Hugging Face's of SigLIP, or
+      layout: "open_clip" (also OpenAI's layout), "huggingface", "siglip" (Hugging Face's layout of SigLIP) or
         "big_vision", which writes model.npz.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
-      ValueError: there is no such layout, or it lacks a parameter of this model.
+      ValueError: the layout does not exist, or has no name for a parameter of this model.
 
-    An example is under `load`.
+    See `load` for an example.
     """
     layouts = (*LAYOUTS, "big_vision")
     if layout not in layouts:
@@ -128,7 +128,7 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
     packed = {t.name: t.pack(parameters) for t in tensors(LAYOUTS[layout], shapes)}
     names = LAYOUTS[layout]
     folder.mkdir(parents=True, exist_ok=True)
-    # transformers refuses files without this format.
+    # transformers rejects files without this format entry.
     tensor_files.write(folder / names.weights, packed, {"format": "pt"})
     config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
     (folder / names.config).write_text(config + "\n")
@@ -139,7 +139,7 @@ def _flat(tree) -> dict:
 
 
 def _weights_file(path: Path) -> Path:
-    """The safetensors file at a path or in its folder."""
+    """The safetensors file at a path or in a folder."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -150,29 +150,30 @@ def _weights_file(path: Path) -> Path:
     names = " nor ".join(dict.fromkeys(layout.weights for layout in LAYOUTS.values()))
     there = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
     raise FileNotFoundError(
-        f"{path} holds neither {names}, only {there}: give the file itself; pickled weights (.bin, .pt) "
-        f"are not read, let the library that wrote them save safetensors"
+        f"{path} holds neither {names}, only {there}: give the file itself, or save pickled "
+        f"weights (.bin, .pt), which swjax does not read, as safetensors with their library"
     )
 
 
 def _layout_of(path: Path, names: Iterable[str]) -> str:
-    for name in ("siglip", "open_clip", "huggingface"):  # Hugging Face's share most names
+    # Hugging Face's two layouts share most names.
+    for name in ("siglip", "open_clip", "huggingface"):
         if LAYOUTS[name].marker in names:
             return name
     markers = " nor ".join(repr(layout.marker) for layout in LAYOUTS.values())
     raise ValueError(
-        f"{path} has neither a tensor {markers}: it is no CLIP ViT of open_clip, OpenAI or Hugging Face, "
-        f"and no SigLIP"
+        f"{path} has neither a tensor {markers}: give a CLIP ViT of open_clip, OpenAI or Hugging Face, "
+        f"or a SigLIP"
     )
 
 
 def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
-    """The configuration from the file next to the weights."""
+    """Reads the configuration from the file beside the weights."""
     file = path.parent / LAYOUTS[layout].config
     if not file.is_file():
         raise NoConfig(
-            f"{path} has no {file.name} next to it, which names heads and GELU: pass the model, as in "
-            f'cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
+            f"{path} has no {file.name} beside it for the number of heads and the GELU: pass the model, as "
+            f'in cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )
     try:
         described = _READERS[layout](json.loads(file.read_text()))
@@ -184,7 +185,7 @@ def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, KeyError):
-        return f"lacks the key {text}, is it the config of a CLIP?"
+        return f"lacks the key {text}: give the config of a CLIP"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
@@ -193,7 +194,7 @@ def _check(path: Path, layout: WeightFormat, found, expected) -> None:
     names = {tensor.name for tensor in expected}
     missing = [tensor.name for tensor in expected if tensor.name not in found]
     unexpected = sorted(found.keys() - names - layout.buffers)
-    remedy = "pass the configuration of this very model as cfg, see swjax.models.clip.config"
+    remedy = "pass this model's configuration as cfg, see swjax.models.clip.config"
     for what, which in (("lacks the tensor", missing), ("has an unexpected tensor", unexpected)):
         if which:
             more = f" (and {len(which) - 1} more)" if len(which) > 1 else ""

@@ -1,8 +1,9 @@
-"""Names and layouts of a CLIP model's parameters in other libraries.
+"""Names and layouts of CLIP parameters in other libraries.
 
-PyTorch keeps a linear layer's weight as [out, in], Flax its kernel as [in, out]; a convolution's as
-[out, in, h, w] and [h, w, in, out]. open_clip concatenates q, k and v to one matrix. All
-store each block separately, where swjax stacks them. Nothing else differs, so both conversions are exact.
+PyTorch stores the weight of a linear layer as [out, in] and of a convolution as [out, in, h, w]. Flax stores
+the kernels as [in, out] and [h, w, in, out]. open_clip concatenates q, k and v into one matrix. The other
+libraries store each block separately, while swjax stacks them. Nothing else differs, so the conversions are
+exact in both directions.
 """
 
 import dataclasses
@@ -15,16 +16,16 @@ from swjax.data.images import MEAN, STD
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How a library stores a model.
+    """The format in which a library stores a model.
 
     Attributes:
-      weights, config: its file names.
-      names: {name: our paths, separated by blanks, concatenated along the first axis}; "{}" stands for
-        the number of a block.
-      marker: a tensor that only this layout has.
-      buffers: tensors that some files hold and that are no parameters.
-      scalars: the shape in which scalars are stored.
-      mean, std: of red, green and blue in the images that its models read.
+      weights, config: file names.
+      names: {tensor name: swjax paths, separated by blanks, concatenated along the first axis}; "{}" stands
+        for the index of a block.
+      marker: a tensor name that only this layout has.
+      buffers: tensors in some files that are not parameters.
+      scalars: the shape of stored scalars.
+      mean, std: normalization of red, green and blue in the models' input images.
     """
 
     weights: str
@@ -38,12 +39,12 @@ class WeightFormat:
 
 
 def _both(theirs: str, ours: str, weight: str) -> dict[str, str]:
-    """A layer with a weight, which we call `weight`, and a bias."""
+    """Names of a layer's weight, which swjax calls `weight`, and its bias."""
     return {f"{theirs}.weight": f"{ours}/{weight}", f"{theirs}.bias": f"{ours}/bias"}
 
 
 def _under(theirs: str, ours: str, names: dict[str, str]) -> dict[str, str]:
-    """The names with prefixes."""
+    """Adds a prefix to the names on each side."""
     return {
         theirs + name: " ".join(f"{ours}/{path}" for path in paths.split())
         for name, paths in names.items()
@@ -94,7 +95,8 @@ LAYOUTS = {
             "logit_bias": "logit_bias",
         },
         marker="visual.conv1.weight",
-        buffers=frozenset(("input_resolution", "context_length", "vocab_size")),  # OpenAI's files
+        # OpenAI's files contain these.
+        buffers=frozenset(("input_resolution", "context_length", "vocab_size")),
     ),
     "huggingface": WeightFormat(
         weights="model.safetensors",
@@ -103,7 +105,7 @@ LAYOUTS = {
             "vision_model.embeddings.patch_embedding.weight": "vision/patch_embed/kernel",
             "vision_model.embeddings.class_embedding": "vision/class_embedding",
             "vision_model.embeddings.position_embedding.weight": "vision/position_embedding",
-            **_both("vision_model.pre_layrnorm", "vision/ln_pre", "scale"),  # spelt so
+            **_both("vision_model.pre_layrnorm", "vision/ln_pre", "scale"),  # sic
             **_under("vision_model.encoder.layers.{}.", "vision/blocks", _HUGGING_FACE_BLOCK),
             **_both("vision_model.post_layernorm", "vision/ln_post", "scale"),
             "visual_projection.weight": "vision/projection/kernel",
@@ -162,11 +164,11 @@ class Tensor:
     """One tensor of a file.
 
     Attributes:
-      name: as the file has it.
-      paths: of the swjax parameters that it contains.
-      block: number within their stacks; None: they are not stacked.
-      axes: the permutation from swjax's axes to its own.
-      shape: in the file.
+      name: name in the file.
+      paths: paths of the swjax parameters that it contains.
+      block: index of the block in the swjax stacks, or None if they are not stacked.
+      axes: permutation from swjax's axes to the file's axes.
+      shape: shape in the file.
     """
 
     name: str
@@ -176,13 +178,13 @@ class Tensor:
     shape: tuple[int, ...]
 
     def pack(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Its value, from swjax's parameters by path."""
+        """Builds the tensor from swjax's parameters, given by path."""
         parts = [parameters[path][self._place].transpose(self.axes) for path in self.paths]
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return np.asarray(joined.reshape(self.shape), order="C")
 
     def unpack(self, value: np.ndarray, parameters: Mapping[str, np.ndarray]) -> None:
-        """Writes its value into swjax's parameters."""
+        """Copies the tensor into swjax's parameters."""
         parts = [value] if len(self.paths) == 1 else np.split(value, len(self.paths))
         inverse = [self.axes.index(axis) for axis in range(len(self.axes))]
         for path, part in zip(self.paths, parts, strict=True):
@@ -196,11 +198,11 @@ class Tensor:
 
 
 def tensors(layout: WeightFormat, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
-    """The tensors that a file of this layout holds.
+    """Lists the tensors of a file in this layout.
 
     Args:
-      layout: whose.
-      shapes: of our parameters, by path.
+      layout: layout of the file.
+      shapes: {swjax path: shape} of the parameters.
 
     Raises:
       ValueError: the layout has no name for a parameter.
@@ -209,12 +211,12 @@ def tensors(layout: WeightFormat, shapes: Mapping[str, tuple[int, ...]]) -> Iter
     for path in shapes:
         if path not in named:
             raise ValueError(
-                f"a file {layout.weights} has no place for the parameter {path!r}: "
+                f"a file {layout.weights} has no name for the parameter {path!r}: "
                 f"use another layout, or a model without it"
             )
     for name, joined in layout.names.items():
         paths = tuple(joined.split())
-        if paths[0] not in shapes:  # of an option that this model does without
+        if paths[0] not in shapes:  # belongs to an option that this model does not use
             continue
         ours = shapes[paths[0]]
         if "{}" not in name:
@@ -227,19 +229,19 @@ def tensors(layout: WeightFormat, shapes: Mapping[str, tuple[int, ...]]) -> Iter
 def for_their_images(
     parameters: Mapping[str, np.ndarray], mean: Iterable[float], std: Iterable[float]
 ) -> dict[str, np.ndarray]:
-    """Changes parameters for images that are normalised by another mean and std than `MEAN` and `STD`.
+    """Converts parameters to models whose images are normalized by another mean and std than `MEAN`, `STD`.
 
-    The embedding of patches absorbs the difference, ``(p - mean) / std = a (p - MEAN) / STD + b`` for each
-    colour, so that the model computes the same; it needs a bias.
+    The patch embedding absorbs the difference, ``(p - mean) / std = a (p - MEAN) / STD + b`` for each colour,
+    so the output of the model is unchanged. The patch embedding needs a bias.
 
     Args:
-      parameters: by path.
-      mean, std: of the images that the result is for.
+      parameters: {path: array}.
+      mean, std: normalization of the images for the converted model.
     """
     a, b = _affine(mean, std)
     kernel = parameters["vision/patch_embed/kernel"].astype(np.float64)
     bias = parameters["vision/patch_embed/bias"].astype(np.float64)
-    # STD x + MEAN = std y + mean: the kernel reads y in place of x = y / a - b / a.
+    # From STD x + MEAN = std y + mean: the kernel receives y instead of x = y / a - b / a.
     kernel = kernel / a[:, None]
     bias = bias - np.einsum("hwcd,c->d", kernel, b)
     return dict(parameters) | _patch_embedding(kernel, bias)
@@ -248,7 +250,7 @@ def for_their_images(
 def for_our_images(
     parameters: Mapping[str, np.ndarray], mean: Iterable[float], std: Iterable[float]
 ) -> dict[str, np.ndarray]:
-    """Undoes `for_their_images`: from images normalised by mean and std to ours."""
+    """Inverts `for_their_images`: converts parameters to images normalized by `MEAN` and `STD`."""
     a, b = _affine(mean, std)
     kernel = parameters["vision/patch_embed/kernel"].astype(np.float64)
     bias = parameters["vision/patch_embed/bias"].astype(np.float64)
@@ -257,7 +259,7 @@ def for_our_images(
 
 
 def _affine(mean: Iterable[float], std: Iterable[float]) -> tuple[np.ndarray, np.ndarray]:
-    """(a, b): images normalised by mean and std are a times ours plus b."""
+    """(a, b) such that a x + b has normalization mean and std if x has `MEAN` and `STD`."""
     theirs, ours = np.array([[*mean], [*std]]), np.array([MEAN, STD])
     return ours[1] / theirs[1], (ours[0] - theirs[0]) / theirs[1]
 

@@ -1,8 +1,8 @@
 """Contrastive losses over a global batch of image-text pairs, in float32.
 
-Every pair of the global batch is compared, on whichever devices its rows are. No device holds the matrix
-of all similarities: `swjax.losses.ring` brings it one block at a time. The gradient is exact and computed
-with the loss, so that nothing of size B x B is kept for the backward pass.
+Every pair of the global batch is compared, even if its rows are on different devices. No device holds the
+matrix of all similarities, because `swjax.losses.ring` provides one block at a time. The gradient is exact
+and computed together with the loss, so the backward pass needs no saved array of size B x B.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from swjax.linear.planning import plan_batch
 from swjax.linear.plans import vary_alike
 from swjax.losses.ring import Ring, make_ring
 
-# Similarities that a device holds at once: 1 GiB. The softmax computes those of larger batches twice: one
-# more product to three.
+# Similarities that a device holds at once: 1 GiB. For larger batches, the softmax loss computes them twice:
+# one product in addition to three.
 PAIRS = 2**28
-# Of other devices' embeddings, at once: 256 MiB.
+# Numbers of other devices' embeddings that a device holds at once: 256 MiB.
 NUMBERS = 2**26
 
 
@@ -35,7 +35,7 @@ def softmax_contrastive(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """CLIP's loss: classifies the text of each image among all texts, and the image of each text.
 
-    With logits ``l_ij = exp(logit_scale) <image_i, text_j>`` and the pairs (i, j) that match spread evenly,
+    With logits ``l_ij = exp(logit_scale) <image_i, text_j>`` and equal weights for the matching pairs (i, j),
     ``p_ij = [labels_i = labels_j] / |{j: labels_i = labels_j}|``::
 
         loss = mean_i (log sum_j exp l_ij + log sum_j exp l_ji) / 2 - mean_i sum_j p_ij (l_ij + l_ji) / 2
@@ -43,17 +43,18 @@ def softmax_contrastive(
     Args:
       image_emb, text_emb: [B, e] unit vectors; row i of both is a pair.
       logit_scale: scalar, the logarithm of the inverse temperature.
-      labels: int [B]; pairs with equal labels all match each other. None: a pair matches itself only.
-      tokens: how B is sharded on a mesh with automatic axes; explicit axes are read from the types.
-      pairs: at most this many are held at once on a device, or one row of its own and one other.
+      labels: int [B]; pairs with equal labels all match each other. None: a pair matches only itself.
+      tokens: PartitionSpec of B on a mesh with automatic axes; explicit axes are read from the types.
+      pairs: largest number of pairs in memory per device, but at least one row times one other row.
 
     Returns:
-      The loss, and metrics, float32 scalars all: `logit_scale` (its exponential), `image_to_text_accuracy`
-      and `text_to_image_accuracy`, the fractions of the batch whose most similar candidate matches. A tie
-      with a candidate that does not match is not a hit. Only the loss has a gradient.
+      The loss, and metrics, all float32 scalars: `logit_scale` (its exponential), `image_to_text_accuracy`
+        and
+      `text_to_image_accuracy`, the fractions of the batch whose most similar candidate matches. A tie with a
+      candidate that does not match counts as wrong. Only the loss has a gradient.
 
     Raises:
-      ValueError: shapes do not fit.
+      ValueError: shapes do not fit each other.
 
     >>> pairs = jnp.eye(2)
     >>> loss, metrics = softmax_contrastive(pairs, pairs, jnp.log(10.0))
@@ -79,19 +80,20 @@ def sigmoid_contrastive(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """SigLIP's loss: classifies each pair of an image and a text as a match or not.
 
-    With ``l_ij = exp(logit_scale) <image_i, text_j> + logit_bias`` and ``z_ij`` 1 for a match, else -1::
+    With ``l_ij = exp(logit_scale) <image_i, text_j> + logit_bias``, and ``z_ij`` 1 for a match and -1
+    otherwise::
 
         loss = -1/B sum_ij log sigmoid(z_ij l_ij)
 
     Args:
-      image_emb, text_emb, logit_scale, labels, tokens, pairs: as for `softmax_contrastive`.
-      logit_bias: scalar; with about -10 a random pair is classified as no match at the start.
+      image_emb, text_emb, logit_scale, labels, tokens, pairs: see `softmax_contrastive`.
+      logit_bias: scalar; an initial value of about -10 classifies a random pair as no match.
 
     Returns:
-      The loss, and metrics as those of `softmax_contrastive` and `logit_bias`.
+      The loss, and the metrics of `softmax_contrastive` and `logit_bias`.
 
     Raises:
-      ValueError: shapes do not fit.
+      ValueError: shapes do not fit each other.
 
     >>> pairs = jnp.eye(2)
     >>> loss, _ = sigmoid_contrastive(pairs, pairs, jnp.log(20.0), jnp.float32(-10.0))
@@ -107,7 +109,7 @@ def sigmoid_contrastive(
 
 
 def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs: int):
-    """Checks the arguments, plans, and runs a loss; `local` is one of the two below."""
+    """Checks the arguments, plans the sharding, and runs a loss; `local` is `_softmax` or `_sigmoid`."""
     if images.ndim != 2 or images.shape != texts.shape:
         raise ValueError(
             f"image_emb and text_emb must both be [B, e], got {images.shape} and {texts.shape}"
@@ -138,7 +140,7 @@ def _forward(how, images, texts, scalars, labels):
 
 
 def _backward(how, gradients, cotangents):
-    g, _ = cotangents  # of the loss, and of metrics
+    g, _ = cotangents  # cotangents of the loss and of the metrics
     return *jax.tree.map(lambda x: g * x, gradients), None
 
 
@@ -146,7 +148,7 @@ _loss.defvjp(_forward, _backward)
 
 
 def _run(how, images, texts, scalars, labels, *, gradient: bool):
-    """((loss, metrics), gradient of the loss by images, texts and scalars, or None)."""
+    """Returns ((loss, metrics), gradient of the loss by images, texts and scalars, or None)."""
     local, around, plan = how
     rows, scalar = Spec((*plan.tokens, ())), Spec()
     scalar_specs = (scalar,) * len(scalars)
@@ -159,15 +161,15 @@ def _run(how, images, texts, scalars, labels, *, gradient: bool):
     )
 
 
-# --- what each device does with its rows --------------------------------------------------------------
+# --- computation of each device on its rows -----------------------------------------------------------
 
-# Of the logits of each row: how those of two blocks are put together, and those of many.
+# Statistics of the logits of each row: the function that merges two blocks, and the one that reduces a block.
 _MERGE: dict[str, tuple[Callable, Callable]] = {
     "lse": (jnp.logaddexp, jax.nn.logsumexp),  # log sum_j exp l_ij
-    "match": (jnp.maximum, jnp.max),  # the best that matches
-    "other": (jnp.maximum, jnp.max),  # and that does not
-    "matched": (jnp.add, jnp.sum),  # the sum of those that match
-    "count": (jnp.add, jnp.sum),  # and their number
+    "match": (jnp.maximum, jnp.max),  # largest matching logit
+    "other": (jnp.maximum, jnp.max),  # largest other logit
+    "matched": (jnp.add, jnp.sum),  # sum of matching logits
+    "count": (jnp.add, jnp.sum),  # number of matching logits
 }
 _NONE = {"lse": -jnp.inf, "match": -jnp.inf, "other": -jnp.inf, "matched": 0.0, "count": 0.0}
 
@@ -193,7 +195,7 @@ def _softmax(around: Ring, gradient: bool, images, texts, scalars, labels):
 
     def pull(d_images, block):
         text, label, lse, d_text = block
-        # The same product as above. Where the first look was at all pairs, XLA still has it.
+        # The same product as in the first pass. If that pass held all pairs, XLA reuses it.
         logits, match = scale * _similarity(images, text), labels[:, None] == label[None]
         exp_rows, exp_columns = jnp.exp(logits - rows["lse"][:, None]), jnp.exp(logits - lse[None])
         weight = match.astype(jnp.float32) / rows["count"][:, None]
@@ -209,7 +211,7 @@ def _softmax(around: Ring, gradient: bool, images, texts, scalars, labels):
     d_images, (*_, d_text) = around.visit(pull, jnp.zeros_like(images), start)
     d_scale = around.sum(
         jnp.sum(images * d_images)
-    )  # since l_ij is linear in exp(logit_scale) image_i
+    )  # because l_ij is linear in exp(logit_scale) image_i
     return out, (d_images, jnp.sum(around.home(d_text), axis=0), (d_scale,))
 
 
@@ -252,7 +254,7 @@ def _sigmoid(around: Ring, gradient: bool, images, texts, scalars, labels):
 
 
 def _product(a, b) -> jax.Array:
-    """In true float32: the default may be less on a GPU."""
+    """A matrix product in true float32, because the default precision on GPUs may be lower."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -261,7 +263,7 @@ def _similarity(images, texts) -> jax.Array:
 
 
 def _summary(logits, match, *, axis: int, names=tuple(_MERGE)) -> dict[str, jax.Array]:
-    """The statistics of a block's rows (axis 1) or columns (axis 0); see `_MERGE`."""
+    """Statistics of a block's rows (axis 1) or columns (axis 0); see `_MERGE`."""
     of = {
         "lse": lambda: jax.nn.logsumexp(logits, axis=axis),
         "match": lambda: jnp.max(jnp.where(match, logits, -jnp.inf), axis=axis),
@@ -273,7 +275,7 @@ def _summary(logits, match, *, axis: int, names=tuple(_MERGE)) -> dict[str, jax.
 
 
 def _nothing(rows, names=tuple(_MERGE)) -> dict[str, jax.Array]:
-    """The summary of zero logits for each row, the neutral element of `_MERGE`."""
+    """The statistics of zero logits per row, the neutral element of `_MERGE`."""
     return {name: jnp.full_like(rows[:, 0], _NONE[name]) for name in names}
 
 

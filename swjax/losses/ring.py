@@ -1,9 +1,10 @@
-"""All pairs of two batches sharded over many devices, a block of pairs at a time.
+"""Visits all pairs of two batches sharded over many devices, one block of pairs at a time.
 
-Each device keeps its rows of one batch; the rows of the other batch are passed around. Neighbours on the mesh
-first all-gather their rows, as many devices as memory allows (`group`); the groups' rows then go around in a
-ring. A few devices gather everything at once. Thousands of devices take few hops, and buffers do not grow
-with their number. One device is a ring of one: the same loop, without collectives.
+Each device keeps its rows of one batch, and the rows of the other batch move between devices. First, groups
+of neighbouring devices all-gather their rows; a group is as large as memory allows (`group`). Then the
+groups' rows move around a ring. A small mesh gathers everything at once. A mesh of thousands of devices needs
+few hops, and buffers do not grow with the number of devices. One device is a ring of one: the same loop
+without collectives.
 """
 
 import math
@@ -18,13 +19,13 @@ from swjax.linear.plans import Plan
 
 
 class Ring(NamedTuple):
-    """How the rows of a batch go around the devices of a mesh; static.
+    """The static plan of how the rows of a batch move around the devices of a mesh.
 
     Attributes:
-      axes: mesh axes that shard the batch; the collectives run inside of a `jax.shard_map`.
-      devices: number of them along these axes.
-      group: neighbouring devices that all-gather their rows; divides `devices`.
-      parts: in which a device processes the rows that visit it.
+      axes: mesh axes that shard the batch; the collectives run inside `jax.shard_map`.
+      devices: number of devices along these axes.
+      group: number of neighbouring devices that all-gather their rows; divides `devices`.
+      parts: number of parts in which a device processes visiting rows.
     """
 
     axes: Axes
@@ -33,7 +34,7 @@ class Ring(NamedTuple):
     parts: int
 
     def start(self, tree: Any) -> Any:
-        """All-gathers arrays [b, ...] within each group: the first visiting rows, [group b, ...]."""
+        """All-gathers arrays [b, ...] within each group; returns the first visiting rows, [group b, ...]."""
         if self.group == 1:
             return tree
         gather = lambda x: lax.all_gather(x, self.axes, axis_index_groups=self._groups, tiled=True)
@@ -43,12 +44,12 @@ class Ring(NamedTuple):
         """Folds `see` over all blocks of visiting rows, which return to their device at the end.
 
         Args:
-          see: (own, block) -> (own, block), with the structure and shapes that it was given.
-          own: the tree that stays on this device.
-          visiting: arrays [group b, ...], from `start` or equal in all of a group.
+          see: a function (own, block) -> (own, block) that preserves structure and shapes.
+          own: tree that stays on this device.
+          visiting: arrays [group b, ...], from `start`, or equal on all devices of a group.
 
         Returns:
-          (own, visiting), as the last calls left them.
+          (own, visiting) after the last call.
         """
         hops = self.devices // self.group
         if hops == 1:
@@ -61,7 +62,7 @@ class Ring(NamedTuple):
         return lax.fori_loop(0, hops, hop, (own, visiting))
 
     def home(self, tree: Any) -> Any:
-        """The results for this device's own rows, one of each device of the group: [group, b, ...]."""
+        """Sends results to the devices of their rows: [group, b, ...], one result from each group member."""
 
         def exchange(x):
             x = x.reshape(self.group, -1, *x.shape[1:])
@@ -72,7 +73,7 @@ class Ring(NamedTuple):
         return jax.tree.map(exchange, tree)
 
     def sum(self, tree: Any) -> Any:
-        """The sum over all devices."""
+        """Sums a tree over all devices."""
         return lax.psum(tree, self.axes) if self.devices > 1 else tree
 
     def _look(self, see, own, visiting):
@@ -93,13 +94,13 @@ class Ring(NamedTuple):
 
 
 def make_ring(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) -> Ring:
-    """The ring for a batch [rows, width] that is sharded as the plan says, with blocks as large as allowed.
+    """Builds the ring for a batch [rows, width] with the plan's sharding and the largest allowed blocks.
 
     Args:
       plan: see `swjax.linear.planning.plan_batch`.
-      rows, width: of the whole batch.
-      pairs: at most this many at once on a device.
-      numbers: at most this many of visiting rows on a device.
+      rows, width: size of the whole batch.
+      pairs: largest number of pairs on a device at once.
+      numbers: largest number of elements of visiting rows on a device.
     """
     axes = plan.splits(plan.token_axes)
     devices = 1 if plan.mesh is None else math.prod(plan.mesh.shape[axis] for axis in axes)

@@ -1,1 +1,1 @@
-"""CLIP in Flax NNX: a vision and a text transformer whose linear layers compute as a recipe says."""
+"""CLIP in Flax NNX: a vision and a text transformer whose linear layers follow a recipe."""

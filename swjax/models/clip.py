@@ -1,7 +1,7 @@
-"""CLIP: an image and a text tower with embeddings in one space.
+"""CLIP: an image tower and a text tower that embed into one space.
 
-The architectures are open_clip's. `swjax.models.config` says what can be chosen, `vit` and `text` are the
-towers, `transformer` the blocks of both.
+The architectures are those of open_clip. `swjax.models.config` defines the options, `vit` and `text` the
+towers, and `transformer` the blocks of both.
 """
 
 import math
@@ -30,11 +30,11 @@ MAX_LOG_SCALE = math.log(100)
 
 
 class CLIP(nnx.Module):
-    """Images and captions as unit vectors; a matching pair has a large inner product.
+    """Embeds images and captions as unit vectors; a matching pair has a large inner product.
 
     Args:
       cfg: one of `CONFIGS`, or `config(name, **overrides)`.
-      rngs: a "params" stream.
+      rngs: random streams with a "params" stream.
 
     >>> model = nnx.eval_shape(lambda: CLIP(config("vit_b32"), rngs=nnx.Rngs(0)))  # shapes only
     >>> sum(parameter.size for parameter in jax.tree.leaves(nnx.state(model)))
@@ -56,47 +56,47 @@ class CLIP(nnx.Module):
     def encode_image(
         self, images: jax.Array, *, deterministic: bool = True, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, dict]:
-        """Unit vectors [b, embed_dim] float32 and intermediates, see `VisionTransformer`."""
+        """Returns unit vectors [b, embed_dim] float32 and intermediates, see `VisionTransformer`."""
         embedding, out = self.vision(images, deterministic=deterministic, dropout_key=dropout_key)
         return normalise(embedding), out
 
     def encode_text(self, tokens: jax.Array) -> tuple[jax.Array, dict]:
-        """Unit vectors [b, embed_dim] float32 and intermediates, see `TextTransformer`."""
+        """Returns unit vectors [b, embed_dim] float32 and intermediates, see `TextTransformer`."""
         embedding, out = self.text(tokens)
         return normalise(embedding), out
 
 
 def normalise(x: jax.Array) -> jax.Array:
-    """Rows of [b, e] at length 1; a zero row stays zero, and its gradient finite."""
+    """Normalizes the rows of x [b, e] to length 1; a zero row stays zero, with a finite gradient."""
     squared = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(squared, 1e-24))
 
 
 def block_axes(params: Any) -> Any:
-    """Which axis of each parameter enumerates blocks: 0 for stacked ones, None for the others.
+    """The axis of each parameter that enumerates blocks: 0 for stacked parameters, None for the others.
 
-    For `stable_adamw(block_axes=...)`, which keeps one RMS a block.
+    `stable_adamw(block_axes=...)` uses it to keep one RMS per block.
 
     Args:
       params: the parameters of a CLIP, `nnx.state(model, nnx.Param)`, or a tree with the same names.
 
     Returns:
-      A tree like `params` of 0 and None.
+      A tree with the structure of `params`, whose leaves are 0 or None.
     """
     return _map_names(lambda names, _: 0 if "blocks" in names else None, params)
 
 
 def weight_decay_mask(params: Any) -> Any:
-    """True for the parameters that weight decay applies to.
+    """A mask that is True for the parameters with weight decay.
 
-    It does not to vectors and scalars (of one block, if stacked): biases, LayerNorms, layer-scale, the
-    class embedding, the logit scale; nor to position embeddings and the query of attention pooling.
+    It excludes vectors and scalars (per block, if stacked): biases, LayerNorms, layer-scale, the class
+    embedding and the logit scale. It also excludes position embeddings and the query of attention pooling.
 
     Args:
-      params: as for `block_axes`.
+      params: see `block_axes`.
 
     Returns:
-      A tree like `params` of bool.
+      A tree of bools with the structure of `params`.
     """
 
     def decays(names, parameter):
@@ -108,10 +108,10 @@ def weight_decay_mask(params: Any) -> Any:
 
 
 def clamp_logit_scale(params: Any) -> Any:
-    """`params` with the logarithm of the logits' scale clamped to [0, ln 100].
+    """Clamps the logarithm of the logits' scale in `params` to [0, ln 100].
 
     Args:
-      params: as for `block_axes`.
+      params: see `block_axes`.
     """
 
     def clamp(names, parameter):
@@ -123,7 +123,7 @@ def clamp_logit_scale(params: Any) -> Any:
 
 
 def _map_names(function, params):
-    """Maps (names on the path to a parameter, parameter) over a tree."""
+    """Maps a function of (names on the path to a parameter, parameter) over a tree."""
 
     def call(path, parameter):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -133,15 +133,15 @@ def _map_names(function, params):
 
 
 def flops_per_example(cfg: CLIPConfig, *, training: bool = True) -> int:
-    """Floating-point operations of one image's and one caption's forward pass, matrix products only.
+    """Counts the FLOPs of the matrix products in the forward pass of one image and one caption.
 
-    A multiplication and an addition are two. Attention counts every pair of tokens, causal or not;
-    padding does not count, and neither do the logits, whose cost depends on the batch. A training step
-    without recomputation costs three times this.
+    A multiplication and an addition count as two. Attention counts every pair of tokens, causal or not.
+    Padding is excluded, and so are the logits, whose cost depends on the batch. A training step without
+    recomputation costs three times as much.
 
     Args:
-      cfg: the model.
-      training: with patch dropout.
+      cfg: the model configuration.
+      training: whether patch dropout applies.
 
     >>> round(flops_per_example(CONFIGS["vit_b32"]) / 1e9, 2)
     14.78

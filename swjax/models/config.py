@@ -1,4 +1,4 @@
-"""The configuration of a CLIP model: sizes of the towers, options of their blocks, the named models."""
+"""The configuration of a CLIP model: tower sizes, block options and the named models."""
 
 import math
 from collections.abc import Mapping
@@ -10,14 +10,16 @@ from swjax.recipes import Recipe
 
 ARCHITECTURES = ("clip", "siglip")
 TOWERS = ("vision", "text")
-LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")  # of one block
+# Linear layers of a block.
+LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = (None, *attention.NAMES)
 GELUS = ("exact", "tanh", "quick")
 POLICIES = {
     "full": checkpoint_policies.save_weights,
-    # By name: JAX's own would keep int32 accumulators, and does not see opaque kernels.
+    # The policy works by name: JAX's own would save int32 accumulators, and does not recognize opaque
+    # kernels.
     "dots": checkpoint_policies.save_outputs,
     "save_quantized": checkpoint_policies.save_quantized,
     "save_linear": checkpoint_policies.save_linear,
@@ -32,13 +34,13 @@ def _check_choice(name: str, value, choices):
 
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
-    """The size of one tower's stack of blocks.
+    """The size of the stack of blocks in one tower.
 
     Attributes:
-      width: features of a token.
-      layers: blocks.
-      heads: attention heads, each of width / heads features.
-      mlp_ratio: hidden features of the MLP over width.
+      width: features per token.
+      layers: number of blocks.
+      heads: attention heads, with width / heads features each.
+      mlp_ratio: ratio of the MLP's hidden features to width.
     """
 
     width: int
@@ -90,7 +92,7 @@ class VisionConfig(TowerConfig):
         return (self.image_size // self.patch_size) ** 2
 
     def kept_patches(self, dropout: float) -> int:
-        """Patches that patch dropout leaves in training: at least one."""
+        """The number of patches that patch dropout keeps in training, at least one."""
         return max(1, int(self.patches * (1 - dropout)))
 
 
@@ -99,8 +101,8 @@ class TextConfig(TowerConfig):
     """The size of the text tower.
 
     Attributes:
-      context_length: most tokens of a caption, start and end included.
-      vocab_size: token ids; the end of text has the largest.
+      context_length: largest number of tokens per caption, including the start and end tokens.
+      vocab_size: number of token ids; the end token has the largest id.
     """
 
     context_length: int = 77
@@ -117,22 +119,22 @@ class TextConfig(TowerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How the blocks compute; only `layer_scale` and `qk_norm` change the parameters.
+    """Options of the blocks. Only `layer_scale` and `qk_norm` change the parameters.
 
     Attributes:
-      recipe: of the linear layers: a name in `swjax.recipes.RECIPES`, a Recipe, or a mapping from
-        regular expressions to these. An expression has to match the whole path of a layer, as in
-        "vision/blocks/attn/q" or "text/blocks/mlp/fc1"; the first that matches counts, and layers that
-        none matches are standard.
-      implementation: of the recipes' kernels, see `swjax.kernels.dispatch`; None chooses.
-      dtype: what activations are computed and stored in. Parameters, attention scores, softmax and
+      recipe: recipe of the linear layers: a name in `swjax.recipes.RECIPES`, a Recipe, or a mapping from
+        regular expressions to these. An expression must match the whole path of a layer, such as
+        "vision/blocks/attn/q" or "text/blocks/mlp/fc1". The first match applies, and layers without a match
+        use "standard".
+      implementation: implementation of the recipes' kernels, see `swjax.kernels.dispatch`; None chooses.
+      dtype: dtype of the activations, for compute and storage. Parameters, attention scores, softmax and
         LayerNorm are float32.
-      attention: "triton", our kernel for up to 320 tokens in 16 bits; "cudnn", which pads tokens to
-        a multiple of 8; "xla". None chooses, see `swjax.attention.choose`.
+      attention: "triton", swjax's kernel for up to 320 tokens in 16 bits; "cudnn", which pads tokens to
+        a multiple of 8; or "xla". None chooses, see `swjax.attention.choose`.
       gelu: "exact", "tanh" or "quick".
-      layer_scale: initial value of a learned factor on each residual branch's features; None: no factor.
-        0.0 keeps features small, which is what makes tensor-wise fp8 train.
-      qk_norm: LayerNorm over each head's queries and keys.
+      layer_scale: initial value of a learned per-feature factor on each residual branch; None has no factor.
+        0.0 keeps features small, so that training in tensor-wise fp8 is stable.
+      qk_norm: whether LayerNorm applies to each head's queries and keys.
       remat: what a block saves for its backward pass in addition to quantized weights: "none" (everything,
         no recomputation), "full" (only its input), "dots" (the outputs of its linear layers too),
         "save_quantized" or "save_linear" of `swjax.checkpoint_policies`.
@@ -153,7 +155,7 @@ class Options:
     scan_layers: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.recipe, Mapping):  # as a tuple it can be hashed
+        if isinstance(self.recipe, Mapping):  # a tuple is hashable
             object.__setattr__(self, "recipe", tuple(self.recipe.items()))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention", self.attention, ATTENTION)
@@ -161,17 +163,17 @@ class Options:
         _check_choice("remat", self.remat, REMAT)
         if self.attention in ("cudnn", "triton") and self.dtype == "float32":
             raise ValueError(
-                f"attention={self.attention!r} computes in 16 bits, got dtype='float32': "
+                f"attention={self.attention!r} needs a 16-bit dtype, got dtype='float32': "
                 "set dtype='bfloat16', or attention='xla'"
             )
         for tower in TOWERS:
-            self.recipes(tower)  # an unknown recipe fails here
+            self.recipes(tower)  # raises an error for an unknown recipe
 
     def recipes(self, tower: str) -> dict[str, Recipe]:
         """The recipe of each linear layer of a tower's blocks: {"attn/q": ..., ...}.
 
         Raises:
-          ValueError: there is no such recipe, or an expression matches no linear layer of either tower.
+          ValueError: a recipe does not exist, or an expression matches no linear layer of either tower.
         """
         if isinstance(self.recipe, str | Recipe):
             return dict.fromkeys(LINEARS, recipes.get(self.recipe))
@@ -185,16 +187,16 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class CLIPConfig(Options):
-    """A CLIP model: two towers and how both compute (`Options`).
+    """The configuration of a CLIP model: two towers, and options for the blocks of both (`Options`).
 
     Attributes:
-      vision, text: the size of the towers.
-      embed_dim: features of the common space.
-      patch_dropout: fraction of the image patches left out in training.
+      vision, text: sizes of the towers.
+      embed_dim: features of the shared embedding space.
+      patch_dropout: fraction of the image patches that are dropped in training.
       init_logit_scale: initial logarithm of the logits' scale.
-      init_logit_bias: initial logit bias for the sigmoid loss; None: no such parameter.
+      init_logit_bias: initial logit bias for the sigmoid loss; None omits the parameter.
       architecture: "clip", or "siglip": no class token, attention (MAP) pooling of the patches, a text tower
-        without causal mask whose last position is its embedding, LayerNorm with epsilon 1e-6.
+        without causal mask whose embedding is the last position, LayerNorm with epsilon 1e-6.
     """
 
     vision: VisionConfig
@@ -224,12 +226,12 @@ class CLIPConfig(Options):
 
     @property
     def epsilon(self) -> float:
-        """That of LayerNorm: PyTorch's default, or Flax's."""
+        """The epsilon of LayerNorm: PyTorch's default for CLIP, Flax's default for SigLIP."""
         return 1e-6 if self.siglip else 1e-5
 
     @property
     def vision_tokens(self) -> int:
-        """Tokens of an image without patch dropout: the patches and CLIP's class token."""
+        """Tokens per image without patch dropout: the patches, and for CLIP the class token."""
         return self.vision.patches + (not self.siglip)
 
 
@@ -243,7 +245,7 @@ def _clip(embed_dim: int, vision: tuple, text: tuple, patch_size: int) -> CLIPCo
 
 
 CONFIGS = {
-    # For two CPU cores, which compute bfloat16 slowly.
+    # Sized for two CPU cores, on which bfloat16 is slow.
     "tiny": CLIPConfig(
         vision=VisionConfig(width=128, layers=4, heads=4, patch_size=16, image_size=64),
         text=TextConfig(width=128, layers=2, heads=4, context_length=16),
@@ -258,14 +260,14 @@ CONFIGS = {
 
 
 def config(name: str | CLIPConfig, **overrides: Any) -> CLIPConfig:
-    """The configuration of that name with some fields replaced.
+    """Looks up a named configuration and replaces some of its fields.
 
     Args:
       name: a key of `CONFIGS`, or a configuration.
-      **overrides: fields of `CLIPConfig`; `vision` and `text` may be mappings of fields of these.
+      **overrides: fields of `CLIPConfig`; `vision` and `text` may be mappings of their fields.
 
     Raises:
-      ValueError: there is no such name or field, or a value does not fit.
+      ValueError: the name or a field does not exist, or a value is invalid.
 
     >>> config("tiny", remat="full", vision={"patch_size": 8}).vision.patches
     64

@@ -24,7 +24,7 @@ BATCH = P(("data", "fsdp"))
 
 SpecRules = tuple[tuple[str, P], ...]  # (regular expression, spec)
 
-# First match (re.search) wins. Block parameters are stacked: their leading axis enumerates layers.
+# The first match (re.search) wins. Block parameters are stacked, so their leading axis enumerates layers.
 RULES: SpecRules = (
     (r"blocks/(attn/[qkv]|mlp/fc1)/kernel$", P(None, "fsdp", "tensor")),  # columns split
     (r"blocks/(attn/out|mlp/fc2)/kernel$", P(None, "tensor", "fsdp")),  # rows split
@@ -46,8 +46,8 @@ def make_mesh(
     """Arranges the devices in a mesh with axes ("data", "fsdp", "tensor").
 
     Args:
-      data, fsdp, tensor: devices along each axis; one of them may be -1: all that are left.
-      devices: default all of `jax.devices()`.
+      data, fsdp, tensor: number of devices along each axis; one of them may be -1, for all remaining devices.
+      devices: devices of the mesh; default all of `jax.devices()`.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
@@ -60,7 +60,7 @@ def make_mesh(
 
 
 def mesh_sizes(count: int, data: int = -1, fsdp: int = 1, tensor: int = 1) -> tuple[int, ...]:
-    """The sizes of the axes of `make_mesh` for a number of devices.
+    """The axis sizes of `make_mesh` for a number of devices.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
@@ -82,12 +82,12 @@ def mesh_sizes(count: int, data: int = -1, fsdp: int = 1, tensor: int = 1) -> tu
 
 @dataclass(frozen=True)
 class Share:
-    """The part of every batch that a process reads.
+    """A process's share of every batch.
 
     Attributes:
-      index: of the part, from 0, in the order of the batch's rows.
-      readers: for each part one process that reads it, this one for its own. Processes that a "tensor" axis
-        spans read the same rows.
+      index: index of the share, in the order of the batch's rows.
+      readers: for each share one process that reads it; for this process's share, this process. Processes
+        that a "tensor" axis spans read the same rows.
     """
 
     index: int
@@ -99,14 +99,14 @@ class Share:
 
 
 def batch_share(mesh: Mesh, process: int | None = None) -> Share:
-    """Which part of every batch a process reads, for its devices on this mesh.
+    """Returns the share of every batch that a process reads for its devices on this mesh.
 
     Args:
-      mesh: all devices.
-      process: its index; None: this one.
+      mesh: mesh of all devices.
+      process: index of the process; None means this process.
 
     Raises:
-      ValueError: the rows of two processes overlap in part.
+      ValueError: the rows of two processes overlap partly.
 
     >>> batch_share(make_mesh()).count
     1
@@ -128,10 +128,10 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str]:
-    """XLA's options for a train step on this mesh; what the environment sets in XLA_FLAGS is left alone.
+    """XLA options for a train step on this mesh, without the options that the environment sets in XLA_FLAGS.
 
-    GPUs gather weights, and scatter gradients, in pieces of 128 MiB, not 30: see
-    benchmarks/notes/scaling.md for the gain.
+    On GPUs, collectives that gather weights and scatter gradients combine up to 128 MiB instead of 30 MiB;
+    see benchmarks/notes/scaling.md for the speed-up.
 
     >>> compiler_options(make_mesh())
     {}
@@ -143,7 +143,7 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
 
 
 def spec_of(name: str, rules: SpecRules = RULES) -> P:
-    """The partition spec of the parameter with this path.
+    """The partition spec of the parameter at a path.
 
     >>> tuple(spec_of("vision/blocks/mlp/fc1/kernel"))
     (None, 'fsdp', 'tensor')
@@ -158,21 +158,21 @@ def spec_of(name: str, rules: SpecRules = RULES) -> P:
 
 
 def abstract_state(state: Any, mesh: Mesh, rules: SpecRules = RULES) -> Any:
-    """The sharding of each array of a train state.
+    """Returns the sharding of each array of a train state.
 
-    A leaf whose path ends in a parameter's path and that has the parameter's shape (an optimizer's
-    moment, an average) is sharded like the parameter; all else (step, counts, RMS) is replicated.
+    A leaf is sharded like a parameter if its path ends in the parameter's path and the shapes agree, such as
+    an optimizer moment or an average. All other leaves (step, counts, RMS) are replicated.
 
     Args:
-      state: tree of ShapeDtypeStructs or arrays; `state["params"]` are the parameters.
-      mesh: the devices.
-      rules: (regular expression, PartitionSpec) pairs; the first that is found in the path wins.
+      state: tree of ShapeDtypeStructs or arrays, with the parameters in `state["params"]`.
+      mesh: mesh of all devices.
+      rules: (regular expression, PartitionSpec) pairs; the first expression found in the path applies.
 
     Returns:
       A tree of ShapeDtypeStructs with NamedShardings.
 
     Raises:
-      ValueError: a parameter that no rule matches.
+      ValueError: no rule matches a parameter.
     """
     params = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(state["params"])}
     specs = {name: spec_of(name, rules) for name in params}
@@ -188,7 +188,7 @@ def abstract_state(state: Any, mesh: Mesh, rules: SpecRules = RULES) -> Any:
 
 
 def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Replicates a dimension that its mesh axis does not divide."""
+    """Replicates each dimension that its mesh axis does not divide."""
     axes = [
         axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape)
     ]
@@ -196,13 +196,13 @@ def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def gather_params(params: Any, rules: SpecRules = RULES) -> Any:
-    """Replicates the parameters that no quantized layer gathers: all but those of the blocks.
+    """Replicates the parameters outside the blocks; quantized layers gather the block parameters themselves.
 
-    Otherwise XLA moves activations to the shards of an embedding. The backward pass reduce-scatters the
-    gradients. On one device and outside of `jax.jit` it does nothing.
+    Otherwise XLA would move activations to the shards of an embedding. The backward pass reduce-scatters the
+    gradients. On one device, or outside `jax.jit`, the function does nothing.
 
     Args:
-      params: tree of arrays; names as for `spec_of`, from anywhere below the model.
+      params: tree of arrays, with names as for `spec_of`, rooted anywhere below the model.
       rules: see `abstract_state`.
     """
 
@@ -222,7 +222,8 @@ def _gather(x, at_rest: NamedSharding):
 
 
 def _scatter(at_rest, _, g):
-    # Replicated first: otherwise XLA moves the activations' gradients to the shards of an embedding.
+    # The gradient is replicated first. Otherwise XLA moves the activations' gradients to the embedding's
+    # shards.
     return (jax.lax.with_sharding_constraint(_gather(g, at_rest), at_rest),)
 
 
@@ -230,7 +231,7 @@ _gather.defvjp(lambda x, at_rest: (_gather(x, at_rest), None), _scatter)
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """This process's rows of the global batch on its devices, sharded along the leading dimension."""
+    """Copies this process's rows of the global batch to its devices, sharded along the leading dimension."""
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), x), batch
     )

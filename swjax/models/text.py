@@ -9,14 +9,15 @@ from swjax.models.transformer import BlockInit, LayerNorm, apply_blocks, stack_b
 
 
 class TextTransformer(nnx.Module):
-    """Tokens -> embedding, not yet normalised.
+    """Computes the embedding of a caption, not yet normalized.
 
     Token embedding + positions -> causal blocks -> LayerNorm -> the token at the end of the text ->
-    projection. With causal attention that token attends to the whole caption and not to the padding. SigLIP's
-    blocks are not causal; its last position, padding or not, is projected, with a bias.
+    projection. With causal attention, the end token attends to the whole caption but not to the padding.
+    SigLIP's blocks are not causal. SigLIP projects the last position, even if it is padding, and its
+    projection has a bias.
 
     Args:
-      cfg: the whole model's configuration.
+      cfg: the configuration of the whole model.
     """
 
     def __init__(self, cfg: CLIPConfig, *, rngs: nnx.Rngs):
@@ -45,18 +46,18 @@ class TextTransformer(nnx.Module):
         """Embeds captions.
 
         Args:
-          tokens: int32 [b, t], t up to context_length; each row holds its end-of-text token, which is
-            the largest id, and padding after it.
+          tokens: int32 [b, t], with t up to context_length. Each row contains its end token, which has the
+            largest id, followed by padding.
 
         Returns:
-          Embeddings [b, embed_dim] float32, and {"blocks": magnitudes of each block's output,
-          "pre_logits": end-of-text token [b, width] before the projection}.
+          Embeddings [b, embed_dim] float32, and {"blocks": magnitudes of each block's output, "pre_logits":
+          end token [b, width] before the projection}.
 
         Raises:
-          ValueError: tokens of another shape or dtype.
+          ValueError: tokens have another shape or dtype.
         """
         self._check(tokens)
-        # The lookup comes before the cast, so that its gradient is summed in float32.
+        # The lookup precedes the cast, so that its gradient is summed in float32.
         x = self.token_embedding(tokens) + self.position_embedding[None, : tokens.shape[1]]
         x, magnitudes = apply_blocks(self.blocks, x.astype(self.cfg.dtype), self.cfg)
         if self.cfg.siglip:
@@ -64,7 +65,8 @@ class TextTransformer(nnx.Module):
         else:
             end = jnp.argmax(tokens, axis=1)
             x = jnp.take_along_axis(x, end[:, None, None], axis=1).squeeze(1)
-        pooled = self.ln_final(x)  # of one token: LayerNorm treats each by itself
+        # Applied to one token only, because LayerNorm treats tokens independently.
+        pooled = self.ln_final(x)
         embedding = self.projection(pooled.astype(jnp.float32))
         return embedding, {"blocks": magnitudes, "pre_logits": pooled}
 
@@ -80,7 +82,7 @@ class TextTransformer(nnx.Module):
 
 
 def block_init(cfg: TextConfig) -> BlockInit:
-    """OpenAI's: normal, with a smaller deviation on the layers that write to the residual stream."""
+    """OpenAI's initializers: normal, with a smaller deviation where layers write to the residual stream."""
     normal = nnx.initializers.normal
     residual = (cfg.width * 2 * cfg.layers) ** -0.5
     return BlockInit(

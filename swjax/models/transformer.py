@@ -1,4 +1,4 @@
-"""Pre-LN transformer blocks: one block, and a stack of equal blocks stored as one."""
+"""Pre-LN transformer blocks: one block, and a stack of equal blocks stored as one module."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +27,7 @@ class BlockInit(NamedTuple):
 
 
 def symmetric_uniform(limit: float) -> nnx.Initializer:
-    """U(-limit, limit); with limit 1 / sqrt(fan-in) it is what PyTorch's layers start from."""
+    """U(-limit, limit); the limit 1 / sqrt(fan-in) gives the initialization of PyTorch's layers."""
 
     def init(key, shape, dtype=jnp.float32):
         return jax.random.uniform(key, shape, dtype, -limit, limit)
@@ -36,10 +36,10 @@ def symmetric_uniform(limit: float) -> nnx.Initializer:
 
 
 class LayerNorm(nnx.Module):
-    """LayerNorm over the last axis, in float32 whatever the dtype of its input.
+    """LayerNorm over the last axis, computed in float32 for every input dtype.
 
     Args:
-      width: the size of that axis.
+      width: size of the last axis.
       epsilon: added to the variance.
     """
 
@@ -52,13 +52,11 @@ class LayerNorm(nnx.Module):
         return _layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
 
     def prologue(self) -> prologues.LayerNorm:
-        """The same LayerNorm as a prologue of the linear layers that read its result."""
+        """The same LayerNorm as a prologue of the linear layers that read its output."""
         return prologues.LayerNorm(self.scale[...], self.bias[...], self.epsilon)
 
 
-@partial(
-    jax.checkpoint, static_argnums=3
-)  # for the backward pass it keeps x and nothing in float32
+@partial(jax.checkpoint, static_argnums=3)  # saves x for the backward pass, and no float32 array
 def _layer_norm(x, scale, bias, epsilon):
     exact = x.astype(jnp.float32)
     centred = exact - jnp.mean(exact, axis=-1, keepdims=True)
@@ -69,7 +67,7 @@ def _layer_norm(x, scale, bias, epsilon):
 
 
 class LayerScale(nnx.Module):
-    """``x gamma``, a learned factor for each feature; with gamma 0 the block starts as the identity."""
+    """``x gamma``, a learned factor per feature; with gamma 0 the block is initially the identity."""
 
     def __init__(self, width: int, init: float):
         self.gamma = nnx.Param(jnp.full(width, init, jnp.float32))
@@ -84,7 +82,7 @@ def _layer_scale(x, gamma):
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention of a LayerNorm's result; q, k, v and out are separate linear layers."""
+    """Multi-head self-attention on the output of a LayerNorm; q, k, v and out are separate linear layers."""
 
     def __init__(
         self,
@@ -109,18 +107,18 @@ class Attention(nnx.Module):
         self.q = linear(recipe=recipes["attn/q"], kernel_init=init.qkv)
         self.k = linear(recipe=recipes["attn/k"], kernel_init=init.qkv)
         self.v = linear(recipe=recipes["attn/v"], kernel_init=init.qkv)
-        # Attention saves its output for its own backward pass: an 8-bit copy would take additional memory.
+        # Attention saves its output for its own backward pass, so an 8-bit copy would need additional memory.
         out = replace(recipes["attn/out"], save_quantized=False)
         self.out = linear(recipe=out, kernel_init=init.out)
         self.ln_q = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
         self.ln_k = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
 
     def implementation(self, x: jax.Array, length: int) -> str:
-        """The implementation of `swjax.attention` for tokens x [b, t, w] without the padding."""
+        """The implementation of `swjax.attention` for x [b, t, w] with `length` tokens before the padding."""
         return attention.choose(x, self.heads, self.asked, length=length, layout=self.q.layout)
 
     def __call__(self, x: jax.Array, norm: LayerNorm, length: int) -> tuple[jax.Array, jax.Array]:
-        """(the branch, x to add it to): see `residual` of `swjax.switchback`."""
+        """Returns (branch, residual x), see `residual` of `swjax.switchback`."""
         implementation = self.implementation(x, length)
         batch, tokens, width = x.shape
         heads = (batch, tokens, self.heads, width // self.heads)
@@ -129,7 +127,7 @@ class Attention(nnx.Module):
         if self.ln_q is not None and self.ln_k is not None:
             q, k = self.ln_q(q), self.ln_k(k)
         if x.dtype == jnp.float16 and jax.default_backend() == "cpu":
-            # JAX asks for float16 products with float32 sums, which XLA for CPUs does not have.
+            # JAX requests float16 products with float32 sums, which XLA does not support on CPUs.
             q, k, v = (head.astype(jnp.float32) for head in (q, k, v))
         mixed = attention.dot_product_attention(
             q,
@@ -172,7 +170,7 @@ class Mlp(nnx.Module):
         self.gelu = options.gelu
 
     def __call__(self, x: jax.Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
-        """(the branch, x to add it to)."""
+        """Returns (branch, residual x), see `residual` of `swjax.switchback`."""
         prologue = norm.prologue()
         if self.gelu == "quick":
             (hidden,), x = linears((self.fc1,), x, prologue=prologue, residual=True)
@@ -187,7 +185,7 @@ def gelu(x: jax.Array, form: str) -> jax.Array:
     return _quick_gelu(x) if form == "quick" else jax.nn.gelu(x, approximate=form == "tanh")
 
 
-@jax.checkpoint  # autodiff alone would keep several arrays of this size
+@jax.checkpoint  # autodiff alone would save several arrays of this size
 def _quick_gelu(x):
     exact = x.astype(jnp.float32)
     return (exact * jax.nn.sigmoid(1.702 * exact)).astype(x.dtype)
@@ -215,7 +213,7 @@ class Block(nnx.Module):
         self.ls_2 = None if scale is None else LayerScale(cfg.width, scale)
 
     def __call__(self, x: jax.Array, length: int) -> jax.Array:
-        """x [b, t, w] -> [b, t, w]; tokens from `length` on are padding that no other token sees."""
+        """Maps x [b, t, w] to [b, t, w]; tokens from `length` on are padding, which no token attends to."""
         branch, x = self.attn(x, self.ln_1, length)
         x = x + (branch if self.ls_1 is None else self.ls_1(branch))
         branch, x = self.mlp(x, self.ln_2)
@@ -231,7 +229,7 @@ def stack_blocks(
     causal: bool,
     rngs: nnx.Rngs,
 ) -> Block:
-    """`cfg.layers` blocks as one `Block` whose every parameter has a leading axis of that size."""
+    """Creates `cfg.layers` blocks as one `Block`, whose parameters have a leading axis of that size."""
 
     @nnx.split_rngs(splits=cfg.layers)
     @nnx.vmap
@@ -244,16 +242,16 @@ def stack_blocks(
 def apply_blocks(
     blocks: Block, x: jax.Array, options: CLIPConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs the stack that `stack_blocks` made.
+    """Applies a stack of `stack_blocks`.
 
     Args:
-      blocks: the stack, L blocks.
+      blocks: the stack of L blocks.
       x: [b, t, w] tokens.
-      options: `remat` and `scan_layers` are read.
+      options: the function reads `remat` and `scan_layers`.
 
     Returns:
-      The tokens after the last block, [b, t, w], and the magnitude of every block's output, float32
-      [L] each: `feature_mean_abs`, `feature_max_abs`.
+      The tokens after the last block, [b, t, w], and magnitudes of every block's output: `feature_mean_abs`
+      and `feature_max_abs`, float32 [L] each.
     """
     length = x.shape[1]
     if blocks.attn.implementation(x, length) == "cudnn":
@@ -270,16 +268,17 @@ def apply_blocks(
 
 
 def _rematerialised(step: Callable, options: CLIPConfig) -> Callable:
-    """`step`, with the residuals that `options.remat` says."""
+    """Wraps `step` so that it saves only the residuals that `options.remat` names."""
     if options.remat == "none":
         return step
-    # XLA cannot merge the recomputation with the forward pass across a scan, so needs no barrier there.
+    # XLA cannot merge the recomputation with the forward pass across a scan, so a scan needs no barrier.
     return jax.checkpoint(step, policy=POLICIES[options.remat], prevent_cse=not options.scan_layers)
 
 
 def _unrolled(step: Callable, carry, stacked):
-    """`jax.lax.scan` as straight-line code."""
-    # lax.split transposes to one concatenate; indexing would to a padded copy of the stack per layer.
+    """Runs `jax.lax.scan` as straight-line code."""
+    # lax.split transposes to one concatenate. Indexing would transpose to a padded copy of the stack per
+    # layer.
     leaves, treedef = jax.tree.flatten(stacked)
     layers = leaves[0].shape[0]
     slices = zip(*(jax.lax.split(leaf, (1,) * layers) for leaf in leaves), strict=True)

@@ -16,9 +16,9 @@ from swjax.models.transformer import (
 
 
 class PatchEmbed(nnx.Module):
-    """A convolution without bias whose stride is its size: one linear map per patch.
+    """A convolution whose stride equals its kernel size: one linear map per patch.
 
-    Its kernel has the layout of a convolution, [patch, patch, 3, width]. SigLIP's has a bias.
+    The kernel has a convolution's layout, [patch, patch, 3, width]. Only SigLIP's patch embedding has a bias.
     """
 
     def __init__(self, cfg: VisionConfig, dtype: str, *, use_bias: bool, rngs: nnx.Rngs):
@@ -29,7 +29,7 @@ class PatchEmbed(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """[b, h, w, 3] -> [b, patches, width] float32, patches row by row."""
+        """Maps [b, h, w, 3] to [b, patches, width] float32, with patches in row-major order."""
         kernel = self.kernel[...].astype(self.dtype)
         patch, _, channels, width = kernel.shape
         batch, rows, columns = (images.shape[0], *(side // patch for side in images.shape[1:3]))
@@ -40,14 +40,14 @@ class PatchEmbed(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """Image -> embedding, not yet normalised.
+    """Computes the embedding of an image, not yet normalized.
 
-    Patches -> class token + positions -> patch dropout -> LayerNorm -> blocks -> LayerNorm of the class
-    token -> projection. SigLIP's has no class token, no LayerNorm before the blocks and no projection: the
-    patches are pooled by attention.
+    Patches -> class token + positions -> patch dropout -> LayerNorm -> blocks -> LayerNorm of the class token
+    -> projection. SigLIP's tower has no class token, no LayerNorm before the blocks and no projection; it
+    pools the patches by attention.
 
     Args:
-      cfg: the whole model's configuration.
+      cfg: the configuration of the whole model.
     """
 
     def __init__(self, cfg: CLIPConfig, *, rngs: nnx.Rngs):
@@ -77,19 +77,19 @@ class VisionTransformer(nnx.Module):
         """Embeds images.
 
         Args:
-          images: [b, image_size, image_size, 3] normalised, floating.
-          deterministic: no patch dropout: evaluation.
-          dropout_key: PRNG key of patch dropout, needed in training.
+          images: [b, image_size, image_size, 3], normalized, floating-point.
+          deterministic: whether to disable patch dropout, for evaluation.
+          dropout_key: PRNG key of patch dropout, required in training.
 
         Returns:
-          Embeddings [b, embed_dim] float32, and {"blocks": magnitudes of each block's output,
-          "pre_logits": class token [b, width] before the projection, or the pooled patches}.
+          Embeddings [b, embed_dim] float32, and {"blocks": magnitudes of each block's output, "pre_logits":
+          class token [b, width] before the projection, or the pooled patches}.
 
         Raises:
-          ValueError: images of another shape or integer images; patch dropout without a key.
+          ValueError: images have another shape or an integer dtype, or patch dropout has no key.
         """
         self._check(images)
-        # Sums with parameters are in float32, for then so are the sums over the batch in their gradients.
+        # Sums with parameters are in float32, so that their gradients are summed over the batch in float32.
         position = self.position_embedding[...]
         patches = position[-self.cfg.vision.patches :]
         x = self.patch_embed(images) + patches[None]
@@ -122,10 +122,10 @@ class VisionTransformer(nnx.Module):
 class AttentionPool(nnx.Module):
     """MAP pooling: a learned query attends to all patches, and an MLP follows.
 
-    ``y + mlp(ln(y))`` with ``y = attention(probe, x)``. The layers are computed without quantization.
+    ``y + mlp(ln(y))`` with ``y = attention(probe, x)``. Its layers are not quantized.
 
     Args:
-      cfg: the whole model's configuration.
+      cfg: the configuration of the whole model.
 
     References:
       Zhai et al., "Scaling vision transformers", 2022, https://arxiv.org/abs/2106.04560
@@ -149,7 +149,7 @@ class AttentionPool(nnx.Module):
         self.fc2 = linear(tower.mlp_width, width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[b, patches, width] -> [b, width] float32."""
+        """Maps [b, patches, width] to [b, width] float32."""
         batch, tokens, width = x.shape
         split = (batch, tokens, self.heads, width // self.heads)
         k, v = (layer(x).astype(jnp.float32).reshape(split) for layer in (self.k, self.v))
@@ -161,18 +161,18 @@ class AttentionPool(nnx.Module):
 
 
 def drop_patches(x: jax.Array, keep: int, key: jax.Array | None) -> jax.Array:
-    """A uniformly random subset of each image's patches.
+    """Selects a uniformly random subset of each image's patches.
 
     Args:
       x: [b, patches, width].
-      keep: patches left, a static number.
+      keep: number of patches to keep, static.
       key: PRNG key.
 
     Returns:
       [b, keep, width].
 
     Raises:
-      ValueError: no key.
+      ValueError: the key is missing.
     """
     if key is None:
         raise ValueError(
@@ -183,7 +183,7 @@ def drop_patches(x: jax.Array, keep: int, key: jax.Array | None) -> jax.Array:
 
 
 def block_init(cfg: VisionConfig) -> BlockInit:
-    """open_clip leaves this tower at PyTorch's defaults; q, k and v are Xavier-uniform as one matrix."""
+    """open_clip's initializers: PyTorch's defaults, but Xavier-uniform for q, k and v as one matrix."""
     return BlockInit(
         qkv=symmetric_uniform((6 / (cfg.width + 3 * cfg.width)) ** 0.5),
         out=symmetric_uniform(cfg.width**-0.5),

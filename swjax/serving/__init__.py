@@ -1,4 +1,4 @@
-"""Models for inference: 8-bit weights, files of them, and exported programs."""
+"""Models for inference: 8-bit weights, weight files and exported programs."""
 
 from swjax.serving.models import (
     QuantizedKernel,

@@ -1,7 +1,7 @@
-"""Models for inference: weights in 8 bits, in memory, in files and in exported programs.
+"""Models for inference: 8-bit weights in memory, in files and in exported programs.
 
-`prequantize` quantizes weights once, which quantized layers otherwise do at every call, and drops the
-originals. `save` and `load` are files of the result, `export` programs that need no Flax:
+Quantized layers normally quantize their weights at every call. `prequantize` quantizes them once and drops
+the originals. `save` and `load` write and read the result. `export` creates programs that do not need Flax:
 
   from swjax import serving
   serving.prequantize(model)
@@ -42,16 +42,16 @@ __all__ = [
     "weights",
 ]
 
-Model = nnx.Module | Mapping  # a Mapping: the variables of a Linen model
+Model = nnx.Module | Mapping  # a Mapping contains the variables of a Linen model
 NNXModel = TypeVar("NNXModel", bound=nnx.Module)
 AnyModel = TypeVar("AnyModel", bound=Model)
 
-_FORMAT = "swjax"  # in the metadata of our files
+_FORMAT = "swjax"  # format name in the metadata of swjax's files
 _ARRAYS = nnx.Not(nnx.RngState)
 
 
 class QuantizedKernel(nnx.Variable):
-    """The kernel of a linear layer as a `QTensor`: values [*out_features, *in_features] and their scale."""
+    """The kernel of a linear layer as a `QTensor`: values [*out_features, *in_features] and their scales."""
 
     def __getitem__(self, key: Any) -> Any:
         return self.get_value()
@@ -60,23 +60,23 @@ class QuantizedKernel(nnx.Variable):
 def prequantize(model: NNXModel) -> NNXModel:
     """Quantizes the weights of a model's quantized linear layers irreversibly, in place.
 
-    For layers that are `swjax.nnx.Linear`, and those of Flax that `swjax.nnx.quantize_model` has converted.
-    Their kernels become 8-bit values and scales; the fp32 ones are dropped. The forward pass gives the same
-    values, bit for bit, because it quantizes weights in the same way, whether a recipe has one scale a tensor
-    (`switchback`, `switchback_m`, `fp8_switchback`, `fp8_tensorwise`) or one a channel (`switchback_q`,
-    `llm_int8`). It cannot be undone, and these kernels are no `nnx.Param`: they take no gradient.
+    It supports `swjax.nnx.Linear`, and Flax layers that `swjax.nnx.quantize_model` has converted. Their
+    kernels become 8-bit values and scales, and the fp32 kernels are dropped. The forward pass gives
+    bit-identical values, because it would quantize the weights in the same way, with one scale per tensor
+    (`switchback`, `switchback_m`, `fp8_switchback`, `fp8_tensorwise`) or one per channel (`switchback_q`,
+    `llm_int8`). The change cannot be undone. The new kernels are not `nnx.Param`s, so they have no gradient.
 
-    What keeps its weights: embeddings, norms, biases, `standard` layers, those with an outlier threshold,
-    and any `nnx.LinearGeneral` with batch axes.
+    Embeddings, norms, biases, `standard` layers, layers with an outlier threshold, and `nnx.LinearGeneral`
+    layers with batch axes keep their weights.
 
     Args:
-      model: any NNX model; it is changed. Layers may be stacked, as by `nnx.vmap`.
+      model: any NNX model, modified in place. Layers may be stacked, as by `nnx.vmap`.
 
     Returns:
       `model`.
 
     Raises:
-      ValueError: no layer has a recipe whose forward product is quantized.
+      ValueError: no layer has a recipe with a quantized forward product.
 
     >>> import swjax.nnx
     >>> model = nnx.Sequential(swjax.nnx.Linear(64, 256, rngs=nnx.Rngs(0)))
@@ -98,8 +98,8 @@ def prequantize(model: NNXModel) -> NNXModel:
     ]
     if not layers:
         raise ValueError(
-            "prequantize needs a model with quantized linear layers, got none that is a float yet: "
-            "choose their recipes by swjax.nnx.quantize_model first"
+            "prequantize needs a model with quantized linear layers, got none with float weights: "
+            "choose their recipes with swjax.nnx.quantize_model first"
         )
     for layer, recipe in layers:
         _prequantize(layer, recipe)
@@ -116,18 +116,19 @@ def _prequantize(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> None:
     outs = 1 if isinstance(layer.out_features, int) else len(layer.out_features)
     ins = 1 if isinstance(layer.in_features, int) else len(layer.in_features)
     q = _quantize(w, w.ndim - ins - outs, outs, cast_to, recipe)
-    layer.kernel = QuantizedKernel(q)  # type: ignore[assignment]  # takes no gradient, so is no Param
+    # Has no gradient, so it is not a Param.
+    layer.kernel = QuantizedKernel(q)  # type: ignore[assignment]
     layer.promote_dtype = _PromoteOthers(layer.promote_dtype, w.dtype.name)
 
 
 def _quantize(w: jax.Array, stacked: int, outs: int, cast_to, recipe: Recipe) -> QTensor:
-    """A kernel [*stack, *in_features, *out_features] as values [*stack, *out_features, *in_features].
+    """Quantizes a kernel [*stack, *in_features, *out_features] to [*stack, *out_features, *in_features].
 
     Args:
       w: the kernel.
-      stacked, outs: how many of its axes enumerate layers, and are of out_features.
-      cast_to: the dtype that Flax gives a kernel before its product; None: its own.
-      recipe: of the product.
+      stacked, outs: number of axes that enumerate layers, and of axes of out_features.
+      cast_to: the dtype to which Flax casts a kernel before its product; None keeps the dtype.
+      recipe: recipe of the product.
     """
     stack, ins, out_sizes = w.shape[:stacked], w.shape[stacked : w.ndim - outs], w.shape[-outs:]
     w = w.reshape(*stack, math.prod(ins), math.prod(out_sizes)).astype(cast_to or w.dtype)
@@ -144,7 +145,7 @@ def _quantize(w: jax.Array, stacked: int, outs: int, cast_to, recipe: Recipe) ->
 
 @dataclasses.dataclass(frozen=True)
 class _PromoteOthers:
-    """A layer's `promote_dtype` that leaves the kernel alone, and the others as they were promoted before."""
+    """Replaces a layer's `promote_dtype`: leaves the kernel unchanged, and promotes the others as before."""
 
     promote: Callable
     kernel_dtype: str
@@ -157,24 +158,24 @@ class _PromoteOthers:
 
 
 def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) -> dict:
-    """`prequantize` for Linen: variables with 8-bit kernels, which the same function takes.
+    """Like `prequantize`, for Linen: returns variables with 8-bit kernels that the same function accepts.
 
-    For layers that are `swjax.linen.Dense`, and those of Flax that `swjax.linen.quantized` converts;
-    what keeps its weights is as for `prequantize`.
+    It supports `swjax.linen.Dense`, and Flax layers that `swjax.linen.quantized` converts. The same weights
+    as in `prequantize` stay unquantized.
 
     Args:
-      function: of (variables, *inputs): a Linen model's `apply`, within `quantized` where recipes are
-        chosen so. It is traced, not run.
-      variables: of the model, {"params": ...}; left as they are. Where layers are stacked, as by `nn.scan`,
-        their first axis has to enumerate them.
-      *inputs: arrays, or `jax.ShapeDtypeStruct`s, of any size that the model takes.
+      function: a function of (variables, *inputs), such as a Linen model's `apply`, inside `quantized` if
+        that chooses the recipes. It is traced, not run.
+      variables: variables of the model, {"params": ...}, not modified. If layers are stacked, as by
+        `nn.scan`, the first axis must enumerate them.
+      *inputs: arrays, or `jax.ShapeDtypeStruct`s, of any size that the model accepts.
 
     Returns:
-      The same tree with `swjax.QTensor`s in place of kernels.
+      The same tree, with `swjax.QTensor`s instead of kernels.
 
     Raises:
-      ValueError: no layer has a recipe whose forward product is quantized; or `function` applies a model to
-        something else than these variables as they are.
+      ValueError: no layer has a recipe with a quantized forward product, or `function` applies a model to
+        other variables than these.
 
     >>> from flax import linen as nn
     >>> import swjax.linen
@@ -187,14 +188,14 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) 
     >>> small["params"]["kernel"].values.dtype, bool(jnp.all(predict(small, x) == predict(variables, x)))
     (dtype('int8'), True)
     """
-    # Without jit, because a cached trace would run no module.
+    # Without jit, because a cached trace would not run the modules.
     with linen.kernels_used() as kernels, jax.disable_jit():
         jax.eval_shape(lambda *args: function(*args), variables, *inputs)
     kernels = {path: kernel for path, kernel in kernels.items() if _can_be_quantized(kernel.recipe)}
     if not kernels:
         raise ValueError(
-            "prequantize_variables needs a function with quantized linear layers, got none that is a float "
-            "yet: apply the model within swjax.linen.quantized"
+            "prequantize_variables needs a function with quantized linear layers, got none with float "
+            "weights: apply the model within swjax.linen.quantized"
         )
     flat = traverse_util.flatten_dict(unfreeze(dict(variables)), keep_empty_nodes=True)
     for path, kernel in kernels.items():
@@ -204,7 +205,7 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) 
             there = "none" if w is None else _kind(w)
             raise ValueError(
                 f"{'/'.join(name)!r} must end in {list(kernel.shape)} and be {kernel.dtype} "
-                f"as its module says, got {there}: give the model's own variables as it takes them"
+                f"as in its module, got {there}: pass the model's own variables unchanged"
             )
         stacked = w.ndim - len(kernel.shape)
         flat[name] = _quantize(w, stacked, kernel.outs, kernel.cast_to, kernel.recipe)
@@ -215,14 +216,14 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) 
 
 
 def weights(model: Model) -> dict[str, jax.Array]:
-    """The arrays of a model by name, as its file has them; states of random numbers are left out.
+    """The arrays of a model, named as in its file, without random-number states.
 
     Args:
-      model: any NNX model, or variables of a Linen one.
+      model: any NNX model, or the variables of a Linen model.
 
     Returns:
-      {"blocks/fc/bias": ..., "blocks/fc/kernel/values": ..., "blocks/fc/kernel/scale": ...}. The values of
-      a prequantized kernel are [*out_features, *in_features].
+      {"blocks/fc/bias": ..., "blocks/fc/kernel/values": ..., "blocks/fc/kernel/scale": ...}. The values of a
+      prequantized kernel are [*out_features, *in_features].
     """
     if isinstance(model, nnx.Module):
         model = nnx.to_pure_dict(nnx.state(model, _ARRAYS))
@@ -231,24 +232,24 @@ def weights(model: Model) -> dict[str, jax.Array]:
 
 
 def _fill(tree, arrays: Mapping[str, jax.Array]):
-    """A tree like that one, of arrays by name."""
+    """Builds a tree like `tree` from arrays by name."""
     return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in weights(tree)])
 
 
 def _fill_state(state, arrays: Mapping[str, jax.Array]):
-    """An NNX state like that one, of arrays by name."""
+    """Builds an NNX state like `state` from arrays by name."""
     state = jax.tree.map(lambda array: array, state)  # a copy
     nnx.replace_by_pure_dict(state, _fill(nnx.to_pure_dict(state), arrays))
     return state
 
 
 def save(path: str | Path, model: Model, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a model's arrays as safetensors; see `weights` for their names. 8-bit floats are uint8 there.
+    """Writes a model's arrays as safetensors, named as in `weights`. The file stores 8-bit floats as uint8.
 
     Args:
-      path: of the file, which is replaced if it is there.
-      model: any NNX model, or variables of a Linen one, prequantized or not.
-      metadata: texts to keep with it.
+      path: path of the file; an existing file is replaced.
+      model: any NNX model, or the variables of a Linen model, prequantized or not.
+      metadata: texts to store in the file.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
@@ -260,26 +261,26 @@ def save(path: str | Path, model: Model, metadata: Mapping[str, str] | None = No
 
 
 def _stored(dtype) -> np.dtype:
-    """The dtype of the same bits in a file: safetensors gives NumPy no 8-bit floats."""
+    """The dtype with the same bits in a file, because safetensors has no 8-bit floats for NumPy."""
     is_float8 = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
     return np.dtype(np.uint8) if is_float8 else dtype
 
 
 def load(path: str | Path, model: AnyModel) -> AnyModel:
-    """Fills a model with the arrays of a file that `save` wrote.
+    """Loads the arrays of a file that `save` wrote into a model.
 
     Args:
-      path: of the file.
-      model: like the one that was saved; it may be of shapes alone, as of
-        `nnx.eval_shape(lambda: prequantize(Model(...)))`: then no fp32 weight is ever made. An NNX model is
-        changed, variables of a Linen one are not.
+      path: path of the file.
+      model: a model like the saved one. It may consist of shapes, such as
+        `nnx.eval_shape(lambda: prequantize(Model(...)))`, so that no fp32 weights are created. An NNX model
+        is modified in place; the variables of a Linen model are not.
 
     Returns:
-      The NNX model; or variables like those.
+      The NNX model, or new variables.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
-      ValueError: the file is of another model: the line names the first array that differs.
+      ValueError: the file belongs to another model; the message names the first array that differs.
 
     >>> import tempfile, swjax.nnx
     >>> make = lambda: prequantize(swjax.nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
@@ -296,8 +297,8 @@ def load(path: str | Path, model: AnyModel) -> AnyModel:
         there = _kind(arrays[name]) if name in arrays else None
         if here != there:
             raise ValueError(
-                f"{path} is of another model: its array {name!r} is {there} there and {here} here "
-                f"(None: no such array): build the model that was saved"
+                f"{path} belongs to another model: array {name!r} is {there} in the file and {here} here "
+                f"(None: no such array): build the saved model"
             )
     arrays = {name: jnp.asarray(arrays[name].view(like.dtype)) for name, like in expected.items()}
     if not isinstance(model, nnx.Module):
@@ -311,7 +312,7 @@ def _kind(array) -> str:
 
 
 def read_metadata(path: str | Path) -> dict[str, str] | None:
-    """The texts in a file that `save` wrote; None: it is another safetensors file."""
+    """Reads the texts in a file that `save` wrote; returns None for other safetensors files."""
     with tensor_files.open_file(path) as file:
         metadata = file.metadata() or {}
     return metadata if metadata.get("format") == _FORMAT else None
@@ -326,27 +327,27 @@ def export(
     *inputs: jax.ShapeDtypeStruct,
     platforms: Sequence[str] = ("cpu", "cuda"),
 ) -> jax.export.Exported:
-    """`function` of a model as a program that runs with jax alone, without this library and Flax.
+    """Exports a function of a model as a program that needs only jax, neither this library nor Flax.
 
-    It takes the arrays of the file that `save` writes, and the inputs::
+    The arguments of the program are the arrays in the file that `save` writes, and the inputs::
 
         program = jax.export.deserialize(bytearray(Path("model.jax").read_bytes()))
         y = program.call(safetensors.numpy.load_file("model.safetensors"), x)
 
-    int8 products are int8 in it, through XLA: our own kernels are tied to a version of jax.
+    The program computes int8 products through XLA, because swjax's kernels depend on the version of jax.
 
     Args:
-      function: of (model, *inputs).
-      model: any NNX model, or variables of a Linen one, prequantized or not.
-      *inputs: shapes and dtypes; `jax.export.symbolic_shape("b, 224, 224, 3")` leaves a size open.
-      platforms: that the program runs on: "cpu", "cuda", "rocm", "tpu".
+      function: a function of (model, *inputs).
+      model: any NNX model, or the variables of a Linen model, prequantized or not.
+      *inputs: shapes and dtypes; `jax.export.symbolic_shape("b, 224, 224, 3")` makes a size symbolic.
+      platforms: platforms of the program: "cpu", "cuda", "rocm", "tpu".
 
     Returns:
-      A `jax.export.Exported`, a function of (arrays of the file by name, *inputs); its `serialize()` are
-      bytes.
+      A `jax.export.Exported`, a function of (arrays of the file by name, *inputs), whose `serialize()`
+      returns bytes.
 
     Raises:
-      ValueError: a layer would run one of our kernels: give it implementation="xla".
+      ValueError: a layer would run one of swjax's kernels; set implementation="xla" for it.
     """
     if isinstance(model, nnx.Module):
         graph, state, *others = nnx.split(model, _ARRAYS, ...)
@@ -372,6 +373,6 @@ def export(
         if "custom call" not in str(error):
             raise
         raise ValueError(
-            "an exported program must be XLA's alone, got one with other kernels in it: choose "
-            'implementation="xla" for the layers, and attention="xla" for models of swjax'
+            "an exported program must contain only XLA operations, got other kernels: choose "
+            'implementation="xla" for the layers, and attention="xla" for the models of swjax'
         ) from error

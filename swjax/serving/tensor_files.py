@@ -1,4 +1,4 @@
-"""safetensors files: opened with one-line errors, written atomically."""
+"""safetensors files: opens them with one-line errors, and writes them atomically."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +8,12 @@ import numpy as np
 
 
 def open_file(path: str | Path) -> Any:
-    """A safetensors file, as its library opens it for NumPy; a context manager.
+    """Opens a safetensors file for NumPy, as a context manager.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       ModuleNotFoundError: safetensors is not installed.
-      ValueError: it is another kind of file, or a part of one.
+      ValueError: the file has another format, or is incomplete.
     """
     _require()
     import safetensors
@@ -21,11 +21,11 @@ def open_file(path: str | Path) -> Any:
     try:
         return safetensors.safe_open(path, framework="np")
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Replaces a safetensors file.
+    """Writes a safetensors file and replaces an existing one.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
@@ -43,5 +43,5 @@ def _require() -> None:
         import safetensors  # noqa: F401
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            'files of weights need safetensors: pip install "swjax[train]"', name="safetensors"
+            'weight files need safetensors: pip install "swjax[train]"', name="safetensors"
         ) from error
