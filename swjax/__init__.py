@@ -1,6 +1,6 @@
 """Stable low-precision training for JAX: SwitchBack int8 and fp8 linear layers, StableAdamW, CLIP.
 
-Layers are in `swjax.nnx` and `swjax.linen`, optimizers in `swjax.optax`; both are imported on their own.
+Layers are in `swjax.nnx` and `swjax.linen`, optimizers in `swjax.optax`; import these modules explicitly.
 """
 
 from swjax import checkpoint_policies

@@ -1,16 +1,16 @@
 """The programs of swjax by name: `swjax COMMAND ...`, or `python -m swjax COMMAND ...`.
 
-train        trains a CLIP, or plans a run: train.py of a checkout
-classify     which of some names fits a picture best
-search       the pictures that fit a text best, on a page
+train        trains a CLIP model, or plans a run: train.py in a checkout
+classify     ranks names by how well they fit a picture
+search       finds the pictures that match a text best, and shows them on a page
 evaluate     scores a run or other CLIP weights without training
 report       rewrites the report page of a run
-runs         lists runs: state, scores, throughput, what differs; or shows them on one page
-diagnostics  what led to a run's loss spikes: report, replay
-compare      how recipes and dtypes change layers and the loss
-data check   counts, sizes, captions and bad examples of a data set, as training reads it
-data verify  checksums of the prepared icons
-convert      WebDataset tars to array_record
+runs         lists runs: state, scores, throughput, config differences; optionally on a page
+diagnostics  reports what preceded the loss spikes of a run: report, replay
+compare      measures how recipes and dtypes change layers and the loss
+data check   reads a data set as training does: counts, sizes, captions and bad examples
+data verify  verifies the checksums of the prepared icons
+convert      converts WebDataset tars to array_record
 """
 
 import contextlib
@@ -36,14 +36,14 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Runs the command that the command line names; returns 2 if there is none."""
+    """Runs the command named on the command line; returns 2 if there is no such command."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     with contextlib.nullcontext() if name == "train" else output_may_end():
         return run(name)
 
 
 def run(name: str) -> int:
-    """Runs a command, with the other arguments in `sys.argv`; see `main`."""
+    """Runs a command with the remaining arguments in `sys.argv`; see `main`."""
     if name in ("-h", "--help"):
         print(__doc__.strip(), file=sys.stdout if len(sys.argv) > 1 else sys.stderr)
         return 0 if len(sys.argv) > 1 else 2

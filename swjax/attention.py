@@ -1,4 +1,4 @@
-"""Multi-head attention: that of `jax.nn`, or a kernel for short sequences on the shard of each device."""
+"""Multi-head attention: `jax.nn`'s implementation, or a kernel for short sequences on each device's shard."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from swjax.linear.planning import has_plan, plan_heads
 from swjax.linear.plans import Plan, vary_alike
 
 NAMES = ("xla", "cudnn", "triton")
-CUDNN_MULTIPLE = 8  # of tokens; it masks what is padded
+CUDNN_MULTIPLE = 8  # cuDNN needs a multiple of this many tokens; padding is masked
 
 
 def choose(
@@ -22,9 +22,9 @@ def choose(
     length: int | None = None,
     layout: Layout | None = None,
 ) -> str:
-    """The name of the implementation for tokens x [b, t, w] with `length` tokens that are not padding.
+    """Chooses the implementation for tokens x [b, t, w], of which the first `length` are not padding.
 
-    None means XLA. For 16-bit tokens on NVIDIA GPUs it means our kernel where that can run, else cuDNN.
+    None means XLA. For 16-bit tokens on NVIDIA GPUs it means swjax's kernel if that can run, else cuDNN.
 
     Raises:
       ValueError: the kernel was requested and cannot run; the message says why.
@@ -38,7 +38,7 @@ def choose(
 
 
 def _choose(shape, like, implementation, layout):
-    """For queries of that shape, with the dtype and the mesh of another array."""
+    """Chooses for queries of the given shape, with the dtype and the mesh of the array `like`."""
     q = jax.ShapeDtypeStruct(shape, like.dtype)
     if implementation == "triton":
         if reason := dispatch.why_not("triton", "attention", q, q, q):
@@ -63,21 +63,21 @@ def dot_product_attention(
     implementation: str | None = None,
     layout: Layout | None = None,
 ) -> jax.Array:
-    """``softmax(q k^T / sqrt(d)) v`` of every head, with the softmax in float32.
+    """``softmax(q k^T / sqrt(d)) v`` for every head, with the softmax in float32.
 
     Args:
       q, k, v: [b, t, h, d].
       causal: each token attends to itself and the tokens before it.
-      length: number of tokens that are not padding; no token attends to padding. None: t.
-      implementation: "xla", "cudnn" or "triton", the kernel, which takes no padding; None chooses as
-        `choose` does. For cuDNN, tokens are padded to a multiple of 8.
-      layout: of the linear layer that computed q, for meshes with automatic axes.
+      length: number of tokens that are not padding; no token attends to padding. None means t.
+      implementation: "xla", "cudnn", or "triton", swjax's kernel, which does not support padding; None
+        chooses like `choose`. For cuDNN, tokens are padded to a multiple of 8.
+      layout: layout of the linear layer that computed q, for meshes with automatic axes.
 
     Returns:
       [b, t, h, d] in the dtype of q.
 
     Raises:
-      ValueError: q, k and v differ in shape or dtype; otherwise as for `choose`.
+      ValueError: q, k and v differ in shape or dtype; also the errors of `choose`.
 
     >>> x = jnp.ones((1, 2, 1, 4))
     >>> dot_product_attention(x, x, x).shape
@@ -87,7 +87,7 @@ def dot_product_attention(
     if q.ndim != 4 or len(set(kinds)) > 1:
         raise ValueError(
             f"q, k and v must be [b, t, h, d] of one shape and dtype, got {', '.join(kinds)}: "
-            "use jax.nn.dot_product_attention for others"
+            "use jax.nn.dot_product_attention for other arrays"
         )
     tokens = q.shape[1]
     if implementation is None:
@@ -116,7 +116,7 @@ def dot_product_attention(
 
 
 def pad_tokens(x: jax.Array) -> jax.Array:
-    """x [b, t, ...] with zero tokens at the end, up to a multiple of 8, which cuDNN needs."""
+    """Pads x [b, t, ...] with zero tokens to a multiple of 8 tokens, which cuDNN needs."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (0, -x.shape[1] % CUDNN_MULTIPLE)
     return jnp.pad(x, padding)
@@ -145,10 +145,10 @@ _attention.defvjp(_forward, _backward)
 
 
 def _heads(plan: Plan) -> Spec:
-    """Of [b, t, h, d]."""
+    """The spec of [b, t, h, d]."""
     return Spec((plan.token_axes, (), plan.n, ()))
 
 
 def _rows(plan: Plan) -> Spec:
-    """Of [b, h, t]."""
+    """The spec of [b, h, t]."""
     return Spec((plan.token_axes, plan.n, ()))

@@ -1,8 +1,8 @@
 """Policies for `jax.checkpoint` that select by name the arrays that swjax's layers save.
 
-`jax.checkpoint_policies.dots_saveable` does not see products inside opaque kernels and recomputes all of
-them; these policies go by name. Each saves the quantized weights, one byte per parameter, on GPUs two, so
-that recomputing a layer does not quantize its weight again.
+`jax.checkpoint_policies.dots_saveable` does not recognize products inside opaque kernels and recomputes all
+of them; these policies select by name. Each policy saves the quantized weights, so that recomputing a layer
+does not quantize its weight again. They take one byte per parameter, and two on GPUs.
 
 JAX's own policies work as well; docs/transformations.md lists them.
 """
@@ -21,5 +21,5 @@ save_quantized = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, *_INPU
 # Save every linear layer's output, so that no forward product runs twice.
 save_outputs = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, "swjax_y")
 
-# Save both.
+# Save the quantized activations and the outputs.
 save_linear = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, *_INPUTS, "swjax_y")

@@ -1,4 +1,4 @@
-"""The simulated fp8 cast: rounding to the exact values of an fp8 format, kept in the caller's dtype."""
+"""A simulated fp8 cast: rounds to the exact values of an fp8 format, in the caller's dtype."""
 
 from functools import partial
 
@@ -11,9 +11,10 @@ FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 
 def cast(x: jax.Array, fmt: str = "float8_e4m3fn", *, saturate: bool = True) -> jax.Array:
-    """`x` rounded to the nearest value of an OCP fp8 format, ties to even, in the dtype of `x`.
+    """Rounds `x` to the nearest value of an OCP fp8 format, ties to even, in the dtype of `x`.
 
-    No scaling: see `swjax.quantize` for that. The result is bit-exact against `ml_dtypes` for every
+    The function does not scale; see `swjax.quantize` for that. The result is bit-exact against `ml_dtypes`
+    for every
     float16 and bfloat16 input. The gradient passes straight through.
 
     Args:
@@ -26,7 +27,7 @@ def cast(x: jax.Array, fmt: str = "float8_e4m3fn", *, saturate: bool = True) -> 
       [...] in the dtype of `x`.
 
     Raises:
-      ValueError: `fmt` is no fp8 format.
+      ValueError: `fmt` is not an fp8 format.
 
     >>> cast(jnp.array([0.3, 100.0, 1000.0])).tolist()
     [0.3125, 96.0, 448.0]

@@ -19,13 +19,13 @@ from swjax.linear.layouts import Layout
 from swjax.linear.plain import plain_weight
 from swjax.recipes import Recipe, get
 
-# Its value is part of the key of JAX's caches: a function that was traced with other recipes, or without
-# any, is traced again. This holds for `jax.jit` and for what Flax builds on it, such as `nn.jit`.
+# JAX's caches include its value in their key, so a function that was traced with other recipes, or without
+# any, is traced again. This holds for `jax.jit` and for Flax's wrappers of it, such as `nn.jit`.
 _recipes_in_use = jax.make_user_context(default_value=None)
 
 
 class Dense(nn.Dense):
-    """`flax.linen.Dense` whose three matrix products are computed as `recipe` says.
+    """`flax.linen.Dense` whose three matrix products follow `recipe`.
 
     Parameters and checkpoints are those of `flax.linen.Dense`. The weight is quantized from the parameter
     in `param_dtype`, not from a copy in `dtype`.
@@ -33,8 +33,8 @@ class Dense(nn.Dense):
     Attributes:
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
-      layout: how input and kernel are sharded, see `swjax.Layout`.
-      The others are those of `flax.linen.Dense`.
+      layout: shardings of input and kernel, see `swjax.Layout`.
+      The other attributes are those of `flax.linen.Dense`.
 
     >>> import jax.numpy as jnp
     >>> layer = Dense(4, recipe="switchback")
@@ -66,7 +66,7 @@ class Dense(nn.Dense):
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         like = jnp.zeros((), self.param_dtype) if isinstance(kernel, QTensor) else kernel
         x, _, bias = self.promote_dtype(inputs, like, bias, dtype=self.dtype)
-        assert x is not None, "promote_dtype returns None for None alone"
+        assert x is not None, "promote_dtype returns None only for None"
         y = switchback(
             x,
             plain_weight(kernel, x),
@@ -84,7 +84,7 @@ class Dense(nn.Dense):
 def quantized(
     recipes: Mapping[str, str | Recipe], *, implementation: str | None = None
 ) -> Iterator[Conversion]:
-    """A context in which the linear layers of any Linen model compute as recipes say.
+    """A context in which the linear layers of any Linen model follow recipes.
 
     A linear layer is a `Dense` or `DenseGeneral`, and so is each projection of an attention module.
     Parameters and checkpoints do not change; outside the context the model computes as before. The recipes
@@ -92,18 +92,18 @@ def quantized(
     and once without.
 
     Args:
-      recipes: {regular expression: recipe}. An expression has to match a module's whole path, such as
-        "encoder/layer_0/mlp/Dense_0"; the first that matches is used. Other layers do not change.
+      recipes: {regular expression: recipe}. An expression must match a module's whole path, such as
+        "encoder/layer_0/mlp/Dense_0"; the first match is used. Layers without a match do not change.
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Yields:
-      A `swjax.linear.conversion.Conversion` to print: the recipe of each matrix of the model code that
-      was traced or ran. Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum`
-      themselves take no `dot_general`, so that no recipe reaches them.
+      A printable `swjax.linear.conversion.Conversion`: the recipe of each matrix of the model code that was
+      traced or ran. Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves have
+      no `dot_general`, so recipes do not apply to them.
 
     Raises:
-      ValueError: there is no such recipe; model code ran and an expression matched none of its layers,
-        or matched one with a `dot_general_cls`, which computes its product itself.
+      ValueError: a recipe does not exist; or model code ran, and an expression matched none of its layers, or
+        matched a layer with a `dot_general_cls`, which computes its product itself.
 
     >>> import jax.numpy as jnp
     >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
@@ -128,7 +128,7 @@ def quantized(
 
 
 class _Interceptor:
-    """Runs the methods of modules; linear layers whose path an expression matches run with its recipe."""
+    """Intercepts modules' methods, and runs linear layers whose path an expression matches with a recipe."""
 
     def __init__(self, recipes: Mapping[str, str | Recipe], implementation: str | None):
         self.recipes = {pattern: get(recipe) for pattern, recipe in recipes.items()}
@@ -138,7 +138,7 @@ class _Interceptor:
         self._unmatched = set(recipes)
 
     def __call__(self, call: Callable, args: tuple, kwargs: dict, context) -> Any:
-        """What Flax calls in place of each method of a bound module."""
+        """Flax calls this function instead of each method of a bound module."""
         if context.method_name != "__call__":
             return call(*args, **kwargs)
         module, path = context.module, "/".join(context.module.path)
@@ -168,7 +168,7 @@ class _Interceptor:
         if recipe is None:
             raise ValueError(
                 f"the kernel of {path!r} is quantized and needs its recipe, but no expression "
-                f"matches: give those that it was quantized with"
+                f"matches: pass the expressions of its quantization"
             )
         product = dot_general(recipe, implementation=self._implementation)
         return _multiply(module, kernel, product, *args, **kwargs)
@@ -184,7 +184,7 @@ class _Interceptor:
 
 @contextmanager
 def _computing_as(module, path: str, recipe: Recipe | None, implementation: str | None):
-    """A context in which a bound module, which is frozen, has another recipe; None: its own."""
+    """A context in which a bound (frozen) module has another recipe; None keeps its own."""
     other: dict[str, Any]
     if recipe is None:
         other = {}
@@ -206,24 +206,24 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
 
 
 def _own_shapes(module) -> dict[str, tuple[int, ...]]:
-    """The shapes of a bound module's own parameters by name."""
+    """The shapes of a bound module's own parameters, by name."""
     own = nn.meta.unbox(module.variables.get("params", {}))
     return {name: value.shape for name, value in own.items() if hasattr(value, "shape")}
 
 
-# --- for inference: kernels that are quantized already, see swjax.serving -----------------------------
+# --- inference with kernels that are already quantized, see swjax.serving -----------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A parameter "kernel" that a product of a recipe reads.
+    """A parameter "kernel" that a product with a recipe reads.
 
     Attributes:
-      recipe: of the product.
-      shape: [*in_features, *out_features], of one layer where layers are stacked.
-      outs: how many axes are of out_features.
-      dtype: that its module expects.
-      cast_to: the dtype that Flax casts it to before the product; None: it is not cast.
+      recipe: recipe of the product.
+      shape: [*in_features, *out_features], for one layer of a stack.
+      outs: number of axes of out_features.
+      dtype: the dtype that its module expects.
+      cast_to: the dtype to which Flax casts it before the product; None means no cast.
     """
 
     recipe: Recipe
@@ -238,7 +238,7 @@ _kernels: ContextVar[dict[tuple[str, ...], Kernel] | None] = ContextVar("_kernel
 
 @contextmanager
 def kernels_used() -> Iterator[dict[tuple[str, ...], Kernel]]:
-    """Yields {path of a module: its `Kernel`}, filled as model code runs, for modules with a recipe."""
+    """Yields {path of a module: its `Kernel`} for modules with a recipe; model code fills it as it runs."""
     kernels: dict = {}
     token = _kernels.set(kernels)
     try:
@@ -255,7 +255,7 @@ def _note_kernel(module, recipe: Recipe, outs: int) -> None:
 
 
 def _quantized_kernel(module) -> QTensor | None:
-    """The kernel of a bound module, if it is quantized."""
+    """The kernel of a bound module if it is quantized, else None."""
     kernel = module.variables.get("params", {}).get("kernel")
     return kernel if isinstance(kernel, QTensor) else None
 
@@ -263,7 +263,7 @@ def _quantized_kernel(module) -> QTensor | None:
 def _multiply(
     layer: nn.Dense | nn.DenseGeneral, kernel: QTensor, product: Callable, inputs: jax.Array
 ) -> jax.Array:
-    """The output of a Flax layer whose kernel is a `QTensor`, which Flax's own code cannot hold."""
+    """The output of a Flax layer whose kernel is a `QTensor`, which Flax's own code does not support."""
     axes = sorted(axis % inputs.ndim for axis in _tuple(getattr(layer, "axis", -1)))
     bias = nn.meta.unbox(layer.get_variable("params", "bias")) if layer.use_bias else None
     like = jnp.zeros((), layer.param_dtype)

@@ -1,4 +1,4 @@
-"""SwitchBack for Flax NNX: a drop-in `Linear`, and `quantize_model` for models that exist already."""
+"""SwitchBack for Flax NNX: a drop-in `Linear`, and `quantize_model` for existing models."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from swjax.recipes import Recipe, first_match, get
 
 
 class Linear(nnx.Linear):
-    """`flax.nnx.Linear` whose three matrix products are computed as `recipe` says.
+    """`flax.nnx.Linear` whose three matrix products follow `recipe`.
 
     The parameters, their names, shapes, dtypes and initial values are those of `flax.nnx.Linear`, so
     checkpoints load in both directions. The weight is quantized from the parameter in `param_dtype`, not
@@ -31,14 +31,14 @@ class Linear(nnx.Linear):
       in_features, out_features: k and n.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
-      layout: how input and kernel are sharded, see `swjax.Layout`; None: the kernel where Flax's metadata
-        says (`kernel_metadata={"out_sharding": ("fsdp", "tensor")}`), if it does.
-      rngs: as for `flax.nnx.Linear`.
+      layout: shardings of input and kernel, see `swjax.Layout`; None reads the kernel's sharding from Flax's
+        metadata (`kernel_metadata={"out_sharding": ("fsdp", "tensor")}`), if it is set.
+      rngs: see `flax.nnx.Linear`.
       **kwargs: use_bias, dtype, param_dtype, precision, kernel_init, bias_init, promote_dtype,
-        preferred_element_type, kernel_metadata, bias_metadata: as for `flax.nnx.Linear`.
+        preferred_element_type, kernel_metadata, bias_metadata: see `flax.nnx.Linear`.
 
     Raises:
-      ValueError: there is no such recipe or implementation.
+      ValueError: the recipe or the implementation does not exist.
 
     >>> import jax.numpy as jnp
     >>> layer = Linear(3, 4, recipe="switchback", rngs=nnx.Rngs(0))
@@ -63,20 +63,20 @@ class Linear(nnx.Linear):
                 "give it to flax.nnx.Linear, or choose a recipe here"
             )
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
-        # Recipe and implementation before `quantize_model`.
+        # Recipe and implementation before `quantize_model` changed them.
         self.replaced: tuple[Recipe, str | None] | None = None
         self.set_recipe(recipe, implementation)
         self.layout = layout if layout is not None else _layout(self.kernel)
 
     def set_recipe(self, recipe: str | Recipe, implementation: str | None = None) -> None:
-        """Computes as `recipe` says from now on."""
+        """Sets the recipe and the implementation of future calls."""
         dispatch.check(implementation)
         self.recipe, self.implementation = get(recipe), implementation
 
     def __call__(
         self, inputs: jax.Array, out_sharding: Any = None, *, prologue: Prologue | None = None
     ) -> jax.Array:
-        """``inputs w + bias``: [..., k] -> [..., n]; the inputs go through `prologue` first."""
+        """``inputs w + bias``: [..., k] -> [..., n], after `prologue` is applied to the inputs."""
         y = switchback(*self._operands(inputs), prologue=prologue, **self._options())
         assert isinstance(y, jax.Array), "one weight without residual has one output"
         return y if out_sharding is None else jax.reshard(y, out_sharding)
@@ -104,16 +104,16 @@ def linears(
     prologue: Prologue | None = None,
     residual: bool = False,
 ) -> tuple:
-    """Several layers of the same inputs, such as queries, keys and values: these are quantized once.
+    """Applies several layers to the same inputs, such as queries, keys and values, which are quantized once.
 
     Args:
-      layers: those that differ in recipe, dtype, implementation or layout are computed one by one.
+      layers: layers that differ in recipe, dtype, implementation or layout are computed one by one.
       inputs: [..., k].
-      prologue: a `swjax.LayerNorm` or `swjax.Gelu` that the inputs go through first.
-      residual: return the inputs as well, see `swjax.switchback`.
+      prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to the inputs first.
+      residual: whether to return the inputs as well, see `swjax.switchback`.
 
     Returns:
-      The output [..., n] of each layer: what calling it gives. With `residual`: (those, inputs).
+      A tuple with the output [..., n] of each layer, equal to its call. With `residual`: (outputs, inputs).
 
     >>> import jax.numpy as jnp
     >>> q, k = (Linear(3, n, rngs=nnx.Rngs(0)) for n in (4, 2))
@@ -139,16 +139,16 @@ def mlp(
     approximate: bool = False,
     residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``fc2(gelu(fc1(inputs)))``, quantized where the GELU passes; see `swjax.mlp`.
+    """``fc2(gelu(fc1(inputs)))``, where the pass of the GELU also quantizes; see `swjax.mlp`.
 
     Args:
-      fc1, fc2: layers; where they differ in recipe, dtype or implementation each quantizes by itself.
+      fc1, fc2: layers; if they differ in recipe, dtype or implementation, each quantizes separately.
       inputs: [..., k].
-      prologue, residual: as for `linears`.
-      approximate: the tanh form of the GELU.
+      prologue, residual: see `linears`.
+      approximate: whether to use the tanh form of the GELU.
 
     Returns:
-      [..., n]; with `residual`, that and the inputs.
+      The output [..., n]; with `residual`: (output, inputs).
 
     >>> import jax.numpy as jnp
     >>> fc1, fc2 = (Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 8), (8, 2)))
@@ -167,18 +167,18 @@ def mlp(
 
 
 def _alike(*layers: Linear, but: str | None = None) -> bool:
-    """Do the layers differ in nothing but their parameters and the option `but`?"""
+    """Whether the layers differ only in their parameters and the option `but`."""
     seen = {
         (layer.dtype, *(value for name, value in layer._options().items() if name != but))
         for layer in layers
     }
-    # A subclass with its own `__call__`, such as a tapped layer, must be called.
+    # A subclass with its own `__call__`, such as a tapped layer, must be called directly.
     return len(seen) == 1 and all(type(layer).__call__ is Linear.__call__ for layer in layers)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A `dot_general` in a Flax module, and the one that it replaces."""
+    """A `dot_general` in a Flax module, and the `dot_general` that it replaces."""
 
     recipe: Recipe
     product: Callable
@@ -191,24 +191,25 @@ class _Product:
 def quantize_model(
     model: nnx.Module, recipes: Mapping[str, str | Recipe], *, implementation: str | None = None
 ) -> nnx.Module:
-    """Makes the linear layers of an existing NNX model compute as recipes say, in place.
+    """Makes the linear layers of an existing NNX model follow recipes, in place.
 
-    A linear layer is a module that takes a `dot_general`: `nnx.Linear`, `nnx.LinearGeneral` and so the
-    projections of `nnx.MultiHeadAttention`. Parameters stay as they are, and so do checkpoints.
-    `print(describe_model(model))` shows what was converted and what was not; `restore_model` undoes it.
+    A linear layer is a module with a `dot_general`: `nnx.Linear`, `nnx.LinearGeneral`, and therefore the
+    projections of `nnx.MultiHeadAttention`. Parameters and checkpoints do not change.
+    `print(describe_model(model))` lists converted and unconverted matrices; `restore_model` undoes the
+    change.
 
     Args:
-      model: any NNX model; it is changed.
-      recipes: {regular expression: recipe}. An expression has to match a module's whole path, written
-        as in "encoder/layers/0/mlp/fc1"; the first that matches counts. The others stay as they are.
+      model: any NNX model, modified in place.
+      recipes: {regular expression: recipe}. An expression must match a module's whole path, such as
+        "encoder/layers/0/mlp/fc1"; the first match is used. Layers without a match do not change.
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Returns:
       `model`.
 
     Raises:
-      ValueError: an expression matches no linear layer, or one that makes its product itself with a
-        `dot_general_cls`; or there is no such recipe.
+      ValueError: a recipe does not exist, or an expression matches no linear layer, or matches one with a
+        `dot_general_cls`, which computes its product itself.
 
     >>> mlp = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
     >>> mlp = quantize_model(mlp, {r"layers/0": "switchback"})
@@ -235,10 +236,10 @@ def quantize_model(
 
 
 def restore_model(model: nnx.Module) -> nnx.Module:
-    """Undoes `quantize_model`, however often it was called: every layer computes as it first did.
+    """Undoes all calls of `quantize_model`: every layer computes as before the first call.
 
     Args:
-      model: it is changed.
+      model: modified in place.
 
     Returns:
       `model`.
@@ -259,7 +260,7 @@ def restore_model(model: nnx.Module) -> nnx.Module:
 
 
 def _conversion_of(module):
-    """The changes of `quantize_model` to a module; None: it is not converted."""
+    """The changes of `quantize_model` to a module, or None if it is not converted."""
     if isinstance(module, Linear):
         return module.replaced
     product = getattr(module, "dot_general", None)
@@ -267,10 +268,10 @@ def _conversion_of(module):
 
 
 def describe_model(model: nnx.Module) -> Conversion:
-    """The recipe of every matrix of a model, as a table to print.
+    """Lists the recipe of every matrix of a model, as a printable table.
 
-    Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves take no
-    `dot_general`, so that no recipe reaches them. An example is under `quantize_model`.
+    Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves have no `dot_general`,
+    so recipes do not apply to them. See `quantize_model` for an example.
 
     Args:
       model: any NNX model, converted or not.
@@ -283,7 +284,7 @@ def describe_model(model: nnx.Module) -> Conversion:
 
 
 def _recipe_of(module: nnx.Module) -> tuple[Recipe | None, str]:
-    """The recipe of a module's product, or None and why there is none."""
+    """The recipe of a module's product; or None, and the reason for its absence."""
     if isinstance(module, Linear):
         return module.recipe, ""
     if not hasattr(module, "dot_general"):
@@ -304,17 +305,17 @@ def set_layouts(
     reduce_dtype: str | None = None,
     reduce_later: bool = False,
 ) -> nnx.Module:
-    """Sets how the operands of a model's `Linear` layers are sharded, in place.
+    """Sets the shardings of the operands of a model's `Linear` layers, in place.
 
-    For parameters that a table of rules shards, not Flax's metadata.
+    Use it for parameters that a table of rules shards, rather than Flax's metadata.
 
     Args:
-      model: an NNX model; it is changed.
-      spec_of: the partition spec of the parameter with a path, as "blocks/mlp/fc1/kernel". Of kernels that
-        are stacked, as for `jax.lax.scan`, the last two dimensions count.
+      model: an NNX model, modified in place.
+      spec_of: a function from the path of a parameter, such as "blocks/mlp/fc1/kernel", to its partition
+        spec. For stacked kernels, as for `jax.lax.scan`, the last two dimensions of the spec apply.
       tokens: the spec of the leading dimensions of every layer's input.
-      reduce_dtype: of the sums of kernels' gradients over devices; see `swjax.Layout`.
-      reduce_later: of stacked kernels, for code that splits the stack by `split_stack`.
+      reduce_dtype: dtype of the sums of kernel gradients over devices; see `swjax.Layout`.
+      reduce_later: setting for stacked kernels, in code that splits the stack by `split_stack`.
 
     Returns:
       `model`.
@@ -333,13 +334,13 @@ def set_layouts(
 
 
 def split_stack(stack: nnx.Module, x: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
-    """`nnx.split` of a stack of equal layers, as for `jax.lax.scan`, that all-reduces its gradients at once.
+    """Like `nnx.split` of a stack of equal layers, as for `jax.lax.scan`, but all-reduces gradients at once.
 
-    Devices with the same shard of a kernel all-reduce its gradient: here that of the whole stack, where the
-    layout of its `Linear` has `reduce_later`.
+    Devices with the same shard of a kernel all-reduce its gradient. Here they all-reduce the gradient of the
+    whole stack, if the layout of its `Linear` has `reduce_later`.
 
     Args:
-      stack: its parameters have a leading axis, one entry a layer.
+      stack: a module whose parameters have a leading axis with one entry per layer.
       x: [..., k], the input of the layers.
 
     >>> import jax.numpy as jnp
@@ -359,7 +360,7 @@ def split_stack(stack: nnx.Module, x: jax.Array) -> tuple[nnx.GraphDef, nnx.Stat
 
 
 def _layout(kernel: nnx.Param) -> Layout | None:
-    """From the kernel's metadata."""
+    """The layout from the kernel's metadata."""
     if not kernel.get_metadata("out_sharding", None) or kernel.ndim != 2:
         return None
     return Layout(nnx.get_partition_spec(kernel).get_value())

@@ -6,9 +6,9 @@ With activations x [b, k], kernel w [k, n] and output gradient g [b, n], a linea
     dgrad  dx = g wT     contracts n
     wgrad  dw = xT g     contracts b = batch x tokens
 
-A quantized product's error has a variance proportional to the length it contracts. b is far larger than k
-and n, so SwitchBack quantizes fwd and dgrad and *switches back* to 16 bits for wgrad. `switchback_hadamard`
-quantizes wgrad too, in blocks of rotated tokens.
+The error of a quantized product has a variance proportional to the length of the contraction. b is far larger
+than k and n, so SwitchBack quantizes fwd and dgrad and *switches back* to 16 bits for wgrad.
+`switchback_hadamard` also quantizes wgrad, in blocks of rotated tokens.
 """
 
 import re
@@ -16,24 +16,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
-LONGEST_BLOCK = 2**17  # tokens; 2**31 / 127**2 = 133,144 int8 products fit into an int32 sum
+LONGEST_BLOCK = 2**17  # tokens; an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How one operand of a product is quantized.
+    """The quantization of one operand of a product.
 
     Attributes:
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
-      scope: what shares one scale. "row": a vector of the left operand along the contraction (a token);
-        "channel": a vector of the right operand along it (an output channel of that product);
-        "tensor": the whole operand; "block": a column of a block of tokens, of wgrad's operands alone.
-      block: tokens of a block, at most; 0 for the other scopes.
-      rotation: tokens that are mixed by an orthogonal matrix before a block is quantized, a power of two up
-        to 128; 1: none. See `swjax.kernels.reference.block_weight_gradient`.
+      scope: the elements that share one scale. "row": a vector of the left operand along the contraction (a
+        token); "channel": a vector of the right operand along the contraction (an output channel of that
+        product); "tensor": the whole operand; "block": a column of a block of tokens, only for wgrad.
+      block: largest number of tokens per block; 0 for the other scopes.
+      rotation: number of tokens that an orthogonal matrix mixes before a block is quantized, a power of two
+        up to 128; 1 means no rotation. See `swjax.kernels.reference.block_weight_gradient`.
 
     Raises:
-      ValueError: a block or a rotation that makes no sense.
+      ValueError: the block or the rotation is invalid.
     """
 
     dtype: str
@@ -60,12 +60,12 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Product:
-    """How one matrix product is computed.
+    """The computation of one matrix product.
 
     Attributes:
-      lhs, rhs: the quantizers of its operands.
-      outlier_threshold: in units of x; features of x with a magnitude that reaches it for any token are
-        left out of the quantized product and multiplied in 16 bits. 0 turns this off.
+      lhs, rhs: quantizers of the operands.
+      outlier_threshold: threshold in units of x. Features of x whose magnitude reaches it for any token are
+        excluded from the quantized product and multiplied in 16 bits. 0 turns this off.
     """
 
     lhs: Quantizer
@@ -75,15 +75,15 @@ class Product:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three products of a linear layer; None stands for the compute dtype (16 or 32 bits).
+    """The three products of a linear layer; None means the compute dtype (16 or 32 bits).
 
     Attributes:
       fwd: y = x w.
       dgrad: dx = g wT.
       wgrad: dw = xT g.
-      save_quantized: save the quantized x and w for the backward pass, in place of x and w; wgrad then
-        reads the dequantized x. This saves memory and costs a little accuracy. An x that the backward
-        pass of a prologue recomputes is not saved in any form, and wgrad reads x itself.
+      save_quantized: whether to save the quantized x and w for the backward pass instead of x and w; wgrad
+        then reads the dequantized x. This saves memory and costs a little accuracy. If the backward pass of a
+        prologue recomputes x, no form of x is saved, and wgrad reads x itself.
     """
 
     fwd: Product | None = None
@@ -110,7 +110,7 @@ class Recipe:
         for name, product in {"fwd": self.fwd, "dgrad": self.dgrad}.items():
             if product and "block" in (product.lhs.scope, product.rhs.scope):
                 raise ValueError(
-                    f"Recipe({name}=...) sums over features, and blocks are of tokens: use 'block' in wgrad"
+                    f"Recipe({name}=...) sums over features, but blocks contain tokens: use 'block' in wgrad"
                 )
         if self.wgrad is None or "block" not in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
             return
@@ -152,22 +152,22 @@ RECIPES: dict[str, Recipe] = {
     "standard": Recipe(),
     # SwitchBack (Alg. 1): int8 fwd and dgrad; tokens row-wise, the weight tensor-wise.
     "switchback": Recipe(fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR),
-    # SwitchBackM (Alg. 3): the same, saving x and w as int8.
+    # SwitchBackM (Alg. 3): the same products, with x and w saved as int8.
     "switchback_m": Recipe(fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR, save_quantized=True),
-    # SwitchBackQ (Alg. 4): the weight per output channel in fwd, per input channel in dgrad.
+    # SwitchBackQ (Alg. 4): one scale per output channel of the weight in fwd, per input channel in dgrad.
     "switchback_q": Recipe(fwd=_ROW_CHANNEL, dgrad=_ROW_CHANNEL),
-    # SwitchBack with an int8 wgrad: tokens rotated by a Hadamard matrix, scales for blocks of tokens.
+    # SwitchBack with an int8 wgrad: a Hadamard matrix rotates tokens, and blocks of tokens have scales.
     "switchback_hadamard": Recipe(
         fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR, wgrad=_rotated("int8", "int8")
     ),
-    # LLM.int8(), a baseline: wgrad in int8 too, without and with outlier features in 16 bits.
+    # LLM.int8(), a baseline: int8 wgrad too, without and with outlier features in 16 bits.
     "llm_int8": _llm_int8(0.0),
     "llm_int8_outlier6": _llm_int8(6.0),
     # SwitchBack in fp8: e4m3 for x and w, e5m2 for g.
     "fp8_switchback": Recipe(
         fwd=Product(_e4m3("row"), _e4m3("tensor")), dgrad=Product(_e5m2("row"), _e4m3("tensor"))
     ),
-    # fp8 with one scale a tensor in all three products, a baseline.
+    # fp8 with one scale per tensor in all three products, a baseline.
     "fp8_tensorwise": Recipe(
         fwd=Product(_e4m3("tensor"), _e4m3("tensor")),
         dgrad=Product(_e5m2("tensor"), _e4m3("tensor")),
@@ -177,13 +177,13 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get(recipe: str | Recipe) -> Recipe:
-    """The recipe of that name; a Recipe is returned as it is.
+    """Looks up a recipe by name; returns a Recipe unchanged.
 
     >>> get("switchback").wgrad is None
     True
 
     Raises:
-      ValueError: there is no recipe of that name.
+      ValueError: the name does not exist.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -195,13 +195,13 @@ def get(recipe: str | Recipe) -> Recipe:
 def first_match(
     recipes: Mapping[str, str | Recipe], paths: Iterable[str]
 ) -> dict[str, str | Recipe]:
-    """The recipe of each path, by the first regular expression that matches it whole.
+    """Assigns each path the recipe of the first regular expression that matches the whole path.
 
     >>> first_match({".*mlp.*": "switchback"}, ["0/mlp/fc1", "0/attn/q"])
     {'0/mlp/fc1': 'switchback'}
 
     Raises:
-      ValueError: an expression matches none of the paths.
+      ValueError: an expression matches no path.
     """
     paths = list(paths)
     for pattern in recipes:

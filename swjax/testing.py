@@ -1,4 +1,4 @@
-"""Checks for your own tests: which products and collectives of a compiled function are in int8."""
+"""Checks for your own tests: which products and collectives of a compiled function use int8."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ _INSTRUCTION = re.compile(
     re.MULTILINE,
 )
 _OPERAND = re.compile(r"%([\w.-]+)")
-# A library's product, or one of swjax's kernels, which `swjax.kernels.dispatch` names by a scope.
+# A library's product, or one of swjax's kernels, which `swjax.kernels.dispatch` marks with a named scope.
 _CALLED_PRODUCT = re.compile(
     r'custom_call_target="[^"]*(gemm|matmul)|op_name="[^"]*swjax_(matmul|weight_gradient)/'
 )
@@ -20,14 +20,14 @@ _HLO_TYPES = {"int8": ("s8", "s32"), "float8_e4m3fn": ("f8e4m3fn",), "float8_e5m
 
 
 def matrix_products(fn: Callable, *args: Any, **kwargs: Any) -> Counter:
-    """Counts the matrix products of the compiled `fn` by the types of their operands.
+    """Counts the matrix products of the compiled `fn` by operand types.
 
     Args:
-      fn: a function, jitted or not; it is compiled for `args` and not run.
+      fn: a function, jitted or not; it is compiled for `args`, but not run.
       *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      Counter of (left, right) HLO types, as ("s8", "s8"). XLA for CPUs converts some int8 products to
+      Counter of (left, right) HLO types, such as ("s8", "s8"). XLA for CPUs converts some int8 products to
       ("s32", "s32").
 
     >>> import jax.numpy as jnp, swjax
@@ -36,7 +36,7 @@ def matrix_products(fn: Callable, *args: Any, **kwargs: Any) -> Counter:
     """
     hlo = _compiled(fn, *args, **kwargs)
     found: Counter[tuple[str, str]] = Counter()
-    for computation in re.split(r"\n\}", hlo):  # names are unique within a computation only
+    for computation in re.split(r"\n\}", hlo):  # names are unique only within a computation
         instructions = list(_INSTRUCTION.finditer(computation))
         types = {instruction["name"]: instruction["type"] for instruction in instructions}
         for instruction in instructions:
@@ -52,16 +52,16 @@ def matrix_products(fn: Callable, *args: Any, **kwargs: Any) -> Counter:
 def assert_quantized(
     fn: Callable, *args: Any, dtype: str = "int8", count: int | None = None, **kwargs: Any
 ) -> None:
-    """Asserts that the compiled `fn` multiplies matrices whose operands are both `dtype`.
+    """Asserts that the compiled `fn` contains matrix products with both operands in `dtype`.
 
     Args:
-      fn: a function, jitted or not; it is compiled for `args` and not run.
+      fn: a function, jitted or not; it is compiled for `args`, but not run.
       *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s.
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
-      count: how many such products there must be; None: at least one.
+      count: required number of such products; None requires at least one.
 
     Raises:
-      AssertionError: there are none, or not `count`; it lists the products that were found.
+      AssertionError: the number of such products is wrong; the message lists the products found.
 
     >>> import jax.numpy as jnp, swjax
     >>> assert_quantized(swjax.switchback, jnp.ones((8, 32)), jnp.ones((32, 16)), count=1)
@@ -76,7 +76,7 @@ def assert_quantized(
         )
 
 
-# Of a pair -start and -done the result of the second: that of the first has the operands in it, too.
+# For a pair -start and -done, the result of -done: the result of -start also contains the operands.
 _COLLECTIVE = re.compile(
     r" = (?P<results>.*) (?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
     r"(-done)?\("
@@ -88,9 +88,9 @@ class Collective(NamedTuple):
     """One array that the devices of a compiled function exchange.
 
     Attributes:
-      op: its name in HLO, as "all-gather".
-      dtype: its HLO type, as "s8".
-      shape: of the result on each device.
+      op: HLO name, such as "all-gather".
+      dtype: HLO type, such as "s8".
+      shape: shape of the result on each device.
     """
 
     op: str
@@ -102,11 +102,11 @@ def collectives(fn: Callable, *args: Any, **kwargs: Any) -> list[Collective]:
     """The arrays that devices exchange in the compiled `fn`.
 
     Args:
-      fn: a function, jitted or not; it is compiled for `args` and not run. Or one that is compiled.
+      fn: a function, jitted or not; it is compiled for `args`, but not run. Or a compiled function.
       *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s sharded as in your program.
 
     Returns:
-      One entry for each array; a combined collective has several.
+      One entry per array; a combined collective has several.
 
     >>> import jax.numpy as jnp, swjax
     >>> collectives(swjax.switchback, jnp.ones((8, 32)), jnp.ones((32, 16)))
@@ -130,16 +130,16 @@ def assert_quantized_gathers(
     """Asserts that the devices of the compiled `fn` gather only weights, in 8 bits.
 
     Args:
-      fn: a function, jitted or not; it is compiled for `args` and not run.
+      fn: a function, jitted or not; it is compiled for `args`, but not run.
       *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s sharded as in your program.
-      weights: the shapes [k, n] of the weights. A gathered array is one of them if its sizes, in either
-        order, are k and n or tensor-parallel parts of these; of three sizes the first counts devices, whose
-        parts come one after the other. Vectors of scales and biases are allowed.
-      dtype: what they are gathered in: "int8", also for fp8, which moves as bytes; or a name of HLO.
+      weights: shapes [k, n] of the weights. A gathered array counts as a weight if its sizes, in either
+        order, are k and n or tensor-parallel parts of them. If it has three sizes, the first is the number of
+        devices whose parts follow each other. Vectors of scales and biases are allowed.
+      dtype: type of the gathered weights: "int8", also for fp8, which is sent as bytes; or an HLO type name.
 
     Raises:
-      AssertionError: an array is gathered in another type or is no weight, or is moved by an all-to-all or
-        a collective-permute: then an array is not sharded as its layout says.
+      AssertionError: an array is gathered in another type, is not a weight, or is moved by an all-to-all or
+        a collective-permute, which shows that an array is not sharded as its layout says.
 
     >>> import jax.numpy as jnp, swjax
     >>> x, w = jnp.ones((8, 32)), jnp.ones((32, 16))
@@ -155,7 +155,7 @@ def assert_quantized_gathers(
         if op != "all-gather" or found_dtype != narrow or not fits:
             raise AssertionError(
                 f"devices must exchange nothing but sums and {narrow} gathers of weights {weights}, "
-                f"found {op} {found_dtype}{list(shape)}: say how arrays are sharded, see swjax.Layout"
+                f"found {op} {found_dtype}{list(shape)}: set the shardings of the arrays, see swjax.Layout"
             )
 
 

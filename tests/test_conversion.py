@@ -78,7 +78,7 @@ def test_nothing_is_converted_when_something_is_wrong():
         nnx.LinearGeneral(8, 8, dot_general_cls=DotGeneral, rngs=nnx.Rngs(0)),
     )
     graph = nnx.graphdef(model)
-    message = "layer 'layers/1' has a dot_general_cls, which goes before any dot_general: build it"
+    message = "layer 'layers/1' has a dot_general_cls, which overrides any dot_general: build it"
     for rules, error in (
         ({"layers/.*": "switchback"}, message),
         ({"layers/0": "switchback", "layers/1": "swichback"}, "recipe must be one of"),
@@ -92,7 +92,7 @@ def test_nothing_is_converted_when_something_is_wrong():
         assert nnx.graphdef(model) == graph
     dense = nn.Dense(8, dot_general_cls=DotGeneral)
     params = dense.init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match="has a dot_general_cls, which goes before"):
+    with pytest.raises(ValueError, match="has a dot_general_cls, which overrides"):
         with swjax.linen.quantized({".*": "switchback"}):
             dense.apply(params, X)
 

@@ -53,12 +53,12 @@ def test_a_recorder_goes_on_and_never_goes_back(tmp_path):
     with diagnostics.Recorder(path, fetch_every=2) as recorder:
         for step in range(1, 6):
             recorder.add(step, {"train/loss": jnp.float32(np.nan if step == 2 else step)})
-        with pytest.raises(ValueError, match="^steps must not fall, got 3 after 5: "):
+        with pytest.raises(ValueError, match="^steps must not decrease, got 3 after 5: "):
             recorder.add(3, {"train/loss": jnp.float32(0)})
     with open(path, "a") as file:
         file.write('{"step": 6, "tr')  # an incomplete line, as after a kill
     with diagnostics.Recorder(path, last_step=4) as recorder:
-        with pytest.raises(ValueError, match="^steps must not fall, got 4 after 4: "):
+        with pytest.raises(ValueError, match="^steps must not decrease, got 4 after 4: "):
             recorder.add(4, {"train/loss": jnp.float32(0)})
         recorder.add(5, {"train/loss": jnp.float32(50)})
         recorder.add(5, {"quantization/zeros/fc/x": jnp.ones(2)})

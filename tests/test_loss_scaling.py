@@ -191,7 +191,7 @@ def test_dynamic_scaling_is_what_brings_a_small_gradient_back():
         (lambda: dynamic_loss_scale(optax.sgd(1.0), factor=1.0), "factor must be above 1, got 1.0"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=0), "growth_steps .* got 0"),
         (lambda: loss_scale(optax.sgd(1.0).init({})), "wrap the optimizer"),
-        (lambda: power_decay(1.5), "exponent must lie in .0, 1., got 1.5"),
+        (lambda: power_decay(1.5), "exponent must be in .0, 1., got 1.5"),
     ],
 )
 def test_mistakes_are_one_line(make, message):
@@ -262,9 +262,9 @@ def test_a_state_from_adamw_may_be_guarded():
     state = from_adamw_state(old, guarded.init(params), b1=0.9, b2=0.999)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, guarded.init(params))
     counts = per_tensor_guard(optax.adamw(0.1)).init(params)
-    with pytest.raises(ValueError, match=r"must have one count of steps, got \(2,\)"):
+    with pytest.raises(ValueError, match=r"must have a single step count, got \(2,\)"):
         from_adamw_state(counts, guarded.init(params), b1=0.9, b2=0.999)
-    with pytest.raises(ValueError, match=r"counts the steps of each tensor"):
+    with pytest.raises(ValueError, match=r"must have a single step count"):
         adamw_rms_by_path(counts, params)
 
 

@@ -83,7 +83,7 @@ def test_weights_that_a_recipe_has_no_use_for():
     x, w = normal(8, 32), normal(32, 16)
     q = swjax.quantize_weight(w)
     for recipe, reason in (
-        ("standard", "multiplies w as it is"),
+        ("standard", "multiplies w itself"),
         ("llm_int8_outlier6", "outliers"),
     ):
         with pytest.raises(ValueError, match=reason + r".*pass w itself"):

@@ -125,9 +125,9 @@ def test_online_finds_what_the_log_shows():
 def test_mistakes_are_said_in_one_line():
     detector = Detector()
     detector.update(5, 1.0)
-    with pytest.raises(ValueError, match=r"^steps must rise, got 5 after 5: .*"):
+    with pytest.raises(ValueError, match=r"^steps must increase, got 5 after 5: .*"):
         detector.update(5, 1.0)
-    with pytest.raises(ValueError, match=r"^'x' must have one value a step, 3, got 2$"):
+    with pytest.raises(ValueError, match=r"^'x' must have one value per step, 3, got 2$"):
         analyse(np.arange(3), np.ones(3), {"x": np.ones(2)})
     with pytest.raises(ValueError, match="^Rules: deviations must be at least 1, got 0$"):
         Rules(deviations=0)

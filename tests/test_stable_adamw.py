@@ -318,11 +318,11 @@ def test_schedule_is_read_before_the_count_increases():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"b1": 1.0}, r"b1 must lie in \[0, 1\), got 1.0"),
-        ({"b1": -0.1}, r"b1 must lie in"),
-        ({"b2": 1.5}, r"b2 must lie in \[0, 1\), got 1.5"),
-        ({"b2": math.nan}, r"b2 must lie in"),
-        ({"b2": jnp.float32(1.0)}, r"b2 must lie in"),
+        ({"b1": 1.0}, r"b1 must be in \[0, 1\), got 1.0"),
+        ({"b1": -0.1}, r"b1 must be in"),
+        ({"b2": 1.5}, r"b2 must be in \[0, 1\), got 1.5"),
+        ({"b2": math.nan}, r"b2 must be in"),
+        ({"b2": jnp.float32(1.0)}, r"b2 must be in"),
         ({"eps": 0.0}, r"eps must be positive"),
         ({"weight_decay": -1.0}, r"weight_decay must be at least 0, got -1.0"),
         ({"clip_threshold": 0.0}, r"clip_threshold must be positive, got 0.0"),

@@ -1,7 +1,8 @@
-"""Finds why a run is unstable: metrics to record in any Flax project, loss spikes, and their causes.
+"""Finds out why a run is unstable: metrics to record in any Flax project, loss spikes and their causes.
 
-In the training step, all of it on the device: `norms`, `rms` or `adamw_rms`. Now and then: `measure`. Into a
-file that `python -m swjax.diagnostics report` reads: `Recorder`. During the run: `Detector`.
+`norms`, `rms` or `adamw_rms` run on the device inside each training step. `measure` runs occasionally.
+`Recorder` writes a file that `python -m swjax.diagnostics report` reads. `Detector` finds events during a
+run.
 """
 
 from swjax.diagnostics.recorder import Packer, Recorder

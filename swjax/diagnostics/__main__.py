@@ -1,9 +1,9 @@
-"""What led to a run's loss spikes.
+"""Reports what preceded the loss spikes of a run.
 
 python -m swjax.diagnostics report WORKDIR
-    writes WORKDIR/report/spikes.html: events, what they follow, the tensors and batches that led
+    writes WORKDIR/report/spikes.html: events, the tensors and batches that precede them
 python -m swjax.diagnostics replay WORKDIR --step=N
-    trains from the nearest checkpoint to step N again and shows every tensor's RMS and gradient
+    trains again from the nearest checkpoint to step N, and prints every tensor's RMS and gradient
 """
 
 import argparse
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except ModuleNotFoundError as error:
         print(f"swjax.diagnostics: {error}: pip install 'swjax[train]'", file=sys.stderr)
-    except ValueError as error:  # ConfigError is one
+    except ValueError as error:  # ConfigError is a ValueError
         print(f"swjax.diagnostics: {error}", file=sys.stderr)
     return 2
 
@@ -45,7 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     replay = commands.add_parser("replay", help="train up to a step again")
     replay.add_argument("workdir", type=Path)
     replay.add_argument("--step", type=int, required=True)
-    replay.add_argument("--tensors", type=int, default=15, help="shown, by RMS; 0: all")
+    replay.add_argument("--tensors", type=int, default=15, help="largest RMS to show; 0: all")
     replay.set_defaults(run=run_replay)
     return parser.parse_args(argv)
 
@@ -62,14 +62,14 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def _examples(workdir: Path) -> Callable[[int], list[str]] | None:
-    """A function from a step to its examples; for a run that is not of train.py, None."""
+    """A function from a step to its examples, or None for a run that train.py did not write."""
     if not (workdir / "config.json").exists():
         return None
     from swjax.training import replay
 
     try:
         return replay.batch_examples(workdir)
-    except ValueError as error:  # the rest of the report does without the data
+    except ValueError as error:  # the rest of the report does not need the data
         print(f"swjax.diagnostics: no batches in the report: {error}", file=sys.stderr)
         return None
 
@@ -89,7 +89,7 @@ def run_replay(args: argparse.Namespace) -> int:
     for difference in found.differences[:5]:
         print(difference)
     if found.compared and not found.differences:
-        print(f"the {found.compared} steps replayed are those of metrics.jsonl, bit for bit")
+        print(f"the {found.compared} replayed steps equal metrics.jsonl bit for bit")
     return 1 if found.differences else 0
 
 

@@ -4,8 +4,8 @@
         jax.block_until_ready(train_steps())
     print(device_time(read_trace(folder), steps=5).table())
 
-Kernels are classified by name. On GPUs every kernel of every stream is an event. XLA on CPUs records its
-operations, and gives a fusion the name of one or two of the operations that it holds.
+Kernels are classified by name. On GPUs every kernel of every stream is an event. On CPUs XLA records its
+operations, and names a fusion after one or two of its operations.
 """
 
 import re
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Kinds of kernels by name; the first that matches counts.
+# Kinds of kernels by name; the first match applies.
 KINDS = {
     "collectives": r"nccl|all[-_](reduce|gather|to[-_]all)|reduce[-_]scatter|collective|psum|ppermute",
     "attention": r"cudnn|flash|fmha|sdpa|attention",
@@ -27,16 +27,16 @@ KINDS = {
     "copies": r"memcpy|memset",
 }
 OTHER = "other"  # elementwise operations and reductions, in XLA's fusions
-_LONGEST = 8  # kernels, and kernels before idle time, that are listed
+_LONGEST = 8  # number of listed kernels, and of listed kernels before idle time
 
 
 class Kernel(NamedTuple):
     """One execution on a device.
 
     Attributes:
-      name: of the kernel or the operation.
-      start: in ns.
-      end: in ns.
+      name: name of the kernel or the operation.
+      start: start time in ns.
+      end: end time in ns.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Kernel(NamedTuple):
 
 
 class DeviceTime(NamedTuple):
-    """Where the time of a device goes, in ms a step, the mean of all devices.
+    """Device time by part, in ms per step, averaged over all devices.
 
     Attributes:
-      devices: how many there are.
-      elapsed: from the start of the first kernel to the end of the last.
-      kinds: of each kind in `KINDS`, or `OTHER`, longest first. Kernels that run at the same time count in
-        full, so the sum may exceed `elapsed`.
-      exposed: of collectives while no other kernel runs.
-      idle: while no kernel runs.
-      idle_after: the longest of `idle`, by the kernel that ended last.
-      longest: the kernels that take longest, by name.
+      devices: number of devices.
+      elapsed: time from the start of the first kernel to the end of the last.
+      kinds: time of each kind in `KINDS`, or `OTHER`, longest first. Kernels that run at the same time count
+        in full, so the sum may exceed `elapsed`.
+      exposed: time of collectives while no other kernel runs.
+      idle: time without a running kernel.
+      idle_after: largest parts of `idle`, by the name of the kernel that ended last.
+      longest: time of the kernels with the longest total time, by name.
     """
 
     devices: int
@@ -67,7 +67,7 @@ class DeviceTime(NamedTuple):
     longest: dict[str, float]
 
     def table(self) -> str:
-        """The time of each kind and of the longest kernels, as lines of text.
+        """Formats the time of each kind and of the longest kernels as lines of text.
 
         >>> kernels = [Kernel("ncclAllReduce", 0, 4e6), Kernel("nvjet", 2e6, 6e6), Kernel("sum", 7e6, 8e6)]
         >>> print(device_time([kernels], steps=1).table())
@@ -106,10 +106,10 @@ def kind_of(name: str) -> str:
 
 
 def sum_by_kind(launches: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The times of kernels summed by kind, longest first.
+    """Sums the times of kernels by kind, longest first.
 
     Args:
-      launches: (name of the kernel, time), in any unit.
+      launches: (name of the kernel, time) pairs, in any unit.
 
     >>> sum_by_kind([("nvjet", 1.0), ("loop_add_fusion_94", 3.0), ("nvjet", 1.0)])
     {'other': 3.0, 'products': 2.0}
@@ -118,7 +118,7 @@ def sum_by_kind(launches: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The sum of each name's times, largest first."""
+    """Sums the times of each name, largest first."""
     sums: dict[str, float] = {}
     for name, time in times:
         sums[name] = sums.get(name, 0.0) + time
@@ -126,13 +126,13 @@ def _sums(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def read_trace(folder: str | Path) -> list[list[Kernel]]:
-    """The kernels of each device in the newest trace of a folder.
+    """Reads the kernels of each device from the newest trace in a folder.
 
     Args:
-      folder: what was given to `jax.profiler.trace` or `start_trace`.
+      folder: the folder given to `jax.profiler.trace` or `start_trace`.
 
     Returns:
-      A list for each device, in order of start; [] if the trace has no events of devices.
+      A list per device, ordered by start time; [] if the trace has no device events.
     """
     traces = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not traces:
@@ -153,7 +153,7 @@ def _of_cpus(planes: Iterable[Any]) -> list[list[Kernel]]:
     """The operations of XLA on each CPU device, from all of its threads."""
     devices: dict[int, list[Kernel]] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of `stats`, at its first use
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by the first use of `stats`
         for line in (line for plane in planes for line in plane.lines):
             operations: dict[int, list[Any]] = {}
             for event in line.events:
@@ -166,13 +166,13 @@ def _of_cpus(planes: Iterable[Any]) -> list[list[Kernel]]:
 
 
 def _in_order(events: Iterable[Any]) -> list[Kernel]:
-    """In order of start; of those that start together the longest first."""
+    """Sorts by start time; kernels with equal start by decreasing length."""
     kernels = [Kernel(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in events]
     return sorted(kernels, key=lambda kernel: (kernel.start, -kernel.end))
 
 
 def _leaves(kernels: list[Kernel]) -> list[Kernel]:
-    """Without operations, such as loops, that contain the next one.
+    """Removes operations, such as loops, that contain the next operation.
 
     >>> [kernel.name for kernel in _leaves([Kernel("while", 0, 9), Kernel("dot", 1, 5)])]
     ['dot']
@@ -187,8 +187,8 @@ def device_time(devices: Sequence[Sequence[Kernel]], steps: int) -> DeviceTime:
     """Sums the time of kernels by kind.
 
     Args:
-      devices: the kernels of each device, as `read_trace` gives them.
-      steps: training steps in the trace.
+      devices: kernels of each device, from `read_trace`.
+      steps: number of training steps in the trace.
 
     Raises:
       ValueError: no device has a kernel.
@@ -227,7 +227,7 @@ def device_time(devices: Sequence[Sequence[Kernel]], steps: int) -> DeviceTime:
 
 
 def idle_after(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """How long a device ran nothing, in ns, by the name of the kernel that ended last.
+    """The idle time of a device in ns, by the name of the kernel that ended last.
 
     >>> idle_after([Kernel("a", 0, 2), Kernel("b", 1, 4), Kernel("c", 5, 6), Kernel("b", 8, 9)])
     {'c': 2.0, 'b': 1.0}

@@ -17,7 +17,7 @@ Metrics = Mapping[str, jax.Array | jax.ShapeDtypeStruct | NamedIndex]
 
 
 class Packer:
-    """One step's metrics as one float32 vector: one array to fetch, whatever their number.
+    """Packs the metrics of one step into one float32 vector, so that one transfer fetches them.
 
     >>> def step(x):
     ...     return {"loss": jnp.sum(x), "rms": jnp.sqrt(x)}
@@ -34,10 +34,10 @@ class Packer:
 
     @classmethod
     def of(cls, metrics: Metrics) -> "Packer":
-        """The packer of these metrics.
+        """Creates the packer for these metrics.
 
         Args:
-          metrics: {name: scalar, vector or `NamedIndex`}, or the shapes of these, from `jax.eval_shape`.
+          metrics: {name: scalar, vector or `NamedIndex`}, or their shapes, from `jax.eval_shape`.
             Element i of a vector is named "<name>/<i>".
         """
         names, choices = [], {}
@@ -49,13 +49,13 @@ class Packer:
 
     def pack(self, metrics: Metrics) -> jax.Array:
         """[len(names)] float32."""
-        leaves = jax.tree.leaves(metrics)  # a dict's are sorted by name
+        leaves = jax.tree.leaves(metrics)  # the leaves of a dict are sorted by name
         return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
 
     def records(self, vectors: Mapping[int, np.ndarray]) -> list[dict[str, Any]]:
-        """One record {"step": int, name: number, ...} for each step's vector.
+        """Returns one record {"step": int, name: number, ...} for the vector of each step.
 
-        A `NamedIndex` is recorded as the name that it selects, and left out if it selects none.
+        A `NamedIndex` is recorded as the name that it selects, and omitted if it selects none.
         """
         records = []
         for step, vector in vectors.items():
@@ -67,15 +67,15 @@ class Packer:
 
 
 class Recorder:
-    """Appends one line of JSON a step to a file that `python -m swjax.diagnostics report` reads.
+    """Appends one line of JSON per step to a file that `python -m swjax.diagnostics report` reads.
 
-    Metrics stay on the device, as they come from a jitted step, and are fetched many steps at a time. What
-    was measured at some steps only, as by `measure`, is added to those.
+    Metrics of a jitted step stay on the device and are fetched many steps at a time. Metrics that are
+    measured only at some steps, as by `measure`, are added to the records of those steps.
 
     Args:
-      path: of the file, as "runs/mine/metrics.jsonl"; its directory is created.
+      path: path of the file, such as "runs/mine/metrics.jsonl"; its directory is created.
       last_step: continues the file after this step, and removes later lines that a killed run left.
-      fetch_every: steps.
+      fetch_every: number of steps between two fetches.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -98,18 +98,18 @@ class Recorder:
         self._pending: dict[int, list[tuple[Packer, jax.Array]]] = {}
 
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Takes metrics of a step: scalars, or vectors, whose element i is named "<name>/<i>".
+        """Adds metrics of a step: scalars, or vectors, whose element i is named "<name>/<i>".
 
         Args:
-          step: not below that of the call before.
-          metrics: on the device; they are not waited for.
+          step: number of the step, at least that of the previous call.
+          metrics: arrays on the device; the call does not wait for them.
 
         Raises:
-          ValueError: the step is written already.
+          ValueError: the step is already written.
         """
         if step < self._last or (step == self._last and step not in self._pending):
             raise ValueError(
-                f"steps must not fall, got {step} after {self._last}: where a run goes back, open the file "
+                f"steps must not decrease, got {step} after {self._last}: after a rollback, open the file "
                 f"again with last_step"
             )
         self._last = step
@@ -123,7 +123,7 @@ class Recorder:
         self._pending.setdefault(step, []).append((packer, pack(metrics)))
 
     def flush(self) -> None:
-        """Writes what has been added."""
+        """Writes all added metrics."""
         vectors = jax.device_get({s: [v for _, v in parts] for s, parts in self._pending.items()})
         for step, parts in self._pending.items():
             line: dict[str, Any] = {"step": step}
@@ -135,7 +135,7 @@ class Recorder:
         self._pending = {}
 
     def close(self) -> None:
-        """Writes the rest."""
+        """Writes the remaining metrics."""
         self.flush()
         self._file.close()
 
@@ -147,7 +147,7 @@ class Recorder:
 
 
 def number(value: float | str | None) -> float | int | str | None:
-    """A number for JSON: the shortest that is the same float32; None for NaN and infinity. Names stay.
+    """Converts a number for JSON: the shortest equal float32, or None if not finite. Keeps names.
 
     >>> number(np.float32(0.1)), number(float("nan"))
     (0.1, None)
@@ -158,12 +158,12 @@ def number(value: float | str | None) -> float | int | str | None:
 
 
 def read_line(number: int, line: str) -> dict:
-    """A record from a line of the file."""
+    """Parses a record from a line of the file."""
     return json.loads(line)
 
 
 def truncate(path: Path, last_step: int, read: Callable[[int, str], dict] = read_line) -> float:
-    """Removes records after `last_step` and a half-written line; returns the last one's time."""
+    """Removes records after `last_step` and an incomplete line; returns the time of the last record."""
     if not path.exists():
         return 0.0
     seconds, part = 0.0, path.with_suffix(".part")

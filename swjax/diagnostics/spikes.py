@@ -1,7 +1,7 @@
-"""Loss spikes, RMS events, and whether the spikes follow the events: during a run, or in its log.
+"""Finds loss spikes and RMS events, during a run or in its log, and tests whether spikes follow events.
 
-Needs numpy alone. The rules are those of arXiv 2304.13013, where 28 of 30 loss spikes follow an RMS event
-of the patch embedding by 1 to 8 steps; what the paper leaves open is marked in `Rules`.
+The module needs only numpy. The rules are those of arXiv 2304.13013, where 28 of 30 loss spikes follow an RMS
+event of the patch embedding by 1 to 8 steps. `Rules` marks the choices that the paper leaves open.
 """
 
 import dataclasses
@@ -17,16 +17,16 @@ from swjax.diagnostics.names import RMS
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What counts as an event; all but the first two in steps.
+    """The definition of an event; all values except the first two are in steps.
 
     Attributes:
-      rms: an RMS from which on a step belongs to an RMS event; 2.3 is section 3.4 of the paper.
-      sigmas: a loss deviates above running mean + `sigmas` running standard deviations.
-      window: losses before the step in the running statistics; our choice.
-      deviations: this many within `merge` steps make a loss event; the paper's "multiple".
-      merge: events at most so far apart are one.
-      ignore: steps at the beginning in which nothing counts.
-      lead: how far after the start of an RMS event a loss event follows it, first and last.
+      rms: threshold of an RMS event; 2.3 is from section 3.4 of the paper.
+      sigmas: a loss deviates if it exceeds running mean + `sigmas` running standard deviations.
+      window: number of previous losses in the running statistics; swjax's choice.
+      deviations: number of deviations within `merge` steps that make a loss event; the paper's "multiple".
+      merge: events at most this far apart are merged.
+      ignore: number of steps at the beginning that are ignored.
+      lead: first and last delay at which a loss event counts as following the start of an RMS event.
     """
 
     rms: float = 2.3
@@ -46,12 +46,12 @@ class Rules:
                 )
         if not 0 <= self.lead[0] <= self.lead[1]:
             raise ValueError(
-                f"Rules: lead must be first and last of so many steps, got {self.lead}"
+                f"Rules: lead must be the first and the last number of steps, got {self.lead}"
             )
 
     @classmethod
     def of_run(cls, steps: int, **changes: Any) -> "Rules":
-        """The rules for a run of some number of steps: the paper's share, 1 in 20, of it is ignored.
+        """The rules for a run of `steps` steps; they ignore the first 1 in 20 steps, as the paper does.
 
         >>> Rules.of_run(20_000).ignore, Rules.of_run(600).ignore
         (1000, 30)
@@ -61,13 +61,13 @@ class Rules:
 
 @dataclasses.dataclass
 class Event:
-    """Steps of one series that deviate, close to each other.
+    """A group of nearby steps at which one series deviates.
 
     Attributes:
-      name: of the series, "loss" or a tensor.
+      name: name of the series: "loss" or a tensor.
       start, end: first and last step that deviates.
-      peak: the largest finite value in it; infinity if there is none.
-      leaders: of a loss event: (tensor, largest RMS in the steps before, its step), largest first.
+      peak: largest finite value of the event; infinity if there is none.
+      leaders: for a loss event, (tensor, largest RMS in the previous steps, step of that RMS), largest first.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Detector:
     """Finds events while a run trains.
 
     Args:
-      rules: what counts as an event.
+      rules: definition of an event.
 
     Attributes:
       loss: loss events so far, oldest first.
@@ -111,24 +111,24 @@ class Detector:
         self._last = -math.inf
 
     def update(self, step: int, loss: float, rms: Mapping[str, float] | None = None) -> list[Event]:
-        """Takes the values of one step.
+        """Adds the values of one step.
 
         Args:
-          step: its number, larger than that of the step before.
-          loss: NaN counts as a deviation.
+          step: number of the step, larger than that of the previous call.
+          loss: the loss; NaN counts as a deviation.
           rms: {tensor: RMS}.
 
         Returns:
-          Events that this step has completed or begun: a loss event needs several deviations, so that
-          it may have started some steps before. They grow as further steps deviate.
+          Events that this step has completed or started. A loss event needs several deviations, so it may
+          have started some steps earlier. Events grow as further steps deviate.
 
         Raises:
-          ValueError: the steps do not rise.
+          ValueError: the step is not larger than the previous step.
         """
         if step <= self._last:
             raise ValueError(
-                f"steps must rise, got {step} after {self._last}: where a run goes back, begin a new "
-                f"Detector, and cut its log"
+                f"steps must increase, got {step} after {self._last}: after a rollback, create a new "
+                f"Detector, and truncate the log"
             )
         self._last, rms = step, rms or {}
         found = [] if step <= self.rules.ignore else self._rms_events(step, rms)
@@ -151,10 +151,10 @@ class Detector:
 
 
 class Watch:
-    """Describes the loss events of a run in one line each, as its records arrive.
+    """Describes each loss event of a run in one line, while its records arrive.
 
     Args:
-      rules: what counts as an event.
+      rules: definition of an event.
     """
 
     def __init__(self, rules: Rules):
@@ -162,11 +162,11 @@ class Watch:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets all records, for a run that goes back to an earlier step."""
+        """Discards all records, for a run that returns to an earlier step."""
         self._detector = Detector(self._rules)
 
     def update(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Takes records {"step", "train/loss", "stability/rms/<tensor>", ...}; a line for each event."""
+        """Adds records {"step", "train/loss", "stability/rms/<tensor>", ...}; returns a line per event."""
         lines = []
         for record in records:
             rms = {name.removeprefix(RMS): x for name, x in record.items() if name.startswith(RMS)}
@@ -176,7 +176,7 @@ class Watch:
 
 
 def describe(event: Event) -> str:
-    """A loss event in a line.
+    """Describes a loss event in one line.
 
     >>> describe(Event("loss", 512, 514, 6.25, [("vision/patch_embed/kernel", 4.1, 509)]))
     'loss spike at step 512, up to 6.25; before it the RMS of vision/patch_embed/kernel was 4.1 (step 509)'
@@ -188,7 +188,7 @@ def describe(event: Event) -> str:
 
 
 class _Losses:
-    """Which losses deviate from those before them."""
+    """Detects losses that deviate from the previous losses."""
 
     def __init__(self, rules: Rules):
         self._rules = rules
@@ -205,7 +205,7 @@ class _Losses:
 
 
 class _Merging:
-    """Puts the deviating steps of a series together."""
+    """Merges the deviating steps of a series into events."""
 
     def __init__(self, name: str, rules: Rules, needed: int, events: list[Event]):
         self._name, self._rules, self._needed = name, rules, needed
@@ -213,7 +213,7 @@ class _Merging:
         self._waiting: list[tuple[int, float]] = []
 
     def add(self, step: int, value: float) -> Event | None:
-        """Takes a deviating step; returns the event that it completes, if it is a new one."""
+        """Adds a deviating step; returns the event if this step completes a new one."""
         merge = self._rules.merge
         if self._events and step - self._events[-1].end <= merge:
             last = self._events[-1]
@@ -239,13 +239,13 @@ def leaders(
     """The tensors whose RMS was largest before a loss event.
 
     Args:
-      recent: (step, {tensor: RMS}) of at least the steps that `rules.lead` names.
-      start: of the loss event.
-      rules: how many steps before count.
-      most: tensors.
+      recent: (step, {tensor: RMS}) pairs, at least of the steps in the range `rules.lead`.
+      start: first step of the loss event.
+      rules: give the range of preceding steps.
+      most: largest number of tensors.
 
     Returns:
-      (tensor, its largest RMS, at which step), largest first.
+      (tensor, its largest RMS, the step of that RMS), largest first.
     """
     first, last = rules.lead
     best: dict[str, tuple[float, int]] = {}
@@ -260,15 +260,15 @@ def leaders(
 
 @dataclasses.dataclass(frozen=True)
 class Alignment:
-    """How often loss events follow the RMS events of one tensor, and how often they would by chance.
+    """How often loss events follow the RMS events of one tensor, compared with chance.
 
     Attributes:
-      name: of the tensor.
-      rms_events: how many it has.
-      followed: loss events that start `Rules.lead` steps after one of them.
-      loss_events: of the run.
-      chance: the share of the loss events that would be `followed` if the RMS events were elsewhere.
-      p_value: how likely chance alone gives `followed` or more.
+      name: name of the tensor.
+      rms_events: number of its RMS events.
+      followed: number of loss events that start `Rules.lead` steps after one of them.
+      loss_events: number of loss events in the run.
+      chance: expected share of followed loss events if the RMS events were at other steps.
+      p_value: probability of `followed` or more by chance.
     """
 
     name: str
@@ -282,17 +282,18 @@ class Alignment:
 def align(
     name: str, rms: Iterable[int], losses: Iterable[int], steps: tuple[int, int], rules: Rules
 ) -> Alignment:
-    """Compares where RMS events and loss events start.
+    """Tests whether loss events follow RMS events more often than by chance.
 
-    Chance is exact, not sampled: the RMS events are shifted, around the end of the run back to its
-    beginning, by every number of steps there is. So both series keep their own clusters. The p-value
-    is the share of the shifts that give as many followed loss events as there are; no shift is one.
+    The chance is exact, not sampled: the RMS events are shifted cyclically by every possible number of steps,
+      so
+    both series keep their clusters. The p-value is the share of the shifts, including no shift, that give at
+    least as many followed loss events as observed.
 
     Args:
-      name: of the tensor.
-      rms, losses: steps at which events start.
-      steps: the first and the last that count.
-      rules: for `lead`.
+      name: name of the tensor.
+      rms, losses: first steps of the events.
+      steps: the first and the last step to consider.
+      rules: the function reads `lead`.
 
     >>> align("patch_embed", [100, 500], [103, 700], (1, 1000), Rules())
     Alignment(name='patch_embed', rms_events=2, followed=1, loss_events=2, chance=0.016, p_value=0.027)
@@ -319,14 +320,14 @@ def align(
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What `analyse` found.
+    """The result of `analyse`.
 
     Attributes:
-      rules: that it followed.
-      steps: the first and the last that count.
+      rules: the rules of the analysis.
+      steps: the first and the last step considered.
       loss: loss events, oldest first.
-      rms: {tensor: its RMS events}, of those that have some.
-      alignments: of these tensors, the least likely by chance first.
+      rms: {tensor: its RMS events}, for tensors with events.
+      alignments: alignments of these tensors, smallest p-value first.
     """
 
     rules: Rules
@@ -342,16 +343,16 @@ def analyse(
     rms: Mapping[str, np.ndarray] | None = None,
     rules: Rules | None = None,
 ) -> Analysis:
-    """Finds the events of a whole run, and which tensors' RMS the loss follows.
+    """Finds the events of a whole run, and the tensors whose RMS events the loss events follow.
 
     Args:
-      step: int [n], rising.
-      loss: float [n]; NaN is a deviation.
+      step: int [n], ascending.
+      loss: float [n]; NaN counts as a deviation.
       rms: {tensor: float [n]}; NaN at steps without an RMS.
-      rules: what counts; default `Rules.of_run` of the last step.
+      rules: definition of an event; default `Rules.of_run` of the last step.
 
     Raises:
-      ValueError: the steps do not rise, or lengths differ.
+      ValueError: the steps do not increase, or lengths differ.
 
     >>> step = np.arange(1, 401)
     >>> loss = 1 + 0.01 * np.sin(step)
@@ -366,10 +367,12 @@ def analyse(
     rms = rms or {}
     for name, values in {"loss": loss, **rms}.items():
         if len(values) != len(step):
-            raise ValueError(f"{name!r} must have one value a step, {len(step)}, got {len(values)}")
+            raise ValueError(
+                f"{name!r} must have one value per step, {len(step)}, got {len(values)}"
+            )
     rules = rules or Rules.of_run(int(step[-1]) if len(step) else 0)
     detector = Detector(rules)
-    # Only the steps that a rule reads: a small part of a long log.
+    # Only the steps that a rule reads, which are a small part of a long log.
     high: list[dict[str, float]] = [{} for _ in step]
     for name, values in rms.items():
         for i in np.flatnonzero(np.asarray(values) >= rules.rms).tolist():

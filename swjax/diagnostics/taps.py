@@ -1,8 +1,8 @@
-"""Measures operands and outputs of the layers of an NNX model inside the step, without a change of its code.
+"""Measures operands and outputs of layers of an NNX model inside the step, without changing the model's code.
 
-A tap is an extra variable of a module. Nothing depends on its value; its *gradient* is what was measured
-where the module ran. So measurements leave the model the way gradients do: through `jax.lax.scan`,
-`jax.checkpoint`, `nnx.vmap`, micro-batches and several devices, and without an activation being kept.
+A tap is an additional variable of a module. No output depends on its value, but its *gradient* is the
+measurement. So measurements leave the model as gradients do: through `jax.lax.scan`, `jax.checkpoint`,
+`nnx.vmap`, micro-batches and several devices, and without saved activations.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,12 @@ OPERANDS = ("x", "w", "g")
 
 
 class Tap(nnx.Variable):
-    """A measurement's place in a module. As a gradient: sums over the module's calls.
+    """A variable whose gradient carries a measurement, summed over the calls of its module.
 
-    [..., 3, 5] float32 for quantization: for each operand of `OPERANDS` how many elements are not zero,
-    how many of these quantize to zero and to the largest value, sum of squares, sum of squared errors.
-    [..., 3] for features: calls, mean |y|, max |y|. Leading axes are those that stack the module.
+    For quantization it is [..., 3, 5] float32. For each operand in `OPERANDS` it counts the nonzero elements,
+    and among them those that quantize to zero and to the largest value; then come the sum of squares and the
+    sum of squared errors. For features it is [..., 3]: number of calls, mean |y|, max |y|. Leading axes stack
+    the module.
     """
 
 
@@ -43,28 +44,28 @@ def measure(
 ) -> dict[str, jax.Array]:
     """Measures the layers of a model on one batch; costs about a forward and a backward pass.
 
-    The model stays as it is. The weight gradients are not computed.
+    The model is not modified. Weight gradients are not computed.
 
     Args:
       loss_fn: (model, *args) -> scalar loss, as for `nnx.grad`.
       model: any NNX model.
-      *args: of loss_fn.
-      quantization: regular expression that matches the whole path of the linear layers whose operands
-        are measured: those of `swjax.nnx.Linear` and `quantize_model` with a recipe. None: of none.
-      features: the same, of modules of any kind whose output is measured. None: of none.
+      *args: further arguments of loss_fn.
+      quantization: regular expression that matches the whole path of linear layers whose operands are
+        measured: layers of `swjax.nnx.Linear` and `quantize_model` with a recipe. None measures none.
+      features: the same for modules of any kind whose output is measured. None measures none.
 
     Returns:
-      {name: float32 scalar, or [layers] of modules that are stacked}; NaN where nothing flowed.
+      {name: float32 scalar, or [layers] for stacked modules}; NaN if no gradient reached the module.
 
       quantization/sqnr_db/<path>/<x, w or g>: signal to quantization noise, 10 log10 of power ratios.
-      quantization/zeros/...: the share of the nonzero elements that quantize to zero.
-      quantization/saturated/...: the share of them at the largest value of the format.
-      stability/feature_mean_abs/<path>, stability/feature_max_abs/<path>: of the module's output.
+      quantization/zeros/...: share of the nonzero elements that quantize to zero.
+      quantization/saturated/...: share of the nonzero elements that quantize to the format's largest value.
+      stability/feature_mean_abs/<path>, stability/feature_max_abs/<path>: magnitudes of the module's output.
 
       x and w are operands of the forward product, g is the gradient that the backward pass quantizes.
 
     Raises:
-      ValueError: an expression matches no module that it could.
+      ValueError: an expression matches no module that can be measured.
 
     >>> layer = Linear(64, 32, recipe="switchback", rngs=nnx.Rngs(0))
     >>> x = jax.random.normal(jax.random.key(0), (16, 64))
@@ -80,20 +81,21 @@ def measure(
 def insert(
     model: nnx.Module, *, quantization: str | None = r".*", features: str | None = None
 ) -> nnx.Module:
-    """Puts taps into a model, in place; `measure` puts them into a copy.
+    """Inserts taps into a model, in place; `measure` inserts them into a copy.
 
-    For code that handles gradients itself: differentiate with respect to the `Tap` variables, and
-    `read` the gradient.
+    Use it in code that computes gradients itself: differentiate with respect to the `Tap` variables, and
+      `read`
+    the gradient.
 
     Args:
-      model: it is changed, and still computes the same.
+      model: modified in place; its outputs stay the same.
       quantization, features: see `measure`.
 
     Returns:
       `model`.
 
     Raises:
-      ValueError: an expression matches no module that it could.
+      ValueError: an expression matches no module that can be measured.
     """
     modules, quantized = _modules(model), quantized_layers(model)
     for path in first_match({quantization: ""} if quantization is not None else {}, quantized):
@@ -106,7 +108,7 @@ def insert(
 
 
 def quantized_layers(model: nnx.Module) -> dict[str, nnx.Module]:
-    """{path: module} of the linear layers with a recipe whose forward or backward pass is quantized."""
+    """{path: module} of the linear layers whose recipe quantizes the forward or the backward pass."""
     return {path: module for path, module in _modules(model).items() if _is_quantized(module)}
 
 
@@ -115,10 +117,10 @@ def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
 
 
 def read(gradients: Any) -> dict[str, jax.Array]:
-    """The measurements in a gradient with respect to `Tap` variables; see `measure`.
+    """Extracts the measurements from a gradient with respect to `Tap` variables; see `measure`.
 
     Args:
-      gradients: a tree with the model's paths; leaves other than taps are ignored.
+      gradients: a tree with the model's paths; leaves that are not taps are ignored.
     """
     found = {}
     for path, sums in jax.tree_util.tree_leaves_with_path(gradients):
@@ -150,8 +152,8 @@ def operand_sums(
 
     Args:
       x: the operand.
-      axes, dtype: as for `swjax.quantize`.
-      kept: bool, broadcast to x: elements that stay out of quantization. None: none.
+      axes, dtype: see `swjax.quantize`.
+      kept: bool, broadcast to x: elements that are excluded from quantization. None excludes none.
 
     Returns:
       [5] float32.
@@ -171,13 +173,13 @@ def operand_sums(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def report(of_gradient: Callable, y: jax.Array, tap: jax.Array, seen: jax.Array) -> jax.Array:
-    """Measures where `y` is computed.
+    """Attaches a measurement to the gradient at the point where `y` is computed.
 
     Args:
       of_gradient: (seen, gradient of y) -> the gradient of `tap`, with its shape and dtype.
       y: the output of the module; its gradient passes unchanged.
       tap: the value of a `Tap`.
-      seen: what the forward pass keeps for `of_gradient`; nothing flows back through it.
+      seen: values that the forward pass saves for `of_gradient`; they have no gradient.
 
     Returns:
       y.
@@ -197,10 +199,10 @@ report.defvjp(_report_forward, _report_backward)
 
 
 def _report_product(y, x, w, tap, recipe: Recipe, x_axes, w_axes, g_axes):
-    """`y`, the product of x and w; all three operands are reported.
+    """Returns `y`, the product of x and w, and reports all three operands.
 
     Args:
-      x_axes, w_axes, g_axes: the axes that a product sums over in x, w (forward) and g (input gradient).
+      x_axes, w_axes, g_axes: axes of x, w (forward) and g (input gradient) that a product sums over.
     """
     fwd, dgrad = recipe.fwd, recipe.dgrad
     seen = jnp.zeros((2, 5), jnp.float32)
@@ -232,7 +234,7 @@ def _spanned(quantizer, x: jax.Array, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
-    """`swjax.nnx.Linear` quantizes its kernel as it is, and what a prologue makes of its inputs."""
+    """Taps a `swjax.nnx.Linear`, which quantizes its kernel, and its inputs after the prologue."""
     y, kernel = call(self, inputs, *args, prologue=prologue, **kwargs), self.kernel[...]
     (x,) = self.promote_dtype((inputs,), dtype=self.dtype)
     if prologue is not None:
@@ -242,7 +244,7 @@ def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
 
 
 def _call_product(self, call: Callable, *args, **kwargs):
-    """Modules that `quantize_model` gave a `dot_general` multiply what that is given."""
+    """Taps a module with a `dot_general` from `quantize_model`, which quantizes the arguments of that."""
     product, tap = self.dot_general, getattr(self, QUANTIZATION)[...]
 
     def tapped(x, w, dimension_numbers, *args, **kwargs):
@@ -277,7 +279,7 @@ def _ignore_gradient(seen, g):
 
 @cache  # equal graphs share compiled functions
 def _subclass(kind: type, tapped_call: Callable) -> type:
-    """The class of a tapped module."""
+    """Creates the class of a tapped module."""
 
     def __call__(self, *args, **kwargs):
         return tapped_call(self, kind.__call__, *args, **kwargs)
@@ -289,10 +291,10 @@ def attach(module: nnx.Module, call: Callable, name: str, shape: tuple[int, ...]
     """Adds a tap to a module, in place, and replaces the module's call by one that can `report` to it.
 
     Args:
-      module: it, or its stack, is changed.
+      module: the module or its stack, modified in place.
       call: (module, the module's own `__call__`, *args, **kwargs) -> the module's output.
-      name: of the tap as an attribute of the module.
-      shape: of the tap; begins with the axes that stack the module.
+      name: attribute name of the tap.
+      shape: shape of the tap, starting with the axes that stack the module.
     """
     object.__setattr__(module, "__class__", _subclass(type(module), call))
     setattr(module, name, Tap(jnp.zeros(shape, jnp.float32)))
@@ -305,7 +307,7 @@ def _is_quantized(module: nnx.Module) -> bool:
 
 
 def _stacked(module: nnx.Module) -> tuple[int, ...]:
-    """The leading axes of a stack of modules, seen from the first linear layer in it: () if it is none."""
+    """The leading axes of a stack of modules, from its first linear layer; () for a single module."""
     for _, layer in nnx.iter_modules(module):
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
             own = np.size(layer.in_features), np.size(layer.out_features)  # numbers or tuples

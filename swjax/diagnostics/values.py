@@ -1,6 +1,6 @@
 """Named scalars of the trees of a training step, computed inside the step without a host sync.
 
-A value is a scalar, or a vector with one entry a block, which the log writes as "<name>/<block>".
+A value is a scalar, or a vector with one entry per block, which the log writes as "<name>/<block>".
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from swjax.optax import adamw_rms_by_path, rms_by_path
 
 
 def norms(**trees: Any) -> dict[str, jax.Array]:
-    """Global L2 norms, sqrt of the sum of squares of all entries of a tree.
+    """Global L2 norms: the square root of the sum of squares of all entries of a tree.
 
     Args:
-      **trees: by what the norm is of: grad, update, param.
+      **trees: trees by name, such as grad, update, param.
 
     Returns:
       {"train/<name>_norm": float32 scalar}.
@@ -34,7 +34,7 @@ def _norm(tree: Any) -> jax.Array:
 
 
 def squares(tree: Any) -> Any:
-    """The sum of squares of each leaf, a float32 scalar: finite if the leaf is, but for overflow."""
+    """The sum of squares of each leaf, a float32 scalar; it is finite if the leaf is, except for overflow."""
     return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))), tree)
 
 
@@ -44,8 +44,8 @@ class NamedIndex:
     """One of several names, chosen on the device; a pytree whose names are static.
 
     Attributes:
-      index: int32 scalar, a position in `names`; -1: none.
-      names: what can be chosen.
+      index: int32 scalar, a position in `names`; -1 selects none.
+      names: the selectable names.
     """
 
     index: jax.Array
@@ -53,15 +53,15 @@ class NamedIndex:
 
 
 def first_nonfinite(**trees: Any) -> NamedIndex:
-    """The first tensor of a step that holds a NaN or an infinity.
+    """Selects the first tensor of a step that contains a NaN or an infinity.
 
     Args:
       **trees: {kind: tree of arrays} in dataflow order (parameters, batch, loss, gradient), so that the
-        first non-finite tensor is the origin. Integers count as finite. A tree may hold the `squares` of
-        tensors instead: they are finite if the tensors are.
+        first non-finite tensor is the origin. Integers count as finite. A tree may contain the `squares` of
+        tensors instead, which are finite if the tensors are.
 
     Returns:
-      The selection of "<kind> <path>"; index -1: all tensors are finite.
+      The selected "<kind> <path>"; index -1 means that all tensors are finite.
 
     >>> params = {"a": jnp.ones(2), "b": jnp.array([0, jnp.inf])}
     >>> found = first_nonfinite(parameter=params, loss=jnp.float32(jnp.nan))
@@ -70,7 +70,7 @@ def first_nonfinite(**trees: Any) -> NamedIndex:
     """
     floats = [pair for kind, tree in trees.items() for pair in _floats(kind, tree)]
     names, leaves = zip(*floats)
-    # Read unconditionally: a GPU would wait for the host to take a branch.
+    # All flags are read unconditionally, because a branch would make the GPU wait for the host.
     bad = jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in leaves])
     index = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
     return NamedIndex(index, names)
@@ -83,23 +83,23 @@ def _floats(kind: str, tree: Any) -> list[tuple[str, jax.Array]]:
 
 
 def rms(opt_state: Any) -> dict[str, jax.Array]:
-    """RMS of every parameter's update as StableAdamW saw it: above 1 the second moment lags.
+    """The RMS of every parameter's update in StableAdamW; above 1 the second moment lags behind the gradient.
 
     Args:
-      opt_state: of an optimizer with `swjax.optax.stable_adamw` anywhere in it.
+      opt_state: state of an optimizer that contains `swjax.optax.stable_adamw`.
 
     Returns:
-      {"stability/rms/<path of the parameter>": scalar, or [blocks] of a stacked parameter}.
+      {"stability/rms/<path of the parameter>": scalar, or [blocks] for a stacked parameter}.
     """
     return {f"{RMS}{path}": value for path, value in rms_by_path(opt_state).items()}
 
 
 def adamw_rms(opt_state: Any, grads: Any, **options: Any) -> dict[str, jax.Array]:
-    """The same of plain `optax.adamw`.
+    """The RMS of every parameter's update, see `rms`, for plain `optax.adamw`.
 
     Args:
-      opt_state: after the step.
-      grads: of the step, as Adam was given them.
+      opt_state: state of the optimizer after the step.
+      grads: gradients of the step, as passed to Adam.
       **options: b2, eps and block_axes, see `swjax.optax.adamw_rms_by_path`.
     """
     found = adamw_rms_by_path(opt_state, grads, **options)
@@ -120,8 +120,7 @@ def feature_magnitude(outs: dict[str, dict]) -> dict[str, jax.Array]:
     """Magnitudes of each block's output.
 
     Args:
-      outs: by tower, the intermediates that its forward pass returned; their "blocks" are vectors with
-        one entry a block.
+      outs: {tower: intermediates of its forward pass}, whose "blocks" are vectors with one entry per block.
 
     Returns:
       {"stability/<magnitude>/<tower>": [blocks]}.

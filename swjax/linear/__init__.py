@@ -1,4 +1,4 @@
-"""The linear layer with quantized products: the operation, what computes it, and how it is sharded.
+"""The linear layer with quantized products: the operation, its arithmetic, and its sharding.
 
 `swjax` exports the public names.
 """

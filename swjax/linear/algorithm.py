@@ -1,7 +1,7 @@
-"""Algorithm 1 of the SwitchBack paper, and nothing else: the specification of `swjax.switchback`.
+"""Algorithm 1 of the SwitchBack paper and nothing else: the specification of `swjax.switchback`.
 
-No sharding, no prologue, no bias, one weight, one recipe. The other modules of this folder compute the same
-values faster and in more cases; tests compare every implementation with this one.
+It has no sharding, prologue or bias, and only one weight and one recipe. The other modules of this folder
+compute the same values faster and in more cases; tests compare every implementation with this one.
 """
 
 import jax
@@ -15,7 +15,7 @@ from swjax.kernels.reference import QTensor, quantize
 def algorithm_1(x: jax.Array, w: jax.Array) -> jax.Array:
     """``y = x w`` with int8 products for y and dx, and a 16-bit product for dw: the switch back.
 
-    Row-wise quantization has one scale for each row, tensor-wise quantization one scale for the matrix::
+    Row-wise quantization has one scale per row, tensor-wise quantization one scale per matrix::
 
         x_q, s_x = rowwise(x)       x_q = round(127 x / absmax(x)), s_x = absmax(x) / 127
         w_q, s_w = tensorwise(w)
@@ -27,7 +27,7 @@ def algorithm_1(x: jax.Array, w: jax.Array) -> jax.Array:
 
     Args:
       x: [b, k] float16, bfloat16 or float32.
-      w: [k, n] in any of these dtypes.
+      w: [k, n], in any of these dtypes.
 
     Returns:
       y: [b, n] in the dtype of x. The gradients dx and dw have the dtypes of x and w.
@@ -69,6 +69,6 @@ def _tensorwise(w) -> QTensor:
 
 
 def _int8_product(a: QTensor, b: QTensor) -> jax.Array:
-    """[m, k] x [k, n], multiplied as int8, summed in int32, scaled in float32."""
+    """Multiplies [m, k] x [k, n] as int8, sums in int32, scales in float32."""
     total = jnp.matmul(a.values, b.values, preferred_element_type=jnp.int32)
     return total.astype(jnp.float32) * (a.scale * b.scale)

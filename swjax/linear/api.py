@@ -1,4 +1,4 @@
-"""The linear layer as users call it: `switchback`, `mlp`, and `quantize_weight` for inference."""
+"""The public functions of the linear layer: `switchback`, `mlp`, and `quantize_weight` for inference."""
 
 from functools import partial
 from typing import Any
@@ -37,40 +37,40 @@ def switchback(
 ) -> jax.Array | tuple:
     """Linear layer ``y = x w + bias`` with quantized products, forward and backward.
 
-    The default recipe is SwitchBack (Alg. 1 of the paper, `swjax.linear.algorithm`): one scale for each token
+    The default recipe is SwitchBack (Alg. 1 of the paper, `swjax.linear.algorithm`): one scale per token
     of x and g, one scale for w::
 
         y  = int8(x) int8(w)  * scale_x scale_w + bias
         dx = int8(g) int8(wT) * scale_g scale_w
         dw = xT g                                     in the dtype of x
 
-    int8 operands are multiplied as int8 and summed in int32. The weight is quantized from `w` as given:
-    pass the fp32 parameter, not a 16-bit copy. Derivatives of the gradient are straight-through: those of
-    exact products, see docs/transformations.md.
+    int8 operands are multiplied as int8 and summed in int32. The weight is quantized from `w` as given: pass
+    the fp32 parameter, not a 16-bit copy. Higher derivatives are straight-through: they equal those of exact
+    products, see docs/transformations.md.
 
     Args:
-      x: [..., k] float16, bfloat16 or float32; any leading dimensions, also of size 0. Products that are
-        not quantized are computed in its dtype. With the recipe "standard" also float64 or complex, if w,
+      x: [..., k] float16, bfloat16 or float32; any leading dimensions, also of size 0. Products without
+        quantization are computed in its dtype. The recipe "standard" also supports float64 and complex, if w,
         bias and y have the same dtype and neither `prologue` nor `layout` is given.
-      w: [k, n], dtypes as for x; its gradient has the dtype of w. A tuple is several layers of one input,
-        such as queries, keys and values, for which x is quantized once. A weight from `quantize_weight` has
-        no gradient; y is the same, and so is dx if the recipe has one scale for w.
+      w: [k, n], dtypes as for x; its gradient has the dtype of w. A tuple contains the weights of several
+        layers with the same input, such as queries, keys and values, for which x is quantized once. A weight
+        from `quantize_weight` has no gradient; y is the same, and so is dx if the recipe has one scale for w.
       bias: [n] or None; a tuple of these if w is one.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to x first, fused with the quantizer.
-      out_dtype: dtype of y; None is that of x.
-      precision: of the products that are not quantized, as for `jax.lax.dot_general`.
-      residual: return x as well, for a residual connection. The gradient that arrives through it is added in
-        the backward pass of the prologue, which saves a pass over it.
-      implementation: of the quantized products, see `swjax.kernels.dispatch`; None chooses.
-      layout: how x and w are sharded, see `swjax.Layout`; not needed on one device and on explicit meshes.
+      out_dtype: dtype of y; None uses the dtype of x.
+      precision: precision of the products without quantization, see `jax.lax.dot_general`.
+      residual: whether to return x as well, for a residual connection. The prologue's backward pass then adds
+        the residual's gradient, which saves a pass over memory.
+      implementation: implementation of the quantized products, see `swjax.kernels.dispatch`; None chooses.
+      layout: shardings of x and w, see `swjax.Layout`; not needed on one device and on explicit meshes.
 
     Returns:
-      y: [..., n] in `out_dtype`; a tuple of these if w is one. With `residual`: (y, x).
+      y: [..., n] in `out_dtype`; a tuple of outputs if w is a tuple. With `residual`: (y, x).
 
     Raises:
-      ValueError: an argument is no array; shapes or dtypes do not fit; there is no such recipe or
-        implementation.
+      ValueError: an argument is not an array, shapes or dtypes do not fit, or the recipe or the
+        implementation does not exist.
 
     >>> x, w = jnp.ones((2, 5, 3)), jnp.full((3, 4), 0.5)
     >>> y = switchback(x, w)
@@ -122,24 +122,24 @@ def mlp(
     implementation: str | None = None,
     layouts: tuple[Layout | None, Layout | None] = (None, None),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that share passes with the GELU between them.
+    """``gelu(x w1 + b1) w2 + b2``: two `switchback` layers that share memory passes with the GELU.
 
-    The result is that of the two layers. In the backward pass one pass writes the GELU's gradient, in 16 bits
-    and quantized, and sums it for b1.
+    The result equals that of the two layers. In the backward pass, one memory pass writes the GELU's gradient
+    in 16 bits and quantized, and sums it for b1.
 
     Args:
       x: [..., k] float16, bfloat16 or float32.
-      w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None; weights as for `switchback`.
-      recipe, prologue, precision, residual, implementation: as for `switchback`, for both layers.
-      approximate: the tanh form of the GELU.
-      layouts: of x and w1, and of w2; see `swjax.Layout`.
+      w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None; weights as in `switchback`.
+      recipe, prologue, precision, residual, implementation: see `switchback`; they apply to both layers.
+      approximate: whether to use the tanh form of the GELU.
+      layouts: the layout of x and w1, and the layout of w2; see `swjax.Layout`.
 
     Returns:
-      [..., n] in the dtype of x; with `residual`, that and x.
+      y: [..., n] in the dtype of x. With `residual`: (y, x).
 
     Raises:
-      ValueError: an argument is no array; shapes or dtypes do not fit; there is no such recipe or
-        implementation.
+      ValueError: an argument is not an array, shapes or dtypes do not fit, or the recipe or the
+        implementation does not exist.
 
     >>> x, w1, w2 = jnp.ones((2, 3)), jnp.ones((3, 8)), jnp.ones((8, 3))
     >>> mlp(x, w1, None, w2, None).shape
@@ -172,7 +172,7 @@ def _settings(x, recipe, out_dtype, precision, implementation, plan) -> Settings
     return Settings(recipes.get(recipe), x.dtype.name, out_dtype, sharded)
 
 
-# XLA does not compile a `jax.shard_map` whose results are constants, as the sums over no tokens are.
+# XLA cannot compile a `jax.shard_map` whose results are constants, such as sums over zero tokens.
 
 
 def _has_no_tokens(x, plan) -> bool:
@@ -184,7 +184,7 @@ def _no_outputs(x, w, settings) -> jax.Array:
     return settings.plan.place(jnp.zeros(shape, settings.out_dtype), settings.plan.y)
 
 
-# Arguments are moved to the plan's shardings outside of the `custom_vjp`, so that gradients are moved back.
+# Arguments are resharded to the plan outside of the `custom_vjp`, so that JAX reshards the gradients back.
 
 
 def _place_input(x, prologue, settings):
@@ -203,10 +203,10 @@ def _place(w, bias, plan):
 def quantize_weight(
     w: jax.Array, recipe: str | Recipe = "switchback", *, implementation: str | None = None
 ) -> QTensor:
-    """Quantizes `w` for the forward product of a recipe: a quarter of the bytes of fp32, for inference.
+    """Quantizes `w` for the forward product of a recipe, for inference: a quarter of the bytes of fp32.
 
-    `switchback` and `mlp` take it in place of w, with the same recipe, and return the same values: without it
-    they quantize w at every call.
+    `switchback` and `mlp` accept the result instead of w, with the same recipe, and return the same values.
+    Without it they quantize w at every call.
 
     Args:
       w: [k, n] float16, bfloat16 or float32.
@@ -214,8 +214,8 @@ def quantize_weight(
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Returns:
-      values [n, k], the transpose, which tensor cores read; scale [1, 1], or [n, 1] if
-      the recipe has one scale for each output channel.
+      A QTensor with values [n, k], the transpose, which tensor cores read, and scale [1, 1], or [n, 1] if the
+      recipe has one scale per output channel.
 
     Raises:
       ValueError: the recipe's forward product is not quantized, or keeps outliers in 16 bits.

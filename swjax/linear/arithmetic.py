@@ -1,4 +1,4 @@
-"""The arithmetic of a linear layer on one device: all of the layer's calls of `swjax.kernels.dispatch`."""
+"""The arithmetic of a linear layer on one device: the only calls of `swjax.kernels.dispatch` by the layer."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,25 +11,25 @@ from swjax.recipes import Product
 
 
 class Arithmetic(NamedTuple):
-    """How one device computes; static.
+    """Settings of the computation on one device; static.
 
     Attributes:
-      implementation: of the quantized operations, see `swjax.kernels.dispatch`; None chooses.
-      precision: of the products that are not quantized, as for `jax.lax.dot_general`.
+      implementation: implementation of the quantized operations, see `swjax.kernels.dispatch`; None chooses.
+      precision: precision of the products without quantization, see `jax.lax.dot_general`.
     """
 
     implementation: str | None = None
     precision: jax.lax.PrecisionLike = None
 
     def run(self, operation: str, *arrays: Any, **options: Any) -> Any:
-        """`dispatch.run` with this implementation."""
+        """Calls `dispatch.run` with this implementation."""
         return dispatch.run(operation, *arrays, implementation=self.implementation, **options)
 
     @property
     def reads_last_axis(self) -> bool:
-        """Whether quantized operands are transposed so that products sum over their last axis.
+        """Whether quantized operands are transposed, so that products sum over their last axis.
 
-        GPU kernels read them so. XLA for CPUs takes either axis and is slow after a transpose.
+        GPU kernels need this order. XLA for CPUs supports either axis, and is slow after a transpose.
         """
         return jax.default_backend() == "gpu" and self.implementation != "xla"
 
@@ -45,10 +45,10 @@ class Arithmetic(NamedTuple):
         """``a b + bias``, summed over `axes`.
 
         Args:
-          a: [..., k] array or QTensor, or [k, n] where its axis is 0.
-          b: [k, n] or [n, k] array or QTensor; both are quantized or neither is.
+          a: [..., k] array or QTensor, or [k, n] if its summed axis is 0.
+          b: [k, n] or [n, k] array or QTensor; a and b are both quantized or both not.
           bias: [n] or None.
-          axes: the axis of a and of b that is summed over.
+          axes: the summed axis of a and of b.
           out_dtype: dtype of the result.
 
         >>> from jax.numpy import ones
@@ -70,7 +70,7 @@ class Arithmetic(NamedTuple):
     ) -> jax.Array:
         """``xT g``, [k, n], summed over all tokens of x [..., k] and g [..., n].
 
-        QTensors are matrices already, and `axes` says which of their axes is that of the tokens.
+        QTensors are already matrices, and `axes` gives their token axes.
         """
         if isinstance(x, QTensor) or isinstance(g, QTensor):
             return self.product(x, g, axes=axes, out_dtype=out_dtype)
@@ -80,7 +80,7 @@ class Arithmetic(NamedTuple):
     def block_weight_gradient(
         self, x: jax.Array, g: jax.Array, product: Product, *, out_dtype: str
     ) -> jax.Array:
-        """``xT g``, [k, n], of x [..., k] and g [..., n], quantized in blocks of tokens.
+        """``xT g``, [k, n], for x [..., k] and g [..., n], quantized in blocks of tokens.
 
         `product` has equal blocks and rotations on both sides, which `swjax.recipes.Recipe` checks.
         """
@@ -96,5 +96,5 @@ class Arithmetic(NamedTuple):
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """[..., k] as a matrix [tokens, k]. XLA for GPUs fails to compile some int8 sums over several axes."""
+    """Reshapes [..., k] to [tokens, k], because XLA for GPUs fails on some int8 sums over several axes."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -1,4 +1,4 @@
-"""The backward pass of layers that share an input: the gradients of their operands."""
+"""The backward pass of layers that share an input: it computes the gradients of their operands."""
 
 from typing import NamedTuple
 
@@ -36,13 +36,14 @@ def backward(
     residual_gradient: jax.Array | None = None,
     quantize_to: str | None = None,
 ) -> Gradients:
-    """The gradients of the operands, from those of the outputs.
+    """Computes the gradients of the operands from the gradients of the outputs.
 
-    `residual_gradient` is added to that of x; a prologue quantizes the sum to `quantize_to` if it can.
+    `residual_gradient` is added to the gradient of x; a prologue quantizes the sum to `quantize_to` if it
+    can.
     """
     x, inputs, weights, prologue = _read(saved, layers)
     if x.quantized is not None:
-        # Without the barrier XLA dequantizes x in the forward pass and keeps the high-precision array.
+        # Without the barrier, XLA dequantizes x in the forward pass and saves the high-precision array.
         x, gradients, residual_gradient = lax.optimization_barrier(
             (x, gradients, residual_gradient)
         )
@@ -63,7 +64,7 @@ def backward(
 
 
 def operands_from(saved: Saved, biases: tuple, layers: Layers) -> Operands:
-    """The operands in the backward pass: arrays that were saved quantized are dequantized."""
+    """The operands in the backward pass; arrays that were saved quantized are dequantized."""
     forms_of_x, inputs, weights, prologue = _read(saved, layers)
     x = as_array(forms_of_x, layers[0].dtype) if prologue is None else inputs
     ws = tuple(
@@ -74,7 +75,7 @@ def operands_from(saved: Saved, biases: tuple, layers: Layers) -> Operands:
 
 
 def _read(saved: Saved, layers: Layers) -> Saved:
-    """fp8 values that were saved as bytes, as fp8."""
+    """Converts fp8 values that were saved as bytes back to fp8."""
 
     def read(forms, product_dtype):
         return jax.tree.map(lambda array: from_bytes(array, product_dtype), forms)
@@ -89,7 +90,7 @@ def _read(saved: Saved, layers: Layers) -> Saved:
 
 
 def _bias_gradient(gradient: Gradient, weight: SavedWeight, layer: Settings):
-    """(the gradient of the output, with the form made here, that of the bias or None)."""
+    """Returns (output gradient with the form computed here, bias gradient or None)."""
     if weight.bias_like is None:
         return gradient, None
     if gradient.token_sum is None:
@@ -100,14 +101,15 @@ def _bias_gradient(gradient: Gradient, weight: SavedWeight, layer: Settings):
         else:
             total = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
             gradient = gradient._replace(token_sum=total)
-    assert gradient.token_sum is not None, "it is computed above"
+    assert gradient.token_sum is not None, "it was computed above"
     return gradient, gradient.token_sum.astype(weight.bias_like.dtype)
 
 
 def _input_gradients(gradients, weights, layers: Layers) -> tuple[jax.Array, ...]:
-    """The gradient of the input through each layer, or one sum of them.
+    """The gradient of the input through each layer, or their sum.
 
-    Layers with equal plans, whose sums are sharded, are added on each device and all-reduced once.
+    For layers with equal plans whose sums are sharded, each device adds the gradients; one all-reduce
+    follows.
     """
     plan = layers[0].plan
     together = len(layers) > 1 and len({layer.plan for layer in layers}) == 1

@@ -1,4 +1,4 @@
-"""Checks of arguments: each error says in one line what must hold, what was given and what to do."""
+"""Checks of arguments; each one-line error names the invariant, the value and the remedy."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,8 @@ from swjax.kernels.reference import QTensor
 from swjax.recipes import Quantizer, Recipe
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
-PLAIN_DTYPES = (jnp.float64, jnp.complex64, jnp.complex128)  # of the recipe "standard" alone
+# Supported only by the recipe "standard".
+PLAIN_DTYPES = (jnp.float64, jnp.complex64, jnp.complex128)
 
 
 def check_shapes(
@@ -40,7 +41,7 @@ def check_dtypes(
 ) -> None:
     """Raises a ValueError if a layer cannot compute with these dtypes.
 
-    The recipe "standard" takes more of them where `swjax.linear.plain.is_plain`.
+    The recipe "standard" supports more dtypes where `swjax.linear.plain.is_plain` is true.
     """
     for name, array in {"x": x, "w": w, "bias": bias}.items():
         if array is None or isinstance(array, QTensor) or array.dtype in DTYPES:
@@ -66,18 +67,18 @@ def _check_quantized(w: QTensor, recipe: str | Recipe) -> None:
 
 
 def weight_quantizer(recipe: str | Recipe) -> Quantizer:
-    """How the forward product quantizes w, for recipes whose forward product reads nothing else of w.
+    """The quantizer of w in the forward product, if that product reads only the quantized w.
 
     Raises:
       ValueError: the forward product reads w itself.
     """
     fwd = recipes.get(recipe).fwd
     if fwd is None or fwd.outlier_threshold:
-        needs = "multiplies w as it is" if fwd is None else "multiplies outliers with w as it is"
+        needs = "multiplies w itself" if fwd is None else "multiplies outliers with w itself"
         raise ValueError(f"this recipe {needs}, and has no quantized w: pass w itself")
     return fwd.rhs
 
 
 def weight_array(w: jax.Array | QTensor) -> jax.Array:
-    """An array [k, n] of the shape and the sharding of a weight."""
+    """An array [k, n] with the shape and the sharding of a weight."""
     return w.values.T if isinstance(w, QTensor) else w

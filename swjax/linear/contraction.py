@@ -1,4 +1,4 @@
-"""`dot_general`: the linear layer with the signature of `jax.lax.dot_general`, for modules that take one."""
+"""`dot_general`: the linear layer with the signature of `jax.lax.dot_general`, for Flax modules."""
 
 import math
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ DimensionNumbers = tuple[tuple[Dimensions, Dimensions], tuple[Dimensions, Dimens
 
 @dataclass(frozen=True)
 class DotGeneral:
-    """A `jax.lax.dot_general` that computes as a recipe says; `dot_general` makes one.
+    """A `jax.lax.dot_general` that follows a recipe; the function `dot_general` creates it.
 
     Objects with equal attributes are equal, and they pickle.
 
     Attributes:
-      recipe: what the products are computed in.
+      recipe: recipe of the products.
       implementation: see `swjax.kernels.dispatch`; None chooses.
-      layout: how both operands are sharded, as matrices; see `swjax.Layout`.
+      layout: shardings of both operands as matrices; see `swjax.Layout`.
     """
 
     recipe: Recipe
@@ -44,17 +44,17 @@ class DotGeneral:
         *,
         out_sharding: NamedSharding | P | None = None,
     ) -> jax.Array:
-        """As for `jax.lax.dot_general`; `rhs` may be what `swjax.quantize_weight` returns.
+        """Like `jax.lax.dot_general`; `rhs` may also be a result of `swjax.quantize_weight`.
 
         Raises:
-          ValueError: as for `swjax.switchback`.
+          ValueError: see `swjax.switchback`.
         """
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
         batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
         k = math.prod(_shape(lhs, lhs_contract))
         x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
-        if isinstance(rhs, QTensor):  # [n, k] as [*columns, *contracted]
+        if isinstance(rhs, QTensor):  # reshapes [n, k] to [*columns, *contracted]
             columns = rhs.values.shape[: -len(rhs_contract)]
             w: jax.Array | QTensor = QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1))
         else:
@@ -86,23 +86,23 @@ def dot_general(
     implementation: str | None = None,
     layout: Layout | None = None,
 ) -> DotGeneral:
-    """A `jax.lax.dot_general` that computes as `recipe` says, for modules that take one.
+    """Returns a `jax.lax.dot_general` that follows `recipe`, for modules with such an argument.
 
-    For `dot_general=` of `flax.nnx.Linear`, `LinearGeneral`, `MultiHeadAttention` (`qkv_dot_general=`,
-    `out_dot_general=`) and of their linen counterparts. The left operand is the activation, the right one
-    the weight. Flax casts the weight to the compute dtype first: `swjax.nnx.Linear` and `swjax.linen.Dense`
-    quantize the fp32 parameter itself.
+    It fits `dot_general=` of `flax.nnx.Linear`, `LinearGeneral`, `MultiHeadAttention` (`qkv_dot_general=`,
+    `out_dot_general=`) and their linen counterparts. The left operand is the activation, the right operand
+    the weight. Flax first casts the weight to the compute dtype, whereas `swjax.nnx.Linear` and
+    `swjax.linen.Dense` quantize the fp32 parameter itself.
 
     Args:
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
-      layout: how both operands are sharded, as matrices; see `swjax.Layout`.
+      layout: shardings of both operands as matrices; see `swjax.Layout`.
 
     Returns:
       A callable with the signature of `jax.lax.dot_general`; equal arguments give equal, hashable objects.
 
     Raises:
-      ValueError: there is no such recipe or implementation.
+      ValueError: the recipe or the implementation does not exist.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx

@@ -8,7 +8,7 @@ from typing import Any
 from swjax.recipes import RECIPES, Recipe
 
 UNMATCHED = "no expression matches its path"
-_VECTORS = ("bias", "scale")  # whatever the number of their axes
+_VECTORS = ("bias", "scale")  # never matrices, even with several axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Matrix:
     """A parameter that is, or may be, multiplied with activations.
 
     Attributes:
-      path: of its module, which expressions match.
-      kind: the class of its module.
+      path: path of its module, which expressions match.
+      kind: class name of its module.
       name: the parameter's name in the module.
-      shape: of the parameter.
-      recipe: of its products; None: they are not converted.
-      reason: why there is no recipe; "" if there is one.
+      shape: shape of the parameter.
+      recipe: recipe of its products, or None if they are not converted.
+      reason: why there is no recipe; "" if there is a recipe.
     """
 
     path: str
@@ -33,7 +33,7 @@ class Matrix:
 
 
 class Conversion(list[Matrix]):
-    """Every `Matrix` of a model; printed, a table with a line each and a summary.
+    """Every `Matrix` of a model; prints as a table with one line per matrix and a summary.
 
     >>> conversion = Conversion()
     >>> conversion.note("mlp/fc1", "Linear", {"kernel": (64, 256)}, RECIPES["switchback"])
@@ -52,11 +52,11 @@ class Conversion(list[Matrix]):
         recipe: Recipe | None,
         reason: str = "",
     ) -> None:
-        """Adds those parameters of a module that are matrices, once.
+        """Adds the parameters of a module that are matrices, each once.
 
         Args:
           path, kind, recipe, reason: see `Matrix`.
-          shapes: of the module's own parameters by name.
+          shapes: {name: shape} of the module's own parameters.
         """
         for name, shape in shapes.items():
             matrix = Matrix(path, kind, name, tuple(shape), recipe, reason)
@@ -89,9 +89,9 @@ def _name(recipe: Recipe | None) -> str:
 
 
 def refuse_dot_general_cls(path: str, module: Any) -> None:
-    """Raises a ValueError if a layer ignores the `dot_general` that it is given."""
+    """Raises a ValueError if a layer would ignore its `dot_general`."""
     if getattr(module, "dot_general_cls", None) is not None:
         raise ValueError(
-            f"the layer {path!r} has a dot_general_cls, which goes before any dot_general: "
-            f"build it without one, or leave it out of the expressions"
+            f"the layer {path!r} has a dot_general_cls, which overrides any dot_general: "
+            f"build it without a dot_general_cls, or exclude it from the expressions"
         )

@@ -1,8 +1,8 @@
-"""Derivatives beyond the first.
+"""Second and higher derivatives.
 
-The first derivative of a layer is what its recipe says: products of quantized operands. Rounding has the
-derivative zero almost everywhere, so further derivatives treat every product as if it were exact, which is
-the straight-through estimate: those of ``prologue(x) w + bias`` in high precision.
+The recipe determines the first derivative of a layer: products of quantized operands. The derivative of
+rounding is zero almost everywhere, so higher derivatives treat every product as exact. This is the
+straight-through estimate: the derivatives of ``prologue(x) w + bias`` in high precision.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,11 @@ import jax
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def differentiated_as(exact: Callable, value: Any, *operands: Any) -> Any:
-    """`value`, with the derivative of ``exact(*operands)`` by the operands; it compiles to nothing.
+    """Returns `value` with the derivatives of ``exact(*operands)``; adds no operations to the program.
 
     Args:
-      exact: a function that JAX can differentiate, whose result has the structure, shapes and dtypes of
-        `value`.
-      value: a tree of arrays. Compute it from `jax.lax.stop_gradient` of the operands.
+      exact: a differentiable function whose result has the structure, shapes and dtypes of `value`.
+      value: a tree of arrays, computed from `jax.lax.stop_gradient` of the operands.
       operands: trees of arrays.
 
     >>> import jax.numpy as jnp
@@ -38,5 +37,5 @@ def _derivative(exact, primals, tangents):
 
 
 def may_be_differentiated(tree: Any) -> bool:
-    """Whether a transformation may differentiate by any of these arrays. Concrete arrays are constants."""
+    """Whether a transformation may differentiate with respect to any array; concrete arrays are constants."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

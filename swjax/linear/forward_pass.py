@@ -1,4 +1,4 @@
-"""The forward pass of layers that share an input: their outputs, and what it saves for the backward pass."""
+"""The forward pass of layers that share an input: it computes outputs and saves for the backward pass."""
 
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from swjax.linear.products import (
 )
 from swjax.linear.prologues import Prologue
 
-Layers = tuple[Settings, ...]  # one for each weight; settings of the input come from the first
+Layers = tuple[Settings, ...]  # one per weight; settings of the input come from the first
 
 
 class Operands(NamedTuple):
-    """The operands of layers that share an input; x and ws are None where `Saved` replaces them."""
+    """The operands of layers that share an input; x and ws are None if `Saved` replaces them."""
 
     x: Any
     ws: tuple[Any, ...]
@@ -32,11 +32,11 @@ class Operands(NamedTuple):
 
 
 class SavedWeight(NamedTuple):
-    """What the backward pass needs of one weight.
+    """The data of one weight that the backward pass needs.
 
     Attributes:
-      forms: what the input's gradient reads.
-      like: an empty array of the dtype of w's gradient; None: w has none.
+      forms: the forms that the input gradient reads.
+      like: an empty array with the dtype of w's gradient, or None if w has no gradient.
       bias_like: the same for the bias.
     """
 
@@ -46,13 +46,13 @@ class SavedWeight(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward pass saves for the backward pass.
+    """The data that the forward pass saves for the backward pass.
 
     Attributes:
-      x: what the weight gradient reads; empty where the prologue's backward pass recomputes it.
-      inputs: the input of the prologue, if there is one.
-      weights: for each layer.
-      prologue: as given.
+      x: the form that the weight gradient reads; empty if the prologue's backward pass recomputes it.
+      inputs: the input of the prologue, or None.
+      weights: one `SavedWeight` per layer.
+      prologue: the prologue, or None.
     """
 
     x: Forms
@@ -67,7 +67,7 @@ def forward(operands: Operands, layers: Layers) -> tuple[tuple[jax.Array, ...], 
 
 
 def outputs(operands: Operands, layers: Layers) -> tuple[tuple[jax.Array, ...], Forms, tuple]:
-    """Each layer's output, the forms of their input, and of each weight."""
+    """Returns the output of each layer, the forms of their input, and the forms of each weight."""
     x = _input_forms(operands.x, operands.prologue, layers[0])
     forms = tuple(
         Forms(transposed=w) if isinstance(w, QTensor) else weight_forms(w, layer)
@@ -93,7 +93,7 @@ def _input_forms(x, prologue, layer: Settings) -> Forms:
 
 
 def _save(operands: Operands, x: Forms, weights: tuple[Forms, ...], layers: Layers) -> Saved:
-    """High-precision arrays are saved as given: a copy would be saved next to the array itself."""
+    """Selects the arrays to save; saves high-precision arrays as given, because a cast would be a copy."""
     _, ws, biases, prologue = operands
     save_quantized = layers[0].recipe.save_quantized
     if prologue is not None:

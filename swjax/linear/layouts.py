@@ -1,4 +1,4 @@
-"""How the arrays of a linear layer are sharded: users pass a `Layout`, plans compute with a `Spec`."""
+"""Shardings of the arrays of a linear layer: users pass a `Layout`, plans compute with a `Spec`."""
 
 import math
 from collections.abc import Iterable
@@ -10,38 +10,39 @@ from jax.sharding import PartitionSpec as P
 
 from swjax.kernels.reference import QTensor
 
-Axes = tuple[str, ...]  # mesh axes that shard one dimension of an array, the slowest first
+Axes = tuple[str, ...]  # mesh axes that shard one dimension of an array, major to minor
 
 
 class Spec(tuple[Axes, ...]):
-    """The mesh axes that shard each dimension of an array. As a subclass of tuple it is a leaf of trees."""
+    """The mesh axes that shard each dimension of an array; as a tuple subclass it is a leaf of trees."""
 
 
-# A tree of arrays, with a `Spec` in place of each array.
+# A tree of arrays with a `Spec` in place of each array.
 SpecTree: TypeAlias = Any
 
-TOKENS = P(("data", "fsdp"))  # how swjax's own trainer shards the batch
+TOKENS = P(("data", "fsdp"))  # the sharding of the batch in swjax's trainer
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the operands of a linear layer are sharded, on meshes with automatic axes (`AxisType.Auto`).
+    """Shardings of the operands of a linear layer, on meshes with automatic axes (`AxisType.Auto`).
 
-    While a function is traced the types of such arrays do not show their sharding; a layout does. On a mesh
-    with explicit axes the types show it, and `w` and `tokens` are not read. A dimension counts as not sharded
-    over axes that the mesh lacks, that are manual, or whose size does not divide it.
+    During tracing, the types of such arrays do not show their sharding, but a layout does. On a mesh with
+    explicit axes the types show it, and `w` and `tokens` are ignored. A dimension counts as replicated over
+    axes that the mesh lacks, that are manual, or whose size does not divide the dimension.
 
     Attributes:
-      w: spec of the stored weight [k, n].
-      tokens: spec of the leading dimensions of x [..., k].
+      w: PartitionSpec of the stored weight [k, n].
+      tokens: PartitionSpec of the leading dimensions of x [..., k].
       reduce_dtype: dtype in which devices all-reduce or reduce-scatter the gradient of w: "float32", or
-        "bfloat16" or "float16" for half of the bytes; None: the dtype of w. It is read on every mesh, but
-        not inside of a `jax.shard_map` of the user's, where JAX sums the gradient.
-      reduce_later: devices with the same shard of w keep the gradient from their own tokens. For stacks of
-        layers, whose gradient `swjax.nnx.split_stack` or `swjax.linear.planning.reduced` all-reduces at once.
+        "bfloat16" or "float16" for half of the bytes; None uses the dtype of w. It applies on every mesh, but
+        not inside a user's `jax.shard_map`, where JAX sums the gradient.
+      reduce_later: whether devices with the same shard of w keep the gradient of their own tokens. Use it for
+        stacks of layers, whose gradients `swjax.nnx.split_stack` or `swjax.linear.planning.reduced`
+        all-reduces at once.
 
     Raises:
-      ValueError: another reduce_dtype.
+      ValueError: reduce_dtype has another value.
 
     >>> Layout(P("fsdp", "tensor"), reduce_dtype="bfloat16").tokens
     P(('data', 'fsdp'),)
@@ -63,7 +64,7 @@ class Layout:
 
 
 def as_matrix(spec: Spec, transpose: bool) -> Spec:
-    """The spec of an array whose leading dimensions are reshaped to one."""
+    """The spec of an array whose leading dimensions are flattened to one."""
     rows, columns = union(spec[:-1]), spec[-1]
     return Spec((columns, rows) if transpose else (rows, columns))
 
@@ -74,23 +75,23 @@ def quantized_specs(values: SpecTree, scale: SpecTree) -> QTensor:
 
 
 def specs_of(q: QTensor, spec: Spec) -> QTensor:
-    """The specs of a quantized array; those of its scale are empty along dimensions of length 1."""
+    """The specs of a quantized array; the scale is replicated along dimensions of length 1."""
     sizes = zip(spec, q.scale.shape)
     return quantized_specs(spec, Spec(axes if size != 1 else () for axes, size in sizes))
 
 
 def union(spec: Iterable[Axes]) -> Axes:
-    """The axes of all dimensions, each once."""
+    """The axes of all dimensions, without duplicates."""
     return tuple(dict.fromkeys(axis for axes in spec for axis in axes))
 
 
 def partition_spec(spec: Spec) -> P:
-    """The same for JAX."""
+    """Converts a spec to a `PartitionSpec`."""
     return P(*(axes or None for axes in spec))
 
 
 def fitting_spec(spec: P, shape: tuple[int, ...], mesh: AbstractMesh) -> Spec:
-    """A partition spec as a `Spec` of that rank, without axes that the mesh lacks or that do not divide."""
+    """Converts a partition spec to a `Spec` of this rank, without axes that are missing or do not divide."""
     entries = (*spec, *(None,) * len(shape))[: len(shape)]
     return Spec(_fit(entry, size, mesh) for entry, size in zip(entries, shape))
 

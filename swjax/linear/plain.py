@@ -1,4 +1,4 @@
-"""Layers without quantization as plain products: JAX differentiates them in every mode and to any order."""
+"""Layers without quantization, as plain products that JAX differentiates in every mode and to any order."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ _DTYPES = (jnp.float32, *PLAIN_DTYPES)
 
 
 def is_plain(x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None, layer: Settings) -> bool:
-    """Whether JAX's own derivatives are those of `swjax.linear.vjp`, computed the same way.
+    """Whether JAX's derivatives of the plain product equal those of `swjax.linear.vjp`.
 
-    That is so where nothing is quantized or sharded by a plan, and all arrays have one dtype of 32 bits or
-    more: the rules of `swjax.linear.vjp` sum the gradients of 16-bit arrays in float32, and may run the
-    weight gradient in a kernel.
+    This holds if nothing is quantized or sharded by a plan, and all arrays have one dtype with at least 32
+    bits. For 16-bit arrays, `swjax.linear.vjp` sums gradients in float32, and may compute the weight gradient
+    in a kernel.
     """
     recipe = layer.recipe
     quantizes = any((recipe.fwd, recipe.dgrad, recipe.wgrad))
@@ -28,7 +28,7 @@ def is_plain(x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None, layer
 
 
 def plain_weight(w: jax.Array | QTensor, x: jax.Array) -> jax.Array | QTensor:
-    """The weight of a layer that casts its parameters to float64 and complex inputs, as Flax's layers do."""
+    """The weight of a layer that casts its parameters to float64 or complex inputs, as Flax's layers do."""
     if isinstance(w, QTensor) or x.dtype not in PLAIN_DTYPES:
         return w
     return w.astype(x.dtype)

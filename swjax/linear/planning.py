@@ -1,4 +1,4 @@
-"""The `Plan` for given arrays: from their types on an explicit mesh, else from a `Layout`."""
+"""Creates the `Plan` for given arrays: from their types on an explicit mesh, otherwise from a `Layout`."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def plan_layer(x: jax.Array, w: jax.Array, layout: Layout | None) -> Plan:
 
 
 def plan_next(first: Plan, w: jax.Array, layout: Layout | None) -> Plan:
-    """The plan of a layer whose x is the y of the first one."""
+    """The plan of a layer whose x is the y of the `first` plan."""
     if first.mesh is None:
         return first
     spec = jax.typeof(w).sharding.spec if _is_explicit(first.mesh) else (layout or Layout()).w
@@ -39,7 +39,7 @@ def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout | No
     together = union(tokens)
     gathered = [tuple(a for a in axes if a in together) for axes in w]
     split_k, split_n = (tuple(a for a in axes if a not in together) for axes in w)
-    # Where x is sharded along k and w is not, slicing w like x costs nothing.
+    # If x is sharded along k and w is not, slicing w like x is free.
     sliced = tuple(a for a in k if a not in split_n)
     if not split_k and k_size % device_count(mesh, sliced + gathered[0]) == 0:
         split_k = sliced
@@ -49,9 +49,9 @@ def _plan(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout | No
 
 
 def plan_batch(tokens: P, x: jax.Array, *others: jax.Array) -> Plan:
-    """The plan for x [b, ...] whose rows are sharded as `tokens` says.
+    """The plan for x [b, ...] whose rows have the sharding `tokens`.
 
-    On an explicit mesh the type of x says how. Of the other arrays only the mesh is read.
+    On an explicit mesh, the type of x gives the sharding. For the other arrays, only the mesh matters.
     """
     mesh = _mesh(x, *others)
     if mesh is None or (not _is_explicit(mesh) and _has_one_device(mesh)):
@@ -61,7 +61,7 @@ def plan_batch(tokens: P, x: jax.Array, *others: jax.Array) -> Plan:
 
 
 def plan_heads(q: jax.Array, layout: Layout | None) -> Plan:
-    """The plan for q [b, t, h, d] from the layout of the layer that made it: of b, and as `n` of h.
+    """The plan for q [b, t, h, d] from the layout of the layer that computed q; its `n` shards h.
 
     Each device has all tokens of its sequences.
     """
@@ -78,7 +78,7 @@ def plan_heads(q: jax.Array, layout: Layout | None) -> Plan:
 
 
 def has_plan(x: jax.Array, layout: Layout | None) -> bool:
-    """Whether arrays like x are on a mesh, and their types or the layout say how they are sharded."""
+    """Whether arrays like x are on a mesh, and their types or the layout give their sharding."""
     mesh = _mesh(x)
     if mesh is None:
         return False
@@ -89,15 +89,15 @@ def has_plan(x: jax.Array, layout: Layout | None) -> bool:
 
 
 def reduced(w: jax.Array, x: jax.Array, layout: Layout | None) -> jax.Array:
-    """w, whose gradient is all-reduced as a whole if `layout.reduce_later`.
+    """Returns w, whose gradient is all-reduced as a whole if `layout.reduce_later`.
 
-    Devices all-reduce the gradient of a stack once, not layer by layer: XLA need not concatenate the layers'
-    gradients, and no layer's computation competes with the all-reduce.
+    Devices all-reduce the gradient of a stack once instead of layer by layer. So XLA does not concatenate the
+    layers' gradients, and no layer's computation competes with the all-reduce.
 
     Args:
       w: [layers, k, n], a stack of weights.
       x: [..., k], the input of a layer.
-      layout: of each layer.
+      layout: layout of each layer.
 
     Returns:
       w.
@@ -127,7 +127,7 @@ _reduced.defvjp(lambda w, plan: (w, None), _reduce)
 
 
 def _mesh(*arrays: jax.Array) -> AbstractMesh | None:
-    """The mesh in context, or else that of the arrays; None where it has no axis to shard over."""
+    """The mesh in context, otherwise the mesh of the arrays; None if it has no axis to shard over."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(a).sharding.mesh for a in arrays)]
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     return mesh if mesh is not None and set(free_axes(mesh)) - set(_mapped_axes(mesh)) else None
@@ -142,9 +142,9 @@ def _has_one_device(mesh: AbstractMesh) -> bool:
 
 
 def _mapped_axes(mesh: AbstractMesh) -> Axes:
-    """The explicit axes that a surrounding `jax.vmap` maps over. No `jax.shard_map` may use these.
+    """The explicit axes that a surrounding `jax.vmap` maps over; no `jax.shard_map` may use them.
 
-    A plan notes them because the backward rule of a `jax.custom_vjp` is traced outside of the `jax.vmap`,
+    A plan records them because the backward rule of a `jax.custom_vjp` is traced outside the `jax.vmap`,
     where a `jax.shard_map` would use all axes.
     """
     if not _is_explicit(mesh):

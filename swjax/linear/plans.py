@@ -1,9 +1,9 @@
-"""How one linear layer is sharded: the shards of each device, and the collectives between its steps.
+"""The sharding of one linear layer: the shards of each device, and the collectives between its steps.
 
-XLA cannot partition an opaque kernel: it would gather whole activations to run one. So each step of a layer
-runs in a `jax.shard_map`, in which kernels see the shard of one device.
+XLA cannot partition an opaque kernel; it would gather whole activations to run one. So each step of a layer
+runs in a `jax.shard_map`, in which kernels receive the shard of one device.
 
-A `Plan` follows from how x and w are sharded. A mesh axis that shards w has one of two roles:
+The shardings of x and w determine a `Plan`. A mesh axis that shards w has one of two roles:
 
 ==================  ================================  ==================================================
 the axis            shards tokens too: "fsdp"         shards no tokens: "tensor"
@@ -15,9 +15,9 @@ of w's columns n    ..                                y is sharded too, dx is al
 dw                  reduce-scattered over it          stays sharded
 ==================  ================================  ==================================================
 
-An axis that shards only tokens, "data", costs nothing but the all-reduce of dw and of the bias's gradient.
-Scales are those of one device: absolute maxima are maxima over devices, one scalar for a tensor-wise scale.
-So int8 values are those of one device, and so are the products whose sum no axis shards.
+An axis that shards only tokens, "data", adds only the all-reduce of dw and of the bias gradient. Scales equal
+those on one device, because absolute maxima are maxima over devices: one scalar for a tensor-wise scale. So
+int8 values equal those on one device, and so do products whose sum no axis shards.
 """
 
 from collections.abc import Callable
@@ -34,16 +34,16 @@ from swjax.linear.layouts import Axes, Spec, SpecTree, free_axes, partition_spec
 
 
 class Plan(NamedTuple):
-    """Which mesh axes shard which dimension; static.
+    """The mesh axes that shard each dimension; static.
 
     Attributes:
-      mesh: None: nothing is sharded, and each step is called without a `jax.shard_map`.
-      tokens: of the leading dimensions of x, y and g.
-      k, n: of the last dimension of x and of y in the products.
-      w: of the stored w [k, n]: k and n, each followed by the axes that w is gathered over.
-      reduce_dtype: of sums of dw over devices; None: that of dw.
+      mesh: the mesh; None means that nothing is sharded, and each step runs without a `jax.shard_map`.
+      tokens: axes of the leading dimensions of x, y and g.
+      k, n: axes of the last dimension of x and of y in the products.
+      w: axes of the stored w [k, n]: k and n, each followed by the axes over which w is gathered.
+      reduce_dtype: dtype of sums of dw over devices; None uses the dtype of dw.
       reduce_later: whether `swjax.linear.planning.reduced` all-reduces dw.
-      mapped: the explicit axes that a surrounding `jax.vmap` maps over.
+      mapped: explicit axes that a surrounding `jax.vmap` maps over.
     """
 
     mesh: AbstractMesh | None
@@ -73,18 +73,18 @@ class Plan(NamedTuple):
         return tuple(axis for axis in axes if self.mesh and self.mesh.shape[axis] > 1)
 
     def place(self, array: jax.Array | None, spec: Spec) -> jax.Array | None:
-        """`array`, resharded as `spec` says if the mesh is explicit; XLA reshards on other meshes."""
+        """Reshards `array` to `spec` if the mesh is explicit; on other meshes XLA reshards."""
         if array is None or self.mesh is None or AxisType.Explicit not in self.mesh.axis_types:
             return array
         return jax.reshard(array, jax.NamedSharding(self.mesh, partition_spec(spec)))
 
     def run(self, step: Callable, arrays: tuple, in_specs: tuple, out_specs: Any) -> Any:
-        """Runs `step` on the shards that each device has of the arrays.
+        """Runs `step` on each device's shards of the arrays.
 
         Args:
           step: a function of arrays, or of trees of arrays, that may use the collectives below.
           arrays: its arguments.
-          in_specs: for each argument a `Spec`, or a tree of specs with its structure.
+          in_specs: for each argument a `Spec`, or a tree of specs with the structure of the argument.
           out_specs: the same for the results.
 
         Returns:
@@ -109,37 +109,37 @@ class Plan(NamedTuple):
 
     @property
     def _manual_axes(self) -> set[str]:
-        """The axes of each `jax.shard_map`; the empty set means all but those of `spmd_axis_name`."""
-        assert self.mesh is not None, "without a mesh `run` enters no jax.shard_map"
+        """The manual axes of each `jax.shard_map`; the empty set means all but those of `spmd_axis_name`."""
+        assert self.mesh is not None, "`run` enters a jax.shard_map only with a mesh"
         if not self.mesh.manual_axes and not self.mapped:
             return set()
         return set(free_axes(self.mesh)) - set(self.mapped)
 
     def _reshard(self, spec: P, tree):
         mesh = self.mesh
-        assert mesh is not None, "without a mesh `run` reshards nothing"
+        assert mesh is not None, "`run` reshards only with a mesh"
         return jax.tree.map(lambda x: jax.reshard(x, jax.NamedSharding(mesh, spec)), tree)
 
     # --- collectives, inside of `run` -----------------------------------------------------------------
 
     def sum(self, tree: Any, *dimensions: Axes) -> Any:
-        """The sum over the devices that these dimensions are sharded over."""
+        """Sums a tree over the devices that these dimensions are sharded over."""
         axes = self.splits(*dimensions)
         return lax.psum(tree, axes) if axes else tree
 
     def maximum(self, x: jax.Array, *dimensions: Axes) -> jax.Array:
         """The maximum of x >= 0 over the devices that these dimensions are sharded over."""
         axes = self.splits(*dimensions)
-        # A maximum over GPUs may drop a NaN; an infinity makes scales non-finite as well, and stays.
+        # A maximum over GPUs may drop a NaN. An infinity also makes scales non-finite, and is not dropped.
         return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), axes) if axes else x
 
     def once(self, x: jax.Array, *dimensions: Axes) -> jax.Array:
-        """x on one of the devices that these dimensions are sharded over, zeros on the others."""
+        """Keeps x on one of the devices that these dimensions are sharded over; returns 0 on the others."""
         axes = self.splits(*dimensions)
         return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
 
     def gather_weight(self, w: jax.Array | QTensor, spec: Spec | QTensor) -> jax.Array | QTensor:
-        """The part of w that this device multiplies with, from its shard of an array or a QTensor."""
+        """Gathers the part of w that this device multiplies, from its shard of an array or a QTensor."""
         if isinstance(w, QTensor):
             assert isinstance(spec, QTensor), "a QTensor has a QTensor of specs"
             return QTensor(*map(self._gather_array, w, spec))
@@ -147,7 +147,8 @@ class Plan(NamedTuple):
 
     def _gather_array(self, w: jax.Array, spec: SpecTree) -> jax.Array:
         dimensions = self._gathered(spec)
-        # fp8 moves as bytes: XLA for CPUs converts it to a larger type, and older NCCL does not know it.
+        # fp8 is sent as bytes, because XLA for CPUs converts it to a larger type, and older NCCL does not
+        # support it.
         as_bytes = any(dimensions) and w.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
         gathered = lax.bitcast_convert_type(w, jnp.int8) if as_bytes else w
         for axis, axes in enumerate(dimensions):
@@ -156,7 +157,7 @@ class Plan(NamedTuple):
         return lax.bitcast_convert_type(gathered, w.dtype) if as_bytes else gathered
 
     def scatter_sum(self, dw: jax.Array) -> jax.Array:
-        """This device's shard of dw [k, n], summed over the tokens of all devices."""
+        """Sums dw [k, n] over the tokens of all devices, and returns this device's shard."""
         for axis, axes in enumerate(self._gathered(self.w)):
             if axes:
                 dw = _scatter_sum(dw, axes, axis)
@@ -164,7 +165,7 @@ class Plan(NamedTuple):
 
     @property
     def sharing(self) -> Axes:
-        """The axes that shard tokens and not w: devices along them all-reduce the gradient of w."""
+        """The axes that shard tokens but not w; devices along them all-reduce the gradient of w."""
         scattered = union(self._gathered(self.w))
         return self.splits(tuple(axis for axis in self.token_axes if axis not in scattered))
 
@@ -173,13 +174,13 @@ class Plan(NamedTuple):
         return Spec(self.splits(tuple(a for a in axes if a in tokens)) for axes in spec)
 
 
-# XLA for GPUs gathers and scatters along the outermost dimension in memory. Along another one it transposes
-# operand and result element by element, for kernels that read rows. Here whole segments of a row are copied
-# instead. 16-bit operands are left to XLA, whose products read columns as well.
+# XLA for GPUs gathers and scatters along the outermost dimension in memory. Along another dimension, and for
+# kernels that read rows, it transposes operand and result element by element. The functions below copy whole
+# segments of rows instead. XLA handles 16-bit operands well, because its products also read columns.
 
 
 def _gather(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
-    """The x of all devices, concatenated along `axis`."""
+    """Concatenates the x of all devices along `axis`."""
     if axis == 0 or x.dtype.itemsize > 1:
         return lax.all_gather(x, axes, axis=axis, tiled=True)
     parts = jnp.moveaxis(lax.all_gather(x, axes), 0, axis)
@@ -187,9 +188,9 @@ def _gather(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
 
 
 def _scatter_sum(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
-    """This device's part along `axis` of the sum of x over devices."""
+    """Sums x over devices, and returns this device's part along `axis`."""
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        # Inside of a `jax.vmap` over an explicit axis, where JAX fails to lower a reduce-scatter.
+        # JAX fails to lower a reduce-scatter inside a `jax.vmap` over an explicit axis.
         size = x.shape[axis] // lax.axis_size(axes)
         start = lax.axis_index(axes) * size
         return lax.dynamic_slice_in_dim(lax.psum(x, axes), start, size, axis)
@@ -200,10 +201,10 @@ def _scatter_sum(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
 
 
 def vary_alike(*trees: Any) -> Any:
-    """The arrays, as varying over the axes of a surrounding `jax.shard_map` that any of them varies over.
+    """Marks arrays as varying over all axes of a surrounding `jax.shard_map` that any of them varies over.
 
-    A `jax.custom_vjp` returns gradients with the types of its arguments. So a weight's gradient is summed
-    over devices with other tokens in the transpose of this function, as for JAX's own products.
+    A `jax.custom_vjp` returns gradients with the types of its arguments. So the transpose of this function
+    sums a weight's gradient over devices with other tokens, as JAX does for its own products.
     """
     return jax.tree.map(lambda x: _vary(x, _varying(trees)), trees)
 

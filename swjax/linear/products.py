@@ -1,4 +1,4 @@
-"""The three products of a linear layer as a recipe says: which operands are quantized, and how.
+"""The three products of a linear layer with a recipe: which operands are quantized, and how.
 
 `swjax.linear.sharded` computes them on sharded arrays.
 """
@@ -19,13 +19,13 @@ from swjax.recipes import Product, Quantizer, Recipe
 
 
 class Settings(NamedTuple):
-    """How a layer computes; static.
+    """The settings of a layer; static.
 
     Attributes:
-      recipe: what each product is computed in.
-      dtype: of the products that are not quantized.
-      out_dtype: of the layer's output.
-      sharded: what computes the products.
+      recipe: recipe of the products.
+      dtype: dtype of the products without quantization.
+      out_dtype: dtype of the layer's output.
+      sharded: computes the products on sharded arrays.
     """
 
     recipe: Recipe
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 
     @property
     def quantizes_weight_once(self) -> bool:
-        """Whether the forward product and the input's gradient read the same quantized weight."""
+        """Whether the forward product and the input gradient read the same quantized weight."""
         fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
         if fwd is None or dgrad is None:
             return False
@@ -47,12 +47,12 @@ class Settings(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """The forms of a matrix, perhaps with leading axes, that are available; the others are None.
+    """The available forms of a matrix, which may have leading axes; the other forms are None.
 
     Attributes:
       high_precision: the matrix itself.
-      quantized: the matrix quantized.
-      transposed: the transpose quantized, of a matrix without leading axes; `quantize_weight` returns it.
+      quantized: the quantized matrix.
+      transposed: the quantized transpose of a matrix without leading axes, as `quantize_weight` returns it.
     """
 
     high_precision: jax.Array | None = None
@@ -64,17 +64,17 @@ class Forms(NamedTuple):
 
 
 def quantizes_rows(product: Product | None) -> TypeGuard[Product]:
-    """Whether the left operand is quantized row-wise, as the fused quantizers do."""
+    """Whether the left operand is quantized row-wise, as in the fused quantizers."""
     return product is not None and product.lhs.scope == "row" and not product.outlier_threshold
 
 
 def quantize_input(x: jax.Array, fwd: Product, settings: Settings) -> QTensor:
-    """x as the forward product reads it."""
+    """Quantizes x for the forward product."""
     return settings.sharded.quantize(fwd.lhs, x, settings.plan.x, -1)
 
 
 def weight_forms(w: jax.Array, settings: Settings) -> Forms:
-    """w in the forms that the forward product and the input's gradient read."""
+    """The forms of w that the forward product and the input gradient read."""
     fwd, dgrad, sharded = settings.recipe.fwd, settings.recipe.dgrad, settings.sharded
     once = settings.quantizes_weight_once
     if fwd is None or dgrad is None or not (once or settings.recipe.save_quantized):
@@ -90,13 +90,13 @@ def weight_forms(w: jax.Array, settings: Settings) -> Forms:
 
 
 def named(q: QTensor, name: str) -> QTensor:
-    """A quantized array that `swjax.checkpoint_policies` save. fp8 values are saved as bytes."""
+    """Names a quantized array for `swjax.checkpoint_policies`; fp8 values are saved as bytes."""
     values = checkpoint_name(to_bytes(q.values), f"{name}_q")
     return QTensor(from_bytes(values, q.values.dtype), checkpoint_name(q.scale, f"{name}_scale"))
 
 
 def to_bytes(values: jax.Array) -> jax.Array:
-    """fp8 values as uint8; other arrays are returned as they are.
+    """Reinterprets fp8 values as uint8; returns other arrays unchanged.
 
     `jax.checkpoint` rounds the floats that it saves with `jax.lax.reduce_precision`, whose largest e4m3
     value is 240, not 448: larger values become NaN.
@@ -107,7 +107,7 @@ def to_bytes(values: jax.Array) -> jax.Array:
 
 
 def from_bytes(values: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Inverse of `to_bytes` for values of that dtype."""
+    """The inverse of `to_bytes` for values of a dtype."""
     if values.dtype == jnp.uint8:
         return jax.lax.bitcast_convert_type(values, dtype)
     return values
@@ -120,9 +120,9 @@ class Factor(NamedTuple):
     """A factor of a product.
 
     Attributes:
-      forms: the forms of it that are available.
-      spec: how it is sharded.
-      axis: the axis that the product sums over; 0 of an array of tokens stands for all its tokens.
+      forms: the available forms of the factor.
+      spec: sharding of the factor.
+      axis: the axis that the product sums over; for an array of tokens, 0 stands for all token axes.
     """
 
     forms: Forms
@@ -145,7 +145,7 @@ def output(x: Forms, w: Forms, bias: jax.Array | None, settings: Settings) -> ja
 
 
 def input_gradient(g: Forms, w: Forms, settings: Settings, *, summed: bool = True) -> jax.Array:
-    """dx = g wT, in `settings.dtype`; for `summed` see `Sharded.input_gradient`."""
+    """dx = g wT, in `settings.dtype`; see `Sharded.input_gradient` for `summed`."""
     plan, sharded = settings.plan, settings.sharded
 
     def compute(g, w, out_dtype, *, first=True):
@@ -177,10 +177,10 @@ def _multiply(
     out_dtype: str,
     settings: Settings,
 ) -> jax.Array:
-    """`compute(a, b, out_dtype)` of the operands that `product` reads.
+    """Calls `compute(a, b, out_dtype)` with the operands that `product` reads.
 
-    With outliers it is a sum of two products: of the rest of a, quantized, and of the outliers, which are not
-    (`first=False`).
+    With outliers, the result is the sum of two products: a quantized product without the outliers, and a
+    high-precision product of the outliers (`first=False`).
     """
     if product is None:
         return compute(_high_precision(a, settings), _high_precision(b, settings), out_dtype)
@@ -210,7 +210,7 @@ def as_array(forms: Forms, dtype: str) -> jax.Array:
 
 
 def _quantized(quantizer: Quantizer, factor: Factor, settings: Settings) -> Operand:
-    """The form that fits this quantizer and sum, or else one that is quantized here."""
+    """The form that fits this quantizer and sum, or a form that is quantized here."""
     forms, spec, axis = factor
     available = [(forms.quantized, False), (forms.transposed, True)]
     for q, transposed in reversed(available) if axis == 0 else available:

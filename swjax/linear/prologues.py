@@ -1,8 +1,8 @@
 """Operations on a linear layer's input that are fused with its quantizer: LayerNorm and GELU.
 
 A prologue is an argument of `swjax.switchback`. Its forward pass writes its output once, quantized. Its
-backward pass reads the prologue's input alone and recomputes the output in 16 bits for the weight gradient:
-as many bytes are written as if the forward pass had stored the output, and none are kept in between.
+backward pass reads only the prologue's input, and recomputes the output in 16 bits for the weight gradient.
+So the backward pass writes as many bytes as a forward pass that stores the output, and saves none in between.
 """
 
 from dataclasses import dataclass, field
@@ -15,12 +15,13 @@ from swjax.kernels.reference import QTensor
 
 
 class Gradient(NamedTuple):
-    """The gradient of an array [..., n], with forms that the preceding layer reads, where available.
+    """The gradient of an array [..., n], with further forms that the preceding layer reads, if available.
 
     Attributes:
       array: the gradient.
-      quantized: the gradient, quantized row-wise; or None.
-      token_sum: its sum over all tokens, [n] float32: the gradient of a bias; or None.
+      quantized: the gradient, quantized row-wise, or None.
+      token_sum: the sum of the gradient over all tokens, [n] float32, which is the gradient of a bias; or
+        None.
     """
 
     array: jax.Array
@@ -29,11 +30,11 @@ class Gradient(NamedTuple):
 
 
 class PrologueGradients(NamedTuple):
-    """What a prologue's backward pass returns.
+    """The result of a prologue's backward pass.
 
     Attributes:
       input: the gradient of the prologue's input.
-      prologue: the gradient of its parameters, as a prologue.
+      prologue: the gradients of its parameters, as a prologue.
       recomputed: the prologue's output, or None.
     """
 
@@ -48,7 +49,7 @@ class LayerNorm:
     """LayerNorm over the last axis.
 
     Attributes:
-      scale, bias: [k].
+      scale, bias: [k], learned factor and offset of each feature.
       epsilon: added to the variance.
 
     >>> import jax.numpy as jnp, swjax
@@ -60,12 +61,12 @@ class LayerNorm:
     scale: jax.Array
     bias: jax.Array
     epsilon: float = field(default=1e-6, metadata={"static": True})
-    whole_rows: ClassVar[bool] = True  # computing any part of a row needs the whole row
+    whole_rows: ClassVar[bool] = True  # each element depends on the whole row
 
     def forward(
         self, x: jax.Array, *, quantize_to: str | None, implementation: str | None
     ) -> tuple[jax.Array | None, QTensor | None]:
-        """(output, None), or with `quantize_to`, a dtype, (None, output quantized row-wise)."""
+        """Returns (output, None), or with a dtype `quantize_to` (None, output quantized row-wise)."""
         return dispatch.run(
             "layer_norm",
             x,
@@ -87,19 +88,18 @@ class LayerNorm:
         recompute: bool,
         implementation: str | None,
     ) -> PrologueGradients:
-        """The gradients of the prologue.
+        """Computes the gradients of the prologue.
 
         Args:
           x: [..., k], the prologue's input.
           gradients: [..., k] each; their sum is the gradient of the output.
-          residual_gradient: [..., k], added to the input's gradient; or None.
-          quantize_to: dtype to quantize the input's gradient to, if the prologue can; None: not quantized.
+          residual_gradient: [..., k], which is added to the input gradient, or None.
+          quantize_to: dtype of the quantized input gradient, if the prologue supports it; None does not
+            quantize.
           recompute: whether to return the output.
           implementation: see `swjax.kernels.dispatch`.
         """
-        del (
-            quantize_to
-        )  # the gradient of a residual stream is added to before any layer multiplies it
+        del quantize_to  # the residual gradient is added before a layer reads the sum
         dx, dscale, dbias, y = dispatch.run(
             "layer_norm_backward",
             x,
@@ -122,7 +122,7 @@ class Gelu:
     """GELU.
 
     Attributes:
-      approximate: the tanh form in place of the exact one.
+      approximate: whether to use the tanh form instead of the exact form.
 
     >>> import jax.numpy as jnp, swjax
     >>> swjax.switchback(jnp.array([[0.0, 9.0]]), jnp.eye(2), prologue=Gelu()).tolist()
@@ -135,7 +135,7 @@ class Gelu:
     def forward(
         self, x: jax.Array, *, quantize_to: str | None, implementation: str | None
     ) -> tuple[jax.Array | None, QTensor | None]:
-        """As for `LayerNorm.forward`."""
+        """See `LayerNorm.forward`."""
         return dispatch.run(
             "gelu",
             x,
@@ -155,7 +155,7 @@ class Gelu:
         recompute: bool,
         implementation: str | None,
     ) -> PrologueGradients:
-        """As for `LayerNorm.backward`."""
+        """See `LayerNorm.backward`."""
         dx, dx_quantized, token_sum, y = dispatch.run(
             "gelu_backward",
             x,
@@ -166,13 +166,13 @@ class Gelu:
             implementation=implementation,
         )
         gradient = Gradient(dx, dx_quantized, token_sum)
-        if residual_gradient is not None:  # the other forms are those of dx alone
+        if residual_gradient is not None:  # the other forms exclude the residual gradient
             gradient = Gradient(add(dx, residual_gradient))
         return PrologueGradients(gradient, self, y)
 
 
 def add(*arrays: jax.Array | None) -> jax.Array:
-    """The sum in float32, rounded once to the dtype of the first array; None counts as zero.
+    """Sums in float32, and rounds once to the dtype of the first array; None counts as zero.
 
     >>> import jax.numpy as jnp
     >>> float(add(jnp.float32(1), None, jnp.float32(2)))

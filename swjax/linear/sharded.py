@@ -1,7 +1,7 @@
-"""The steps of a linear layer on sharded arrays: each runs in a `jax.shard_map`, with its collectives.
+"""The steps of a linear layer on sharded arrays. Each step runs in a `jax.shard_map`, with its collectives.
 
-What a step computes on one device is in `swjax.linear.arithmetic`, what it is for in `swjax.linear.products`.
-Steps stay separate so that `jax.checkpoint` can save what passes between them.
+`swjax.linear.arithmetic` has the computation of a step on one device, and `swjax.linear.products` the purpose
+of the steps. Steps are separate, so that `jax.checkpoint` can save the arrays between them.
 """
 
 import math
@@ -24,8 +24,8 @@ class Operand(NamedTuple):
 
     Attributes:
       value: an array or a QTensor.
-      spec: how it is sharded; for a QTensor a QTensor of specs.
-      axis: the axis that the product sums over. 0 of an array of tokens stands for all its tokens.
+      spec: sharding of the value; for a QTensor, a QTensor of specs.
+      axis: the axis that the product sums over; for an array of tokens, 0 stands for all token axes.
     """
 
     value: jax.Array | QTensor
@@ -34,7 +34,7 @@ class Operand(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """The steps, for arrays sharded by a plan; static."""
+    """The steps for arrays that are sharded by a plan; static."""
 
     plan: Plan
     arithmetic: Arithmetic
@@ -75,7 +75,7 @@ class Sharded(NamedTuple):
         return self.arithmetic.product(value, w_value, bias, axes=axes, out_dtype=out_dtype)
 
     def sum_partial(self, dxs: tuple[jax.Array, ...]) -> jax.Array:
-        """The input's gradient from the partial sums of several layers, all-reduced once."""
+        """Sums the partial input gradients of several layers with one all-reduce."""
         plan = self.plan
 
         def step(*dxs):
@@ -92,7 +92,7 @@ class Sharded(NamedTuple):
     ) -> jax.Array:
         """dw = xT g, reduce-scattered over the axes that shard tokens and w, all-reduced over the others.
 
-        With `blocks`, each device quantizes its own tokens in blocks, as that product says.
+        With `blocks`, each device quantizes its own tokens in the blocks of that product.
         """
         plan, arithmetic = self.plan, self.arithmetic
         reduce_dtype = plan.reduce_dtype if plan.splits(plan.token_axes) else None
@@ -113,9 +113,10 @@ class Sharded(NamedTuple):
     def quantize(
         self, quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, *, transpose: bool = False
     ) -> QTensor:
-        """`x` for a product that sums over `axis`; for axis 0, as a matrix of all tokens.
+        """Quantizes `x` for a product that sums over `axis`; for axis 0, as a matrix of all tokens.
 
-        Scales are those of one device: absolute maxima are maxima over the devices that share a scale.
+        Scales equal those on one device, because absolute maxima are maxima over the devices that share a
+        scale.
         """
         plan, run, per_tensor = self.plan, self.arithmetic.run, quantizer.scope == "tensor"
         out_spec = as_matrix(spec, False) if axis == 0 else spec
@@ -139,11 +140,11 @@ class Sharded(NamedTuple):
         return _with_fixed_scale(q) if per_tensor else q
 
     def quantize_both(self, w: jax.Array, dtype: str) -> tuple[QTensor, QTensor]:
-        """w [k, n] with one scale, as it is and transposed."""
+        """Quantizes w [k, n] with one scale; returns the quantized matrix and its quantized transpose."""
         plan, one = self.plan, Spec(((), ()))
 
         def step(w):
-            # XLA takes one pass for the maxima of parts, and two for one maximum of the whole.
+            # XLA needs one pass for the maxima of parts, and two passes for the maximum of the whole.
             parts = math.gcd(w.size, 256)
             absmax = reference.absolute_maximum(w.reshape(parts, -1), (1,)).reshape(parts)
             if plan.splits(*plan.w):
@@ -155,7 +156,7 @@ class Sharded(NamedTuple):
         return _with_fixed_scale(q), _with_fixed_scale(transposed)
 
     def quantize_and_sum(self, g: jax.Array, dtype: str) -> tuple[QTensor, jax.Array]:
-        """g quantized row-wise, and its sum over all tokens: the gradient of a bias."""
+        """Quantizes g row-wise, and sums it over all tokens, which gives the gradient of a bias."""
         plan = self.plan
 
         def step(g):
@@ -167,7 +168,7 @@ class Sharded(NamedTuple):
     def split_outliers(
         self, x: jax.Array, threshold: float, spec: Spec
     ) -> tuple[jax.Array, jax.Array]:
-        """x as a sum of two: the features below `threshold` for every token, and the others."""
+        """Splits x into a sum of two: features below `threshold` for every token, and the other features."""
         plan = self.plan
 
         def step(x):
@@ -182,13 +183,13 @@ class Sharded(NamedTuple):
     # --- prologues ------------------------------------------------------------------------------------
 
     def prologue_spec(self, prologue: Prologue) -> Spec:
-        """How the input of a prologue is sharded."""
+        """The sharding of a prologue's input."""
         return Spec((*self.plan.tokens, ())) if prologue.whole_rows else self.plan.x
 
     def apply(
         self, prologue: Prologue, x: jax.Array, *, quantize_to: str | None
     ) -> tuple[jax.Array | None, QTensor | None]:
-        """(the prologue's output, None), or with `quantize_to` (None, its output quantized row-wise)."""
+        """Returns (prologue's output, None), or with `quantize_to` (None, output quantized row-wise)."""
         spec = self.prologue_spec(prologue)
 
         def step(prologue, x):
@@ -208,7 +209,7 @@ class Sharded(NamedTuple):
         quantize_to: str | None,
         recompute: bool,
     ) -> PrologueGradients:
-        """The gradients of a prologue; see `LayerNorm.backward`."""
+        """Computes the gradients of a prologue; see `LayerNorm.backward`."""
         plan, spec = self.plan, self.prologue_spec(prologue)
         whole: SpecTree = Spec()
 
@@ -242,15 +243,15 @@ def _row_specs(spec: Spec) -> QTensor:
 
 
 def _with_fixed_scale(q: QTensor) -> QTensor:
-    """Before jax 0.12 XLA moves constants between the factors of a product of scales. Without the barrier
-    the last bit of y depends on whether the scale of w is computed in the same program or is an argument."""
+    """Keeps XLA before jax 0.12 from moving constants between the factors of a product of scales. Without the
+    barrier, the last bit of y depends on whether the program computes the scale of w or receives it."""
     return q._replace(scale=jax.lax.optimization_barrier(q.scale))
 
 
 def transposed_operand(q: QTensor, spec: Spec, axis: int, *, transposed: bool) -> Operand:
-    """A quantized matrix, perhaps stored transposed, for a product that sums over `axis` of the matrix.
+    """A quantized matrix, possibly stored transposed, for a product that sums over `axis` of the matrix.
 
-    `spec` is that of the matrix itself.
+    `spec` is the sharding of the matrix itself.
     """
     spec = as_matrix(spec, True) if transposed else spec
     return Operand(q, specs_of(q, spec), -1 - axis if transposed else axis)

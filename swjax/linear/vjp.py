@@ -1,7 +1,7 @@
-"""The two `jax.custom_vjp`s of linear layers: `linears`, of one input and one or several weights, and
-`fused_mlp`, two layers with a GELU between them.
+"""The two `jax.custom_vjp`s of linear layers: `linears`, for one input and one or several weights, and
+`fused_mlp`, for two layers with a GELU between them.
 
-The first derivative is that of the recipe, from `forward` and `backward`. Further derivatives are those of
+The recipe determines the first derivative, through `forward` and `backward`. Higher derivatives are those of
 the same layers without quantization, see `swjax.linear.derivatives`.
 """
 
@@ -31,7 +31,7 @@ def linears(
     layers: Layers,
     residual: bool,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """The layers' outputs, and x for a residual connection, or None."""
+    """Returns the layers' outputs, and x for a residual connection or None."""
     return _linears_forward(x, ws, biases, prologue, layers, residual)[0]
 
 
@@ -75,7 +75,7 @@ def fused_mlp(
     second: Settings,
     residual: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """``gelu(x w1 + b1) w2 + b2``, and x for a residual connection, or None."""
+    """Returns ``gelu(x w1 + b1) w2 + b2``, and x for a residual connection or None."""
     return _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second, residual)[0]
 
 
@@ -119,8 +119,8 @@ fused_mlp.defvjp(_mlp_forward, _mlp_backward)
 def _kept(*operands: Operands) -> tuple[Operands, ...]:
     """Arrays that derivatives of the backward pass need in addition to `Saved`.
 
-    The backward pass itself does not read it: compilers remove what nothing else reads. Concrete operands
-    are constants. Without x and w, which may take memory, `_restored` recovers them from `Saved`.
+    The backward pass itself does not read them, and compilers remove unread arrays. Concrete operands are
+    constants. x and w, which may take memory, are omitted; `_restored` recovers them from `Saved`.
     """
     if may_be_differentiated(operands):
         return operands
@@ -132,7 +132,7 @@ def _restored(kept: Operands, saved: Saved, layers: Layers) -> Operands:
 
 
 def _exact_outputs(layers: Layers, *operands) -> tuple[jax.Array, ...]:
-    """The outputs without quantization, for JAX to differentiate."""
+    """The outputs without quantization, which JAX differentiates."""
     return outputs(Operands(*operands), tuple(map(_exact, layers)))[0]
 
 
@@ -143,7 +143,7 @@ def _exact_mlp(gelu, first, second, x, w1, b1, w2, b2, prologue):
 
 
 def _exact_gradients(exact_outputs, operands, gradients, residual_gradient):
-    """The gradients without quantization, for JAX to differentiate."""
+    """The gradients without quantization, which JAX differentiates."""
     _, vjp = jax.vjp(exact_outputs, *operands)
     dx, *others = vjp(gradients)
     is_quantized = lambda leaf: isinstance(leaf, QTensor)

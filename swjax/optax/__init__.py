@@ -1,4 +1,4 @@
-"""Optimizers as optax gradient transformations. Needs JAX and optax, nothing else of swjax.
+"""Optimizers as optax gradient transformations. The package needs only JAX and optax.
 
 >>> from swjax.optax import stable_adamw
 >>> optimizer = stable_adamw(learning_rate=2e-3)

@@ -1,4 +1,4 @@
-"""From AdamW to StableAdamW in the middle of a run."""
+"""Converts an AdamW state to StableAdamW in the middle of a run."""
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +12,23 @@ def from_adamw_state(
 ) -> optax.OptState:
     """Moves the moments of an optax AdamW (or Adam) state into a fresh StableAdamW state.
 
-    optax stores the moment M, a sum of (1 - b1) b1^(t-i) g_i over the steps i, and debiases it at each use;
+    optax stores the moment M, the sum of (1 - b1) b1^(t-i) g_i over the steps i, and debiases it at each use.
     StableAdamW stores m = M / (1 - b1^t), and v in the same way. Training continues as AdamW would have,
-    up to clipping.
+    except for clipping.
 
     Args:
-      adamw_state: contains one `optax.ScaleByAdamState`, for instance that of `optax.adamw`.
-      opt_state: of `stable_adamw(...).init(params)`, or of a chain, wrapper or guard around it; gives
-        structure and dtypes.
-      b1: of the AdamW that made `adamw_state`.
-      b2: of the same AdamW. The new optimizer may have other values of both.
+      adamw_state: state with one `optax.ScaleByAdamState`, such as that of `optax.adamw`.
+      opt_state: result of `stable_adamw(...).init(params)`, or of a chain, wrapper or guard around it; it
+        determines structure and dtypes.
+      b1: b1 of the AdamW optimizer.
+      b2: b2 of the AdamW optimizer. The new optimizer may have other values of both.
 
     Returns:
-      `opt_state` with count and moments of `adamw_state`. RMS stays 0 until the first step.
+      `opt_state` with the count and the moments of `adamw_state`. RMS is 0 until the first step.
 
     Raises:
-      ValueError: there is not exactly one state of the kind in each, their trees differ, or the AdamW counts
-        the steps of each tensor, as inside `per_tensor_guard`.
+      ValueError: one of the states does not contain exactly one state of its kind, their trees differ, or
+        AdamW counts the steps per tensor, as inside `per_tensor_guard`.
 
     >>> from swjax.optax import stable_adamw
     >>> params, gradient = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
@@ -42,7 +42,7 @@ def from_adamw_state(
     new = _only(StableAdamWState, opt_state, "opt_state")
     if jnp.ndim(old.count):
         raise ValueError(
-            f"adamw_state must have one count of steps, got {jnp.shape(old.count)}: "
+            f"adamw_state must have a single step count, got {jnp.shape(old.count)}: "
             f"pass a state from outside per_tensor_guard"
         )
     steps = jnp.maximum(old.count, 1)  # before the first step all moments are 0
@@ -56,7 +56,7 @@ def from_adamw_state(
     mu, nu = debias(old.mu, new.mu, b1), debias(old.nu, new.nu, b2)
     count = jnp.broadcast_to(
         old.count, jnp.shape(new.count)
-    )  # of each tensor inside per_tensor_guard
+    )  # one count per tensor inside per_tensor_guard
     converted = StableAdamWState(count, mu, nu, new.rms)
     return jax.tree.map(
         lambda x: converted if isinstance(x, StableAdamWState) else x,
@@ -66,9 +66,11 @@ def from_adamw_state(
 
 
 def _only(kind, tree, name):
-    """The one node of a kind in a tree."""
+    """Returns the only node of a kind in a tree."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     found = [node for node in nodes if isinstance(node, kind)]
     if len(found) != 1:
-        raise ValueError(f"{name} holds {len(found)} {kind.__name__}, must hold exactly one")
+        raise ValueError(
+            f"{name} must contain one {kind.__name__}, got {len(found)}: pass one state"
+        )
     return found[0]

@@ -14,9 +14,9 @@ class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`.
 
     Attributes:
-      scale: [] float32, of the loss.
-      good_steps: [] int32, since the scale last changed.
-      skipped: [] int32, steps left out.
+      scale: [] float32, factor of the loss.
+      good_steps: [] int32, number of finite steps since the scale last changed.
+      skipped: [] int32, number of skipped steps.
       inner: state of the inner transformation.
     """
 
@@ -35,22 +35,22 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """One loss scale for all tensors: a step with any non-finite gradient is skipped for all of them.
 
-    A skipped step divides the scale by `factor`, down to 1; `growth_steps` finite steps in a row multiply it
-    by `factor`. This is the common scheme, a baseline for `per_tensor_guard`: one layer that overflows again
-    and again lowers the scale, and so the precision, of all others.
+    A skipped step divides the scale by `factor`, down to 1. `growth_steps` consecutive finite steps multiply
+    the scale by `factor`. This common scheme is a baseline for `per_tensor_guard`: a layer that overflows
+    repeatedly lowers the scale, and so the precision, of all other layers.
 
     Args:
       inner: any transformation.
-      scale: the initial scale, at least 1; powers of two, also as `factor`, scale without rounding.
-      growth_steps: at least 1.
-      factor: above 1.
+      scale: initial scale, at least 1; powers of two (also for `factor`) scale without rounding.
+      growth_steps: number of finite steps before the scale grows, at least 1.
+      factor: factor of a change of the scale, above 1.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` from gradients of the *scaled* loss to updates in the
-      dtype of the parameters, or of the gradients where `update` is given no parameters.
+      dtype of the parameters, or of the gradients if `update` receives no parameters.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: a number is out of range.
 
     >>> from swjax.optax import loss_scale
     >>> params = {"a": jnp.ones(2)}

@@ -21,13 +21,12 @@ class PerTensorGuardState(NamedTuple):
     """State of `per_tensor_guard`.
 
     Attributes:
-      scale: [] float32, of the loss.
-      skipped: int32, the steps that each tensor or block has been left out of; read it with
-        `skipped_by_path`.
+      scale: [] float32, factor of the loss.
+      skipped: int32, number of steps that each tensor or block has skipped; read it with `skipped_by_path`.
       across: state of the transformation of all tensors.
-      inner: state of the inner optimizer. A leaf that all tensors share there, such as a count, has a
-        leading axis here, with one entry for each tensor, or each block of a stacked one, in the order of the
-        parameter tree.
+      inner: state of the inner optimizer. A leaf that all tensors share in that optimizer, such as a count,
+        has a leading axis here, with one entry per tensor, or per block of a stacked tensor, in the order of
+        the parameter tree.
     """
 
     scale: jax.Array
@@ -43,28 +42,30 @@ def per_tensor_guard(
     across: optax.GradientTransformation | None = None,
     block_axes: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """A fixed loss scale; only the tensors whose gradients are not finite skip the step.
+    """Scales the loss by a fixed factor; only tensors with non-finite gradients skip the step.
 
-    Every tensor has an inner optimizer of its own. Where a gradient has an Inf or NaN, that tensor's
-    parameters do not change, nor does its inner state: the moments, and the count that determines its bias
-    correction and schedule. An early layer that overflows does not affect the others; a global scaler would
-    skip the step for all tensors and halve its scale.
+    Every tensor has its own inner optimizer. If a gradient has an Inf or NaN, the parameters of that tensor
+    do not
+    change, nor does its inner state: the moments, and the count that determines its bias correction and
+      schedule.
+    An early layer that overflows does not affect other layers. A global scaler would skip the step for all
+    tensors and halve its scale.
 
     Args:
-      inner: any optimizer that treats tensors separately, such as `stable_adamw` or `optax.adamw`. It is
-        given trees with one tensor and None in place of the others.
+      inner: any optimizer that treats tensors separately, such as `stable_adamw` or `optax.adamw`. It
+        receives trees with one tensor, and None in place of the others.
       scale: factor of the loss, > 0; a power of two scales without rounding.
-      across: a transformation of all tensors together, as `optax.clip_by_global_norm`. It runs before
-        `inner`, and sees unscaled gradients, zeros for those that are not finite.
-      block_axes: as for `stable_adamw`: axes that enumerate tensors stacked in one parameter. `inner` is
-        given one block, without these axes, so that it needs no `block_axes` itself.
+      across: a transformation of all tensors together, such as `optax.clip_by_global_norm`. It runs before
+        `inner`, and receives unscaled gradients, with zeros in place of non-finite gradients.
+      block_axes: axes that enumerate tensors stacked in one parameter, see `stable_adamw`. `inner` receives
+        one block without these axes, so it needs no `block_axes` itself.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` from gradients of the *scaled* loss to updates in the
-      dtype of the parameters, or of the gradients where `update` is given no parameters.
+      dtype of the parameters, or of the gradients if `update` receives no parameters.
 
     Raises:
-      ValueError: a scale that is not positive, or a block axis that a parameter lacks.
+      ValueError: the scale is not positive, or a parameter lacks a block axis.
 
     >>> from swjax.optax import loss_scale, skipped_by_path, stable_adamw
     >>> params = {"a": jnp.ones(2), "b": jnp.ones(2)}
@@ -125,7 +126,7 @@ def _init_each(inner, params, axes) -> optax.OptState:
 
 
 def _update_each(inner, grads, ok, state, params, axes, extra_args):
-    """Updates every block by itself, and leaves those that are not ok, and their states, as they are."""
+    """Updates every block separately; blocks that are not ok, and their states, are unchanged."""
     like = grads if params is None else params
     states = SeparateStates(inner.init, like, axes)
     columns = (jax.tree.leaves(tree) for tree in (grads, ok, like))
@@ -150,7 +151,7 @@ def _update_each(inner, grads, ok, state, params, axes, extra_args):
 
 
 def _distinct(x: jax.Array) -> jax.Array:
-    """Random keys that differ between tensors."""
+    """Makes random keys differ between tensors."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not x.size:
         return x
     fold = jax.vmap(jax.random.fold_in)

@@ -1,4 +1,4 @@
-"""The RMS of every tensor's update by name: of `stable_adamw`, and of plain `optax.adamw`."""
+"""The RMS of every tensor's update by name, for `stable_adamw` and for plain `optax.adamw`."""
 
 import math
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from swjax.optax.tensors import TensorValues, blocks_by_name, resolve_block_axes
 
 
 def rms_by_path(opt_state: optax.OptState) -> dict[str, jax.Array]:
-    """The RMS of every tensor at the last step, from any optimizer state that contains StableAdamW's.
+    """The RMS of every tensor at the last step, from any optimizer state that contains a StableAdamW state.
 
-    Works inside and outside jit, and does not wait for the device.
+    The function works inside and outside jit, and does not wait for the device.
 
     Args:
       opt_state: the state of `stable_adamw`, or of a chain or wrapper around it.
 
     Returns:
-      "path/of/the/parameter" -> RMS: a scalar, or [blocks] where `block_axes` makes blocks.
+      {"path/of/the/parameter": RMS}, each a scalar, or [blocks] if `block_axes` defines blocks.
 
     Raises:
-      ValueError: there is no StableAdamW state in it.
+      ValueError: `opt_state` contains no StableAdamW state.
 
     >>> from swjax.optax import stable_adamw
     >>> params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
@@ -37,7 +37,7 @@ def rms_by_path(opt_state: optax.OptState) -> dict[str, jax.Array]:
     found = [node.rms.by_path() for node in nodes if isinstance(node, StableAdamWState)]
     if not found:
         raise ValueError(
-            "opt_state holds no StableAdamW state, so no RMS: pass the state of swjax.optax.stable_adamw"
+            "opt_state contains no StableAdamW state, so no RMS: pass the state of swjax.optax.stable_adamw"
         )
     return {path: rms for named in found for path, rms in named.items()}
 
@@ -52,26 +52,27 @@ def adamw_rms_by_path(
 ) -> dict[str, jax.Array]:
     """The RMS of every tensor's update at the last step of `optax.adam` or `optax.adamw`.
 
-    This is sqrt(mean(|g|^2 / max(v / (1 - b2^t), eps^2))), with the second moment debiased: the value in
-    the state of `stable_adamw`. Works inside and outside jit, and does not wait for the device.
+    This is sqrt(mean(|g|^2 / max(v / (1 - b2^t), eps^2))), with the second moment debiased, and equals the
+    value in the state of `stable_adamw`. The function works inside and outside jit, and does not wait for the
+    device.
 
     Args:
-      opt_state: the state after the step, with one `optax.ScaleByAdamState` in it: of `optax.adamw`, or a
-        chain or wrapper around it.
-      grads: the gradient that Adam was given at this step, after clipping where that precedes it.
-      b2, eps: of the optimizer; the defaults are optax's.
-      block_axes: of parameters that stack several tensors, see `stable_adamw`.
+      opt_state: the state after the step, with one `optax.ScaleByAdamState`: the state of `optax.adamw`, or
+        of a chain or wrapper around it.
+      grads: the gradients passed to Adam at this step, so after clipping if that comes first.
+      b2, eps: values of the optimizer; the defaults are optax's.
+      block_axes: block axes of parameters that stack several tensors, see `stable_adamw`.
 
     Returns:
-      "path/of/the/parameter" -> RMS: a scalar, or [blocks] where `block_axes` makes blocks.
+      {"path/of/the/parameter": RMS}, each a scalar, or [blocks] if `block_axes` defines blocks.
 
     Raises:
-      ValueError: there is no such state, it is of other parameters than the gradient, or it has a count
-        for each tensor, as inside `per_tensor_guard`.
+      ValueError: there is no such state, it belongs to other parameters than the gradient, or it has a count
+        per tensor, as inside `per_tensor_guard`.
 
     >>> params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
     >>> optimizer = optax.adamw(1e-3)
-    >>> with jax.numpy_dtype_promotion("standard"):  # where a test is stricter
+    >>> with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
     ...     _, state = optimizer.update(params, optimizer.init(params), params)
     >>> {path: round(float(rms), 6) for path, rms in adamw_rms_by_path(state, params).items()}
     {'layer/bias': 1.0, 'layer/kernel': 1.0}
@@ -82,13 +83,13 @@ def adamw_rms_by_path(
     shapes = [jnp.shape(g) for g in leaves]
     if len(states) != 1 or [jnp.shape(v) for v in jax.tree.leaves(states[0].nu)] != shapes:
         raise ValueError(
-            f"opt_state must hold one optax.ScaleByAdamState, of the {len(leaves)} tensors of grads, "
+            f"opt_state must contain one optax.ScaleByAdamState for the {len(leaves)} tensors of grads, "
             f"found {len(states)}: pass the state of optax.adamw and the whole gradient"
         )
     if jnp.ndim(states[0].count):
         raise ValueError(
-            f"opt_state counts the steps of each tensor, {jnp.shape(states[0].count)}: "
-            f"inside per_tensor_guard use stable_adamw, whose state holds the RMS"
+            f"opt_state must have a single step count, got {jnp.shape(states[0].count)}: "
+            f"inside per_tensor_guard use stable_adamw, whose state contains the RMS"
         )
     correction = one_minus_power(b2, jnp.asarray(states[0].count))
     axes = resolve_block_axes(block_axes, grads)

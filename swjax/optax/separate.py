@@ -1,10 +1,10 @@
-"""An optimizer state in which every tensor has counts and keys of its own.
+"""An optimizer state in which every tensor has its own counts and random keys.
 
-An optimizer that sees one tensor alone, the rest of its tree being None, has a state with two kinds of
-leaves. A *common* leaf does not depend on the tensor: a count, a hyper-parameter, a random key. An *own*
-leaf belongs to this tensor: a moment. The states of all tensors are kept as one, of the structure that the
-optimizer's state has for the whole tree: an own leaf in its place, a common leaf with one entry for each
-tensor or block. So states with the structure of the parameters keep it.
+An optimizer that receives a single tensor, with None for the rest of its tree, has a state with two kinds of
+leaves. A *common* leaf does not depend on the tensor: a count, a hyper-parameter, a random key. An *own* leaf
+belongs to the tensor: a moment. The states of all tensors are stored as one state, with the structure of the
+optimizer's state for the whole tree. Own leaves keep their places, and a common leaf has one entry per tensor
+or block. So states with the structure of the parameters keep that structure.
 """
 
 import math
@@ -20,17 +20,17 @@ Path = tuple[Any, ...]
 
 
 class Tensor(NamedTuple):
-    """A parameter, and the state of an optimizer that sees one of its blocks alone.
+    """A parameter, and the state of an optimizer that receives one of its blocks.
 
     Attributes:
-      axes: of the parameter; they enumerate its blocks.
-      blocks: the sizes along these axes.
-      shape: of one block.
-      spec: how the block axes are sharded, on an explicit mesh.
-      state: structure of the state.
-      leaves: shape and dtype of the state's leaves by their paths.
-      shaped: for each leaf whether it is an own one of the block's shape. Block axes are where the
-        parameter has them then, and else in front.
+      axes: axes of the parameter that enumerate its blocks.
+      blocks: sizes along these axes.
+      shape: shape of one block.
+      spec: sharding of the block axes, on an explicit mesh.
+      state: tree structure of the state.
+      leaves: {path: shape and dtype} of the state's leaves.
+      shaped: for each leaf whether it is an own leaf with the block's shape. If so, the block axes are where
+        the parameter has them; otherwise they are in front.
     """
 
     axes: tuple[int, ...]
@@ -42,7 +42,7 @@ class Tensor(NamedTuple):
     shaped: tuple[bool, ...]
 
     def placed(self, leaf: jax.Array) -> jax.Array:
-        """A leaf with block axes in front, sharded alike: for `jax.vmap` on explicit meshes."""
+        """A leaf with its block axes in front and an equal sharding, for `jax.vmap` on explicit meshes."""
         spec = (*self.spec, *[None] * (leaf.ndim - len(self.spec)))
         if not self.blocks or tuple(jax.typeof(leaf).sharding.spec) == spec:
             return leaf
@@ -55,7 +55,7 @@ class Tensor(NamedTuple):
 
         Args:
           function: (*arrays) -> tuple of arrays.
-          shaped: for each argument whether it has the parameter's axes; else block axes are in front.
+          shaped: for each argument whether it has the parameter's axes; if not, block axes are in front.
           shaped_out: the same for each result.
         """
         for outer, axis in reversed(list(enumerate(self.axes))):
@@ -67,12 +67,12 @@ class Tensor(NamedTuple):
 
 
 class SeparateStates:
-    """Splits a joined state into the states of single tensors, and joins them.
+    """Splits a joined state into the states of single tensors, and joins such states.
 
     Args:
-      init: of the optimizer.
+      init: the optimizer's init function.
       params: tree of arrays.
-      axes: for each of its leaves the axes that enumerate blocks.
+      axes: for each leaf of `params` the axes that enumerate blocks.
     """
 
     def __init__(self, init: Callable[[Any], Any], params: Any, axes: list[tuple[int, ...]]):
@@ -90,7 +90,7 @@ class SeparateStates:
         ]
 
     def only(self, i: int, leaf: Any) -> Any:
-        """The tree with one leaf, and None for the others: names stay."""
+        """The tree with one leaf, and None in place of the others, so that names are kept."""
         leaves = [None] * self._treedef.num_leaves
         return self._treedef.unflatten([*leaves[:i], leaf, *leaves[i + 1 :]])
 
@@ -105,7 +105,7 @@ class SeparateStates:
         return Tensor(axes, blocks, shape, spec, state, leaves, shaped)
 
     def join(self, states: Sequence[Sequence[jax.Array]]) -> optax.OptState:
-        """One state from the leaves of each tensor's, as `split` gives them."""
+        """Joins the leaves of each tensor's state, as `split` returns them, into one state."""
         named = [dict(zip(t.leaves, leaves)) for t, leaves in zip(self.tensors, states)]
         whole = {}
         for tensor, leaves in zip(self.tensors, named):
@@ -117,7 +117,7 @@ class SeparateStates:
         return jax.tree.map(self._with_names, state, is_leaf=_is_values)
 
     def split(self, state: optax.OptState) -> list[list[jax.Array]]:
-        """The leaves of each tensor's state; of a stacked one with its block axes."""
+        """Returns the leaves of each tensor's state; stacked tensors keep their block axes."""
         whole, _ = _by_path(state)
         ends = dict.fromkeys(self._paths, 0)
         states = []
@@ -134,11 +134,11 @@ class SeparateStates:
         return states
 
     def _entries(self, path: Path, leaf) -> int:
-        """How many entries of the joined leaf one block has."""
+        """The number of entries that one block has in the joined leaf."""
         return math.prod(leaf.shape) if self._raveled(path) else 1
 
     def _raveled(self, path: Path) -> bool:
-        """Whether a joined leaf is a vector, not one entry of the leaf's shape for each block."""
+        """Whether a joined leaf is a flat vector, rather than one entry of the leaf's shape per block."""
         shapes = {tensor.leaves[path].shape for tensor in self.tensors}
         return path in self._flat or len(shapes) > 1
 
@@ -163,6 +163,6 @@ def _by_path(tree) -> tuple[dict[Path, Any], Any]:
 
 
 def _paths_of_values(tree) -> set[Path]:
-    """Paths of the vectors in `TensorValues`: one entry for each tensor as they are."""
+    """Paths of the vectors in `TensorValues`, which already have one entry per tensor."""
     named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_values)
     return {(*path, jax.tree_util.GetAttrKey("values")) for path, x in named if _is_values(x)}

@@ -1,4 +1,4 @@
-"""StableAdamW: AdamW whose learning rate shrinks, tensor by tensor, where the second moment lags."""
+"""StableAdamW: AdamW that lowers the learning rate of each tensor whose second moment lags."""
 
 import math
 from collections.abc import Callable
@@ -19,27 +19,27 @@ from swjax.optax.tensors import (
 
 
 class StableAdamWState(NamedTuple):
-    """State of `stable_adamw`. Both moments are debiased as stored.
+    """State of `stable_adamw`. Both moments are stored debiased.
 
     Attributes:
-      count: [] int32, steps taken.
-      mu: like the parameters, in `mu_dtype`: first moment m.
-      nu: like the parameters, float32 (float64 for float64 parameters), real: second moment v.
-      rms: float32, of the last step; read it with `rms_by_path`.
+      count: [] int32, number of steps taken.
+      mu: first moment m, like the parameters, in `mu_dtype`.
+      nu: second moment v, like the parameters, real, float32 (float64 for float64 parameters).
+      rms: float32, RMS of the last step; read it with `rms_by_path`.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as optax's states do
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in optax's states
     mu: optax.Updates
     nu: optax.Updates
     rms: TensorValues
 
 
 class Scalars(NamedTuple):
-    """The scalars of a step; each is a scalar array, since each may be traced."""
+    """The scalars of a step, as scalar arrays, because each may be traced."""
 
     learning_rate: jax.Array
     new1: jax.Array  # weight of the new gradient in m: 1 - b1 of Alg. 2
-    new2: jax.Array  # and of its square in v
+    new2: jax.Array  # weight of the new squared gradient in v
     eps: jax.Array
     weight_decay: jax.Array
     threshold: jax.Array
@@ -73,41 +73,42 @@ def stable_adamw(
       rate = learning_rate / max(1, RMS / clip_threshold)
       p    = p - rate weight_decay p - rate m / (sqrt(v) + eps)
 
-    RMS is near 1 while v matches the squared gradients and rises when they outgrow v: then plain AdamW
-    takes steps that are too large. RMS never exceeds sqrt(1 / (1 - b2)).
+    RMS is near 1 while v matches the squared gradients, and rises when they outgrow v; the steps of plain
+    AdamW are then too large. RMS never exceeds sqrt(1 / (1 - b2)).
 
-    Statistics span whole arrays, however jit shards them. Inside `jax.shard_map` an array is the local
-    shard, and so would be its RMS: update the parameters outside.
+    Statistics span whole arrays under jit, for every sharding. Inside `jax.shard_map` an array is the local
+    shard,
+    and so its RMS would be local: update the parameters outside `jax.shard_map`.
 
-    Under `optax.inject_hyperparams` every number may be traced; name the other arguments that are given in
+    Under `optax.inject_hyperparams` every number may be traced. List the other arguments that you pass in
     `static_args`: "mask", "mu_dtype", "block_axes". For parameters below float32 add
-    `hyperparam_dtype=jnp.float32`, since b2 = 0.999 is 1 in bfloat16.
+    `hyperparam_dtype=jnp.float32`, because b2 = 0.999 rounds to 1 in bfloat16.
 
     Args:
-      learning_rate: a number or a schedule of the steps taken before this one.
+      learning_rate: a number, or a schedule of the number of previous steps.
       b1: in [0, 1).
-      b2: in [0, 1). Lower is steadier and slower. Or a function that returns c2 itself for a step, [] float32
-        from 1 on; it must return 0 at step 1: see `power_decay`.
+      b2: in [0, 1); a lower value is steadier and slower. Or a function from the step, [] float32 starting at
+        1, to c2 itself, which must be 0 at step 1: see `power_decay`.
       eps: above 0.
-      weight_decay: at least 0; multiplied by the learning rate. The other defaults are the paper's. This one
-        is that of `optax.adamw`, since the paper's 0.2 goes with a mask: no decay of 1-D parameters.
-      mask: what decays: a tree of bool like the parameters, or a prefix of it, or a function from the
-        parameters to such a tree. Default: everything.
-      clip_threshold: above 0. `math.inf` for no clipping, which leaves AdamW; any other value above
-        the bound of RMS never clips, and is refused.
-      mu_dtype: of m as stored; default as the parameter. A complex parameter keeps a complex m.
+      weight_decay: at least 0; multiplied by the learning rate. Its default is that of `optax.adamw`, because
+        the paper's 0.2 assumes a mask without decay of 1-D parameters. The other defaults are the paper's.
+      mask: the decayed parameters: a tree of bools like the parameters, a prefix of it, or a function from
+        the parameters to such a tree. Default: all parameters.
+      clip_threshold: above 0. `math.inf` turns clipping off, which gives AdamW; any other value above the
+        bound of RMS would never clip, and raises an error.
+      mu_dtype: dtype of the stored m; default the parameter's dtype. A complex parameter keeps a complex m.
       block_axes: for parameters that stack several tensors, such as the layers of a scanned model, the
         axis or axes that enumerate them: None, an int or a tuple of ints, as a tree like `mask`. Each
         block has its own RMS and rate. A tuple of ints always means axes, never a node of the tree.
-      decoupled_lr: the decay uses the unclipped rate: p - learning_rate weight_decay p. If weight_decay is
-        divided by the peak of the schedule, this is the fully decoupled decay of other libraries.
+      decoupled_lr: whether the decay uses the unclipped rate: p - learning_rate weight_decay p. Divide
+        weight_decay by the peak of the schedule for the fully decoupled decay of other libraries.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
 
     Raises:
-      ValueError: a hyper-parameter out of its range (not checked when traced), a block axis that the
-        parameter lacks, a parameter of integers, or an update without parameters.
+      ValueError: a hyper-parameter is out of range (unless traced), a parameter lacks a block axis or is an
+        integer array, or an update receives no parameters.
 
     >>> params = {"w": jnp.array([1.0, -2.0, 3.0])}
     >>> optimizer = stable_adamw(learning_rate=0.1)
@@ -171,13 +172,13 @@ def stable_adamw(
 def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], decoupled_lr: bool):
     """Algorithm 2 for one tensor. Returns (update, m, v, RMS of each block), not yet in stored dtypes.
 
-    The rate needs the RMS of the whole tensor, so a compiled step makes two passes, and keeps only v
-    between them: read g, v, write v; read p, g, m, v, write p, m. That is 36 bytes a float32 parameter,
-    the minimum. XLA reaches it without a kernel: 36.0 on an H200, at the speed of a copy (4.3 TB/s).
+    The rate needs the RMS of the whole tensor. So a compiled step makes two memory passes, and stores only v
+    between them: read g, v, write v; read p, g, m, v, write p, m. That is 36 bytes per float32 parameter, the
+    minimum. XLA reaches it without a kernel: 36.0 bytes on an H200, at the speed of a copy (4.3 TB/s).
     """
     dtype = _compute_dtype(p)
     s = Scalars(*(x.astype(_real(dtype)) for x in scalars))
-    wide = lambda x: x.astype(dtype)  # real to complex, where the parameter is
+    wide = lambda x: x.astype(dtype)  # converts real to complex for complex parameters
     p, g = wide(p), wide(g)
     squared = (g * g.conj()).real
     new_m = wide(1 - s.new1) * wide(m) + wide(s.new1) * g
@@ -199,13 +200,13 @@ def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], dec
 def power_decay(exponent: float) -> Callable[[jax.Array], jax.Array]:
     """The schedule c2 = 1 - t^-exponent for `stable_adamw(b2=...)`.
 
-    v forgets fast at first and then more and more slowly; RMS stays below t^(exponent / 2).
+    v averages over few steps at first, and over more and more later; RMS stays below t^(exponent / 2).
 
     Args:
-      exponent: in (0, 1]. The paper tried 0.45, 0.5 and 0.65 and saw no gain; 1 averages all.
+      exponent: in (0, 1]. The paper tried 0.45, 0.5 and 0.65 and found no gain; 1 averages all steps.
 
     Raises:
-      ValueError: an exponent out of its range.
+      ValueError: the exponent is out of range.
 
     >>> [round(float(power_decay(0.5)(jnp.float32(t))), 3) for t in (1, 4, 100)]
     [0.0, 0.5, 0.9]
@@ -214,21 +215,21 @@ def power_decay(exponent: float) -> Callable[[jax.Array], jax.Array]:
       Shazeer and Stern, "Adafactor", 2018, https://arxiv.org/abs/1804.04235, section 7.2.
     """
     if not 0 < exponent <= 1:
-        raise ValueError(f"power_decay's exponent must lie in (0, 1], got {exponent}")
+        raise ValueError(f"power_decay's exponent must be in (0, 1], got {exponent}")
     return lambda t: 1 - t**-exponent
 
 
 def _new_weight(b, count) -> jax.Array:
-    """1 - b_i of Alg. 2: how much of the new gradient enters a moment."""
+    """1 - b_i of Alg. 2: the weight of the new gradient in a moment."""
     if callable(b):
         return 1 - b(count.astype(jnp.result_type(float)))
     return one_minus_power(b, 1) / one_minus_power(b, count)
 
 
 def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Array:
-    """1 - b^t, accurate where b^t is near 1 and the subtraction would lose digits.
+    """1 - b^t, accurate even if b^t is near 1, where the subtraction would lose digits.
 
-    With it Alg. 2's 1 - b_i, the weight of the new gradient, is (1 - b) / (1 - b^t).
+    With it, the weight of the new gradient in Alg. 2, 1 - b_i, is (1 - b) / (1 - b^t).
 
     Args:
       b: [] in [0, 1), traced or not.
@@ -238,7 +239,7 @@ def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Arr
     '3e-06'
     """
     dtype = jnp.result_type(float)
-    tiny = float(jnp.finfo(dtype).tiny)  # b = 0: log(0) * 0 would be NaN
+    tiny = float(jnp.finfo(dtype).tiny)  # for b = 0, log(0) * 0 would be NaN
     log_b: float | jax.Array
     if isinstance(b, jax.Array):
         log_b = jnp.log(jnp.maximum(b.astype(dtype), tiny))
@@ -257,13 +258,13 @@ def _decays(mask, params) -> list[bool]:
 
 
 def _inexact(params):
-    """The parameters as arrays, none of them of integers."""
+    """The parameters as arrays; raises an error for integer arrays."""
     params = as_arrays(params)
     for path, p in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(p.dtype, jnp.inexact):
             raise ValueError(
                 f"stable_adamw updates real and complex parameters, {path_name(path)!r} is {p.dtype}: "
-                f"cast it, or leave it out by optax.masked"
+                f"cast it, or exclude it with optax.masked"
             )
     return params
 
@@ -286,15 +287,15 @@ def _mu_dtype(p, mu_dtype):
 
 
 def _validate(b1, b2, eps, weight_decay, clip_threshold):
-    """Checks what is known now; a traced value is not."""
+    """Checks the concrete values; traced values are not checked."""
 
     def require(name, value, holds, rule):
         if not isinstance(value, jax.core.Tracer) and not holds(value):
             raise ValueError(f"stable_adamw's {name} must {rule}, got {value}")
 
-    require("b1", b1, lambda x: 0 <= x < 1, "lie in [0, 1)")
-    require("b2", b2, lambda x: callable(x) or 0 <= x < 1, "lie in [0, 1)")
-    require("eps", eps, lambda x: x > 0, "be positive: it keeps a zero gradient from giving 0/0")
+    require("b1", b1, lambda x: 0 <= x < 1, "be in [0, 1)")
+    require("b2", b2, lambda x: callable(x) or 0 <= x < 1, "be in [0, 1)")
+    require("eps", eps, lambda x: x > 0, "be positive, because a zero gradient would give 0/0")
     require("weight_decay", weight_decay, lambda x: x >= 0, "be at least 0")
     require("clip_threshold", clip_threshold, lambda x: x > 0, "be positive")
     if (

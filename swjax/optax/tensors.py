@@ -1,4 +1,4 @@
-"""The tensors in a tree of parameters: their names, the blocks of stacked ones, and one value for each."""
+"""The tensors in a parameter tree: their names, the blocks of stacked tensors, and one value per tensor."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ def path_name(path: tuple[Any, ...]) -> str:
     """The name of a leaf: its keys joined by "/".
 
     Args:
-      path: keys, as `jax.tree_util.tree_leaves_with_path` gives them. The ".value" that a flax.nnx
-        Variable adds at the end is left out.
+      path: keys, as in `jax.tree_util.tree_leaves_with_path`. The ".value" at the end, which a flax.nnx
+        Variable adds, is dropped.
 
     >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({"layers": [{"kernel": 0}]})
     >>> path_name(path)
@@ -25,7 +25,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def as_arrays(tree: Any) -> Any:
-    """The tree with arrays in place of Python and NumPy scalars. Shapes without values stay."""
+    """The tree with Python and NumPy scalars converted to arrays; shapes without values are unchanged."""
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
@@ -35,26 +35,26 @@ def resolve_block_axes(
     """The axes of each parameter that enumerate blocks, non-negative and ascending.
 
     Args:
-      block_axes: as users give them, see `stable_adamw`.
+      block_axes: the argument of `stable_adamw`.
       params: tree of arrays.
 
     Returns:
-      A tuple of axes for each leaf of `params`.
+      One tuple of axes per leaf of `params`.
 
     Raises:
-      ValueError: an axis that the parameter lacks.
+      ValueError: a parameter lacks an axis.
 
     >>> resolve_block_axes({"blocks": -3, "head": None}, {"blocks": jnp.ones((2, 4, 3)), "head": jnp.ones(3)})
     [(0,), ()]
     """
     named = jax.tree_util.tree_leaves_with_path(params)
-    if block_axes is None or not named:  # a placeholder of optax.tree.map_params has no leaves
+    if block_axes is None or not named:  # placeholders of optax.tree.map_params have no leaves
         return [()] * len(named)
 
     def is_axes(x):
         return x is None or (isinstance(x, tuple) and all(isinstance(axis, int) for axis in x))
 
-    def as_set(axes):  # a leaf, which None and tuples are not
+    def as_set(axes):  # makes a leaf, unlike None and tuples
         return frozenset(() if axes is None else axes if isinstance(axes, tuple) else (axes,))
 
     tree = block_axes(params) if callable(block_axes) else block_axes
@@ -67,22 +67,22 @@ def _ascending(axes, path, p) -> tuple[int, ...]:
     if outside:
         raise ValueError(
             f"block_axes={outside[0]} is not an axis of parameter {path_name(path)!r} of shape {p.shape}: "
-            f"name an axis it has, or None for one RMS"
+            f"give an axis that it has, or None for one RMS"
         )
     return tuple(sorted({axis % p.ndim for axis in axes}))
 
 
 class TensorValues(NamedTuple):
-    """One value for each tensor, or for each block of a stacked one, as part of an optimizer's state.
+    """One value per tensor, or per block of a stacked tensor, as part of an optimizer's state.
 
-    JAX sees one leaf, `values`; names and shapes are static, so that reading a value by name inside a
-    compiled function costs nothing. A tree like the parameters would be taken for parameters by functions
-    that shard or decay those. Flax and pickle see a named tuple of standard containers.
+    JAX sees one leaf, `values`. Names and shapes are static, so reading a value by name inside a compiled
+    function is free. Functions that shard or decay parameters would mistake a tree like the parameters for
+    parameters. For Flax and pickle it is a named tuple of standard containers.
 
     Attributes:
-      values: [..., n], tensors in the order of the parameter tree. `jax.vmap` over an optimizer adds the
+      values: [..., n], with tensors in the order of the parameter tree. `jax.vmap` over an optimizer adds the
         leading axes.
-      blocks: static; the shape of each tensor's values by the tensor's name, () for a single value.
+      blocks: static; {name of the tensor: shape of its values}, () for a single value.
     """
 
     values: jax.Array
@@ -103,19 +103,19 @@ class TensorValues(NamedTuple):
         values: Sequence[jax.Array],
         dtype: jax.typing.DTypeLike,
     ) -> "TensorValues":
-        """The values of each tensor in turn, each of the shape of its blocks."""
+        """Concatenates the values of the tensors, each with the shape of its blocks."""
         return cls(join([x.astype(dtype) for x in values], (), dtype), blocks)
 
     def by_path(self) -> dict[str, jax.Array]:
-        """The values by name, each a scalar or of the shape of the blocks.
+        """The values by name, each a scalar or an array with the shape of the blocks.
 
         Raises:
-          ValueError: the names are lost, as `optax.tree.map_params` loses them.
+          ValueError: the names are lost, as after `optax.tree.map_params`.
         """
         if not self.blocks and self.values.size:
             raise ValueError(
-                f"the names of {self.values.size} values are lost, as in the result of "
-                f"optax.tree.map_params: read a state that an update returns"
+                f"the names of {self.values.size} values are lost, as after "
+                f"optax.tree.map_params: read a state from `update`"
             )
         named, start = {}, 0
         for path, shape in self.blocks.items():
@@ -126,10 +126,10 @@ class TensorValues(NamedTuple):
 
 
 class _Layout(tuple):
-    """The items of `TensorValues.blocks`, as JAX compares them.
+    """The items of `TensorValues.blocks`, with a comparison for JAX.
 
-    No items equal any others: `optax.tree.map_params` compares a state with that of a placeholder that
-    has no tensors. Vectors of other lengths have other types, so a compilation cache never confuses them.
+    Empty items equal any others, because `optax.tree.map_params` compares a state with that of a placeholder
+    without tensors. Vectors of other lengths have other types, so a compilation cache never confuses them.
     """
 
     def __eq__(self, other):
@@ -169,7 +169,7 @@ def join(
 ) -> jax.Array:
     """Concatenates arrays of entries: each [..., *shape] becomes [entries, *shape] first.
 
-    The result is replicated, since explicit meshes concatenate only arrays that are sharded alike.
+    The result is replicated, because explicit meshes concatenate only arrays with equal sharding.
     """
     flat = [_replicate(x).reshape(-1, *shape) for x in arrays]
     return jnp.concatenate(flat) if flat else jnp.zeros((0, *shape), dtype)

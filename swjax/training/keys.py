@@ -77,7 +77,7 @@ class Key(NamedTuple):
         return self.kind(text)
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value has the type and lies in the range; an int is accepted as a float."""
+        """Whether a value has the type and is in the range; an int is accepted as a float."""
         if self.kind is tuple and self.interval:
             whole = Key(int, self.interval)
             ranged = isinstance(value, tuple) and all(whole.accepts(part) for part in value)

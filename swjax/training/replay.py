@@ -123,7 +123,7 @@ def load_config(workdir: Path) -> ConfigDict:
     """
     path = workdir / "config.json"
     if not path.exists():
-        raise ConfigError(f"{workdir} holds no config.json: name the workdir of a run of train.py")
+        raise ConfigError(f"{workdir} has no config.json: give the workdir of a run of train.py")
     saved = json.loads(path.read_text())
     tuples = (("optimizer", "freeze"), ("eval", "zeroshot"), ("train", "profile_steps"))
     for section, key in tuples:  # JSON has no tuples
