@@ -1,6 +1,6 @@
 """The arithmetic of swjax: quantizers, quantized products, and the choice between implementations.
 
-Imported as ``swjax.kernels`` only; this package imports nothing else of swjax.
+Import it only as ``swjax.kernels``. The package imports nothing else of swjax.
 """
 
 if __name__ != "swjax.kernels":

@@ -8,7 +8,7 @@ class Unavailable(NamedTuple):
 
     Attributes:
       reason: the end of a sentence that starts with the implementation; it ends with the remedy.
-      missing_package: the remedy is to install a package: the automatic choice warns before it falls back.
+      missing_package: whether the remedy is to install a package. If so, the automatic choice warns.
 
     >>> print("implementation 'triton'", Unavailable("takes no empty arrays: use 'xla'"))
     implementation 'triton' takes no empty arrays: use 'xla'

@@ -1,6 +1,6 @@
-"""Which implementation of each operation runs: the table, and the one place that chooses.
+"""Chooses the implementation of each operation: the table, and the only place that decides.
 
-The module of an implementation says in `why_not` what it cannot compute.
+The function `why_not` in the module of an implementation names the unsupported arguments.
 """
 
 import functools
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from swjax.kernels import reference, tiles
 from swjax.kernels.availability import Unavailable
 
-# {operation: its implementations other than "xla", the preferred one first}. Each is a function with the name
-# of the operation in the module of the implementation, with the signature and result of that in `reference`.
+# {operation: its implementations other than "xla", the preferred one first}. An implementation is the
+# function with the operation's name in its module. It has the signature and the result of the function in
+# `reference`.
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "quantize": ("triton",),
     "quantize_by": ("triton",),
@@ -35,27 +36,27 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "attention_backward": ("triton",),
 }
 NAMES = ("xla", "triton", "mosaic_gpu")
-# Imported when they are first used: neither Triton nor Pallas is needed on CPUs.
+# Imported at first use, because CPUs need neither Triton nor Pallas.
 MODULES = {"triton": "triton_gpu", "mosaic_gpu": "mosaic_gpu"}
 
 INSTALL = "pip install 'swjax[gpu]' (Python 3.12 or newer)"
 
 
 def run(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> Any:
-    """Computes `operation` by a named implementation, or by the best one available.
+    """Computes `operation` with the named implementation, or with the best available implementation.
 
     Args:
-      operation: a key of `IMPLEMENTATIONS`; its specification is the function of that name in
-        `swjax.kernels.reference`.
-      *arrays: its arrays and QTensors.
-      implementation: "xla", "triton", "mosaic_gpu"; None chooses.
-      **options: its other arguments.
+      operation: a key of `IMPLEMENTATIONS`; the function of that name in `swjax.kernels.reference` is its
+        specification.
+      *arrays: arrays and QTensors of the operation.
+      implementation: "xla", "triton" or "mosaic_gpu"; None chooses.
+      **options: other arguments of the operation.
 
     Returns:
-      What the specification returns.
+      The result, as the specification defines it.
 
     Raises:
-      ValueError: there is no implementation of that name, or it cannot run: the message says why.
+      ValueError: the implementation does not exist, or cannot run; the message gives the reason.
 
     >>> run("quantize", jnp.ones((1, 2))).values.tolist()
     [[127, 127]]
@@ -70,8 +71,8 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
 
 @functools.cache
 def _kernel(name: str, operation: str, **options):
-    """One jitted function per kernel and options, so that layers of the same shapes share its lowering, which
-    takes about a second."""
+    """Returns one jitted function per kernel and options, so that layers of equal shapes share its lowering,
+    which takes about a second."""
 
     def function(*arrays):
         return getattr(module_of(name), operation)(*arrays, **options)
@@ -83,8 +84,8 @@ def _kernel(name: str, operation: str, **options):
 def choose(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> str:
     """The name of the implementation that `run` uses for these arguments.
 
-    On an NVIDIA GPU, None chooses the one that the device's tuned table names as the fastest for the shape,
-    then the first of `IMPLEMENTATIONS` that can run. An operation without the named implementation runs
+    On an NVIDIA GPU, None chooses the fastest implementation for the shape in the device's tuned table, or
+    else the first of `IMPLEMENTATIONS` that can run. If an operation lacks the named implementation, it runs
     through XLA.
 
     >>> choose("quantize", jnp.ones((1, 2)), implementation="mosaic_gpu")
@@ -104,7 +105,7 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
     preferred = tiles.preferred_implementation(operation, shape_key(operation, *arrays))
     if preferred == "xla":
         return "xla"
-    for name in sorted(known, key=lambda name: name != preferred):  # that one first
+    for name in sorted(known, key=lambda name: name != preferred):  # tries the preferred one first
         reason = why_not(name, operation, *arrays, **options)
         if reason is None:
             return name
@@ -114,7 +115,7 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
 
 
 def check(implementation: str | None) -> None:
-    """Raises a ValueError if there is no implementation of that name."""
+    """Raises a ValueError if the implementation does not exist."""
     if implementation is not None and implementation not in NAMES:
         raise ValueError(
             f"implementation must be one of {', '.join(NAMES)} or None (automatic), "
@@ -123,12 +124,12 @@ def check(implementation: str | None) -> None:
 
 
 def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
-    """Why an implementation cannot compute an operation here; None: it can.
+    """Returns why an implementation cannot compute an operation on this machine, or None if it can.
 
     Args:
       name: "triton" or "mosaic_gpu".
-      operation: a key of `IMPLEMENTATIONS` that has this implementation.
-      *arrays, **options: the operation's arguments; shapes and dtypes are enough.
+      operation: a key of `IMPLEMENTATIONS` with this implementation.
+      *arrays, **options: arguments of the operation; shapes and dtypes suffice.
     """
     if jax.default_backend() != "gpu":
         platform = jax.default_backend()
@@ -149,7 +150,7 @@ def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavaila
 
 @functools.cache
 def _missing_triton() -> str | None:
-    """The missing packages of the "triton" modules, which are imported only if none is missing."""
+    """Names the missing packages of the "triton" modules, which are imported only if none is missing."""
     if importlib.util.find_spec("jax_triton") is None:
         return f"needs jax-triton, which is not installed: {INSTALL}"
     version = importlib.metadata.version("triton")
@@ -159,9 +160,9 @@ def _missing_triton() -> str | None:
 
 
 def would_gather() -> bool:
-    """Whether XLA would all-gather the operands of a kernel: it cannot partition kernels.
+    """Whether XLA, which cannot partition kernels, would all-gather the operands of a kernel.
 
-    Warns once where it would.
+    If so, the function warns once.
     """
     if jax.device_count() == 1:
         return False
@@ -169,8 +170,8 @@ def would_gather() -> bool:
     if not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names):
         return False
     _warn_once(
-        f"swjax: {jax.device_count()} devices, so that quantized layers run through XLA, slowly; "
-        "kernels run where a swjax.Layout says how arrays are sharded, inside jax.shard_map, or "
+        f"swjax: with {jax.device_count()} devices, quantized layers run through XLA, slowly; "
+        "kernels run if a swjax.Layout gives the shardings, inside jax.shard_map, or "
         "with one visible device"
     )
     return True
@@ -188,8 +189,8 @@ def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
 def _warn_of_split_sums():
     """Warns that XLA may sum small int8 products wrongly.
 
-    It splits their sums, and its Triton code generator may then count columns twice: seen with jax 0.11.2 on
-    an H200, where [256, 512] x [512, 128] was twice as large. Only an XLA flag turns that off.
+    XLA splits their sums, and its Triton code generator may then count columns twice. With jax 0.11.2 on an
+    H200, [256, 512] x [512, 128] was twice as large. Only an XLA flag turns the splitting off.
     """
     if jax.default_backend() == "gpu" and SAFE_XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
         _warn_once(
@@ -204,12 +205,12 @@ def _warn_once(message: str) -> None:
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of an implementation: "triton" or "mosaic_gpu"."""
+    """Imports the module of an implementation, "triton" or "mosaic_gpu"."""
     return importlib.import_module(f"swjax.kernels.{MODULES[name]}")
 
 
 def shape_key(operation: str, *arrays: Any) -> str:
-    """The key of a shape in the tuned table: all but the number of tokens. That of a product is "{n}x{k}"."""
+    """The key of a shape in the tuned table, without the number of tokens; for a product it is "{n}x{k}"."""
     if operation == "matmul":
         return "x".join(map(str, arrays[1].values.shape))
     width = arrays[0].shape[-1]

@@ -1,4 +1,4 @@
-"""How each kernel cuts its work: rules with their reasons, and tables of tiles measured on a device.
+"""The tile sizes of each kernel: rules with their reasons, and tables measured on a device.
 
 A tuned table is a JSON file in `tuned/`, named after the device; `python -m benchmarks.kernels.tune`
 writes it. A rule applies to shapes that have no entry.
@@ -14,14 +14,14 @@ import jax
 
 @dataclass(frozen=True)
 class RowTile:
-    """How a row kernel cuts its work.
+    """The tile sizes of a row kernel.
 
     Attributes:
-      rows: rows that a program holds at a time.
-      chunk: columns of a piece of a row, a power of two.
-      warps: of 32 threads, per program.
-      stages: blocks in flight of a kernel whose programs take block after block: with 2, the next block is
-        copied to shared memory while one is computed.
+      rows: rows that a program processes at a time.
+      chunk: columns per piece of a row, a power of two.
+      warps: warps of 32 threads per program.
+      stages: pipeline stages of a kernel whose programs loop over blocks: with 2, the next block is copied to
+        shared memory while the current block is computed.
     """
 
     rows: int
@@ -32,13 +32,13 @@ class RowTile:
 
 @dataclass(frozen=True)
 class TritonTile:
-    """How Triton's product cuts its work.
+    """The tile sizes of Triton's product.
 
     Attributes:
       m, n: rows and columns of the output tile of a program.
       k: length of a step along the contracted axis.
-      warps: of 32 threads, per program.
-      stages: of the pipeline of loads.
+      warps: warps of 32 threads per program.
+      stages: stages of the pipeline of loads.
       group: rows of tiles that run at the same time, and share columns of b in the L2 cache.
     """
 
@@ -52,10 +52,10 @@ class TritonTile:
 
 @dataclass(frozen=True)
 class MosaicTile:
-    """How Mosaic's product cuts its work.
+    """The tile sizes of Mosaic's product.
 
     Attributes:
-      stages: slots of the ring of operands.
+      stages: slots of the ring buffer of operands.
       width: columns of tiles that run at the same time, and share rows of a in the L2 cache.
     """
 
@@ -65,13 +65,13 @@ class MosaicTile:
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """How attention cuts the scores of one head, into products of rows x columns.
+    """The tile sizes of attention, which computes the scores of a head in products of rows x columns.
 
     Attributes:
-      rows: queries (in the backward pass also keys) of a product.
-      columns: keys (in the backward pass also queries) of a product.
-      warps: of 32 threads, per program.
-      stages: of the pipeline of loads.
+      rows: queries (in the backward pass also keys) per product.
+      columns: keys (in the backward pass also queries) per product.
+      warps: warps of 32 threads per program.
+      stages: stages of the pipeline of loads.
     """
 
     rows: int
@@ -80,10 +80,10 @@ class AttentionTile:
     stages: int
 
 
-# Rows of more columns than this do not fit into the registers of a program.
+# Longer rows do not fit into the registers of a program.
 WIDEST_ROW = 16384
 
-# The scores of 64 queries with more keys than this do not either.
+# With more keys than this, the scores of 64 queries do not fit into the registers of a program.
 LONGEST_SEQUENCE = 320
 
 # Slots of the rings of both weight gradients, and the time of writing a slice, measured on an H200.
@@ -96,7 +96,7 @@ def row_tile(producer: str, width: int) -> RowTile:
 
     Args:
       producer: "none" (the quantizer alone), "layer_norm", "layer_norm_backward", "gelu" or "gelu_backward".
-      width: of a row.
+      width: columns per row.
 
     >>> row_rule(1280)
     RowTile(rows=1, chunk=256, warps=1, stages=1)
@@ -106,9 +106,9 @@ def row_tile(producer: str, width: int) -> RowTile:
 
 
 def row_rule(width: int) -> RowTile:
-    """One row per program, so that sums need no exchange between rows and small programs hide the latency of
-    others. The longest chunks that leave less than an eighth of the lanes idle, and about 40 columns per
-    thread: loads of 16 bytes, several in flight."""
+    """One row per program: sums need no exchange between rows, and small programs hide each other's latency.
+    Chunks are the longest with less than an eighth of the lanes idle and about 40 columns per thread, so that
+    several loads of 16 bytes are in flight."""
     chunks = (chunk for chunk in (1024, 512, 256, 128) if -width % chunk * 8 <= width)
     return RowTile(
         rows=1, chunk=next(chunks, 64), warps=min(max(_power_above(width // 40) // 32, 1), 16)
@@ -116,8 +116,8 @@ def row_rule(width: int) -> RowTile:
 
 
 def row_programs(tile: RowTile, sums: int = 1) -> int:
-    """Programs of a kernel that also sums columns: enough to fill every multiprocessor, but few, since each
-    writes `sums` rows of partial sums."""
+    """Number of programs of a kernel that also sums columns: enough to fill every multiprocessor, but few,
+    because each program writes `sums` rows of partial sums."""
     return multiprocessors() * min(16, 32 // tile.warps) // sums
 
 
@@ -128,9 +128,9 @@ def triton_tile(m: int, n: int, k: int) -> TritonTile:
 
 
 def triton_rule(m: int) -> TritonTile:
-    """128 x 128 x 128: two programs of 96 KiB fit a Hopper multiprocessor, and one multiplies while the other
-    writes. Half the step on GPUs with 100 KiB of shared memory, and a smaller tile for few rows. wgmma reads
-    operands from shared memory; other GPUs hold them in registers, which would spill with 4 warps."""
+    """128 x 128 x 128: two programs of 96 KiB fit on a Hopper multiprocessor, and one multiplies while the
+    other writes. GPUs with 100 KiB of shared memory use half the step; few rows use a smaller tile. wgmma
+    reads operands from shared memory. Other GPUs hold them in registers, which would spill with 4 warps."""
     capability = compute_capability()
     rows, step = 128 if m > 64 else 64, 128 if capability in ((8, 0), (9, 0), (10, 0)) else 64
     warps = 4 if rows == 64 or capability in ((9, 0), (10, 0)) else 8
@@ -150,16 +150,17 @@ def mosaic_tile(n: int, k: int) -> MosaicTile:
 def weight_gradient_slices(
     tile_count: int, tokens: int, blocks: int, *, largest: int, write_tokens: int
 ) -> int:
-    """The number of slices of the tokens that takes the shortest time.
+    """The number of slices of the tokens with the shortest predicted time.
 
-    The time counts the rounds of the busiest block, one slice of a tile each, and the writes of the slices.
+    The prediction counts the slices that the busiest block computes one after the other, and the slice
+    writes.
 
     Args:
-      tile_count: tiles of the output.
-      tokens: of the sum.
-      blocks: that run at the same time.
-      largest: number of slices.
-      write_tokens: tokens that are multiplied in the time that writing a slice takes.
+      tile_count: number of output tiles.
+      tokens: length of the sum.
+      blocks: number of blocks that run at the same time.
+      largest: largest allowed number of slices.
+      write_tokens: number of tokens multiplied in the time of writing a slice.
 
     >>> weight_gradient_slices(320, 65536, blocks=132, largest=16, write_tokens=600)
     2
@@ -174,9 +175,8 @@ def weight_gradient_slices(
 def attention_tile(operation: str, tokens: int) -> AttentionTile:
     """The tile of "attention" or "attention_backward".
 
-    64 rows are 4 warps, few enough that another program computes while one waits. The forward pass holds all
-    scores of its rows in any case, so it takes the widest products among those that leave the fewest columns
-    idle.
+    64 rows are 4 warps, few enough that another program computes while one waits. The forward pass always
+    holds all scores of its rows, so it uses the largest products among those with the fewest idle columns.
     """
     widths = (256, 128, 64) if operation == "attention" else (64,)
 
@@ -188,8 +188,8 @@ def attention_tile(operation: str, tokens: int) -> AttentionTile:
 
 
 def attention_pieces(tokens: int, piece: int) -> tuple[int, int]:
-    """How many pieces cover a sequence, and the length of the tail after them: 16, 32 or 0. A longer rest is
-    a piece.
+    """The number of pieces that cover a sequence, and the length of the tail: 16, 32 or 0. A longer remainder
+    counts as a piece.
 
     >>> attention_pieces(257, 64), attention_pieces(100, 64)
     ((4, 16), (2, 0))
@@ -201,19 +201,19 @@ def attention_pieces(tokens: int, piece: int) -> tuple[int, int]:
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of the GPU; without a GPU the 132 of an H200, to compile for one."""
+    """Multiprocessors of the GPU; without a GPU, the 132 of an H200, to compile kernels for it."""
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def compute_capability() -> tuple[int, int]:
-    """The compute capability of the GPU; without a GPU that of Hopper."""
+    """The compute capability of the GPU; without a GPU the capability of Hopper."""
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
     major, minor = capability.split(".")
     return int(major), int(minor)
 
 
 def preferred_implementation(operation: str, key: str) -> str | None:
-    """The implementation of a shape that was fastest on this device, or None if it was not measured.
+    """The fastest implementation for a shape on this device, or None if the table has no measurement.
 
     `key`: see `dispatch.shape_key`.
     """
@@ -228,7 +228,7 @@ def _tuned(*path):
 
 
 def table_path(device_kind: str) -> Path:
-    """Where the tuned table of a device is."""
+    """The path of a device's tuned table."""
     return Path(__file__).parent / "tuned" / f"{device_kind.replace(' ', '_')}.json"
 
 

@@ -103,7 +103,7 @@ def test_none_falls_back_to_what_can_run(gpu, capability, operation, arrays, opt
             "matmul",
             (A, B),
             {},
-            r"is for Hopper \(compute capability 9.0\), and this GPU has \(8, 0\): use 'triton'",
+            r"needs Hopper \(compute capability 9.0\), and this GPU has \(8, 0\): use 'triton'",
         ),
         (
             (9, 0),
@@ -143,7 +143,7 @@ def test_none_falls_back_to_what_can_run(gpu, capability, operation, arrays, opt
             "quantize",
             (array((4, 5, 6)),),
             {"axes": (1,)},
-            r"takes scales over the last axis, the others or all, got axes \[1\]: use 'xla'",
+            r"supports scales over the last axis, the other axes or all axes, got axes \[1\]: use 'xla'",
         ),
         (
             (9, 0),
@@ -151,7 +151,7 @@ def test_none_falls_back_to_what_can_run(gpu, capability, operation, arrays, opt
             "gelu",
             (array((4, 20_000)),),
             {},
-            "takes rows of up to 16384, got 20000: use 'xla'",
+            "supports rows of up to 16384, got 20000: use 'xla'",
         ),
         ((9, 0), "triton", "gelu", (array((0, 8)),), {}, "takes no empty arrays: use 'xla'"),
     ],

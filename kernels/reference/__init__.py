@@ -1,8 +1,8 @@
-"""The specification of every kernel in jax.numpy, which is also the XLA path on every platform.
+"""The specification of every kernel in jax.numpy, which is also the XLA implementation on every platform.
 
 A quantized array is a ``QTensor``: int8 or fp8 ``values`` and an fp32 ``scale`` with ``x ~ values * scale``.
-Scales are found over an operand's *contracted* axes, or over the whole tensor, so that they factor out
-of the product: ``(a . b)[i, j] = scale_a[i] * scale_b[j] * sum_k a.values[i, k] * b.values[k, j]``.
+A scale spans an operand's *contracted* axes, or the whole tensor, so that it factors out of the product:
+``(a . b)[i, j] = scale_a[i] * scale_b[j] * sum_k a.values[i, k] * b.values[k, j]``.
 """
 
 from swjax.kernels.reference.blocks import block_weight_gradient

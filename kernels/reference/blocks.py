@@ -1,4 +1,4 @@
-"""The weight gradient in 8 bits: tokens rotated, and a scale for each column and block of tokens."""
+"""The 8-bit weight gradient: tokens are rotated, and each column and block of tokens has a scale."""
 
 import math
 
@@ -10,7 +10,7 @@ from swjax.kernels.reference.numbers import to_float32
 from swjax.kernels.reference.products import matmul
 from swjax.kernels.reference.quantizers import QTensor, quantize
 
-_SIGNS = 0x243F6A8885A308D313198A2E03707344  # the fraction of pi, 128 bits
+_SIGNS = 0x243F6A8885A308D313198A2E03707344  # the first 128 bits of the fraction of pi
 
 
 def block_weight_gradient(
@@ -22,32 +22,32 @@ def block_weight_gradient(
     rotation: int,
     out_dtype: str,
 ) -> jax.Array:
-    """``xT g`` from 8-bit products, with one scale for each column and block of tokens.
+    """``xT g`` from 8-bit products, with one scale per column and block of tokens.
 
     Each group of `rotation` tokens of x and of g is multiplied by the same orthogonal matrix H of `rotate`::
 
         (H x)T (H g) = xT HT H g = xT g
 
-    so the exact product stays the same. A rotated token is a mixture of all tokens of its group, and all have
-    about the same magnitude. Without the rotation one scale has to serve tokens of very different magnitude,
-    and rounds the small ones to few values: that, not the length of the sum, is the error of int8 weight
-    gradients.
+    so the exact product is unchanged. A rotated token is a mixture of all tokens of its group, and all
+    rotated tokens have about the same magnitude. Without the rotation, one scale covers tokens of very
+    different magnitude, and small tokens are rounded to few values. This, rather than the length of the sum,
+    causes the error of int8 weight gradients.
 
-    The error: elements of standard deviation s have a maximum of about ``s sqrt(2 ln m)`` over m tokens. An
-    integer step is that divided by 127, and rounding errors have a standard deviation of ``step / sqrt(12)``.
-    The error of x and that of g add up in squares: ``sqrt(2) sqrt(2 ln m) / (127 sqrt(12))`` of the
-    product's norm for independent x and g, 1.2 % for m = 1,024.
+    Size of the error: elements with standard deviation s have a maximum of about ``s sqrt(2 ln m)`` over m
+    tokens. An integer step is this maximum divided by 127, and rounding errors have a standard deviation of
+    ``step / sqrt(12)``. The squared errors of x and g add up to ``sqrt(2) sqrt(2 ln m) / (127 sqrt(12))`` of
+    the product's norm for independent x and g, which is 1.2 % for m = 1,024.
 
-    A column with an element that is not finite has a result that is not finite; so may one with an element
+    If a column contains a non-finite element, its result is not finite. The same may happen for an element
     beyond 2**121, whose rotation overflows.
 
     Args:
       x: [tokens, k] float16, bfloat16 or float32.
       g: [tokens, n] in the dtype of x.
-      dtypes: of quantized x and g, see `quantize`.
-      block: tokens that share the scale of a column, at most. All blocks have the same length, a multiple of
-        `rotation`; the last tokens of the last one are zeros.
-      rotation: tokens of a group, a power of two up to 128; 1 rotates nothing.
+      dtypes: dtypes of quantized x and g, see `quantize`.
+      block: largest number of tokens that share the scale of a column. All blocks have the same length, a
+        multiple of `rotation`; zeros fill the last block.
+      rotation: tokens per group, a power of two up to 128; 1 means no rotation.
       out_dtype: "float32", "bfloat16" or "float16".
 
     Returns:
@@ -76,7 +76,7 @@ def block_weight_gradient(
         jax.tree.map(part, (x_blocks, g_blocks)) for part in (lambda a: a[0], lambda a: a[1:])
     )
     total, _ = jax.lax.scan(add, product(first), others)
-    return (total / rotation).astype(out_dtype)  # exact: both operands are sqrt(rotation) too large
+    return (total / rotation).astype(out_dtype)  # exact: each operand has a factor sqrt(rotation)
 
 
 def cut_into_blocks(tokens: int, block: int, rotation: int) -> tuple[int, int]:
@@ -90,16 +90,16 @@ def cut_into_blocks(tokens: int, block: int, rotation: int) -> tuple[int, int]:
 
 
 def _blocks(x: jax.Array, count: int, length: int) -> jax.Array:
-    """[tokens, n] as [count, length, n]; tokens past the last are zeros."""
+    """Reshapes [tokens, n] to [count, length, n], padded with zero tokens."""
     padded = jnp.pad(x, ((0, count * length - x.shape[0]), (0, 0)))
     return padded.reshape(count, length, x.shape[1])
 
 
 def rotate(x: jax.Array, rotation: int) -> jax.Array:
-    """Each group of tokens multiplied by ``sqrt(rotation) H``, where H is orthogonal.
+    """Multiplies each group of tokens by ``sqrt(rotation) H``, where H is orthogonal.
 
-    ``sqrt(rotation) H`` is a Hadamard matrix of 1 and -1 whose columns have fixed signs: the same in every
-    step, on every device, in every group. The products with 1 and -1 are exact; their sum is in float32.
+    ``sqrt(rotation) H`` is a Hadamard matrix of 1 and -1 whose columns have fixed signs, the same in every
+    step, on every device and in every group. The products with 1 and -1 are exact; their sum is in float32.
 
     Args:
       x: [..., tokens, n] float16, bfloat16 or float32; `rotation` divides tokens.

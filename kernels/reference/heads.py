@@ -15,7 +15,7 @@ def attention(
 
     Args:
       q, k, v: [b, t, h, d].
-      causal: a query sees the keys up to its own position only.
+      causal: whether a query attends only to keys up to its own position.
 
     Returns:
       (out [b, t, h, d] in the dtype of q, lse float32 [b, h, t]).
@@ -40,16 +40,16 @@ def attention_backward(
     *,
     causal: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of `attention`.
+    """Computes the gradients of `attention`.
 
     Args:
-      q, k, v: its arguments, [b, t, h, d].
-      out, lse: its results, [b, t, h, d] and [b, h, t].
-      gradient: [b, t, h, d], of out.
+      q, k, v: arguments of `attention`, [b, t, h, d].
+      out, lse: results of `attention`, [b, t, h, d] and [b, h, t].
+      gradient: gradient of out, [b, t, h, d].
       causal: as in the forward pass.
 
     Returns:
-      (dq, dk, dv), each of the shape and dtype of q, k and v.
+      (dq, dk, dv), with the shapes and dtypes of q, k and v.
 
     >>> q = jnp.zeros((1, 2, 1, 4))
     >>> out, lse = attention(q, q, q)

@@ -5,30 +5,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# An absolute maximum below this counts as this. An all-zero vector gets a positive scale, and neither the
-# scale nor its reciprocal leaves the normal range of fp32. Subnormals of fp32, which some platforms read as
-# zeros, round to zero in every quantized type.
+# Smallest absolute maximum; smaller ones are raised to it. An all-zero vector then has a positive scale, and
+# the scale and its reciprocal are normal fp32 numbers. fp32 subnormals, which some platforms read as zeros,
+# round to zero in every quantized type.
 SMALLEST_ABSMAX = 2.0**-92
 
 # The largest magnitude of each quantized type: symmetric int8 and the OCP fp8 formats.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
-# Their reciprocals, rounded to fp32.
+# Reciprocals of LARGEST, rounded to fp32.
 INVERSE = {name: float(np.float32(1.0 / largest)) for name, largest in LARGEST.items()}
 
-# Stored bits of the mantissa, and the exponent of the smallest normal value.
+# Stored mantissa bits, and the exponent of the smallest normal value.
 FP8_MANTISSA_BITS = {"float8_e4m3fn": 3, "float8_e5m2": 2}
 FP8_SMALLEST_EXPONENT = {"float8_e4m3fn": -6, "float8_e5m2": -14}
 
 
 def to_float32(x: jax.Array) -> jax.Array:
-    """`x` in fp32, rounded to its own dtype first: XLA for GPUs may have skipped that rounding."""
+    """Casts `x` to fp32, after rounding to its own dtype, which XLA for GPUs may have skipped."""
     exact = x.astype(jnp.float32)
     if x.dtype == jnp.float32:
         return exact
     kind = jnp.finfo(x.dtype)
     rounded = lax.reduce_precision(exact, kind.nexp, kind.nmant)
-    if x.dtype == jnp.float16:  # whose subnormals reduce_precision flushes to zero
+    if x.dtype == jnp.float16:  # reduce_precision flushes float16 subnormals to zero
         subnormal = jnp.abs(exact) < 2.0**-14
         rounded = jnp.where(subnormal, jnp.round(exact * 2.0**24) * 2.0**-24, rounded)
     return rounded
@@ -39,31 +39,32 @@ def absolute_maximum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
     Args:
       x: [...] float16, bfloat16 or float32, empty included.
-      axes: the axes to reduce.
+      axes: axes to reduce.
 
     Returns:
-      float32 of the rank of x, of length 1 along `axes`: 0 for an empty x, NaN where x holds one.
+      float32 with the rank of x and length 1 along `axes`: 0 for an empty x, NaN if x contains NaN.
 
     >>> absolute_maximum(jnp.array([[1.0, -3.0]]), (1,)).tolist()
     [[3.0]]
     """
-    # Compared as integers, whose order is that of positive floats with NaN on top: XLA for CPUs drops NaN
-    # from a maximum of floats, and a gradient of NaN would become one of zeros.
+    # The maximum compares integers, whose order is that of positive floats with NaN on top. XLA for CPUs
+    # drops NaN from a maximum of floats, so that a gradient of NaN would become zeros.
     bits = lax.bitcast_convert_type(jnp.abs(to_float32(x)), jnp.int32)
     largest = jnp.max(bits, axis=axes, keepdims=True, initial=0)
     return lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def scale_of(absmax: jax.Array, dtype: str) -> jax.Array:
-    """``absmax / largest`` as a multiplication: XLA rewrites a division by a constant, others do not."""
+    """``absmax / largest`` as a multiplication, because only XLA rewrites a division by a constant to one."""
     return absmax * jnp.float32(INVERSE[dtype])
 
 
 def divide(x: float, y: jax.Array) -> jax.Array:
-    """``x / y`` in fp32, correctly rounded even where the hardware's division is not (XLA on GPUs).
+    """``x / y`` in fp32, correctly rounded even if the hardware's division is not (XLA on GPUs).
 
-    One Newton step on an exact remainder: quotient and divisor are split into halves whose products are
-    exact. A huge divisor is scaled down first, because GPUs flush the halves of its quotient to zero.
+    The function applies one Newton step to an exact remainder. Quotient and divisor are split into halves
+    whose products are exact. A huge divisor is scaled down first, because GPUs flush the halves of its
+    quotient to zero.
     """
     small = jnp.where(y < 2.0**64, jnp.float32(1), jnp.float32(2.0**-64))
     y = y * small
@@ -75,20 +76,20 @@ def divide(x: float, y: jax.Array) -> jax.Array:
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`x` as a sum of two numbers of 12 significant bits."""
+    """Splits `x` into a sum of two numbers with 12 significant bits."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return high, x - high
 
 
 def round_to_fp8(x: jax.Array, dtype: str) -> jax.Array:
-    """`x` rounded to the spacing of an fp8 format, ties to even, as fp32.
+    """Rounds `x` to the spacing of an fp8 format, ties to even, in fp32.
 
-    A cast to fp8 and back does the same, but XLA for GPUs removes such pairs (it may keep more precision
-    than requested): after this rounding the cast changes nothing.
+    A cast to fp8 and back would do the same, but XLA for GPUs removes such pairs (it may keep more precision
+    than requested). After this rounding the cast changes nothing.
 
     Args:
-      x: [...] float32. Beyond the largest value of the format the result is none of its values.
+      x: [...] float32. For x beyond the format's largest value, the result is not a value of the format.
       dtype: "float8_e4m3fn" or "float8_e5m2".
 
     Returns:

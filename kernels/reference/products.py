@@ -1,4 +1,4 @@
-"""Products of two matrices: quantized, and in the dtype of the operands."""
+"""Products of two matrices: quantized, or in the dtype of the operands."""
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,14 @@ def dot(
     out_dtype: str,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """The product that is not quantized, plus bias: what a linear layer of Flax computes.
+    """A product without quantization, plus bias, as in a linear layer of Flax.
 
     Args:
-      a, b: two arrays of one floating dtype.
-      contract: the axes of `a` and of `b` that are summed over; the others become the result's axes,
-        those of `a` first.
-      bias: [n] for the last axis of the result, or None.
+      a, b: two arrays with the same floating dtype.
+      contract: the axes of `a` and of `b` to sum over; the result has the remaining axes, those of `a` first.
+      bias: [n], added along the last axis of the result, or None.
       out_dtype: dtype of the result.
-      precision: as for `jax.lax.dot_general`.
+      precision: see `jax.lax.dot_general`.
 
     Returns:
       The product in `out_dtype`.
@@ -53,13 +52,13 @@ def matmul(
     and summed in int32. fp8 values are multiplied exactly and summed in fp32.
 
     Args:
-      a: values [..., k]; scale [..., 1], or of one element.
-      b: values [n, k]; scale [n, 1], or of one element.
+      a: values [..., k]; scale [..., 1], or with one element.
+      b: values [n, k]; scale [n, 1], or with one element.
       bias: [n], or None.
       out_dtype: "float32", "bfloat16" or "float16".
-      contract: the axes of a and b that are summed over. -1 is how tensor cores read 8-bit matrices: an
-        operand contracted along 0, a matrix [k, ...], is transposed first. XLA for CPUs takes either,
-        but multiplies an operand that was transposed before in int32, five times slower.
+      contract: the axes of a and b to sum over. Tensor cores read 8-bit matrices along -1, so an operand [k,
+        ...] contracted along 0 is transposed first. XLA for CPUs supports both, but multiplies a previously
+        transposed operand in int32, five times slower.
 
     Returns:
       [..., n] in `out_dtype`.
@@ -96,9 +95,9 @@ def weight_gradient(
 
     Args:
       x: [tokens, k].
-      g: [tokens, n], of the same floating dtype.
+      g: [tokens, n], with the same floating dtype.
       out_dtype: dtype of the result; the sum is in fp32.
-      precision: as for `jax.lax.dot_general`.
+      precision: see `jax.lax.dot_general`.
 
     Returns:
       [k, n] in `out_dtype`.

@@ -1,4 +1,4 @@
-"""Quantized arrays, and the operations that make them."""
+"""Quantized arrays, and the operations that create them."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ class QTensor(NamedTuple):
     """A quantized array, ``values * scale``.
 
     Attributes:
-      values: int8, float8_e4m3fn or float8_e5m2, of the shape of the array that is quantized.
-      scale: float32, of the same rank; length 1 along every axis that shares one scale.
+      values: int8, float8_e4m3fn or float8_e5m2, with the shape of the quantized array.
+      scale: float32, with the same rank; length 1 along every axis that shares a scale.
     """
 
     values: jax.Array
@@ -22,7 +22,7 @@ class QTensor(NamedTuple):
 
     @property
     def T(self) -> "QTensor":
-        """The transpose, of a matrix."""
+        """The transpose of a matrix."""
         return QTensor(self.values.T, self.scale.T)
 
 
@@ -37,9 +37,9 @@ def quantize(
 
     Args:
       x: [...] float16, bfloat16 or float32, of any rank and size, empty included.
-      axes: the axes one scale spans: the last one for row-wise, all of them for tensor-wise.
+      axes: axes that one scale spans: the last axis for row-wise, all axes for tensor-wise.
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
-      transpose: return the transpose, of a matrix x.
+      transpose: whether to return the transpose of a matrix x.
 
     Returns:
       A QTensor; its scale has length 1 along `axes`.
@@ -54,12 +54,12 @@ def quantize(
 def quantize_by(
     x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, transpose: bool = False
 ) -> QTensor:
-    """`quantize` with known absolute maxima, such as those of a sharded array with the shard `x`.
+    """Like `quantize`, with known absolute maxima, such as the maxima of the global array of a shard `x`.
 
     Args:
       x: [...] float16, bfloat16 or float32.
-      absmax: float32 of the rank of x, of length 1 along the axes one scale spans.
-      dtype, transpose: as for `quantize`.
+      absmax: float32 with the rank of x, and length 1 along the axes that one scale spans.
+      dtype, transpose: see `quantize`.
 
     Returns:
       A QTensor.
@@ -80,8 +80,8 @@ def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple
 
     Args:
       x: [k, n] float16, bfloat16 or float32.
-      absmax: [p] float32: the absolute maxima of p parts of x; the largest is used.
-      dtype: as for `quantize`.
+      absmax: [p] float32, absolute maxima of p parts of x; the function uses the largest.
+      dtype: see `quantize`.
 
     Returns:
       QTensors with values [k, n] and [n, k], and the same scale [1, 1].
@@ -95,14 +95,14 @@ def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple
 
 
 def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Array]:
-    """`x` quantized row-wise, and the sum of its rows: a gradient, and that of a bias, in one pass.
+    """Quantizes `x` row-wise and sums its rows: a gradient and the gradient of a bias, in one pass.
 
     Args:
       x: [..., n] float16, bfloat16 or float32.
-      dtype: as for `quantize`.
+      dtype: see `quantize`.
 
     Returns:
-      The QTensor, and the sum over all axes but the last: [n] float32.
+      The QTensor, and the sum over all axes except the last: [n] float32.
 
     >>> q, total = quantize_and_sum(jnp.array([[1.0, -2.0], [2.0, 2.0]]))
     >>> total.tolist()
@@ -112,7 +112,7 @@ def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Ar
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """The sum of x [..., n] over all axes but the last: [n] float32."""
+    """Sums x [..., n] over all axes except the last: [n] float32."""
     return jnp.sum(to_float32(x), axis=tuple(range(x.ndim - 1)))
 
 
@@ -121,7 +121,7 @@ def dequantize(q: QTensor, dtype: str = "float32") -> jax.Array:
 
     Args:
       q: a QTensor [...].
-      dtype: of the result.
+      dtype: dtype of the result.
 
     Returns:
       [...] in `dtype`.

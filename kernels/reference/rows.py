@@ -1,4 +1,4 @@
-"""LayerNorm and GELU, forward and backward, each with the quantizer that reads its result."""
+"""LayerNorm and GELU, forward and backward, each fused with the quantizer of its result."""
 
 import math
 
@@ -22,14 +22,13 @@ def layer_norm(
 
     Args:
       x: [..., n] float16, bfloat16 or float32.
-      gamma, beta: [n].
+      gamma, beta: [n], scale and offset of each feature.
       epsilon: added to the variance.
-      quantize_to: a dtype to quantize the result to, row-wise; None: not quantized.
-      wide: also return the result in the dtype of x.
+      quantize_to: dtype of the row-wise quantized result; None does not quantize.
+      wide: whether to also return the result in the dtype of x.
 
     Returns:
-      (the result or None, the result quantized or None). The quantizer reads the result rounded to the
-      dtype of x.
+      (result or None, quantized result or None). The quantizer reads the result rounded to the dtype of x.
 
     >>> y, q = layer_norm(jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.zeros(2), epsilon=0.0)
     >>> y.tolist(), q
@@ -50,13 +49,13 @@ def layer_norm_backward(
     *,
     epsilon: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """The gradients of `layer_norm` from its input alone: mean and deviation are recomputed.
+    """Computes the gradients of `layer_norm` from its input; mean and deviation are recomputed.
 
     Args:
-      x: [..., n], the input.
+      x: [..., n], input of the forward pass.
       gamma: [n].
-      gradient: [..., n], of the output; a tuple is summed.
-      residual: [..., n] or None: the gradient of x along a residual connection, added to dx.
+      gradient: [..., n], gradient of the output; a tuple is summed.
+      residual: [..., n], gradient of x along a residual connection, which is added to dx; or None.
       beta: [n], to also return the recomputed result of `layer_norm`; or None.
       epsilon: as in the forward pass.
 
@@ -81,7 +80,7 @@ def layer_norm_backward(
 
 
 def _moments(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Rows minus their mean, and their standard deviations."""
+    """Returns the rows minus their mean, and their standard deviations."""
     exact = to_float32(x)
     centred = exact - jnp.mean(exact, axis=-1, keepdims=True)
     return centred, jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon)
@@ -98,11 +97,11 @@ def gelu(
 
     Args:
       x: [..., n] float16, bfloat16 or float32.
-      approximate: use the tanh form, not the exact one.
-      quantize_to, wide: as for `layer_norm`.
+      approximate: whether to use the tanh form instead of the exact form.
+      quantize_to, wide: see `layer_norm`.
 
     Returns:
-      (the result or None, the result quantized or None).
+      (result or None, quantized result or None).
 
     >>> gelu(jnp.array([[0.0, 100.0]]))[0].tolist()
     [[0.0, 100.0]]
@@ -119,18 +118,19 @@ def gelu_backward(
     quantize_to: str | None = None,
     again: bool = False,
 ) -> tuple[jax.Array, QTensor | None, jax.Array, jax.Array | None]:
-    """The gradient of `gelu` from its input, and what the preceding linear layer needs, in one pass.
+    """Computes the gradient of `gelu` from its input, and the preceding linear layer's inputs, in one pass.
 
     Args:
-      x: [..., n], the input.
-      gradient: [..., n], of the output.
+      x: [..., n], input of the forward pass.
+      gradient: [..., n], gradient of the output.
       approximate: as in the forward pass.
-      quantize_to: a dtype to quantize dx to, row-wise; None: not quantized.
-      again: also return the recomputed result of `gelu`.
+      quantize_to: dtype of the row-wise quantized dx; None does not quantize.
+      again: whether to also return the recomputed result of `gelu`.
 
     Returns:
-      dx [..., n] in the dtype of x; dx quantized or None; the sum of dx over all axes but the last, [n] in
-      float32, which is the gradient of that layer's bias; the recomputed result of `gelu` or None.
+      dx [..., n] in the dtype of x; dx quantized, or None; the sum of dx over all axes except the last, [n]
+      in float32, which is the gradient of the preceding layer's bias; the recomputed result of `gelu`, or
+      None.
 
     >>> dx, _, total, _ = gelu_backward(jnp.array([[0.0, 100.0]]), jnp.ones((1, 2)))
     >>> dx.tolist(), total.tolist()

@@ -1,13 +1,12 @@
 """Triton kernels, called through jax-triton, for NVIDIA GPUs from Ampere on (fp8: from Ada on).
 
-Every size is a ``constexpr``: with sizes known only at run time the loads of the product were of single
-bytes. Floating-point fusion is off, so that a kernel rounds as its source is written, like the
-specification.
+Every size is a ``constexpr``, because with run-time sizes the product loaded single bytes. Floating-point
+fusion is off, so that a kernel rounds like its source and the specification.
 
 - `launcher`: the call of jax-triton.
 - `arithmetic`: element-wise functions. `chunks`: rows in registers.
-- `quantizers`, `layer_norms`, `gelus`: the row kernels, one for each producer.
-- `scales`: quantizes a matrix by known maxima. `products`: the quantized product.
+- `quantizers`, `layer_norms`, `gelus`: the row kernels, one per producer.
+- `scales`: quantizes a matrix with known maxima. `products`: the quantized product.
 - `blocks`: the weight gradient in int8.
 - `heads`, `attention_forward`, `attention_gradients`: attention over short sequences.
 """
@@ -43,7 +42,7 @@ __all__ = [
     "why_not",
 ]
 
-# Each has the signature of its operation. Operations that are not here take any arguments.
+# Each function has the signature of its operation. Operations without an entry accept all arguments.
 _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
     "block_weight_gradient": blocks.why_not,
     "quantize": quantizers.why_not_quantize,
@@ -59,11 +58,11 @@ _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
 
 
 def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
-    """Why these kernels cannot compute an operation on this GPU; None: they can.
+    """Returns why these kernels cannot compute an operation on this GPU, or None if they can.
 
     Args:
       operation: the name of a function of this module.
-      *arrays, **options: its arguments.
+      *arrays, **options: arguments of the operation.
     """
     capability = tiles.compute_capability()
     if capability < (8, 0):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# Added to |x| < 2**22, it leaves the nearest integer, ties to even, in the low bits of the sum.
+# Adding this to |x| < 2**22 leaves the nearest integer, ties to even, in the low bits of the sum.
 _ROUNDER: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
 
 _BF16_PAIR: tl.constexpr = tl.constexpr("""{
@@ -23,7 +23,7 @@ _TWO_BF16: tl.constexpr = tl.constexpr("""{
 
 @triton.jit
 def to_quantized(x, dtype: tl.constexpr):
-    """fp32 within the range of `dtype`, rounded to it, ties to even."""
+    """Rounds fp32 within the range of `dtype` to `dtype`, ties to even."""
     if dtype == tl.int8:
         return (x + _ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
     else:
@@ -32,15 +32,15 @@ def to_quantized(x, dtype: tl.constexpr):
 
 @triton.jit
 def nan_maximum(a, b):
-    """The larger, or NaN if either is: the scale of a row that holds NaN is NaN."""
+    """The larger of a and b, or NaN if either is NaN, so that the scale of a row with NaN is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """fp32 rounded to `dtype`, in that dtype and in fp32."""
+    """Rounds fp32 to `dtype`; returns the result in `dtype` and in fp32."""
     if dtype == tl.bfloat16:
-        # In pairs: a single conversion uses the slow unit, which the exponential needs.
+        # Converts pairs, because single conversions use the slow unit, which the exponential needs.
         return tl.inline_asm_elementwise(
             _BF16_PAIR, "=r,=f,=f,f,f", [x], dtype=(tl.bfloat16, tl.float32), is_pure=True, pack=2
         )
@@ -51,7 +51,7 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def to_float32(x, PAIRS: tl.constexpr):
-    """In fp32. bf16 takes two instructions a pair, or three one by one."""
+    """Converts to fp32. Pairs of bf16 need two instructions, single values three."""
     if PAIRS and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _TWO_BF16, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2
@@ -70,10 +70,10 @@ def reciprocal(x):
 
 @triton.jit
 def normal_tail(x):
-    """P(X > |x|) for a standard normal X, relative error 1e-6, and exp(-x**2 / 2).
+    """P(X > |x|) for a standard normal X, with relative error 1e-6, and exp(-x**2 / 2).
 
-    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2), and erfcx a polynomial in
-    t = 1 / (1 + 0.38 z), a minimax fit. One reciprocal and one exponential, as in the tanh form.
+    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2). erfcx is a polynomial in t = 1 / (1 + 0.38 z),
+    a minimax fit. The cost is one reciprocal and one exponential, as in the tanh form.
     """
     t = reciprocal(tl.fma(tl.abs(x), 0.38 * 0.7071067811865476, 1.0))
     p = tl.fma(t, -0.06268340327314895, 0.16792059162792555)
@@ -88,7 +88,7 @@ def normal_tail(x):
 
 @triton.jit
 def tanh_gate(x):
-    """0.5 (1 + tanh(u)), the tanh form's P(X < x), and du/dx."""
+    """0.5 (1 + tanh(u)), which is P(X < x) in the tanh form, and du/dx."""
     square = x * x
     u = x * tl.fma(square, 0.7978845608028654 * 0.044715, 0.7978845608028654)
     gate = reciprocal(1.0 + tl.exp2(u * -2.8853900817779268))

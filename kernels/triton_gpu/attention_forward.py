@@ -1,7 +1,7 @@
 """Attention over short sequences, forward, for Hopper.
 
-A program has all keys and values of a head in shared memory and whole rows of scores in registers, so that
-no softmax is corrected while it is computed.
+A program holds all keys and values of a head in shared memory and whole rows of scores in registers, so the
+softmax needs no running correction.
 """
 
 import jax
@@ -32,7 +32,7 @@ def _scores(
     q, keys, query, ROWS: tl.constexpr, FEW: tl.constexpr, CAUSAL: tl.constexpr, T: tl.constexpr,
     COLUMNS: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The scores of some queries with all keys, and the largest score of each query."""
+    """Scores of some queries with all keys, and the largest score of each query."""
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     scores = ()
     for i in tl.static_range(FULL + (TAIL > 0)):
@@ -90,7 +90,7 @@ def _load_tokens(
     x_ptr, T: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr,
     TAIL: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of a head: FULL times COLUMNS of them, and TAIL."""
+    """Loads all tokens of a head: FULL pieces of COLUMNS tokens, and TAIL tokens."""
     arrays = ()
     for i in tl.static_range(FULL + (TAIL > 0)):
         array = load_head(
@@ -116,11 +116,11 @@ def _attention_kernel(
     D_MAIN: tl.constexpr,
     D_TAIL: tl.constexpr,
     ROWS: tl.constexpr,  # queries at a time
-    BLOCKS: tl.constexpr,  # the number of such blocks
-    REST: tl.constexpr,  # queries after these, or 0
-    COLUMNS: tl.constexpr,  # keys of a product
-    FULL: tl.constexpr,  # the number of such products
-    TAIL: tl.constexpr,  # keys after these, or 0
+    BLOCKS: tl.constexpr,  # number of blocks of ROWS queries
+    REST: tl.constexpr,  # remaining queries, or 0
+    COLUMNS: tl.constexpr,  # keys per product
+    FULL: tl.constexpr,  # number of products with COLUMNS keys
+    TAIL: tl.constexpr,  # remaining keys, or 0
 ):
     """Attention of one head."""
     STRIDE: tl.constexpr = H * D

@@ -1,9 +1,9 @@
 """Attention over short sequences, backward, for Hopper.
 
-One kernel, run twice: its rows are queries, which go through all keys, and then keys, which go through all
-queries. So every sum stays in registers and has one order. Rows have a first array (q or k), whose inner
-products with that of the columns are the scores, and a second (g or v), whose inner products with that of the
-columns are the gradients of the weights.
+The kernel runs twice. First its rows are queries, and each row loops over all keys; then its rows are keys,
+and each row loops over all queries. So every sum stays in registers and has a fixed order. Rows have a first
+array (q or k) and a second array (g or v). Inner products of the first arrays of rows and columns are the
+scores. Inner products of the second arrays are the gradients of the weights.
 """
 
 from functools import partial
@@ -61,7 +61,7 @@ def _backward_columns(
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, T: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Adds what some columns contribute to the gradients of the rows."""
+    """Adds the contributions of some columns to the gradients of the rows."""
     firsts = load_head(firsts_ptr, start, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     seconds = load_head(seconds_ptr, start, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     column = start + tl.arange(0, COLUMNS)
@@ -97,7 +97,7 @@ def _backward_rows(
     first = load_head(first_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     second = load_head(second_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     row = start + tl.arange(0, ROWS)
-    lse = row  # unused where rows are keys: lse and delta are loaded with the queries, the columns
+    lse = row  # unused if rows are keys: the columns, which are queries, then load lse and delta
     delta = row
     if not KEYS:
         lse = tl.load(lse_ptr + row, mask=row < T, other=float("inf")) * LOG2_E
@@ -133,13 +133,13 @@ def _backward_rows(
 
 @triton.jit
 def _attention_backward_kernel(
-    first_ptr,  # of the rows: q or k, [B, T, H, D], like all but lse and delta
-    second_ptr,  # of the rows: g or v
-    firsts_ptr,  # of the columns: k or q
-    seconds_ptr,  # of the columns: v or g
+    first_ptr,  # rows: q or k, [B, T, H, D], as all arrays except lse and delta
+    second_ptr,  # rows: g or v
+    firsts_ptr,  # columns: k or q
+    seconds_ptr,  # columns: v or g
     out_ptr,
     lse_ptr,  # [B, H, T]
-    delta_ptr,  # [B, H, T]: sums of out g, which the run over queries writes and that over keys reads
+    delta_ptr,  # [B, H, T]: sums of out g, from the run over queries
     dfirst_ptr,
     dsecond_ptr,
     KEYS: tl.constexpr,  # whether rows are keys
@@ -150,8 +150,8 @@ def _attention_backward_kernel(
     D: tl.constexpr,
     D_MAIN: tl.constexpr,
     D_TAIL: tl.constexpr,
-    ROWS: tl.constexpr,  # of a program
-    BLOCKS: tl.constexpr,  # the number of such programs
+    ROWS: tl.constexpr,  # rows per program
+    BLOCKS: tl.constexpr,  # number of programs with ROWS rows
     REST: tl.constexpr,  # rows of one more program, or 0
     COLUMNS: tl.constexpr,
     FULL: tl.constexpr,

@@ -1,4 +1,4 @@
-"""The weight gradient in int8, of rotated tokens with a scale for each column and block of tokens."""
+"""The int8 weight gradient of rotated tokens, with one scale per column and block of tokens."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
 from swjax.kernels.triton_gpu.chunks import SMALLEST
 
-ROTATION = 128  # tokens of a rotation; a block is a multiple
-COLUMNS = 64  # of a program that quantizes
-TILE = 128  # rows and columns of the output of a program that multiplies, and tokens of a step
+ROTATION = 128  # tokens per rotation; a block is a multiple of it
+COLUMNS = 64  # columns per quantizing program
+TILE = 128  # output rows and columns per multiplying program, and tokens per step
 
 
 @triton.jit
 def _rotated(
     x_ptr, h, row, column, M: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """Some tokens of x, rotated: float32 [columns, rotated tokens]. Tokens past the last are zeros."""
+    """Rotates some tokens of x: float32 [columns, rotated tokens], with zeros past the last token."""
     inside = (row < M)[:, None] & (column < N)[None, :]
     x = tl.load(x_ptr + row[:, None].to(tl.int64) * N + column[None, :], mask=inside, other=0.0)
     return tl.dot(tl.trans(x), h)
@@ -38,7 +38,7 @@ def _weight_gradient_rotation_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCKS: tl.constexpr,
-    LENGTH: tl.constexpr,  # tokens of a block
+    LENGTH: tl.constexpr,  # tokens per block
     ROTATION: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -46,8 +46,8 @@ def _weight_gradient_rotation_kernel(
 ):
     """Rotates, transposes and quantizes some columns of one block of tokens.
 
-    Rotates twice, for the maxima and for the values: the second time x comes from the L2 cache, and a block
-    of rotated tokens would not fit into registers.
+    The kernel rotates twice, for the maxima and for the values, because a block of rotated tokens would not
+    fit into registers. The second time x comes from the L2 cache.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * LENGTH
@@ -86,13 +86,13 @@ def _weight_gradient_blocks_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of a bT times FACTOR: sums in int32 within a block of tokens, in float32 over blocks."""
+    """Computes a tile of a bT times FACTOR: int32 sums within a block of tokens, float32 sums over blocks."""
     tokens: tl.constexpr = BLOCKS * LENGTH
     first_row, first_column = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
     row, column = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
-    # Past the edge the last rows are read instead: loads need no mask, and the store has one.
+    # Past the edge, loads read the last rows instead, so that they need no mask. The store has a mask.
     a_row, b_row = tl.minimum(row, M - 1), tl.minimum(column, N - 1)
-    # One moving pointer an operand and fixed 32-bit offsets: pointers for every element would spill.
+    # One moving pointer per operand with fixed 32-bit offsets, because a pointer per element would spill.
     a_ptr += first_row.to(tl.int64) * tokens
     b_ptr += first_column.to(tl.int64) * tokens
     k = tl.arange(0, BLOCK_K)
@@ -122,7 +122,7 @@ def block_weight_gradient(
     rotation: int,
     out_dtype: str,
 ) -> jax.Array:
-    """`reference.block_weight_gradient` of 16-bit operands in int8, for rotations of 128 tokens."""
+    """`reference.block_weight_gradient` for 16-bit operands in int8, with rotations of 128 tokens."""
     cut = dict(zip(("BLOCKS", "LENGTH"), cut_into_blocks(x.shape[0], block, rotation)))
     (a, a_scale), (b, b_scale) = (
         quantize_blocks(operand, dtype, **cut) for operand, dtype in zip((x, g), dtypes)
@@ -140,7 +140,7 @@ def block_weight_gradient(
         num_stages=3,
         M=m,
         N=n,
-        FACTOR=1 / rotation,  # exact: both operands are sqrt(rotation) too large
+        FACTOR=1 / rotation,  # exact: each operand has a factor sqrt(rotation)
         BLOCK_M=TILE,
         BLOCK_N=TILE,
         BLOCK_K=TILE,
@@ -151,7 +151,7 @@ def block_weight_gradient(
 def quantize_blocks(
     x: jax.Array, dtype: str, *, BLOCKS: int, LENGTH: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The rotated tokens of x [tokens, n], padded with zeros to BLOCKS * LENGTH and quantized.
+    """Rotates the tokens of x [tokens, n], pads them with zeros to BLOCKS * LENGTH, and quantizes them.
 
     Returns:
       Values [n, BLOCKS * LENGTH] and scales [BLOCKS, n].
@@ -182,8 +182,8 @@ def quantize_blocks(
 def why_not(
     x: jax.Array, g: jax.Array, *, dtypes: tuple[str, str], rotation: int, **_: Any
 ) -> Unavailable | None:
-    """Why `block_weight_gradient` cannot multiply these; None: it can."""
-    del g  # has the dtype of x
+    """Returns why `block_weight_gradient` cannot multiply these operands, or None if it can."""
+    del g  # g has the dtype of x
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"is for 16-bit operands, got {x.dtype}: use 'xla'")
     if dtypes != ("int8", "int8") or rotation != ROTATION:

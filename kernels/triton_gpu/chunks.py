@@ -1,7 +1,7 @@
 """Rows in the registers of a Triton program, as tuples of chunks.
 
-A block of `ROWS` rows is `CHUNKS` arrays of `CHUNK` columns, a power of two as Triton requires: 1280 columns
-are 5 x 256, so that no lane idles. `block` counts blocks of rows, `i` chunks.
+A block of `ROWS` rows is stored as `CHUNKS` arrays of `CHUNK` columns, a power of two as Triton requires. For
+example, 1280 columns are 5 x 256, so that no lane idles. `block` counts blocks of rows, `i` counts chunks.
 """
 
 from typing import Any
@@ -28,8 +28,9 @@ def load_chunk(
     x_ptr, block, i: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, PAIRS: tl.constexpr = True,
 ):  # fmt: skip
-    """A chunk of x [M, WIDTH] in fp32, zero past the edges."""
-    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)  # a tensor may have over 2**31 elements
+    """Loads a chunk of x [M, WIDTH] in fp32, with zeros past the edges."""
+    # Int64, because a tensor may have over 2**31 elements.
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = i * CHUNK + tl.arange(0, CHUNK)
     at = x_ptr + row[:, None] * WIDTH + column[None, :]
     if M % ROWS == 0 and WIDTH % CHUNK == 0:
@@ -59,7 +60,7 @@ def round_chunk(
     x, y_ptr, dtype: tl.constexpr, block, i: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk rounded to `dtype`, as fp32; written to y [M, WIDTH] if WRITE."""
+    """Rounds a chunk to `dtype`, and returns it in fp32; writes it to y [M, WIDTH] if WRITE."""
     y, exact = round_to(x, dtype)
     if WRITE:
         store_chunk(y_ptr, y, block, i, M, WIDTH, ROWS, CHUNK)
@@ -68,7 +69,7 @@ def round_chunk(
 
 @triton.jit
 def load_vector(x_ptr, i: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """A chunk [1, CHUNK] of a vector [WIDTH], in fp32, zero past the edge."""
+    """Loads a chunk [1, CHUNK] of a vector [WIDTH] in fp32, with zeros past the edge."""
     column = (i * CHUNK + tl.arange(0, CHUNK))[None, :]
     if WIDTH % CHUNK == 0:
         return tl.load(x_ptr + column).to(tl.float32)
@@ -81,7 +82,7 @@ def load_vector(x_ptr, i: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit
 def zero_sums(CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Sums over rows that have no terms yet."""
+    """Initial sums over rows: zeros."""
     sums = ()
     for _ in tl.static_range(CHUNKS):
         sums = sums + (tl.zeros((CHUNK,), tl.float32),)
@@ -90,7 +91,7 @@ def zero_sums(CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def store_sum(y_ptr, total, i: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes a chunk of this program's row of y [programs, WIDTH]. XLA adds the rows in one fixed order."""
+    """Writes a chunk to this program's row of y [programs, WIDTH]; XLA adds the rows in a fixed order."""
     column = i * CHUNK + tl.arange(0, CHUNK)
     tl.store(y_ptr + tl.program_id(0) * WIDTH + column, total, mask=column < WIDTH)
 
@@ -108,7 +109,7 @@ def row_sum(xs, CHUNKS: tl.constexpr):
 def moments(
     xs, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EPSILON: tl.constexpr
 ):
-    """The rows minus their mean (zero past the edge), and the reciprocals of their standard deviations."""
+    """Returns rows minus their mean (zero past the edge), and reciprocals of their standard deviations."""
     mean = row_sum(xs, CHUNKS) * (1.0 / WIDTH)
     centred = ()
     squares = ()
@@ -127,7 +128,7 @@ def moments(
 
 @triton.jit
 def smallest_absmax(ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Where the absolute maximum of each row starts, for each lane."""
+    """The initial absolute maximum of each row, per lane."""
     return tl.full((ROWS, CHUNK), SMALLEST, tl.float32)
 
 
@@ -137,7 +138,7 @@ def store_quantized(
     ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes rows by their absolute maxima; each lane of `absmax` has that of its rows."""
+    """Quantizes rows by their absolute maxima; each lane of `absmax` has the maximum over its own columns."""
     absmax = tl.reduce(absmax, 1, nan_maximum)
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(scale_ptr + row, absmax * INVERSE, mask=row < M)
@@ -151,18 +152,18 @@ def store_quantized(
 
 
 def program_count(x: jax.Array, tile: tiles.RowTile, *, persistent: bool, sums: int = 1) -> int:
-    """Programs of a row kernel: one per block of rows, or few that take block after block (`persistent`).
+    """Programs of a row kernel: one per block of rows, or few that loop over blocks (`persistent`).
 
-    `sums`: rows of partial sums that each program writes.
+    `sums`: number of rows of partial sums that each program writes.
     """
     blocks = triton.cdiv(x.size // x.shape[-1], tile.rows)
     return min(blocks, tiles.row_programs(tile, sums)) if persistent else blocks
 
 
 def row_constants(x: jax.Array, tile: tiles.RowTile, *, persistent: bool) -> dict[str, int]:
-    """The sizes that a row kernel is compiled for.
+    """The sizes for which a row kernel is compiled.
 
-    Stages are tuned for 16 bits: those of fp32 rows might not fit into shared memory.
+    Stages are tuned for 16 bits, because fp32 rows might not fit into shared memory with as many stages.
     """
     width = x.shape[-1]
     return {
@@ -176,12 +177,12 @@ def row_constants(x: jax.Array, tile: tiles.RowTile, *, persistent: bool) -> dic
 
 
 def range_constants(dtype: str | None) -> dict[str, float]:
-    """The range of the dtype that a row kernel quantizes to; None: any, it does not quantize."""
+    """The range of the dtype to which a row kernel quantizes; with None it does not quantize."""
     return {"LARGEST": LARGEST[dtype or "int8"], "INVERSE": INVERSE[dtype or "int8"]}
 
 
 def quantized_outputs(x: jax.Array, dtype: str | None) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Values and scales of the rows of x."""
+    """Shapes of the values and scales of the rows of x."""
     return (
         launcher.output(dtype, x.shape, dtype),
         launcher.output(dtype, (*x.shape[:-1], 1), jnp.float32),
@@ -189,12 +190,14 @@ def quantized_outputs(x: jax.Array, dtype: str | None) -> tuple[jax.ShapeDtypeSt
 
 
 def qtensor(values: jax.Array, scale: jax.Array, dtype: str | None) -> QTensor | None:
-    """The two outputs as one; None if the kernel did not quantize."""
+    """Combines the two outputs into a QTensor; None if the kernel did not quantize."""
     return QTensor(values, scale) if dtype else None
 
 
 def why_not(x: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
-    """Why a row kernel cannot read x; None: it can."""
+    """Returns why a row kernel cannot read x, or None if it can."""
     if x.shape[-1] > tiles.WIDEST_ROW:
-        return Unavailable(f"takes rows of up to {tiles.WIDEST_ROW}, got {x.shape[-1]}: use 'xla'")
+        return Unavailable(
+            f"supports rows of up to {tiles.WIDEST_ROW}, got {x.shape[-1]}: use 'xla'"
+        )
     return None

@@ -32,19 +32,19 @@ def _gelu_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     TANH: tl.constexpr,
-    WRITE: tl.constexpr,  # y
+    WRITE: tl.constexpr,  # whether to write y
     QUANTIZE: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """GELU of rows, rounded to the dtype of x: written, quantized or both."""
+    """Computes GELU of rows, rounded to the dtype of x, and writes or quantizes it, or both."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     blocks: tl.constexpr = tl.cdiv(M, ROWS)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         xs = ()
         for i in tl.static_range(CHUNKS):
-            # Loads in pairs made this kernel, which is bound by its arithmetic, 1 to 5% slower.
+            # Loads in pairs made this compute-bound kernel 1 to 5% slower.
             x = load_chunk(x_ptr, block, i, M, WIDTH, ROWS, CHUNK, False)
             xs = xs + (gelu_value(x, TANH),)
         ys = ()
@@ -69,10 +69,10 @@ def gelu(
     tile: tiles.RowTile | None = None,
 ) -> tuple[jax.Array | None, QTensor | None]:
     """`reference.gelu`."""
-    if tile is None:  # tuned for how an MLP calls it: quantized and not written
+    if tile is None:  # tuned for the call in an MLP, which quantizes and does not write y
         tuned = quantize_to and not wide
         tile = tiles.row_tile("gelu", x.shape[-1]) if tuned else tiles.row_rule(x.shape[-1])
-    persistent = tile.stages > 1  # several blocks per program; the next ones are prefetched
+    persistent = tile.stages > 1  # several blocks per program, with prefetch
     y, values, scale = launcher.call(
         x,
         kernel=_gelu_kernel,
@@ -107,12 +107,12 @@ def _gelu_backward_kernel(
     CHUNKS: tl.constexpr,
     TANH: tl.constexpr,
     QUANTIZE: tl.constexpr,
-    RECOMPUTE: tl.constexpr,  # y
+    RECOMPUTE: tl.constexpr,  # whether to write y
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx = gradient times GELU's slope, rounded to the dtype of x: written, summed and quantized."""
+    """Computes dx = gradient times GELU's slope, rounded to the dtype of x; writes, sums and quantizes it."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     sums = zero_sums(CHUNK, CHUNKS)
     blocks: tl.constexpr = tl.cdiv(M, ROWS)

@@ -1,9 +1,9 @@
-"""Heads in the registers of a Triton program, in pieces, and the products of attention.
+"""Heads in the registers of a Triton program, stored in pieces, and the products of attention.
 
-cuDNN cuts tokens and features into tiles of 128: two thirds of its work on ViT-H's 257 tokens and 80 features
-are padding, and five sixths of that on 129 tokens. Here both are cut into powers of two and a shorter tail:
-257 is 256 + 16, and 80 is 64 + 16. A tail of rows is computed transposed, as columns: tensor cores take 64
-rows at a time, but 8 columns.
+cuDNN splits tokens and features into tiles of 128. For ViT-H's 257 tokens and 80 features, two thirds of its
+work is padding; for 129 tokens five sixths is. This module splits both into powers of two and a shorter tail:
+257 is 256 + 16, and 80 is 64 + 16. A tail of rows is computed transposed, as columns, because tensor cores
+process 64 rows at a time, but 8 columns.
 
 An array [rows, D] is a tuple of one or two pieces, [rows, D_MAIN] and [rows, D_TAIL].
 """
@@ -27,7 +27,7 @@ def load_head(
     x_ptr, start, ROWS: tl.constexpr, MASK: tl.constexpr, T: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Tokens from `start` on, zero past the last one and the last feature."""
+    """Loads tokens from `start` on, with zeros past the last token and the last feature."""
     token = start + tl.arange(0, ROWS)
     at = x_ptr + token[:, None] * STRIDE
     feature = tl.arange(0, D_MAIN)
@@ -78,7 +78,7 @@ def zero_pieces(ROWS: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
 
 @triton.jit
 def scale_pieces(pieces, factor, D_TAIL: tl.constexpr):
-    """Every piece times a factor."""
+    """Multiplies every piece by a factor."""
     scaled = (pieces[0] * factor,)
     if D_TAIL > 0:
         scaled = scaled + (pieces[1] * factor,)
@@ -87,7 +87,7 @@ def scale_pieces(pieces, factor, D_TAIL: tl.constexpr):
 
 @triton.jit
 def transpose_pieces(pieces, D_TAIL: tl.constexpr):
-    """Every piece transposed."""
+    """Transposes every piece."""
     turned = (tl.trans(pieces[0]),)
     if D_TAIL > 0:
         turned = turned + (tl.trans(pieces[1]),)
@@ -96,7 +96,7 @@ def transpose_pieces(pieces, D_TAIL: tl.constexpr):
 
 @triton.jit
 def inner_products(a, b, D_TAIL: tl.constexpr):
-    """a b^T over the features of both."""
+    """a b^T, summed over the features."""
     total = tl.dot(a[0], tl.trans(b[0]))
     if D_TAIL > 0:
         total = tl.dot(a[1], tl.trans(b[1]), total)
@@ -115,7 +115,7 @@ def add_product(totals, weights, x, D_TAIL: tl.constexpr):
 
 @triton.jit
 def add_transposed(totals, x, weights, D_TAIL: tl.constexpr):
-    """totals + x^T weights, for totals that are transposed."""
+    """totals + x^T weights, for transposed totals."""
     weights = weights.to(x[0].dtype)
     sums = (tl.dot(tl.trans(x[0]), weights, totals[0]),)
     if D_TAIL > 0:
@@ -127,7 +127,7 @@ def add_transposed(totals, x, weights, D_TAIL: tl.constexpr):
 def visible(
     scores, query, key, otherwise, MASK: tl.constexpr, CAUSAL: tl.constexpr, T: tl.constexpr
 ):
-    """`otherwise` where a query must not see the key."""
+    """Replaces scores by `otherwise` where a query must not attend to the key."""
     if CAUSAL:
         scores = tl.where(key <= query, scores, otherwise)
     if MASK:
@@ -136,7 +136,7 @@ def visible(
 
 
 def head_constants(q: jax.Array, tile: tiles.AttentionTile, causal: bool) -> dict:
-    """The sizes that an attention kernel is compiled for, of queries [b, t, h, d]."""
+    """The sizes for which an attention kernel is compiled, for queries [b, t, h, d]."""
     _, tokens, heads, width = q.shape
     full, tail = tiles.attention_pieces(tokens, tile.columns)
     d_main = max(16, 1 << (width.bit_length() - 1))
@@ -159,21 +159,21 @@ def head_constants(q: jax.Array, tile: tiles.AttentionTile, causal: bool) -> dic
 
 
 def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
-    """Why the kernels cannot compute attention of these queries; None: they can."""
+    """Returns why the kernels cannot compute attention of these queries, or None if they can."""
     tokens, width = q.shape[1], q.shape[3]
     capability = tiles.compute_capability()
     if capability != (9, 0):
         return Unavailable(
-            f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'xla'"
+            f"needs Hopper (compute capability 9.0), and this GPU has {capability}: use 'xla'"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return Unavailable(f"is for 16 bits, got {q.dtype}: use 'xla'")
+        return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
     if tokens > tiles.LONGEST_SEQUENCE:
         return Unavailable(
-            f"holds sequences of up to {tiles.LONGEST_SEQUENCE} tokens, got {tokens}: use 'xla'"
+            f"supports sequences of up to {tiles.LONGEST_SEQUENCE} tokens, got {tokens}: use 'xla'"
         )
     if not 16 <= width <= 128 or width % 8:
         return Unavailable(
-            f"takes heads of 16 to 128 features, a multiple of 8, got {width}: use 'xla'"
+            f"supports heads of 16 to 128 features, a multiple of 8, got {width}: use 'xla'"
         )
     return None

@@ -1,4 +1,4 @@
-"""The call of jax-triton, and the outputs that kernels share."""
+"""Calls jax-triton, and defines shared outputs of kernels."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ import jax.numpy as jnp
 
 
 def call(*arrays: jax.Array, **options: Any) -> Any:
-    """`jax_triton.triton_call` with floating-point fusion off.
+    """Calls `jax_triton.triton_call` with floating-point fusion off.
 
     Args:
       *arrays: the inputs of the kernel.
       **options: kernel, out_type, grid, num_warps, num_stages, and the kernel's constants.
 
     Returns:
-      The outputs, of the structure of `out_type`.
+      The outputs, with the structure of `out_type`.
     """
-    # Imported here: the kernels also compile where jax-triton is not installed.
+    # Imported here, so that the kernels also compile without jax-triton.
     import jax_triton
 
     return jax_triton.triton_call(*arrays, backend_options={"enable_fp_fusion": False}, **options)
@@ -25,5 +25,5 @@ def call(*arrays: jax.Array, **options: Any) -> Any:
 def output(
     wanted: object, shape: tuple[int, ...], dtype: jax.typing.DTypeLike | None
 ) -> jax.ShapeDtypeStruct:
-    """An output of the kernel; one element if it is unused, since the kernel still needs an address."""
+    """An output of a kernel; a single element if it is unused, because the kernel still needs an address."""
     return jax.ShapeDtypeStruct(shape if wanted else (1,), dtype if wanted else jnp.float32)

@@ -37,13 +37,13 @@ def _layer_norm_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     EPSILON: tl.constexpr,
-    WRITE: tl.constexpr,  # y
+    WRITE: tl.constexpr,  # whether to write y
     QUANTIZE: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """LayerNorm of rows, rounded to the dtype of x: written, quantized or both."""
+    """Computes LayerNorm of rows, rounded to the dtype of x, and writes or quantizes it, or both."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     blocks: tl.constexpr = tl.cdiv(M, ROWS)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
@@ -103,7 +103,7 @@ def _load_gradients(
     gradient_ptr, second_ptr, third_ptr, block, i: tl.constexpr, M: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the sum of one to three gradients."""
+    """Loads a chunk of the sum of one to three gradients."""
     gradient = load_chunk(gradient_ptr, block, i, M, WIDTH, ROWS, CHUNK)
     if GRADIENTS > 1:
         gradient += load_chunk(second_ptr, block, i, M, WIDTH, ROWS, CHUNK)
@@ -118,7 +118,7 @@ def _backward_terms(
     M: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """v = gradient gamma, v times the centred rows xs, and the gradients of gamma and beta, summed so far."""
+    """Returns v = gradient gamma, v times centred rows xs, and the running gradients of gamma and beta."""
     vs = ()
     products = ()
     new_gamma_sums = ()
@@ -145,7 +145,7 @@ def _store_input_gradient(
 ):  # fmt: skip
     """dx = (v - mean(v) - n mean(v n)) / deviation + residual, with n the normalized row.
 
-    Args: centred rows xs, `inverse` deviations, v, and the products v xs.
+    Args: centred rows xs, reciprocal deviations `inverse`, v, and the products v xs.
     """
     v_mean = row_sum(vs, CHUNKS) * (1.0 / WIDTH)
     slope = row_sum(products, CHUNKS) * (1.0 / WIDTH) * inverse * inverse
@@ -178,10 +178,10 @@ def _layer_norm_backward_kernel(
     EPSILON: tl.constexpr,
     GRADIENTS: tl.constexpr,  # 1 to 3, whose sum is the gradient
     RESIDUAL: tl.constexpr,
-    RECOMPUTE: tl.constexpr,  # y
+    RECOMPUTE: tl.constexpr,  # whether to write y
     STAGES: tl.constexpr,
 ):
-    """The gradients of rows, of gamma and of beta."""
+    """Computes the gradients of rows, of gamma and of beta."""
     gamma_sums = zero_sums(CHUNK, CHUNKS)
     beta_sums = zero_sums(CHUNK, CHUNKS)
     blocks: tl.constexpr = tl.cdiv(M, ROWS)
@@ -231,7 +231,7 @@ def layer_norm_backward(
     rows = jax.ShapeDtypeStruct(x.shape, x.dtype)
     dx, gamma_sums, beta_sums, y = launcher.call(
         x,
-        *(gradients * 3)[:3],  # what a kernel does not read still needs an address
+        *(gradients * 3)[:3],  # unread arguments still need an address
         x if residual is None else residual,
         gamma,
         gamma if beta is None else beta,

@@ -15,7 +15,7 @@ def _program_block(
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The row and the column of the output block of this program, in an order that reuses the L2 cache."""
+    """The row and the column of this program's output block, in an order that reuses the L2 cache."""
     blocks_m: tl.constexpr = tl.cdiv(M, BLOCK_M)
     blocks_n: tl.constexpr = tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
@@ -27,7 +27,7 @@ def _program_block(
 
 @triton.jit
 def _load_scale(scale_ptr, at, SIZE: tl.constexpr, PER_ELEMENT: tl.constexpr, AXIS: tl.constexpr):
-    """Scales at some indices, along axis AXIS of a block; or the only one."""
+    """Loads scales at some indices along axis AXIS of a block, or the only scale."""
     if PER_ELEMENT:
         return tl.expand_dims(tl.load(scale_ptr + at, mask=at < SIZE, other=0.0), 1 - AXIS)
     else:
@@ -45,19 +45,19 @@ def _matmul_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    A_ROWS: tl.constexpr,  # one scale per row of a, or one in all
+    A_ROWS: tl.constexpr,  # whether a has one scale per row, rather than one scale
     B_ROWS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,  # row blocks that share their columns of b while these are in the L2 cache
+    GROUP: tl.constexpr,  # number of row blocks that share columns of b in the L2 cache
 ):
-    """One block of a bT, scaled, plus bias."""
+    """Computes a block of a bT, scaled, plus bias."""
     block_m, block_n = _program_block(M, N, BLOCK_M, BLOCK_N, GROUP)
     row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Past the edge the first rows are read instead: loads need no mask, and the store has one.
+    # Past the edge, loads read the first rows instead, so that they need no mask. The store has a mask.
     a_row = (row % M if M % BLOCK_M else row).to(tl.int64)
     b_row = (column % N if N % BLOCK_N else column).to(tl.int64)
     k = tl.arange(0, BLOCK_K)

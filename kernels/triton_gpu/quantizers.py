@@ -1,4 +1,4 @@
-"""Quantizers of rows, which read them once, and `quantize`, which chooses how to find its scales."""
+"""Row quantizers, which read rows once, and `quantize`, which chooses the method for the scales."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def _quantize_rows_kernel(
 def quantize_rows(
     x: jax.Array, dtype: str, *, total: bool = False, tile: tiles.RowTile | None = None
 ) -> tuple[QTensor, jax.Array | None]:
-    """x [..., n] quantized row-wise, and if `total` the sum of its rows, [n] float32."""
+    """Quantizes x [..., n] row-wise; if `total`, also returns the sum of its rows, [n] float32."""
     tile = tile or tiles.row_tile("none", x.shape[-1])
     programs = chunks.program_count(x, tile, persistent=total)
     values, scale, sums = launcher.call(
@@ -87,9 +87,9 @@ def quantize_rows(
 def quantize(
     x: jax.Array, axes: tuple[int, ...] = (-1,), dtype: str = "int8", *, transpose: bool = False
 ) -> QTensor:
-    """`reference.quantize`, for row-wise scales, one scale in all, or scales of the last axis.
+    """`reference.quantize` for row-wise scales, one scale, or scales along the last axis.
 
-    Rows are read once. Otherwise XLA finds the maxima, and a second pass rounds, and transposes.
+    Rows are read once. In the other cases XLA computes the maxima, and a second pass rounds and transposes.
     """
     axes = tuple(axis % x.ndim for axis in axes)
     rowwise = axes == (x.ndim - 1,)
@@ -99,11 +99,11 @@ def quantize(
 
 
 def why_not_quantize(x: jax.Array, axes: tuple[int, ...] = (-1,), **_: Any) -> Unavailable | None:
-    """Why `quantize` cannot find scales over these axes; None: it can."""
+    """Returns why `quantize` cannot compute scales over these axes, or None if it can."""
     spanned = sorted(axis % x.ndim for axis in axes)
     if spanned not in (list(range(x.ndim)), list(range(x.ndim - 1)), [x.ndim - 1]):
         return Unavailable(
-            f"takes scales over the last axis, the others or all, got axes {spanned}: use 'xla'"
+            f"supports scales over the last axis, the other axes or all axes, got axes {spanned}: use 'xla'"
         )
     return None
 

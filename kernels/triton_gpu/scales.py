@@ -1,4 +1,4 @@
-"""Quantizes a matrix by absolute maxima that are known: as it is, transposed, or both."""
+"""Quantizes a matrix with known absolute maxima: straight, transposed, or both."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
 from swjax.kernels.triton_gpu.chunks import SMALLEST
 
-BLOCK = 64  # rows and columns of a program
+BLOCK = 64  # rows and columns per program
 
 
 @triton.jit
@@ -26,10 +26,10 @@ def _quantize_by_kernel(
     scale_ptr,  # [1], [M] or [N]
     M: tl.constexpr,
     N: tl.constexpr,
-    SCOPE: tl.constexpr,  # what one scale spans: "tensor", "row" or "column"
-    PARTS: tl.constexpr,  # of a tensor, each with its maximum
-    STRAIGHT: tl.constexpr,  # write the values
-    TRANSPOSED: tl.constexpr,  # write their transpose
+    SCOPE: tl.constexpr,  # span of one scale: "tensor", "row" or "column"
+    PARTS: tl.constexpr,  # number of parts of a tensor, each with its maximum
+    STRAIGHT: tl.constexpr,  # whether to write the values
+    TRANSPOSED: tl.constexpr,  # whether to write their transpose
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -70,7 +70,7 @@ def _quantize_by_kernel(
 def quantize_by(
     x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, transpose: bool = False
 ) -> QTensor:
-    """`reference.quantize_by`, for row-wise scales, one scale in all, or scales of the last axis."""
+    """`reference.quantize_by` for row-wise scales, one scale, or scales along the last axis."""
     if absmax.size == 1:
         scope = "tensor"
     else:
@@ -82,19 +82,19 @@ def quantize_by(
 
 
 def why_not_quantize_by(x: jax.Array, absmax: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
-    """Why `quantize_by` cannot use scales of this shape; None: it can."""
+    """Returns why `quantize_by` cannot use scales of this shape, or None if it can."""
     *rows, n = x.shape
     ones = (1,) * len(rows)
     if absmax.shape not in ((*ones, 1), (*rows, 1), (*ones, n)):
         return Unavailable(
-            f"takes scales of rows, of columns or one, got absmax {absmax.shape}: use 'xla'"
+            f"supports one scale, or one per row or column, got absmax {absmax.shape}: use 'xla'"
         )
     return None
 
 
 def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
     """`reference.quantize_both`."""
-    if absmax.size & (absmax.size - 1):  # Triton's sizes are powers of two
+    if absmax.size & (absmax.size - 1):  # Triton needs power-of-two sizes
         absmax = reference.absolute_maximum(absmax, (0,))
     outputs = {"straight": True, "transposed": True}
     values, transposed, scale = _quantize_matrix(x, absmax, dtype, "tensor", **outputs)
@@ -105,15 +105,15 @@ def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple
 def _quantize_matrix(
     x: jax.Array, absmax: jax.Array, dtype: str, scope: str, *, straight: bool, transposed: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Values [m, n] and transposed values [n, m] of the rows of x, as far as requested, and scales.
+    """Quantizes the rows of x: values [m, n], transposed values [n, m], as far as requested, and scales.
 
     Args:
       x: [..., n].
-      absmax: one for each row or column, or the maxima of parts of a tensor.
-      dtype: of the values.
-      scope: "row", "column" or "tensor": what one scale spans.
-      straight: compute the values.
-      transposed: compute their transpose.
+      absmax: one per row or column, or the maxima of parts of a tensor.
+      dtype: dtype of the values.
+      scope: span of one scale: "row", "column" or "tensor".
+      straight: whether to compute the values.
+      transposed: whether to compute their transpose.
     """
     matrix = x.reshape(-1, x.shape[-1])
     m, n = matrix.shape
