@@ -191,7 +191,7 @@ def test_loader_refuses(options, message):
         (
             ("imagenet", "train"),
             {},
-            "no data set 'imagenet'; there are emoji, icons, synthetic, tfds",
+            "no data set 'imagenet': choose one of emoji, icons, synthetic, tfds",
         ),
         (("synthetic", "dev"), {}, "split is 'dev'; it must be one of train, val, test"),
         (("synthetic", "val"), {"classes": 0}, "must be positive; they are 224, 0 and 100000"),
@@ -284,7 +284,7 @@ def test_photographs_are_not_augmented_on_the_device():
     "images, message",
     [
         (np.zeros((1, 8, 8, 3), np.float32), "must be uint8 .*float32"),
-        (np.zeros((8, 8, 3), np.uint8), r"they are uint8 \(8, 8, 3\)"),
+        (np.zeros((8, 8, 3), np.uint8), r"got uint8 \(8, 8, 3\)"),
         (np.zeros((1, 8, 8, 1), np.uint8), r"\(1, 8, 8, 1\)"),
         (np.zeros((1, 8, 9, 3), np.uint8), r"8 pixels high and wide; got \(8, 9\)"),
     ],

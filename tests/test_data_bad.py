@@ -22,12 +22,12 @@ WRONG = {
     "truncated": ({"jpg": jpeg(3)[:-200]}, "OSError: image file is truncated"),
     "half a PNG": ({"jpg": encoded(photograph(3), "PNG")[:900]}, "OSError|SyntaxError"),
     "no image": ({"jpg": b"<html>404</html>"}, "not an image: 16 bytes that start with b'<html>40'"),
-    "nothing": ({"jpg": b""}, "no image: 0 bytes"),
-    "PostScript": ({"jpg": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"}, "no image"),
+    "nothing": ({"jpg": b""}, "not an image: 0 bytes"),
+    "PostScript": ({"jpg": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"}, "not an image"),
     "bomb": ({"jpg": BOMB}, "the image has 9000 x 9000 pixels; at most"),
     "no caption": ({"txt": b" \n"}, "the caption is empty"),
     "Latin-1": ({"txt": "caf\xe9".encode("latin-1")}, "the caption is not UTF-8: unexpected end"),
-    "book": ({"txt": b"word " * 20_000}, "a caption is longer than 65536 bytes"),
+    "book": ({"txt": b"word " * 20_000}, "a caption is longer than the limit of 65536 bytes"),
 }  # fmt: skip
 
 
@@ -77,7 +77,8 @@ def test_samples_without_image_or_caption(tmp_path, caplog):
     assert sorted(indices(taken)) == [0, 0, 3, 3]
     text = caplog.text
     assert (
-        "x.tar:b: no jpg/jpeg/png/webp but txt" in text and "x.tar:c: no txt but jpg, json" in text
+        "x.tar:b: no jpg/jpeg/png/webp file, only txt" in text
+        and "x.tar:c: no txt file, only jpg, json" in text
     )
 
 
@@ -145,7 +146,7 @@ def test_keys_cannot_forge_lines(tmp_path, caplog):
         tmp_path / "x.tar", {"0": sample(0), "a\nskipped b\x1b[2J": {"txt": b"x", "jpg": b""}}
     )
     take(open_tars(tmp_path / "x.tar", tmp_path), 2, batch_size=2)
-    assert "x.tar:a skipped b?[2J: no image" in caplog.text
+    assert "x.tar:a skipped b?[2J: not an image" in caplog.text
     assert not any("\n" in record.message or "\x1b" in record.message for record in caplog.records)
 
 
@@ -162,7 +163,7 @@ def spoiled(tmp_path, count, every):
 def test_the_first_is_the_end_if_so_asked(tmp_path):
     source = spoiled(tmp_path, 8, every=7)
     with pytest.raises(
-        data.BadData, match=rf"cannot read {tmp_path}/00000.tar:00000000[07]: no image"
+        data.BadData, match=rf"cannot read {tmp_path}/00000.tar:00000000[07]: not an image"
     ):
         take(source, 10, on_bad="stop")
 

@@ -56,7 +56,7 @@ def test_examples_are_spread_over_the_set(tmp_path):
         ("pattern 0",), ("pattern 0",), ("pattern 0",)
     ]  # fmt: skip
     assert [len(check(pairs, sample=n, shown=2).seen) for n in (0, 500)] == [101, 101]
-    assert any(line.startswith("captions     1.0 an image") for line in lines(found, 77))
+    assert any(line.startswith("captions     1.0 per image") for line in lines(found, 77))
 
 
 def test_a_damaged_file_is_named(tmp_path, monkeypatch, capsys):

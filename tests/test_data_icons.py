@@ -225,7 +225,7 @@ def test_siblings_fall_together():
 @pytest.mark.parametrize(
     "split, options, message",
     [
-        ("train", {}, r"drawn from '.*iconify-json-.*tgz', which does not exist: run `npm pack"),
+        ("train", {}, r"needs '.*iconify-json-.*tgz', which does not exist: run `npm pack"),
         ("train", {"archive": "broken.tgz"}, "is not iconify-json-.*its SHA-256 is"),
         ("dev", {}, "split of the icons data set is 'dev'"),
         ("train", {"config": "half"}, "config of the icons data set is 'half'"),

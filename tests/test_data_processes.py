@@ -149,7 +149,7 @@ def test_a_killed_process_is_named_and_the_others_end():
     next(chunks)
     victim, *_ = mine = children() - before
     os.kill(victim.pid, signal.SIGKILL)
-    message = f"loader process {victim.pid} ended with exit code -9 (killed, probably because"
+    message = f"loader process {victim.pid} ended with exit code -9 .killed, probably because"
     with pytest.raises(LostProcess, match=message):
         deque(chunks, maxlen=0)
     chunks.close()

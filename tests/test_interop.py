@@ -293,7 +293,7 @@ REFUSED = {
         ({"vision_config": {"hidden_size": "x"}}, "TypeError: "),
         ({"model_type": "siglip"}, "model_type must be 'clip', the only value that swjax"),
         ({"text_config": {"hidden_act": "relu"}}, "text_config.hidden_act must be 'quick_gelu'"),
-        ({"text_config": {"eos_token_id": 7}}, "text_config.eos_token_id must be 59, which"),
+        ({"text_config": {"eos_token_id": 7}}, "text_config.eos_token_id must be 59, the only"),
         ({"vision_config": {"layer_norm_eps": 1e-6}}, "vision_config.layer_norm_eps must be 1e-05"),
     ],
 }

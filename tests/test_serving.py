@@ -263,8 +263,8 @@ def test_linen_variables_that_cannot_be_prequantized():
     for function, arrays, message in (
         (plain.apply, variables, "got none with float weights: apply the model within"),
         (ours.apply, small, "got none with float weights"),
-        (ours.apply, cast, r"\[16, 8\] and be float32 .*, got bfloat16\[16, 8\]: give the"),
-        (lambda v, x: ours.apply(v["ema"], x), {"ema": variables}, "got none: give the model's"),
+        (ours.apply, cast, r"\[16, 8\] and be float32 .*, got bfloat16\[16, 8\]: pass the"),
+        (lambda v, x: ours.apply(v["ema"], x), {"ema": variables}, "got none: pass the model's"),
     ):
         inputs = x.astype(jnp.bfloat16) if arrays is cast else x
         with pytest.raises(ValueError, match=message):

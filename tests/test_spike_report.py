@@ -79,7 +79,7 @@ def test_pages_of_a_log_with_gaps(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(log.encode() + b'{"loss": 1}\n\xff\n')
     path, found = spikes.write(tmp_path)
     assert found.steps == (11, 200) and [event.start for event in found.loss] == [150]
-    assert "At the end: <fc>/x" in Page(path).text
+    assert "At the end of the run: <fc>/x" in Page(path).text
     assert "Not finite in 1 of 200 steps, first at step 120" in Page(report.write(tmp_path)).text
 
 
