@@ -289,7 +289,15 @@ def test_slices_of_the_weight_gradient_fill_the_last_round(tile_count, slices):
 # The best of 1 to 8 slices on an H200, within 2%.
 @pytest.mark.parametrize(
     "tile_count, tokens, best",
-    [(320, 65_536, 2), (320, 32_896, 2), (240, 65_536, 1), (80, 65_536, 3), (80, 32_896, 3), (56, 65_536, 7), (832, 16_384, 1)],
+    [
+        (320, 65_536, 2),
+        (320, 32_896, 2),
+        (240, 65_536, 1),
+        (80, 65_536, 3),
+        (80, 32_896, 3),
+        (56, 65_536, 7),
+        (832, 16_384, 1),
+    ],
 )
 def test_slices_of_the_int8_weight_gradient_are_those_measured(tile_count, tokens, best):
     write_tokens = tiles.BLOCK_PRODUCT_WRITE_TOKENS

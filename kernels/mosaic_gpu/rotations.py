@@ -8,8 +8,8 @@ take steps in turns::
     exchange      both warpgroups learn the largest of all steps: the scale
     second pass   rotate each step again, quantize it, write it, and release its slot
 
-Rotating twice is cheaper than holding a block of rotated tokens: it needs neither registers nor memory, and
-runs on the tensor cores while the copies of the next unit arrive.
+A block of rotated tokens fits neither into registers nor next to the ring, so it is computed twice. The
+tensor cores have time for that: the kernel waits for memory, which it reads once.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from swjax.kernels.reference.blocks import rotation_matrix
 
 ROTATION = 128  # tokens
 COLUMNS = 64  # rows of a product of one warpgroup
-STAGES = 10  # even: the steps of a slot always belong to the same warpgroup
+STAGES = 10  # even, so that a slot always belongs to the same compute warpgroup
 # Added to |x| < 2**22, it leaves the nearest integer, ties to even, in the low bits of the sum.
 ROUNDER = 1.5 * 2.0**23
 
@@ -57,6 +57,37 @@ class Buffers(NamedTuple):
     empty: Ref
     matrix_full: Ref
     exchange: Ref
+
+
+class Turns(NamedTuple):
+    """The steps of a unit that one compute warpgroup takes.
+
+    Attributes:
+      used: steps of the units before, of both warpgroups.
+      first: its first step of the unit.
+      total: of its steps: every second one.
+    """
+
+    used: jax.Array
+    first: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, warpgroup: jax.Array, used: jax.Array, steps: int) -> "Turns":
+        """Counted over all units, steps of warpgroup 0 are even, and those of warpgroup 1 odd."""
+        first = lax.rem(used + warpgroup, 2)
+        return cls(used, first, (steps + 1 - first) // 2)
+
+    def step(self, i: jax.Array) -> jax.Array:
+        """Counted from the beginning of the unit."""
+        return self.first + 2 * i
+
+    def number(self, i: jax.Array) -> jax.Array:
+        """Counted over all units."""
+        return self.used + self.step(i)
+
+    def slot(self, i: jax.Array) -> jax.Array:
+        return lax.rem(self.number(i), STAGES)
 
 
 @dataclass(frozen=True)
@@ -143,7 +174,7 @@ class Rotation:
 
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((COLUMNS, ROTATION), jnp.float32))
 
-    def find_largest(self, turns: "Turns") -> jax.Array:
+    def find_largest(self, turns: Turns) -> jax.Array:
         """[COLUMNS]: the largest magnitude in the steps of this warpgroup."""
 
         def turn(i, largest):
@@ -179,7 +210,7 @@ class Rotation:
             plgpu.copy_smem_to_gmem(self.buffers.scale, to)
 
     def write_values(
-        self, warpgroup: jax.Array, unit: jax.Array, turns: "Turns", factor: jax.Array
+        self, warpgroup: jax.Array, unit: jax.Array, turns: Turns, factor: jax.Array
     ) -> None:
         """Quantizes and writes the steps of this warpgroup."""
         number, column = self.place(unit)
@@ -198,37 +229,6 @@ class Rotation:
             plgpu.copy_smem_to_gmem(buffer, self.values.at[pl.ds(column, COLUMNS), tokens])
 
         lax.fori_loop(0, turns.total, turn, None)
-
-
-class Turns(NamedTuple):
-    """The steps of a unit that one compute warpgroup takes.
-
-    Attributes:
-      used: steps of the units before, of both warpgroups.
-      first: its first step of the unit.
-      total: of its steps: every second one.
-    """
-
-    used: jax.Array
-    first: jax.Array
-    total: jax.Array
-
-    @classmethod
-    def of(cls, warpgroup: jax.Array, used: jax.Array, steps: int) -> "Turns":
-        """Counted over all units, steps of warpgroup 0 are even, and those of warpgroup 1 odd."""
-        first = lax.rem(used + warpgroup, 2)
-        return cls(used, first, (steps + 1 - first) // 2)
-
-    def step(self, i: jax.Array) -> jax.Array:
-        """Counted from the beginning of the unit."""
-        return self.first + 2 * i
-
-    def number(self, i: jax.Array) -> jax.Array:
-        """Counted over all units."""
-        return self.used + self.step(i)
-
-    def slot(self, i: jax.Array) -> jax.Array:
-        return lax.rem(self.number(i), STAGES)
 
 
 def quantize_blocks(
