@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import MEMORY, Ref
+from swjax.kernels.mosaic_gpu.pipeline import Ref
 from swjax.kernels.reference import INVERSE, LARGEST, SMALLEST_ABSMAX
 from swjax.kernels.reference.blocks import rotation_matrix
 
@@ -127,16 +127,11 @@ class Rotation:
         """The memory warpgroup."""
         plgpu.copy_gmem_to_smem(self.matrix, self.buffers.matrix, self.buffers.matrix_full)
 
-        def wait_for_slot(used):
-            @pl.when(used >= STAGES)
-            def _():
-                plgpu.barrier_wait(self.buffers.empty.at[lax.rem(used, STAGES)])
-
         def copy_unit(unit, used):
             number, column = self.place(unit)
 
             def copy_step(s, used):
-                wait_for_slot(used)
+                pipeline.wait_for_slot(self.buffers.empty, used, STAGES)
                 slot = lax.rem(used, STAGES)
                 tokens = pl.ds((number * self.steps + s) * ROTATION, ROTATION)
                 source = self.x.at[tokens, pl.ds(column, COLUMNS)]
@@ -148,7 +143,8 @@ class Rotation:
             return lax.fori_loop(0, self.steps, copy_step, used)
 
         used = lax.fori_loop(0, self.units(), copy_unit, 0)
-        lax.fori_loop(0, STAGES, lambda s, _: wait_for_slot(used + s), None)
+        empty = lambda s, _: pipeline.wait_for_slot(self.buffers.empty, used + s, STAGES)
+        lax.fori_loop(0, STAGES, empty, None)
 
     def compute(self, warpgroup: jax.Array) -> None:
         """A compute warpgroup."""
@@ -258,17 +254,7 @@ def quantize_blocks(
         work = Rotation(
             x, matrix, values, scale, length // ROTATION, blocks, block, Buffers(*buffers)
         )
-        warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when(warpgroup == MEMORY)
-        def _():
-            plgpu.set_max_registers(40, action="decrease")
-            work.copy()
-
-        @pl.when(warpgroup < MEMORY)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-            work.compute(warpgroup)
+        pipeline.specialize(work.copy, work.compute)
 
     buffers = Buffers(
         ring=pipeline.buffer((STAGES, ROTATION, COLUMNS), x.dtype),
@@ -281,17 +267,11 @@ def quantize_blocks(
         matrix_full=plgpu.Barrier(),
         exchange=plgpu.Barrier(num_arrivals=2),
     )
-    return plgpu.kernel(
-        weight_gradient_rotation_kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((n, count * length), jnp.int8),
-            jax.ShapeDtypeStruct((count, n), jnp.float32),
-        ),
-        scratch_types=list(buffers),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=MEMORY + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=interpret,
-    )(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype))
+    out = (
+        jax.ShapeDtypeStruct((n, count * length), jnp.int8),
+        jax.ShapeDtypeStruct((count, n), jnp.float32),
+    )
+    run = pipeline.kernel(
+        weight_gradient_rotation_kernel, out, buffers, blocks=blocks, interpret=interpret
+    )
+    return run(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype))
