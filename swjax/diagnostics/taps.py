@@ -216,13 +216,14 @@ def _report_product(y, x, w, tap, recipe: Recipe, layout: Layout | None):
     fwd, dgrad, wgrad = recipe.fwd, recipe.dgrad, recipe.wgrad
     plan, g_shape = plan_layer(x, w, layout), (*x.shape[:-1], w.shape[-1])
     x, w = jax.lax.stop_gradient((x, w))
-    seen = [_sums(fwd and fwd.lhs, x, (-1,), _outliers(fwd, x)), _sums(fwd and fwd.rhs, w, (0,))]
+    x_quantizer, w_quantizer = (fwd.lhs, fwd.rhs) if fwd else (None, None)
+    seen = [_sums(x_quantizer, x, (-1,), _outliers(fwd, x)), _sums(w_quantizer, w, (0,))]
     if wgrad is not None:
         seen.append(_sums_of_tokens(wgrad.lhs, x, plan, plan.x, _outliers(wgrad, x)))
 
     def of_gradient(seen, g):
         g = g.reshape(g_shape)
-        rows = [seen[0], seen[1], _sums(dgrad and dgrad.lhs, g, (-1,))]
+        rows = [seen[0], seen[1], _sums(dgrad.lhs if dgrad else None, g, (-1,))]
         if wgrad is not None:
             rows += [seen[2], _sums_of_tokens(wgrad.rhs, g, plan, plan.y)]
         return jnp.stack(rows)

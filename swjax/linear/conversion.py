@@ -81,7 +81,7 @@ class Conversion(list[Matrix]):
         part, whole = (sum(math.prod(m.shape) for m in those) for those in (converted, self))
         share = f"{part:,} of {whole:,} elements ({part / max(whole, 1):.0%})"
         lines.append(f"{len(converted)} of {len(self)} matrices converted, {share}")
-        recipes = dict.fromkeys(matrix.recipe for matrix in converted)
+        recipes = dict.fromkeys(m.recipe for m in self if m.recipe is not None)
         return "\n".join([*lines, *map(_products, recipes)])
 
 
