@@ -7,11 +7,18 @@ A chart shows results of one run on one GPU, unless its page says otherwise.
 
 import argparse
 import json
+import random
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks" / "studies"))
+
+import paired  # noqa: E402
+import study  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, PEER, OURS_16_BIT, OTHER = "#2a6fbb", "#b8bec6", "#8fb6e0", "#c8571b"
 
@@ -35,7 +42,11 @@ STEP_PANELS = (
     ("step", "vit_h14", "ViT-H/14, whole CLIP step, batch 256"),
     ("step", "vit_l14", "ViT-L/14, whole CLIP step, batch 256"),
 )
-RECIPES = ("standard", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback")
+PAIRED = {
+    "switchback": "switchback:\nweight gradient in bf16",
+    "switchback_hadamard": "switchback_hadamard:\nweight gradient in int8, rotated tokens",
+    "llm_int8": "llm_int8:\nweight gradient in int8, one scale a column",
+}
 TOKENS = 65_536
 SCALED = {"vit_h14": "ViT-H/14, 256 pairs a GPU", "vit_b16": "ViT-B/16, 256 pairs a GPU"}
 TITLES = {"standard": "standard, fp32 (products in TF32)", "switchback": "switchback, int8"}
@@ -59,7 +70,6 @@ ERRORS = {
     "switchback_hadamard": ("switchback_hadamard: the same with rotated tokens", "#2e8b57"),
     "fp8_tensorwise": ("fp8_tensorwise: dW's product alone in fp8", PEER),
 }
-TOP1 = "zeroshot/emoji_test_top1"
 
 
 def read(name: str) -> dict:
@@ -266,25 +276,28 @@ def draw_weight_gradients(figure) -> None:
     clear(axes)
 
 
-def draw_recipes(figure) -> None:
-    """Draws the zero-shot accuracy of every recipe on the default task, a point for each seed."""
-    groups = {group["recipe"]: group for group in read("accuracy_mixed_gpu")["groups"]}
-    figure.set_size_inches(7.2, 3.1)
-    say(figure, "No recipe differs from standard beyond the spread of three seeds")
+def draw_pairs(figure) -> None:
+    """Draws paired differences of the default task, a point for each seed, with their 95% intervals."""
+    runs = read("emoji_accuracy_h200")["runs"]
+    figure.set_size_inches(7.2, 3.0)
     axes = figure.subplots()
-    for y, recipe in enumerate(RECIPES):
-        scores = [100 * score for score in groups[recipe]["scores"][TOP1].values()]
-        color = PEER if recipe == "standard" else OURS
-        axes.plot(scores, [y] * len(scores), "o", color=color, markersize=7, alpha=0.8)
-        axes.plot([sum(scores) / len(scores)], [y], "|", color="black", markersize=18)
-    axes.set_yticks(range(len(RECIPES)), RECIPES)
-    axes.set_xlim(0, 33)
-    axes.axvline(0.26, color="0.6", linewidth=0.8)
-    axes.text(0.6, 2.1, "chance: 0.26", fontsize=8, color="0.4")
-    axes.set_ylim(len(RECIPES) - 0.5, -0.5)
-    axes.set_xlabel(
-        "zero-shot top-1 on 381 unseen drawings, %; a point for each seed, | the mean", fontsize=9
-    )
+    rng = random.Random(0)
+    for y, arm in enumerate(PAIRED):
+        pairs = paired.differences(runs, arm, "test", "top1")
+        heights = [y + 0.28 + rng.uniform(-0.1, 0.1) for _ in pairs]
+        axes.plot(pairs, heights, "o", color=PEER, markersize=3.5)
+        mean, half = study.interval(pairs)
+        color = OTHER if arm == "llm_int8" else OURS
+        axes.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=7, capsize=4)
+        axes.text(5.6, y, f"{mean:+.1f} ± {half:.1f}", va="center", fontsize=10, color=color)
+        if arm == "switchback":
+            found = f"{mean:+.1f} ± {half:.1f} points of top-1 over {len(pairs)} pairs"
+            say(figure, f"int8 SwitchBack minus bf16: {found}")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(PAIRED)), PAIRED.values(), fontsize=9)
+    axes.set_ylim(len(PAIRED) - 0.4, -0.4)
+    axes.set_xlim(-5.5, 8.2)
+    axes.set_xlabel("top-1 minus that of bf16 with the same seed, points", fontsize=9)
     clear(axes)
 
 
@@ -364,7 +377,7 @@ CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
     "icons_vit_b_h100": draw_icons,
-    "recipes_default_h200": draw_recipes,
+    "default_task_pairs_h200": draw_pairs,
     "layers_h200": draw_layers,
     "scaling_h200": draw_scaling,
     "scaling_losses_h200": draw_scaling_losses,

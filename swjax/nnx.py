@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from swjax.kernels import dispatch
 from swjax.linear.api import mlp as fused_mlp
 from swjax.linear.api import switchback
-from swjax.linear.contraction import dot_general
+from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.linear.layouts import TOKENS, Layout
 from swjax.linear.plain import plain_weight
@@ -180,12 +180,19 @@ def _alike(*layers: Linear, but: str | None = None) -> bool:
 class _Product:
     """A `dot_general` in a Flax module, and the `dot_general` that it replaces."""
 
-    recipe: Recipe
-    product: Callable
+    product: DotGeneral
     replaced: Callable | None
 
     def __call__(self, *args, **kwargs) -> jax.Array:
         return self.product(*args, **kwargs)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.product.recipe
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.product.layout
 
 
 def quantize_model(
@@ -217,6 +224,7 @@ def quantize_model(
     layers/0  Linear.kernel  3 x 8  switchback
     layers/1  Linear.kernel  8 x 2  -           no expression matches its path
     1 of 2 matrices converted, 24 of 40 elements (60%)
+    switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     """
     linears = {path: module for path, module in _modules(model) if hasattr(module, "dot_general")}
     chosen = {path: get(recipe) for path, recipe in first_match(recipes, linears).items()}
@@ -231,7 +239,7 @@ def quantize_model(
             layout = _layout(layer.kernel)
             product = dot_general(recipe, implementation=implementation, layout=layout)
             replaced = before.replaced if before else layer.dot_general
-            layer.dot_general = _Product(recipe, product, replaced)
+            layer.dot_general = _Product(product, replaced)
     return model
 
 

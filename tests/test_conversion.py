@@ -41,7 +41,11 @@ def test_a_table_of_every_matrix():
         plain    Linear.kernel         8 x 8      llm_int8
         table    Embed.embedding       5 x 8      -             takes no dot_general
         .        Model.mixing          8 x 8      -             takes no dot_general
-        3 of 6 matrices converted, 192 of 360 elements (53%)"""
+        3 of 6 matrices converted, 192 of 360 elements (53%)
+        switchback_m: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
+        a Recipe: fwd int8 row x int8 channel, dgrad not quantized, wgrad not quantized
+        llm_int8: fwd int8 row x int8 channel, dgrad int8 row x int8 channel,
+          wgrad int8 row x int8 channel"""
     assert str(swjax.nnx.describe_model(model)).split() == table.split()
 
 
@@ -106,7 +110,17 @@ class LinenModel(nn.Module):
         return x + nn.Embed(5, 8, name="table")(jnp.array([1]))
 
 
-@pytest.mark.parametrize("recipe", ["llm_int8", "standard"])
+PRODUCTS = {
+    "standard": "fwd not quantized, dgrad not quantized, wgrad not quantized",
+    "switchback_hadamard": """fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor,
+        wgrad int8 block x int8 block (1024 tokens, rotation 128)""",
+    "llm_int8_outlier6": """fwd int8 row x int8 channel (features from 6 not quantized),
+        dgrad int8 row x int8 channel,
+        wgrad int8 row x int8 channel (features from 6 not quantized)""",
+}
+
+
+@pytest.mark.parametrize("recipe", PRODUCTS)
 def test_linen_says_the_same(recipe):
     model = LinenModel()
     params = model.init(jax.random.key(0), X)
@@ -121,7 +135,8 @@ def test_linen_says_the_same(recipe):
         general  DenseGeneral.kernel  8 x 2 x 4  -             no expression matches its path
         table    Embed.embedding      5 x 8      -             takes no dot_general
         .        LinenModel.mixing    8 x 8      -             takes no dot_general
-        2 of 5 matrices converted, 128 of 296 elements (43%)"""
+        2 of 5 matrices converted, 128 of 296 elements (43%)
+        {recipe}: {PRODUCTS[recipe]}"""
     assert str(conversion).split() == table.split()
     assert jnp.any(converted != before)
     assert jnp.all(model.apply(params, X) == before)

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from eight_devices import (
     BATCH,
@@ -26,6 +27,7 @@ from eight_devices import (
     sharded,
     slow,
 )
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from numeric import snr_db
 
@@ -34,6 +36,7 @@ import swjax.losses
 import swjax.nnx
 from swjax import Gelu, LayerNorm, Layout
 from swjax.attention import dot_product_attention
+from swjax.diagnostics import measure
 from swjax.recipes import RECIPES
 from swjax.testing import collectives
 
@@ -79,6 +82,29 @@ def test_each_device_quantizes_blocks_of_its_own_tokens():
     plain_x, plain_w, _, plain_g = arrays()
     parts = [dw(a, plain_w, b) for a, b in zip(jnp.split(plain_x, 8), jnp.split(plain_g, 8))]
     np.testing.assert_allclose(got, sum(parts), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["data", "fsdp_row"])
+def test_each_device_measures_the_blocks_that_it_quantizes(case, kind):
+    """Diagnostics of `switchback_hadamard`: the noise is the sum of those of each device's tokens."""
+    mesh, layout, (x, w, _), _ = sharded(case, kind)
+
+    def noise(x, w):
+        options = {"recipe": "switchback_hadamard", "layout": layout, "use_bias": False}
+        layer = swjax.nnx.Linear(*w.shape, kernel_init=lambda *_: w, rngs=nnx.Rngs(0), **options)
+        found = measure(lambda layer, x: jnp.sum(layer(x)), layer, x)
+        return found["quantization/sqnr_db/wgrad_x"]
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(noise)(x, w)
+    plain = np.asarray(arrays()[0], np.float64)
+    parts = np.split(plain, 8 if case == "data" else 4)
+    rotated = np.concatenate([oracle.rotated(part.reshape(-1, K)) for part in parts])
+    want = snr_db(oracle.int8(rotated, 1), rotated)
+    assert got == pytest.approx(want, abs=0.01)
+    whole = oracle.rotated(plain.reshape(-1, K))
+    assert abs(want - snr_db(oracle.int8(whole, 1), whole)) > 0.1
 
 
 @pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])

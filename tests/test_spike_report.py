@@ -11,6 +11,7 @@ from test_report import Page
 
 from swjax import report
 from swjax.diagnostics.__main__ import main
+from swjax.diagnostics.names import OPERANDS
 from swjax.report import spikes
 from swjax.training import replay
 from swjax.training.config import ConfigError
@@ -28,7 +29,7 @@ def write_log(workdir, steps=400):
             rms["patch_embed/kernel"] += 3 * (step % 150 == 147)
             line |= {f"stability/rms/{name}": value for name, value in rms.items()}
             if step % 100 == 0:
-                line |= {f"quantization/sqnr_db/<fc>/{operand}": 40.0 for operand in "xwg"}
+                line |= {f"quantization/sqnr_db/<fc>/{operand}": 40.0 for operand in OPERANDS}
             file.write(json.dumps(line) + "\n")
 
 
@@ -45,6 +46,7 @@ def test_page_of_a_log(tmp_path, capsys):
         "Step 150 to 152: loss up to 3.01, 1 before",
         "patch_embed/kernel3.90147",  # the tensor that came first, its RMS and step
         "<fc>/x",  # escaped
+        "<fc>/wgrad_g",
         "The first 20 steps do not count",
     ):
         assert text in page.text, text

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracle
 import pytest
 from flax import nnx
 
@@ -12,8 +13,10 @@ import swjax.nnx
 from swjax import diagnostics
 from swjax.diagnostics import taps
 from swjax.optax import adamw_rms_by_path, rms_by_path, stable_adamw
+from swjax.recipes import RECIPES, Recipe
 from swjax.testing import matrix_products
 
+ROTATED = RECIPES["switchback_hadamard"].wgrad
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(12, 64)) * RNG.uniform(0.1, 9, (12, 1)), jnp.float32)
 
@@ -39,7 +42,7 @@ def by_hand(x, axes, kept=None):
     """Returns the shares of zeros and of saturated values, and the SQNR in dB, of int8."""
     x = np.asarray(x, np.float64)
     inside = x if kept is None else np.where(kept, 0, x)
-    scale = np.max(np.abs(inside), axis=axes, keepdims=True) / 127
+    scale = np.maximum(np.max(np.abs(inside), axis=axes, keepdims=True), 1e-30) / 127
     values = np.rint(inside / scale)
     nonzero = np.sum(inside != 0)
     noise = np.sum(np.square(inside - values * scale))
@@ -70,12 +73,42 @@ def test_health_is_that_of_the_operands(recipe, w_axes):
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("recipe", ["switchback_hadamard", "llm_int8", Recipe(wgrad=ROTATED)])
+def test_weight_gradients_are_measured_as_they_are_quantized(recipe):
+    """1,300 tokens of very different magnitude: two blocks, the last tokens of which are zeros."""
+    model = two_layers(recipe)
+    x = jnp.asarray(RNG.normal(size=(1300, 64)) * np.exp(RNG.normal(size=(1300, 1))), jnp.float32)
+    found = measured(loss, model, x)
+    layer, rest = model.layers[0], lambda y: jnp.mean(jnp.square(model.layers[2](jnp.sin(y))))
+    for operand, array in {"x": x, "g": jax.grad(rest)(layer(x))}.items():
+        array = np.asarray(array, np.float64)
+        quantized, axes = (array, (0,)) if recipe == "llm_int8" else (oracle.rotated(array), (1,))
+        for name, value in by_hand(quantized, axes).items():
+            metric = f"quantization/{name}/layers/0/wgrad_{operand}"
+            # Rotations in float32 round a few values to the neighbouring integer.
+            np.testing.assert_allclose(found[metric], value, rtol=5e-3, err_msg=metric)
+    nothing = recipe == Recipe(wgrad=ROTATED)  # no product of the forward pass
+    assert np.isnan(found["quantization/sqnr_db/layers/0/x"]) == nothing
+
+
+def test_rotated_tokens_keep_what_one_scale_a_column_loses():
+    """A few large tokens take the scale of a column, and the small ones round to few values."""
+    x = jnp.asarray(RNG.normal(size=(1024, 64)), jnp.float32).at[::257].multiply(100)
+    zeros = {
+        recipe: measured(loss, two_layers(recipe), x)["quantization/zeros/layers/0/wgrad_x"]
+        for recipe in ("llm_int8", "switchback_hadamard")
+    }
+    assert zeros["llm_int8"] > 0.3 > 0.1 > zeros["switchback_hadamard"]
+
+
 def test_outliers_stay_out():
     found = measured(loss, two_layers("llm_int8_outlier6"), X)
     kept = np.max(np.abs(X), 0, keepdims=True) >= 6
     assert 0 < kept.sum() < 64
-    for name, value in by_hand(X, (1,), kept).items():
-        np.testing.assert_allclose(found[f"quantization/{name}/layers/0/x"], value, rtol=1e-3)
+    for operand, axes in {"x": (1,), "wgrad_x": (0,)}.items():
+        for name, value in by_hand(X, axes, kept).items():
+            metric = f"quantization/{name}/layers/0/{operand}"
+            np.testing.assert_allclose(found[metric], value, rtol=1e-3)
 
 
 def test_fp8_keeps_what_int8_loses():

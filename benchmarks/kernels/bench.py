@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 def product_cases(layer: LinearShape) -> Iterator[Case]:
-    """Yields the quantized products of a layer, and its weight gradient."""
+    """Yields the quantized products of a layer."""
     m, k, n = layer
     shape = f"{m}x{k}->{n}"
     x, w, bias = timing.random(m, k), timing.random(k, n, scale=k**-0.5), timing.random(n)
@@ -91,7 +91,13 @@ def product_cases(layer: LinearShape) -> Iterator[Case]:
             b = jax.jit(partial(reference.quantize, axes=(0,), transpose=True))(w)
             name = "matmul, a scale a channel"
             yield Case(name, "matmul", shape, (a, b, bias), options, {}, 2 * m * k * n)
-    arrays, options = (x, timing.random(m, n)), {"out_dtype": "float32"}
+
+
+def weight_gradient_cases(layer: LinearShape) -> Iterator[Case]:
+    """Yields the weight gradient of a layer in 16 bits, and in int8 with the 16-bit ones as its peers."""
+    m, k, n = layer
+    shape = f"{m}x{k}->{n}"
+    arrays, options = (timing.random(m, k), timing.random(m, n)), {"out_dtype": "float32"}
     yield Case("weight_gradient", "weight_gradient", shape, arrays, options, {}, 2 * m * k * n)
     peers = {}
     for name in ("xla", *dispatch.IMPLEMENTATIONS["weight_gradient"]):
@@ -167,7 +173,11 @@ def producers(m: int, k: int, n: int) -> Iterator[Case]:
         yield case(name, "gelu_backward", arrays=(x, gradient), options=options)
 
 
-CASES = {"products": product_cases, "passes": pass_cases}
+CASES = {
+    "products": product_cases,
+    "weight_gradients": weight_gradient_cases,
+    "passes": pass_cases,
+}
 
 
 def bench_operations(records: timing.Records, linears: list[LinearShape], kinds):

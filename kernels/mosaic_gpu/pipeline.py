@@ -94,33 +94,44 @@ def run(work: Work, scratch: Scratch) -> None:
     Steps are counted over all units: step `used` is in slot `used % stages` of the rings.
     """
     units = work.units()
+    specialize(
+        copy=lambda: _copy_units(work, scratch, units),
+        compute=lambda warpgroup: _multiply_units(work, scratch, units, warpgroup),
+    )
+
+
+def specialize(copy: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
+    """Runs `copy` in the memory warpgroup, and `compute` in the others, each with its number."""
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == MEMORY)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        _copy_units(work, scratch, units)
+        copy()
 
     @pl.when(warpgroup < MEMORY)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        _multiply_units(work, scratch, units, warpgroup)
+        compute(warpgroup)
+
+
+def wait_for_slot(empty: Ref, used: jax.Array, stages: int) -> None:
+    """Waits until the slot of step `used` of a ring is empty. The first steps find it so."""
+
+    @pl.when(used >= stages)
+    def _():
+        plgpu.barrier_wait(empty.at[lax.rem(used, stages)])
 
 
 def _copy_units(work: Work, scratch: Scratch, units: jax.Array) -> None:
     """The memory warpgroup."""
-
-    def wait_for_slot(used):
-        @pl.when(used >= work.stages)
-        def _():
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(used, work.stages)])
 
     def copy_unit(unit, used):
         start, count = work.span(unit)
         copy = work.load(unit)
 
         def step(s, used):
-            wait_for_slot(used)
+            wait_for_slot(scratch.empty, used, work.stages)
             slot = lax.rem(used, work.stages)
             copy(start + s, slot, scratch.full.at[slot])
             return used + 1
@@ -129,7 +140,8 @@ def _copy_units(work: Work, scratch: Scratch, units: jax.Array) -> None:
 
     used = lax.fori_loop(0, units, copy_unit, 0)
     # A block that ends while its neighbour still signals it would leave the cluster in error.
-    lax.fori_loop(0, work.stages, lambda s, _: wait_for_slot(used + s), None)
+    empty = lambda s, _: wait_for_slot(scratch.empty, used + s, work.stages)
+    lax.fori_loop(0, work.stages, empty, None)
 
 
 def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Array) -> None:
@@ -237,7 +249,6 @@ def launch(
       cluster: blocks of a cluster.
       interpret: parameters of Pallas's interpreter, or None.
     """
-
     arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
     empty: plgpu.Barrier | plgpu.ClusterBarrier = plgpu.Barrier(**arrivals)
     in_clusters: dict[str, Any] = {}
@@ -246,10 +257,27 @@ def launch(
         in_clusters = dict(cluster=(cluster,), cluster_names=("cluster",))
     a, b = (buffer((stages, *shape), dtype) for shape, dtype in rings)
     out_buffers = buffer((2, 2, HALF, piece_of(out.dtype)), out.dtype)
+    scratch = Scratch(a, b, out_buffers, plgpu.Barrier(**arrivals), empty)
+    return kernel(body, out, scratch, blocks=blocks, interpret=interpret, **in_clusters)
+
+
+def kernel(
+    body: Callable, out: Any, scratch: tuple, *, blocks: int, interpret: Any, **in_clusters: Any
+) -> Callable:
+    """A kernel of two compute warpgroups and the memory warpgroup, as a function of its inputs.
+
+    Args:
+      body: a function of the refs of the inputs, of the outputs and of `scratch`.
+      out: the outputs.
+      scratch: shared memory and barriers.
+      blocks: clusters of blocks.
+      interpret: parameters of Pallas's interpreter, or None.
+      **in_clusters: `cluster` and `cluster_names` of `plgpu.kernel`.
+    """
     return plgpu.kernel(
         body,
         out_type=out,
-        scratch_types=list(Scratch(a, b, out_buffers, plgpu.Barrier(**arrivals), empty)),
+        scratch_types=list(scratch),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=MEMORY + 1,

@@ -8,8 +8,8 @@ take steps in turns::
     exchange      both warpgroups learn the largest of all steps: the scale
     second pass   rotate each step again, quantize it, write it, and release its slot
 
-Rotating twice is cheaper than holding a block of rotated tokens: it needs neither registers nor memory, and
-runs on the tensor cores while the copies of the next unit arrive.
+A block of rotated tokens fits neither into registers nor next to the ring, so it is computed twice. The
+tensor cores have time for that: the kernel waits for memory, which it reads once.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import MEMORY, Ref
+from swjax.kernels.mosaic_gpu.pipeline import Ref
 from swjax.kernels.reference import INVERSE, LARGEST, SMALLEST_ABSMAX
 from swjax.kernels.reference.blocks import rotation_matrix
 
 ROTATION = 128  # tokens
 COLUMNS = 64  # rows of a product of one warpgroup
-STAGES = 10  # even: the steps of a slot always belong to the same warpgroup
+STAGES = 10  # even, so that a slot always belongs to the same compute warpgroup
 # Added to |x| < 2**22, it leaves the nearest integer, ties to even, in the low bits of the sum.
 ROUNDER = 1.5 * 2.0**23
 
@@ -57,6 +57,37 @@ class Buffers(NamedTuple):
     empty: Ref
     matrix_full: Ref
     exchange: Ref
+
+
+class Turns(NamedTuple):
+    """The steps of a unit that one compute warpgroup takes.
+
+    Attributes:
+      used: steps of the units before, of both warpgroups.
+      first: its first step of the unit.
+      total: of its steps: every second one.
+    """
+
+    used: jax.Array
+    first: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, warpgroup: jax.Array, used: jax.Array, steps: int) -> "Turns":
+        """Counted over all units, steps of warpgroup 0 are even, and those of warpgroup 1 odd."""
+        first = lax.rem(used + warpgroup, 2)
+        return cls(used, first, (steps + 1 - first) // 2)
+
+    def step(self, i: jax.Array) -> jax.Array:
+        """Counted from the beginning of the unit."""
+        return self.first + 2 * i
+
+    def number(self, i: jax.Array) -> jax.Array:
+        """Counted over all units."""
+        return self.used + self.step(i)
+
+    def slot(self, i: jax.Array) -> jax.Array:
+        return lax.rem(self.number(i), STAGES)
 
 
 @dataclass(frozen=True)
@@ -96,16 +127,11 @@ class Rotation:
         """The memory warpgroup."""
         plgpu.copy_gmem_to_smem(self.matrix, self.buffers.matrix, self.buffers.matrix_full)
 
-        def wait_for_slot(used):
-            @pl.when(used >= STAGES)
-            def _():
-                plgpu.barrier_wait(self.buffers.empty.at[lax.rem(used, STAGES)])
-
         def copy_unit(unit, used):
             number, column = self.place(unit)
 
             def copy_step(s, used):
-                wait_for_slot(used)
+                pipeline.wait_for_slot(self.buffers.empty, used, STAGES)
                 slot = lax.rem(used, STAGES)
                 tokens = pl.ds((number * self.steps + s) * ROTATION, ROTATION)
                 source = self.x.at[tokens, pl.ds(column, COLUMNS)]
@@ -117,7 +143,8 @@ class Rotation:
             return lax.fori_loop(0, self.steps, copy_step, used)
 
         used = lax.fori_loop(0, self.units(), copy_unit, 0)
-        lax.fori_loop(0, STAGES, lambda s, _: wait_for_slot(used + s), None)
+        empty = lambda s, _: pipeline.wait_for_slot(self.buffers.empty, used + s, STAGES)
+        lax.fori_loop(0, STAGES, empty, None)
 
     def compute(self, warpgroup: jax.Array) -> None:
         """A compute warpgroup."""
@@ -143,7 +170,7 @@ class Rotation:
 
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((COLUMNS, ROTATION), jnp.float32))
 
-    def find_largest(self, turns: "Turns") -> jax.Array:
+    def find_largest(self, turns: Turns) -> jax.Array:
         """[COLUMNS]: the largest magnitude in the steps of this warpgroup."""
 
         def turn(i, largest):
@@ -179,7 +206,7 @@ class Rotation:
             plgpu.copy_smem_to_gmem(self.buffers.scale, to)
 
     def write_values(
-        self, warpgroup: jax.Array, unit: jax.Array, turns: "Turns", factor: jax.Array
+        self, warpgroup: jax.Array, unit: jax.Array, turns: Turns, factor: jax.Array
     ) -> None:
         """Quantizes and writes the steps of this warpgroup."""
         number, column = self.place(unit)
@@ -198,37 +225,6 @@ class Rotation:
             plgpu.copy_smem_to_gmem(buffer, self.values.at[pl.ds(column, COLUMNS), tokens])
 
         lax.fori_loop(0, turns.total, turn, None)
-
-
-class Turns(NamedTuple):
-    """The steps of a unit that one compute warpgroup takes.
-
-    Attributes:
-      used: steps of the units before, of both warpgroups.
-      first: its first step of the unit.
-      total: of its steps: every second one.
-    """
-
-    used: jax.Array
-    first: jax.Array
-    total: jax.Array
-
-    @classmethod
-    def of(cls, warpgroup: jax.Array, used: jax.Array, steps: int) -> "Turns":
-        """Counted over all units, steps of warpgroup 0 are even, and those of warpgroup 1 odd."""
-        first = lax.rem(used + warpgroup, 2)
-        return cls(used, first, (steps + 1 - first) // 2)
-
-    def step(self, i: jax.Array) -> jax.Array:
-        """Counted from the beginning of the unit."""
-        return self.first + 2 * i
-
-    def number(self, i: jax.Array) -> jax.Array:
-        """Counted over all units."""
-        return self.used + self.step(i)
-
-    def slot(self, i: jax.Array) -> jax.Array:
-        return lax.rem(self.number(i), STAGES)
 
 
 def quantize_blocks(
@@ -258,17 +254,7 @@ def quantize_blocks(
         work = Rotation(
             x, matrix, values, scale, length // ROTATION, blocks, block, Buffers(*buffers)
         )
-        warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when(warpgroup == MEMORY)
-        def _():
-            plgpu.set_max_registers(40, action="decrease")
-            work.copy()
-
-        @pl.when(warpgroup < MEMORY)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-            work.compute(warpgroup)
+        pipeline.specialize(work.copy, work.compute)
 
     buffers = Buffers(
         ring=pipeline.buffer((STAGES, ROTATION, COLUMNS), x.dtype),
@@ -281,17 +267,11 @@ def quantize_blocks(
         matrix_full=plgpu.Barrier(),
         exchange=plgpu.Barrier(num_arrivals=2),
     )
-    return plgpu.kernel(
-        weight_gradient_rotation_kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((n, count * length), jnp.int8),
-            jax.ShapeDtypeStruct((count, n), jnp.float32),
-        ),
-        scratch_types=list(buffers),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=MEMORY + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=interpret,
-    )(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype))
+    out = (
+        jax.ShapeDtypeStruct((n, count * length), jnp.int8),
+        jax.ShapeDtypeStruct((count, n), jnp.float32),
+    )
+    run = pipeline.kernel(
+        weight_gradient_rotation_kernel, out, buffers, blocks=blocks, interpret=interpret
+    )
+    return run(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype))

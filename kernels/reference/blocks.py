@@ -60,9 +60,8 @@ def block_weight_gradient(
     """
     if not x.shape[0]:
         return jnp.zeros((x.shape[1], g.shape[1]), out_dtype)
-    count, length = cut_into_blocks(x.shape[0], block, rotation)
     x_blocks, g_blocks = (
-        quantize(rotate(_blocks(a, count, length), rotation), (1,), dtype)
+        quantize(rotated_blocks(a, block, rotation), (1,), dtype)
         for a, dtype in zip((x, g), dtypes)
     )
 
@@ -85,14 +84,26 @@ def cut_into_blocks(tokens: int, block: int, rotation: int) -> tuple[int, int]:
     >>> cut_into_blocks(1300, block=1024, rotation=128)
     (2, 768)
     """
-    count = -(-tokens // block)
+    count = max(1, -(-tokens // block))
     return count, rotation * -(-tokens // (count * rotation))
 
 
-def _blocks(x: jax.Array, count: int, length: int) -> jax.Array:
-    """Reshapes [tokens, n] to [count, length, n], padded with zero tokens."""
+def rotated_blocks(x: jax.Array, block: int, rotation: int) -> jax.Array:
+    """Rotates tokens and splits them into blocks, which `block_weight_gradient` quantizes per column.
+
+    Args:
+      x: [tokens, n] float16, bfloat16 or float32.
+      block, rotation: see `block_weight_gradient`.
+
+    Returns:
+      float32 [blocks, tokens per block, n], see `rotate`. Zeros fill the last block.
+
+    >>> rotated_blocks(jnp.array([[3.0], [1.0], [2.0]]), block=2, rotation=2).tolist()
+    [[[4.0], [2.0]], [[2.0], [2.0]]]
+    """
+    count, length = cut_into_blocks(x.shape[0], block, rotation)
     padded = jnp.pad(x, ((0, count * length - x.shape[0]), (0, 0)))
-    return padded.reshape(count, length, x.shape[1])
+    return rotate(padded.reshape(count, length, x.shape[1]), rotation)
 
 
 def rotate(x: jax.Array, rotation: int) -> jax.Array:

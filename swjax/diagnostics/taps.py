@@ -14,24 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN
+from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, OPERANDS
 from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
+from swjax.kernels.reference.blocks import rotated_blocks
+from swjax.linear.arithmetic import as_rows
+from swjax.linear.contraction import as_linear
+from swjax.linear.layouts import Layout, Spec
+from swjax.linear.planning import plan_layer
+from swjax.linear.plans import Plan
 from swjax.nnx import Linear
 from swjax.optax import path_name
-from swjax.recipes import Recipe, first_match
+from swjax.recipes import Product, Quantizer, Recipe, first_match
 
 QUANTIZATION, FEATURES = "tap_quantization", "tap_features"
-OPERANDS = ("x", "w", "g")
 
 
 class Tap(nnx.Variable):
     """A variable whose gradient carries a measurement, summed over the calls of its module.
 
-    For quantization it is [..., 3, 5] float32. For each operand in `OPERANDS` it counts the nonzero elements,
-    and among them those that quantize to zero and to the largest value; then come the sum of squares and the
-    sum of squared errors. For features it is [..., 3]: number of calls, mean |y|, max |y|. Leading axes stack
-    the module.
+    For quantization it is [..., 3, 5] float32, or [..., 5, 5] if the weight gradient is quantized. For each
+    operand in `OPERANDS` it counts the nonzero elements, and among them those that quantize to zero and to
+    the largest value; then come the sum of squares and the sum of squared errors. For features it is
+    [..., 3]: number of calls, mean |y|, max |y|. Leading axes stack the module.
     """
 
 
@@ -57,12 +62,14 @@ def measure(
     Returns:
       {name: float32 scalar, or [layers] for stacked modules}; NaN if no gradient reached the module.
 
-      quantization/sqnr_db/<path>/<x, w or g>: signal to quantization noise, 10 log10 of power ratios.
+      quantization/sqnr_db/<path>/<operand>: signal to quantization noise, 10 log10 of power ratios.
       quantization/zeros/...: share of the nonzero elements that quantize to zero.
       quantization/saturated/...: share of the nonzero elements that quantize to the format's largest value.
       stability/feature_mean_abs/<path>, stability/feature_max_abs/<path>: magnitudes of the module's output.
 
-      x and w are operands of the forward product, g is the gradient that the backward pass quantizes.
+      x and w are operands of the forward product, and g is the gradient operand of the input gradient. A
+      recipe that quantizes the weight gradient adds wgrad_x and wgrad_g. Blocks of rotated tokens are
+      measured after the rotation, which multiplies the power of signal and noise by the same factor.
 
     Raises:
       ValueError: an expression matches no module that can be measured.
@@ -101,15 +108,17 @@ def insert(
     for path in first_match({quantization: ""} if quantization is not None else {}, quantized):
         module = quantized[path]
         call = _call_linear if isinstance(module, Linear) else _call_product
-        attach(module, call, QUANTIZATION, (*_stacked(module), 3, 5))
+        operands = OPERANDS if _recipe_of(module).wgrad else OPERANDS[:3]
+        attach(module, call, QUANTIZATION, (*_stacked(module), len(operands), 5))
     for path in first_match({features: ""} if features is not None else {}, modules):
         attach(modules[path], _call_for_features, FEATURES, (*_stacked(modules[path]), 3))
     return model
 
 
 def quantized_layers(model: nnx.Module) -> dict[str, nnx.Module]:
-    """{path: module} of the linear layers whose recipe quantizes the forward or the backward pass."""
-    return {path: module for path, module in _modules(model).items() if _is_quantized(module)}
+    """{path: module} of the linear layers whose recipe quantizes a product."""
+    modules = _modules(model).items()
+    return {path: module for path, module in modules if _recipe_of(module) != Recipe()}
 
 
 def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
@@ -129,7 +138,7 @@ def read(gradients: Any) -> dict[str, jax.Array]:
             for i, name in enumerate((FEATURE_MEAN, FEATURE_MAX), 1):
                 found["/".join(("stability", name, *names))] = sums[..., i] / sums[..., 0]
         elif tap == QUANTIZATION:
-            for i, operand in enumerate(OPERANDS):
+            for i, operand in enumerate(OPERANDS[: sums.shape[-2]]):
                 for name, value in _summary(sums[..., i, :]).items():
                     found["/".join(("quantization", name, *names, operand))] = value
     return found
@@ -198,39 +207,59 @@ def _report_backward(of_gradient, seen, g):
 report.defvjp(_report_forward, _report_backward)
 
 
-def _report_product(y, x, w, tap, recipe: Recipe, x_axes, w_axes, g_axes):
-    """Returns `y`, the product of x and w, and reports all three operands.
+def _report_product(y, x, w, tap, recipe: Recipe, layout: Layout | None):
+    """Returns `y`, the product of x and w, and reports the operands of all three products.
 
     Args:
-      x_axes, w_axes, g_axes: axes of x, w (forward) and g (input gradient) that a product sums over.
+      x, w: [*tokens, k] and [k, n]; y has the elements of [*tokens, n].
+      layout: shardings of x and w.
     """
-    fwd, dgrad = recipe.fwd, recipe.dgrad
-    seen = jnp.zeros((2, 5), jnp.float32)
-    if fwd is not None:
-        x, w = jax.lax.stop_gradient((x, w))
-        kept = None
-        if fwd.outlier_threshold:
-            tokens = tuple(i for i in range(x.ndim) if i not in {a % x.ndim for a in x_axes})
-            kept = jnp.max(jnp.abs(x), tokens, keepdims=True) >= fwd.outlier_threshold
-        seen = jnp.stack(
-            [
-                operand_sums(x, _spanned(fwd.lhs, x, x_axes), fwd.lhs.dtype, kept),
-                operand_sums(w, _spanned(fwd.rhs, w, w_axes), fwd.rhs.dtype),
-            ]
-        )
+    fwd, dgrad, wgrad = recipe.fwd, recipe.dgrad, recipe.wgrad
+    plan, g_shape = plan_layer(x, w, layout), (*x.shape[:-1], w.shape[-1])
+    x, w = jax.lax.stop_gradient((x, w))
+    x_quantizer, w_quantizer = (fwd.lhs, fwd.rhs) if fwd else (None, None)
+    seen = [_sums(x_quantizer, x, (-1,), _outliers(fwd, x)), _sums(w_quantizer, w, (0,))]
+    if wgrad is not None:
+        seen.append(_sums_of_tokens(wgrad.lhs, x, plan, plan.x, _outliers(wgrad, x)))
 
     def of_gradient(seen, g):
-        third = jnp.zeros(5, jnp.float32)
-        if dgrad is not None:
-            third = operand_sums(g, _spanned(dgrad.lhs, g, g_axes), dgrad.lhs.dtype)
-        return jnp.concatenate([seen, third[None]])
+        g = g.reshape(g_shape)
+        rows = [seen[0], seen[1], _sums(dgrad.lhs if dgrad else None, g, (-1,))]
+        if wgrad is not None:
+            rows += [seen[2], _sums_of_tokens(wgrad.rhs, g, plan, plan.y)]
+        return jnp.stack(rows)
 
-    return report(of_gradient, y, tap, seen)
+    return report(of_gradient, y, tap, jnp.stack(seen))
 
 
-def _spanned(quantizer, x: jax.Array, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes that one scale spans."""
-    return tuple(range(x.ndim)) if quantizer.scope == "tensor" else axes
+def _sums(quantizer: Quantizer | None, x, axes: tuple[int, ...], kept=None) -> jax.Array:
+    """`operand_sums` of an operand of a product that sums over `axes`; zeros if it is not quantized."""
+    if quantizer is None:
+        return jnp.zeros(5, jnp.float32)
+    spanned = tuple(range(x.ndim)) if quantizer.scope == "tensor" else axes
+    return operand_sums(x, spanned, quantizer.dtype, kept)
+
+
+def _sums_of_tokens(quantizer: Quantizer, x, plan: Plan, spec: Spec, kept=None) -> jax.Array:
+    """`_sums` of an operand [*tokens, n] of the weight gradient, with the sharding `spec`.
+
+    Like `Sharded.weight_gradient`, each device forms blocks of its own tokens.
+    """
+    if quantizer.scope != "block":
+        return _sums(quantizer, x, tuple(range(x.ndim - 1)), kept)
+
+    def step(x):
+        blocks = rotated_blocks(as_rows(x), quantizer.block, quantizer.rotation)
+        return plan.sum(operand_sums(blocks, (1,), quantizer.dtype), *spec)
+
+    return plan.run(step, (x,), (spec,), Spec(((),)))
+
+
+def _outliers(product: Product | None, x) -> jax.Array | None:
+    """The features of x [*tokens, k] that are excluded from quantization, or None."""
+    if product is None or not product.outlier_threshold:
+        return None
+    return jnp.max(jnp.abs(x), tuple(range(x.ndim - 1)), keepdims=True) >= product.outlier_threshold
 
 
 def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
@@ -239,20 +268,17 @@ def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
     (x,) = self.promote_dtype((inputs,), dtype=self.dtype)
     if prologue is not None:
         x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
-    tap = getattr(self, QUANTIZATION)[...]
-    return _report_product(y, x, kernel, tap, self.recipe, (-1,), (0,), (-1,))
+    return _report_product(y, x, kernel, getattr(self, QUANTIZATION)[...], self.recipe, self.layout)
 
 
 def _call_product(self, call: Callable, *args, **kwargs):
     """Taps a module with a `dot_general` from `quantize_model`, which quantizes the arguments of that."""
     product, tap = self.dot_general, getattr(self, QUANTIZATION)[...]
 
-    def tapped(x, w, dimension_numbers, *args, **kwargs):
-        y = product(x, w, dimension_numbers, *args, **kwargs)
-        (x_axes, w_axes), (_, w_batch) = dimension_numbers
-        free = w.ndim - len(w_axes) - len(w_batch)
-        g_axes = tuple(range(y.ndim - free, y.ndim))
-        return _report_product(y, x, w, tap, product.recipe, x_axes, w_axes, g_axes)
+    def tapped(lhs, rhs, dimension_numbers, *args, **kwargs):
+        y = product(lhs, rhs, dimension_numbers, *args, **kwargs)
+        x, w, _ = as_linear(lhs, rhs, dimension_numbers)
+        return _report_product(y, x, w, tap, product.recipe, product.layout)
 
     self.dot_general = tapped
     try:
@@ -300,10 +326,10 @@ def attach(module: nnx.Module, call: Callable, name: str, shape: tuple[int, ...]
     setattr(module, name, Tap(jnp.zeros(shape, jnp.float32)))
 
 
-def _is_quantized(module: nnx.Module) -> bool:
+def _recipe_of(module: nnx.Module) -> Recipe:
+    """The recipe of a linear layer; for other modules, a recipe that quantizes nothing."""
     holder = module if isinstance(module, Linear) else getattr(module, "dot_general", None)
-    recipe = getattr(holder, "recipe", None)
-    return recipe is not None and (recipe.fwd is not None or recipe.dgrad is not None)
+    return getattr(holder, "recipe", Recipe())
 
 
 def _stacked(module: nnx.Module) -> tuple[int, ...]:

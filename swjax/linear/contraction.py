@@ -49,19 +49,7 @@ class DotGeneral:
         Raises:
           ValueError: see `swjax.switchback`.
         """
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
-        batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
-        k = math.prod(_shape(lhs, lhs_contract))
-        x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
-        if isinstance(rhs, QTensor):  # reshapes [n, k] to [*columns, *contracted]
-            columns = rhs.values.shape[: -len(rhs_contract)]
-            w: jax.Array | QTensor = QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1))
-        else:
-            rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
-            columns = _shape(rhs, rhs_free)
-            transposed = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
-            w = transposed.reshape(*batch, k, math.prod(columns))
+        x, w, columns = as_linear(lhs, rhs, dimension_numbers)
 
         def linear(x, w):
             return switchback(
@@ -74,10 +62,41 @@ class DotGeneral:
                 layout=self.layout,
             )
 
+        _, (batch, _) = dimension_numbers
         for _ in batch:
             linear = jax.vmap(linear)
-        y = linear(x, w).reshape(*batch, *rows, *columns)
+        y = linear(x, w).reshape(*x.shape[:-1], *columns)
         return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+
+def as_linear(
+    lhs: jax.Array, rhs: jax.Array | QTensor, dimension_numbers: DimensionNumbers
+) -> tuple[jax.Array, jax.Array | QTensor, Dimensions]:
+    """Converts the operands of a `jax.lax.dot_general` to those of a linear layer.
+
+    Args:
+      lhs, rhs, dimension_numbers: see `DotGeneral`.
+
+    Returns:
+      x [*batch, *rows, k], w [*batch, k, n], and the column dimensions, whose product is n.
+
+    >>> import jax.numpy as jnp
+    >>> x, w, columns = as_linear(jnp.ones((2, 3)), jnp.ones((3, 4, 5)), (((1,), (0,)), ((), ())))
+    >>> x.shape, w.shape, columns
+    ((2, 3), (3, 20), (4, 5))
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
+    batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
+    k = math.prod(_shape(lhs, lhs_contract))
+    x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
+    if isinstance(rhs, QTensor):  # reshapes [n, k] to [*columns, *contracted]
+        columns = rhs.values.shape[: -len(rhs_contract)]
+        return x, QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1)), columns
+    rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
+    columns = _shape(rhs, rhs_free)
+    transposed = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
+    return x, transposed.reshape(*batch, k, math.prod(columns)), columns
 
 
 def dot_general(

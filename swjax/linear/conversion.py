@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from swjax.recipes import RECIPES, Recipe
+from swjax.recipes import RECIPES, Product, Recipe
 
 UNMATCHED = "no expression matches its path"
 _VECTORS = ("bias", "scale")  # never matrices, even with several axes
@@ -33,7 +33,7 @@ class Matrix:
 
 
 class Conversion(list[Matrix]):
-    """Every `Matrix` of a model; prints as a table with one line per matrix and a summary.
+    """Every `Matrix` of a model; prints as a table, a summary and the products of the recipes.
 
     >>> conversion = Conversion()
     >>> conversion.note("mlp/fc1", "Linear", {"kernel": (64, 256)}, RECIPES["switchback"])
@@ -42,6 +42,7 @@ class Conversion(list[Matrix]):
     mlp/fc1  Linear.kernel    64 x 256  switchback
     embed    Embed.embedding  100 x 64  -           takes no dot_general
     1 of 2 matrices converted, 16,384 of 22,784 elements (72%)
+    switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     """
 
     def note(
@@ -79,13 +80,34 @@ class Conversion(list[Matrix]):
         converted = [matrix for matrix in self if matrix.recipe is not None]
         part, whole = (sum(math.prod(m.shape) for m in those) for those in (converted, self))
         share = f"{part:,} of {whole:,} elements ({part / max(whole, 1):.0%})"
-        return "\n".join([*lines, f"{len(converted)} of {len(self)} matrices converted, {share}"])
+        lines.append(f"{len(converted)} of {len(self)} matrices converted, {share}")
+        recipes = dict.fromkeys(m.recipe for m in self if m.recipe is not None)
+        return "\n".join([*lines, *map(_products, recipes)])
 
 
 def _name(recipe: Recipe | None) -> str:
     if recipe is None:
         return "-"
     return next((name for name, known in RECIPES.items() if known == recipe), "a Recipe")
+
+
+def _products(recipe: Recipe) -> str:
+    """Describes the products of a recipe as "name: fwd ..., dgrad ..., wgrad ..."."""
+    products = {"fwd": recipe.fwd, "dgrad": recipe.dgrad, "wgrad": recipe.wgrad}
+    described = ", ".join(f"{name} {_operands(product)}" for name, product in products.items())
+    return f"{_name(recipe)}: {described}"
+
+
+def _operands(product: Product | None) -> str:
+    if product is None:
+        return "not quantized"
+    lhs, rhs = product.lhs, product.rhs
+    described = f"{lhs.dtype} {lhs.scope} x {rhs.dtype} {rhs.scope}"
+    if lhs.scope == "block":  # both operands have equal blocks
+        described += f" ({lhs.block} tokens, rotation {lhs.rotation})"
+    if product.outlier_threshold:
+        described += f" (features from {product.outlier_threshold:g} not quantized)"
+    return described
 
 
 def refuse_dot_general_cls(path: str, module: Any) -> None:

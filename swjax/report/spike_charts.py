@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swjax.diagnostics.names import RMS
+from swjax.diagnostics.names import OPERANDS, RMS
 from swjax.diagnostics.spikes import Analysis, Event
 from swjax.report.charts import Missing, Theme, lay_out, note
 from swjax.report.records import Series, at, smooth
@@ -100,7 +100,9 @@ def draw_quantization(figure: "Figure", data: Data, theme: Theme) -> str:
     prefix = "quantization/sqnr_db/"
     names = [name for name in data.metrics if name.startswith(prefix)]
     axes, worst = None, {}
-    for operand, color in zip("xwg", theme.series, strict=True):
+    # The operands of the weight gradient have the color of x and of g, and dashes.
+    colors = (*theme.series, theme.series[0], theme.series[2])
+    for operand, color in zip(OPERANDS, colors, strict=True):
         own = [name for name in names if _operand(name) == operand]
         if not own:
             continue
@@ -111,7 +113,8 @@ def draw_quantization(figure: "Figure", data: Data, theme: Theme) -> str:
             continue
         step, values = step[measured], values[:, measured]
         axes, lowest = axes or lay_out(figure.subplots(), "step"), np.nanmin(values, axis=0)
-        axes.plot(step, lowest, color=color, marker="o", markersize=3)
+        dashes = "--" if operand.startswith("wgrad") else "-"
+        axes.plot(step, lowest, dashes, color=color, marker="o", markersize=3)
         note(axes, (step[-1], lowest[-1]), operand, color)
         worst[operand] = own[int(np.nanargmin(values[:, -1]))].removeprefix(prefix)
     if axes is None:
