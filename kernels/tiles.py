@@ -80,10 +80,10 @@ class AttentionTile:
     stages: int
 
 
-# Longer rows do not fit into the registers of a program.
+# Columns of the longest row that fits into the registers of a program.
 WIDEST_ROW = 16384
 
-# With more keys than this, the scores of 64 queries do not fit into the registers of a program.
+# Most keys for which the scores of 64 queries fit into the registers of a program.
 LONGEST_SEQUENCE = 320
 
 # Slots of the rings of both weight gradients, and the time of writing a slice, measured on an H200.

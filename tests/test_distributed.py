@@ -214,7 +214,7 @@ def test_losing_process_0_is_one_line_and_no_abort():
         printed = [process.communicate(timeout=60)[0] for process in both][1].splitlines()
     assert both[1].returncode == 3
     assert printed[0] == "up" and printed[-1].startswith(
-        "train.py: process 1 of 2 lost another one"
+        "train.py: process 1 of 2 lost another process"
     )
     assert printed[1:-1] in ([], ["from C++"])
 

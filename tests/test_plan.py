@@ -157,9 +157,9 @@ def test_the_text_says_what_a_reader_asks(capsys):
         "synthetic: 100,000 pairs; the first captions: 'pattern 0'",
         "20,000 steps of 16,384 pairs: 327,680,000 pairs, 3276.8 epochs",
         "0.002 at 5,000",
-        "data=1 fsdp=8 tensor=1; 256 pairs a device at a time, accumulation=8",
+        "data=1 fsdp=8 tensor=1; 256 pairs per device at a time, accumulation=8",
         "checkpoints    11.0 GiB each, up to 3 at a time",
-        "6,939 pairs a second (extrapolated from 4 GPUs): 13.1 hours",
+        "6,939 pairs per second (extrapolated from 4 GPUs): 13.1 hours",
     ):
         assert part in text, part
 

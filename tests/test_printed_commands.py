@@ -255,7 +255,7 @@ def check_extras(words) -> None:
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("--config.train.accumulation=4  # one H200", "4,096 pairs a device need"),
+        ("--config.train.accumulation=4  # one H200", "4,096 pairs per device need"),
         ("--config.train.accumulation=4", "name the hardware"),
         ("--config.mesh.fsdp=16  # 8 H100", "config.mesh"),
         ("--config.train.batch_size=1000  # 64 H100", "config.train.batch_size"),

@@ -134,7 +134,7 @@ def test_synsets_of_imagenet_get_its_names_and_prompts(tmp_path):
 
 def test_a_label_without_a_name_is_a_bad_example(tmp_path):
     found = open_set(write_labelled_tars(tmp_path / "x", ["fox"]), tmp_path)
-    with pytest.raises(ValueError, match="the label is '1'; there are 1 classes"):
+    with pytest.raises(ValueError, match="the label '1' is not one of the 1 classes"):
         found[1]
 
 

@@ -29,7 +29,7 @@ def load_chunk(
     CHUNK: tl.constexpr, PAIRS: tl.constexpr = True,
 ):  # fmt: skip
     """Loads a chunk of x [M, WIDTH] in fp32, with zeros past the edges."""
-    # Int64, because a tensor may have over 2**31 elements.
+    # int64, because a tensor may have over 2**31 elements.
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = i * CHUNK + tl.arange(0, CHUNK)
     at = x_ptr + row[:, None] * WIDTH + column[None, :]

@@ -35,7 +35,7 @@ def expand(pattern: str) -> list[str]:
     named = ["".join(chosen) for chosen in itertools.product(*choices)]
     paths = [path for name in named for path in (_found(name) if glob.has_magic(name) else [name])]
     if not paths:
-        raise ValueError(f"no file matches {pattern!r}: is the path right?")
+        raise ValueError(f"no file matches {pattern!r}: check the path")
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise ValueError(f"{pattern!r} names {twice!r} twice: its examples would be seen twice")
@@ -84,7 +84,7 @@ def is_remote(path: str) -> bool:
 
 
 def check_protocol(path: str) -> None:
-    """Raises an error if the protocol of an address is not readable on this machine, whatever the file.
+    """Raises an error if this machine cannot read the protocol of an address; does not open the file.
 
     Raises:
       ModuleNotFoundError: a package that the protocol needs is not installed.

@@ -89,7 +89,7 @@ def _size_and_version(path: str) -> tuple[int, str]:
     try:
         return files.size_and_version(path)
     except FileNotFoundError:
-        raise ValueError(f"cannot open {path}: it does not exist; is the path right?") from None
+        raise ValueError(f"cannot open {path}: it does not exist: check the path") from None
     except OSError as error:
         raise ValueError(f"cannot open {path}: {error.strerror or error}") from None
 

@@ -156,7 +156,9 @@ class Labelled(Photographs):
         image, (text, *_) = self._images.record(index)
         label = int(text) if text.isdecimal() else -1
         if not 0 <= label < len(self.class_names):
-            raise BadExample(f"the label is {text!r}; there are {len(self.class_names)} classes")
+            raise BadExample(
+                f"the label {text!r} is not one of the {len(self.class_names)} classes"
+            )
         return image, label, self.class_names[label]
 
     def __reduce__(self) -> tuple:

@@ -8,7 +8,7 @@ from pathlib import Path
 POLICIES = ("skip", "stop")
 # Minimum denominator of the share, so that a bad tenth example does not count as 10 %.
 _FIRST = 1000
-# The first bad examples are shown one by one; later ones, when their number has doubled.
+# Number of bad examples to show one by one; after them, one is shown whenever the number has doubled.
 _SHOWN = 10
 
 logger = logging.getLogger("swjax.data")

@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the nearest pictures of each text and writes the page.
 
     Args:
-      arguments: of the command line; None: those of this process.
+      arguments: arguments of the command line; None uses `sys.argv`.
 
     Returns:
       The exit code: 0; 2 if the model or the pictures cannot be read.

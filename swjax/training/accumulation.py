@@ -82,7 +82,7 @@ def accumulated(
     parameters.
 
     Args:
-      embed, loss_of, params, batch, key: as for `at_once`.
+      embed, loss_of, params, batch, key: see `at_once`.
       parts: number of micro-batches; divides the batch size.
 
     References:

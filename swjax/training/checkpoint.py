@@ -205,7 +205,7 @@ class Checkpoints:
         """Loads (arrays, position) of a step; if one process finds damage, all reject the checkpoint.
 
         Args:
-          step, like: as for `restore`.
+          step, like: see `restore`.
           within: prefix of the names of the arrays to load.
         """
         path = self.directory / str(step)

@@ -92,7 +92,7 @@ def _waiting(arguments: Mapping) -> str:
 
 def _lost(reason: str) -> str:
     return (
-        f"process {jax.process_index()} of {jax.process_count()} lost another one: {reason}; see the "
+        f"process {jax.process_index()} of {jax.process_count()} lost another process: {reason}; see the "
         f"output of the others, then restart all: they resume from the last checkpoint"
     )
 
@@ -223,8 +223,8 @@ def all_or_none() -> Iterator[None]:
     The body itself must not wait for other processes.
 
     Raises:
-      Exception: in the first process that failed, its own error. Only this process reports it.
-      ConfigError: in the others, if the first error is a ConfigError. RunError: if it has another type.
+      Exception: the first process that failed raises its own error, and is the only one to report it.
+      ConfigError: the other processes raise it if the first error is a ConfigError, else a RunError.
     """
     error = None
     try:

@@ -121,7 +121,7 @@ def open_labelled(config: ConfigDict) -> list[Labelled]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ConfigError(
-            f"config.eval.zeroshot has two sets named {twice!r}: name them, as in NAME=KIND:WHERE"
+            f"config.eval.zeroshot has two sets named {twice!r}: name each, as in NAME=KIND:WHERE"
         )
     return found
 

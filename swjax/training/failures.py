@@ -28,8 +28,8 @@ def blame_data() -> Iterator[None]:
     """Re-raises as one-line errors: too many unreadable examples, or no remaining loader process.
 
     Raises:
-      ConfigError: in place of `data.BadData`.
-      RunError: in place of `data.LostProcess`.
+      ConfigError: replaces `data.BadData`.
+      RunError: replaces `data.LostProcess`.
     """
     try:
         yield

@@ -188,22 +188,22 @@ def lines(plan: Plan) -> Iterator[str]:
     yield _line("learning rate", ", ".join(_rates(plan)))
     yield _line(
         "devices",
-        f"data={mesh.data} fsdp={mesh.fsdp} tensor={mesh.tensor}; {plan.pairs:,} pairs a device "
+        f"data={mesh.data} fsdp={mesh.fsdp} tensor={mesh.tensor}; {plan.pairs:,} pairs per device "
         f"at a time, accumulation={c.train.accumulation}",
     )
     m = plan.memory
     yield _line(
         "memory",
-        f"{_gib(m.total)} a device: train state {_gib(m.state)}, weights and gradients "
+        f"{_gib(m.total)} per device: train state {_gib(m.state)}, weights and gradients "
         f"{_gib(m.weights)}, activations {_gib(m.activations)} ({_gib(m.activations / plan.pairs)} "
-        f"a pair), block at work {_gib(m.working)}",
+        f"per pair), block at work {_gib(m.working)}",
     )
     if hardware.limit is not None:
         for remat in ("none", "full"):
             most = _most(plan, remat)
             needed = _accumulation(plan, remat)
             advice = f"accumulation={needed}" if needed else "no accumulation fits this batch"
-            yield _line(f"  remat={remat}", f"up to {most:,} pairs a device at a time; {advice}")
+            yield _line(f"  remat={remat}", f"up to {most:,} pairs per device at a time; {advice}")
     checkpoints = c.checkpoint.keep + 1
     yield _line(
         "checkpoints",
@@ -226,7 +226,7 @@ def check(plan: Plan) -> None:
             remedies.append(flags + (f" --config.model.remat={other}" if other != remat else ""))
     assert plan.hardware.limit is not None, "a plan without a limit always fits"
     raise ConfigError(
-        f"{plan.pairs:,} pairs a device need {_gib(plan.memory.total)}, and JAX has "
+        f"{plan.pairs:,} pairs per device need {_gib(plan.memory.total)}, and JAX has "
         f"{_gib(plan.hardware.limit)} of this {plan.hardware.kind}: "
         + (f"set {', or '.join(remedies)}" if remedies else "use more devices with fsdp")
     )
@@ -287,7 +287,7 @@ def _time(plan: Plan) -> Iterator[str]:
     extrapolated = " (extrapolated from 4 GPUs)" if plan.hardware.devices > 4 else ""
     yield _line(
         "time",
-        f"{total:,.0f} pairs a second{extrapolated}: {seconds / 3600:.1f} hours, without evaluation"
+        f"{total:,.0f} pairs per second{extrapolated}: {seconds / 3600:.1f} hours, without evaluation"
         + ", and without the second forward pass of accumulation" * (c.train.accumulation > 1),
     )
     if c.data.name not in DRAWN:
