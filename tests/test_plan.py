@@ -135,7 +135,7 @@ def test_every_config_on_every_hardware(config, hardware, capsys, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     code = run(config, hardware)
     printed = capsys.readouterr()
-    assert re.search(r"^memory +[\d.]+ [GM]iB a device", printed.out, re.MULTILINE)
+    assert re.search(r"^memory +[\d.]+ [GM]iB per device", printed.out, re.MULTILINE)
     assert not list(tmp_path.iterdir()), "a plan must write no files"
     if code == 0:
         assert not printed.err
