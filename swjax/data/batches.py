@@ -180,7 +180,7 @@ def loader(
       seed: seed of the order, the captions and the crops.
       start_step: number of batches to skip.
       position: `position()` of an earlier loader, from which this loader continues. The number of processes
-        and the batch size may differ. Excludes start_step.
+        and the batch size may differ. Not together with start_step.
       train: whether to train or to evaluate, see above.
       context_length: tokens per caption.
       image_size: pixels, height = width.

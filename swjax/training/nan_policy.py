@@ -61,7 +61,7 @@ class NanPolicy:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the policy is a rollback, in which case the run needs a checkpoint of its first step."""
+        """Whether the policy rolls back, so that the run needs a checkpoint before its first step."""
         return self._policy == "rollback"
 
     def saved(self) -> dict[str, Any]:
