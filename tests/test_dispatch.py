@@ -103,7 +103,7 @@ def test_none_falls_back_to_what_can_run(gpu, capability, operation, arrays, opt
             "matmul",
             (A, B),
             {},
-            r"needs Hopper \(compute capability 9.0\), and this GPU has \(8, 0\): use 'triton'",
+            r"is for Hopper \(compute capability 9.0\), and this GPU has \(8, 0\): use 'triton'",
         ),
         (
             (9, 0),

@@ -394,7 +394,7 @@ def test_training_goes_on_from_an_adamw_state(steps_before, wrapped):
 def test_conversion_needs_one_state_of_each_kind():
     params = jnp.ones(2)
     adamw, ours = optax.adamw(0.1).init(params), stable_adamw(0.1).init(params)
-    with pytest.raises(ValueError, match="adamw_state holds 0 ScaleByAdamState"):
+    with pytest.raises(ValueError, match="adamw_state must contain one ScaleByAdamState, got 0"):
         from_adamw_state(ours, ours, b1=0.9, b2=0.99)
     with pytest.raises(ValueError, match="opt_state must contain one StableAdamWState, got 2"):
         from_adamw_state(adamw, (ours, ours), b1=0.9, b2=0.99)

@@ -267,6 +267,6 @@ def test_adamw_of_an_nnx_optimizer():
 def test_adamw_rms_needs_the_state_of_the_whole_gradient():
     params = {"w": jnp.ones(3), "b": jnp.ones(1)}
     with pytest.raises(
-        ValueError, match="^opt_state must contain one .* of the 1 tensors .* found 1: "
+        ValueError, match="^opt_state must contain one .* for the 1 tensors .* found 1: "
     ):
         adamw_rms_by_path(optax.adamw(1e-3).init(params), {"w": jnp.ones(3)})

@@ -71,6 +71,6 @@ def _only(kind, tree, name):
     found = [node for node in nodes if isinstance(node, kind)]
     if len(found) != 1:
         raise ValueError(
-            f"{name} must contain one {kind.__name__}, got {len(found)}: pass one state"
+            f"{name} must contain one {kind.__name__}, got {len(found)}: pass the state of one optimizer"
         )
     return found[0]

@@ -116,8 +116,7 @@ def _prequantize(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> None:
     outs = 1 if isinstance(layer.out_features, int) else len(layer.out_features)
     ins = 1 if isinstance(layer.in_features, int) else len(layer.in_features)
     q = _quantize(w, w.ndim - ins - outs, outs, cast_to, recipe)
-    # Has no gradient, so it is not a Param.
-    layer.kernel = QuantizedKernel(q)  # type: ignore[assignment]
+    layer.kernel = QuantizedKernel(q)  # type: ignore[assignment]  # no gradient, so not a Param
     layer.promote_dtype = _PromoteOthers(layer.promote_dtype, w.dtype.name)
 
 
