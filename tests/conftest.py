@@ -3,6 +3,7 @@
 import os
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 # Compiling takes most of the time here, so XLA for CPUs does it in a hurry, also in the processes that
 # tests start. Quantizers and the specification are compiled as users compile them: bits count.
@@ -19,6 +20,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(os.environ["JAX_PLATFORMS"] == "cpu"))
 )
+
+# A test may start several processes: they share compiled modules also where Python keeps none, as in
+# many containers. Without, each compiles what it imports, which doubles the time to start.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    cache = Path(__file__).parent.parent / ".cache" / "pycache"
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(cache))
 
 import device_process
 import jax
