@@ -1,6 +1,9 @@
 """Settings every test runs under: two CPU devices, and no silent promotion of dtypes or ranks."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +30,15 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     cache = Path(__file__).parent.parent / ".cache" / "pycache"
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(cache))
 
+# A program that one test compiled serves all others, in every process of pytest.
+if "SWJAX_TEST_CACHE" not in os.environ:
+    os.environ["SWJAX_TEST_CACHE"] = tempfile.mkdtemp(prefix="swjax-")
+    atexit.register(shutil.rmtree, os.environ["SWJAX_TEST_CACHE"], ignore_errors=True)
+CACHE = {
+    "jax_compilation_cache_dir": os.environ["SWJAX_TEST_CACHE"],
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+}
+
 import device_process
 import jax
 import pytest
@@ -37,31 +49,30 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would use TF32 for fp32
 
 
+def use_cache():
+    for name, value in CACHE.items():
+        jax.config.update(name, value)
+
+
+use_cache()
+
+
 @pytest.fixture(autouse=True)
 def compilation_cache():
     """A run that was trained in this process leaves its compilation cache to no other test."""
-    before = jax.config.jax_compilation_cache_dir
     yield
-    if jax.config.jax_compilation_cache_dir != before:
-        jax.config.update("jax_compilation_cache_dir", before)
+    if jax.config.jax_compilation_cache_dir != CACHE["jax_compilation_cache_dir"]:
         reset_cache()
+    use_cache()
 
 
 @pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory):
-    """A directory of compiled programs that modules and the processes that they start share."""
-    directory = str(tmp_path_factory.getbasetemp() / "jax_cache")
-    options = {
-        "jax_compilation_cache_dir": directory,
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-        "jax_disable_most_optimizations": True,
-    }
-    old = {name: jax.config.values[name] for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield directory
-    for name, value in old.items():
-        jax.config.update(name, value)
+def shared_cache():
+    """The directory of compiled programs, for the processes that tests start too."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield CACHE["jax_compilation_cache_dir"]
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
