@@ -34,10 +34,6 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 if "SWJAX_TEST_CACHE" not in os.environ:
     os.environ["SWJAX_TEST_CACHE"] = tempfile.mkdtemp(prefix="swjax-")
     atexit.register(shutil.rmtree, os.environ["SWJAX_TEST_CACHE"], ignore_errors=True)
-CACHE = {
-    "jax_compilation_cache_dir": os.environ["SWJAX_TEST_CACHE"],
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-}
 
 import device_process
 import jax
@@ -47,6 +43,12 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would use TF32 for fp32
+
+
+CACHE = {
+    "jax_compilation_cache_dir": os.environ["SWJAX_TEST_CACHE"],
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+}
 
 
 def use_cache():
