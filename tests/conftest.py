@@ -1,8 +1,13 @@
 """Settings of every test: two CPU devices, strict dtype promotion, no rank promotion."""
 
+import atexit
+import gc
 import os
+import shutil
+import tempfile
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 # Compilation dominates the time of the tests, so most of XLA's optimizations are disabled on CPUs, also in
 # processes that tests start. Tests that compare bits enable them for quantizers and the specification.
@@ -21,41 +26,60 @@ os.environ.setdefault(
     "JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(os.environ["JAX_PLATFORMS"] == "cpu"))
 )
 
+# A test may start several processes: they share compiled modules also where Python keeps none, as in
+# many containers. Otherwise each process compiles what it imports, which doubles the time to start.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    cache = Path(__file__).parent.parent / ".cache" / "pycache"
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(cache))
+
+# A program that one test compiled serves all others, in every process of pytest.
+if "SWJAX_TEST_CACHE" not in os.environ:
+    os.environ["SWJAX_TEST_CACHE"] = tempfile.mkdtemp(prefix="swjax-")
+    atexit.register(shutil.rmtree, os.environ["SWJAX_TEST_CACHE"], ignore_errors=True)
+
 import device_process
 import jax
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+gc.freeze()  # Tracing makes many objects and few cycles: by default the collector takes 5% of the time.
+gc.set_threshold(50_000, 20, 50)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would use TF32 for fp32
 
 
+CACHE = {
+    "jax_compilation_cache_dir": os.environ["SWJAX_TEST_CACHE"],
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+}
+
+
+def use_cache():
+    for name, value in CACHE.items():
+        jax.config.update(name, value)
+
+
+use_cache()
+
+
 @pytest.fixture(autouse=True)
 def compilation_cache():
-    """Restores JAX's compilation cache after a test that trains in this process."""
-    before = jax.config.jax_compilation_cache_dir
+    """Restores the shared compilation cache after a test that trains in this process."""
     yield
-    if jax.config.jax_compilation_cache_dir != before:
-        jax.config.update("jax_compilation_cache_dir", before)
+    if jax.config.jax_compilation_cache_dir != CACHE["jax_compilation_cache_dir"]:
         reset_cache()
+    use_cache()
 
 
 @pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory):
-    """A directory for JAX's compilation cache, shared by all test modules and the processes they start."""
-    directory = str(tmp_path_factory.getbasetemp() / "jax_cache")
-    options = {
-        "jax_compilation_cache_dir": directory,
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-        "jax_disable_most_optimizations": True,
-    }
-    old = {name: jax.config.values[name] for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield directory
-    for name, value in old.items():
-        jax.config.update(name, value)
+def shared_cache():
+    """Returns the directory of compiled programs, for processes that tests start; disables optimizations."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield CACHE["jax_compilation_cache_dir"]
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +95,9 @@ def reference(micro, tmp_path_factory):
     """The config and the workdir of an uninterrupted run. Tests must not change them."""
     from micro_run import train
 
-    workdir = tmp_path_factory.mktemp("reference")
-    assert train(micro(), workdir) == 0
+    workdir = tmp_path_factory.getbasetemp() / "reference"  # of all modules
+    if not (workdir / "results.json").exists():
+        assert train(micro(), workdir) == 0
     return micro(), workdir
 
 

@@ -48,6 +48,18 @@ def test_names_are_those_the_report_reads():
     assert found[charts.FEATURES].shape == (3,)
 
 
+def test_what_depends_on_a_nonfinite_tensor_does_not_repeat_the_search():
+    """As a skipped step, which keeps every tensor: the program is as long as the search and its uses."""
+
+    def kept(xs):
+        good = diagnostics.first_nonfinite(x=xs).index < 0
+        return [jnp.where(good, x + 1, x) for x in xs]
+
+    xs = [jnp.ones(4)] * 30
+    program = jax.jit(kept).lower(xs).compile().as_text()
+    assert 0 < program.count(" not(") <= 2 * len(xs)
+
+
 def test_a_recorder_goes_on_and_never_goes_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with diagnostics.Recorder(path, fetch_every=2) as recorder:

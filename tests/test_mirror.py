@@ -23,6 +23,10 @@ def address(request, tmp_path):
     fsspec.filesystem("memory").store.clear()
 
 
+# For what does not depend on the file system.
+ONE_ADDRESS = pytest.mark.parametrize("address", ["file"], indirect=True)
+
+
 @pytest.fixture
 def run(micro, monkeypatch, tmp_path):
     """A function that trains in a folder: (folder's name, config changes, steps before it stops)."""
@@ -72,6 +76,7 @@ def test_another_machine_goes_on_bit_for_bit(run, address, reference, micro, cap
     assert here == {name: data for name, data in there.items() if name != INDEX}
 
 
+@ONE_ADDRESS
 def test_a_finished_run_is_finished_elsewhere(run, address, capsys):
     run("first", checkpoint__mirror=address)
     capsys.readouterr()
@@ -80,6 +85,7 @@ def test_a_finished_run_is_finished_elsewhere(run, address, capsys):
     assert "compiling" not in capsys.readouterr().out
 
 
+@ONE_ADDRESS
 def test_a_workdir_with_a_newer_checkpoint_is_kept(run, address, capsys):
     first, _ = run("first", after=3, checkpoint__mirror=address)
     run("first", after=4)
@@ -88,6 +94,7 @@ def test_a_workdir_with_a_newer_checkpoint_is_kept(run, address, capsys):
     assert not (first / "metrics.jsonl").exists()
 
 
+@ONE_ADDRESS
 def test_a_copy_cut_short_is_not_used(run, address, tmp_path):
     run("first", after=3, checkpoint__mirror=address)
     fs, root = fsspec.core.url_to_fs(address)

@@ -5,6 +5,7 @@ import gc
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,9 @@ def collect():
 def test_malformed_files_are_refused(tmp_path, collect):
     from benchmarks.reliability import fuzz
 
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs", 3600
+    )  # write none, see conftest
     result = fuzz.measure(tmp_path, inputs=120, seed=7)
     assert result["ok"], result["first_faults"]
     assert sum(kind.get("refused", 0) for kind in result["results"].values()) > 20

@@ -71,9 +71,11 @@ def first_nonfinite(**trees: Any) -> NamedIndex:
     floats = [pair for kind, tree in trees.items() for pair in _floats(kind, tree)]
     names, leaves = zip(*floats)
     # All flags are read unconditionally, because a branch would make the GPU wait for the host.
-    bad = jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in leaves])
-    index = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
-    return NamedIndex(index, names)
+    # The last entry means that all are finite. XLA would turn `jnp.any` into a long chain of scalars, and
+    # repeat it in the fusion of every tensor that depends on the result.
+    bad = jnp.stack([*(~jnp.all(jnp.isfinite(leaf)) for leaf in leaves), jnp.bool_(True)])
+    first = jnp.argmax(bad).astype(jnp.int32)
+    return NamedIndex(jnp.where(first < len(names), first, -1), names)
 
 
 def _floats(kind: str, tree: Any) -> list[tuple[str, jax.Array]]:
