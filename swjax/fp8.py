@@ -14,8 +14,7 @@ def cast(x: jax.Array, fmt: str = "float8_e4m3fn", *, saturate: bool = True) -> 
     """Rounds `x` to the nearest value of an OCP fp8 format, ties to even, in the dtype of `x`.
 
     The function does not scale; see `swjax.quantize` for that. The result is bit-exact against `ml_dtypes`
-    for every
-    float16 and bfloat16 input. The gradient passes straight through.
+    for every float16 and bfloat16 input. The gradient passes straight through.
 
     Args:
       x: [...] float16, bfloat16 or float32.

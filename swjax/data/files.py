@@ -203,8 +203,7 @@ def close_all() -> None:
     """Closes the files that `read` keeps open.
 
     Called before files are indexed, because a path may meanwhile name another file: the file was replaced or
-      the
-    working directory changed.
+    the working directory changed.
     """
     _open.cache_clear()
 

@@ -285,9 +285,8 @@ def align(
     """Tests whether loss events follow RMS events more often than by chance.
 
     The chance is exact, not sampled: the RMS events are shifted cyclically by every possible number of steps,
-      so
-    both series keep their clusters. The p-value is the share of the shifts, including no shift, that give at
-    least as many followed loss events as observed.
+    so both series keep their clusters. The p-value is the share of the shifts, including no shift, that give
+    at least as many followed loss events as observed.
 
     Args:
       name: name of the tensor.

@@ -91,8 +91,7 @@ def insert(
     """Inserts taps into a model, in place; `measure` inserts them into a copy.
 
     Use it in code that computes gradients itself: differentiate with respect to the `Tap` variables, and
-      `read`
-    the gradient.
+    `read` the gradient.
 
     Args:
       model: modified in place; its outputs stay the same.

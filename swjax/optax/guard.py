@@ -45,11 +45,9 @@ def per_tensor_guard(
     """Scales the loss by a fixed factor; only tensors with non-finite gradients skip the step.
 
     Every tensor has its own inner optimizer. If a gradient has an Inf or NaN, the parameters of that tensor
-    do not
-    change, nor does its inner state: the moments, and the count that determines its bias correction and
-      schedule.
-    An early layer that overflows does not affect other layers. A global scaler would skip the step for all
-    tensors and halve its scale.
+    do not change, nor does its inner state: the moments, and the count that determines its bias correction
+    and schedule. An early layer that overflows does not affect other layers. A global scaler would skip the
+    step for all tensors and halve its scale.
 
     Args:
       inner: any optimizer that treats tensors separately, such as `stable_adamw` or `optax.adamw`. It

@@ -77,8 +77,7 @@ def stable_adamw(
     AdamW are then too large. RMS never exceeds sqrt(1 / (1 - b2)).
 
     Statistics span whole arrays under jit, for every sharding. Inside `jax.shard_map` an array is the local
-    shard,
-    and so its RMS would be local: update the parameters outside `jax.shard_map`.
+    shard, and so its RMS would be local: update the parameters outside `jax.shard_map`.
 
     Under `optax.inject_hyperparams` every number may be traced. List the other arguments that you pass in
     `static_args`: "mask", "mu_dtype", "block_axes". For parameters below float32 add
