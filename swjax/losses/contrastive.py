@@ -49,9 +49,8 @@ def softmax_contrastive(
 
     Returns:
       The loss, and metrics, all float32 scalars: `logit_scale` (its exponential), `image_to_text_accuracy`
-        and
-      `text_to_image_accuracy`, the fractions of the batch whose most similar candidate matches. A tie with a
-      candidate that does not match counts as wrong. Only the loss has a gradient.
+      and `text_to_image_accuracy`, the fractions of the batch whose most similar candidate matches. A tie
+      with a candidate that does not match counts as wrong. Only the loss has a gradient.
 
     Raises:
       ValueError: shapes do not fit each other.

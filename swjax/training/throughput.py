@@ -61,8 +61,7 @@ class Meter:
 
         Returns:
           {"perf/samples_per_sec_per_device": examples/s, "perf/mfu": fraction of the peak (None if the peak
-            is
-          unknown), "perf/data_wait_frac": fraction of the time, "perf/step_seconds": s}.
+          is unknown), "perf/data_wait_frac": fraction of the time, "perf/step_seconds": s}.
         """
         seconds = time.perf_counter() - self._start
         rate = self._steps * self._batch_size / seconds / jax.device_count()
