@@ -1,7 +1,6 @@
 """Settings of every test: two CPU devices, strict dtype promotion, no rank promotion."""
 
 import atexit
-import gc
 import os
 import shutil
 import tempfile
@@ -41,9 +40,6 @@ import device_process
 import jax
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-
-gc.freeze()  # Tracing makes many objects and few cycles: by default the collector takes 5% of the time.
-gc.set_threshold(50_000, 20, 50)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -3,6 +3,7 @@
 import ast
 import gc
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -37,12 +38,12 @@ def collect():
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow warns about broken images, Orbax about coroutines
-def test_malformed_files_are_refused(tmp_path, collect):
+def test_malformed_files_are_refused(tmp_path, collect, monkeypatch):
     from benchmarks.reliability import fuzz
 
-    jax.config.update(
-        "jax_persistent_cache_min_compile_time_secs", 3600
-    )  # write none, see conftest
+    # JAX and Python write no compiled code here, which the fuzzer would take for a file outside its folder.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 3600)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     result = fuzz.measure(tmp_path, inputs=120, seed=7)
     assert result["ok"], result["first_faults"]
     assert sum(kind.get("refused", 0) for kind in result["results"].values()) > 20
