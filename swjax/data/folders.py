@@ -1,4 +1,4 @@
-"""Pictures in folders, captioned by a text file beside each picture or by the folder's name."""
+"""Pictures in folders, captioned by a text file next to each picture or by the folder's name."""
 
 import functools
 import os

@@ -67,7 +67,7 @@ class Parquet(Photographs):
         Args:
           split: paths or addresses, such as "laion/{00000..00127}.parquet".
           image_key: column of the images; with several names, separated by ";", the first existing column.
-          text_key: column of the captions, chosen likewise; it contains one caption or a list per row.
+          text_key: column of the captions, chosen as above; it contains one caption or a list per row.
 
         Raises:
           ValueError: no file matches, a file is missing or not a Parquet file, there are no rows, or the

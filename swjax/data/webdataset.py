@@ -38,7 +38,7 @@ class WebDataset(Photographs):
           split: paths or addresses, such as "cc12m/{00000..01242}.tar" or "gs://bucket/laion/*.tar".
           data_dir: directory of the stored sample positions.
           image_key: extension of the image; with several, separated by ";", the first existing file.
-          text_key: extension of the caption, chosen likewise; "json/caption" is a field of a JSON file.
+          text_key: extension of the caption, chosen as above; "json/caption" is a field of a JSON file.
 
         Raises:
           ValueError: no tar matches, a tar is missing, or the tars have no samples.

@@ -1,4 +1,4 @@
-"""Converts the config files beside weights, open_clip's and Hugging Face's, to `CLIPConfig` and back.
+"""Converts the config files next to weights, open_clip's and Hugging Face's, to `CLIPConfig` and back.
 
 Weights alone determine neither the number of attention heads nor the kind of GELU. An error names the first
 setting that `swjax.models` does not support, because ignoring it would change the model's output.

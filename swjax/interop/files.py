@@ -24,7 +24,7 @@ _EXACT = ("F32", "F16", "BF16")  # dtypes that convert to float32 exactly
 
 
 class NoConfig(ValueError):
-    """The weights have no config file beside them, like OpenAI's weights."""
+    """The weights have no config file next to them, like OpenAI's weights."""
 
 
 def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
@@ -34,7 +34,7 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
 
     Args:
       path: a file, or a folder that open_clip or Hugging Face wrote.
-      cfg: the model configuration; None reads the config file beside the weights, and sets float32 without
+      cfg: the model configuration; None reads the config file next to the weights, and sets float32 without
         quantization, as in those libraries.
       **options: fields of the configuration to replace, such as recipe="switchback".
 
@@ -168,7 +168,7 @@ def _layout_of(path: Path, names: Iterable[str]) -> str:
 
 
 def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
-    """Reads the configuration from the file beside the weights."""
+    """Reads the configuration from the file next to the weights."""
     file = path.parent / LAYOUTS[layout].config
     if not file.is_file():
         raise NoConfig(

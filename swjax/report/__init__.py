@@ -26,7 +26,7 @@ def write(
     nearest_images: Sequence | None = None,
     attribution: str | None = None,
 ) -> Path:
-    """Writes WORKDIR/report/index.html, a self-contained page, and its pictures as PNGs beside it.
+    """Writes WORKDIR/report/index.html, a self-contained page, and its pictures as PNGs next to it.
 
     The curves come from metrics.jsonl, the rest from config.json and env.txt. The page names missing parts.
     The arguments are saved in report/results.json; for an argument that is None, the function uses the saved

@@ -10,7 +10,7 @@ self-contained page, and compare_precision.json into the workdir:
 
   layers   one forward and backward pass over some examples: the relative error of every linear layer's
            output, of the gradient at that output, and of every parameter's gradient
-  loss     some training steps: the difference between the arm's loss and the reference's, beside the
+  loss     some training steps: the difference between the arm's loss and the reference's, and the
            spread of the reference over seeds
 
 All config keys and --config.section.key=VALUE overrides apply, except durations and evaluation.

@@ -89,7 +89,7 @@ def write_results(
 
 
 def tell_results(workdir: Path) -> None:
-    """Prints the scores on unseen examples beside the chance scores, and the path of the report.
+    """Prints the scores on unseen examples next to the scores of chance, and the path of the report.
 
     Args:
       workdir: directory of a finished run.
