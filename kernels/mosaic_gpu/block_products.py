@@ -124,14 +124,14 @@ def block_product(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """The sum over blocks of tokens of the scaled products of int8 operands.
+    """Multiplies int8 operands: the sum of the scaled products of their blocks of tokens.
 
     Args:
       x: [k, blocks * length] int8; the length is a multiple of LINE.
       x_scale: [blocks, k].
       g: [n, blocks * length] int8.
       g_scale: [blocks, n].
-      slices: parts that the blocks are cut into; None chooses.
+      slices: number of parts that the blocks are cut into; None chooses.
       multiprocessors, interpret: for tests.
 
     Returns:

@@ -1,14 +1,14 @@
 """The persistent, warp-specialised pipeline of the Mosaic kernels.
 
-One block of threads stays on each multiprocessor and takes one unit of work after the other, a unit being a
-tile of the output or a slice of one. One warpgroup of the block copies operands into a ring of buffers in
-shared memory (TMA), and two multiply (wgmma), each half of the tile's rows::
+One block of threads stays on each multiprocessor and processes one unit of work after the other. A unit is a
+tile of the output, or a slice of a tile. One warpgroup of the block copies operands into a ring of buffers in
+shared memory (TMA). Two warpgroups multiply (wgmma), each half of the rows of the tile::
 
-    full[slot]    the copies have arrived           memory warpgroup -> compute warpgroups
-    empty[slot]   both have read the slot           compute warpgroups -> memory warpgroup
+    full[slot]    the copies have arrived              memory warpgroup -> compute warpgroups
+    empty[slot]   both warpgroups have read the slot   compute warpgroups -> memory warpgroup
 
-The memory warpgroup continues with the next unit while the others write this one. Past the edge of an array
-TMA reads zeros and writes nothing.
+The memory warpgroup copies the next unit while the others write this one. Past the edge of an array TMA reads
+zeros and writes nothing.
 """
 
 from collections.abc import Callable
@@ -55,9 +55,9 @@ class Work(Protocol):
     """What a kernel computes. Arguments named `unit` count the units of this block.
 
     Attributes:
-      stages: slots of the rings.
-      columns: of a tile of the output.
-      sum_dtype: of the sums in registers.
+      stages: number of slots of the rings.
+      columns: number of columns of a tile of the output.
+      sum_dtype: dtype of the sums in registers.
     """
 
     @property
@@ -70,26 +70,26 @@ class Work(Protocol):
     def sum_dtype(self) -> jax.typing.DTypeLike: ...
 
     def units(self) -> jax.Array:
-        """The number of units of this block."""
+        """Returns the number of units of this block."""
 
     def span(self, unit: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
-        """The first step of a unit along the contracted axis, and the number of steps."""
+        """Returns the first step of a unit along the contracted axis, and the number of its steps."""
 
     def load(self, unit: jax.Array) -> Callable[[jax.Array, jax.Array, Ref], None]:
-        """A function of (step, slot, barrier) that starts the copies of a step."""
+        """Returns a function (step, slot, barrier) that starts the copies of a step."""
 
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
-        """Adds the product of a slot, for one half of the tile's rows."""
+        """Adds the product of the operands in a slot, for one half of the rows of the tile."""
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
-        """The sums of one half of a unit's tile, from those of all of its steps in order."""
+        """Returns the sums of one half of a unit. Calls `sum_steps` for all of its steps, in order."""
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         """Writes one half of the tile."""
 
 
 def run(work: Work, scratch: Scratch) -> None:
-    """The body of a kernel: what each warpgroup does with the units of its block.
+    """The body of a kernel: each warpgroup processes the units of its block.
 
     Steps are counted over all units: step `used` is in slot `used % stages` of the rings.
     """
@@ -101,7 +101,7 @@ def run(work: Work, scratch: Scratch) -> None:
 
 
 def specialize(copy: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
-    """Runs `copy` in the memory warpgroup, and `compute` in the others, each with its number."""
+    """Runs `copy` in the memory warpgroup, and ``compute(warpgroup)`` in the others."""
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == MEMORY)
@@ -116,7 +116,7 @@ def specialize(copy: Callable[[], None], compute: Callable[[jax.Array], None]) -
 
 
 def wait_for_slot(empty: Ref, used: jax.Array, stages: int) -> None:
-    """Waits until the slot of step `used` of a ring is empty. The first steps find it so."""
+    """Waits until the slot for step `used` of a ring is empty; at first all slots are."""
 
     @pl.when(used >= stages)
     def _():
@@ -124,7 +124,7 @@ def wait_for_slot(empty: Ref, used: jax.Array, stages: int) -> None:
 
 
 def _copy_units(work: Work, scratch: Scratch, units: jax.Array) -> None:
-    """The memory warpgroup."""
+    """Copies the operands of all units: the memory warpgroup."""
 
     def copy_unit(unit, used):
         start, count = work.span(unit)
@@ -145,7 +145,7 @@ def _copy_units(work: Work, scratch: Scratch, units: jax.Array) -> None:
 
 
 def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Array) -> None:
-    """A compute warpgroup."""
+    """Multiplies and writes one half of each unit: a compute warpgroup."""
 
     def multiply_unit(unit, used):
         def sum_steps(first, count):
@@ -161,7 +161,7 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
 def _sum_steps(
     work: Work, scratch: Scratch, used: jax.Array, count: jax.Array | int, half: jax.Array
 ) -> jax.Array:
-    """The sums of `count` steps from step `used` on. Releases each slot once the next product is issued."""
+    """Sums `count` steps from step `used` on; releases each slot once the next product is issued."""
 
     def multiply_steps(sums):
         def step(s, _):
@@ -189,7 +189,7 @@ def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
 
 
 def load_registers(ref: Ref, index: slice | pl.Slice | jax.Array) -> jax.Array:
-    """A few numbers for each row or column, straight into registers."""
+    """Loads a vector from global or shared memory into registers."""
     load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
     if jax.__version_info__ < (0, 11):
         return load(ref, index, optimized=False)
@@ -202,11 +202,11 @@ def store_tile(
     """Copies one half of a tile to global memory, through two buffers.
 
     Args:
-      values: a function of the first column of a piece that computes the piece.
+      values: function (first column of a piece) -> the piece.
       buffers: [2, HALF, piece] in shared memory.
       to: [HALF, columns] in global memory.
-      piece: columns written at a time.
-      **options: of `plgpu.copy_smem_to_gmem`.
+      piece: number of columns written at a time.
+      **options: options of `plgpu.copy_smem_to_gmem`.
     """
     for number, at in enumerate(range(0, to.shape[1], piece)):
         y = values(at)
@@ -224,7 +224,7 @@ def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
 
 
 def piece_of(dtype: jax.typing.DTypeLike) -> int:
-    """Columns of a written piece: a line of them."""
+    """Returns the number of columns of a written piece, which fill a line."""
     return LINE // jnp.dtype(dtype).itemsize
 
 
@@ -238,15 +238,15 @@ def launch(
     cluster: int,
     interpret: Any,
 ) -> Callable:
-    """A kernel of `blocks` clusters of blocks, as a function of its inputs.
+    """Builds a product kernel of `blocks` clusters of blocks, as a function of its inputs.
 
     Args:
-      body: a function of the refs of the inputs, of the output and of a `Scratch`.
-      out: the output.
+      body: function of the refs of the inputs, of the output and of a `Scratch`.
+      out: shape and dtype of the output.
       rings: shape and dtype of a slot of each ring.
-      stages: slots of the rings.
-      blocks: clusters of blocks.
-      cluster: blocks of a cluster.
+      stages: number of slots of the rings.
+      blocks: number of clusters of blocks.
+      cluster: number of blocks of a cluster.
       interpret: parameters of Pallas's interpreter, or None.
     """
     arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
@@ -264,13 +264,13 @@ def launch(
 def kernel(
     body: Callable, out: Any, scratch: tuple, *, blocks: int, interpret: Any, **in_clusters: Any
 ) -> Callable:
-    """A kernel of two compute warpgroups and the memory warpgroup, as a function of its inputs.
+    """Builds a kernel of two compute warpgroups and the memory warpgroup, as a function of its inputs.
 
     Args:
-      body: a function of the refs of the inputs, of the outputs and of `scratch`.
-      out: the outputs.
+      body: function of the refs of the inputs, of the outputs and of `scratch`.
+      out: shapes and dtypes of the outputs.
       scratch: shared memory and barriers.
-      blocks: clusters of blocks.
+      blocks: number of clusters of blocks.
       interpret: parameters of Pallas's interpreter, or None.
       **in_clusters: `cluster` and `cluster_names` of `plgpu.kernel`.
     """

@@ -23,9 +23,9 @@ class Inputs(NamedTuple):
     Attributes:
       a: [m, k] int8 or fp8.
       b: [n, k] int8 or fp8.
-      a_scale: [m], padded to whole tiles where m is no multiple of HALF.
+      a_scale: [m], padded to whole tiles if m is not a multiple of HALF.
       b_scale: [1], or [n] padded to whole tiles.
-      bias: [n] padded to whole tiles, or [1] where there is none.
+      bias: [n] padded to whole tiles, or [1] if the product has no bias.
     """
 
     a: Ref
@@ -40,15 +40,15 @@ class ProductSpec:
     """The sizes of a product.
 
     Attributes:
-      m, n, k: of a [m, k] and b [n, k].
-      grid: the output in tiles, those of a cluster counted as one.
+      m, n, k: sizes of a [m, k] and b [n, k].
+      grid: rows and columns of tiles in the output; the tiles of a cluster count as one.
       blocks: clusters of blocks that share the tiles.
       cluster: 2 if two blocks, whose tiles are adjacent rows, share their tile of b: the cluster loads it
         once (multicast).
       tile: how the kernel cuts its work.
-      out_dtype: of the result.
-      per_tensor: b has one scale.
-      bias: there is a bias.
+      out_dtype: dtype of the result.
+      per_tensor: whether b has one scale.
+      bias: whether a bias is added.
     """
 
     m: int
@@ -70,7 +70,7 @@ class ProductSpec:
 
 @dataclass(frozen=True)
 class Product:
-    """The `pipeline.Work` of one block."""
+    """The `pipeline.Work` of one block of threads."""
 
     spec: ProductSpec
     inputs: Inputs
@@ -132,7 +132,7 @@ class Product:
         spec, inputs, piece = self.spec, self.inputs, pipeline.piece_of(self.spec.out_dtype)
         row, column = self.corner(unit)
         row += half * HALF
-        # Rows past the edge are not written, so any scale serves for them.
+        # Rows past the edge are not written, so their scale does not matter.
         first = row if spec.ragged else jnp.minimum(row, spec.m - HALF)
         a_scale = pipeline.load_registers(inputs.a_scale, pl.ds(first, HALF))
         if spec.per_tensor:
@@ -206,8 +206,7 @@ def matmul(
 
 
 def _inputs(spec: ProductSpec, a: QTensor, b: QTensor, bias: jax.Array | None) -> Inputs:
-    """Scales and bias with an element for each row or column of each tile: registers are loaded without
-    bounds."""
+    """Pads scales and bias to whole tiles, because registers are loaded without bounds checks."""
 
     def padded(vector, length):
         return jnp.pad(vector.reshape(-1), (0, length - vector.size))

@@ -1,12 +1,12 @@
 """Rotated tokens in int8, transposed, with a scale for each column and block of tokens.
 
-One block of threads stays on each multiprocessor. Its unit of work is COLUMNS columns of one block of tokens,
-cut into steps of ROTATION tokens. One warpgroup copies steps into a ring in shared memory; two compute, and
-take steps in turns::
+One block of threads stays on each multiprocessor. A unit of work is COLUMNS columns of one block of tokens,
+cut into steps of ROTATION tokens. One warpgroup copies steps into a ring in shared memory. Two warpgroups
+compute; one processes the even steps, the other the odd steps::
 
-    first pass    rotate each step, and keep the largest magnitude of each column
-    exchange      both warpgroups learn the largest of all steps: the scale
-    second pass   rotate each step again, quantize it, write it, and release its slot
+    first pass    rotates each step, and keeps the largest magnitude of each column
+    exchange      takes the larger magnitude of both warpgroups, which gives the scale
+    second pass   rotates each step again, quantizes it, writes it, and releases its slot
 
 A block of rotated tokens fits neither into registers nor next to the ring, so it is computed twice. The
 tensor cores have time for that: the kernel waits for memory, which it reads once.
@@ -38,14 +38,14 @@ class Buffers(NamedTuple):
     """The shared memory of a block, in the order of the kernel's arguments.
 
     Attributes:
-      ring: [STAGES, ROTATION, COLUMNS], of x.
-      matrix: [ROTATION, ROTATION], of the rotation: token, rotated token.
-      values: [2, COLUMNS, ROTATION], what each compute warpgroup writes.
-      largest: [2, 2, COLUMNS], what they exchange.
-      scale: [COLUMNS], of the unit.
+      ring: [STAGES, ROTATION, COLUMNS], steps of x.
+      matrix: [ROTATION, ROTATION], the rotation; axes are token and rotated token.
+      values: [2, COLUMNS, ROTATION], the quantized step of each compute warpgroup.
+      largest: [2, 2, COLUMNS], the magnitudes that they exchange.
+      scale: [COLUMNS], the scales of the unit.
       full, empty: a barrier for each slot of the ring.
-      matrix_full: of the copy of the matrix.
-      exchange: where both compute warpgroups wait for each other.
+      matrix_full: barrier for the copy of the matrix.
+      exchange: barrier at which both compute warpgroups wait for each other.
     """
 
     ring: Ref
@@ -60,12 +60,12 @@ class Buffers(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The steps of a unit that one compute warpgroup takes.
+    """The steps of a unit that one compute warpgroup processes: every second step.
 
     Attributes:
-      used: steps of the units before, of both warpgroups.
-      first: its first step of the unit.
-      total: of its steps: every second one.
+      used: number of steps of all units before, of both warpgroups.
+      first: first step of this warpgroup in the unit.
+      total: number of its steps.
     """
 
     used: jax.Array
@@ -74,16 +74,16 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, warpgroup: jax.Array, used: jax.Array, steps: int) -> "Turns":
-        """Counted over all units, steps of warpgroup 0 are even, and those of warpgroup 1 odd."""
+        """Counted over all units, the steps of warpgroup 0 are even, and those of warpgroup 1 are odd."""
         first = lax.rem(used + warpgroup, 2)
         return cls(used, first, (steps + 1 - first) // 2)
 
     def step(self, i: jax.Array) -> jax.Array:
-        """Counted from the beginning of the unit."""
+        """Step number of turn i, counted from the beginning of the unit."""
         return self.first + 2 * i
 
     def number(self, i: jax.Array) -> jax.Array:
-        """Counted over all units."""
+        """Step number of turn i, counted over all units."""
         return self.used + self.step(i)
 
     def slot(self, i: jax.Array) -> jax.Array:
@@ -99,9 +99,9 @@ class Rotation:
       matrix: [ROTATION, ROTATION].
       values: [n, blocks of tokens * length].
       scale: [blocks of tokens, n].
-      steps: of a unit.
-      blocks: blocks of threads that share the units.
-      block: the number of this one.
+      steps: number of steps of a unit.
+      blocks: number of blocks of threads that share the units.
+      block: number of this block of threads.
       buffers: its shared memory.
     """
 
@@ -119,12 +119,12 @@ class Rotation:
         return pipeline.unit_count(count * pl.cdiv(n, COLUMNS), self.block, self.blocks)
 
     def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The block of tokens of a unit, and its first column."""
+        """Returns the block of tokens of a unit, and its first column."""
         number, across = self.block + unit * self.blocks, pl.cdiv(self.scale.shape[1], COLUMNS)
         return number // across, lax.rem(number, across) * COLUMNS
 
     def copy(self) -> None:
-        """The memory warpgroup."""
+        """Copies all steps: the memory warpgroup."""
         plgpu.copy_gmem_to_smem(self.matrix, self.buffers.matrix, self.buffers.matrix_full)
 
         def copy_unit(unit, used):
@@ -147,7 +147,7 @@ class Rotation:
         lax.fori_loop(0, STAGES, empty, None)
 
     def compute(self, warpgroup: jax.Array) -> None:
-        """A compute warpgroup."""
+        """Quantizes and writes the steps of one compute warpgroup."""
         plgpu.barrier_wait(self.buffers.matrix_full)
 
         def compute_unit(unit, used):
@@ -161,7 +161,7 @@ class Rotation:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def rotated(self, slot: jax.Array) -> jax.Array:
-        """float32 [COLUMNS, ROTATION]: the tokens of a slot, rotated."""
+        """Returns the tokens of a slot, rotated: float32 [COLUMNS, ROTATION]."""
 
         def multiply(out):
             plgpu.wgmma(out, self.buffers.ring.at[slot].T, self.buffers.matrix)
@@ -171,7 +171,7 @@ class Rotation:
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((COLUMNS, ROTATION), jnp.float32))
 
     def find_largest(self, turns: Turns) -> jax.Array:
-        """[COLUMNS]: the largest magnitude in the steps of this warpgroup."""
+        """Returns the largest magnitude in the steps of this warpgroup: [COLUMNS]."""
 
         def turn(i, largest):
             slot = turns.slot(i)
@@ -183,7 +183,7 @@ class Rotation:
         return lax.fori_loop(0, turns.total, turn, smallest)
 
     def exchange(self, warpgroup: jax.Array, parity: jax.Array, largest: jax.Array) -> jax.Array:
-        """The larger one of both warpgroups.
+        """Returns the larger magnitude of both warpgroups: [COLUMNS].
 
         Units alternate between two places: a warpgroup may still read one while the other has gone on to the
         next unit.
@@ -235,12 +235,12 @@ def quantize_blocks(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The rotated tokens of x, times sqrt(ROTATION), in int8 and transposed.
+    """Rotates, transposes and quantizes x. The result is sqrt(ROTATION) times the rotated tokens.
 
     Args:
       x: [tokens, n] bfloat16 or float16; tokens is a multiple of 8, and n of COLUMNS.
-      count: blocks of tokens.
-      length: tokens of a block, a multiple of ROTATION. Tokens past the last of x are zeros.
+      count: number of blocks of tokens.
+      length: number of tokens of a block, a multiple of ROTATION. Tokens past the last of x are zeros.
       multiprocessors, interpret: for tests.
 
     Returns:

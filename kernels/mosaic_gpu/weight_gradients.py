@@ -22,11 +22,11 @@ class WeightGradientSpec:
     """The sizes of a weight gradient.
 
     Attributes:
-      grid: the output [k, n] in tiles.
-      blocks: blocks that share the units.
-      steps: along the tokens.
-      step_tokens: tokens of a step.
-      slices: the parts that the steps are cut into.
+      grid: rows and columns of tiles in the output [k, n].
+      blocks: number of blocks of threads that share the units.
+      steps: number of steps along the tokens.
+      step_tokens: number of tokens of a step.
+      slices: number of parts that the steps are cut into.
     """
 
     grid: tuple[int, int]
@@ -41,7 +41,7 @@ class WeightGradientSpec:
 
 
 class Unit(NamedTuple):
-    """One slice of one tile: their numbers, and the first row and column of the tile."""
+    """A slice of a tile: the numbers of both, and the first row and column of the tile."""
 
     slice: jax.Array
     tile: jax.Array
@@ -51,7 +51,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """The `pipeline.Work` of one block.
+    """The `pipeline.Work` of one block of threads.
 
     Attributes:
       done: [tiles, 2] semaphores that count the slices written of each half tile; None with one slice.
@@ -74,7 +74,8 @@ class WeightGradient:
         return pipeline.unit_count(total, self.block, self.spec.blocks)
 
     def unit(self, i: jax.Array) -> Unit:
-        """Slice by slice: blocks at work at the same time read the same tokens, from the L2 cache."""
+        """Units are numbered slice by slice, so that blocks that run at the same time read the same tokens, from
+        the L2 cache."""
         number = self.block + i * self.spec.blocks
         slice_, tile = number // self.spec.tile_count, lax.rem(number, self.spec.tile_count)
         row, column = plgpu.planar_snake(tile, self.spec.grid, 1, 4)
@@ -108,8 +109,10 @@ class WeightGradient:
         return sum_steps(0, self.span(unit)[1])
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
-        """Writes the first slice and adds the others in order, each after the one before it (which has nearly
-        always finished), so that every run gives the same sum."""
+        """Writes the first slice and adds the others in order, so that every run computes the same sum.
+
+        Each slice waits for the slice before it, which has nearly always finished.
+        """
         number, tile, row, column = self.unit(unit)
         piece = pipeline.piece_of(self.out.dtype)
         to = self.out.at[pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)]

@@ -11,13 +11,13 @@ from swjax.inference.encoder import load
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints each name and its probability among the names, the likeliest first.
+    """Prints each name with its probability, the most likely name first.
 
     Args:
-      arguments: of the command line; None: those of this process.
+      arguments: arguments of the command line; None reads those of this process.
 
     Returns:
-      The exit code: 0; 2 if the model or the picture cannot be read.
+      The exit code: 0, or 2 if the model or the picture cannot be read.
     """
     parser = argparse.ArgumentParser(prog="swjax classify", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a run's workdir, or a safetensors file or its folder")

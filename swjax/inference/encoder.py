@@ -1,4 +1,4 @@
-"""The encoder: images and texts in, unit vectors and class probabilities out; loading, saving, exporting."""
+"""An encoder of images and texts as unit vectors, zero-shot classification, and files of encoders."""
 
 import dataclasses
 import io
@@ -30,16 +30,16 @@ TEMPLATES: tuple[str, ...] = ("a photo of a {}.",)  # for weights without record
 
 
 class Encoder:
-    """A CLIP model that takes images of any size, and texts.
+    """A CLIP model for images of any size, and texts.
 
     Args:
       model: any CLIP, in any recipe.
-      batch_size: images, or texts, embedded at once at most.
-      templates: prompts that `classifier` uses by default, with "{}" for the name. `load` gives those
-        that a run was evaluated with.
+      batch_size: largest number of images or texts that are embedded at a time.
+      templates: prompts that `classifier` uses by default, with "{}" for the name. `load` passes the
+        prompts that a run was evaluated with.
 
     Raises:
-      ValueError: batch_size is not positive; no template, or one without a place for the name.
+      ValueError: batch_size is not positive; there is no template, or a template has no "{}".
 
     >>> cfg = clip.config("tiny", vision={"layers": 1}, text={"layers": 1})
     >>> encoder = Encoder(clip.CLIP(cfg, rngs=nnx.Rngs(0)))
@@ -66,10 +66,10 @@ class Encoder:
         self._predict = evaluators.predictor(graph, model.cfg.vision.image_size)
 
     def encode_image(self, images: Iterable) -> np.ndarray:
-        """Unit vectors [n, embed_dim] float32.
+        """Embeds images as unit vectors [n, embed_dim] float32.
 
         Args:
-          images: n of them, see `pixels`; read as they are needed. One image is a batch of one.
+          images: n images, see `pixels`; files are read batch by batch. One image is a batch of one.
         """
         images = iter([images] if _is_one_image(images) else images)
         parts = [np.zeros((0, self.cfg.embed_dim), np.float32)]
@@ -81,7 +81,7 @@ class Encoder:
         return np.concatenate(parts)
 
     def encode_text(self, texts: str | Sequence[str]) -> np.ndarray:
-        """Unit vectors [n, embed_dim] float32 of n texts; one string is a batch of one."""
+        """Embeds n texts as unit vectors [n, embed_dim] float32; one string is a batch of one."""
         texts = [texts] if isinstance(texts, str) else list(texts)
         parts = embed.texts(self._predict, self._params, texts, **self._text_sizes(len(texts)))
         return np.concatenate([np.zeros((0, self.cfg.embed_dim), np.float32), *parts])
@@ -89,16 +89,15 @@ class Encoder:
     def classifier(
         self, names: Sequence[str], templates: str | Sequence[str] | None = None
     ) -> np.ndarray:
-        """A unit vector for each class, the mean of its prompts': [len(names), embed_dim] float32.
+        """Returns a unit vector per class, the mean over its prompts: [len(names), embed_dim] float32.
 
         Args:
-          names: of the classes; ImageNet's are `swjax.data.imagenet.class_names()`.
-          templates: prompts with "{}" for the name; `swjax.data.imagenet.templates()` are 80. None:
-            the encoder's own.
+          names: names of the classes; `swjax.data.imagenet.class_names()` are ImageNet's.
+          templates: prompts with "{}" for the name, such as the 80 of
+            `swjax.data.imagenet.templates()`. None uses those of the encoder.
 
         Raises:
-          ValueError: one string in place of names; no name or no template, or a template without a place
-            for the name.
+          ValueError: `names` is one string, there is no name or no template, or a template has no "{}".
         """
         if isinstance(names, str):
             raise ValueError(f"names must be a list of names, got {names!r}: write [{names!r}]")
@@ -108,11 +107,11 @@ class Encoder:
         return zeroshot.classifier(self._predict, self._params, names, templates, **sizes)
 
     def classify(self, images: Iterable, classifier: np.ndarray) -> np.ndarray:
-        """How likely each image shows each class, among these: [n, classes] float32, rows sum to 1.
+        """Returns the probability of each class for each image: [n, classes] float32, rows sum to 1.
 
         Args:
-          images: n of them, or one, see `pixels`.
-          classifier: of `classifier`, [classes, embed_dim].
+          images: n images, or one, see `pixels`.
+          classifier: result of the method `classifier`, [classes, embed_dim].
 
         Raises:
           ValueError: `classifier` has another shape.
@@ -134,12 +133,12 @@ class Encoder:
         }
 
     def _padded(self, count: int) -> int:
-        """A power of two, so that few programs are compiled, and one image costs one image."""
+        """Rounds a batch size up to a power of two, so that few programs are compiled."""
         return min(self.batch_size, 1 << max(count - 1, 0).bit_length())
 
 
 def _is_one_image(images) -> bool:
-    """Whether the argument is one image, or an invalid one that `pixels` rejects, not several images."""
+    """Whether the argument is one image, perhaps an invalid one that `pixels` rejects, and not several."""
     if isinstance(images, np.ndarray | jax.Array):
         return images.ndim != 4 and images.dtype.kind not in "OUS"  # those hold paths, or images
     kinds = str | bytes | bytearray | memoryview | os.PathLike | io.IOBase
@@ -153,23 +152,24 @@ def load(
     prequantize: bool = False,
     **options: Any,
 ) -> Encoder:
-    """The model of a run, of a file by `save`, or of safetensors by open_clip, OpenAI or Hugging Face.
+    """Loads the model of a run, of a file by `save`, or of open_clip's, OpenAI's or Hugging Face's weights.
 
-    A run's newest checkpoint is taken, of the averaged parameters if it averages them, and computes as
-    in training; weights of others compute in float32. `Encoder.templates` are those that the run was
-    evaluated with, which a file by `save` keeps, and "a photo of a {}." for weights of others.
+    Of a run, the newest checkpoint is loaded, with the averaged parameters if the run averages them. It
+    computes in the dtype of training; weights of other libraries compute in float32. `Encoder.templates`
+    are the prompts that the run was evaluated with, which a file by `save` keeps. Weights of other
+    libraries have "a photo of a {}.".
 
     Args:
-      path: a run's workdir; a file by `save`; or what `swjax.interop.load` takes: a safetensors file or
-        its folder.
-      cfg: for `swjax.interop.load`; a run and a file by `save` have their own.
-      prequantize: keep 8-bit weights alone, see `swjax.serving.prequantize`; needs a quantized recipe.
-        A file by `save` is what it was saved as.
-      **options: fields of the configuration to be replaced, such as recipe="switchback" or
+      path: a run's workdir, a file by `save`, or a safetensors file or its folder, as for
+        `swjax.interop.load`.
+      cfg: configuration for `swjax.interop.load`; a run and a file by `save` contain theirs.
+      prequantize: whether to keep only 8-bit weights, see `swjax.serving.prequantize`. Needs a quantized
+        recipe, and has no effect on a file by `save`.
+      **options: fields of the configuration to replace, such as recipe="switchback" or
         dtype="bfloat16".
 
     Raises:
-      FileNotFoundError, ModuleNotFoundError, ValueError: as `swjax.interop.load`; a run without a
+      FileNotFoundError, ModuleNotFoundError, ValueError: as for `swjax.interop.load`, or the run has no
         checkpoint.
     """
     path = Path(path)
@@ -190,7 +190,7 @@ def load(
 
 
 def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
-    """The model of a run, and the templates that it was evaluated with."""
+    """Returns the model of a run, and the templates that it was evaluated with."""
     # These modules need the training libraries, which other weights do not.
     from ml_collections import ConfigDict
 
@@ -215,7 +215,7 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
 
 
 def _templates(config) -> tuple[str, ...]:
-    """The prompts of the data set that a run was evaluated on; (): it has none."""
+    """Returns the prompts of the data set that a run was evaluated on; () if it has none."""
     name = config.eval.data or config.data.name
     mixture = config.data.get("mixture", {})
     return data.templates(mixture[name].get("name", name) if name in mixture else name)
@@ -225,9 +225,9 @@ def save(path: str | Path, encoder: Encoder) -> None:
     """Writes a model as one safetensors file that `load` opens: int8 weights as int8.
 
     Args:
-      path: of the file, which is replaced if it is there. `swjax.serving.weights` names its arrays; the
+      path: path of the file; an existing file is replaced. `swjax.serving.weights` names its arrays. The
         configuration and the templates are JSON in its metadata.
-      encoder: of any CLIP, prequantized or not.
+      encoder: encoder of any CLIP, prequantized or not.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
@@ -263,7 +263,7 @@ def _of_file(path: Path, metadata: dict[str, str], options: dict) -> clip.CLIP:
 
 
 def _config(fields: dict) -> clip.CLIPConfig:
-    """The configuration from JSON of its `dataclasses.asdict`."""
+    """Reads the configuration from the JSON of its `dataclasses.asdict`."""
     vision, text = VisionConfig(**fields["vision"]), TextConfig(**fields["text"])
     recipe = _recipe(fields["recipe"])
     return clip.CLIPConfig(**fields | {"vision": vision, "text": text, "recipe": recipe})
@@ -289,22 +289,22 @@ def export(
 ) -> None:
     """Writes a model as programs that run with jax alone, for any number of images or texts.
 
-    `model.safetensors` is by `save`; `encode_image.jax` takes its arrays and uint8 [n, size, size, 3], as
-    `pixels` gives them; `encode_text.jax` int32 [n, context_length], as `swjax.data.tokenize` does. Both
-    give unit vectors [n, embed_dim] float32::
+    `model.safetensors` is written by `save`. The program `encode_image.jax` takes its arrays and uint8
+    [n, size, size, 3], see `pixels`. The program `encode_text.jax` takes its arrays and int32
+    [n, context_length], see `swjax.data.tokenize`. Both return unit vectors [n, embed_dim] float32::
 
         program = jax.export.deserialize(bytearray(Path("encode_image.jax").read_bytes()))
         vectors = program.call(safetensors.numpy.load_file("model.safetensors"), images)
 
     Args:
       folder: created if it is missing.
-      encoder: of any CLIP whose layers run through XLA: on a GPU load it with implementation="xla" and
-        attention="xla".
-      platforms: that the programs run on, see `swjax.serving.export`.
+      encoder: encoder of any CLIP whose layers run through XLA. On a GPU, load it with
+        implementation="xla" and attention="xla".
+      platforms: platforms that the programs run on, see `swjax.serving.export`.
 
     Raises:
       ImportError: safetensors or flatbuffers is not installed.
-      ValueError: as `swjax.serving.export`.
+      ValueError: as for `swjax.serving.export`.
     """
     folder, cfg = Path(folder), encoder.cfg
     size, (n,) = cfg.vision.image_size, jax.export.symbolic_shape("n")
@@ -327,21 +327,21 @@ def export(
 
 
 def pixels(image: Any, size: int) -> np.ndarray:
-    """An image as uint8 [size, size, 3]: open_clip's pixels before they are normalised.
+    """Converts an image to uint8 [size, size, 3]: open_clip's pixels before normalization.
 
-    `swjax.data.decoding.rgb` converts it as in training: transparent pixels become white, where
-    open_clip shows the colour hidden there. Then the shorter side is scaled to `size`, bicubic and
-    antialiased, and the middle cut out.
+    `swjax.data.decoding.rgb` decodes it as in training: transparent pixels become white, while open_clip
+    uses the color that they hide. Then the shorter side is scaled to `size`, with bicubic antialiased
+    interpolation, and the center is cropped.
 
     Args:
       image: a JPEG, PNG, WebP, GIF, BMP or TIFF file, as its path, its bytes or a binary file object
         such as `io.BytesIO`; a `PIL.Image.Image`; or a NumPy or JAX array, uint8 [h, w, 3 or 4].
-      size: pixels.
+      size: height and width of the result.
 
     Raises:
       OSError: the file cannot be read or is truncated.
-      TypeError: a value of another type.
-      ValueError: a file that is no such image; an array of another shape or dtype.
+      TypeError: the image has another type.
+      ValueError: the file is not an image of these formats, or the array has another shape or dtype.
     """
     require("PIL")
     from PIL import Image
