@@ -74,8 +74,8 @@ class WeightGradient:
         return pipeline.unit_count(total, self.block, self.spec.blocks)
 
     def unit(self, i: jax.Array) -> Unit:
-        """Units are numbered slice by slice, so that blocks that run at the same time read the same tokens, from
-        the L2 cache."""
+        """Units are numbered slice by slice, so that blocks that run at the same time read the same tokens,
+        from the L2 cache."""
         number = self.block + i * self.spec.blocks
         slice_, tile = number // self.spec.tile_count, lax.rem(number, self.spec.tile_count)
         row, column = plgpu.planar_snake(tile, self.spec.grid, 1, 4)
