@@ -137,7 +137,7 @@ def test_what_openai_and_older_files_hold_besides_parameters(saved, tmp_path):
 def test_model_can_be_given_and_changed(saved):
     model, file, _ = saved
     (file.parent / LAYOUTS["open_clip"].config).unlink()
-    with pytest.raises(ValueError, match=r"no open_clip_config.json beside it.*clip.config\("):
+    with pytest.raises(ValueError, match=r"no open_clip_config.json next to it.*clip.config\("):
         interop.load(file)
     loaded = interop.load(file, model.cfg, recipe="switchback", dtype="bfloat16")
     assert loaded.vision.blocks.mlp.fc1.recipe.dgrad is not None

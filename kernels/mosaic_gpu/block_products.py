@@ -18,7 +18,7 @@ from swjax.kernels.mosaic_gpu.weight_gradients import WeightGradient, WeightGrad
 from swjax.kernels.reference.blocks import cut_into_blocks
 
 # A thread holds two sums of each element, that of a block in int32 and that of all blocks in float32: 80 and
-# 80 registers. Wider tiles spill.
+# 80 registers. Other tiles were 15 to 40% slower: benchmarks/notes/int8_weight_gradients.md.
 COLUMNS = 160
 
 

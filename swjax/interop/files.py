@@ -172,7 +172,7 @@ def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
     file = path.parent / LAYOUTS[layout].config
     if not file.is_file():
         raise NoConfig(
-            f"{path} has no {file.name} beside it for the number of heads and the GELU: pass the model, as "
+            f"{path} has no {file.name} next to it for the number of heads and the GELU: pass the model, as "
             f'in cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )
     try:
