@@ -95,17 +95,18 @@ def kept(
     """The corpora by split, each made once and kept in a file: all runs of a machine read it."""
     from swjax.data.preparation import lock
 
-    found = {}
-    with lock(folder.with_suffix(".lock")):
-        for split in splits:
-            path = folder / f"{split}.npz"
+    paths = {split: folder / f"{split}.npz" for split in splits}
+    with lock(folder.with_suffix(".lock")):  # to make them; several processes read at once
+        for split, path in paths.items():
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
                 part = path.with_suffix(".part.npz")
                 save(part, **load(split)._asdict())
                 part.rename(path)
-            with np.load(path) as arrays:
-                found[split] = Corpus(**arrays)
+    found = {}
+    for split, path in paths.items():
+        with np.load(path) as arrays:
+            found[split] = Corpus(**arrays)
     found["train"] = jax.tree.map(jnp.asarray, found["train"])  # one copy for all trainers
     return found
 
@@ -296,25 +297,24 @@ class Trainer:
     def embeddings(self, params, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
         """Unit vectors of the images, [n, e], and of the captions, [rows, captions, e]."""
         tokens = corpus.captions.reshape(-1, corpus.captions.shape[-1])
-        images, texts = self._embed(params, corpus.image, tokens)
-        return np.asarray(images), np.asarray(texts).reshape(*corpus.captions.shape[:2], -1)
+        images = in_parts(lambda part: self._embed_images(params, part), corpus.image)
+        texts = in_parts(lambda part: self._embed_texts(params, part), tokens)
+        return images, texts.reshape(*corpus.captions.shape[:2], -1)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _embed(self, params, images, tokens):
-        network = nnx.merge(self.graphdef, params)
+    def _embed_images(self, params, images):
+        pixels = data.preprocess(images, None, images.shape[1])
+        return nnx.merge(self.graphdef, params).encode_image(pixels)[0]
 
-        def of_images(part):
-            return network.encode_image(data.preprocess(part, None, part.shape[1]))[0]
-
-        def of_texts(part):
-            return network.encode_text(part)[0]
-
-        return in_parts(of_images, images), in_parts(of_texts, tokens)
+    @functools.partial(jax.jit, static_argnums=0)
+    def _embed_texts(self, params, tokens):
+        return nnx.merge(self.graphdef, params).encode_text(tokens)[0]
 
 
-def in_parts(function, rows: jax.Array, size: int = 1024) -> jax.Array:
-    """The function's results for all rows, [n, ...], with at most `size` rows a call."""
+def in_parts(function: Callable, rows: np.ndarray, size: int = 1024) -> np.ndarray:
+    """The function's results for all rows, [n, ...]; each call has `size` rows, so that it compiles once."""
     size = min(size, len(rows))
-    padded = jnp.pad(rows, [(0, -len(rows) % size)] + [(0, 0)] * (rows.ndim - 1))
-    results = jax.lax.map(function, padded.reshape(-1, size, *rows.shape[1:]))
-    return results.reshape(-1, *results.shape[2:])[: len(rows)]
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    padding = [(0, size - len(parts[-1]))] + [(0, 0)] * (rows.ndim - 1)
+    results = [function(part) for part in (*parts[:-1], np.pad(parts[-1], padding))]
+    return np.concatenate([np.asarray(result) for result in results])[: len(rows)]

@@ -144,37 +144,40 @@ def read(source: str, directory: str, archive: str) -> dict:
         return {"train": train, **dict.fromkeys(("val", *TESTS), test)}
     folder = Path(directory) / "icons" / f"study-{source}-{SIDE}"
     splits = ("train", "val", *TESTS)
-    return engine.kept(folder, splits, lambda split: load(split, directory, source, archive))
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, get_context("spawn")) as pool:  # starts with the first task
+        files = source, directory, archive
+        return engine.kept(folder, splits, lambda split: load(pool, split, *files))
 
 
-def load(split: str, directory: str, source: str, archive: str):
-    """The drawings of a split, decoded by all cores. In training each has its own captions."""
+def load(pool: ProcessPoolExecutor, split: str, *files: str):
+    """The drawings of a split, decoded by a pool of processes. In training each has its own captions."""
     import engine
 
-    from swjax import data
-
-    icons = data.source("icons", split, data_dir=directory, config=source, archive=archive)
+    icons = _open(split, *files)
     parts = [range(start, min(start + PART, len(icons))) for start in range(0, len(icons), PART)]
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, get_context("spawn"), _open, (icons,)) as pool:
-        columns = zip(*pool.map(_read, parts), strict=True)
-        image, label, captions = (np.concatenate(column) for column in columns)
+    read_part = functools.partial(_read, (split, *files))
+    columns = zip(*pool.map(read_part, parts), strict=True)
+    image, label, captions = (np.concatenate(column) for column in columns)
     if split == "train":
         return engine.Corpus(image, label, np.arange(len(label), dtype=np.int32), captions)
     named = [icons.captions(number) for number in range(len(icons.class_names))]
     return engine.Corpus(image, label, label, _tokens(named))
 
 
-def _open(icons) -> None:
-    global _icons
-    _icons = icons
+@functools.cache  # a process of the pool opens a split once
+def _open(split: str, source: str, directory: str, archive: str):
+    from swjax import data
+
+    return data.source("icons", split, data_dir=directory, config=source, archive=archive)
 
 
-def _read(part: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Images, labels and captions of some drawings."""
+def _read(opened: tuple[str, ...], part: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Images, labels and captions of some drawings of a split."""
     from swjax.data.images import fit
 
-    examples = [_icons[index] for index in part]
+    icons = _open(*opened)
+    examples = [icons[index] for index in part]
     images = np.stack([fit(example["image"], SIDE) for example in examples])
     labels = np.array([example["label"] for example in examples], np.int32)
     return images, labels, _tokens([example["captions"] for example in examples])
