@@ -109,7 +109,7 @@ def paired_runs(tests=("test",), rate=1e-3, **scores_of_arms):
     return [
         {
             "key": {"rate": rate, "seed": seed, "arm": arm},
-            "result": {"loss": [2.0, 1.0]}
+            "result": {"loss": [2.0, 1.0], "final_loss": value}
             | {split: dict.fromkeys(names, value) for split in ("val", *tests)},
         }
         for arm, values in scores_of_arms.items()
@@ -126,6 +126,7 @@ def test_runs_of_the_same_seed_are_compared(study, capsys):
     told = capsys.readouterr().out
     assert "switchback less standard, points" in told
     assert "test top1: +2.00 +- 2.48 (3 pairs, 3 above, 0 below)" in told
+    assert "final loss, nats: +0.0200 +- 0.0248" in told
     assert "val top1: 32.00" in told and "val top1: +" not in told
 
 

@@ -6,7 +6,7 @@ augmentations, whatever their arm. Runs are compared if their keys are equal but
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import study
@@ -55,9 +55,14 @@ def scores(trainer, params, corpus) -> dict[str, float]:
 
 def differences(some: list[dict], arm: str, split: str, score: str) -> list[float]:
     """An arm's score less that of "standard", in points, for each seed that both have."""
-    of = {(run["key"]["arm"], run["key"]["seed"]): run["result"][split][score] for run in some}
+    return less_standard(some, arm, lambda result: 100 * result[split][score])
+
+
+def less_standard(some: list[dict], arm: str, value: Callable[[dict], float]) -> list[float]:
+    """A value of an arm's result less that of "standard", for each seed that both have."""
+    of = {(run["key"]["arm"], run["key"]["seed"]): value(run["result"]) for run in some}
     seeds = sorted(seed for name, seed in of if name == arm and ("standard", seed) in of)
-    return [100 * (of[arm, seed] - of["standard", seed]) for seed in seeds]
+    return [of[arm, seed] - of["standard", seed] for seed in seeds]
 
 
 def alike(runs: list[dict]) -> dict[str, list[dict]]:
@@ -99,11 +104,17 @@ def table(runs: list[dict]) -> None:
     for settings, arm, some in compared(runs):
         print(", ".join(filter(None, (settings, f"{arm} less standard, points"))))
         for split, score in itertools.product(tests(some), SCORES):
-            pairs = differences(some, arm, split, score)
-            mean, half = study.interval(pairs)
-            above, below = (sum(sign * pair > 0 for pair in pairs) for sign in (1, -1))
-            counts = f"{len(pairs)} pairs, {above} above, {below} below"
-            print(f"  {split} {score}: {mean:+.2f} +- {half:.2f} ({counts})")
+            print(f"  {split} {score}: {told(differences(some, arm, split, score))}")
+        losses = less_standard(some, arm, lambda result: result["final_loss"])
+        print(f"  final loss, nats: {told(losses, digits=4)}")
+
+
+def told(pairs: list[float], digits: int = 2) -> str:
+    """Mean, 95% interval and counts of some differences."""
+    mean, half = study.interval(pairs)
+    above, below = (sum(sign * pair > 0 for pair in pairs) for sign in (1, -1))
+    counts = f"{len(pairs)} pairs, {above} above, {below} below"
+    return f"{mean:+.{digits}f} +- {half:.{digits}f} ({counts})"
 
 
 def draw(figure, runs: list[dict]) -> None:
