@@ -47,6 +47,11 @@ PAIRED = {
     "switchback_hadamard": "switchback_hadamard:\nweight gradient in int8, rotated tokens",
     "llm_int8": "llm_int8:\nweight gradient in int8, one scale a column",
 }
+ICON_TESTS = {
+    "test": "unseen names\n(bf16: {:.1f} %)",
+    "test_sets": "unseen icon sets\n(bf16: {:.1f} %)",
+    "test_both": "both unseen\n(bf16: {:.1f} %)",
+}
 TOKENS = 65_536
 SCALED = {"vit_h14": "ViT-H/14, 256 pairs a GPU", "vit_b16": "ViT-B/16, 256 pairs a GPU"}
 TITLES = {"standard": "standard, fp32 (products in TF32)", "switchback": "switchback, int8"}
@@ -302,29 +307,41 @@ def draw_pairs(figure) -> None:
 
 
 def draw_icons(figure) -> None:
-    """Draws losses and scores of paired runs on the icons, at ViT-B's width."""
-    runs = [run for run in read("icons_accuracy_h100")["runs"] if run["key"]["steps"] == 2400]
-    figure.set_size_inches(7.2, 3.4)
-    say(figure, "At ViT-B's width int8 is ahead with one seed and behind with the other")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    colors = {"standard": "0.55", "switchback": OURS}
+    """Draws the losses of paired runs on the icons at ViT-B's width, and their differences of top-1."""
+    runs = read("icons_pairs_h100")["runs"]
+    figure.set_size_inches(7.2, 3.2)
+    left, right = figure.subplots(1, 2, width_ratios=(4, 5))
     for run in runs:
-        arm, seed, loss = run["key"]["arm"], run["key"]["seed"], run["result"]["loss"]
-        steps = [run["key"]["steps"] / len(loss) * i for i in range(len(loss))]
-        label = {"standard": "bf16", "switchback": "int8"}[arm] + f", seed {seed}"
-        left.plot(steps, loss, ("-", "--")[seed], color=colors[arm], linewidth=1, label=label)
-        score = 100 * run["result"]["test"]["top1"]
-        right.plot(seed, score, "o", color=colors[arm])
-        right.annotate(
-            f"{score:.1f}", (seed, score), (7, -3), textcoords="offset points", fontsize=8
+        key, loss = run["key"], run["result"]["loss"]
+        steps = [key["shared"] + step for step in study.thinned_steps(loss)]
+        style = {"standard": ("0.75", 3.5), "switchback": (OURS, 0.9)}[key["arm"]]
+        label = {"standard": "bf16", "switchback": "int8"}[key["arm"]]
+        first = key["seed"] == runs[0]["key"]["seed"]
+        order = 2 + (key["arm"] == "switchback")
+        left.plot(
+            steps, loss, color=style[0], linewidth=style[1], zorder=order, label=label * first
         )
-    left.set_xlabel("step of 2,048 pairs", fontsize=9)
-    left.set_ylabel("training loss", fontsize=9)
+    left.set_xlabel("step of 2,048 pairs; 600 are shared", fontsize=9)
+    left.set_ylabel("training loss, four seeds", fontsize=9)
     left.legend(fontsize=8, frameon=False)
-    right.set_xticks([0, 1], ["seed 0", "seed 1"])
-    right.set_xlim(-0.5, 1.6)
-    right.set_ylim(0, 40)
-    right.set_ylabel("top-1 of 5,275 unseen names, %", fontsize=9)
+    labels = []
+    for y, (split, label) in enumerate(ICON_TESTS.items()):
+        scores = [r["result"][split]["top1"] for r in runs if r["key"]["arm"] == "standard"]
+        labels.append(label.format(100 * sum(scores) / len(scores)))
+        pairs = paired.differences(runs, "switchback", split, "top1")
+        right.plot(pairs, [y - 0.22] * len(pairs), "o", color=PEER, markersize=3.5)
+        mean, half = study.interval(pairs)
+        right.errorbar(mean, y, xerr=half, fmt="o", color=OURS, markersize=7, capsize=4)
+        right.text(1.1, y, f"{mean:+.2f} ± {half:.2f}", va="center", fontsize=10, color=OURS)
+        if split == "test":
+            found = f"{mean:+.1f} ± {half:.1f} points of top-1 over {len(pairs)} pairs"
+            say(figure, f"int8 minus bf16 at ViT-B's width: {found}")
+    right.axvline(0, color="black", linewidth=0.8)
+    right.set_yticks(range(len(labels)), labels, fontsize=9)
+    right.set_ylim(len(ICON_TESTS) - 0.5, -0.5)
+    right.set_xlim(-1.3, 2.3)
+    right.set_xticks([-1, -0.5, 0, 0.5, 1])
+    right.set_xlabel("top-1 minus that of bf16, points", fontsize=9)
     for axes in (left, right):
         clear(axes)
 
@@ -376,7 +393,7 @@ def draw_method(figure) -> None:
 CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
-    "icons_vit_b_h100": draw_icons,
+    "icons_pairs_h100": draw_icons,
     "default_task_pairs_h200": draw_pairs,
     "layers_h200": draw_layers,
     "scaling_h200": draw_scaling,
