@@ -3,6 +3,7 @@
     python benchmarks/train_step.py --out=benchmarks/results/train_step.json    # the most important first
     python benchmarks/train_step.py --models vit_h14 --kinds encoder --recipes standard switchback
     python benchmarks/train_step.py --peers                   # timm and open_clip under torch.compile too
+    python benchmarks/train_step.py --peers --modes default max-autotune      # in both modes of torch.compile
     python benchmarks/train_step.py --peers --torchao         # and timm's tower in torchao's int8 and float8
     python benchmarks/train_step.py --turn=FILE               # compiles, and times when FILE is there
     python benchmarks/train_step.py --smoke                   # tiny, on any machine
@@ -10,12 +11,14 @@
 
 "encoder": gradients of all parameters of the image tower, no patch dropout, no optimizer. "step":
 `swjax.training.step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Data are
-random and on the device. Times are wall-clock times over consecutive calls; kernel times come from CUPTI;
-memory is XLA's plan. Each case is written as soon as it is measured, and none starts after --seconds.
+random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS; kernel
+times come from CUPTI; memory is XLA's plan. Each case is written as soon as it is measured, and none starts
+after --seconds.
 """
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -43,6 +46,8 @@ KINDS = ("encoder", "step")
 MODELS = ("vit_h14", "vit_l14", "vit_b16", "vit_b32")
 RECIPES = ("standard", "switchback", "fp8_switchback")  # switchback_m is switchback in these models
 REMATS = ("none", "full")
+MODES = ("default", "max-autotune")  # of torch.compile
+REPEATS = 3
 BATCHES = {"encoder": dict.fromkeys(MODELS, 128), "step": dict.fromkeys(MODELS, 256)}
 BATCHES["step"]["vit_b32"] = BATCHES["encoder"]["vit_b32"] = 1024
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12}  # dense bf16 FLOP/s, for MFU
@@ -106,6 +111,7 @@ def parse(argv):
     parser.add_argument("--remats", nargs="+", default=REMATS)
     parser.add_argument("--batch", type=int, help="in place of each model's")
     parser.add_argument("--peers", action="store_true", help="timm and open_clip first")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:1], help="of --peers")
     parser.add_argument("--torchao", action="store_true", help="with --peers, timm by torchao too")
     parser.add_argument(
         "--turn",
@@ -142,10 +148,12 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
     """Returns a row: speed, memory, and the time of each kind of kernel."""
     compiled = program.compiled
     run = program.start()
-    seconds = seconds_per_call(run, at_least=0.1 if smoke else 1.5)
+    repeats = [seconds_per_call(run, at_least=0.1 if smoke else 1.5) for _ in range(REPEATS)]
+    seconds = statistics.median(repeats)
     memory = compiled.memory_analysis()
     row = case.row | {
         "ms": 1e3 * seconds,
+        "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
         "images_per_second": case.batch / seconds,
         "tflops": program.flops / seconds / 1e12,
         "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
@@ -267,7 +275,8 @@ def bench_peers(records: timing.Records, args):
     # -E: ignores PYTHONPATH, which may have a Triton that PyTorch cannot use.
     command = [sys.executable, "-E", str(Path(__file__).with_name("train_step_torch.py"))]
     theirs = [{k: v for k, v in case._asdict().items() if k != "recipe"} for case in cases(args)]
-    theirs = [case | {"torchao": args.torchao} for case in theirs if case["remat"] in REMATS]
+    asked = {"torchao": args.torchao, "modes": args.modes}
+    theirs = [case | asked for case in theirs if case["remat"] in REMATS]
     command += dict.fromkeys(map(json.dumps, theirs))
     timing.add_rows(records, command, seconds=max(records.seconds_left / 2, 60))
 

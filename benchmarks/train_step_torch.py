@@ -2,13 +2,18 @@
 
     python benchmarks/train_step_torch.py '{"kind": "step", "model": "vit_h14", "remat": "none", "batch": 64}'
 
-prints a JSON row a line for each case. With "torchao": true, timm's tower also runs with the linear layers of
-its blocks in torchao's int8 and float8, as its documentation describes: all three products, bf16 parameters.
-A library that is not installed or fails gives a row with the error. Times come from CUDA events.
+prints a JSON row a line for each case and mode of torch.compile, by default only "default"; with "modes":
+["default", "max-autotune"] both, the second of which tunes products and replays CUDA graphs. With "torchao":
+true, timm's tower also runs with the linear layers of its blocks in torchao's int8 and float8, as its
+documentation describes: all three products, bf16 parameters. A library that is not installed or fails gives a
+row with the error. Times come from CUDA events: the median of REPEATS times STEPS steps.
 """
 
+import itertools
 import json
+import statistics
 import sys
+import time
 from functools import partial
 
 TIMM = {
@@ -23,27 +28,29 @@ OPEN_CLIP = {
     "vit_b16": "ViT-B-16",
     "vit_b32": "ViT-B-32",
 }
+REPEATS, STEPS = 3, 20
 EMBED = {"vit_h14": 1024, "vit_l14": 768, "vit_b16": 512, "vit_b32": 512}
 
 
 def main(cases: list[str]) -> int:
     for case in map(json.loads, cases):
-        torchao = case.pop("torchao", False)
+        torchao, modes = case.pop("torchao", False), case.pop("modes", ["default"])
         runs = {"encoder": {"timm": encoder}, "step": {"open_clip": step}}[case["kind"]]
         if torchao and case["kind"] == "encoder":
             runs |= {f"timm torchao {name}": partial(encoder, convert=convert)
                      for name, convert in TORCHAO.items()}  # fmt: skip
-        for name, run in runs.items():
-            row = case | {"implementation": f"{name} torch.compile", "is_peer": True}
+        for (name, run), mode in itertools.product(runs.items(), modes):
+            compiled = "torch.compile" if mode == "default" else f"torch.compile {mode}"
+            row = case | {"implementation": f"{name} {compiled}", "is_peer": True}
             try:
-                row |= run(case["model"], case["remat"] == "full", case["batch"])
+                row |= run(case["model"], case["remat"] == "full", case["batch"], mode)
             except Exception as error:  # a failing case must not end the run
                 row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             print(json.dumps(row), flush=True)
     return 0
 
 
-def encoder(name: str, remat: bool, batch: int, convert=None) -> dict:
+def encoder(name: str, remat: bool, batch: int, mode: str, convert=None) -> dict:
     """Times timm's tower: fp32 parameters under autocast, or bf16 parameters with `convert`ed layers."""
     import timm
     import torch
@@ -54,7 +61,7 @@ def encoder(name: str, remat: bool, batch: int, convert=None) -> dict:
     if convert:
         model, images = model.bfloat16(), images.bfloat16()
         convert(model)
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, mode=mode)
     g = torch.randn(batch, EMBED[name], device="cuda")
 
     def run():
@@ -87,13 +94,13 @@ def in_blocks(module, path: str) -> bool:
 TORCHAO = {"int8": to_int8, "float8": to_float8}
 
 
-def step(name: str, remat: bool, batch: int) -> dict:
+def step(name: str, remat: bool, batch: int, mode: str) -> dict:
     import open_clip
     import torch
 
     model = open_clip.create_model(OPEN_CLIP[name], force_patch_dropout=0.5).cuda().train()
     model.set_grad_checkpointing(remat)
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, mode=mode)
     loss = open_clip.ClipLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.2, fused=True)
     images = torch.randn(batch, 3, 224, 224, device="cuda")
@@ -111,19 +118,33 @@ def step(name: str, remat: bool, batch: int) -> dict:
 
 
 def measure(torch, run, batch: int) -> dict:
+    began = time.perf_counter()
     for _ in range(3):
         run()
     torch.cuda.synchronize()
+    compiling = time.perf_counter() - began
     torch.cuda.reset_peak_memory_stats()
+    repeats = [milliseconds(torch, run) for _ in range(REPEATS)]
+    ms = statistics.median(repeats)
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    return {
+        "ms": ms,
+        "ms_of_repeats": [round(each, 2) for each in repeats],
+        "images_per_second": 1e3 * batch / ms,
+        "memory_gib": memory,
+        "compile_seconds": round(compiling),
+    }
+
+
+def milliseconds(torch, run) -> float:
+    """Milliseconds of a step, over consecutive steps."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    for _ in range(8):
+    for _ in range(STEPS):
         run()
     end.record()
     torch.cuda.synchronize()
-    ms = start.elapsed_time(end) / 8
-    memory = torch.cuda.max_memory_allocated() / 2**30
-    return {"ms": ms, "images_per_second": 1e3 * batch / ms, "memory_gib": memory}
+    return start.elapsed_time(end) / STEPS
 
 
 if __name__ == "__main__":
