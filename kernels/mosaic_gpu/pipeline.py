@@ -216,16 +216,16 @@ def store_tile(
         plgpu.copy_smem_to_gmem(buffers.at[number % 2], to.at[:, pl.ds(at, piece)], **options)
 
 
-def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, line: int = LINE) -> Any:
-    """Shared memory whose rows are `line` bytes, or pieces of `line` bytes, swizzled."""
+def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory whose rows are LINE bytes, or pieces of LINE bytes, swizzled."""
     tiling: Callable = plgpu.TilingTransform  # jax 0.12 types these two as abstract
     swizzle: Callable = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, piece_of(dtype, line))), swizzle(line)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, piece_of(dtype))), swizzle(LINE)))
 
 
-def piece_of(dtype: jax.typing.DTypeLike, line: int = LINE) -> int:
+def piece_of(dtype: jax.typing.DTypeLike) -> int:
     """Returns the number of columns of a written piece, which fill a line."""
-    return line // jnp.dtype(dtype).itemsize
+    return LINE // jnp.dtype(dtype).itemsize
 
 
 def launch(

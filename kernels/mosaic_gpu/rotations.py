@@ -9,10 +9,7 @@ compute; one processes the even steps, the other the odd steps::
     second pass   rotates each step again, quantizes it, writes it, and releases its slot
 
 A block of rotated tokens fits neither into registers nor next to the ring, so it is computed twice. The
-tensor cores have time for that: the kernel waits for memory, which it reads once. They multiply only the
-halves of a step. The Hadamard matrix of ROTATION tokens is ``[[M, M], [M, -M]]`` with that of half as many::
-
-    rotated = [M a + M b, M a - M b]    a, b: the halves, with the signs of their tokens
+tensor cores have time for that: the kernel waits for memory, which it reads once.
 """
 
 from dataclasses import dataclass
@@ -31,7 +28,6 @@ from swjax.kernels.reference import INVERSE, LARGEST, SMALLEST_ABSMAX
 from swjax.kernels.reference.blocks import rotation_matrix
 
 ROTATION = 128  # tokens
-HALF = ROTATION // 2
 COLUMNS = 64  # rows of a product of one warpgroup
 STAGES = 10  # even, so that a slot always belongs to the same compute warpgroup
 # Added to |x| < 2**22, it leaves the nearest integer, ties to even, in the low bits of the sum.
@@ -43,7 +39,7 @@ class Buffers(NamedTuple):
 
     Attributes:
       ring: [STAGES, ROTATION, COLUMNS], steps of x.
-      matrix: [2, HALF, HALF], the rotations of both halves; axes are half, token and rotated token.
+      matrix: [ROTATION, ROTATION], the rotation; axes are token and rotated token.
       values: [2, COLUMNS, ROTATION], the quantized step of each compute warpgroup.
       largest: [2, 2, COLUMNS], the magnitudes that they exchange.
       scale: [COLUMNS], the scales of the unit.
@@ -100,7 +96,7 @@ class Rotation:
 
     Attributes:
       x: [tokens, n].
-      matrix: [2, HALF, HALF].
+      matrix: [ROTATION, ROTATION].
       values: [n, blocks of tokens * length].
       scale: [blocks of tokens, n].
       steps: number of steps of a unit.
@@ -164,19 +160,15 @@ class Rotation:
         lax.fori_loop(0, self.units(), compute_unit, 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def rotated(self, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the tokens of a slot, rotated, in two halves: float32 [COLUMNS, HALF] each."""
+    def rotated(self, slot: jax.Array) -> jax.Array:
+        """Returns the tokens of a slot, rotated: float32 [COLUMNS, ROTATION]."""
 
-        def multiply(first, second):
-            for i, out in enumerate((first, second)):
-                tokens = self.buffers.ring.at[slot, pl.ds(i * HALF, HALF)]
-                plgpu.wgmma(out, tokens.T, self.buffers.matrix.at[i])
+        def multiply(out):
+            plgpu.wgmma(out, self.buffers.ring.at[slot].T, self.buffers.matrix)
             plgpu.wgmma_wait(0)
-            return first[...], second[...]
+            return out[...]
 
-        sums = plgpu.WGMMAAccumulatorRef((COLUMNS, HALF), jnp.float32)
-        first, second = pl.run_scoped(multiply, sums, sums)
-        return first + second, first - second
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((COLUMNS, ROTATION), jnp.float32))
 
     def find_largest(self, turns: Turns) -> jax.Array:
         """Returns the largest magnitude in the steps of this warpgroup: [COLUMNS]."""
@@ -184,9 +176,7 @@ class Rotation:
         def turn(i, largest):
             slot = turns.slot(i)
             plgpu.barrier_wait(self.buffers.full.at[slot])
-            for half in self.rotated(slot):
-                largest = jnp.maximum(largest, jnp.max(jnp.abs(half), axis=1))
-            return largest
+            return jnp.maximum(largest, jnp.max(jnp.abs(self.rotated(slot)), axis=1))
 
         smallest = jnp.full((COLUMNS,), SMALLEST_ABSMAX, jnp.float32)
         smallest = plgpu.layout_cast(smallest, plgpu.Layout.WGMMA.reduce(1))
@@ -219,20 +209,19 @@ class Rotation:
         self, warpgroup: jax.Array, unit: jax.Array, turns: Turns, factor: jax.Array
     ) -> None:
         """Quantizes and writes the steps of this warpgroup."""
-        block, column = self.place(unit)
-        factor = lax.broadcast_in_dim(factor, (COLUMNS, HALF), (0,))
+        number, column = self.place(unit)
+        factor = lax.broadcast_in_dim(factor, (COLUMNS, ROTATION), (0,))
 
         def turn(i, _):
             slot = turns.slot(i)
-            halves = self.rotated(slot)
+            rounded = self.rotated(slot) * factor + ROUNDER
             plgpu.barrier_arrive(self.buffers.empty.at[slot])
+            values = lax.bitcast_convert_type(rounded, jnp.int32).astype(jnp.int8)
             buffer = self.buffers.values.at[warpgroup]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for number, half in enumerate(halves):
-                rounded = lax.bitcast_convert_type(half * factor + ROUNDER, jnp.int32)
-                buffer[:, pl.ds(number * HALF, HALF)] = rounded.astype(jnp.int8)
+            buffer[...] = values
             plgpu.commit_smem()
-            tokens = pl.ds((block * self.steps + turns.step(i)) * ROTATION, ROTATION)
+            tokens = pl.ds((number * self.steps + turns.step(i)) * ROTATION, ROTATION)
             plgpu.copy_smem_to_gmem(buffer, self.values.at[pl.ds(column, COLUMNS), tokens])
 
         lax.fori_loop(0, turns.total, turn, None)
@@ -269,8 +258,8 @@ def quantize_blocks(
 
     buffers = Buffers(
         ring=pipeline.buffer((STAGES, ROTATION, COLUMNS), x.dtype),
-        matrix=pipeline.buffer((2, HALF, HALF), x.dtype),
-        values=pipeline.buffer((2, COLUMNS, ROTATION), jnp.int8, line=HALF),
+        matrix=pipeline.buffer((ROTATION, ROTATION), x.dtype),
+        values=pipeline.buffer((2, COLUMNS, ROTATION), jnp.int8),
         largest=plgpu.SMEM((2, 2, COLUMNS), jnp.float32),
         scale=plgpu.SMEM((COLUMNS,), jnp.float32),
         full=plgpu.Barrier(num_barriers=STAGES),
@@ -285,5 +274,4 @@ def quantize_blocks(
     run = pipeline.kernel(
         weight_gradient_rotation_kernel, out, buffers, blocks=blocks, interpret=interpret
     )
-    halves = rotation_matrix(ROTATION).T[:, :HALF].reshape(2, HALF, HALF)
-    return run(x, jnp.asarray(halves, x.dtype))
+    return run(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype))
