@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 STUDIES = Path(__file__).resolve().parent.parent / "benchmarks" / "studies"
@@ -22,7 +25,7 @@ def study(monkeypatch):
     return study
 
 
-@pytest.mark.parametrize("name", ["study", "spikes"])
+@pytest.mark.parametrize("name", ["study", "spikes", "optimizers"])
 def test_examples(study, name):
     failed, tried = doctest.testmod(importlib.import_module(name))
     assert tried and not failed
@@ -38,9 +41,54 @@ def test_spikes_that_follow_an_rms_event(study, tmp_path, capsys):
     assert plot.stat().st_size > 5000
 
 
+def test_adagc_clips_each_block_by_its_own_norms(study):
+    """Against a loop over steps and tensors; a stacked tensor counts as one tensor for each block."""
+    clipping = importlib.import_module("clipping")
+    rng = np.random.default_rng(0)
+    stack, vector = rng.standard_normal((12, 2, 3)), rng.standard_normal((12, 4))
+    stack[8, 1] *= 50
+    steps = [{"blocks": b, "head": h} for b, h in zip(stack, vector, strict=True)]
+    options = {"relative": 1.1, "decay": 0.9, "warmup": 3, "absolute": 2.0}
+    rule = clipping.adagc(**options, block_axes=lambda _: {"blocks": 0, "head": None})
+    state, means = rule.init(jax.tree.map(jnp.asarray, steps[0])), [math.inf] * 3
+    for number, grads in enumerate(steps):
+        tensors = [*grads["blocks"], grads["head"]]
+        together = min(1.0, 2.0 / np.linalg.norm(np.concatenate([t.ravel() for t in tensors])))
+        want = []
+        for i, tensor in enumerate(tensors):
+            norm = np.linalg.norm(tensor)
+            factor = together if number < 3 else min(1.0, 1.1 * means[i] / norm)
+            kept = norm * factor
+            means[i] = min(means[i], kept) if number < 3 else 0.9 * means[i] + 0.1 * kept
+            want.append(tensor * factor)
+        got, state = rule.update(jax.tree.map(jnp.asarray, grads), state)
+        for a, b in zip([*got["blocks"], got["head"]], want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert np.linalg.norm(want[1]) < 10  # the outlier did not enter the average
+
+
+def test_zclip_reduces_outliers(study):
+    clipping = importlib.import_module("clipping")
+    rng = np.random.default_rng(1)
+    norms = 1 + 0.1 * rng.standard_normal(40)
+    norms[[30, 35]] = 5.0, 9.0
+    rule = clipping.zclip(decay=0.9, z=2.5, warmup=10)
+    state, mean, variance = rule.init(None), np.mean(norms[:10]), np.var(norms[:10])
+    for number, norm in enumerate(norms):
+        kept = norm
+        if number >= 10:
+            distance = (norm - mean) / (variance**0.5 + 1e-6)
+            kept = mean + 2.5**2 * variance**0.5 / distance if distance > 2.5 else norm
+            mean = 0.9 * mean + 0.1 * kept
+            variance = 0.9 * variance + 0.1 * (kept - mean) ** 2
+        got, state = rule.update({"w": jnp.asarray([norm, 0.0])}, state)
+        np.testing.assert_allclose(got["w"][0], kept, rtol=1e-4)
+        assert number not in (30, 35) or kept < 1.5
+
+
 slow = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("spikes", "recipes", "weight_gradients", "icons", "emoji")
+    for name in ("spikes", "optimizers", "recipes", "weight_gradients", "icons", "emoji")
 ]
 
 

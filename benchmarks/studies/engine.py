@@ -20,7 +20,7 @@ from study import ROOT
 
 from swjax import data
 from swjax.models import clip
-from swjax.optax import rms_by_path, stable_adamw
+from swjax.optax import StableAdamWState, rms_by_path, stable_adamw
 from swjax.training import config as config_lib
 from swjax.training.step import make_loss_and_grad
 
@@ -125,6 +125,31 @@ def model(vision: tuple, text: tuple, *, side: int, patch: int, vocabulary: int,
     )
 
 
+def adamw(hyper: Hyper, schedule: Callable, decay: float) -> optax.GradientTransformation:
+    """StableAdamW, or AdamW if the threshold is infinite."""
+
+    def kept(t):  # b2 as used at step t, which debiases
+        constant = hyper.b2 * (1 - hyper.b2 ** (t - 1)) / (1 - hyper.b2**t)
+        return jnp.where(hyper.power > 0, 1 - t**-hyper.power, constant)
+
+    return stable_adamw(
+        schedule,
+        b2=kept,
+        weight_decay=decay,
+        mask=clip.weight_decay_mask,
+        block_axes=clip.block_axes,
+        clip_threshold=hyper.threshold,
+    )
+
+
+def rms_of(opt_state) -> dict:
+    """RMS of every tensor's update, by name; empty if the optimizer does not keep it."""
+    is_stable = lambda node: isinstance(node, StableAdamWState)
+    if not any(map(is_stable, jax.tree.leaves(opt_state, is_leaf=is_stable))):
+        return {}
+    return {f"rms/{path}": rms for path, rms in rms_by_path(opt_state).items()}
+
+
 class Trainer:
     """Runs of one model, batch size and length.
 
@@ -139,6 +164,7 @@ class Trainer:
         run on: weights of what it does not see are 0, and so are their gradients.
       surge: a step from which on gradients are `SURGE` times as large; 0: none.
       together: whether runs share a program, or follow each other.
+      optimizer: (hyper, schedule, weight decay) -> the optimizer.
     """
 
     def __init__(
@@ -155,9 +181,10 @@ class Trainer:
         shift=False,
         surge=0,
         together=True,
+        optimizer=adamw,
     ):
         self.cfg, self.steps, self.batch, self.decay = cfg, steps, batch, decay
-        self.shift, self.surge = shift, surge
+        self.shift, self.surge, self.make_optimizer = shift, surge, optimizer
         self.shape = optax.warmup_cosine_decay_schedule(start, 1.0, warmup, steps, end)
         self.corpus = jax.tree.map(jnp.asarray, corpus)
         side = str(cfg.vision.image_size)
@@ -226,18 +253,7 @@ class Trainer:
         return params, self._optimizer(hyper).init(params)
 
     def _optimizer(self, hyper):
-        def kept(t):  # b2 as used at step t, which debiases
-            constant = hyper.b2 * (1 - hyper.b2 ** (t - 1)) / (1 - hyper.b2**t)
-            return jnp.where(hyper.power > 0, 1 - t**-hyper.power, constant)
-
-        return stable_adamw(
-            lambda count: hyper.lr * self.shape(count),
-            b2=kept,
-            weight_decay=self.decay,
-            mask=clip.weight_decay_mask,
-            block_axes=clip.block_axes,
-            clip_threshold=hyper.threshold,
-        )
+        return self.make_optimizer(hyper, lambda count: hyper.lr * self.shape(count), self.decay)
 
     def _chunk(self, state, hyper, start, corpus):
         none = jax.tree.map(lambda _: None, state[0])
@@ -258,8 +274,8 @@ class Trainer:
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = clip.clamp_logit_scale(optax.apply_updates(params, updates))
             features = {k.removeprefix("stability/"): v for k, v in aux.items() if "feature_" in k}
-            rms = {f"rms/{k}": v for k, v in rms_by_path(opt_state).items()}
-            return (params, opt_state), {"loss": loss, "grad_norm": norm, **features, **rms}
+            measured = {"loss": loss, "grad_norm": norm, **features, **rms_of(opt_state)}
+            return (params, opt_state), measured
 
         return jax.lax.scan(step, state, start + jnp.arange(CHUNK))
 

@@ -1,0 +1,266 @@
+"""Which optimizer trains a small CLIP best, over two decades of learning rates, and which have loss spikes.
+
+Command:  python benchmarks/studies/optimizers.py --dtype=bfloat16 \\
+            --out=benchmarks/results/optimizers_gpu.json --plot=benchmarks/notes/images/optimizers_gpu.png
+
+Arms: AdamW with three b2, AdamW with gradient clipping, StableAdamW with two b2, and what readers ask about:
+AdaGC and ZClip (clipping that adapts to the run), QK-norm, and Muon for the matrices of the blocks
+(optax.contrib, scaled so that learning rates compare with AdamW's). The drawings are emoji of 32 pixels. The
+rate rises over a tenth of the run and falls to 0 as a cosine. Runs with one seed see the same batches.
+
+Measured: top-1 of unseen drawings; the final loss; loss spikes by the paper's rules; OLMo's spike score of
+the loss and of the gradient norm; and the sensitivity to the learning rate, the mean over the rates of the
+final loss less the best one.
+
+The settings and rules were committed before the runs that count.
+"""
+
+import functools
+import itertools
+import math
+import sys
+
+import spikes
+import study
+
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+NEVER = math.inf  # threshold of AdamW in the trainer's StableAdamW
+
+# {program: {arm: settings of its runs}}: the arms of a program share its optimizer and model.
+PROGRAMS = {
+    "adamw": {
+        "adamw 0.999": {"b2": 0.999, "threshold": NEVER},
+        "adamw 0.98": {"b2": 0.98, "threshold": NEVER},
+        "adamw 0.95": {"b2": 0.95, "threshold": NEVER},
+        "adamw 0.999, clip 1": {"b2": 0.999, "threshold": NEVER, "grad_clip": 1.0},
+        "stable 0.999": {"b2": 0.999},
+        "stable 0.98": {"b2": 0.98},
+    },
+    "adagc": {"adamw 0.999, AdaGC": {"b2": 0.999, "threshold": NEVER}},
+    "zclip": {"adamw 0.999, ZClip": {"b2": 0.999, "threshold": NEVER}},
+    "qk_norm": {"adamw 0.999, QK-norm": {"b2": 0.999, "threshold": NEVER}},
+    "muon": {"muon": {"b2": 0.98}},
+}
+
+
+def main(argv=None) -> dict:
+    args = parse(argv)
+    return study.carry_out(args, runs(args), draw, table)
+
+
+def parse(argv):
+    flags = study.training_parser(__doc__, seeds=3, steps=1000)
+    flags.add_argument("--size", default="m", choices=spikes.SIZES)
+    flags.add_argument("--batch", type=int, default=256)
+    flags.add_argument("--rates", nargs="+", type=float, default=RATES)
+    flags.add_argument("--recipe", default="standard", help="of the linear layers")
+    flags.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
+    args = flags.parse_args(argv)
+    if args.smoke:
+        args.size, args.batch, args.rates, args.seeds = "xs", 8, [1e-3], 1
+        args.steps, args.source, args.programs = 50, "synthetic", ["adagc", "muon"]
+    return args
+
+
+def runs(args):
+    """One program each, with all rates, arms and seeds at once."""
+    names = ("size", "batch", "steps", "dtype", "source", "recipe", "rates", "seeds")
+    shared = {name: getattr(args, name) for name in names}
+    for program in args.programs:
+        key = {"program": program, **shared}
+        yield key, lambda key=key: train(args, key)
+
+
+def train(args, key: dict) -> dict:
+    import engine
+
+    side = 16 if args.smoke else 32
+    corpus, test, vocabulary = engine.corpora(args.source, side, args.data)
+    sizes = dict(zip(("vision", "text"), spikes.SIZES[key["size"]], strict=True))
+    options = {"dtype": args.dtype, "recipe": key["recipe"]}
+    if key["program"] == "qk_norm":
+        options["qk_norm"] = True
+    cfg = engine.model(**sizes, side=side, patch=8, vocabulary=vocabulary, **options)
+    trainer = engine.Trainer(
+        cfg,
+        corpus,
+        steps=args.steps,
+        warmup=args.steps // 10,
+        end=0.0,
+        batch=key["batch"],
+        optimizer=optimizer(key["program"]),
+    )
+    arms = PROGRAMS[key["program"]]
+    settings = list(itertools.product(arms, args.rates, range(args.seeds)))
+    hypers = [engine.Hyper(seed=seed, lr=rate, **arms[arm]) for arm, rate, seed in settings]
+    params, measured = trainer.train(hypers)
+    found = zip(settings, measured, trainer.accuracy(params, test), strict=True)
+    return {
+        "runs": [
+            {"arm": arm, "lr": rate, "seed": seed, "top1": top1, **judge(m)}
+            for (arm, rate, seed), m, top1 in found
+        ]
+    }
+
+
+def optimizer(program: str):
+    """The optimizer of a program, a function of a run's settings, its schedule and the weight decay."""
+    import clipping
+    import engine
+    import optax
+
+    from swjax.models import clip
+
+    if program == "muon":
+        return muon
+    if program == "adagc":
+        before = clipping.adagc(block_axes=clip.block_axes)
+    elif program == "zclip":
+        before = clipping.zclip()
+    else:
+        return engine.adamw
+    return lambda *settings: optax.chain(before, engine.adamw(*settings))
+
+
+def muon(hyper, schedule, decay: float):
+    """Muon for the matrices of the blocks, AdamW for the rest."""
+    import jax
+    from optax import contrib
+
+    from swjax.models import clip
+
+    def matrices(params):
+        axes = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        return jax.tree.map(
+            lambda p, block: axes if block is not None and p.ndim == 3 else None,
+            params,
+            clip.block_axes(params),
+            is_leaf=lambda x: x is None,
+        )
+
+    return contrib.muon(
+        schedule,
+        weight_decay=decay,
+        weight_decay_mask=clip.weight_decay_mask,
+        adam_b2=hyper.b2,
+        adam_weight_decay=decay,
+        muon_weight_dimension_numbers=matrices,
+        consistent_rms=0.2,
+    )
+
+
+def judge(measured: dict) -> dict:
+    """What a run is judged by."""
+    import numpy as np
+
+    from swjax.diagnostics.spikes import Rules, analyse
+
+    loss = measured["loss"]
+    steps = len(loss)
+    rms = (
+        {spikes.PATCH: measured[f"rms/{spikes.PATCH}"]} if f"rms/{spikes.PATCH}" in measured else {}
+    )
+    found = analyse(np.arange(1, steps + 1), loss, rms, Rules.of_run(steps))
+    return {
+        "final": float(np.mean(loss[-steps // 10 :])),
+        "spikes": len(found.loss),
+        "patch": spikes.aligned(found, spikes.PATCH),
+        "score_of_loss": spike_score(loss),
+        "score_of_gradient": spike_score(measured["grad_norm"]),
+        "loss": study.thin(loss),
+    }
+
+
+def spike_score(values, deviations: float = 7.0, window: int = 1000, first: int = 100) -> float:
+    """OLMo 2's score: the share of steps that lie so many standard deviations above the mean of those before.
+
+    A step is compared with up to `window` steps before it, the first with `first`.
+
+    >>> spike_score([1.0, 1.1] * 100 + [9.0] + [1.0, 1.1] * 49 + [1.0])
+    0.005
+    """
+    import numpy as np
+
+    values = np.asarray(values, np.float64)
+    judged = range(first, len(values))
+    if not judged:
+        return 0.0
+    before = [values[max(0, i - window) : i] for i in judged]
+    high = [
+        v > b.mean() + deviations * b.std() for v, b in zip(values[first:], before, strict=True)
+    ]
+    return float(np.mean(high))
+
+
+# --- results ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def names() -> list[str]:
+    return [arm for arms in PROGRAMS.values() for arm in arms]
+
+
+def by_arm(runs) -> dict[str, dict[float, list[dict]]]:
+    """Results by arm and learning rate."""
+    found: dict[str, dict[float, list[dict]]] = {}
+    for run in runs:
+        for result in run["result"]["runs"]:
+            found.setdefault(result["arm"], {}).setdefault(result["lr"], []).append(result)
+    return {arm: found[arm] for arm in names() if arm in found}
+
+
+def mean(results: list[dict], name: str) -> float:
+    return sum(result[name] for result in results) / len(results)
+
+
+def finals(rates: dict[float, list[dict]]) -> dict[float, float]:
+    """The mean final loss by rate; a loss that is not finite is infinite."""
+    losses = {rate: mean(some, "final") for rate, some in rates.items()}
+    return {rate: loss if math.isfinite(loss) else math.inf for rate, loss in losses.items()}
+
+
+def sensitivity(losses: dict[float, float], worst: float) -> float:
+    """The mean over rates of the final loss, at most `worst`, less the best.
+
+    >>> sensitivity({0.1: 1.0, 1.0: 3.0, 10.0: math.inf}, worst=4.0)
+    1.6666666666666667
+    """
+    best = min(losses.values())
+    return sum(min(loss, worst) - best for loss in losses.values()) / len(losses)
+
+
+def table(runs) -> None:
+    batch = runs[0]["key"]["batch"] if runs else 1
+    for arm, rates in by_arm(runs).items():
+        losses = finals(rates)
+        best = min(losses, key=lambda rate: losses[rate])
+        top1, half = study.interval(100 * r["top1"] for r in rates[best])
+        every = [r for some in rates.values() for r in some]
+        print(
+            f"{arm:22} best rate {best:g}: loss {losses[best]:.3f}, top-1 {top1:.1f} +- {half:.1f} %; "
+            f"sensitivity {sensitivity(losses, math.log(batch)):.3f}; "
+            f"spikes a run {mean(every, 'spikes'):.2f}, at the best rate {mean(rates[best], 'spikes'):.2f}; "
+            f"spike score of loss {100 * mean(every, 'score_of_loss'):.2f} %, "
+            f"of the gradient {100 * mean(every, 'score_of_gradient'):.2f} %"
+        )
+
+
+def draw(figure, runs) -> None:
+    """Top-1, final loss and spikes by learning rate, a line for each arm."""
+    figure.set_size_inches(11, 3.8)
+    panels = {
+        "top-1 of unseen drawings (%)": lambda some: 100 * mean(some, "top1"),
+        "final loss": lambda some: mean(some, "final"),
+        "loss spikes a run": lambda some: mean(some, "spikes"),
+    }
+    for axes, (title, value) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for i, (arm, rates) in enumerate(by_arm(runs).items()):
+            line = "-" if i < 6 else "--"
+            axes.semilogx(list(rates), list(map(value, rates.values())), line, color=f"C{i}", marker=".",
+                          linewidth=1, label=arm)  # fmt: skip
+        axes.set(title=title, xlabel="learning rate")
+    figure.axes[0].legend(fontsize=6)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
