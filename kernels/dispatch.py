@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from swjax.kernels import reference, tiles
 from swjax.kernels.availability import Unavailable
+from swjax.kernels.saved_programs import saved
 
 # {operation: its implementations other than "xla", the preferred one first}. An implementation is the
 # function with the operation's name in its module. It has the signature and the result of the function in
@@ -72,13 +73,14 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
 @functools.cache
 def _kernel(name: str, operation: str, **options):
     """Returns one jitted function per kernel and options, so that layers of equal shapes share its lowering,
-    which takes about a second."""
+    which takes about a second. Processes share it through the compilation cache."""
 
     def function(*arrays):
         return getattr(module_of(name), operation)(*arrays, **options)
 
     function.__name__ = f"swjax_{operation}"
-    return jax.jit(jax.custom_batching.sequential_vmap(function))
+    shared = saved(function, name, operation, options)
+    return jax.jit(jax.custom_batching.sequential_vmap(shared))
 
 
 def choose(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> str:

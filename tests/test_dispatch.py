@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import swjax
-from swjax.kernels import dispatch, reference, tiles
+from swjax.kernels import dispatch, reference, saved_programs, tiles
 from swjax.kernels.reference import QTensor
 from swjax.recipes import RECIPES
 
@@ -33,6 +33,8 @@ def gpu(monkeypatch):
         monkeypatch.setattr(jax, "device_count", lambda: devices)
         monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
         monkeypatch.setattr(dispatch, "_missing_triton", lambda: missing)
+        # Saved kernels are lowered when they are traced, which jax-triton cannot do without a GPU.
+        monkeypatch.setattr(saved_programs, "_folder", lambda: None)
         dispatch._warn_once.cache_clear()
 
     yield pretend
