@@ -68,15 +68,20 @@ def saved(function: Callable, *options: Any) -> Callable:
 
 def _folder() -> Path | None:
     """The folder of the entries, or None if kernels are not saved."""
-    cache = jax.config.jax_compilation_cache_dir
-    if not cache or "://" in cache or not jax.config.jax_enable_compilation_cache:
+    cache = _setting("compilation_cache_dir")
+    if not cache or "://" in cache or not _setting("enable_compilation_cache"):
         return None
     return Path(cache) / FOLDER if jax.process_count() == 1 else None
 
 
 def _name(options: tuple[Any, ...], like: tuple[Any, ...]) -> str:
-    dtypes = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
-    return hashlib.sha256(repr((_environment(), dtypes, options, like)).encode()).hexdigest()
+    precision = _setting("enable_x64"), _setting("default_matmul_precision")
+    return hashlib.sha256(repr((_environment(), precision, options, like)).encode()).hexdigest()
+
+
+def _setting(name: str) -> Any:
+    """A setting of JAX, which its type annotations lack."""
+    return getattr(jax.config, f"jax_{name}")
 
 
 @functools.cache

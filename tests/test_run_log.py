@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from swjax.training import (
 )
 from swjax.training import setup as setup_lib
 from swjax.training.config import ConfigError
+from swjax.training.health import Health
 
 
 def test_log_is_written_while_the_next_step_runs(micro, monkeypatch, tmp_path):
@@ -202,6 +204,28 @@ def test_throughput_counts_training_only(monkeypatch):
     rate = 10 / read["perf/step_seconds"] / jax.device_count()
     assert read["perf/samples_per_sec_per_device"] == pytest.approx(rate)
     assert read["perf/step_seconds"] == 4 and read["perf/data_wait_frac"] == 0.25
+    now += 100
+    meter.leave_out(100)
+    assert meter.read() == read
+
+
+def test_health_is_compiled_when_it_is_due(micro, monkeypatch, tmp_path, capsys):
+    """The first step does not wait for it, and throughput excludes it."""
+    compile_ = Health.compile
+
+    def slowly(self, state, batch):
+        time.sleep(2)
+        return compile_(self, state, batch)
+
+    monkeypatch.setattr(Health, "compile", slowly)
+    train(micro(diagnostics__every_steps=3), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    said = re.findall(
+        r"^step (\d+)(?:: compiling quantization health)? took", capsys.readouterr().out, re.M
+    )
+    assert said == ["1", "3"]
+    assert lines[2]["perf/seconds"] > 2
+    assert all(line["perf/step_seconds"] < 1 for line in lines)
 
 
 def test_wandb_missing_is_one_line(micro, tmp_path, monkeypatch):

@@ -59,6 +59,23 @@ def test_health_compiles_one_block_of_each_tower(micro, monkeypatch):
         assert scanned[name] == pytest.approx(value, rel=0.02, abs=0.02), name
 
 
+def test_a_failed_measurement_says_how_to_train_without_it(micro, monkeypatch):
+    config = micro(diagnostics__every_steps=2)
+    init, graphdef = make_init(config)
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    health = health_lib.Health(config, graphdef, like["params"], steps=2)
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(health, "_measure", types.SimpleNamespace(lower=fail))
+    health.before(1, like, None)  # not due
+    assert health.compiles_at(2) and not health.compiles_at(1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as caught:
+        health.before(2, like, None)
+    assert "--config.diagnostics.every_steps=0" in caught.value.__notes__[0]
+
+
 def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     results = []
     for parts in (1, 4):

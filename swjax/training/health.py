@@ -1,6 +1,8 @@
 """Measures the quantization health of a run every few steps, in a separate program."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,7 +22,8 @@ class Health:
     """Measures quantization health every `diagnostics.every_steps` steps, on the step's batch and parameters.
 
     The measurement is a separate program, so the train step does not depend on it. The program scans over
-    blocks, which compiles faster but runs slower.
+    blocks, which compiles faster but runs slower. It is compiled when a measurement is first due, so that the
+    first step does not wait for it.
 
     Args:
       config: the config of the run.
@@ -52,24 +55,44 @@ class Health:
         everywhere = NamedSharding(mesh, P())  # replicated, so that every process can read it
         self._measure = jax.jit(measure, out_shardings=everywhere)
 
+    def compiles_at(self, step: int) -> bool:
+        """Whether the measurement of this step is the first of the process."""
+        return self._is_due(step) and self._compiled is None
+
     def compile(self, state: State, batch: Batch) -> jax.stages.Compiled:
         """Compiles the program (state, batch) -> measurements."""
-        return self._measure.lower(state, batch).compile()
+        with _explain_failure():
+            self._compiled = self._measure.lower(state, batch).compile()
+        return self._compiled
 
     def before(self, step: int, state: State, batch: Batch) -> None:
         """Measures, if the step with this number is due. The train step may donate `state` afterwards."""
-        if not self._every:
-            return
-        if self._compiled is None:  # compiles at the first step, like the train step
-            self._compiled = self.compile(state, batch)
-        if step % self._every == 0:
-            self._pending[step] = self._compiled(state, batch)
+        if self._is_due(step):
+            compiled = self._compiled or self.compile(state, batch)
+            with _explain_failure():
+                self._pending[step] = compiled(state, batch)
+
+    def _is_due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
 
     def records(self, last: int) -> dict[int, dict[str, float]]:
         """Returns {step: measurements} of the steps since the last call, up to the step `last`."""
         done = [step for step in self._pending if step <= last]
         fetched = fetch({step: self._pending.pop(step) for step in done})
         return {record["step"]: record for record in fetched}
+
+
+@contextlib.contextmanager
+def _explain_failure() -> Iterator[None]:
+    """Adds to an error of XLA, such as a lack of memory, what has failed and how to train without it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        error.add_note(
+            "The train step has not failed, but the measurement of quantization health before it: "
+            "--config.diagnostics.every_steps=0 turns that off."
+        )
+        raise
 
 
 def _split_taps(variables: dict, params: Any) -> tuple[Any, Any]:

@@ -27,13 +27,14 @@ class StepClock:
         self._queue = CoreQueue()
         self._last = self._now()
 
-    def lap(self, name: str) -> None:
-        """Ends a lap, and assigns the time since the previous lap to `name`."""
+    def lap(self, name: str) -> float:
+        """Ends a lap, assigns the time since the previous lap to `name`, and returns it in s."""
         now = self._now()
         passed, queued = (after - before for before, after in zip(self._last, now))
         self._last = now
         for part, seconds in ((name, passed - queued), ("waiting for a core", queued)):
             self._laps[part] = self._laps.get(part, 0.0) + seconds
+        return passed
 
     def step(self, *, saving: bool) -> dict[str, Any]:
         """Ends a step. The caller ends a lap first.

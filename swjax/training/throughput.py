@@ -48,6 +48,10 @@ class Meter:
         self._start, self._wait, self._steps = now, 0.0, 0
         return seconds
 
+    def leave_out(self, seconds: float) -> None:
+        """Excludes the last seconds, in which nothing was trained, from the window."""
+        self._start += seconds
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Counts the time inside the context as one step's wait for data."""

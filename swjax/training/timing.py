@@ -8,7 +8,7 @@ from swjax.models import clip
 from swjax.training.step_clock import StepClock
 from swjax.training.throughput import Meter
 
-NO_TRAINING = ("evaluation", "rollback", "profile")  # laps that throughput excludes
+NO_TRAINING = ("compilation", "evaluation", "rollback", "profile")  # laps that throughput excludes
 
 
 class Timing:
@@ -30,11 +30,16 @@ class Timing:
             yield
         self._clock.lap("data")
 
-    def lap(self, name: str) -> None:
-        """Assigns the time since the previous lap to `name`, one of `NO_TRAINING` or a part of training."""
+    def lap(self, name: str) -> float:
+        """Assigns the time since the previous lap to `name`, one of `NO_TRAINING` or a part of training.
+
+        Returns:
+          The time in s.
+        """
+        seconds = self._clock.lap(name)
         if name in NO_TRAINING:
-            self._meter.restart()
-        self._clock.lap(name)
+            self._meter.leave_out(seconds)
+        return seconds
 
     def step(self, *, saving: bool) -> dict[str, Any]:
         """Ends a step; see `StepClock.step`."""
