@@ -3,11 +3,13 @@
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +68,23 @@ def test_chunks_come_in_order_and_what_is_left_over_does_not():
     chunks.close()
     with pytest.raises(StopIteration):
         next(chunks)
+
+
+def test_processes_start_at_the_same_time(monkeypatch):
+    """Starting a process writes its arguments to a pipe. More than 64 KB would wait until it reads them."""
+    start, sizes = SpawnProcess.start, []
+
+    def noted(self):
+        sizes.append(len(pickle.dumps(self._args[1:])))
+        start(self)
+
+    monkeypatch.setattr(SpawnProcess, "start", noted)
+    rows = Rows(8)
+    rows.large = bytes(2**20)
+    chunks = chunks_of(rows)
+    check(next(chunks), 0)
+    chunks.close()
+    assert len(sizes) == 2 and max(sizes) < 1000
 
 
 def test_none_of_no_chunk():

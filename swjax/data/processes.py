@@ -71,17 +71,23 @@ class Processes(Iterator):
         slots = _AHEAD * count + held
         self._free, self._slots = deque(range(slots)), dict[int, int]()
         self._made: set[int] = set()
-        file = _unnamed_file(slots * self._size)
-        self._memory = mmap.mmap(file, slots * self._size)
+        # The processes read the rows from the shared memory, after the chunks. As an argument they would fill
+        # the pipe, and the next process would start only once this one has read them, after 0.5 s.
+        packed = cloudpickle.dumps((rows, chunk, self._fields, self._size))
+        end = slots * self._size
+        file = _unnamed_file(end + len(packed))
+        with open(file, "r+b", closefd=False) as memory:
+            memory.seek(end)
+            memory.write(packed)
+        self._memory = mmap.mmap(file, end)
         # Fork is unsafe, because this process has threads.
         context = multiprocessing.get_context("spawn")
-        packed = cloudpickle.dumps((rows, chunk, self._fields, self._size))
         self._processes: dict[Any, Any] = {}  # processes by pipe
         self._load: dict[Any, int] = {}
         self._end = util.Finalize(self, _end, [self._processes], exitpriority=0)
         for _ in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_make, args=(there, packed), daemon=True)
+            process = context.Process(target=_make, args=(there, end), daemon=True)
             process.start()
             there.close()
             self._processes[here], self._load[here] = process, 0
@@ -190,8 +196,13 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _make(pipe, packed: bytes) -> None:
-    """Produces the requested chunks until the parent process ends."""
+def _make(pipe, end: int) -> None:
+    """Produces the requested chunks until the parent process ends.
+
+    Args:
+      pipe: connection to the parent process, which sends the shared memory first.
+      end: bytes of the shared memory for chunks; the pickled rows follow.
+    """
     import cloudpickle
 
     # A signal reaches the whole group; the parent ends this process.
@@ -214,7 +225,7 @@ def _make(pipe, packed: bytes) -> None:
         trouble = None
         try:
             if rows is None:
-                rows, chunk, fields, size = cloudpickle.loads(packed)
+                rows, chunk, fields, size = cloudpickle.loads(shared[end:])
             examples = [rows[i] for i in range(number * chunk, (number + 1) * chunk)]
             memory = np.frombuffer(shared, np.uint8, size, slot * size)
             for name, field in fields.items():
