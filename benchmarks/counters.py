@@ -109,6 +109,8 @@ def as_jax_triton_does(capability: int, kernel, arrays, options):
     from triton.backends.compiler import GPUTarget
 
     options = {name: value for name, value in options.items() if name != "grid"}
+    if "registers" in options:
+        options["maxnreg"] = options.pop("registers")
     pointers = [param for param in kernel.params if param.name.endswith("_ptr")]
     signature = {param.name: "constexpr" for param in kernel.params}
     signature |= {p.name: TYPES[str(a.dtype)] for p, a in zip(pointers, arrays, strict=True)}

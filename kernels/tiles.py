@@ -72,12 +72,14 @@ class AttentionTile:
       columns: keys (in the backward pass also queries) per product.
       warps: warps of 32 threads per program.
       stages: stages of the pipeline of loads.
+      registers: most registers per thread; None: no limit.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 # Columns of the longest row that fits into the registers of a program.
@@ -85,6 +87,8 @@ WIDEST_ROW = 16384
 
 # Most keys for which the scores of 64 queries fit into the registers of a program.
 LONGEST_SEQUENCE = 320
+# Tokens of the longest sequence whose attention is differentiated in one pass; longer ones take two.
+SHORT_SEQUENCE = 144
 
 # Slots of the rings of both weight gradients, and the time of writing a slice, measured on an H200.
 WEIGHT_GRADIENT_STAGES, WEIGHT_GRADIENT_WRITE_TOKENS = 4, 600
@@ -172,19 +176,26 @@ def weight_gradient_slices(
     return min(range(1, max(1, min(16, largest)) + 1), key=rounds)
 
 
-def attention_tile(operation: str, tokens: int) -> AttentionTile:
-    """The tile of "attention" or "attention_backward".
+def attention_tile(operation: str, tokens: int, width: int) -> AttentionTile:
+    """The tile of "attention" or "attention_backward" for heads of `width` features.
 
     64 rows are 4 warps, few enough that another program computes while one waits. The forward pass always
     holds all scores of its rows, so it uses the largest products among those with the fewest idle columns.
+    With at most 168 registers a thread, three programs fit on a multiprocessor instead of two; scores of more
+    than 208 keys, or gradients of wider heads, need more registers.
     """
     widths = (256, 128, 64) if operation == "attention" else (64,)
 
-    def covered(width: int) -> int:
-        pieces, tail = attention_pieces(tokens, width)
-        return pieces * width + tail
+    def covered(columns: int) -> int:
+        pieces, tail = attention_pieces(tokens, columns)
+        return pieces * columns + tail
 
-    return AttentionTile(rows=64, columns=min(widths, key=covered), warps=4, stages=2)
+    columns = min(widths, key=covered)
+    if operation == "attention":
+        fits = covered(columns) <= 208
+    else:
+        fits = tokens > SHORT_SEQUENCE and width <= 64
+    return AttentionTile(64, columns, warps=4, stages=2, registers=168 if fits else None)
 
 
 def attention_pieces(tokens: int, piece: int) -> tuple[int, int]:

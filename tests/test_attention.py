@@ -32,10 +32,13 @@ CASES = [
     ((2, 7, 2, 16), True, "bfloat16"),
     ((2, 1, 1, 24), False, "bfloat16"),
 ]
-# Smaller, for interpreters: with and without tokens and features that do not fill a tile.
+# Smaller, for interpreters: with and without tokens and features that do not fill a tile. Sequences of more
+# than tiles.SHORT_SEQUENCE tokens have a backward pass of their own.
 SMALL_CASES = [
     ((1, 129, 1, 80), False, "bfloat16"),
     ((1, 77, 1, 64), True, "float16"),
+    ((1, 193, 1, 24), False, "bfloat16"),
+    ((1, 150, 1, 16), True, "float16"),
     ((2, 26, 2, 32), False, "bfloat16"),
     ((2, 7, 2, 16), True, "bfloat16"),
     ((2, 1, 1, 24), False, "float16"),

@@ -68,12 +68,13 @@ def assert_wide_loads(product):
     assert loads.keys() <= {"ld.global.b32", "ld.global.v2.b32"} and loads.total() <= 16, loads
 
 
-def assert_no_spills(kernel, tmp_path):
-    """Asserts that the assembled kernel uses no local memory: no register is spilled."""
+def assert_no_spills(kernel, tmp_path, stack=0):
+    """Asserts that the assembled kernel spills no register to local memory, or at most `stack` bytes."""
     (tmp_path / "cubin").write_bytes(kernel.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", tmp_path / "cubin"]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "STACK:0 " in usage and "LOCAL:0 " in usage, usage
+    used = [int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage)]
+    assert len(used) == 2 and sum(used) <= stack, usage
 
 
 def compiled_product(compiled, capability, dtypes=("int8", "int8"), k=FC1.k, n=FC1.n, m=FC1.tokens):
@@ -188,8 +189,13 @@ def test_ragged_rows_compile(compiled):
     compiled(89, triton_gpu.quantize, x, dtype=E5M2, axes=(0,), transpose=True)
 
 
-@pytest.mark.parametrize("tokens, width, causal", [(257, 80, False), (77, 64, True)])
-def test_attention_runs_on_tensor_cores_from_wide_loads(compiled, tokens, width, causal, tmp_path):
+@pytest.mark.parametrize(
+    "tokens, width, causal, stack",
+    [(257, 80, False, 0), (197, 64, False, 64), (129, 80, False, 128), (77, 64, True, 0)],
+)
+def test_attention_runs_on_tensor_cores_from_wide_loads(
+    compiled, tokens, width, causal, stack, tmp_path
+):
     q, lse = array((128, tokens, 16, width), "bfloat16"), array((128, 16, tokens))
     forward = compiled(90, triton_gpu.attention, q, q, q, causal=causal)
     of_keys = compiled(90, triton_gpu.attention_backward, q, q, q, q, lse, q, causal=causal)
@@ -198,7 +204,7 @@ def test_attention_runs_on_tensor_cores_from_wide_loads(compiled, tokens, width,
         assert "ld.global.b16" not in instructions(kernel, r"ld\.global")
     if tokens > 128:  # the next columns are prefetched
         assert instructions(of_keys, r"cp\.async\.cg")
-    assert_no_spills(of_keys, tmp_path)
+    assert_no_spills(of_keys, tmp_path, stack)
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90])

@@ -53,7 +53,16 @@ def poison(results):
 @pytest.mark.parametrize("operation, implementation", implementations.of(*dispatch.IMPLEMENTATIONS))
 def test_every_run_writes_every_element_the_same(operation, implementation):
     """Whatever the memory of the results contained before, they have the same bits and are finite."""
-    arrays, options = calls()[operation]
+    check_runs(operation, implementation, *calls()[operation])
+
+
+@pytest.mark.parametrize("operation, implementation", implementations.of("attention_backward"))
+def test_every_run_over_a_short_sequence_writes_the_same(operation, implementation):
+    """Its backward pass is another kernel."""
+    check_runs(operation, implementation, attention_arguments(operation, (16, 129, 4, 80)), {})
+
+
+def check_runs(operation, implementation, arrays, options):
     arrays = jax.device_put(arrays)
     call = partial(
         implementations.run, operation, *arrays, implementation=implementation, **options

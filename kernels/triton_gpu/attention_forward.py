@@ -152,7 +152,7 @@ def attention(
     tile: tiles.AttentionTile | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention`."""
-    tile = tile or tiles.attention_tile("attention", q.shape[1])
+    tile = tile or tiles.attention_tile("attention", *q.shape[1::2])
     batch, tokens, heads, _ = q.shape
     return launcher.call(
         q,
@@ -166,5 +166,6 @@ def attention(
         grid=(batch * heads,),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        registers=tile.registers,
         **head_constants(q, tile, causal),
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from swjax.kernels import tiles
-from swjax.kernels.triton_gpu import launcher
+from swjax.kernels.triton_gpu import attention_gradients_short, launcher
 from swjax.kernels.triton_gpu.heads import (
     LOG2_E,
     add_product,
@@ -65,9 +65,12 @@ def _backward_columns(
     firsts = load_head(firsts_ptr, start, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     seconds = load_head(seconds_ptr, start, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     column = start + tl.arange(0, COLUMNS)
-    if KEYS:
+    if KEYS and MASK:
         lse = tl.load(lse_ptr + column, mask=column < T, other=float("inf")) * LOG2_E
         delta = tl.load(delta_ptr + column, mask=column < T, other=0.0)
+    elif KEYS:
+        lse = tl.load(lse_ptr + column) * LOG2_E
+        delta = tl.load(delta_ptr + column)
     query = column if KEYS else row
     key = row if KEYS else column
     weights, slopes = _weights_and_slopes(
@@ -198,7 +201,11 @@ def attention_backward(
     tile: tiles.AttentionTile | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.attention_backward`."""
-    tile = tile or tiles.attention_tile("attention_backward", q.shape[1])
+    if q.shape[1] <= tiles.SHORT_SEQUENCE:
+        return attention_gradients_short.attention_backward(
+            q, k, v, out, lse, gradient, causal=causal, tile=tile
+        )
+    tile = tile or tiles.attention_tile("attention_backward", *q.shape[1::2])
     constants = head_constants(q, tile, causal)
     programs = q.shape[0] * q.shape[2] * (constants["BLOCKS"] + (constants["REST"] > 0))
     call = partial(
@@ -207,6 +214,7 @@ def attention_backward(
         grid=(programs,),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        registers=tile.registers,
         **constants,
     )
     like_q, like_lse = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, lse))

@@ -11,7 +11,8 @@ def call(*arrays: jax.Array, **options: Any) -> Any:
 
     Args:
       *arrays: the inputs of the kernel.
-      **options: kernel, out_type, grid, num_warps, num_stages, and the kernel's constants.
+      **options: kernel, out_type, grid, num_warps, num_stages, and the kernel's constants. `registers` limits
+        the registers per thread, so that more programs fit on a multiprocessor.
 
     Returns:
       The outputs, with the structure of `out_type`.
@@ -19,7 +20,8 @@ def call(*arrays: jax.Array, **options: Any) -> Any:
     # Imported here, so that the kernels also compile without jax-triton.
     import jax_triton
 
-    return jax_triton.triton_call(*arrays, backend_options={"enable_fp_fusion": False}, **options)
+    backend_options = {"enable_fp_fusion": False, "maxnreg": options.pop("registers", None)}
+    return jax_triton.triton_call(*arrays, backend_options=backend_options, **options)
 
 
 def output(
