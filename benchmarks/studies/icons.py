@@ -10,7 +10,8 @@ dropped, so wgrad contracts 33 tokens an image; captions have 16 tokens.
 
 A deep CLIP stays near the loss of chance for some 100 to 400 steps, and small differences decide when it
 leaves it. --shared=600 takes this out of the comparison: the runs of a pair continue from the same 600 steps
-of "standard".
+of "standard". The arm "control" is "standard" whose start is changed by one part in a million. Its
+differences from "standard" are those of any change of the rounding.
 
 Scores are those of the trainer's evaluators, on three tests: unseen names ("test"), unseen icon sets
 ("test_sets"), and unseen names in unseen sets ("test_both").
@@ -33,6 +34,7 @@ import study
 
 SIZES = {"B": "vit_b16", "L": "vit_l14", "H": "vit_h14"}
 TESTS = ("test", "test_sets", "test_both")
+CONTROL = "control"
 CAPTIONS, SIDE, CONTEXT = 8, 64, 16
 PART = 512  # drawings that a process reads at once
 
@@ -45,7 +47,8 @@ def main(argv=None) -> dict:
 def parse(argv) -> argparse.Namespace:
     flags = study.parser(__doc__)
     flags.add_argument("--sizes", nargs="+", default=["B"], choices=SIZES)
-    flags.add_argument("--arms", nargs="+", default=["standard", "switchback"], help="recipes")
+    default = ["standard", "switchback"]
+    flags.add_argument("--arms", nargs="+", default=default, help=f"recipes, and {CONTROL}")
     flags.add_argument("--rates", nargs="+", type=float, default=[5e-4])
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     flags.add_argument("--steps", type=int, default=2400)
@@ -59,6 +62,7 @@ def parse(argv) -> argparse.Namespace:
     if args.smoke:
         args.source, args.batch, args.seeds = "synthetic", 8, [0, 1]
         args.steps, args.warmup, args.shared = 100, 10, 50
+        args.arms = [*args.arms, CONTROL]
     return args
 
 
@@ -81,12 +85,16 @@ def train(args: argparse.Namespace, key: dict) -> dict:
 
     files = args.source, args.data, args.archive
     lengths = args.steps, args.warmup, args.batch
-    trainer = make_trainer(files, key["size"], key["arm"], *lengths)
+    is_control = key["arm"] == CONTROL
+    recipe = "standard" if is_control else key["arm"]
+    trainer = make_trainer(files, key["size"], recipe, *lengths)
     hyper = engine.Hyper(*map(np.float32, engine.Hyper(lr=key["rate"], b2=0.98)))
     hyper = hyper._replace(seed=np.int32(key["seed"]))
     began = time.perf_counter()
     first = make_trainer(files, key["size"], "standard", *lengths) if args.shared else trainer
-    params, measured = trainer.resume(hyper, begin(first, hyper, args.shared), args.shared)
+    start = begin(first, hyper, args.shared)
+    start = (nudged(start[0], key["seed"]), *start[1:]) if is_control else start
+    params, measured = trainer.resume(hyper, start, args.shared)
     seconds = time.perf_counter() - began
     corpora = {name: read(*files)[name] for name in ("val", *TESTS)}
     return {
@@ -101,6 +109,16 @@ def train(args: argparse.Namespace, key: dict) -> dict:
 def begin(trainer, hyper, steps: int):
     """What the runs of a pair start from, on the host."""
     return trainer.begin(hyper, steps)
+
+
+def nudged(params, seed: int):
+    """The parameters with each element changed by one part in a million, up or down."""
+    import jax
+
+    signs = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda p: p * (1 + np.float32(2**-20) * signs.choice(np.float32([-1, 1]), p.shape)), params
+    )
 
 
 @functools.cache  # seeds and rates share compiled programs
