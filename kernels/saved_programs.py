@@ -35,14 +35,14 @@ jax.export.register_namedtuple_serialization(QTensor, serialized_name="swjax.QTe
 def saved(function: Callable, *options: Any) -> Callable:
     """Returns a function like `function` that loads its lowered program from disk, or lowers and saves it.
 
-    It calls `function` itself if JAX has no compilation cache on a local disk. It also does so in a run of
-    several processes: XLA needs equal programs in all of them, but names in a lowered Mosaic kernel depend on
-    what its process lowered before.
+    It calls `function` itself if JAX has no compilation cache on a local disk, or if the program can be
+    neither loaded nor exported. It also does so in a run of several processes: XLA needs equal programs in
+    all of them, but names in a lowered Mosaic kernel depend on the kernels that its process lowered before.
 
     Args:
       function: (*arrays) -> arrays, a kernel without derivatives. It is called while JAX traces.
-      *options: what determines the kernel, besides the shapes and dtypes of the arrays; values with a `repr`
-        that is the same in every process.
+      *options: everything else that determines the kernel, besides the shapes and dtypes of the arrays. Their
+        `repr` must be the same in every process, so functions and arrays are excluded.
     """
 
     @functools.wraps(function)
@@ -52,16 +52,17 @@ def saved(function: Callable, *options: Any) -> Callable:
             return function(*arrays)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         path = folder / _name(options, like)
-        program = _read(path)
-        if program is None:
-            try:
+        try:
+            program = _read(path)
+            if program is None:
                 program = _lower(function, like)
-            # If the kernel cannot be lowered at all, lowering the caller's program raises the error.
-            except Exception as error:
-                _warn_once(f"swjax: kernels are lowered in every process: {error}")
-                return function(*arrays)
-            _write(path, program)
-        return jax.export.deserialize(bytearray(program)).call(*arrays)
+                _write(path, program)
+            exported = jax.export.deserialize(bytearray(program))
+        # If the kernel cannot be lowered at all, lowering the caller's program raises the error.
+        except Exception as error:
+            _warn_once(f"swjax: kernels are lowered in every process: {error}")
+            return function(*arrays)
+        return exported.call(*arrays)
 
     return load_or_lower
 
@@ -108,8 +109,10 @@ def _lower(function: Callable, like: tuple[Any, ...]) -> bytes:
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
     # Looking for unused arguments fails in jax 0.12 with jax-triton 0.4.1.
     kernel = jax.jit(function, keep_unused=True)
-    export = jax.export.export(kernel, platforms=[PLATFORM], disabled_checks=checks)
-    return bytes(export(*like).serialize())
+    exported = jax.export.export(kernel, platforms=[PLATFORM], disabled_checks=checks)(*like)
+    if exported.nr_devices != 1:  # JAX rejects such a program in a context with other devices
+        raise ValueError(f"jax.set_mesh lowers them for {exported.nr_devices} devices")
+    return bytes(exported.serialize())
 
 
 def _read(path: Path) -> bytes | None:
@@ -132,7 +135,9 @@ def _write(path: Path, program: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        _warn_once(f"swjax: kernels are lowered in every process: {error}")
+        # Without the name of the entry, so that one failure is reported once.
+        reason = f"cannot write to {path.parent}: {error.strerror}"
+        _warn_once(f"swjax: kernels are lowered in every process: {reason}")
 
 
 @functools.cache

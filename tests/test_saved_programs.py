@@ -1,6 +1,9 @@
 """Lowered kernels are saved on disk and loaded by later processes; functions of XLA replace most kernels."""
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +132,16 @@ def test_a_full_disk_costs_time_only(folder):
     assert kernel.lowered == 2
 
 
+def test_a_folder_that_cannot_be_written_is_reported_once(folder, monkeypatch):
+    def read_only(path, _):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", read_only)
+    with pytest.warns(UserWarning, match="cannot write to .*Read-only"):
+        Kernel().process("first")(X)
+    Kernel().process("second")(X)  # warnings are errors
+
+
 def test_a_kernel_that_cannot_be_exported_is_lowered_directly(folder, monkeypatch):
     def fail(*_):
         raise ImportError("no flatbuffers")
@@ -148,6 +161,42 @@ def test_processes_that_write_the_same_entry(folder):
             list(seen)
     assert saved_programs._read(path) in programs
     assert list(folder.iterdir()) == [path]
+
+
+def test_an_entry_that_cannot_be_deserialized_is_lowered_directly(folder, monkeypatch):
+    """As when an earlier process had flatbuffers, and this one has not."""
+
+    def fail(_):
+        raise ImportError("no flatbuffers")
+
+    kernel = Kernel()
+    kernel.process()(X)
+    monkeypatch.setattr(jax.export, "deserialize", fail)
+    with pytest.warns(UserWarning, match="no flatbuffers"):
+        assert_equal(kernel.process()(X)[0], reference.quantize(X))
+    assert kernel.lowered == 2
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_of_several_devices_saves_nothing_and_loads(folder, axis_type):
+    """Under `jax.set_mesh` a kernel is lowered for all devices, and one device could not load it."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    rows = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
+    both = jax.device_put(jnp.concatenate([X, X]), NamedSharding(mesh, P("data")))
+    kernel = Kernel()
+
+    def run_sharded():
+        with jax.set_mesh(mesh):
+            return jax.jit(jax.shard_map(lambda x: kernel.process()(x)[0], mesh=mesh, **rows))(both)
+
+    expected = reference.quantize(jnp.concatenate([X, X]))
+    with pytest.warns(UserWarning, match="for 2 devices"):
+        assert_equal(run_sharded(), expected)
+    assert not folder.exists()
+    assert_equal(kernel.process()(X)[0], reference.quantize(X))
+    lowered = kernel.lowered
+    assert_equal(run_sharded(), expected)
+    assert kernel.lowered == lowered
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
