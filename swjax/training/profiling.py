@@ -52,12 +52,12 @@ class Profiler:
           state: the train state; the trace starts and stops once the device has computed it.
         """
         if self._steps and step not in self._left:
-            jax.block_until_ready(state)
+            self._wait(state)
             self.close()
         if step not in self._left:
             return
         if not self._steps:
-            jax.block_until_ready(state)
+            self._wait(state)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps
             self._folder.mkdir(exist_ok=True)
@@ -66,6 +66,11 @@ class Profiler:
         self._mark.close()
         self._mark.enter_context(jax.profiler.StepTraceAnnotation("train", step_num=step))
         self._steps.append(step)
+
+    def _wait(self, state: State) -> None:
+        """Waits for the steps in flight, whose time counts as training."""
+        jax.block_until_ready(state)
+        self._timing.lap("device")
 
     def close(self) -> None:
         """Stops a running trace and writes its summary."""
