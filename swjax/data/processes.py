@@ -71,8 +71,8 @@ class Processes(Iterator):
         slots = _AHEAD * count + held
         self._free, self._slots = deque(range(slots)), dict[int, int]()
         self._made: set[int] = set()
-        # The processes read the rows from the shared memory, after the chunks. As an argument they would fill
-        # the pipe, and the next process would start only once this one has read them, after 0.5 s.
+        # The rows are in the shared memory, after the chunks. As an argument of a process they would fill its
+        # pipe, and `start` would return only after the process has read them, which takes 0.5 s.
         packed = cloudpickle.dumps((rows, chunk, self._fields, self._size))
         end = slots * self._size
         file = _unnamed_file(end + len(packed))

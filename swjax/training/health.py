@@ -56,7 +56,7 @@ class Health:
         self._measure = jax.jit(measure, out_shardings=everywhere)
 
     def compiles_at(self, step: int) -> bool:
-        """Whether the measurement of this step is the first of the process."""
+        """Whether a measurement is due at this step and the program is not compiled yet."""
         return self._is_due(step) and self._compiled is None
 
     def compile(self, state: State, batch: Batch) -> jax.stages.Compiled:
@@ -84,13 +84,13 @@ class Health:
 
 @contextlib.contextmanager
 def _explain_failure() -> Iterator[None]:
-    """Adds to an error of XLA, such as a lack of memory, what has failed and how to train without it."""
+    """Adds to an error of XLA, such as a lack of memory, which program failed and how to disable it."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         error.add_note(
-            "The train step has not failed, but the measurement of quantization health before it: "
-            "--config.diagnostics.every_steps=0 turns that off."
+            "The measurement of quantization health failed, not the train step. "
+            "--config.diagnostics.every_steps=0 disables it."
         )
         raise
 

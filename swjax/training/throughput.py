@@ -49,7 +49,7 @@ class Meter:
         return seconds
 
     def leave_out(self, seconds: float) -> None:
-        """Excludes the last seconds, in which nothing was trained, from the window."""
+        """Excludes an interval without training, of so many seconds, from the window."""
         self._start += seconds
 
     @contextlib.contextmanager
