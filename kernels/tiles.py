@@ -72,7 +72,7 @@ class AttentionTile:
       columns: keys (in the backward pass also queries) per product.
       warps: warps of 32 threads per program.
       stages: stages of the pipeline of loads.
-      registers: most registers per thread; None: no limit.
+      registers: largest number of registers per thread; None for no limit.
     """
 
     rows: int
@@ -181,8 +181,9 @@ def attention_tile(operation: str, tokens: int, width: int) -> AttentionTile:
 
     64 rows are 4 warps, few enough that another program computes while one waits. The forward pass always
     holds all scores of its rows, so it uses the largest products among those with the fewest idle columns.
-    With at most 168 registers a thread, three programs fit on a multiprocessor instead of two; scores of more
-    than 208 keys, or gradients of wider heads, need more registers.
+    With at most 168 registers a thread, three programs fit on a multiprocessor instead of two. More than 208
+    keys, or gradients of heads wider than 64, need more registers. Gradients of
+    short sequences are as fast without this limit.
     """
     widths = (256, 128, 64) if operation == "attention" else (64,)
 

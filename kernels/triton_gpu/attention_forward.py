@@ -152,8 +152,8 @@ def attention(
     tile: tiles.AttentionTile | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention`."""
-    tile = tile or tiles.attention_tile("attention", *q.shape[1::2])
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads, width = q.shape
+    tile = tile or tiles.attention_tile("attention", tokens, width)
     return launcher.call(
         q,
         k,

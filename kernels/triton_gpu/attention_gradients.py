@@ -1,9 +1,9 @@
-"""Attention over short sequences, backward, for Hopper.
+"""Attention backward for Hopper. Up to `tiles.SHORT_SEQUENCE` tokens use `attention_gradients_short`.
 
-The kernel runs twice. First its rows are queries, and each row loops over all keys; then its rows are keys,
-and each row loops over all queries. So every sum stays in registers and has a fixed order. Rows have a first
-array (q or k) and a second array (g or v). Inner products of the first arrays of rows and columns are the
-scores. Inner products of the second arrays are the gradients of the weights.
+The kernel of this module runs twice. First its rows are queries, and each row loops over all keys; then its
+rows are keys, and each row loops over all queries. So every sum stays in registers and has a fixed order.
+Rows have a first array (q or k) and a second array (g or v). Inner products of the first arrays of rows and
+columns are the scores. Inner products of the second arrays are the gradients of the weights.
 """
 
 from functools import partial
@@ -201,13 +201,14 @@ def attention_backward(
     tile: tiles.AttentionTile | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.attention_backward`."""
-    if q.shape[1] <= tiles.SHORT_SEQUENCE:
+    batch, tokens, heads, width = q.shape
+    if tokens <= tiles.SHORT_SEQUENCE:
         return attention_gradients_short.attention_backward(
             q, k, v, out, lse, gradient, causal=causal, tile=tile
         )
-    tile = tile or tiles.attention_tile("attention_backward", *q.shape[1::2])
+    tile = tile or tiles.attention_tile("attention_backward", tokens, width)
     constants = head_constants(q, tile, causal)
-    programs = q.shape[0] * q.shape[2] * (constants["BLOCKS"] + (constants["REST"] > 0))
+    programs = batch * heads * (constants["BLOCKS"] + (constants["REST"] > 0))
     call = partial(
         launcher.call,
         kernel=_attention_backward_kernel,

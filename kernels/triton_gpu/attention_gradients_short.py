@@ -1,10 +1,10 @@
 """Attention backward for sequences of up to `tiles.SHORT_SEQUENCE` tokens, for Hopper.
 
-A program computes all gradients of a head. First its rows are keys, and each block of rows loops over all
-queries: it sums dk and dv in registers, and writes the gradients of the scores to a buffer. Then its rows are
-queries, and dq is the product of that buffer and k. So scores are computed once, which takes five products
-instead of the seven of two passes, and every sum has a fixed order. The buffer of a longer sequence does not
-stay in the caches.
+A program computes all gradients of a head. In the first loop, rows are keys: for each block of rows the
+program loops over all queries, sums dk and dv in registers, and writes the gradients of the scores ("slopes")
+to a buffer. In the second loop, rows are queries, and dq is the product of the slopes and k. The scores are
+computed once, so the program has five products; the two passes of `attention_gradients` have seven. Every sum
+has a fixed order. For longer sequences the buffer exceeds the caches.
 """
 
 import jax
@@ -33,7 +33,7 @@ def _store_delta(
     out_ptr, g_ptr, delta_ptr, start, ROWS: tl.constexpr, MASK: tl.constexpr, T: tl.constexpr,
     STRIDE: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Writes delta, the inner product of an output and its gradient, of some queries."""
+    """Writes delta [ROWS], the inner products of the outputs of some queries and their gradients."""
     out = load_head(out_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     g = load_head(g_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     delta = tl.sum(out[0].to(tl.float32) * g[0].to(tl.float32), 1)
@@ -48,7 +48,7 @@ def _weights_and_slopes(
     k, v, q, g, lse, delta, key, query, FEW: tl.constexpr, MASK: tl.constexpr, SCALE: tl.constexpr,
     CAUSAL: tl.constexpr, T: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of the scores and the gradients of the scores, [keys, queries]; transposed if FEW."""
+    """The softmax of the scores, and the gradients of the scores: [keys, queries], or transposed if FEW."""
     if FEW:
         scores = inner_products(q, k, D_TAIL)
         slopes = inner_products(g, v, D_TAIL)
@@ -71,7 +71,7 @@ def _add_queries(
     CAUSAL: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Adds what some queries contribute to the gradients of some keys and values."""
+    """Adds the terms of some queries to the gradients of some keys and values, and writes the slopes."""
     q = load_head(q_ptr, start, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     g = load_head(g_ptr, start, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     query = start + tl.arange(0, COLUMNS)
@@ -103,7 +103,7 @@ def _key_rows(
     FULL: tl.constexpr, REST: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr,
     D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some keys and their values, and of the scores of all queries with these keys."""
+    """Writes the gradients of some keys and their values, and the slopes of all queries with these keys."""
     k = load_head(k_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     v = load_head(v_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     key = start + tl.arange(0, ROWS)
@@ -137,7 +137,7 @@ def _add_keys(
     COLUMNS: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Adds what some keys contribute to the gradients of some queries."""
+    """Adds the terms of some keys to the gradients of some queries."""
     k = load_head(k_ptr, key, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     key = key + tl.arange(0, COLUMNS)
     query = start + tl.arange(0, ROWS)
@@ -155,7 +155,7 @@ def _query_rows(
     COLUMNS: tl.constexpr, FULL: tl.constexpr, REST: tl.constexpr, SPAN: tl.constexpr,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some queries, from those of their scores."""
+    """Writes the gradients of some queries, from their slopes."""
     dq = zero_pieces(ROWS, D_MAIN, D_TAIL)
     if FEW:
         dq = transpose_pieces(dq, D_TAIL)
@@ -224,7 +224,7 @@ def _attention_backward_kernel(
         _store_delta(out_ptr, g_ptr, delta_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
     if REST > 0:
         _store_delta(out_ptr, g_ptr, delta_ptr, FULL, REST, True, T, STRIDE, D, D_MAIN, D_TAIL)
-    tl.debug_barrier()  # other threads read delta
+    tl.debug_barrier()  # delta is read by other threads than those that wrote it
     for start in tl.range(0, FULL, ROWS):
         _key_rows(
             q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, slopes_ptr, dk_ptr, dv_ptr, start, ROWS,
@@ -235,7 +235,7 @@ def _attention_backward_kernel(
             q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, slopes_ptr, dk_ptr, dv_ptr, FULL, REST,
             True, True, SCALE, CAUSAL, T, STRIDE, ROWS, FULL, REST, SPAN, D, D_MAIN, D_TAIL,
         )  # fmt: skip
-    tl.debug_barrier()  # other threads read slopes
+    tl.debug_barrier()  # so are the slopes
     for start in tl.range(0, FULL, ROWS):
         _query_rows(
             k_ptr, slopes_ptr, dq_ptr, start, ROWS, False, MASK, SCALE, CAUSAL, T, STRIDE, KEYS,
@@ -259,15 +259,15 @@ def attention_backward(
     causal: bool = False,
     tile: tiles.AttentionTile | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_backward` of a short sequence."""
-    tile = tile or tiles.attention_tile("attention_backward", *q.shape[1::2])
+    """`reference.attention_backward` of up to `tiles.SHORT_SEQUENCE` tokens."""
+    batch, tokens, heads, width = q.shape
+    tile = tile or tiles.attention_tile("attention_backward", tokens, width)
     constants = head_constants(q, tile, causal)
     for name in ("COLUMNS", "FULL", "TAIL"):
         del constants[name]
-    heads = q.shape[0] * q.shape[2]
     span = constants["BLOCKS"] * tile.rows + constants["REST"]
     like_q, like_lse = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, lse))
-    slopes = jax.ShapeDtypeStruct((heads, span, span), q.dtype)
+    slopes = jax.ShapeDtypeStruct((batch * heads, span, span), q.dtype)
     dq, dk, dv, _, _ = launcher.call(
         q,
         k,
@@ -277,7 +277,7 @@ def attention_backward(
         lse,
         kernel=_attention_backward_kernel,
         out_type=(like_q, like_q, like_q, like_lse, slopes),
-        grid=(heads,),
+        grid=(batch * heads,),
         num_warps=tile.warps,
         num_stages=tile.stages,
         registers=tile.registers,
