@@ -6,7 +6,7 @@ prints a JSON row a line for each case and mode of torch.compile, by default onl
 ["default", "max-autotune"] both, the second of which tunes products and replays CUDA graphs. With "torchao":
 true, timm's tower also runs with the linear layers of its blocks in torchao's int8 and float8, as its
 documentation describes: all three products, bf16 parameters. A library that is not installed or fails gives a
-row with the error. Times come from CUDA events: the median of REPEATS times STEPS steps.
+row with the error. Times come from CUDA events: the median of REPEATS measurements of STEPS steps each.
 """
 
 import itertools

@@ -9,7 +9,13 @@ import optax
 
 
 class AdaGCState(NamedTuple):
-    """The step, and each tensor's moving average of its clipped gradient norms."""
+    """State of `adagc`.
+
+    Attributes:
+      count: number of steps, int32 [].
+      norms: moving average of each tensor's clipped gradient norm: a tree like the parameters, with axes of
+        length 1 except along blocks.
+    """
 
     count: jax.Array
     norms: Any
@@ -81,7 +87,13 @@ def adagc(
 
 
 class ZClipState(NamedTuple):
-    """The step, the mean and the variance of gradient norms, and the norms of the warm-up."""
+    """State of `zclip`.
+
+    Attributes:
+      count: number of steps, int32 [].
+      mean, variance: moving mean and variance of the gradient norms, float32 [].
+      first: gradient norms of the warm-up, float32 [warmup].
+    """
 
     count: jax.Array
     mean: jax.Array
@@ -92,9 +104,14 @@ class ZClipState(NamedTuple):
 def zclip(decay: float = 0.97, z: float = 2.5, warmup: int = 25) -> optax.GradientTransformation:
     """ZClip: clips all gradients together if their norm is an outlier among the norms before.
 
-    A norm whose distance from the moving mean is more than `z` moving standard deviations is reduced to
-    ``mean + z**2 / distance`` standard deviations, so that larger outliers become smaller. `warmup` steps
-    give the first mean and variance; they are not clipped. Defaults are those of the paper, arXiv 2504.02507.
+    A norm that is `distance` > `z` moving standard deviations above the moving mean is reduced to
+    ``mean + z**2 / distance * deviation``, so that larger outliers become smaller. Defaults are those of the
+    paper, arXiv 2504.02507.
+
+    Args:
+      decay: share of the mean and the variance that is kept in a step.
+      z: smallest distance of an outlier.
+      warmup: number of steps that give the first mean and variance; they are not clipped.
     """
 
     def init(params):

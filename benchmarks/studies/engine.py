@@ -96,7 +96,7 @@ def kept(
     from swjax.data.preparation import lock
 
     paths = {split: folder / f"{split}.npz" for split in splits}
-    with lock(folder.with_suffix(".lock")):  # to make them; several processes read at once
+    with lock(folder.with_suffix(".lock")):  # one process writes; reading needs no lock
         for split, path in paths.items():
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
@@ -126,15 +126,21 @@ def model(vision: tuple, text: tuple, *, side: int, patch: int, vocabulary: int,
 
 
 def adamw(hyper: Hyper, schedule: Callable, decay: float) -> optax.GradientTransformation:
-    """StableAdamW, or AdamW if the threshold is infinite."""
+    """StableAdamW, or AdamW if the threshold is infinite.
 
-    def kept(t):  # b2 as used at step t, which debiases
+    Args:
+      hyper: settings of the run.
+      schedule: step -> learning rate.
+      decay: weight decay.
+    """
+
+    def b2_at(t):  # the moving average's factor at step t, debiased
         constant = hyper.b2 * (1 - hyper.b2 ** (t - 1)) / (1 - hyper.b2**t)
         return jnp.where(hyper.power > 0, 1 - t**-hyper.power, constant)
 
     return stable_adamw(
         schedule,
-        b2=kept,
+        b2=b2_at,
         weight_decay=decay,
         mask=clip.weight_decay_mask,
         block_axes=clip.block_axes,

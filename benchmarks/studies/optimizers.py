@@ -3,9 +3,9 @@
 Command:  python benchmarks/studies/optimizers.py --dtype=bfloat16 \\
             --out=benchmarks/results/optimizers_gpu.json --plot=benchmarks/notes/images/optimizers_gpu.png
 
-Arms: AdamW with three b2, AdamW with gradient clipping, StableAdamW with two b2, and what readers ask about:
-AdaGC and ZClip (clipping that adapts to the run), QK-norm, and Muon for the matrices of the blocks
-(optax.contrib, scaled so that learning rates compare with AdamW's). The drawings are emoji of 32 pixels. The
+Arms: AdamW with three b2, AdamW with gradient clipping, StableAdamW with two b2, AdaGC and ZClip (adaptive
+clipping), QK-norm, and Muon for the matrices of the blocks (optax.contrib, scaled so that learning rates
+compare with AdamW's). The drawings are emoji of 32 pixels. The
 rate rises over a tenth of the run and falls to 0 as a cosine. Runs with one seed see the same batches.
 
 Measured: top-1 of unseen drawings; the final loss; loss spikes by the paper's rules; OLMo's spike score of
@@ -15,7 +15,6 @@ final loss less the best one.
 The settings and rules were committed before the runs that count.
 """
 
-import functools
 import itertools
 import math
 import sys
@@ -150,16 +149,18 @@ def muon(hyper, schedule, decay: float):
 
 
 def judge(measured: dict) -> dict:
-    """What a run is judged by."""
+    """The measurements of a run that the table and the chart use.
+
+    Args:
+      measured: {name: value at each step, [steps]}.
+    """
     import numpy as np
 
     from swjax.diagnostics.spikes import Rules, analyse
 
     loss = measured["loss"]
-    steps = len(loss)
-    rms = (
-        {spikes.PATCH: measured[f"rms/{spikes.PATCH}"]} if f"rms/{spikes.PATCH}" in measured else {}
-    )
+    steps, patch = len(loss), f"rms/{spikes.PATCH}"
+    rms = {spikes.PATCH: measured[patch]} if patch in measured else {}
     found = analyse(np.arange(1, steps + 1), loss, rms, Rules.of_run(steps))
     return {
         "final": float(np.mean(loss[-steps // 10 :])),
@@ -172,9 +173,13 @@ def judge(measured: dict) -> dict:
 
 
 def spike_score(values, deviations: float = 7.0, window: int = 1000, first: int = 100) -> float:
-    """OLMo 2's score: the share of steps that lie so many standard deviations above the mean of those before.
+    """OLMo 2's spike score: the share of steps with a value far above the mean of the preceding steps.
 
-    A step is compared with up to `window` steps before it, the first with `first`.
+    Args:
+      values: a value for each step, [steps].
+      deviations: the distance from the mean, in standard deviations, that makes a spike.
+      window: largest number of preceding steps in the mean and the standard deviation.
+      first: number of steps that are not judged, because too few precede them.
 
     >>> spike_score([1.0, 1.1] * 100 + [9.0] + [1.0, 1.1] * 49 + [1.0])
     0.005
@@ -195,18 +200,14 @@ def spike_score(values, deviations: float = 7.0, window: int = 1000, first: int 
 # --- results ------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def names() -> list[str]:
-    return [arm for arms in PROGRAMS.values() for arm in arms]
-
-
 def by_arm(runs) -> dict[str, dict[float, list[dict]]]:
     """Results by arm and learning rate."""
     found: dict[str, dict[float, list[dict]]] = {}
     for run in runs:
         for result in run["result"]["runs"]:
             found.setdefault(result["arm"], {}).setdefault(result["lr"], []).append(result)
-    return {arm: found[arm] for arm in names() if arm in found}
+    arms = (arm for program in PROGRAMS.values() for arm in program)
+    return {arm: found[arm] for arm in arms if arm in found}
 
 
 def mean(results: list[dict], name: str) -> float:
@@ -220,7 +221,7 @@ def finals(rates: dict[float, list[dict]]) -> dict[float, float]:
 
 
 def sensitivity(losses: dict[float, float], worst: float) -> float:
-    """The mean over rates of the final loss, at most `worst`, less the best.
+    """The mean over rates of the final loss, limited to `worst`, minus the best final loss.
 
     >>> sensitivity({0.1: 1.0, 1.0: 3.0, 10.0: math.inf}, worst=4.0)
     1.6666666666666667
