@@ -48,7 +48,7 @@ def saved(function: Callable, *options: Any) -> Callable:
     @functools.wraps(function)
     def load_or_lower(*arrays):
         folder = _folder()
-        if folder is None:
+        if folder is None or _gave_up:
             return function(*arrays)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         path = folder / _name(options, like)
@@ -60,11 +60,21 @@ def saved(function: Callable, *options: Any) -> Callable:
             exported = jax.export.deserialize(bytearray(program))
         # If the kernel cannot be lowered at all, lowering the caller's program raises the error.
         except Exception as error:
-            _warn_once(f"swjax: kernels are lowered in every process: {error}")
+            _give_up(str(error))
             return function(*arrays)
         return exported.call(*arrays)
 
     return load_or_lower
+
+
+_gave_up = False
+
+
+def _give_up(reason: str) -> None:
+    """Stops saving and loading in this process: another attempt could lower another kernel twice."""
+    global _gave_up
+    _gave_up = True
+    warnings.warn(f"swjax: kernels are lowered in every process: {reason}", stacklevel=2)
 
 
 def _folder() -> Path | None:
@@ -135,11 +145,4 @@ def _write(path: Path, program: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        # Without the name of the entry, so that one failure is reported once.
-        reason = f"cannot write to {path.parent}: {error.strerror}"
-        _warn_once(f"swjax: kernels are lowered in every process: {reason}")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+        _give_up(f"cannot write to {path.parent}: {error.strerror}")

@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
     """The folder of the entries, in an empty compilation cache."""
     monkeypatch.setattr(saved_programs, "PLATFORM", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    saved_programs._warn_once.cache_clear()
+    monkeypatch.setattr(saved_programs, "_gave_up", False)
     return tmp_path / saved_programs.FOLDER
 
 
@@ -122,11 +122,11 @@ def test_nothing_is_saved_without_a_cache(folder, monkeypatch):
     assert kernel.lowered == 2 and not folder.exists()
 
 
-def test_a_full_disk_costs_time_only(folder):
+def test_a_full_disk_costs_time_only(folder, monkeypatch):
     folder.write_text("")  # not a folder, so that no entry can be written
     kernel = Kernel()
     for _ in range(2):
-        saved_programs._warn_once.cache_clear()
+        monkeypatch.setattr(saved_programs, "_gave_up", False)
         with pytest.warns(UserWarning, match="lowered in every process"):
             assert_equal(kernel.process()(X)[0], reference.quantize(X))
     assert kernel.lowered == 2
@@ -178,7 +178,7 @@ def test_an_entry_that_cannot_be_deserialized_is_lowered_directly(folder, monkey
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_mesh_of_several_devices_saves_nothing_and_loads(folder, axis_type):
+def test_a_mesh_of_several_devices_saves_nothing_and_loads(folder, axis_type, monkeypatch):
     """Under `jax.set_mesh` a kernel is lowered for all devices, and one device could not load it."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
     rows = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
@@ -193,6 +193,10 @@ def test_a_mesh_of_several_devices_saves_nothing_and_loads(folder, axis_type):
     with pytest.warns(UserWarning, match="for 2 devices"):
         assert_equal(run_sharded(), expected)
     assert not folder.exists()
+    lowered = kernel.lowered
+    assert_equal(run_sharded(), expected)
+    assert kernel.lowered == lowered + 1  # no second attempt
+    monkeypatch.setattr(saved_programs, "_gave_up", False)  # another process
     assert_equal(kernel.process()(X)[0], reference.quantize(X))
     lowered = kernel.lowered
     assert_equal(run_sharded(), expected)
