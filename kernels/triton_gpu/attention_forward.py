@@ -16,6 +16,7 @@ from swjax.kernels.triton_gpu.heads import (
     LOG2_E,
     add_product,
     add_transposed,
+    column_constants,
     head_constants,
     inner_products,
     load_head,
@@ -168,4 +169,5 @@ def attention(
         num_stages=tile.stages,
         registers=tile.registers,
         **head_constants(q, tile, causal),
+        **column_constants(q, tile),
     )

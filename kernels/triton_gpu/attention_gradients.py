@@ -19,6 +19,7 @@ from swjax.kernels.triton_gpu.heads import (
     LOG2_E,
     add_product,
     add_transposed,
+    column_constants,
     head_constants,
     inner_products,
     load_head,
@@ -207,7 +208,7 @@ def attention_backward(
             q, k, v, out, lse, gradient, causal=causal, tile=tile
         )
     tile = tile or tiles.attention_tile("attention_backward", tokens, width)
-    constants = head_constants(q, tile, causal)
+    constants = head_constants(q, tile, causal) | column_constants(q, tile)
     programs = batch * heads * (constants["BLOCKS"] + (constants["REST"] > 0))
     call = partial(
         launcher.call,

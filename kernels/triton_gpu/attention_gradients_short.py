@@ -263,8 +263,6 @@ def attention_backward(
     batch, tokens, heads, width = q.shape
     tile = tile or tiles.attention_tile("attention_backward", tokens, width)
     constants = head_constants(q, tile, causal)
-    for name in ("COLUMNS", "FULL", "TAIL"):
-        del constants[name]
     span = constants["BLOCKS"] * tile.rows + constants["REST"]
     like_q, like_lse = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, lse))
     slopes = jax.ShapeDtypeStruct((batch * heads, span, span), q.dtype)

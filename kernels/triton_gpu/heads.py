@@ -138,7 +138,6 @@ def visible(
 def head_constants(q: jax.Array, tile: tiles.AttentionTile, causal: bool) -> dict:
     """The sizes for which an attention kernel is compiled, for queries [b, t, h, d]."""
     _, tokens, heads, width = q.shape
-    full, tail = tiles.attention_pieces(tokens, tile.columns)
     d_main = max(16, 1 << (width.bit_length() - 1))
     blocks, rest = tiles.attention_pieces(tokens, tile.rows)
     return {
@@ -152,10 +151,13 @@ def head_constants(q: jax.Array, tile: tiles.AttentionTile, causal: bool) -> dic
         "ROWS": tile.rows,
         "BLOCKS": blocks,
         "REST": rest,
-        "COLUMNS": tile.columns,
-        "FULL": full,
-        "TAIL": tail,
     }
+
+
+def column_constants(q: jax.Array, tile: tiles.AttentionTile) -> dict:
+    """The number of columns per product, of products with so many, and of the remaining columns."""
+    full, tail = tiles.attention_pieces(q.shape[1], tile.columns)
+    return {"COLUMNS": tile.columns, "FULL": full, "TAIL": tail}
 
 
 def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
