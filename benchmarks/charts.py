@@ -290,13 +290,9 @@ def draw_pairs(figure) -> None:
     for y, arm in enumerate(PAIRED):
         pairs = paired.differences(runs, arm, "test", "top1")
         heights = [y + 0.28 + rng.uniform(-0.1, 0.1) for _ in pairs]
-        axes.plot(pairs, heights, "o", color=PEER, markersize=3.5)
-        mean, half = study.interval(pairs)
         color = OTHER if arm == "llm_int8" else OURS
-        axes.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=7, capsize=4)
-        axes.text(5.6, y, f"{mean:+.1f} ± {half:.1f}", va="center", fontsize=10, color=color)
+        found = add_pairs(axes, y, pairs, heights, color=color, at=5.6, digits=1)
         if arm == "switchback":
-            found = f"{mean:+.1f} ± {half:.1f} points of top-1 over {len(pairs)} pairs"
             say(figure, f"int8 SwitchBack minus bf16: {found}")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(PAIRED)), PAIRED.values(), fontsize=9)
@@ -304,6 +300,23 @@ def draw_pairs(figure) -> None:
     axes.set_xlim(-5.5, 8.2)
     axes.set_xlabel("top-1 minus that of bf16 with the same seed, points", fontsize=9)
     clear(axes)
+
+
+def add_pairs(axes, y, pairs, heights, *, color, at, digits) -> str:
+    """Draws a row of paired differences, with their mean and its 95% interval; returns these as text.
+
+    Args:
+      axes: matplotlib's axes.
+      y: height of the mean.
+      pairs, heights: the points.
+      color: color of the mean, and of its text at the horizontal position `at`, with so many `digits`.
+    """
+    axes.plot(pairs, heights, "o", color=PEER, markersize=3.5)
+    mean, half = study.interval(pairs)
+    axes.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=7, capsize=4)
+    text = f"{mean:+.{digits}f} ± {half:.{digits}f}"
+    axes.text(at, y, text, va="center", fontsize=10, color=color)
+    return f"{mean:+.1f} ± {half:.1f} points of top-1 over {len(pairs)} pairs"
 
 
 def draw_icons(figure) -> None:
@@ -329,12 +342,9 @@ def draw_icons(figure) -> None:
         scores = [r["result"][split]["top1"] for r in runs if r["key"]["arm"] == "standard"]
         labels.append(label.format(100 * sum(scores) / len(scores)))
         pairs = paired.differences(runs, "switchback", split, "top1")
-        right.plot(pairs, [y - 0.22] * len(pairs), "o", color=PEER, markersize=3.5)
-        mean, half = study.interval(pairs)
-        right.errorbar(mean, y, xerr=half, fmt="o", color=OURS, markersize=7, capsize=4)
-        right.text(1.1, y, f"{mean:+.2f} ± {half:.2f}", va="center", fontsize=10, color=OURS)
+        heights = [y - 0.22] * len(pairs)
+        found = add_pairs(right, y, pairs, heights, color=OURS, at=1.1, digits=2)
         if split == "test":
-            found = f"{mean:+.1f} ± {half:.1f} points of top-1 over {len(pairs)} pairs"
             say(figure, f"int8 minus bf16 at ViT-B's width: {found}")
     right.axvline(0, color="black", linewidth=0.8)
     right.set_yticks(range(len(labels)), labels, fontsize=9)

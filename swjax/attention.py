@@ -22,7 +22,7 @@ def choose(
     length: int | None = None,
     layout: Layout | None = None,
 ) -> str:
-    """Chooses the implementation for tokens x [b, t, w], of which the first `length` are not padding.
+    """Chooses the implementation for tokens x [b, t, w]; those at positions `length` and above are padding.
 
     None means XLA. For 16-bit tokens on NVIDIA GPUs it means swjax's kernel if that can run, else cuDNN.
 

@@ -199,12 +199,15 @@ def test_train_step(tmp_path):
     out = tmp_path / "step.json"
     script = [sys.executable, ROOT / "benchmarks" / "train_step.py"]
     flags = ["--smoke", "--kinds", "encoder", "--peers", "--torchao"]
+    flags += ["--modes", "default", "max-autotune"]
     command = [*script, *flags, f"--out={out}"]
     subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, env=ENVIRONMENT)
     written = json.loads(out.read_text())
     *peers, ours = written["rows"]
-    names = [peer["implementation"].removesuffix(" torch.compile") for peer in peers]
-    assert names == ["timm", "timm torchao int8", "timm torchao float8"]
+    names = [peer["implementation"] for peer in peers]
+    towers = ["timm", "timm torchao int8", "timm torchao float8"]
+    modes = ["torch.compile", "torch.compile max-autotune"]
+    assert names == [f"{tower} {mode}" for tower in towers for mode in modes]
     assert all(peer["error"] for peer in peers)
     assert ours["images_per_second"] > 0 and ours["memory_gib"] > ours["activations_gib"] > 0
     assert written["command"].startswith("python benchmarks/train_step.py --smoke")

@@ -286,7 +286,7 @@ def test_photographs_are_not_augmented_on_the_device():
         (np.zeros((1, 8, 8, 3), np.float32), "must be uint8 .*float32"),
         (np.zeros((8, 8, 3), np.uint8), r"got uint8 \(8, 8, 3\)"),
         (np.zeros((1, 8, 8, 1), np.uint8), r"\(1, 8, 8, 1\)"),
-        (np.zeros((1, 8, 9, 3), np.uint8), r"8 pixels high and wide; got \(8, 9\)"),
+        (np.zeros((1, 8, 9, 3), np.uint8), r"8 x 8 pixels; got \(8, 9\)"),
     ],
 )
 def test_preprocess_refuses(images, message):

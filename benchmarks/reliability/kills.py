@@ -2,9 +2,9 @@
 
 A run is killed and restarted until it has finished. Then every bit of its last checkpoint (parameters,
 moments), its position in the data, and every metric of every step except times are compared, and another run
-starts. Half of the moments are drawn from the whole life of a process, including its start, the others from
-its training, much of which is spent on checkpoints. With --workers the killed runs have loader processes,
-and none may remain at the end; the uninterrupted run has none.
+starts. Half of the moments are drawn from the whole life of a process, including its start. The others are
+drawn from its training, which spends much of its time on checkpoints. With --workers the killed runs have
+loader processes, and none may remain at the end. The uninterrupted run has no loader processes.
 """
 
 import contextlib

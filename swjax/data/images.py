@@ -48,7 +48,7 @@ def preprocess(images: jax.Array, key: jax.Array | None = None, image_size: int 
         )
     if images.shape[1:3] != (image_size, image_size):
         raise ValueError(
-            f"images must be {image_size} pixels high and wide; got {images.shape[1:3]}: "
+            f"images must be {image_size} x {image_size} pixels; got {images.shape[1:3]}: "
             "give the loader the same image_size"
         )
     x = images.astype(jnp.float32) / 255.0

@@ -100,7 +100,7 @@ def locate_nonfinite(
     """Locates the first non-finite tensor of a step.
 
     Tensors are listed in dataflow order, so the first non-finite entry is the origin. Large tensors are
-    checked through their sums of squares, most of which the norms need anyway.
+    checked through their sums of squares. The norms use most of these sums too.
     """
     return diagnostics.first_nonfinite(
         parameter=diagnostics.squares(params),
