@@ -8,7 +8,8 @@ fusion is off, so that a kernel rounds like its source and the specification.
 - `quantizers`, `layer_norms`, `gelus`: the row kernels, one per producer.
 - `scales`: quantizes a matrix with known maxima. `products`: the quantized product.
 - `blocks`: the weight gradient in int8.
-- `heads`, `attention_forward`, `attention_gradients`: attention over short sequences.
+- `heads`, `attention_forward`, `attention_gradients`: attention; `attention_gradients_short`: its backward
+  pass for sequences of up to `tiles.SHORT_SEQUENCE` tokens.
 """
 
 from collections.abc import Callable
