@@ -9,15 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import opt_einsum
 from flax import linen as nn
 
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import switchback
-from swjax.linear.contraction import dot_general
+from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.linear.layouts import Layout
 from swjax.linear.plain import plain_weight
-from swjax.recipes import Recipe, get
+from swjax.recipes import Recipe, get, get_all
 
 # JAX's caches include its value in their key, so a function that was traced with other recipes, or without
 # any, is traced again. This holds for `jax.jit` and for Flax's wrappers of it, such as `nn.jit`.
@@ -86,7 +87,7 @@ def quantized(
 ) -> Iterator[Conversion]:
     """A context in which the linear layers of any Linen model follow recipes.
 
-    A linear layer is a `Dense` or `DenseGeneral`, and so is each projection of an attention module.
+    A linear layer is a `Dense`, `DenseGeneral` or `Einsum`, and so is each projection of an attention module.
     Parameters and checkpoints do not change; outside the context the model computes as before. The recipes
     are part of the key of JAX's caches: a function under `jax.jit` or `nn.jit` is traced once with them
     and once without.
@@ -102,6 +103,7 @@ def quantized(
       no `dot_general`, so recipes do not apply to them.
 
     Raises:
+      TypeError: `recipes` is not a mapping.
       ValueError: a recipe does not exist; or model code ran, and an expression matched none of its layers, or
         matched a layer with a `dot_general_cls`, which computes its product itself.
 
@@ -132,7 +134,7 @@ class _Interceptor:
     """Intercepts modules' methods, and runs linear layers whose path an expression matches with a recipe."""
 
     def __init__(self, recipes: Mapping[str, str | Recipe], implementation: str | None):
-        self.recipes = {pattern: get(recipe) for pattern, recipe in recipes.items()}
+        self.recipes = get_all(recipes)
         self.conversion = Conversion()
         self._implementation = implementation
         self._paths: set[str] = set()
@@ -149,6 +151,10 @@ class _Interceptor:
             recipe = matched or (get(module.recipe) if isinstance(module, Dense) else None)
             reason = "" if recipe else UNMATCHED
             result = self._run_linear(module, path, matched, call, args, kwargs)
+        elif isinstance(module, nn.Einsum):
+            recipe = self._match(path)
+            reason = "" if recipe else UNMATCHED
+            result = self._run_einsum(module, recipe, call, args, kwargs)
         else:
             result = call(*args, **kwargs)
         self.conversion.note(path, type(module).__name__, _own_shapes(module), recipe, reason)
@@ -173,6 +179,14 @@ class _Interceptor:
             )
         product = dot_general(recipe, implementation=self._implementation)
         return _multiply(module, kernel, product, *args, **kwargs)
+
+    def _run_einsum(self, module: nn.Einsum, recipe: Recipe | None, call, args, kwargs):
+        if recipe is None:
+            return call(*args, **kwargs)
+        if not module.has_variable("params", "kernel"):
+            call(*args, **kwargs)  # initializes the parameters
+        product = dot_general(recipe, implementation=self._implementation)
+        return _einsum(module, product, *args, **kwargs)
 
     def check_all_matched(self) -> None:
         """Raises a ValueError if model code ran and an expression matched none of its layers."""
@@ -272,6 +286,29 @@ def _multiply(
     contracted = (tuple(axes), tuple(range(len(axes))))
     y = product(x, kernel, (contracted, ((), ())), precision=layer.precision)
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
+def _einsum(
+    layer: nn.Einsum, product: DotGeneral, inputs: jax.Array, einsum_str: str | None = None
+) -> jax.Array:
+    """The output of a Flax einsum, which calls `jnp.einsum` itself, with another product."""
+    equation = nn.merge_param("einsum_str", layer.einsum_str, einsum_str)
+    kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
+    bias = nn.meta.unbox(layer.get_variable("params", "bias")) if layer.use_bias else None
+    x, w, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    assert x is not None and w is not None, "promote_dtype returns None only for None"
+    y = product.einsum(
+        equation,
+        x,
+        w,
+        precision=layer.precision,
+        preferred_element_type=layer.preferred_element_type,
+    )
+    if bias is None:
+        return y
+    operands, output, _ = opt_einsum.parser.parse_einsum_input((equation, x, w))
+    sizes = dict(zip(operands.split(",")[1], w.shape))
+    return y + bias.reshape([sizes.get(index, 1) for index in output])
 
 
 def _tuple(sizes) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from swjax.linear.layouts import TOKENS, Layout
 from swjax.linear.plain import plain_weight
 from swjax.linear.planning import reduced
 from swjax.linear.prologues import Gelu, Prologue
-from swjax.recipes import Recipe, first_match, get
+from swjax.recipes import Recipe, first_match, get, get_all
 
 
 class Linear(nnx.Linear):
@@ -178,21 +178,15 @@ def _alike(*layers: Linear, but: str | None = None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A `dot_general` in a Flax module, and the `dot_general` that it replaces."""
+    """The product of a Flax module: its `dot_general` or `einsum_op`, and the one that it replaces."""
 
     product: DotGeneral
     replaced: Callable | None
+    is_einsum: bool
 
     def __call__(self, *args, **kwargs) -> jax.Array:
-        return self.product(*args, **kwargs)
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.product.recipe
-
-    @property
-    def layout(self) -> Layout | None:
-        return self.product.layout
+        multiply = self.product.einsum if self.is_einsum else self.product
+        return multiply(*args, **kwargs)
 
 
 def quantize_model(
@@ -200,10 +194,10 @@ def quantize_model(
 ) -> nnx.Module:
     """Makes the linear layers of an existing NNX model follow recipes, in place.
 
-    A linear layer is a module with a `dot_general`: `nnx.Linear`, `nnx.LinearGeneral`, and therefore the
-    projections of `nnx.MultiHeadAttention`. Parameters and checkpoints do not change.
-    `print(describe_model(model))` lists converted and unconverted matrices; `restore_model` undoes the
-    change.
+    A linear layer is a module with a `dot_general` or an `einsum_op`: `nnx.Linear`, `nnx.Einsum`, and
+    `nnx.LinearGeneral`, of which `nnx.MultiHeadAttention` consists. Parameters and checkpoints do not
+    change. `print(describe_model(model))` lists converted and unconverted matrices; `restore_model` undoes
+    the change.
 
     Args:
       model: any NNX model, modified in place.
@@ -215,6 +209,7 @@ def quantize_model(
       `model`.
 
     Raises:
+      TypeError: `recipes` is not a mapping.
       ValueError: a recipe does not exist, or an expression matches no linear layer, or matches one with a
         `dot_general_cls`, which computes its product itself.
 
@@ -226,8 +221,8 @@ def quantize_model(
     1 of 2 matrices converted, 24 of 40 elements (60%)
     switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     """
-    linears = {path: module for path, module in _modules(model) if hasattr(module, "dot_general")}
-    chosen = {path: get(recipe) for path, recipe in first_match(recipes, linears).items()}
+    linears = {path: module for path, module in _modules(model) if product_name(module)}
+    chosen = first_match(get_all(recipes), linears)
     for path in chosen:
         refuse_dot_general_cls(path, linears[path])
     for path, recipe in chosen.items():
@@ -238,9 +233,31 @@ def quantize_model(
         else:
             layout = _layout(layer.kernel)
             product = dot_general(recipe, implementation=implementation, layout=layout)
-            replaced = before.replaced if before else layer.dot_general
-            layer.dot_general = _Product(product, replaced)
+            name = product_name(layer)
+            replaced = before.replaced if before else getattr(layer, name)
+            setattr(layer, name, _Product(product, replaced, name == "einsum_op"))
     return model
+
+
+def product_name(module: nnx.Module) -> str:
+    """The attribute of a module that holds the function of its product; "" if it has none.
+
+    >>> product_name(nnx.Einsum("bi,io->bo", (3, 4), rngs=nnx.Rngs(0)))
+    'einsum_op'
+    """
+    return next((name for name in ("dot_general", "einsum_op") if hasattr(module, name)), "")
+
+
+def product_of(module: nnx.Module) -> DotGeneral | None:
+    """The product of a Flax module if it follows a recipe, by `quantize_model` or by an argument; else None.
+
+    >>> product_of(nnx.Linear(3, 4, dot_general=dot_general("switchback"), rngs=nnx.Rngs(0))).recipe.wgrad
+    """
+    function = getattr(module, product_name(module), None)
+    owner = getattr(function, "__self__", function)  # `DotGeneral.einsum` is a bound method
+    if isinstance(owner, _Product):
+        return owner.product
+    return owner if isinstance(owner, DotGeneral) else None
 
 
 def restore_model(model: nnx.Module) -> nnx.Module:
@@ -263,7 +280,7 @@ def restore_model(model: nnx.Module) -> nnx.Module:
             module.set_recipe(*before)
             module.replaced = None
         elif before:
-            module.dot_general = before.replaced
+            setattr(module, product_name(module), before.replaced)
     return model
 
 
@@ -271,15 +288,15 @@ def _conversion_of(module):
     """The changes of `quantize_model` to a module, or None if it is not converted."""
     if isinstance(module, Linear):
         return module.replaced
-    product = getattr(module, "dot_general", None)
+    product = getattr(module, product_name(module), None)
     return product if isinstance(product, _Product) else None
 
 
 def describe_model(model: nnx.Module) -> Conversion:
     """Lists the recipe of every matrix of a model, as a printable table.
 
-    Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves have no `dot_general`,
-    so recipes do not apply to them. See `quantize_model` for an example.
+    Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves have no `dot_general`
+    or `einsum_op`, so recipes do not apply to them. See `quantize_model` for an example.
 
     Args:
       model: any NNX model, converted or not.
@@ -295,9 +312,9 @@ def _recipe_of(module: nnx.Module) -> tuple[Recipe | None, str]:
     """The recipe of a module's product; or None, and the reason for its absence."""
     if isinstance(module, Linear):
         return module.recipe, ""
-    if not hasattr(module, "dot_general"):
+    if not product_name(module):
         return None, "takes no dot_general"
-    product = _conversion_of(module)
+    product = product_of(module)
     return (product.recipe, "") if product else (None, UNMATCHED)
 
 

@@ -14,6 +14,9 @@ than k and n, so SwitchBack quantizes fwd and dgrad and *switches back* to 16 bi
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+R = TypeVar("R")
 
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 LONGEST_BLOCK = 2**17  # tokens; an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
@@ -192,9 +195,25 @@ def get(recipe: str | Recipe) -> Recipe:
     return RECIPES[recipe]
 
 
-def first_match(
-    recipes: Mapping[str, str | Recipe], paths: Iterable[str]
-) -> dict[str, str | Recipe]:
+def get_all(recipes: Mapping[str, str | Recipe]) -> dict[str, Recipe]:
+    """Looks up the recipe of each regular expression.
+
+    >>> get_all({".*mlp.*": "switchback"})[".*mlp.*"] == RECIPES["switchback"]
+    True
+
+    Raises:
+      TypeError: `recipes` is not a mapping.
+      ValueError: a name does not exist.
+    """
+    if not isinstance(recipes, Mapping):
+        raise TypeError(
+            "recipes must map regular expressions of layer paths to recipes, such as "
+            f"{{r'.*mlp.*': 'switchback'}}, got {recipes!r}"
+        )
+    return {pattern: get(recipe) for pattern, recipe in recipes.items()}
+
+
+def first_match(recipes: Mapping[str, R], paths: Iterable[str]) -> dict[str, R]:
     """Assigns each path the recipe of the first regular expression that matches the whole path.
 
     >>> first_match({".*mlp.*": "switchback"}, ["0/mlp/fc1", "0/attn/q"])

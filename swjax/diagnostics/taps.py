@@ -19,11 +19,11 @@ from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
 from swjax.kernels.reference.blocks import rotated_blocks
 from swjax.linear.arithmetic import as_rows
-from swjax.linear.contraction import as_linear
+from swjax.linear.contraction import DotGeneral, as_linear
 from swjax.linear.layouts import Layout, Spec
 from swjax.linear.planning import plan_layer
 from swjax.linear.plans import Plan
-from swjax.nnx import Linear
+from swjax.nnx import Linear, product_name, product_of
 from swjax.optax import path_name
 from swjax.recipes import Product, Quantizer, Recipe, first_match
 
@@ -271,19 +271,38 @@ def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
 
 
 def _call_product(self, call: Callable, *args, **kwargs):
-    """Taps a module with a `dot_general` from `quantize_model`, which quantizes the arguments of that."""
-    product, tap = self.dot_general, getattr(self, QUANTIZATION)[...]
-
-    def tapped(lhs, rhs, dimension_numbers, *args, **kwargs):
-        y = product(lhs, rhs, dimension_numbers, *args, **kwargs)
-        x, w, _ = as_linear(lhs, rhs, dimension_numbers)
-        return _report_product(y, x, w, tap, product.recipe, product.layout)
-
-    self.dot_general = tapped
+    """Taps a Flax module whose product follows a recipe; the product quantizes its own arguments."""
+    name, product = product_name(self), product_of(self)
+    assert product is not None, "insert taps modules that have a recipe"
+    tapped = _TappedProduct(product, getattr(self, QUANTIZATION)[...])
+    before = getattr(self, name)
+    setattr(self, name, tapped.einsum if name == "einsum_op" else tapped)
     try:
         return call(self, *args, **kwargs)
     finally:
-        self.dot_general = product
+        setattr(self, name, before)
+
+
+class _TappedProduct(DotGeneral):
+    """A product that reports its operands to a tap."""
+
+    tap: jax.Array
+
+    def __init__(self, product: DotGeneral, tap: jax.Array):
+        super().__init__(product.recipe, product.implementation, product.layout)
+        object.__setattr__(self, "tap", tap)
+
+    def __call__(self, lhs, rhs, dimension_numbers, *args, **kwargs):
+        y = super().__call__(lhs, rhs, dimension_numbers, *args, **kwargs)
+        x, w, _ = as_linear(lhs, rhs, dimension_numbers)
+
+        def report_one(y, x, w):
+            return _report_product(y, x, w, self.tap, self.recipe, self.layout)
+
+        _, (batch, _) = dimension_numbers
+        for _ in batch:
+            report_one = jax.vmap(report_one)
+        return report_one(y, x, w)
 
 
 def _call_for_features(self, call: Callable, *args, **kwargs):
@@ -327,8 +346,8 @@ def attach(module: nnx.Module, call: Callable, name: str, shape: tuple[int, ...]
 
 def _recipe_of(module: nnx.Module) -> Recipe:
     """The recipe of a linear layer; for other modules, a recipe that quantizes nothing."""
-    holder = module if isinstance(module, Linear) else getattr(module, "dot_general", None)
-    return getattr(holder, "recipe", Recipe())
+    holder = module if isinstance(module, Linear) else product_of(module)
+    return Recipe() if holder is None else holder.recipe
 
 
 def _stacked(module: nnx.Module) -> tuple[int, ...]:
@@ -337,4 +356,6 @@ def _stacked(module: nnx.Module) -> tuple[int, ...]:
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
             own = np.size(layer.in_features), np.size(layer.out_features)  # numbers or tuples
             return layer.kernel.shape[: layer.kernel.ndim - sum(own)]
+        if isinstance(layer, nnx.Einsum):
+            return layer.kernel.shape[: layer.kernel.ndim - len(layer.kernel_shape)]
     return ()

@@ -1,9 +1,10 @@
-"""`dot_general`: the linear layer with the signature of `jax.lax.dot_general`, for Flax modules."""
+"""`dot_general`: the linear layer with the signature of `jax.lax.dot_general` or `jnp.einsum`, for Flax."""
 
 import math
 from dataclasses import dataclass
 
 import jax
+import opt_einsum
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -68,6 +69,34 @@ class DotGeneral:
         y = linear(x, w).reshape(*x.shape[:-1], *columns)
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
+    def einsum(
+        self,
+        equation: str,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        *,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        out_sharding: NamedSharding | P | None = None,
+    ) -> jax.Array:
+        """Like `jax.numpy.einsum` of an activation and a weight, for `einsum_op=` of `flax.nnx.Einsum`.
+
+        Indices of both operands and the output, such as those of experts, are batch dimensions: each has its
+        own product.
+
+        Raises:
+          ValueError: an operand repeats an index, or has one that neither the other operand nor the output
+            has; or see `swjax.switchback`.
+
+        >>> import jax.numpy as jnp
+        >>> x, w = jnp.ones((2, 6, 3)), jnp.ones((4, 3, 5))
+        >>> dot_general("switchback").einsum("btd,ndh->btnh", x, w).shape
+        (2, 6, 4, 5)
+        """
+        dimension_numbers, order = einsum_dimensions(equation, lhs, rhs)
+        y = self(lhs, rhs, dimension_numbers, precision, preferred_element_type).transpose(order)
+        return y if out_sharding is None else jax.reshard(y, out_sharding)
+
 
 def as_linear(
     lhs: jax.Array, rhs: jax.Array | QTensor, dimension_numbers: DimensionNumbers
@@ -99,6 +128,40 @@ def as_linear(
     return x, transposed.reshape(*batch, k, math.prod(columns)), columns
 
 
+def einsum_dimensions(
+    equation: str, lhs: jax.Array, rhs: jax.Array
+) -> tuple[DimensionNumbers, Dimensions]:
+    """The dimension numbers of an einsum of two operands, and the transposition of its `dot_general`.
+
+    Raises:
+      ValueError: see `DotGeneral.einsum`.
+
+    >>> import jax.numpy as jnp
+    >>> einsum_dimensions("btd,ndh->bnth", jnp.ones((2, 6, 3)), jnp.ones((4, 3, 5)))
+    ((((2,), (1,)), ((), ())), (0, 2, 1, 3))
+    """
+    operands, output, _ = opt_einsum.parser.parse_einsum_input((equation, lhs, rhs))
+    left, right = operands.split(",")
+    for operand, other in ((left, right), (right, left)):
+        for index in operand:
+            if operand.count(index) > 1 or index not in other + output:
+                raise ValueError(
+                    "a recipe applies to an einsum that multiplies an activation with a weight, but in "
+                    f"{equation!r} the index {index!r} is repeated or summed in one operand: "
+                    "exclude the layer from the recipes"
+                )
+    contracted = [index for index in left if index in right and index not in output]
+    batch = [index for index in left if index in right and index in output]
+    rows = [index for index in left if index not in right]
+    columns = [index for index in right if index not in left]
+    axes = lambda operand, indices: tuple(map(operand.index, indices))
+    dimension_numbers = (
+        (axes(left, contracted), axes(right, contracted)),
+        (axes(left, batch), axes(right, batch)),
+    )
+    return dimension_numbers, axes([*batch, *rows, *columns], output)
+
+
 def dot_general(
     recipe: str | Recipe = "switchback",
     *,
@@ -108,7 +171,8 @@ def dot_general(
     """Returns a `jax.lax.dot_general` that follows `recipe`, for modules with such an argument.
 
     It fits `dot_general=` of `flax.nnx.Linear`, `LinearGeneral`, `MultiHeadAttention` (`qkv_dot_general=`,
-    `out_dot_general=`) and their linen counterparts. The left operand is the activation, the right operand
+    `out_dot_general=`) and their linen counterparts; its method `einsum` fits `einsum_op=` of
+    `flax.nnx.Einsum`. The left operand is the activation, the right operand
     the weight. Flax first casts the weight to the compute dtype, whereas `swjax.nnx.Linear` and
     `swjax.linen.Dense` quantize the fp32 parameter itself.
 

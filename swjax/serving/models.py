@@ -66,8 +66,8 @@ def prequantize(model: NNXModel) -> NNXModel:
     (`switchback`, `switchback_m`, `fp8_switchback`, `fp8_tensorwise`) or one per channel (`switchback_q`,
     `llm_int8`). The change cannot be undone. The new kernels are not `nnx.Param`s, so they have no gradient.
 
-    Embeddings, norms, biases, `standard` layers, layers with an outlier threshold, and `nnx.LinearGeneral`
-    layers with batch axes keep their weights.
+    Embeddings, norms, biases, `standard` layers, layers with an outlier threshold, `nnx.Einsum`, and
+    `nnx.LinearGeneral` layers with batch axes keep their weights.
 
     Args:
       model: any NNX model, modified in place. Layers may be stacked, as by `nnx.vmap`.

@@ -1,0 +1,164 @@
+"""Einsums with a recipe: `DotGeneral.einsum`, `flax.nnx.Einsum` and `flax.linen.Einsum`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from numeric import snr_db
+
+import swjax
+import swjax.linen
+import swjax.nnx
+from swjax.diagnostics import taps
+
+# (equation, shape of the activation, of the kernel, of the bias)
+CASES = [
+    ("btd,dnh->btnh", (2, 6, 32), (32, 4, 8), (4, 8)),
+    ("BTD,NDH->BNTH", (2, 6, 32), (4, 32, 8), None),
+    ("btnh, nhd -> btd", (2, 6, 4, 8), (4, 8, 32), (32,)),
+    ("btnh,hnd->btd", (2, 6, 4, 8), (8, 4, 32), None),
+    ("...d,df->...f", (2, 3, 32), (32, 8), (8,)),
+    ("ebd,edf->ebf", (3, 8, 32), (3, 32, 16), None),  # three experts
+    ("bed,edf->bfe", (8, 3, 32), (3, 32, 16), None),
+]
+
+
+def arrays(x_shape, w_shape):
+    x, w = jax.random.split(jax.random.key(0))
+    return jax.random.normal(x, x_shape), jax.random.normal(w, w_shape)
+
+
+@pytest.mark.parametrize(("equation", "x_shape", "w_shape", "_"), CASES)
+def test_products_and_gradients_are_those_of_einsum(equation, x_shape, w_shape, _):
+    x, w = arrays(x_shape, w_shape)
+    g = jax.random.normal(jax.random.key(1), jnp.einsum(equation, x, w).shape)
+
+    def results(einsum):
+        y, vjp = jax.vjp(lambda x, w: einsum(equation, x, w), x, w)
+        return y, *vjp(g)
+
+    exact = results(jnp.einsum)
+    for value, want in zip(results(swjax.dot_general("standard").einsum), exact):
+        np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-4)
+    y, dx, dw = results(swjax.dot_general("switchback").einsum)
+    assert 30 < snr_db(y, exact[0]) < 60
+    assert 30 < snr_db(dx, exact[1]) < 60
+    np.testing.assert_allclose(dw, exact[2], rtol=1e-4, atol=1e-4)
+
+
+def test_equal_to_the_product_of_matrices():
+    x, w = arrays((2, 6, 32), (4, 32, 8))
+    y = swjax.dot_general("switchback").einsum("btd,ndh->btnh", x, w)
+    matrix = w.transpose(1, 0, 2).reshape(32, 32)
+    assert (y == swjax.switchback(x, matrix).reshape(2, 6, 4, 8)).all()
+
+
+def test_experts_have_their_own_scales():
+    x, w = arrays((2, 4, 32), (2, 32, 16))
+    w = w.at[0].multiply(1000.0)
+    y = swjax.dot_general("switchback").einsum("ebd,edf->ebf", x, w)
+    assert (y[1] == swjax.switchback(x[1], w[1])).all()
+
+
+@pytest.mark.parametrize(("equation", "x_shape", "w_shape", "b_shape"), CASES)
+def test_flax_modules_are_converted_and_restored(equation, x_shape, w_shape, b_shape):
+    x, w = arrays(x_shape, w_shape)
+    bias = None if b_shape is None else jax.random.normal(jax.random.key(2), b_shape)
+    layer = nnx.Einsum(equation, w_shape, b_shape, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    if bias is not None:
+        layer.bias[...] = bias
+    before = layer(x)
+    swjax.nnx.quantize_model(model := nnx.Dict(layer=layer), {"layer": "switchback"})
+    after = layer(x)
+    assert 30 < snr_db(after, before) < 60
+    assert [matrix.recipe for matrix in swjax.nnx.describe_model(model)] == [layer_recipe(model)]
+
+    module = nn.Einsum(w_shape, equation, use_bias=bias is not None)
+    params = {"params": {"kernel": w} | ({} if bias is None else {"bias": bias})}
+    with swjax.linen.quantized({"": "switchback"}) as conversion:
+        np.testing.assert_array_equal(module.apply(params, x), after)
+        initial, _ = module.init_with_output(jax.random.key(0), x)
+    assert initial.shape == after.shape
+    assert [matrix.recipe.wgrad for matrix in conversion] == [None]
+
+    swjax.nnx.restore_model(model)
+    assert layer.einsum_op is jnp.einsum
+    np.testing.assert_array_equal(layer(x), before)
+
+
+def layer_recipe(model):
+    return swjax.nnx.product_of(model.layer).recipe
+
+
+def test_an_equation_given_in_the_call():
+    x, w = arrays((2, 32), (32, 8))
+    params = {"params": {"kernel": w}}
+    layer = nn.Einsum((32, 8), use_bias=False)
+    with swjax.linen.quantized({"": "switchback"}):
+        assert (layer.apply(params, x, "bd,df->bf") == swjax.switchback(x, w)).all()
+
+
+def test_a_product_given_to_the_module_is_described():
+    rngs = nnx.Rngs(0)
+    product = swjax.dot_general("llm_int8")
+    model = nnx.Dict(
+        einsum=nnx.Einsum("bd,df->bf", (8, 8), einsum_op=product.einsum, rngs=rngs),
+        linear=nnx.Linear(8, 8, dot_general=product, rngs=rngs),
+    )
+    described = str(swjax.nnx.describe_model(model)).split("\n")
+    assert [line.split()[-1] for line in described[:2]] == ["llm_int8"] * 2
+
+
+@pytest.mark.parametrize("equation", ["btd,ndh->btnh", "btd,ndh->nbth"])
+def test_health_is_that_of_the_product_of_matrices(equation):
+    x, w = arrays((2, 6, 32), (4, 32, 8))
+    layer = nnx.Einsum(equation, w.shape, rngs=nnx.Rngs(0))
+    linear = swjax.nnx.Linear(32, 32, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...], linear.kernel[...] = w, w.transpose(1, 0, 2).reshape(32, 32)
+    swjax.nnx.quantize_model(model := nnx.Dict(layer=layer), {"layer": "switchback"})
+    loss = lambda model, x: jnp.sum(model.layer(x) ** 2)
+    found, want = (taps.measure(loss, m, x) for m in (model, nnx.Dict(layer=linear)))
+    assert found.keys() == want.keys() and len(found) == 9
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+def test_health_of_experts_is_summed_over_them():
+    x, w = arrays((2, 8, 32), (2, 32, 16))
+    layer = nnx.Einsum("ebd,edf->ebf", w.shape, rngs=nnx.Rngs(0))
+    swjax.nnx.quantize_model(model := nnx.Dict(layer=layer), {"layer": "switchback"})
+    found = taps.measure(lambda model, x: jnp.sum(model.layer(x) ** 2), model, x)
+    assert all(value.shape == () for value in found.values())
+    assert 30 < found["quantization/sqnr_db/layer/w"] < 60
+
+
+def test_on_a_mesh_with_explicit_axes():
+    x, w = arrays((4, 6, 32), (32, 4, 8))
+    product = swjax.dot_general("switchback")
+    want = product.einsum("btd,dnh->btnh", x, w)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, P("data")), jax.device_put(w, P(None, "data"))
+        y = product.einsum("btd,dnh->btnh", *sharded, out_sharding=P("data"))
+    assert jax.typeof(y).sharding.spec[0] == "data"
+    np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("equation", ["bd,df->f", "bbd,df->bf", "bd,dfg->bf"])
+def test_other_einsums_are_refused(equation):
+    operands = (jnp.ones((4,) * len(part)) for part in equation.split("->")[0].split(","))
+    with pytest.raises(ValueError, match=r"'.' is repeated or summed in one operand: exclude"):
+        swjax.dot_general("switchback").einsum(equation, *operands)
+
+
+def test_a_recipe_without_an_expression_is_refused():
+    message = "recipes must map regular expressions of layer paths to recipes, .* got 'switchback'"
+    with pytest.raises(TypeError, match=message):
+        swjax.nnx.quantize_model(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "switchback")
+    with pytest.raises(TypeError, match=message), swjax.linen.quantized("switchback"):
+        pass
