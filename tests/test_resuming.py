@@ -5,7 +5,15 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from micro_run import as_interrupted, assert_same_bits, final_state, make_init, paths, records, train
+from micro_run import (
+    as_interrupted,
+    assert_same_bits,
+    final_state,
+    make_init,
+    paths,
+    records,
+    train,
+)
 from ml_collections import ConfigDict
 
 from swjax.models import sharding
