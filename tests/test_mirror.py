@@ -125,10 +125,10 @@ def test_a_failed_copy_is_told_and_tried_again(run, address, monkeypatch, capsys
             copied.append(self._copy.exception())  # waits until the copy has ended
 
     monkeypatch.setattr(Mirror, "update", waiting)
-    _, code = run("first", checkpoint__mirror=address, train__steps=12)
+    _, code = run("first", checkpoint__mirror=address)
     assert code == 0 and any(copied)
     assert "PermissionError: no access 1" in capsys.readouterr().out
-    assert json.loads(held(address)[INDEX]) == {"checkpoints": [10, 12]}
+    assert json.loads(held(address)[INDEX]) == {"checkpoints": [4, 6]}
 
 
 def test_an_address_that_cannot_be_used_is_one_line(run, tmp_path):
