@@ -42,13 +42,18 @@ def each(*operations, compiled, interpreted, name="shape"):
 
     Args:
       operations: keys of `dispatch.IMPLEMENTATIONS`.
-      compiled: shapes for compiled implementations.
+      compiled: shapes for compiled implementations, or {implementation: shapes}.
       interpreted: shapes for kernels in interpreters, or {kernel: shapes}.
       name: of the test's third argument.
     """
     if not isinstance(interpreted, dict):
         interpreted = dict.fromkeys(dispatch.NAMES, interpreted)
-    kinds = [(parameter.values, parameter.marks, compiled) for parameter in of(*operations)] + [
+    if not isinstance(compiled, dict):
+        compiled = dict.fromkeys(("xla", *dispatch.NAMES), compiled)
+    kinds = [
+        (parameter.values, parameter.marks, compiled[parameter.values[1]])
+        for parameter in of(*operations)
+    ] + [
         ((operation, kernel + INTERPRETED), interpreters.SKIPS[kernel], interpreted[kernel])
         for operation in operations
         for kernel in dispatch.IMPLEMENTATIONS[operation]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -82,6 +83,15 @@ class Interrupt:
 def train(config, workdir, after: int = 10**9) -> int:
     workdir.mkdir(exist_ok=True)
     return loop.train(config, workdir, Interrupt(after), Mirror("", workdir))
+
+
+def as_interrupted(workdir, copy) -> None:
+    """Copies the `reference` run as it would be if it had been interrupted after step 4 of 6."""
+    shutil.copytree(workdir, copy)
+    shutil.rmtree(copy / "checkpoints" / "6")
+    (copy / "results.json").unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:4]))
 
 
 def records(workdir) -> list[dict]:

@@ -1,5 +1,6 @@
 """Second and third derivatives, compared with JAX's for the same layers without quantization."""
 
+import functools
 from functools import partial
 
 import jax
@@ -126,11 +127,16 @@ def assert_close(got, want, recipe):
             assert not jnp.any(got[name]), name
 
 
+@functools.cache
+def exact_products(name):
+    return jax.jit(partial(products, True, partial(loss, LAYERS[name][1])))(ARGUMENTS)
+
+
 @pytest.mark.parametrize("forward_over_reverse", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", ["standard", "switchback", "switchback_m", "fp8_tensorwise"])
 def test_second_derivatives_are_straight_through(recipe, name, forward_over_reverse):
-    want = products(True, partial(loss, LAYERS[name][1]), ARGUMENTS)
+    want = exact_products(name)
     fn = partial(loss, of_swjax(name, recipe))
     got = jax.jit(partial(products, forward_over_reverse, fn))(ARGUMENTS)
     assert_close(got, want, recipe)
@@ -138,7 +144,7 @@ def test_second_derivatives_are_straight_through(recipe, name, forward_over_reve
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_eager_checkpointed_and_mapped_second_derivatives(recipe):
-    want = products(True, partial(loss, LAYERS["layer"][1]), ARGUMENTS)
+    want = exact_products("layer")
     fn = partial(loss, of_swjax("layer", recipe))
     assert_close(products(True, fn, ARGUMENTS), want, recipe)
     remat = jax.checkpoint(fn, policy=swjax.checkpoint_policies.save_linear)
@@ -168,10 +174,8 @@ def test_only_the_gradient_of_the_output_depends_on_what_is_differentiated(name,
         grads = jax.grad(lambda a: factor * jnp.sum(jnp.sin(fn(a))))(ARGUMENTS)
         return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
 
-    got, want = (
-        transform(jax.grad(partial(weighted, fn)))(jnp.float32(2))
-        for fn in (of_swjax(name, recipe), LAYERS[name][1])
-    )
+    got = transform(jax.grad(partial(weighted, of_swjax(name, recipe))))(jnp.float32(2))
+    want = jax.jit(jax.grad(partial(weighted, LAYERS[name][1])))(jnp.float32(2))
     np.testing.assert_allclose(got, want, rtol=0.2 if "fp8" in recipe else 0.05)
 
 

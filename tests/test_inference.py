@@ -126,20 +126,21 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-def test_from_a_run(run, ema_decay, tmp_path):
-    workdir, graph, state = run(ema_decay)
+def test_parameters_of_a_run(run, ema_decay):
+    workdir, _, state = run(ema_decay)
+    loaded = nnx.to_pure_dict(nnx.state(inference.load(str(workdir)).model))
+    want = state["ema" if ema_decay else "params"]
+    jax.tree.map(np.testing.assert_array_equal, loaded, want)
+
+
+def test_from_a_run(run, tmp_path):
+    workdir, graph, state = run()
     encoder = inference.load(str(workdir))
-    params = state["ema" if ema_decay else "params"]
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        nnx.to_pure_dict(nnx.state(encoder.model)),
-        params,
-    )
     assert encoder.cfg == setup.model_config(
         config_lib.ConfigDict(json.loads((workdir / "config.json").read_text()))
     )
     assert encoder.cfg.recipe == "switchback"
-    expected = embed(nnx.merge(graph, params), IMAGES[:1])
+    expected = embed(nnx.merge(graph, state["params"]), IMAGES[:1])
     np.testing.assert_allclose(encoder.encode_image(IMAGES[:1]), expected, atol=1e-6)
     assert inference.load(workdir, recipe="standard").cfg.recipe == "standard"
     assert encoder.templates == data.source("emoji", "val", config="sample").templates

@@ -12,16 +12,6 @@ import pytest
 from micro_run import ROOT, command_of, records
 
 
-def test_sigterm_saves_and_says_how_to_go_on(started, tmp_path):
-    process = started()
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0
-    last = records(tmp_path)[-1]["step"]
-    assert f"interrupted: step {last} is saved" in output
-    assert (tmp_path / "checkpoints" / str(last)).is_dir()
-
-
 def loaders_of(process) -> list[int]:
     """Returns the ids of a run's loader processes."""
     found = []
@@ -33,7 +23,8 @@ def loaders_of(process) -> list[int]:
     return found
 
 
-def test_sigterm_to_loader_processes_too_saves(started, tmp_path):
+def test_sigterm_saves_and_says_how_to_go_on(started, tmp_path):
+    """Schedulers send the signal to loader processes too."""
     process = started(data__workers=1)
     loaders = loaders_of(process)
     assert loaders
@@ -41,7 +32,9 @@ def test_sigterm_to_loader_processes_too_saves(started, tmp_path):
         os.kill(pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0
-    assert f"interrupted: step {records(tmp_path)[-1]['step']} is saved" in output
+    last = records(tmp_path)[-1]["step"]
+    assert f"interrupted: step {last} is saved" in output
+    assert (tmp_path / "checkpoints" / str(last)).is_dir()
 
 
 def test_a_lost_loader_process_is_one_line(started):

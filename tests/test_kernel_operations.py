@@ -98,13 +98,12 @@ def test_known_maxima_give_the_same_bits(operation, implementation, shape, axes,
     x = normal(shape, dtype)
     absmax = jnp.max(jnp.abs(x.astype(jnp.float32)), axes, keepdims=True)
     values, scale = oracle.quantize(x, axes, target)
-    for rows in (slice(0, 3), slice(3, None)):
+    for rows, transpose in ((slice(0, 3), True), (slice(3, None), False)):
         known, wanted = (t if len(t) == 1 else t[rows] for t in (absmax, scale))
-        for transpose in (False, True):
-            options = {"dtype": target, "transpose": transpose}
-            got = run(operation, x[rows], known, implementation=implementation, **options)
-            want = (values[rows].T, wanted.T) if transpose else (values[rows], wanted)
-            assert_same_bits(got, want)
+        options = {"dtype": target, "transpose": transpose}
+        got = run(operation, x[rows], known, implementation=implementation, **options)
+        want = (values[rows].T, wanted.T) if transpose else (values[rows], wanted)
+        assert_same_bits(got, want)
 
 
 @implementations.each("quantize_both", **RAGGED)
@@ -334,8 +333,7 @@ def test_extreme_rows(operation, implementation, shape, dtype):
 
 
 @implementations.each("quantize", *ROW_OPERATIONS, **same((9, 160)))
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_non_finite_row_stays_visible_and_alone(operation, implementation, shape, bad):
+def test_non_finite_rows_stay_visible_and_alone(operation, implementation, shape):
     x = normal(shape, "bfloat16")
     options = dict(ROW_OPERATIONS.get(operation, {}), implementation=implementation)
     if operation in ("layer_norm", "gelu", "gelu_backward"):
@@ -345,12 +343,12 @@ def test_a_non_finite_row_stays_visible_and_alone(operation, implementation, sha
         results = run(operation, *row_arguments(operation, x), **options)
         return [a for a in map(np.asarray, jax.tree.leaves(results)) if a.ndim == 2]
 
-    poisoned = x.copy()
-    poisoned[4, 33] = bad
+    poisoned, bad = x.copy(), [2, 4, 6]
+    poisoned[bad, 33] = np.nan, np.inf, -np.inf
     for good, got in zip(rows(x), rows(poisoned)):
-        np.testing.assert_array_equal(np.delete(good, 4, 0), np.delete(got, 4, 0))
+        np.testing.assert_array_equal(np.delete(good, bad, 0), np.delete(got, bad, 0))
         if got.dtype != np.int8:
-            assert not np.isfinite(got[4]).all()
+            assert not np.isfinite(got[bad]).all(1).any()
 
 
 @implementations.each("matmul", compiled=[(136, 256, 320)], interpreted=[(72, 128, 64)])

@@ -77,34 +77,36 @@ def test_another_machine_goes_on_bit_for_bit(run, address, reference, micro, cap
 
 
 @ONE_ADDRESS
-def test_a_finished_run_is_finished_elsewhere(run, address, capsys):
-    run("first", checkpoint__mirror=address)
-    capsys.readouterr()
-    second, code = run("second", checkpoint__mirror=address)
-    assert code == 0 and (second / "results.json").exists()
+def test_a_finished_run_is_finished_elsewhere(run, address, reference, capsys):
+    Mirror(address, reference[1]).push()
+    workdir, code = run("elsewhere", checkpoint__mirror=address)
+    assert code == 0 and (workdir / "results.json").exists()
     assert "compiling" not in capsys.readouterr().out
 
 
 @ONE_ADDRESS
-def test_a_workdir_with_a_newer_checkpoint_is_kept(run, address, capsys):
-    first, _ = run("first", after=3, checkpoint__mirror=address)
-    run("first", after=4)
-    (first / "metrics.jsonl").rename(first / "moved.jsonl")
+def test_a_workdir_with_a_newer_checkpoint_is_kept(address, reference, tmp_path):
+    first = shutil.copytree(reference[1], tmp_path / "first")  # has checkpoints of steps 4 and 6
+    shutil.move(first / "checkpoints" / "6", tmp_path)
+    Mirror(address, first).push()
+    shutil.move(tmp_path / "6", first / "checkpoints")
+    (first / "metrics.jsonl").unlink()
     Mirror(address, first).fetch()
     assert not (first / "metrics.jsonl").exists()
 
 
 @ONE_ADDRESS
-def test_a_copy_cut_short_is_not_used(run, address, tmp_path):
-    run("first", after=3, checkpoint__mirror=address)
+def test_a_copy_cut_short_is_not_used(address, reference, tmp_path):
+    Mirror(address, reference[1]).push()
     fs, root = fsspec.core.url_to_fs(address)
     fs.makedirs(f"{root}/checkpoints/9/manifest")
     fs.pipe_file(f"{root}/checkpoints/9/manifest/metadata", b"half")
     (tmp_path / "second").mkdir()
     Mirror(address, tmp_path / "second").fetch()
-    assert [path.name for path in (tmp_path / "second" / "checkpoints").iterdir()] == ["3"]
+    assert [path.name for path in (tmp_path / "second" / "checkpoints").iterdir()] == ["6"]
 
 
+@ONE_ADDRESS
 def test_a_failed_copy_is_told_and_tried_again(run, address, monkeypatch, capsys):
     fs, _ = fsspec.core.url_to_fs(address)
     put, failures = type(fs).put_file, [1]
@@ -123,6 +125,7 @@ def test_a_failed_copy_is_told_and_tried_again(run, address, monkeypatch, capsys
             copied.append(self._copy.exception())  # waits until the copy has ended
 
     monkeypatch.setattr(Mirror, "update", waiting)
+    # A checkpoint is saved while later steps run, so the first one to be copied may be that of step 4.
     _, code = run("first", checkpoint__mirror=address, train__steps=12)
     assert code == 0 and any(copied)
     assert "PermissionError: no access 1" in capsys.readouterr().out

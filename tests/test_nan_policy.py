@@ -121,6 +121,7 @@ def planted(monkeypatch):
 def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsys):
     options = {"train__nan_policy": "skip", "diagnostics__norms": "false"}
     options |= {"log__every_steps": 1, "checkpoint__every_steps": 4, "train__steps": 7}
+    options |= {"model__recipe": "standard"}  # compiles faster
     assert train(micro(**options), tmp_path) == 1
     said = capsys.readouterr().out
     for text in (
@@ -197,6 +198,7 @@ def test_a_run_whose_gradients_overflow_at_every_step_has_not_finished(
 
 
 def assert_not_finished(config, tmp_path, capsys):
+    config.model.recipe = "standard"  # compiles faster
     assert train(config, tmp_path) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert "the last 6 steps were all skipped, 6 in total: stopped;" in last

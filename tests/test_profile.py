@@ -5,7 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from micro_run import assert_same_bits, final_state, records, train
+from micro_run import as_interrupted, assert_same_bits, final_state, records, train
 
 from swjax.diagnostics import device_time
 from swjax.diagnostics.device_time import Kernel
@@ -108,9 +108,9 @@ def test_an_interrupted_trace_tells_what_it_has(micro, tmp_path):
     assert summary.startswith("profile of steps 2 to 4,")
 
 
-def test_a_run_past_the_range_traces_nothing_and_says_so(micro, tmp_path, capsys):
-    assert train(micro(), tmp_path, after=3) == 0  # steps 1 to 4
-    profile, code = profiled(micro, tmp_path, "2,5")
+def test_a_run_past_the_range_traces_nothing_and_says_so(micro, reference, tmp_path, capsys):
+    as_interrupted(reference[1], tmp_path / "run")
+    profile, code = profiled(micro, tmp_path / "run", "2,5")
     assert code == 0 and not profile.exists()
     assert "profile_steps=2,5: no trace, because this process starts with step 5" in (
         capsys.readouterr().out

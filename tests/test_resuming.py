@@ -5,7 +5,15 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from micro_run import assert_same_bits, final_state, make_init, paths, records, train
+from micro_run import (
+    as_interrupted,
+    assert_same_bits,
+    final_state,
+    make_init,
+    paths,
+    records,
+    train,
+)
 from ml_collections import ConfigDict
 
 from swjax.models import sharding
@@ -31,10 +39,10 @@ def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
 
 
 def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path):
-    config, workdir = reference
-    train(config, tmp_path / "first", after=1)
+    _, workdir = reference
+    as_interrupted(workdir, tmp_path / "first")
     assert train(micro(checkpoint__resume=str(tmp_path / "first")), tmp_path / "second") == 0
-    assert records(tmp_path / "second") == records(workdir)[2:]
+    assert records(tmp_path / "second") == records(workdir)[4:]
 
 
 def test_init_from_takes_the_parameters_only(reference, micro, tmp_path):

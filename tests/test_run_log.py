@@ -11,6 +11,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -28,8 +29,17 @@ from swjax.training.config import ConfigError
 from swjax.training.health import Health
 
 
-def test_log_is_written_while_the_next_step_runs(micro, monkeypatch, tmp_path):
-    """Metrics are fetched after the next step has started, so that the device is not idle."""
+class Write(NamedTuple):
+    """What a run had done when it wrote to its log."""
+
+    steps: list[int]  # of the records
+    begun: int  # steps
+    frozen: int  # objects that garbage collections leave out
+
+
+@pytest.fixture(scope="module")
+def written(micro, tmp_path_factory) -> list[Write]:
+    """The writes of a run that saves after step 5 of 6."""
     begun, written = [], []
     compile_step, write = setup_lib.compile_step, metric_log.MetricLog.write
 
@@ -38,26 +48,25 @@ def test_log_is_written_while_the_next_step_runs(micro, monkeypatch, tmp_path):
         return lambda *args: [begun.append(1), step(*args)][1]
 
     def noted(self, records):
-        written.append(([record["step"] for record in records], len(begun)))
+        steps = [record["step"] for record in records]
+        written.append(Write(steps, len(begun), gc.get_freeze_count()))
         write(self, records)
 
-    monkeypatch.setattr(setup_lib, "compile_step", counted)
-    monkeypatch.setattr(metric_log.MetricLog, "write", noted)
-    train(micro(checkpoint__every_steps=5), tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup_lib, "compile_step", counted)
+        patch.setattr(metric_log.MetricLog, "write", noted)
+        train(micro(checkpoint__every_steps=5), tmp_path_factory.mktemp("written"))
+    return written
+
+
+def test_log_is_written_while_the_next_step_runs(written):
+    """Metrics are fetched after the next step has started, so that the device is not idle."""
     # At a checkpoint the log is written at once.
-    assert written == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]
+    assert [write[:2] for write in written] == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]
 
 
-def test_collections_leave_out_what_compiling_left(micro, monkeypatch, tmp_path):
-    frozen, write = [], metric_log.MetricLog.write
-
-    def noted(self, records):
-        frozen.append(gc.get_freeze_count())
-        write(self, records)
-
-    monkeypatch.setattr(metric_log.MetricLog, "write", noted)
-    train(micro(train__steps=2), tmp_path)
-    assert frozen[0] > 100_000 and gc.get_freeze_count() == 0
+def test_collections_leave_out_what_compiling_left(written):
+    assert written[0].frozen > 100_000 and gc.get_freeze_count() == 0
 
 
 class Stream:

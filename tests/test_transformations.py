@@ -163,7 +163,7 @@ def _(recipe):
 @case("`jax.jacrev`")
 def _(recipe):
     fn = lambda bias: jnp.sin(layer(recipe)(X, W, bias))
-    return jnp.sum(jax.jacrev(fn)(BIAS), (0, 1, 2)), gradients(recipe)[1][2]
+    return jnp.sum(jax.jit(jax.jacrev(fn))(BIAS), (0, 1, 2)), gradients(recipe)[1][2]
 
 
 @case("`jax.vmap`, over tokens or over weights")
@@ -192,7 +192,9 @@ def _(recipe):
 @case("`jax.vmap` of `jax.grad`")
 def _(recipe):
     fn = jax.vmap(jax.grad(partial(loss, recipe), (0, 1)), (None, 0))
-    return jax.jit(fn)(W, X), by_row(recipe)
+    grad, ws = jax.grad(partial(loss, recipe)), jnp.stack([W, 2 * W[::-1], W.T])
+    by_weight = jax.jit(jax.vmap(grad, (0, None)))(ws, X)
+    return (jax.jit(fn)(W, X), by_weight), (by_row(recipe), jnp.stack([grad(w, X) for w in ws]))
 
 
 @case("`jax.vmap` over an axis of an explicit mesh, and its `jax.grad`")
