@@ -1,0 +1,249 @@
+"""Bias and variance of a recipe's gradient, against the noise of the exact gradient, by batch size.
+
+Command:  python benchmarks/studies/gradient_bias.py --run=runs/openmoji \\
+            --out=benchmarks/results/gradient_bias.json --plot=benchmarks/notes/images/gradient_bias.png
+
+Takes a run of the default config (`make train`), at its start and as trained. For each of N independent batches b
+it computes the exact gradient g, in fp32, and a recipe's gradient g' from the same pairs and augmentations. The
+quantization error is e = g' - g. Batches are drawn with replacement from the training split, and each weight
+gradient is one product over the whole batch. K is the number of tokens in that product, in the image tower.
+
+  signal          |E g|^2        the part of the gradient that training follows
+  gradient noise  |g - E g|^2    what SGD sees without quantization
+  error variance  |e - E e|^2
+  bias            |E e|^2
+
+All are means over batches. An error with zero mean acts as a slightly smaller batch: it adds to the gradient noise,
+and averages out over steps as that noise does. A bias does not average out at fixed parameters. Its part along E g
+changes the length of the step only, and Adam removes that. Its part across E g changes the direction. A bias from
+rounded weights changes as the weights move from one step of the quantizer to the next, so it may still average
+out in training.
+
+<a_i, b_j> of different batches i and j has the mean <E a, E b>, without the noise of either, so the squared norms of
+means are averages over all pairs of different batches. They are unbiased, and may be negative. Intervals are
+those of the jackknife over batches.
+
+Arms are recipes, and "int8 wgrad" and "rotated wgrad", in which the product of the weight gradient alone is
+quantized, as in llm_int8 and in switchback_hadamard.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import study
+import weight_gradients
+
+ALONE = {"int8 wgrad": "llm_int8", "rotated wgrad": "switchback_hadamard"}
+ARMS = (*ALONE, "switchback", "llm_int8", "switchback_hadamard", "fp8_tensorwise")
+BATCHES = (64, 256, 1024, 6144)
+LEAST, MOST = 6, 32  # batches of each size
+CAPTIONS = 24
+LAYERS, PARAMETERS = "all layers", "all parameters"
+
+
+def main(argv=None) -> dict:
+    flags = study.parser(__doc__)
+    flags.add_argument("--run", type=Path, default=Path("runs/openmoji"), help="its folder")
+    moments = weight_gradients.MOMENTS
+    flags.add_argument("--moments", nargs="+", default=moments[::-1], choices=moments)
+    flags.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="their sizes")
+    flags.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    flags.add_argument(
+        "--pairs", type=int, default=16_384, help=f"{LEAST} to {MOST} batches have so many in all"
+    )
+    args = flags.parse_args(argv)
+    if args.smoke:
+        args.run, args.moments, args.batches, args.arms = None, moments[:1], (4, 8), ARMS[::3]
+    exact = functools.lru_cache(1)(functools.partial(gradients, args, recipe="standard"))
+
+    def measure(moment, batch, arm):
+        other = gradients(args, moment, batch, recipe=recipe_of(arm))
+        tokens = weight_gradients.tokens(config_of(args.run))
+        return {"K": batch * tokens, "groups": compare(exact(moment, batch), other)}
+
+    runs = [
+        ({"moment": moment, "batch": batch, "batches": count(args, batch), "arm": arm},
+         lambda moment=moment, batch=batch, arm=arm: measure(moment, batch, arm))
+        for moment in args.moments
+        for batch in args.batches
+        for arm in args.arms
+    ]  # fmt: skip
+    return study.carry_out(args, runs, draw, table)
+
+
+# --- gradients ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def config_of(run: Path | None):
+    return weight_gradients.config_of(run) if run else weight_gradients.smoke_config()
+
+
+def recipe_of(arm: str):
+    return weight_gradients.recipe_of(ALONE[arm]) if arm in ALONE else arm
+
+
+def count(args, batch: int) -> int:
+    """The number of batches."""
+    return 3 if args.smoke else min(MOST, max(LEAST, args.pairs // batch))
+
+
+def gradients(args, moment: str, batch: int, recipe) -> dict[str, np.ndarray]:
+    """{parameter: [batches, size]}; the same batches for every recipe."""
+    import engine
+    import jax
+
+    config, pairs = config_of(args.run), corpus(args.run)
+    gradient = weight_gradients.gradient_of(config, args.run, moment, recipe)
+    found: dict[str, list[np.ndarray]] = {}
+    for key in jax.random.split(jax.random.key(batch), count(args, batch)):
+        for name, g in gradient(engine.draw(pairs, batch, key), key).items():
+            found.setdefault(name, []).append(np.asarray(g).ravel())
+    return {name: np.stack(rows) for name, rows in found.items()}
+
+
+@functools.cache
+def corpus(run: Path | None):
+    import engine
+    import jax
+    import jax.numpy as jnp
+
+    from swjax.training.inputs import open_source
+
+    config = config_of(run)
+    side, context = config.data.image_size, config.data.context_length
+    loaded = engine.load(open_source(config, "train"), side, context, CAPTIONS)
+    return jax.tree.map(jnp.asarray, loaded)
+
+
+def groups_of(name: str) -> list[str]:
+    """The groups of a parameter.
+
+    >>> groups_of("vision/blocks/0/attn/q/kernel")
+    ['all parameters', 'all layers', 'vision qkv']
+    >>> groups_of("logit_scale")
+    ['all parameters']
+    """
+    tower, *path = name.split("/")
+    if "blocks" not in path or path[-1] != "kernel":
+        return [PARAMETERS]
+    layer = path[-2]
+    return [PARAMETERS, LAYERS, f"{tower} {'qkv' if layer in ('q', 'k', 'v') else layer}"]
+
+
+# --- estimates ----------------------------------------------------------------------------------------
+
+
+class Products(NamedTuple):
+    """Inner products between batches, each [batches, batches], of gradients g and errors e."""
+
+    gg: np.ndarray
+    ge: np.ndarray
+    ee: np.ndarray
+
+
+def compare(exact: dict, other: dict) -> dict[str, dict]:
+    """{group: {measure: [value, half of its 95% interval]}}."""
+    groups: dict[str, Products] = {}
+    for name, g in exact.items():
+        found = products(g, other[name] - g)
+        for group in groups_of(name):
+            before = groups.get(group, Products(0, 0, 0))
+            groups[group] = Products(*(a + b for a, b in zip(before, found, strict=True)))
+    return {group: intervals(found) for group, found in groups.items()}
+
+
+def products(g: np.ndarray, e: np.ndarray) -> Products:
+    """Of gradients and errors, each [batches, size]."""
+    return Products(*(np.asarray(a @ b.T, np.float64) for a, b in ((g, g), (g, e), (e, e))))
+
+
+def measures(p: Products) -> dict[str, float]:
+    """Estimates of what the study measures.
+
+    Returns:
+      noise, error, bias: gradient noise, |e|^2 and bias over the signal.
+      variance_ratio: error variance over gradient noise.
+      added_noise: noise of g' over that of g, less 1. It differs from `variance_ratio` if g and e correlate.
+      along: <E e, E g> over the signal, -0.01 if g' is one percent too short.
+      across: the part of `bias` that is orthogonal to E g.
+      cosine: of E e and E g.
+    """
+    own_g, signal = own_and_others(p.gg)
+    own_e, bias = own_and_others(p.ee)
+    own_q, signal_q = own_and_others(p.gg + p.ge + p.ge.T + p.ee)
+    _, cross = own_and_others(p.ge)
+    noise = own_g - signal
+    return {
+        "noise": noise / signal,
+        "error": own_e / signal,
+        "bias": bias / signal,
+        "variance_ratio": (own_e - bias) / noise,
+        "added_noise": (own_q - signal_q) / noise - 1,
+        "along": cross / signal,
+        "across": (bias - cross**2 / signal) / signal,
+        "cosine": cross / math.sqrt(bias * signal) if bias > 0 < signal else math.nan,
+    }
+
+
+def own_and_others(m: np.ndarray) -> tuple[float, float]:
+    """Mean products of a batch with itself, and of different batches."""
+    n, own = len(m), np.trace(m)
+    return own / n, (m.sum() - own) / (n * (n - 1))
+
+
+def intervals(p: Products, function: Callable = measures) -> dict[str, list[float]]:
+    """{measure: [value, half of its 95% interval]}, by the jackknife: Student's t over batches."""
+    n, whole = len(p.gg), function(p)
+    kept = [np.delete(np.arange(n), i) for i in range(n)]
+    parts = [function(Products(*(m[np.ix_(some, some)] for m in p))) for some in kept]
+    return {
+        name: [value, study.student(n - 1) * deviation([part[name] for part in parts])]
+        for name, value in whole.items()
+    }
+
+
+def deviation(parts: list[float]) -> float:
+    """The jackknife's standard error from estimates that each leave one batch out."""
+    return math.sqrt((len(parts) - 1) * np.var(parts))
+
+
+# --- what is shown ------------------------------------------------------------------------------------
+
+
+def table(runs) -> None:
+    for run in runs:
+        key, result = run["key"], run["result"]
+        print(f"{key['moment']} {key['arm']}, K {result['K']:,}, {key['batches']} batches")
+        for name, (value, half) in result["groups"][LAYERS].items():
+            print(f"  {name:14} {value:.3g} +- {half:.2g}")
+
+
+def draw(figure, runs) -> None:
+    """Error variance over gradient noise, and the bias over the norm of the mean gradient, of all layers."""
+    figure.set_size_inches(9, 3.6)
+    axes = figure.subplots(1, 2)
+    titles = {
+        "variance_ratio": "variance of the error / gradient noise",
+        "bias": "|bias| / |mean gradient|",
+    }
+    for (moment, arm), some in study.group(runs, "moment", "arm").items():
+        k = [run["result"]["K"] for run in some]
+        line = "-o" if moment == "trained" else ":o"
+        for axis, name in zip(axes, titles, strict=True):
+            values = np.array([run["result"]["groups"][LAYERS][name][0] for run in some])
+            shown = np.sqrt(np.maximum(values, 0)) if name == "bias" else values
+            axis.plot(k, np.where(shown > 0, shown, math.nan), line, color=f"C{ARMS.index(arm)}",
+                      markersize=3.5, label=f"{arm}, {moment}")  # fmt: skip
+    for axis, title in zip(axes, titles.values(), strict=True):
+        axis.set(xlabel="K: tokens of the batch", title=title, xscale="log", yscale="log")
+    axes[1].legend(fontsize=6)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
