@@ -259,3 +259,15 @@ def test_a_shorter_gradient_is_told_from_another_direction(study):
     assert found["along"] == pytest.approx(-0.1) and found["cosine"] == pytest.approx(-1)
     assert found["bias"] == pytest.approx(0.01) and found["across"] == pytest.approx(0, abs=1e-12)
     assert found["added_noise"] == pytest.approx(0.9**2 - 1)
+
+
+def test_keys_of_the_config_that_a_study_changes(study):
+    """They are part of a run's key, and the model has them."""
+    icons = importlib.import_module("icons")
+    change = "model.patch_dropout=0"
+    (key, _), *_ = icons.runs(icons.parse(["--set", change, "model.vision.heads=4"]))
+    assert key["set"] == f"{change} model.vision.heads=4"
+    (key, _), *_ = icons.runs(icons.parse([]))
+    assert "set" not in key
+    trainer = icons.make_trainer(("synthetic", "", ""), "B", "standard", 100, 10, 8, (change,))
+    assert trainer.cfg.patch_dropout == 0

@@ -3,25 +3,26 @@
 Command:  python benchmarks/studies/gradient_bias.py --run=runs/openmoji \\
             --out=benchmarks/results/gradient_bias.json --plot=benchmarks/notes/images/gradient_bias.png
 
-Takes a run of the default config (`make train`), at its start and as trained. For each of N independent batches b
-it computes the exact gradient g, in fp32, and a recipe's gradient g' from the same pairs and augmentations. The
-quantization error is e = g' - g. Batches are drawn with replacement from the training split, and each weight
-gradient is one product over the whole batch. K is the number of tokens in that product, in the image tower.
+Takes a run of the default config (`make train`), at its start and as trained, and several independent
+batches. For each batch it computes the exact gradient g, in fp32, and a recipe's gradient g' from the same
+pairs and augmentations. The quantization error is e = g' - g. Batches are drawn with replacement from the
+training split. Each weight gradient is one product over the whole batch: K is the number of its tokens in
+the image tower.
 
-  signal          |E g|^2        the part of the gradient that training follows
-  gradient noise  |g - E g|^2    what SGD sees without quantization
-  error variance  |e - E e|^2
+  signal          |E g|^2, the mean gradient, which training follows
+  gradient noise  E |g - E g|^2, which SGD sees without quantization
+  error variance  E |e - E e|^2
   bias            |E e|^2
 
-All are means over batches. An error with zero mean acts as a slightly smaller batch: it adds to the gradient noise,
-and averages out over steps as that noise does. A bias does not average out at fixed parameters. Its part along E g
-changes the length of the step only, and Adam removes that. Its part across E g changes the direction. A bias from
-rounded weights changes as the weights move from one step of the quantizer to the next, so it may still average
-out in training.
+An error with zero mean acts as a slightly smaller batch: it adds to the gradient noise, and averages out
+over steps as that noise does. A bias does not average out while the parameters stay the same. Its part
+along E g changes the length of the gradient only, and Adam divides by that length. Its part across E g
+changes the direction. A bias that comes from rounded weights changes when the weights do, so training may
+average it too.
 
-<a_i, b_j> of different batches i and j has the mean <E a, E b>, without the noise of either, so the squared norms of
-means are averages over all pairs of different batches. They are unbiased, and may be negative. Intervals are
-those of the jackknife over batches.
+The squared norm of a mean over batches contains their noise. Therefore the signal is estimated by the mean
+of <g_i, g_j> over all pairs of different batches, and the bias by that of <e_i, e_j>. These estimates are
+unbiased, and can be negative. Intervals are those of the jackknife over batches.
 
 Arms are recipes, and "int8 wgrad" and "rotated wgrad", in which the product of the weight gradient alone is
 quantized, as in llm_int8 and in switchback_hadamard.
@@ -41,7 +42,7 @@ import weight_gradients
 ALONE = {"int8 wgrad": "llm_int8", "rotated wgrad": "switchback_hadamard"}
 ARMS = (*ALONE, "switchback", "llm_int8", "switchback_hadamard", "fp8_tensorwise")
 BATCHES = (64, 256, 1024, 6144)
-LEAST, MOST = 6, 32  # batches of each size
+LEAST, MOST = 4, 32  # batches of each size
 CAPTIONS = 24
 LAYERS, PARAMETERS = "all layers", "all parameters"
 
