@@ -231,6 +231,7 @@ def test_a_known_bias_is_estimated_without_the_noise(study):
         "bias": 0.04,
         "across": 0.04,
         "variance_ratio": 0.04,
+        "bias_to_noise": 0.04 / 9,
         "added_noise": 0.04,
         "along": 0,
         "cosine": 0,
