@@ -262,6 +262,19 @@ def test_a_shorter_gradient_is_told_from_another_direction(study):
     assert found["added_noise"] == pytest.approx(0.9**2 - 1)
 
 
+def test_biases_of_two_moments_are_compared(study):
+    """Half of the bias of each moment is common to both; batches are the same at both."""
+    gradient_bias = importlib.import_module("gradient_bias")
+    rng = np.random.default_rng(1)
+    common, one, two = 0.05 * rng.standard_normal((3, 1000))
+    (g, e), (h, f) = gradients_and_errors(0.0, batches=8, size=1000, trials=2)
+    f = f + e  # errors of the same batch correlate, which is no bias
+    moments = [({"w": g}, {"w": e + common + one}), ({"w": h}, {"w": f + common + two})]
+    found = gradient_bias.compare(*moments)["all parameters"]
+    assert found["biases"][0] == pytest.approx(0.5, abs=0.1) and 0 < found["biases"][1] < 0.2
+    assert found["gradients"][0] == pytest.approx(1, abs=0.1)
+
+
 def test_keys_of_the_config_that_a_study_changes(study):
     """They are part of a run's key, and the model has them."""
     icons = importlib.import_module("icons")

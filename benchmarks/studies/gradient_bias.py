@@ -24,6 +24,9 @@ The squared norm of a mean over batches contains their noise. Therefore the sign
 of <g_i, g_j> over all pairs of different batches, and the bias by that of <e_i, e_j>. These estimates are
 unbiased, and can be negative. Intervals are those of the jackknife over batches.
 
+--moments between compares two moments of a run, by the cosine of E e at one with E e at the other. --earlier
+is a copy of the run's folder whose newest checkpoint is an earlier one.
+
 Arms are recipes, and "int8 wgrad" and "rotated wgrad", in which the product of the weight gradient alone is
 quantized, as in llm_int8 and in switchback_hadamard.
 """
@@ -44,6 +47,7 @@ ARMS = (*ALONE, "switchback", "llm_int8", "switchback_hadamard", "fp8_tensorwise
 BATCHES = (64, 256, 1024, 6144)
 LEAST, MOST = 4, 32  # batches of each size
 CAPTIONS = 24
+BETWEEN = "between"
 LAYERS, PARAMETERS = "all layers", "all parameters"
 
 
@@ -51,7 +55,8 @@ def main(argv=None) -> dict:
     flags = study.parser(__doc__)
     flags.add_argument("--run", type=Path, default=Path("runs/openmoji"), help="its folder")
     moments = weight_gradients.MOMENTS
-    flags.add_argument("--moments", nargs="+", default=moments[::-1], choices=moments)
+    flags.add_argument("--earlier", type=Path, help=f"the folder of --moments {BETWEEN}")
+    flags.add_argument("--moments", nargs="+", default=moments[::-1], choices=(*moments, BETWEEN))
     flags.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="their sizes")
     flags.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
     flags.add_argument(
@@ -60,12 +65,17 @@ def main(argv=None) -> dict:
     args = flags.parse_args(argv)
     if args.smoke:
         args.run, args.moments, args.batches, args.arms = None, moments[:1], (4, 8), ARMS[::3]
-    exact = functools.lru_cache(1)(functools.partial(gradients, args, recipe="standard"))
+    at = functools.partial(gradients, args.run)
+    exact = functools.lru_cache(2)(functools.partial(at, recipe="standard"))
 
     def measure(moment, batch, arm):
-        other = gradients(args, moment, batch, recipe=recipe_of(arm))
+        sizes, found = (batch, count(args, batch)), []
+        for run, when in places(args, moment):
+            g = exact(run, when, *sizes)
+            other = at(run, when, *sizes, recipe=recipe_of(arm))
+            found.append((g, {name: other[name] - g[name] for name in g}))
         tokens = weight_gradients.tokens(config_of(args.run))
-        return {"K": batch * tokens, "groups": compare(exact(moment, batch), other)}
+        return {"K": batch * tokens, "groups": compare(*found)}
 
     runs = [
         ({"moment": moment, "batch": batch, "batches": count(args, batch), "arm": arm},
@@ -75,6 +85,13 @@ def main(argv=None) -> dict:
         for arm in args.arms
     ]  # fmt: skip
     return study.carry_out(args, runs, draw, table)
+
+
+def places(args, moment: str) -> list[tuple[Path, str]]:
+    """(folder of a run, moment of it) of the parameters that a row compares."""
+    if moment == BETWEEN:
+        return [(args.earlier, "trained"), (args.run, "trained")]
+    return [(args.run, moment)]
 
 
 # --- gradients ----------------------------------------------------------------------------------------
@@ -94,15 +111,15 @@ def count(args, batch: int) -> int:
     return 3 if args.smoke else min(MOST, max(LEAST, args.pairs // batch))
 
 
-def gradients(args, moment: str, batch: int, recipe) -> dict[str, np.ndarray]:
-    """{parameter: [batches, size]}; the same batches for every recipe."""
+def gradients(of: Path | None, run: Path | None, moment: str, batch: int, batches: int, *, recipe):
+    """{parameter: [batches, size]} of a run; the same batches, of one run's data, for every recipe."""
     import engine
     import jax
 
-    config, pairs = config_of(args.run), corpus(args.run)
-    gradient = weight_gradients.gradient_of(config, args.run, moment, recipe)
+    config, pairs = config_of(of), corpus(of)
+    gradient = weight_gradients.gradient_of(config, run, moment, recipe)
     found: dict[str, list[np.ndarray]] = {}
-    for key in jax.random.split(jax.random.key(batch), count(args, batch)):
+    for key in jax.random.split(jax.random.key(batch), batches):
         for name, g in gradient(engine.draw(pairs, batch, key), key).items():
             found.setdefault(name, []).append(np.asarray(g).ravel())
     return {name: np.stack(rows) for name, rows in found.items()}
@@ -148,15 +165,17 @@ class Products(NamedTuple):
     ee: np.ndarray
 
 
-def compare(exact: dict, other: dict) -> dict[str, dict]:
-    """{group: {measure: [value, half of its 95% interval]}}."""
+def compare(*moments: tuple[dict, dict]) -> dict[str, dict]:
+    """{group: {measure: [value, half of its 95% interval]}} of gradients and errors at one moment or two."""
     groups: dict[str, Products] = {}
-    for name, g in exact.items():
-        found = products(g, other[name] - g)
+    for name in moments[0][0]:
+        g, e = (np.concatenate([moment[which][name] for moment in moments]) for which in (0, 1))
+        found = products(g, e)
         for group in groups_of(name):
             before = groups.get(group, Products(0, 0, 0))
             groups[group] = Products(*(a + b for a, b in zip(before, found, strict=True)))
-    return {group: intervals(found) for group, found in groups.items()}
+    function = measures if len(moments) == 1 else between
+    return {group: intervals(p, function, len(moments)) for group, p in groups.items()}
 
 
 def products(g: np.ndarray, e: np.ndarray) -> Products:
@@ -201,14 +220,25 @@ def own_and_others(m: np.ndarray) -> tuple[float, float]:
     return own / n, (m.sum() - own) / (n * (n - 1))
 
 
-def intervals(p: Products, function: Callable = measures) -> dict[str, list[float]]:
+def between(p: Products) -> dict[str, float]:
+    """Cosines of E g at two moments, and of E e; the products' first half is of one moment."""
+    return {"gradients": cosine_between(p.gg), "biases": cosine_between(p.ee)}
+
+
+def cosine_between(m: np.ndarray) -> float:
+    n = len(m) // 2
+    one, two, cross = (own_and_others(x)[1] for x in (m[:n, :n], m[n:, n:], m[:n, n:]))
+    return cross / math.sqrt(one * two) if one > 0 < two else math.nan
+
+
+def intervals(p: Products, function: Callable = measures, moments: int = 1) -> dict[str, list]:
     """{measure: [value, half of its 95% interval]}, by the jackknife: Student's t over batches."""
-    n, whole = len(p.gg), function(p)
-    kept = [np.delete(np.arange(n), i) for i in range(n)]
+    n, rows = len(p.gg) // moments, np.arange(len(p.gg))
+    kept = [rows[rows % n != i] for i in range(n)]
     parts = [function(Products(*(m[np.ix_(some, some)] for m in p))) for some in kept]
     return {
         name: [value, study.student(n - 1) * deviation([part[name] for part in parts])]
-        for name, value in whole.items()
+        for name, value in function(p).items()
     }
 
 
@@ -236,7 +266,8 @@ def draw(figure, runs) -> None:
         "variance_ratio": "variance of the error / gradient noise",
         "bias": "|bias| / |mean gradient|",
     }
-    for (moment, arm), some in study.group(runs, "moment", "arm").items():
+    measured = [run for run in runs if run["key"]["moment"] != BETWEEN]
+    for (moment, arm), some in study.group(measured, "moment", "arm").items():
         k = [run["result"]["K"] for run in some]
         line = "-o" if moment == "trained" else ":o"
         for axis, name in zip(axes, titles, strict=True):
