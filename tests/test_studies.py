@@ -25,7 +25,7 @@ def study(monkeypatch):
     return study
 
 
-@pytest.mark.parametrize("name", ["study", "spikes", "optimizers"])
+@pytest.mark.parametrize("name", ["study", "spikes", "optimizers", "gradient_bias"])
 def test_examples(study, name):
     failed, tried = doctest.testmod(importlib.import_module(name))
     assert tried and not failed
@@ -88,7 +88,9 @@ def test_zclip_reduces_outliers(study):
 
 slow = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("spikes", "optimizers", "recipes", "weight_gradients", "icons", "emoji")
+    for name in (
+        *("spikes", "optimizers", "recipes", "weight_gradients", "gradient_bias", "icons", "emoji"),
+    )
 ]
 
 
@@ -205,3 +207,81 @@ def test_paired_differences_are_drawn(study, tests, tmp_path):
     some = paired_runs(tests, standard=[0.1, 0.5], switchback=[0.11, 0.52], llm_int8=[0.1])
     study.save(paired.draw, {"runs": some}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+def gradients_and_errors(bias, batches=12, size=400, trials=200):
+    """Yields gradients of mean 0.1 and noise 0.3, and their errors of noise 0.06 and a given mean."""
+    rng = np.random.default_rng(0)
+    for _ in range(trials):
+        g = 0.1 + 0.3 * rng.standard_normal((batches, size))
+        yield g, bias + 0.06 * rng.standard_normal((batches, size))
+
+
+def test_a_known_bias_is_estimated_without_the_noise(study):
+    """The mean over trials is the truth, and 95% intervals contain it in about 95% of the trials."""
+    gradient_bias = importlib.import_module("gradient_bias")
+    bias = 0.02 * np.resize([1.0, -1.0], 400)  # orthogonal to the mean gradient
+    found = [
+        gradient_bias.intervals(gradient_bias.products(*pair))
+        for pair in gradients_and_errors(bias)
+    ]
+    truth = {
+        "noise": 9,
+        "error": 0.36 + 0.04,
+        "bias": 0.04,
+        "across": 0.04,
+        "variance_ratio": 0.04,
+        "bias_to_noise": 0.04 / 9,
+        "added_noise": 0.04,
+        "along": 0,
+        "cosine": 0,
+    }
+    assert set(truth) == set(found[0])
+    for name, want in truth.items():
+        value, half = np.transpose([trial[name] for trial in found])
+        spread = value.std() / len(found) ** 0.5
+        assert abs(value.mean() - want) < 4 * spread + 0.05 * abs(want), name
+        assert np.mean(np.abs(value - want) < half) > 0.9, name
+
+
+def test_an_error_with_zero_mean_has_no_bias(study):
+    gradient_bias = importlib.import_module("gradient_bias")
+    some = [gradient_bias.products(*pair) for pair in gradients_and_errors(0.0)]
+    found = np.array([gradient_bias.measures(p)["bias"] for p in some])
+    naive = np.array([p.ee.mean() / p.gg.mean() for p in some])
+    assert abs(found.mean()) < 4 * found.std() / len(found) ** 0.5
+    assert naive.min() > 0.01  # the norm of the mean error contains its noise
+
+
+def test_a_shorter_gradient_is_told_from_another_direction(study):
+    gradient_bias = importlib.import_module("gradient_bias")
+    g, _ = next(gradients_and_errors(0.0))
+    found = gradient_bias.measures(gradient_bias.products(g, -0.1 * g))
+    assert found["along"] == pytest.approx(-0.1) and found["cosine"] == pytest.approx(-1)
+    assert found["bias"] == pytest.approx(0.01) and found["across"] == pytest.approx(0, abs=1e-12)
+    assert found["added_noise"] == pytest.approx(0.9**2 - 1)
+
+
+def test_biases_of_two_moments_are_compared(study):
+    """Half of the bias of each moment is common to both; batches are the same at both."""
+    gradient_bias = importlib.import_module("gradient_bias")
+    rng = np.random.default_rng(1)
+    common, one, two = 0.05 * rng.standard_normal((3, 1000))
+    (g, e), (h, f) = gradients_and_errors(0.0, batches=8, size=1000, trials=2)
+    f = f + e  # errors of the same batch correlate, which is no bias
+    moments = [({"w": g}, {"w": e + common + one}), ({"w": h}, {"w": f + common + two})]
+    found = gradient_bias.compare(*moments)["all parameters"]
+    assert found["biases"][0] == pytest.approx(0.5, abs=0.1) and 0 < found["biases"][1] < 0.2
+    assert found["gradients"][0] == pytest.approx(1, abs=0.1)
+
+
+def test_keys_of_the_config_that_a_study_changes(study):
+    """They are part of a run's key, and the model has them."""
+    icons = importlib.import_module("icons")
+    change = "model.patch_dropout=0"
+    (key, _), *_ = icons.runs(icons.parse(["--set", change, "model.vision.heads=4"]))
+    assert key["set"] == f"{change} model.vision.heads=4"
+    (key, _), *_ = icons.runs(icons.parse([]))
+    assert "set" not in key
+    trainer = icons.make_trainer(("synthetic", "", ""), "B", "standard", 100, 10, 8, (change,))
+    assert trainer.cfg.patch_dropout == 0

@@ -89,6 +89,15 @@ def load(source, side: int, context: int = CONTEXT, captions: int = CAPTIONS) ->
     return Corpus(image, label, label, tokens)
 
 
+def draw(corpus: Corpus, batch: int, key) -> dict:
+    """A batch of pairs, drawn with replacement."""
+    rows_key, caption_key = jax.random.split(jax.random.fold_in(key, 1))
+    rows = jax.random.randint(rows_key, (batch,), 0, len(corpus.label))
+    which = jax.random.randint(caption_key, (batch,), 0, corpus.captions.shape[1])
+    text = corpus.captions[corpus.row[rows], which]
+    return {"image": corpus.image[rows], "text": text, "label": corpus.label[rows]}
+
+
 def kept(
     folder: Path, splits: Iterable[str], load: Callable[[str], Corpus], save: Callable = np.savez
 ) -> dict[str, Corpus]:
@@ -268,7 +277,7 @@ class Trainer:
         def step(state, t):
             params, opt_state = state
             key = jax.random.fold_in(jax.random.key(hyper.seed), t)
-            batch = self._draw(corpus, key)
+            batch = draw(corpus, self.batch, key)
             loss, aux, grads = self.loss_and_grad(params, none, batch, key)
             grads = self._seen(grads, t)
             if self.surge:
@@ -294,13 +303,6 @@ class Trainer:
         visible = rows // 2 + 5 * t // self.steps
         seen = jnp.where((jnp.arange(rows) < visible)[:, None, None, None], kernel, 0)
         return tree | {"vision": tree["vision"] | {"patch_embed": {"kernel": seen}}}
-
-    def _draw(self, corpus, key):
-        rows_key, caption_key = jax.random.split(jax.random.fold_in(key, 1))
-        rows = jax.random.randint(rows_key, (self.batch,), 0, len(corpus.label))
-        which = jax.random.randint(caption_key, (self.batch,), 0, corpus.captions.shape[1])
-        text = corpus.captions[corpus.row[rows], which]
-        return {"image": corpus.image[rows], "text": text, "label": corpus.label[rows]}
 
     def accuracy(self, params, corpus: Corpus) -> list[float]:
         """Top-1 of naming images among their labels by the labels' first captions; one for each run."""

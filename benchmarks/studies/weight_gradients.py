@@ -17,6 +17,7 @@ and compared with the gradients of nothing quantized: ||dW' - dW|| / ||dW|| of e
 import functools
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import study
@@ -98,18 +99,34 @@ def tokens(config) -> int:
 def gradients(config, run: Path, moment: str, batch: int, arm: str) -> list[dict]:
     """{kernel of a block: gradient} for each batch."""
     import jax
+
+    from swjax.training.compare_precision import first_batches
+
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        config.train.batch_size, config.train.accumulation = batch, 1
+    gradient = gradient_of(config, run, moment, recipe_of(arm))
+    found = []
+    for examples in first_batches(config, BATCHES_EACH):
+        grads = gradient(examples, jax.random.key(0))
+        found.append({k: g for k, g in grads.items() if "/blocks/" in k and k.endswith("kernel")})
+    return found
+
+
+def gradient_of(config, run: Path, moment: str, recipe) -> Callable[..., dict]:
+    """The gradient of a run's model, in fp32 but for what the recipe quantizes.
+
+    Returns:
+      A function (batch, key) -> {parameter: gradient}.
+    """
+    import jax
     from flax import nnx
 
     from swjax import inference
     from swjax.models import clip
     from swjax.training import setup
-    from swjax.training.compare_precision import first_batches
     from swjax.training.step import make_loss_and_grad
 
-    config = config.copy_and_resolve_references()
-    with config.unlocked():
-        config.train.batch_size, config.train.accumulation = batch, 1
-    recipe = recipe_of(arm)
     if moment == "start":
         cfg = clip.config(setup.model_config(config), recipe=recipe, dtype="float32")
         model = clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed))
@@ -119,15 +136,15 @@ def gradients(config, run: Path, moment: str, batch: int, arm: str) -> list[dict
     params = nnx.to_pure_dict(state)
     nothing = jax.tree.map(lambda _: None, params)
     loss_and_grad = jax.jit(make_loss_and_grad(config, graphdef))
-    found = []
-    for examples in first_batches(config, BATCHES_EACH):
-        grads = loss_and_grad(params, nothing, examples, jax.random.key(0))[2]
-        names = {
+
+    def gradient(batch, key):
+        grads = loss_and_grad(params, nothing, batch, key)[2]
+        return {
             jax.tree_util.keystr(path, simple=True, separator="/"): leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
         }
-        found.append({k: g for k, g in names.items() if "/blocks/" in k and k.endswith("kernel")})
-    return found
+
+    return gradient
 
 
 def recipe_of(arm: str):
