@@ -260,16 +260,17 @@ def table(runs) -> None:
 
 def draw(figure, runs) -> None:
     """Error variance over gradient noise, and the bias over the norm of the mean gradient, of all layers."""
-    figure.set_size_inches(9, 3.6)
+    figure.set_size_inches(10, 3.6)
     axes = figure.subplots(1, 2)
     titles = {
         "variance_ratio": "variance of the error / gradient noise",
         "bias": "|bias| / |mean gradient|",
     }
     measured = [run for run in runs if run["key"]["moment"] != BETWEEN]
+    measured.sort(key=lambda run: run["result"]["K"])
     for (moment, arm), some in study.group(measured, "moment", "arm").items():
         k = [run["result"]["K"] for run in some]
-        line = "-o" if moment == "trained" else ":o"
+        line = "-o" if moment == "trained" else "x"
         for axis, name in zip(axes, titles, strict=True):
             values = np.array([run["result"]["groups"][LAYERS][name][0] for run in some])
             shown = np.sqrt(np.maximum(values, 0)) if name == "bias" else values
@@ -277,7 +278,7 @@ def draw(figure, runs) -> None:
                       markersize=3.5, label=f"{arm}, {moment}")  # fmt: skip
     for axis, title in zip(axes, titles.values(), strict=True):
         axis.set(xlabel="K: tokens of the batch", title=title, xscale="log", yscale="log")
-    axes[1].legend(fontsize=6)
+    axes[1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 if __name__ == "__main__":
