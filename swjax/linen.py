@@ -87,7 +87,8 @@ def quantized(
 ) -> Iterator[Conversion]:
     """A context in which the linear layers of any Linen model follow recipes.
 
-    A linear layer is a `Dense`, `DenseGeneral` or `Einsum`, and so is each projection of an attention module.
+    A linear layer is a `Dense`, `DenseGeneral` or `Einsum`. The projections of attention modules are
+    `DenseGeneral` layers.
     Parameters and checkpoints do not change; outside the context the model computes as before. The recipes
     are part of the key of JAX's caches: a function under `jax.jit` or `nn.jit` is traced once with them
     and once without.

@@ -194,10 +194,10 @@ def quantize_model(
 ) -> nnx.Module:
     """Makes the linear layers of an existing NNX model follow recipes, in place.
 
-    A linear layer is a module with a `dot_general` or an `einsum_op`: `nnx.Linear`, `nnx.Einsum`, and
-    `nnx.LinearGeneral`, of which `nnx.MultiHeadAttention` consists. Parameters and checkpoints do not
-    change. `print(describe_model(model))` lists converted and unconverted matrices; `restore_model` undoes
-    the change.
+    A linear layer is a module with a `dot_general` or an `einsum_op`: `nnx.Linear`, `nnx.LinearGeneral` or
+    `nnx.Einsum`. The projections of `nnx.MultiHeadAttention` are `nnx.LinearGeneral` layers. Parameters and
+    checkpoints do not change. `print(describe_model(model))` lists converted and unconverted matrices;
+    `restore_model` undoes the change.
 
     Args:
       model: any NNX model, modified in place.

@@ -78,12 +78,9 @@ def main(argv=None) -> dict:
         return {"K": batch * tokens, "groups": compare(*found)}
 
     runs = [
-        ({"moment": moment, "batch": batch, "batches": count(args, batch), "arm": arm},
-         lambda moment=moment, batch=batch, arm=arm: measure(moment, batch, arm))
-        for moment in args.moments
-        for batch in args.batches
-        for arm in args.arms
-    ]  # fmt: skip
+        (key | {"batches": count(args, key["batch"])}, run)
+        for key, run in study.grid(measure, moment=args.moments, batch=args.batches, arm=args.arms)
+    ]
     return study.carry_out(args, runs, draw, table)
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,16 @@ def training_parser(doc: str, *, seeds: int, steps: int) -> argparse.ArgumentPar
     flags.add_argument("--source", default="emoji", help="or synthetic")
     flags.add_argument("--data", default=str(ROOT / "data"), help="prepared data sets")
     return flags
+
+
+def grid(measure: Callable[..., dict], **values: Iterable) -> list[Run]:
+    """A run of `measure` for each combination of the values, which are its arguments and the run's key.
+
+    >>> [(key, run()) for key, run in grid(lambda a, b: {"sum": a + b}, a=[1], b=[2, 3])]
+    [({'a': 1, 'b': 2}, {'sum': 3}), ({'a': 1, 'b': 3}, {'sum': 4})]
+    """
+    keys = (dict(zip(values, each, strict=True)) for each in itertools.product(*values.values()))
+    return [(key, partial(measure, **key)) for key in keys]
 
 
 def carry_out(args, runs: Iterable[Run], draw: Callable, table: Callable) -> dict:

@@ -46,13 +46,7 @@ def main(argv=None) -> dict:
         other = gradients(config(), args.run, moment, batch, arm)
         return compare(exact(moment, batch), other) | {"K": batch * tokens(config())}
 
-    runs = [
-        ({"moment": moment, "batch": batch, "arm": arm},
-         lambda moment=moment, batch=batch, arm=arm: measure(moment, batch, arm))
-        for moment in args.moments
-        for batch in args.batches
-        for arm in args.arms
-    ]  # fmt: skip
+    runs = study.grid(measure, moment=args.moments, batch=args.batches, arm=args.arms)
     return study.carry_out(args, runs, draw, table)
 
 
