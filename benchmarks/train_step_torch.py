@@ -3,10 +3,10 @@
     python benchmarks/train_step_torch.py '{"kind": "step", "model": "vit_h14", "remat": "none", "batch": 64}'
 
 prints a line of JSON for each case and mode of torch.compile. "modes" in a case lists the modes; the default
-is ["default"]. The mode "max-autotune" tunes products and replays CUDA graphs. With "torchao": true, timm's
-tower also runs with the linear layers of its blocks in torchao's int8 and float8, as its documentation
-describes: all three products, bf16 parameters. A library that is not installed or fails gives a
-row with the error. Times come from CUDA events: the median of REPEATS measurements of STEPS steps each.
+is ["default"]. "reduce-overhead" replays CUDA graphs; "max-autotune" also tunes products. With "torchao":
+true, timm's tower also runs with the linear layers of its blocks in torchao's int8 and float8, as its
+documentation describes: all three products, bf16 parameters. A library that is not installed or fails gives
+a row with the error. Times come from CUDA events: the median of REPEATS measurements of STEPS steps each.
 """
 
 import itertools

@@ -3,6 +3,7 @@
 import re
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +257,20 @@ def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
 
 
 # --- tiles --------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_without_a_table_uses_that_of_its_compute_capability():
+    h200, h100, a100, cpu = (
+        SimpleNamespace(device_kind=kind, compute_capability=capability)
+        for kind, capability in [
+            ("NVIDIA H200", "9.0"),
+            ("NVIDIA H100 of another make", "9.0"),
+            ("NVIDIA A100", "8.0"),
+            ("cpu", ""),
+        ]
+    )
+    assert tiles.table(h100) == tiles.table(h200) != {}
+    assert tiles.table(a100) == tiles.table(cpu) == {}
 
 
 @pytest.mark.parametrize("width", [1, 8, 77, 333, 768, 1024, 1280, 4096, 5120, tiles.WIDEST_ROW])
