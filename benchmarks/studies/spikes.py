@@ -17,7 +17,8 @@ Parts, all of emoji drawings at 32 pixels:
               with one seed are pairs: they start from the same parameters and see the same batches.
 
   python benchmarks/studies/spikes.py --parts recipes --dtype=bfloat16 --end=1 --sizes m --batches 256 \\
-    --rates 6e-3 8e-3 --arms "adamw 0.999" "stable 0.99" --seeds 24 --out=benchmarks/results/spikes_recipes.json
+    --rates 6e-3 8e-3 --arms "adamw 0.999" "stable 0.99" --seeds 24 \\
+    --out=benchmarks/results/spikes_recipes.json
 
 Events are those of swjax.diagnostics.spikes, whose chance level is exact. Alignment is counted for the patch
 embedding and, for comparison, for an MLP in the middle of the vision tower.
