@@ -65,6 +65,7 @@ def encoder(name: str, remat: bool, batch: int, mode: str, convert=None) -> dict
     g = torch.randn(batch, EMBED[name], device="cuda")
 
     def run():
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast("cuda", torch.bfloat16, enabled=not convert):
             y = compiled(images)
         torch.sum(y.float() * g).backward()
@@ -107,6 +108,7 @@ def step(name: str, remat: bool, batch: int, mode: str) -> dict:
     text = torch.randint(1, 1000, (batch, 77), device="cuda")
 
     def run():
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast("cuda", torch.bfloat16):
             image, caption, scale = compiled(images, text)
             total = loss(image, caption, scale)
