@@ -32,21 +32,49 @@ LINE = 4  # multiple of the length of a row of lse, 16 bytes
 LOG2_E = math.log2(math.e)
 
 
+class Piece(NamedTuple):
+    """Some features of a head: the columns of a buffer in shared memory.
+
+    Attributes:
+      first: the first feature.
+      width: number of features, a multiple of `line`.
+      line: features of a swizzled line of the buffer: 64 or 16.
+    """
+
+    first: int
+    width: int
+    line: int
+
+    def of(self, columns: jax.Array) -> pl.Slice:
+        """Returns the columns of an array, for heads whose first column is given."""
+        return pl.ds(columns + self.first, self.width)
+
+    def buffer(self, *shape: int, dtype: jax.typing.DTypeLike, rows: int) -> Any:
+        """Shared memory [*shape, width] in tiles of `rows` lines."""
+        tiling: Any = plgpu.TilingTransform  # jax 0.12 types these two as abstract
+        swizzle: Any = plgpu.SwizzleTransform
+        transforms = (tiling((rows, self.line)), swizzle(2 * self.line))
+        return plgpu.SMEM((*shape, self.width), dtype, transforms=transforms)
+
+
 class Buffers(NamedTuple):
     """The shared memory of a block, in the order of the kernel's arguments.
 
     Attributes:
-      k, v: [SLOTS, keys, d].
-      q, out: [warpgroups, ROWS, d].
+      k: [SLOTS, keys, features] of each piece of the features.
+      v: [SLOTS, keys, features], the same; for lines of 64 features the number of keys is a multiple of 64.
+      v_tail: [SLOTS, keys, features], the remaining keys.
+      q, out: [warpgroups, ROWS, features] of each piece.
       lse: [warpgroups, ROWS].
       full, empty: barriers for each slot.
       q_full: a barrier for each compute warpgroup.
     """
 
-    k: Ref
-    v: Ref
-    q: Ref
-    out: Ref
+    k: tuple[Ref, ...]
+    v: tuple[Ref, ...]
+    v_tail: tuple[Ref, ...]
+    q: tuple[Ref, ...]
+    out: tuple[Ref, ...]
     lse: Ref
     full: Ref
     empty: Ref
@@ -60,8 +88,10 @@ class Attention:
     Attributes:
       q, k, v: [b * t, h * d].
       out: [b, t, h * d].
-      lse: [b * h, t rounded up].
+      lse: [b * h * t].
       heads: h.
+      pieces: of the features of q, k and out.
+      v_pieces: of the features of v.
       warpgroups: number of compute warpgroups.
       columns: the keys of each product of scores.
       block: number of this block of threads.
@@ -75,8 +105,11 @@ class Attention:
     out: Ref
     lse: Ref
     heads: int
+    pieces: tuple[Piece, ...]
+    v_pieces: tuple[Piece, ...]
     warpgroups: int
     columns: tuple[int, ...]
+    ahead: bool
     block: jax.Array
     blocks: int
     buffers: Buffers
@@ -94,17 +127,13 @@ class Attention:
         """Tiles of a head."""
         return pl.cdiv(self.tokens, ROWS)
 
-    @property
-    def keys(self) -> int:
-        return sum(self.columns)
-
     def units(self) -> jax.Array:
-        return pipeline.unit_count(self.lse.shape[0], self.block, self.blocks)
+        return pipeline.unit_count(self.out.shape[0] * self.heads, self.block, self.blocks)
 
-    def place(self, unit: jax.Array) -> tuple[jax.Array, pl.Slice]:
-        """Returns the example of a unit, and its columns."""
+    def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the example of a unit, and its first column."""
         head = self.block + unit * self.blocks
-        return head // self.heads, pl.ds(lax.rem(head, self.heads) * self.width, self.width)
+        return head // self.heads, lax.rem(head, self.heads) * self.width
 
     def shift(self, example: jax.Array) -> jax.Array:
         """Returns the number of copied keys before the first key of an example."""
@@ -116,14 +145,20 @@ class Attention:
         def copy_unit(unit, _):
             slot = lax.rem(unit, SLOTS)
             pipeline.wait_for_slot(self.buffers.empty, unit, SLOTS)
-            example, columns = self.place(unit)
-            start = pl.multiple_of(example * self.tokens - self.shift(example), TILE)
-            for source, ring in ((self.k, self.buffers.k), (self.v, self.buffers.v)):
-                plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds(start, self.keys), columns],
-                    ring.at[slot],
-                    self.buffers.full.at[slot],
-                )
+            example, column = self.place(unit)
+            start = example * self.tokens - self.shift(example)
+
+            def copy_rows(source, ring, first, piece):
+                rows = pl.ds(pl.multiple_of(start + first, TILE), ring.shape[1])
+                source = source.at[rows, piece.of(column)]
+                plgpu.copy_gmem_to_smem(source, ring.at[slot], self.buffers.full.at[slot])
+
+            for piece, ring in zip(self.pieces, self.buffers.k):
+                copy_rows(self.k, ring, 0, piece)
+            for piece, ring in zip(self.v_pieces, self.buffers.v):
+                copy_rows(self.v, ring, 0, piece)
+            for piece, ring in zip(self.v_pieces, self.buffers.v_tail):
+                copy_rows(self.v, ring, self.buffers.v[0].shape[1], piece)
 
         units = self.units()
         lax.fori_loop(0, units, copy_unit, None)
@@ -136,13 +171,14 @@ class Attention:
 
         @pl.when(unit < self.units())
         def _():
-            example, columns = self.place(unit)
-            start = example * self.tokens + lax.rem(number, self.tiles) * ROWS
-            plgpu.copy_gmem_to_smem(
-                self.q.at[pl.ds(start, ROWS), columns],
-                self.buffers.q.at[warpgroup],
-                self.buffers.q_full.at[warpgroup],
-            )
+            example, column = self.place(unit)
+            rows = pl.ds(example * self.tokens + lax.rem(number, self.tiles) * ROWS, ROWS)
+            for piece, buffer in zip(self.pieces, self.buffers.q):
+                plgpu.copy_gmem_to_smem(
+                    self.q.at[rows, piece.of(column)],
+                    buffer.at[warpgroup],
+                    self.buffers.q_full.at[warpgroup],
+                )
 
     def compute(self, warpgroup: jax.Array) -> None:
         """Computes every tile whose number, counted over all units, is `warpgroup` modulo the warpgroups."""
@@ -157,9 +193,11 @@ class Attention:
             def compute_tile(i, _):
                 tile = first + i * self.warpgroups
                 plgpu.barrier_wait(self.buffers.q_full.at[warpgroup])
-                q = plgpu.load(
-                    self.buffers.q.at[warpgroup], layout=plgpu.Layout.WGMMA, optimized=False
-                )
+                layout = plgpu.Layout.WGMMA
+                q = [
+                    plgpu.load(buffer.at[warpgroup], layout=layout, optimized=False)
+                    for buffer in self.buffers.q
+                ]
                 plgpu.commit_smem()
                 self.copy_queries(warpgroup, unit * self.tiles + tile + self.warpgroups)
                 out, lse = self.attend(q, slot, self.shift(self.place(unit)[0]))
@@ -172,30 +210,52 @@ class Attention:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def attend(
-        self, q: jax.Array, slot: jax.Array, shift: jax.Array
+        self, q: list[jax.Array], slot: jax.Array, shift: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the output of a tile, [ROWS, d], and the log-sum-exp of its rows."""
         scale = self.width**-0.5
         scores, largest = self.scores(q, slot, shift)
 
-        def multiply(out):
+        def multiply(*accumulators):
             total = None
-            for s, (first, count) in zip(scores, self.products()):
-                shifted = s * (scale * LOG2_E) - lax.broadcast_in_dim(
-                    largest * (scale * LOG2_E), s.shape, (0,)
+            most = largest * (scale * LOG2_E)
+            for i, (first, _) in enumerate(self.products()):
+                s = scores[i]
+                if self.ahead and i:
+                    s, most = lax.optimization_barrier((s, most))
+                weights = jnp.exp2(
+                    s * (scale * LOG2_E) - lax.broadcast_in_dim(most, s.shape, (0,))
                 )
-                weights = jnp.exp2(shifted)
                 part = jnp.sum(weights, axis=1)
                 total = part if total is None else total + part
-                values = self.buffers.v.at[slot, pl.ds(first, count)]
-                plgpu.wgmma(out, weights.astype(self.v.dtype), values)
-            return out[...], total
+                self.add_product(accumulators, weights.astype(self.v.dtype), slot, first)
+            factor = 1.0 / total
+            outs = [
+                o[...] * lax.broadcast_in_dim(factor, o.shape, (0,)) for o in accumulators
+            ]
+            return outs, total
 
-        out, total = pl.run_scoped(
-            multiply, plgpu.WGMMAAccumulatorRef((ROWS, self.width), jnp.float32)
+        outs, total = pl.run_scoped(
+            multiply,
+            *(
+                plgpu.WGMMAAccumulatorRef((ROWS, piece.width), jnp.float32)
+                for piece in self.v_pieces
+            ),
         )
-        out = out * lax.broadcast_in_dim(1.0 / total, out.shape, (0,))
-        return out, largest * scale + jnp.log(total)
+        return outs, largest * scale + jnp.log(total)
+
+    def add_product(
+        self, accumulators: tuple, weights: jax.Array, slot: jax.Array, first: int
+    ) -> None:
+        """Adds the product of weights and values, for keys from `first` on."""
+        for i, (out, values) in enumerate(zip(accumulators, self.buffers.v)):
+            count = min(values.shape[1] - first, weights.shape[1])
+            if count:
+                main = weights if count == weights.shape[1] else weights[:, :count]
+                plgpu.wgmma(out, main, values.at[slot, pl.ds(first, count)])
+            if count < weights.shape[1]:
+                rows = pl.ds(first + count - values.shape[1], weights.shape[1] - count)
+                plgpu.wgmma(out, weights[:, count:], self.buffers.v_tail[i].at[slot, rows])
 
     def products(self) -> list[tuple[int, int]]:
         """Returns the first key of each product of scores, and the number of its keys."""
@@ -203,16 +263,17 @@ class Attention:
         return list(zip(firsts, self.columns))
 
     def scores(
-        self, q: jax.Array, slot: jax.Array, shift: jax.Array
+        self, q: list[jax.Array], slot: jax.Array, shift: jax.Array
     ) -> tuple[list[jax.Array], jax.Array]:
         """Returns the scores of a tile, in pieces [ROWS, columns], and the largest score of each row."""
 
         def multiply(*accumulators):
             for scores, (first, count) in zip(accumulators, self.products()):
-                plgpu.wgmma(scores, q, self.buffers.k.at[slot, pl.ds(first, count)].T)
+                for queries, keys in zip(q, self.buffers.k):
+                    plgpu.wgmma(scores, queries, keys.at[slot, pl.ds(first, count)].T)
             largest, pieces = None, []
             for i, (first, count) in enumerate(self.products()):
-                behind = len(self.columns) - 1 - i
+                behind = (len(self.columns) - 1 - i) * len(q)
                 scores = plgpu.wgmma_accumulator_load(accumulators[i], wait_n=behind)
                 scores = self.mask(scores, first, count, shift)
                 part = jnp.max(scores, axis=1)
@@ -244,22 +305,41 @@ class Attention:
         warpgroup: jax.Array,
         unit: jax.Array,
         tile: jax.Array,
-        out: jax.Array,
+        outs: list[jax.Array],
         lse: jax.Array,
     ) -> None:
         """Writes the rows of a tile; TMA does not write past the last token."""
-        example, columns = self.place(unit)
-        rows = pl.ds(lax.shift_left(tile, int(math.log2(ROWS))), ROWS)
+        example, column = self.place(unit)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.buffers.out[warpgroup] = out.astype(self.out.dtype)
+        out = outs[0] if len(outs) == 1 else None
+        for i, (piece, buffer) in enumerate(zip(self.pieces, self.buffers.out)):
+            if len(outs) == len(self.pieces):
+                part = outs[i]
+            else:
+                part = out[:, piece.first : piece.first + piece.width]
+            buffer[warpgroup] = part.astype(self.out.dtype)
         self.buffers.lse[warpgroup] = lse
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            self.buffers.out.at[warpgroup], self.out.at[example, rows, columns]
-        )
-        plgpu.copy_smem_to_gmem(
-            self.buffers.lse.at[warpgroup], self.lse.at[self.block + unit * self.blocks, rows]
-        )
+        # The lines of `out` do not start at a multiple of TILE tokens.
+        for piece, buffer in zip(self.pieces, self.buffers.out):
+            plgpu.copy_smem_to_gmem(
+                buffer.at[warpgroup], self.out.at[example, pl.ds(tile * ROWS, ROWS), piece.of(column)]
+            )
+        start = (self.block + unit * self.blocks) * self.tokens + tile * ROWS
+        whole = self.tokens // ROWS
+
+        @pl.when(tile < whole)
+        def _():
+            self.lse[pl.ds(start, ROWS)] = lse
+
+        if self.tokens % ROWS:
+
+            @pl.when(tile == whole)
+            def _():
+                def write(i, _):
+                    self.lse[start + i] = self.buffers.lse[warpgroup, i]
+
+                lax.fori_loop(0, self.tokens % ROWS, write, None)
 
 
 def attention(
@@ -270,6 +350,9 @@ def attention(
     causal: bool = False,
     warpgroups: int = 2,
     products: int = 2,
+    whole_v: bool = False,
+    lines: int = 64,
+    ahead: bool = False,
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -283,14 +366,16 @@ def attention(
     del causal
     batch, tokens, heads, width = q.shape
     blocks = multiprocessors or tiles.multiprocessors()
-    columns = split(tokens, products)
-    keys = sum(columns)
+    keys = STEP * pl.cdiv(tokens + (TILE - 1 if tokens % TILE else 0), STEP)
+    columns = split(keys, products)
+    pieces = cut(width, lines)
+    v_pieces = (Piece(0, width, STEP),) if whole_v else pieces
 
     def attention_forward_kernel(q, k, v, out, lse, *buffers):
         warpgroup = lax.axis_index("warpgroup")
         work = Attention(
-            q, k, v, out, lse, heads, warpgroups, columns, lax.axis_index("block"), blocks,
-            Buffers(*buffers),
+            q, k, v, out, lse, heads, pieces, v_pieces, warpgroups, columns, ahead,
+            lax.axis_index("block"), blocks, Buffers(*buffers),
         )  # fmt: skip
 
         @pl.when(warpgroup == warpgroups)
@@ -303,24 +388,30 @@ def attention(
             plgpu.set_max_registers(232 if warpgroups == 2 else 160, action="increase")
             work.compute(warpgroup)
 
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((TILE, STEP)), swizzle(2 * STEP))
+    def rows(piece):
+        return keys if piece.line == STEP else keys // piece.line * piece.line
+
+    dtype = q.dtype
+    v_tail = [(p, keys - rows(p)) for p in v_pieces if keys > rows(p)]
+    copies = len(pieces) + len(v_pieces) + len(v_tail)
     buffers = Buffers(
-        k=plgpu.SMEM((SLOTS, keys, width), q.dtype, transforms=swizzled),
-        v=plgpu.SMEM((SLOTS, keys, width), q.dtype, transforms=swizzled),
-        q=plgpu.SMEM((warpgroups, ROWS, width), q.dtype),
-        out=plgpu.SMEM((warpgroups, ROWS, width), q.dtype),
+        k=tuple(p.buffer(SLOTS, keys, dtype=dtype, rows=TILE) for p in pieces),
+        v=tuple(p.buffer(SLOTS, rows(p), dtype=dtype, rows=TILE) for p in v_pieces),
+        v_tail=tuple(
+            p._replace(line=STEP).buffer(SLOTS, n, dtype=dtype, rows=TILE) for p, n in v_tail
+        ),
+        q=tuple(p.buffer(warpgroups, ROWS, dtype=dtype, rows=1) for p in pieces),
+        out=tuple(p.buffer(warpgroups, ROWS, dtype=dtype, rows=1) for p in pieces),
         lse=plgpu.SMEM((warpgroups, ROWS), jnp.float32),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
         empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=SLOTS),
-        q_full=plgpu.Barrier(num_barriers=warpgroups),
+        q_full=plgpu.Barrier(num_arrivals=len(pieces), num_barriers=warpgroups),
     )
     run = plgpu.kernel(
         attention_forward_kernel,
         out_type=(
             jax.ShapeDtypeStruct((batch, tokens, heads * width), q.dtype),
-            jax.ShapeDtypeStruct((batch * heads, pl.cdiv(tokens, LINE) * LINE), jnp.float32),
+            jax.ShapeDtypeStruct((batch * heads * tokens,), jnp.float32),
         ),
         scratch_types=list(buffers),
         grid=(blocks,),
@@ -333,15 +424,22 @@ def attention(
         interpret=interpret,
     )
     out, lse = run(*(x.reshape(batch * tokens, heads * width) for x in (q, k, v)))
-    return out.reshape(q.shape), lse[:, :tokens].reshape(batch, heads, tokens)
+    return out.reshape(q.shape), lse.reshape(batch, heads, tokens)
 
 
-def split(tokens: int, products: int) -> tuple[int, ...]:
-    """Splits the keys of a head, with those that are copied around them, into products of equal numbers.
+def cut(width: int, line: int = 64) -> tuple[Piece, ...]:
+    if width % line:
+        line = STEP
+    return (Piece(0, width, line),)
 
-    >>> split(257, 2), split(129, 1), split(256, 2)
-    ((144, 128), (144,), (128, 128))
+
+def split(keys: int, products: int) -> tuple[int, ...]:
+    """Splits the keys of a head into products of multiples of 64 keys, the last one with the remaining keys.
+
+    >>> split(272, 2), split(144, 1), split(208, 2)
+    ((128, 144), (144,), (128, 80))
     """
-    steps = pl.cdiv(tokens + (TILE - 1 if tokens % TILE else 0), STEP)
-    each, more = divmod(steps, products)
-    return tuple(STEP * (each + (i < more)) for i in range(products))
+    each, more = divmod(keys // 64, products)
+    columns = [64 * (each + (i < more)) for i in range(products)]
+    columns[-1] += keys % 64
+    return tuple(columns)
