@@ -25,6 +25,7 @@ from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import Ref
 
 ROWS = 64  # queries of a tile: the rows of a product of one warpgroup
+DEBUG = ""
 TILE = 8  # tokens of a swizzled tile
 STEP = 16  # tokens, or features, of one step of a product
 SLOTS = 2  # heads whose keys and values are in shared memory
@@ -50,6 +51,8 @@ class Piece(NamedTuple):
         return pl.ds(columns + self.first, self.width)
 
     def buffer(self, *shape: int, dtype: jax.typing.DTypeLike, rows: int) -> Any:
+        if rows == 1 and self.line == 16:
+            return plgpu.SMEM((*shape, self.width), dtype)
         """Shared memory [*shape, width] in tiles of `rows` lines."""
         tiling: Any = plgpu.TilingTransform  # jax 0.12 types these two as abstract
         swizzle: Any = plgpu.SwizzleTransform
@@ -79,6 +82,7 @@ class Buffers(NamedTuple):
     full: Ref
     empty: Ref
     q_full: Ref
+    turn: Ref
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Attention:
     warpgroups: int
     columns: tuple[int, ...]
     ahead: bool
+    order: int
     block: jax.Array
     blocks: int
     buffers: Buffers
@@ -132,7 +137,7 @@ class Attention:
 
     def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the example of a unit, and its first column."""
-        head = self.block + unit * self.blocks
+        head = self.block + unit * self.blocks * ("l2" not in DEBUG)
         return head // self.heads, lax.rem(head, self.heads) * self.width
 
     def shift(self, example: jax.Array) -> jax.Array:
@@ -174,6 +179,8 @@ class Attention:
             example, column = self.place(unit)
             rows = pl.ds(example * self.tokens + lax.rem(number, self.tiles) * ROWS, ROWS)
             for piece, buffer in zip(self.pieces, self.buffers.q):
+                if piece.line == 16:
+                    column = lax.shift_left(column // 16, 4)
                 plgpu.copy_gmem_to_smem(
                     self.q.at[rows, piece.of(column)],
                     buffer.at[warpgroup],
@@ -200,7 +207,11 @@ class Attention:
                 ]
                 plgpu.commit_smem()
                 self.copy_queries(warpgroup, unit * self.tiles + tile + self.warpgroups)
-                out, lse = self.attend(q, slot, self.shift(self.place(unit)[0]))
+                if "memory" in DEBUG:
+                    out = [x.astype(jnp.float32) for x in q]
+                    lse = jnp.max(out[0], axis=1)
+                else:
+                    out, lse = self.attend(q, slot, self.shift(self.place(unit)[0]), warpgroup, unit * self.tiles + tile)
                 self.store(warpgroup, unit, tile, out, lse)
 
             lax.fori_loop(0, count, compute_tile, None)
@@ -210,11 +221,13 @@ class Attention:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def attend(
-        self, q: list[jax.Array], slot: jax.Array, shift: jax.Array
+        self, q: list[jax.Array], slot: jax.Array, shift: jax.Array, warpgroup, number
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the output of a tile, [ROWS, d], and the log-sum-exp of its rows."""
         scale = self.width**-0.5
-        scores, largest = self.scores(q, slot, shift)
+        scores, largest = self.scores(q, slot, shift, warpgroup, number)
+        if self.order == 1:
+            return self.ordered(scores, largest, slot, warpgroup, number)
 
         def multiply(*accumulators):
             total = None
@@ -223,7 +236,7 @@ class Attention:
                 s = scores[i]
                 if self.ahead and i:
                     s, most = lax.optimization_barrier((s, most))
-                weights = jnp.exp2(
+                weights = (lambda x: x if "noexp" in DEBUG else jnp.exp2(x))(
                     s * (scale * LOG2_E) - lax.broadcast_in_dim(most, s.shape, (0,))
                 )
                 part = jnp.sum(weights, axis=1)
@@ -236,6 +249,36 @@ class Attention:
             return outs, total
 
         outs, total = pl.run_scoped(
+            multiply,
+            *(
+                plgpu.WGMMAAccumulatorRef((ROWS, piece.width), jnp.float32)
+                for piece in self.v_pieces
+            ),
+        )
+        return outs, largest * scale + jnp.log(total)
+
+    def ordered(self, scores, largest, slot, warpgroup, number):
+        scale = self.width**-0.5
+        most = largest * (scale * LOG2_E)
+        total, weights = None, []
+        for s in scores:
+            w = jnp.exp2(s * (scale * LOG2_E) - lax.broadcast_in_dim(most, s.shape, (0,)))
+            part = jnp.sum(w, axis=1)
+            total = part if total is None else total + part
+            weights.append(w.astype(self.v.dtype))
+        weights, total, largest = lax.optimization_barrier((weights, total, largest))
+
+        def multiply(*accumulators):
+            for w, (first, _) in zip(weights, self.products()):
+                self.add_product(accumulators, w, slot, first)
+
+            @pl.when(number + 1 < self.units() * self.tiles)
+            def _():
+                plgpu.barrier_arrive(self.buffers.turn.at[lax.rem(warpgroup + 1, self.warpgroups)])
+            factor = 1.0 / total
+            return [o[...] * lax.broadcast_in_dim(factor, o.shape, (0,)) for o in accumulators]
+
+        outs = pl.run_scoped(
             multiply,
             *(
                 plgpu.WGMMAAccumulatorRef((ROWS, piece.width), jnp.float32)
@@ -263,7 +306,7 @@ class Attention:
         return list(zip(firsts, self.columns))
 
     def scores(
-        self, q: list[jax.Array], slot: jax.Array, shift: jax.Array
+        self, q: list[jax.Array], slot: jax.Array, shift: jax.Array, warpgroup, number
     ) -> tuple[list[jax.Array], jax.Array]:
         """Returns the scores of a tile, in pieces [ROWS, columns], and the largest score of each row."""
 
@@ -272,9 +315,20 @@ class Attention:
                 for queries, keys in zip(q, self.buffers.k):
                     plgpu.wgmma(scores, queries, keys.at[slot, pl.ds(first, count)].T)
             largest, pieces = None, []
+            if self.order == 1:
+                loaded = [plgpu.wgmma_accumulator_load(a, wait_n=0) for a in accumulators]
+
+                @pl.when(number > 0)
+                def _():
+                    plgpu.barrier_wait(self.buffers.turn.at[warpgroup])
+
+                loaded = lax.optimization_barrier(loaded)
             for i, (first, count) in enumerate(self.products()):
                 behind = (len(self.columns) - 1 - i) * len(q)
-                scores = plgpu.wgmma_accumulator_load(accumulators[i], wait_n=behind)
+                if self.order == 1:
+                    scores = loaded[i]
+                else:
+                    scores = plgpu.wgmma_accumulator_load(accumulators[i], wait_n=behind)
                 scores = self.mask(scores, first, count, shift)
                 part = jnp.max(scores, axis=1)
                 largest = part if largest is None else jnp.maximum(largest, part)
@@ -287,18 +341,28 @@ class Attention:
         return pl.run_scoped(multiply, *accumulators)
 
     def mask(self, scores: jax.Array, first: int, count: int, shift: jax.Array) -> jax.Array:
-        """Replaces the scores of tokens of other examples by minus infinity."""
-        before = first == 0 and self.tokens % TILE
-        after = first + count > self.tokens
-        if not before and not after:
-            return scores
-        key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-        masked = jnp.full(scores.shape, -jnp.inf, jnp.float32)
+        """Replaces the scores of tokens of other examples by minus infinity.
+
+        Only the first TILE columns and those from the number of tokens on can belong to other examples.
+        """
+        before = TILE if first == 0 and self.tokens % TILE else 0
+        after = min(max(self.tokens // TILE * TILE - first, 0), count)
+        pieces = []
         if before:
-            scores = jnp.where(key >= shift, scores, masked)
-        if after:
-            scores = jnp.where(key < shift + (self.tokens - first), scores, masked)
-        return scores
+            key = self.key(before)
+            pieces.append(jnp.where(key >= shift, scores[:, :before], self.nothing(before)))
+        if before < after:
+            pieces.append(scores[:, before:after])
+        if after < count:
+            key = self.key(count - after) + (first + after - self.tokens)
+            pieces.append(jnp.where(key < shift, scores[:, after:], self.nothing(count - after)))
+        return lax.concatenate(pieces, 1) if len(pieces) > 1 else pieces[0]
+
+    def key(self, count):
+        return plgpu.broadcasted_iota(jnp.int32, (ROWS, count), 1, layout=plgpu.Layout.WGMMA)
+
+    def nothing(self, count):
+        return jnp.full((ROWS, count), -jnp.inf, jnp.float32)
 
     def store(
         self,
@@ -322,8 +386,10 @@ class Attention:
         plgpu.commit_smem()
         # The lines of `out` do not start at a multiple of TILE tokens.
         for piece, buffer in zip(self.pieces, self.buffers.out):
+            if piece.line == 16:
+                column = lax.shift_left(column // 16, 4)
             plgpu.copy_smem_to_gmem(
-                buffer.at[warpgroup], self.out.at[example, pl.ds(tile * ROWS, ROWS), piece.of(column)]
+                buffer.at[warpgroup], self.out.at[example, pl.ds(lax.shift_left(tile, 6), ROWS), piece.of(column)]
             )
         start = (self.block + unit * self.blocks) * self.tokens + tile * ROWS
         whole = self.tokens // ROWS
@@ -353,6 +419,8 @@ def attention(
     whole_v: bool = False,
     lines: int = 64,
     ahead: bool = False,
+    order: int = 1,
+    debug: str = "",
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -364,6 +432,8 @@ def attention(
       multiprocessors, interpret: for tests.
     """
     del causal
+    global DEBUG
+    DEBUG = debug
     batch, tokens, heads, width = q.shape
     blocks = multiprocessors or tiles.multiprocessors()
     keys = STEP * pl.cdiv(tokens + (TILE - 1 if tokens % TILE else 0), STEP)
@@ -374,7 +444,7 @@ def attention(
     def attention_forward_kernel(q, k, v, out, lse, *buffers):
         warpgroup = lax.axis_index("warpgroup")
         work = Attention(
-            q, k, v, out, lse, heads, pieces, v_pieces, warpgroups, columns, ahead,
+            q, k, v, out, lse, heads, pieces, v_pieces, warpgroups, columns, ahead, order,
             lax.axis_index("block"), blocks, Buffers(*buffers),
         )  # fmt: skip
 
@@ -406,6 +476,7 @@ def attention(
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=SLOTS),
         empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=SLOTS),
         q_full=plgpu.Barrier(num_arrivals=len(pieces), num_barriers=warpgroups),
+        turn=plgpu.Barrier(num_barriers=warpgroups),
     )
     run = plgpu.kernel(
         attention_forward_kernel,
