@@ -33,7 +33,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "layer_norm_backward": ("triton",),
     "gelu": ("triton",),
     "gelu_backward": ("triton",),
-    "attention": ("triton",),
+    "attention": ("mosaic_gpu", "triton"),
     "attention_backward": ("triton",),
 }
 NAMES = ("xla", "triton", "mosaic_gpu")
