@@ -33,7 +33,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "layer_norm_backward": ("triton",),
     "gelu": ("triton",),
     "gelu_backward": ("triton",),
-    "attention": ("mosaic_gpu", "triton"),
+    # Mosaic's kernel is faster, but its tests have not run on a GPU in their present form.
+    "attention": ("triton", "mosaic_gpu"),
     "attention_backward": ("triton",),
 }
 NAMES = ("xla", "triton", "mosaic_gpu")
