@@ -180,6 +180,9 @@ class _Interceptor:
         else:
             result = call(*args, **kwargs)
         kind = type(module).__name__
+        if hasattr(module, "nnx_class"):  # nnx.bridge.ToLinen and MaxText's own
+            for below, shapes in _held_shapes(module).items():
+                self._calls.append(_Call(below, kind, shapes, None, "in an NNX module"))
         self._calls.append(_Call(path, kind, _own_shapes(module), recipe, reason))
         return result
 

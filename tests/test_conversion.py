@@ -238,6 +238,14 @@ def test_a_model_without_layers_of_flax_is_refused():
     ]
 
 
+def test_an_nnx_module_in_linen_is_refused():
+    """MaxText's Linen model is one NNX module; `swjax.nnx.quantize_model` converts those."""
+    bridged = nnx.bridge.to_linen(nnx.Linear, 8, 4)
+    with pytest.raises(ValueError, match="matches no linear layer"):
+        linen_rows(bridged, {".*": "switchback"})
+    assert linen_rows(bridged, {}) == [("", "kernel", (8, 4), False, "in an NNX module")]
+
+
 class LinenTowers(nn.Module):
     def setup(self):
         self.image, self.text = nn.Dense(8), LinenJitted()
