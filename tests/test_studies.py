@@ -89,7 +89,8 @@ def test_zclip_reduces_outliers(study):
 slow = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in (
-        *("spikes", "optimizers", "recipes", "weight_gradients", "gradient_bias", "icons", "emoji"),
+        *("spikes", "optimizers", "recipes", "weight_gradients", "gradient_bias", "fixed_batch"),
+        *("icons", "emoji"),
     )
 ]
 

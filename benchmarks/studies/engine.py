@@ -179,6 +179,7 @@ class Trainer:
         run on: weights of what it does not see are 0, and so are their gradients.
       surge: a step from which on gradients are `SURGE` times as large; 0: none.
       together: whether runs share a program, or follow each other.
+      fixed: whether every step has the same pairs and augmentations, so that gradients have no noise.
       optimizer: (hyper, schedule, weight decay) -> the optimizer.
     """
 
@@ -196,10 +197,11 @@ class Trainer:
         shift=False,
         surge=0,
         together=True,
+        fixed=False,
         optimizer=adamw,
     ):
         self.cfg, self.steps, self.batch, self.decay = cfg, steps, batch, decay
-        self.shift, self.surge, self.make_optimizer = shift, surge, optimizer
+        self.shift, self.surge, self.fixed, self.make_optimizer = shift, surge, fixed, optimizer
         self.shape = optax.warmup_cosine_decay_schedule(start, 1.0, warmup, steps, end)
         self.corpus = jax.tree.map(jnp.asarray, corpus)
         side = str(cfg.vision.image_size)
@@ -276,7 +278,7 @@ class Trainer:
 
         def step(state, t):
             params, opt_state = state
-            key = jax.random.fold_in(jax.random.key(hyper.seed), t)
+            key = jax.random.fold_in(jax.random.key(hyper.seed), 0 if self.fixed else t)
             batch = draw(corpus, self.batch, key)
             loss, aux, grads = self.loss_and_grad(params, none, batch, key)
             grads = self._seen(grads, t)

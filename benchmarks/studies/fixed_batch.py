@@ -1,0 +1,113 @@
+"""What does rounding cost where gradients have no noise? Every step has the same pairs.
+
+Command:  python benchmarks/studies/fixed_batch.py --out=benchmarks/results/fixed_batch_cpu.json \\
+            --plot=benchmarks/notes/images/fixed_batch.png
+
+In stochastic training the noise of gradients hides small errors. Here a small CLIP learns one batch of emoji
+drawings, with the same augmentations in every step, so that a gradient differs from that of "standard" by
+its rounding alone. The learning rate decays to 0. Runs with one seed are a pair: they start from the same
+parameters and see the same batch. A weight gradient of the image tower sums 17 tokens a drawing.
+
+The loss at the end is that of the batch. Nothing here tests whether a model generalizes.
+"""
+
+import functools
+import itertools
+import sys
+
+import paired
+import study
+
+ARMS = ("standard", "switchback", "switchback_hadamard", "llm_int8")
+SIZES = {"xs": ((32, 2, 2), (32, 1, 2)), "s": ((64, 2, 2), (64, 1, 2))}  # (width, layers, heads)
+SIDE, PATCH = 32, 8
+
+
+def main(argv=None) -> dict:
+    args = parse(argv)
+    return study.carry_out(args, runs(args), draw, table)
+
+
+def parse(argv):
+    flags = study.parser(__doc__)
+    flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
+    flags.add_argument("--steps", type=int, default=300)
+    flags.add_argument("--dtype", default="float32", help="of what is not quantized")
+    flags.add_argument("--source", default="emoji", help="or synthetic")
+    flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
+    flags.add_argument("--arms", nargs="+", default=ARMS, help="recipes")
+    flags.add_argument("--size", default="s", choices=SIZES)
+    flags.add_argument("--batch", type=int, default=2048)
+    flags.add_argument("--rate", type=float, default=2e-3)
+    args = flags.parse_args(argv)
+    if args.smoke:
+        args.source, args.batch, args.steps, args.size = "synthetic", 16, 50, "xs"
+        args.seeds, args.arms = [0, 1], ARMS[:2]
+    return args
+
+
+def runs(args):
+    """Every arm of a seed before the next seed, so that a study which is cut short has whole pairs."""
+    names = ("steps", "dtype", "source", "size", "batch", "rate")
+    settings = {name: getattr(args, name) for name in names}
+    for seed, arm in itertools.product(args.seeds, args.arms):
+        key = {"seed": seed, "arm": arm, **settings}
+        yield key, lambda key=key: train(args, key)
+
+
+def train(args, key: dict) -> dict:
+    import engine
+
+    settings = (key[name] for name in ("source", "arm", "size", "batch", "steps", "dtype"))
+    trainer = make_trainer(args.data, *settings)
+    _, (measured,) = trainer.train([engine.Hyper(seed=key["seed"], lr=key["rate"])])
+    loss = measured["loss"]
+    return {
+        "final_loss": float(loss[-1]),
+        "loss": study.thin(loss),
+        "grad_norm": study.thin(measured["grad_norm"]),
+    }
+
+
+@functools.cache  # seeds share a compiled program
+def make_trainer(directory, source, arm: str, size: str, batch: int, steps: int, dtype: str):
+    import engine
+
+    corpus, _, vocabulary = engine.corpora(source, SIDE, directory)
+    sizes = dict(zip(("vision", "text"), SIZES[size], strict=True))
+    options = {"vocabulary": vocabulary, "dtype": dtype, "recipe": arm}
+    cfg = engine.model(**sizes, side=SIDE, patch=PATCH, **options)
+    schedule = {"steps": steps, "warmup": steps // 10, "end": 0.0}
+    return engine.Trainer(cfg, corpus, batch=batch, **schedule, together=False, fixed=True)
+
+
+def table(runs: list[dict]) -> None:
+    """Final losses, and differences from "standard" with their 95% intervals."""
+    for (arm,), some in study.group(runs, "arm").items():
+        mean, half = study.interval(run["result"]["final_loss"] for run in some)
+        text = f"{arm:20} {len(some)} seeds: final loss {mean:.4f} +- {half:.4f}"
+        pairs = paired.less_standard(runs, arm, lambda result: result["final_loss"])
+        if arm != "standard" and pairs:
+            text += f"; less that of standard {paired.told(pairs, digits=4)}"
+        print(text)
+
+
+def draw(figure, runs: list[dict]) -> None:
+    """The losses less those of "standard", a line for each pair."""
+    import numpy as np
+
+    axes = figure.subplots()
+    arms = [arm for (arm,) in study.group(runs, "arm") if arm != "standard"]
+    steps = study.thinned_steps(runs[0]["result"]["loss"])
+    for number, arm in enumerate(arms):
+        curves = paired.less_standard(runs, arm, lambda result: np.asarray(result["loss"]))
+        for pair, curve in enumerate(curves):
+            label = None if pair else arm
+            axes.plot(steps, curve, color=f"C{number}", linewidth=0.9, label=label)
+    axes.axhline(0, color="0.5", linewidth=0.8)
+    axes.set(xlabel="step", title="loss less that of standard, each pair")
+    axes.legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
