@@ -1,8 +1,8 @@
 """The tile sizes of each kernel: rules with their reasons, and tables measured on a device.
 
 A tuned table is a JSON file in `tuned/`, named after the device; `python -m benchmarks.kernels.tune`
-writes it. A GPU without a table uses that of a GPU with the same compute capability. A rule applies to shapes
-that have no entry.
+writes it. A GPU without a table uses the one that `TABLES` names for its compute capability. A rule applies
+to shapes that have no entry.
 """
 
 import json
@@ -86,7 +86,7 @@ class AttentionTile:
 # Columns of the longest row that fits into the registers of a program.
 WIDEST_ROW = 16384
 
-# The devices whose tables serve all GPUs of their compute capability that have none.
+# {compute capability: the device whose table serves GPUs of this capability without a table}.
 TABLES = {"9.0": "NVIDIA H200"}
 
 # Most keys for which the scores of 64 queries fit into the registers of a program.
@@ -249,7 +249,10 @@ def table_path(device_kind: str) -> Path:
 
 
 def table(device: jax.Device) -> dict:
-    """The tuned table of a device, or of a GPU with its compute capability; empty if there is none."""
+    """The tuned table of a device, or that of `TABLES` for its compute capability; empty if there is none.
+
+    The result is cached, so it must not be changed.
+    """
     capability = getattr(device, "compute_capability", "")
     return _read(device.device_kind) or _read(TABLES.get(capability, "")) or {}
 

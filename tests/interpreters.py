@@ -54,15 +54,27 @@ def _mosaic(operation, *arrays, **options):
 
 
 def _multiply(multiply_shared, *, a_allocation_key_as_array, **arguments):
-    """Pallas's interpreter of a product, also for a left operand that is in registers."""
+    """Interprets wgmma. Pallas's interpreter supports a left operand in shared memory only; this one also
+    supports registers.
+
+    Args:
+      multiply_shared: Pallas's `wgmma`.
+      a_allocation_key_as_array: the left operand, an array of two dimensions (registers), or the key of its
+        buffer in shared memory.
+      **arguments: the other arguments of Pallas's `wgmma`.
+
+    Returns:
+      The token among the arguments, which orders the calls.
+    """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     a = np.asarray(a_allocation_key_as_array)
-    if a.ndim < 2:  # the number of a buffer in shared memory
+    if a.ndim < 2:  # the key of a buffer in shared memory
         return multiply_shared(a_allocation_key_as_array=a_allocation_key_as_array, **arguments)
     memory, thread = gpu_callbacks._get_shared_memory(), arguments["thread"]
 
     def place(name):
+        # the buffer of an operand, and the transformed index into it
         key = gpu_callbacks.HostAllocationKey.from_array(
             arguments[f"{name}_allocation_key_as_array"]
         )

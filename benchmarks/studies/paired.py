@@ -7,10 +7,12 @@ augmentations, whatever their arm. Runs are compared if their keys are equal but
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 import study
 
+T = TypeVar("T", float, np.ndarray)
 SCORES = ("top1", "image_to_text_R@10", "text_to_image_R@10")
 
 
@@ -58,8 +60,8 @@ def differences(some: list[dict], arm: str, split: str, score: str) -> list[floa
     return less_standard(some, arm, lambda result: 100 * result[split][score])
 
 
-def less_standard(some: list[dict], arm: str, value: Callable[[dict], float]) -> list[float]:
-    """A value of an arm's result less that of "standard", for each seed that both have."""
+def less_standard(some: list[dict], arm: str, value: Callable[[dict], T]) -> list[T]:
+    """A value of an arm's result less that of "standard", for each seed that both have: numbers or arrays."""
     of = {(run["key"]["arm"], run["key"]["seed"]): value(run["result"]) for run in some}
     seeds = sorted(seed for name, seed in of if name == arm and ("standard", seed) in of)
     return [of[arm, seed] - of["standard", seed] for seed in seeds]
@@ -123,7 +125,7 @@ def draw(figure, runs: list[dict]) -> None:
     rows = [(*row, split) for row in arms for split in tests(row[-1])]
     figure.set_size_inches(11, 4.4 + 0.5 * len(rows))
     places = figure.subplot_mosaic("ss;ld", height_ratios=[0.6 + 0.5 * len(rows), 3.2])
-    scores, losses, less = (places[name] for name in "sld")
+    scores, losses, gaps = (places[name] for name in "sld")
     for i, (_, arm, some, split) in enumerate(rows):
         pairs = differences(some, arm, split, "top1")
         mean, half = study.interval(pairs)
@@ -151,11 +153,11 @@ def draw(figure, runs: list[dict]) -> None:
         curves = less_standard(some, arm, lambda result: np.asarray(result["loss"]))
         for pair, curve in enumerate(curves):
             label = None if pair else arm
-            less.plot(_steps(some[0]), curve, color=f"C{i}", linewidth=0.9, label=label)
-    less.axhline(0, color="0.5", linewidth=0.8)
+            gaps.plot(_steps(some[0]), curve, color=f"C{i}", linewidth=0.9, label=label)
+    gaps.axhline(0, color="0.5", linewidth=0.8)
     if arms:
-        less.legend()
-    less.set(xlabel="step", title="loss less that of standard, each pair")
+        gaps.legend()
+    gaps.set(xlabel="step", title="loss less that of standard, each pair")
 
 
 def _steps(run: dict) -> list[int]:

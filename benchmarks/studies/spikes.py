@@ -27,6 +27,7 @@ embedding and, for comparison, for an MLP in the middle of the vision tower.
 import functools
 import itertools
 import math
+import statistics
 import sys
 
 import study
@@ -52,7 +53,8 @@ ARMS = {
 RECIPES = ("standard", "switchback")
 SWEPT = ("adamw 0.999", "adamw 0.99", "adamw 0.95", "stable 0.99")
 PARTS = ("surge", "optimizers", "shift", "sweep")  # what matters most comes first
-PROGRAM = ("part", "size", "batch", "steps", "end", "dtype", "recipe")  # what a program is made for
+# The settings of a run that its compiled program depends on, apart from the corpus.
+PROGRAM = ("part", "size", "batch", "steps", "end", "dtype", "recipe")
 PATCH = "vision/patch_embed/kernel"
 
 
@@ -79,7 +81,11 @@ def parse(argv):
 
 
 def runs(args):
-    """One program each: size x batch, with all rates, optimizers and seeds at once; recipes seed by seed."""
+    """A study.Run for each part, size and batch: all rates, optimizers and seeds in one program.
+
+    The part "recipes" has a run for each seed and recipe, the recipes of a seed one after the other, so that
+    a study which is cut short has whole pairs. Their rates and optimizers run one after the other.
+    """
     first = {"size": args.sizes[0], "batch": args.batches[0]}
     settings = {name: getattr(args, name) for name in ("steps", "end", "dtype", "source")}
     for part in args.parts:
@@ -105,7 +111,8 @@ def runs(args):
 def train(args, key: dict, settings: list) -> dict:
     import engine
 
-    trainer = make_trainer(args.source, args.data, args.smoke, *map(key.get, PROGRAM))
+    program = {name: key.get(name) for name in PROGRAM}
+    trainer = make_trainer(source=args.source, directory=args.data, smoke=args.smoke, **program)
     hypers = [engine.Hyper(seed=seed, lr=rate, **ARMS[arm]) for arm, rate, seed in settings]
     _, measured = trainer.train(hypers)
     return {
@@ -117,7 +124,8 @@ def train(args, key: dict, settings: list) -> dict:
 
 
 @functools.cache  # the seeds of a recipe share a program
-def make_trainer(source, directory, smoke, part, size, batch, steps, end, dtype, recipe):
+def make_trainer(*, source, directory, smoke, part, size, batch, steps, end, dtype, recipe):
+    """The trainer of a part. `recipe` is None in the parts that compare optimizers."""
     import engine
 
     side = 16 if smoke else 32
@@ -180,7 +188,7 @@ def aligned(found, name: str) -> dict:
 
 
 def cells(runs, *names):
-    """Single runs by some of their settings and of their program's."""
+    """Single runs by some of their settings and of their program's; without a recipe they are "standard"."""
     flat = [
         {
             "key": {"recipe": "standard"} | run["key"] | {k: r[k] for k in ("arm", "lr", "seed")},
@@ -206,7 +214,7 @@ def table(runs) -> None:
             control = arms.get(("optimizers", *place), ())
             text += after_surge(results, [run["result"] for run in control])
         print(text)
-    for recipe in {run["key"]["recipe"]: 0 for run in runs if "recipe" in run["key"]}:
+    for recipe in dict.fromkeys(run["key"]["recipe"] for run in runs if "recipe" in run["key"]):
         if recipe != "standard":
             print(against_standard(runs, recipe))
     for (part, recipe), some in cells(runs, "part", "recipe").items():
@@ -217,7 +225,10 @@ def table(runs) -> None:
 
 
 def against_standard(runs, recipe: str) -> str:
-    """The spikes and final losses of a recipe less those of "standard", over pairs of runs."""
+    """The spikes and final losses of a recipe less those of "standard": means over the pairs of a seed.
+
+    The intervals are over seeds, because the pairs of a seed share initial parameters and batches.
+    """
     some = cells([run for run in runs if "recipe" in run["key"]], "recipe", "lr", "arm", "seed")
     pairs = [
         (some[recipe, *place][0]["result"], of_standard[0]["result"])
@@ -226,9 +237,14 @@ def against_standard(runs, recipe: str) -> str:
     ]
     totals = [sum(result["spikes"] for result in results) for results in zip(*pairs, strict=True)]
     text = f"{recipe}, {len(pairs)} pairs: {totals[0]} spikes, standard {totals[1]}"
+    seeds = dict.fromkeys(a["seed"] for a, _ in pairs)
     for name in ("spikes", "final"):
-        mean, half = study.interval(a[name] - b[name] for a, b in pairs)
-        text += f"; {name} of a run {mean:+.3f} +- {half:.3f}"
+        of_seed = [
+            statistics.fmean(a[name] - b[name] for a, b in pairs if a["seed"] == seed)
+            for seed in seeds
+        ]
+        mean, half = study.interval(of_seed)
+        text += f"; {name} of a run {mean:+.3f} +- {half:.3f} over {len(of_seed)} seeds"
     return text
 
 

@@ -1,13 +1,15 @@
 """Attention over short sequences, forward.
 
 One block of threads stays on each multiprocessor. A unit of work is a head of one example, whose queries are
-cut into tiles of ROWS. One warpgroup copies the keys and values of the next heads into shared memory. Two
-warpgroups compute; one processes the even tiles of all units, the other the odd tiles::
+cut into tiles of ROWS. One warpgroup copies keys and values into shared memory, up to SLOTS units ahead. Two
+warpgroups compute. Tiles are counted over the units of the block; one warpgroup processes the even tiles,
+the other the odd ones. For each tile a warpgroup
 
-    scores    of a tile with all keys, in registers, so that the softmax needs no running correction
-    turn      waits until the other warpgroup has computed the weights of the tile before
-    weights   exponentials, which stay in registers
-    product   of weights and values; passes the turn once it is issued
+1. computes the scores with all keys, in registers, so that the softmax needs no running correction;
+2. waits for its turn, which the other warpgroup passes after step 4 of the previous tile;
+3. computes the weights, exponentials that stay in registers;
+4. issues the product of weights and values, and passes the turn;
+5. writes the output and lse.
 
 With turns, one warpgroup computes exponentials while the other one multiplies.
 """
@@ -27,11 +29,18 @@ from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import attention_memory as memory
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.attention_memory import ROWS, SLOTS, TILE, WARPGROUPS, Buffers
+from swjax.kernels.mosaic_gpu.attention_memory import (
+    ROWS,
+    SLOTS,
+    SWIZZLE_TOKENS,
+    WARPGROUPS,
+    Buffers,
+)
 from swjax.kernels.mosaic_gpu.pipeline import Ref
 
-# The shapes for which the kernel was measured. 272 keys fit into registers and shared memory.
-WIDTHS, SHORTEST_SEQUENCE, MOST_KEYS = (64, 80), 129, 272
+# The kernel was measured at 129 to 257 tokens. For 265 tokens it copies 272 keys: the most whose scores fit
+# into registers, and whose buffers fit into shared memory.
+WIDTHS, SHORTEST_SEQUENCE, LONGEST_SEQUENCE = (64, 80), 129, 265
 LOG2_E = math.log2(math.e)
 
 
@@ -42,7 +51,7 @@ class Tile(NamedTuple):
       warpgroup: the compute warpgroup that processes it.
       unit: number of its unit, counted over the units of this block of threads.
       number: number of the tile in its unit.
-      turn: number of the tile, counted over the tiles of all units.
+      turn: number of the tile, counted over the tiles of the units of this block of threads.
       slot: the slot of its keys and values.
     """
 
@@ -58,9 +67,9 @@ class Attention:
     """The work of one block of threads.
 
     Attributes:
-      q, k, v: [b * t, h * d].
-      out: [b, t, h * d].
-      lse: [b * h * t].
+      q, k, v: [b * t, h * d], 16 bits.
+      out: [b, t, h * d], the dtype of q.
+      lse: float32, [b * h * t].
       heads: h.
       block: number of this block of threads.
       blocks: number of blocks of threads that share the units.
@@ -92,12 +101,13 @@ class Attention:
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """The first key of each product of scores, and the number of its keys."""
+        """(first key, number of keys) of each of the two products of scores: together all copied keys."""
         keys = memory.copied_keys(self.tokens)
         middle = pl.cdiv(keys // ROWS, 2) * ROWS
         return [(0, middle), (middle, keys - middle)]
 
     def units(self) -> jax.Array:
+        """Returns the number of units of this block of threads."""
         return pipeline.unit_count(self.out.shape[0] * self.heads, self.block, self.blocks)
 
     def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -107,10 +117,14 @@ class Attention:
 
     def shift(self, example: jax.Array) -> jax.Array | int:
         """Returns the number of copied keys before the first key of an example."""
-        return jnp.bitwise_and(example * self.tokens, TILE - 1) if self.tokens % TILE else 0
+        return (
+            jnp.bitwise_and(example * self.tokens, SWIZZLE_TOKENS - 1)
+            if self.tokens % SWIZZLE_TOKENS
+            else 0
+        )
 
     def copy(self) -> None:
-        """Copies keys and values of all units: the memory warpgroup."""
+        """Copies keys and values of all units: the memory warpgroup. Returns when all have been read."""
 
         def copy_unit(unit, _):
             slot = lax.rem(unit, SLOTS)
@@ -119,7 +133,7 @@ class Attention:
             start = example * self.tokens - self.shift(example)
 
             def copy_rows(source, first, ring):
-                rows = pl.ds(pl.multiple_of(start + first, TILE), ring.shape[1])
+                rows = pl.ds(pl.multiple_of(start + first, SWIZZLE_TOKENS), ring.shape[1])
                 source = source.at[rows, pl.ds(head * self.width, self.width)]
                 plgpu.copy_gmem_to_smem(source, ring.at[slot], self.buffers.full.at[slot])
 
@@ -133,7 +147,7 @@ class Attention:
         lax.fori_loop(0, SLOTS, empty, None)
 
     def values(self) -> list[tuple[int, Ref]]:
-        """Returns the first key of each buffer of values, and the buffer."""
+        """Returns (first key, buffer [SLOTS, keys, d]) of each buffer of values."""
         pieces = memory.value_pieces(memory.copied_keys(self.tokens), self.width)
         return [(first, ring) for (first, _, _), ring in zip(pieces, self.buffers.v)]
 
@@ -173,6 +187,7 @@ class Attention:
             )
 
     def compute_tile(self, tile: Tile) -> None:
+        """Computes and writes the outputs of a tile, and starts the copy of this warpgroup's next queries."""
         plgpu.barrier_wait(self.buffers.q_full.at[tile.warpgroup])
         load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
         queries = self.buffers.q.at[tile.warpgroup]
@@ -193,7 +208,12 @@ class Attention:
         self.store(tile, out, largest * self.width**-0.5 + jnp.log(total))
 
     def scores(self, q: jax.Array, slot: jax.Array) -> list[jax.Array]:
-        """Returns the unscaled scores of a tile, [ROWS, keys] for each product."""
+        """Returns the unscaled scores of a tile, float32 [ROWS, keys] for each of `products`.
+
+        Args:
+          q: queries of the tile, [ROWS, d].
+          slot: the slot of its keys.
+        """
 
         def multiply(*accumulators):
             for scores, (first, count) in zip(accumulators, self.products):
@@ -208,7 +228,16 @@ class Attention:
     def softmax(
         self, scores: list[jax.Array], shift: jax.Array | int
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """Returns unnormalized weights, and for each row the largest score and the sum of weights."""
+        """Returns unnormalized weights, and for each row the largest score and the sum of weights.
+
+        Args:
+          scores: unscaled scores, float32 [ROWS, keys] for each of `products`.
+          shift: see `shift`.
+
+        Returns:
+          (weights [ROWS, keys] in the dtype of v for each of `products`, largest unscaled score [ROWS], sum
+          of the float32 weights [ROWS]).
+        """
         scores = [self.mask(s, first, shift) for s, (first, _) in zip(scores, self.products)]
         largest = jnp.maximum(*(jnp.max(s, axis=1) for s in scores))
         scale = self.width**-0.5 * LOG2_E
@@ -218,13 +247,18 @@ class Attention:
         return lax.optimization_barrier(([w.astype(self.v.dtype) for w in weights], largest, total))
 
     def mask(self, scores: jax.Array, first: int, shift: jax.Array | int) -> jax.Array:
-        """Replaces the scores of other examples' tokens by minus infinity; `first` is the first key.
+        """Replaces the scores of other examples' tokens by minus infinity.
 
-        Such tokens can be in the first TILE columns, and from the number of tokens on.
+        Such tokens can be among the first SWIZZLE_TOKENS copied keys, and among the last ones.
+
+        Args:
+          scores: of one product, [ROWS, keys].
+          first: number of its first key among the copied keys.
+          shift: see `shift`.
         """
         columns = scores.shape[1]
-        before = TILE if first == 0 and self.tokens % TILE else 0
-        after = min(max(self.tokens // TILE * TILE - first, 0), columns)
+        before = SWIZZLE_TOKENS if first == 0 and self.tokens % SWIZZLE_TOKENS else 0
+        after = min(max(self.tokens // SWIZZLE_TOKENS * SWIZZLE_TOKENS - first, 0), columns)
 
         def visible(start, stop, condition):
             shape = (ROWS, stop - start)
@@ -242,7 +276,7 @@ class Attention:
         return lax.concatenate(pieces, 1) if len(pieces) > 1 else pieces[0]
 
     def weighted_values(self, tile: Tile, weights: list[jax.Array], factor: jax.Array) -> jax.Array:
-        """Returns weights times values, [ROWS, d], with rows multiplied by `factor`."""
+        """Returns weights times values, float32 [ROWS, d], with rows multiplied by `factor`, [ROWS]."""
 
         def multiply(out):
             for w, (start, count) in zip(weights, self.products):
@@ -262,7 +296,10 @@ class Attention:
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
     def store(self, tile: Tile, out: jax.Array, lse: jax.Array) -> None:
-        """Writes the rows of a tile that belong to tokens."""
+        """Writes out [ROWS, d] and lse [ROWS] of a tile, except rows beyond the last token.
+
+        A TMA copy of lse would also write these rows, into the next head. So registers write lse.
+        """
         example, head = self.place(tile.unit)
         rows = tile.number * ROWS
         buffer = self.buffers.out.at[tile.warpgroup]
@@ -301,9 +338,19 @@ def attention(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attention`, not causal. An infinity in v affects the examples next to its own.
+    """Computes `reference.attention`, not causal, for the arrays that `why_not` accepts.
 
-    `multiprocessors` and `interpret` are for tests.
+    An infinity or NaN in v can also make outputs of the examples before and after its own NaN: see
+    `attention_memory`.
+
+    Args:
+      q, k, v: [b, t, h, d] in bfloat16 or float16.
+      causal: must be False.
+      multiprocessors: number of blocks of threads, for tests; None: the GPU's number of multiprocessors.
+      interpret: parameters of Pallas's interpreter, for tests, or None.
+
+    Returns:
+      (out [b, t, h, d] in the dtype of q, lse float32 [b, h, t]).
     """
     assert not causal
     batch, tokens, heads, width = q.shape
@@ -329,7 +376,12 @@ def attention(
 def why_not(
     q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False
 ) -> Unavailable | None:
-    """Why the kernel cannot compute attention of these arrays; None: it can, faster than Triton's kernel."""
+    """Why the kernel does not compute attention of these arrays; None: it does.
+
+    Args:
+      q, k, v: [b, t, h, d].
+      causal: as in `reference.attention`.
+    """
     batch, tokens, _, width = q.shape
     if jax.__version_info__ < (0, 11):
         return Unavailable(f"needs jax 0.11, and this is jax {jax.__version__}: use 'triton'")
@@ -339,9 +391,9 @@ def why_not(
         return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
     if width not in WIDTHS:
         return Unavailable(f"supports heads of {WIDTHS} features, got {width}: use 'triton'")
-    if tokens < SHORTEST_SEQUENCE or memory.copied_keys(tokens) > MOST_KEYS:
+    if not SHORTEST_SEQUENCE <= tokens <= LONGEST_SEQUENCE:
         return Unavailable(
-            f"supports sequences of {SHORTEST_SEQUENCE} to {MOST_KEYS - TILE + 1} tokens, "
-            f"got {tokens}: use 'triton'"
+            f"supports sequences of {SHORTEST_SEQUENCE} to {LONGEST_SEQUENCE} tokens, got {tokens}: "
+            "use 'triton'"
         )
-    return pipeline.why_not_multiples({"b * t": (batch * tokens, TILE)}, "triton")
+    return pipeline.why_not_multiples({"b * t": (batch * tokens, SWIZZLE_TOKENS)}, "triton")

@@ -279,7 +279,7 @@ def kernel(
       scratch: shared memory and barriers.
       blocks: number of clusters of blocks.
       interpret: parameters of Pallas's interpreter, or None.
-      fast_math: whether exponentials are the hardware's, with a relative error of about 2**-22.
+      fast_math: whether exponentials use the GPU's approximate instruction (relative error about 2**-22).
       **in_clusters: `cluster` and `cluster_names` of `plgpu.kernel`.
     """
     return plgpu.kernel(
