@@ -196,7 +196,7 @@ def bench_operations(records: timing.Records, linears: list[LinearShape], kinds)
 
 
 def bench_attention(records: timing.Records, heads: dict[str, tuple]):
-    """Times attention, forward alone and with backward; cuDNN's on padded tokens, Mosaic's where it can run."""
+    """Times attention, forward alone and with backward: cuDNN's on padded tokens, ours, Mosaic's forward."""
     for (shape, causal), (suffix, run) in itertools.product(heads.values(), ATTENTION.items()):
         row = {"op": f"attention{suffix}", "shape": "x".join(map(str, shape)), "dtype": "bfloat16"}
         peer = None
