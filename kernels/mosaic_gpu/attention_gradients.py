@@ -173,6 +173,13 @@ class Backward:
 
         lax.fori_loop(0, self.heads(), copy_head, None)
 
+        @pl.when(self.heads() > 0)
+        def _():
+            b = self.buffers
+            for empty in (b.keys_empty, b.queries_empty, b.out_empty):
+                for i in range(min(empty.shape[0], self.tiles)):
+                    plgpu.barrier_wait(empty.at[i])
+
     def copy_tile(self, head: jax.Array, tile: int, keys: bool) -> None:
         """Copies a tile of k and v, or of q and g, in groups of rows."""
         example, number = self.place(head)
