@@ -14,12 +14,9 @@ One warpgroup copies. The others compute; each processes every second tile, or e
     keys_empty[tile], queries_empty[tile]    all have read the tile        compute -> memory warpgroup
     out_full[warpgroup], out_empty[...]      the same for tiles of out, which only delta needs
     exchange                                 all have written their delta  compute -> compute warpgroups
-
-Past the end of a sequence TMA reads zeros and writes nothing.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,13 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
-
-Ref = Any  # of an array in global or shared memory, or of barriers
-
-ROWS = 64  # of a product
-GROUP = 8  # rows of a swizzled tile
-PIECE = 16  # columns of a swizzled tile
-LOG2_E = math.log2(math.e)
+from swjax.kernels.mosaic_gpu import attention_heads
+from swjax.kernels.mosaic_gpu.attention_heads import LOG2_E, ROWS, Heads, Piece, Ref
 
 
 @dataclass(frozen=True)
@@ -46,33 +38,40 @@ class Variant:
 
     Attributes:
       compute: number of compute warpgroups.
-      columns: number of columns of a product of scores.
+      columns: number of columns of a product of scores, with queries as rows and with keys as rows.
       ahead: whether the scores of the next columns are multiplied before those of the current ones are used,
         with queries as rows.
+      slots: number of heads in shared memory.
+      line: number of features of a swizzled line in shared memory, 64 or 16.
+      held: whether rows of lines of 16 features are held in registers.
     """
 
     compute: int = 2
-    columns: int = 64
+    columns: tuple[int, int] = (64, 64)
     ahead: bool = False
+    slots: int = 1
+    line: int = 64
+    held: bool = False
 
 
 class Buffers(NamedTuple):
     """The shared memory of a block, in the order of the kernel's arguments.
 
     Attributes:
-      q, k, v, g: [span, d], one head.
+      q, k, v, g: [slots, span, features] of each piece of the features.
       out, results: [compute warpgroups, ROWS, d].
-      lse, delta: [2, span], of heads with even and odd numbers.
-      keys_full, queries_full, keys_empty, queries_empty: a barrier for each tile.
-      lse_full: two barriers.
+      lse, delta: [slots + 1, span].
+      keys_full, queries_full, keys_empty, queries_empty: a barrier for each tile of each slot.
+      lse_full: [slots + 1].
       out_full, out_empty: a barrier for each compute warpgroup.
       exchange: a barrier at which the compute warpgroups wait for each other.
+      operands: [compute warpgroups, ROWS, columns], for the interpreter.
     """
 
-    q: Ref
-    k: Ref
-    v: Ref
-    g: Ref
+    q: tuple[Ref, ...]
+    k: tuple[Ref, ...]
+    v: tuple[Ref, ...]
+    g: tuple[Ref, ...]
     out: Ref
     results: Ref
     lse: Ref
@@ -88,19 +87,38 @@ class Buffers(NamedTuple):
     operands: Ref | None
 
 
+class Slot(NamedTuple):
+    """The shared memory of one head.
+
+    Attributes:
+      q, k, v, g: [span, features] of each piece of the features.
+      lse, delta: [span].
+      first: number of its first barrier.
+    """
+
+    q: tuple[Ref, ...]
+    k: tuple[Ref, ...]
+    v: tuple[Ref, ...]
+    g: tuple[Ref, ...]
+    lse: Ref
+    delta: Ref
+    first: jax.Array
+
+
 @dataclass(frozen=True)
 class Backward:
     """The work of one block of threads.
 
     Attributes:
+      heads: the heads of the block.
       q, k, v, out, g, dq, dk, dv: [b, t, h, d].
       lse: [b, h, span], times LOG2_E; infinite past the end of the sequence.
       buffers: shared memory.
       variant: see there.
-      blocks, block: number of blocks of threads, and the number of this one.
-      interpreted: whether Pallas's interpreter runs the kernel.
+      pieces: of the features.
     """
 
+    heads: Heads
     q: Ref
     k: Ref
     v: Ref
@@ -112,132 +130,80 @@ class Backward:
     dv: Ref
     buffers: Buffers
     variant: Variant
-    blocks: int
-    block: jax.Array
-    interpreted: bool
-
-    @property
-    def tokens(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def width(self) -> int:
-        return self.q.shape[3]
-
-    @property
-    def span(self) -> int:
-        return self.buffers.q.shape[0]
-
-    @property
-    def tiles(self) -> int:
-        return pl.cdiv(self.span, ROWS)
-
-    @property
-    def tail(self) -> int:
-        """Rows of the last tile that no other tile has."""
-        return self.span - (self.tiles - 1) * ROWS
-
-    def heads(self) -> jax.Array:
-        """The number of heads of this block."""
-        total = self.q.shape[0] * self.q.shape[2]
-        return (total - self.block + self.blocks - 1) // self.blocks
-
-    def place(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The example of a head, and its number in the example."""
-        number, heads = self.block + head * self.blocks, self.q.shape[2]
-        return number // heads, lax.rem(number, heads)
+    pieces: tuple[Piece, ...]
 
     # --- Copies ---------------------------------------------------------------------------------------
 
     def copy(self) -> None:
         """Copies all heads: the memory warpgroup."""
+        heads, b, variant = self.heads, self.buffers, self.variant
 
         def copy_head(head, _):
-            queries = lambda tile: self.copy_tile(head, tile, keys=False)
-            keys = lambda tile: self.copy_tile(head, tile, keys=True)
-            out = lambda tile: self.copy_out(head, tile)
-            early = min(self.tiles, self.variant.compute)
-            for tile in range(self.tiles - early):
-                keys(tile)
+            early = min(heads.tiles, variant.compute)
+            for tile in range(heads.tiles - early):
+                self.copy_tile(head, tile, keys=True)
             for tile in range(early):
-                queries(tile)
+                self.copy_tile(head, tile, keys=False)
                 if tile == 0:
                     self.copy_lse(head)
-                out(tile)
-            for tile in range(self.tiles - early, self.tiles):
-                keys(tile)
-            for tile in range(early, self.tiles):
-                queries(tile)
-            for tile in range(early, self.tiles):
-                out(tile)
+                self.copy_out(head, tile)
+            for tile in range(heads.tiles - early, heads.tiles):
+                self.copy_tile(head, tile, keys=True)
+            for tile in range(early, heads.tiles):
+                self.copy_tile(head, tile, keys=False)
+            for tile in range(early, heads.tiles):
+                self.copy_out(head, tile)
 
-        lax.fori_loop(0, self.heads(), copy_head, None)
+        count = heads.count()
+        lax.fori_loop(0, count, copy_head, None)
 
-        @pl.when(self.heads() > 0)
+        @pl.when(count > 0)
         def _():
-            b = self.buffers
-            for empty in (b.keys_empty, b.queries_empty, b.out_empty):
-                for i in range(min(empty.shape[0], self.tiles)):
-                    plgpu.barrier_wait(empty.at[i])
+            for warpgroup in range(variant.compute):
+                plgpu.barrier_wait(b.out_empty.at[warpgroup])
+
+        def drain(i, _):
+            plgpu.barrier_wait(b.keys_empty.at[i])
+            plgpu.barrier_wait(b.queries_empty.at[i])
+
+        lax.fori_loop(0, jnp.minimum(count, variant.slots) * heads.tiles, drain, None)
 
     def copy_tile(self, head: jax.Array, tile: int, keys: bool) -> None:
-        """Copies a tile of k and v, or of q and g, in groups of rows."""
-        example, number = self.place(head)
-        b = self.buffers
+        """Copies a tile of k and v, or of q and g."""
+        heads, b = self.heads, self.buffers
         sources = ((self.k, b.k), (self.v, b.v)) if keys else ((self.q, b.q), (self.g, b.g))
         full, empty = (b.keys_full, b.keys_empty) if keys else (b.queries_full, b.queries_empty)
-        groups = (self.tail if tile == self.tiles - 1 else ROWS) // GROUP
+        slot = lax.rem(head, self.variant.slots)
+        number = slot * heads.tiles + tile
 
-        @pl.when(head > 0)
+        @pl.when(head >= self.variant.slots)
         def _():
-            plgpu.barrier_wait(empty.at[tile])
+            plgpu.barrier_wait(empty.at[number])
 
-        for source, to in sources:
-
-            def copy_group(i, _):
-                group = tile * (ROWS // GROUP) + i
-                rows = pl.ds(group * GROUP, GROUP)
-                plgpu.copy_gmem_to_smem(
-                    source.at[example, rows, number], self.group(to, group), full.at[tile]
-                )
-
-            lax.fori_loop(0, groups, copy_group, None)
-            for _ in range(groups, ROWS // GROUP):
-                plgpu.barrier_arrive(full.at[tile])
-
-    def group(self, ref: Ref, group: jax.Array) -> Ref:
-        """A group of rows, [GROUP, d]: as many swizzled tiles side by side.
-
-        TMA tiles only multiples of the tile's rows. So a group is copied without tiling its rows.
-        """
-        if self.interpreted:
-            return ref.at[pl.ds(group * GROUP, GROUP)]
-        stored = ref.ref.at[group]  # [d / PIECE, GROUP, PIECE]
-        unswizzle = plgpu.SwizzleTransform(2 * PIECE).undo(None)
-        untile = plgpu.TilingTransform((PIECE,)).undo(None)
-        view = dataclasses.replace(stored, transforms=(*stored.transforms, unswizzle))
-        view = view.transpose((1, 0, 2))
-        return dataclasses.replace(view, transforms=(*view.transforms, untile))
+        rows = heads.tail if tile == heads.tiles - 1 else ROWS
+        for source, buffers in sources:
+            for piece, to in zip(self.pieces, buffers):
+                heads.copy_rows(source, head, tile * ROWS, rows, piece, to, slot, full.at[number])
 
     def copy_lse(self, head: jax.Array) -> None:
-        example, number = self.place(head)
-        parity = lax.rem(head, 2)
+        example, number = self.heads.place(head)
+        other = lax.rem(head, self.variant.slots + 1)
         plgpu.copy_gmem_to_smem(
             self.lse.at[example, number],
-            self.buffers.lse.at[parity],
-            self.buffers.lse_full.at[parity],
+            self.buffers.lse.at[other],
+            self.buffers.lse_full.at[other],
             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
         )
 
     def copy_out(self, head: jax.Array, tile: int) -> None:
-        example, number = self.place(head)
+        example, number = self.heads.place(head)
         warpgroup = tile % self.variant.compute
 
         def wait():
             plgpu.barrier_wait(self.buffers.out_empty.at[warpgroup])
 
         wait() if tile >= self.variant.compute else pl.when(head > 0)(wait)
-        rows = pl.ds(self.first_row(tile + 0 * head), ROWS)
+        rows = pl.ds(self.heads.first_row(tile + 0 * head), ROWS)
         plgpu.copy_gmem_to_smem(
             self.out.at[example, rows, number],
             self.buffers.out.at[warpgroup],
@@ -248,61 +214,172 @@ class Backward:
 
     def compute(self, warpgroup: jax.Array) -> None:
         """Computes the gradients of the tiles of one warpgroup, of all heads."""
-        b, count, step = self.buffers, self.tiles, self.variant.compute
-        wait_queries = lambda tile, _: plgpu.barrier_wait(b.queries_full.at[tile])
-        wait_keys = lambda tile, _: plgpu.barrier_wait(b.keys_full.at[tile])
-        free_queries = lambda tile, _: plgpu.barrier_arrive(b.queries_empty.at[tile])
-        free_keys = lambda tile, _: plgpu.barrier_arrive(b.keys_empty.at[tile])
+        b, count, step = self.buffers, self.heads.tiles, self.variant.compute
 
         def compute_head(head, _):
-            parity = lax.rem(head, 2)
+            queries = (count - warpgroup + step - 1) // step
+            first = lax.rem(warpgroup + step - count % step, step)
+            keys = (count - first + step - 1) // step
+            barrier = lax.rem(head, self.variant.slots) * count
+            wait_queries = lambda tile, _: plgpu.barrier_wait(b.queries_full.at[barrier + tile])
+            free_keys = lambda tile, _: plgpu.barrier_arrive(b.keys_empty.at[barrier + tile])
 
             def query_tile(i, waited):
                 tile = warpgroup + step * i
                 lax.fori_loop(waited, tile + 1, wait_queries, None)
-                self.query_rows(head, parity, tile, warpgroup)
+                self.query_rows(head, tile, warpgroup, i == 0, i == queries - 1)
                 return tile + 1
 
             def key_tile(i, freed):
-                tile = lax.rem(warpgroup + step - count % step, step) + step * i
-                self.key_rows(head, parity, tile, warpgroup)
+                tile = first + step * i
+                self.key_rows(head, tile, warpgroup)
                 lax.fori_loop(freed, tile + 1, free_keys, None)
                 return tile + 1
 
-            turns = lambda first: (count - first + step - 1) // step
-            lax.fori_loop(0, count, wait_keys, None)
-            plgpu.barrier_wait(b.lse_full.at[parity])
-            waited = lax.fori_loop(0, turns(warpgroup), query_tile, jnp.int32(0))
+            plgpu.barrier_wait(b.lse_full.at[lax.rem(head, self.variant.slots + 1)])
+            waited = lax.fori_loop(0, queries, query_tile, jnp.int32(0))
             lax.fori_loop(waited, count, wait_queries, None)
-            plgpu.barrier_arrive(b.exchange)
             plgpu.barrier_wait(b.exchange)
-            first = lax.rem(warpgroup + step - count % step, step)
-            freed = lax.fori_loop(0, turns(first), key_tile, jnp.int32(0))
+            freed = lax.fori_loop(0, keys, key_tile, jnp.int32(0))
             lax.fori_loop(freed, count, free_keys, None)
-            lax.fori_loop(0, count, free_queries, None)
 
-        lax.fori_loop(0, self.heads(), compute_head, None)
+        lax.fori_loop(0, self.heads.count(), compute_head, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def first_row(self, tile: jax.Array) -> jax.Array:
-        """The last tile begins early enough to have ROWS rows; those of the tile before are unused."""
-        return jnp.minimum(tile * ROWS, self.span - ROWS)
+    def slot(self, head: jax.Array) -> Slot:
+        """The shared memory of a head."""
+        b, slot = self.buffers, lax.rem(head, self.variant.slots)
+        other = lax.rem(head, self.variant.slots + 1)
+        if not self.heads.interpreted:
+            # Otherwise the compiler computes all addresses before the loop over heads, and spills them.
+            slot, other = lax.optimization_barrier(slot), lax.optimization_barrier(other)
+        q, k, v, g = (tuple(x.at[slot] for x in pieces) for pieces in (b.q, b.k, b.v, b.g))
+        return Slot(q, k, v, g, b.lse.at[other], b.delta.at[other], slot * self.heads.tiles)
 
-    def column_blocks(self) -> list[tuple[int, int]]:
+    def query_rows(
+        self, head: jax.Array, tile: jax.Array, warpgroup: jax.Array, first: Any, last: Any
+    ) -> None:
+        """Computes and writes dq of a tile, the first or the last one of this warpgroup in the head."""
+        b, slot = self.buffers, self.slot(head)
+        rows = pl.ds(self.heads.first_row(tile), ROWS)
+        delta = self.find_delta(slot, rows, warpgroup)
+
+        @pl.when(last)
+        def _():
+            plgpu.barrier_arrive(b.exchange)
+
+        lse = plgpu.load(slot.lse.at[rows], layout=plgpu.Layout.WGMMA.reduce(1))
+        q, g = self.hold(slot.q, rows), self.hold(slot.g, rows)
+
+        def issue(block, s, dp):
+            @pl.when(first)
+            def _():
+                for tile in self.begun_tiles(block):
+                    plgpu.barrier_wait(b.keys_full.at[slot.first + tile])
+
+            self.multiply_lines(s, q, slot.k, block, warpgroup)
+            self.multiply_lines(dp, g, slot.v, block, warpgroup)
+
+        def sum_up(*dq):
+            def finish(block, s, dp, later):
+                weights = self.weights(self.sums(s, 1 + later), lse, 0)
+                if sum(block) > self.heads.tokens:
+                    column = plgpu.broadcasted_iota(
+                        jnp.int32, weights.shape, 1, layout=plgpu.Layout.WGMMA
+                    )
+                    weights = jnp.where(column < self.heads.tokens - block[0], weights, 0.0)
+                dp = self.sums(dp, later)
+                ds = weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (0,)))
+                self.add_product(dq, ds, slot.k, block, warpgroup)
+
+            self.sweep(issue, finish, self.variant.columns[0], self.variant.ahead)
+            return [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in dq]
+
+        dq = pl.run_scoped(sum_up, *self.accumulators())
+        scale = self.heads.width**-0.5
+        self.store([x * scale for x in dq], self.dq, head, tile, warpgroup)
+
+    def key_rows(self, head: jax.Array, tile: jax.Array, warpgroup: jax.Array) -> None:
+        """Computes and writes dk and dv of a tile."""
+        b, slot, length = self.buffers, self.slot(head), self.variant.columns[1]
+        rows = pl.ds(self.heads.first_row(tile), ROWS)
+        k, v = self.hold(slot.k, rows), self.hold(slot.v, rows)
+
+        def issue(block, s, dp):
+            self.multiply_lines(s, k, slot.q, block, warpgroup)
+            self.multiply_lines(dp, v, slot.g, block, warpgroup)
+
+        def free(block):
+            for tile in self.done_tiles(block):
+                plgpu.barrier_arrive(b.queries_empty.at[slot.first + tile])
+
+        def sum_up(*dk_dv):
+            dk, dv = dk_dv[: len(self.pieces)], dk_dv[len(self.pieces) :]
+
+            def finish(block, s, dp, later):
+                lse, delta = (
+                    plgpu.load(x.at[pl.ds(*block)], layout=plgpu.Layout.WGMMA.reduce(0))
+                    for x in (slot.lse, slot.delta)
+                )
+                weights = self.weights(self.sums(s, 1), lse, 1)
+                if block[0] > 0:
+                    free((block[0] - length, length))
+                self.add_product(dv, weights, slot.g, block, warpgroup)
+                dp = plgpu.wgmma_accumulator_load(dp, wait_n=len(self.pieces))
+                ds = weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (1,)))
+                self.add_product(dk, ds, slot.q, block, warpgroup)
+
+            self.sweep(issue, finish, length, False)
+            results = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in dk_dv]
+            free(self.column_blocks(length)[-1])
+            return results[: len(self.pieces)], results[len(self.pieces) :]
+
+        dk, dv = pl.run_scoped(sum_up, *self.accumulators(), *self.accumulators())
+        scale = self.heads.width**-0.5
+        self.store([x * scale for x in dk], self.dk, head, tile, warpgroup)
+        self.store(dv, self.dv, head, tile, warpgroup)
+
+    def find_delta(self, slot: Slot, rows: Any, warpgroup: jax.Array) -> jax.Array:
+        """The inner products of a tile of outputs and their gradients: [ROWS]."""
+        b, layout = self.buffers, plgpu.Layout.WGMMA
+        plgpu.barrier_wait(b.out_full.at[warpgroup])
+        delta = None
+        for piece, gradients in zip(self.pieces, slot.g):
+            columns = pl.ds(piece.first, piece.width)
+            out = plgpu.load(b.out.at[warpgroup, :, columns], layout=layout, optimized=False)
+            g = plgpu.load(gradients.at[rows], layout=layout, optimized=False)
+            part = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=1)
+            delta = part if delta is None else delta + part
+        plgpu.barrier_arrive(b.out_empty.at[warpgroup])
+        slot.delta[rows] = delta
+        return delta
+
+    def column_blocks(self, length: int) -> list[tuple[int, int]]:
         """(first column, number of columns) of each product."""
-        length = self.variant.columns
-        return [(at, min(length, self.span - at)) for at in range(0, self.span, length)]
+        span = self.heads.span
+        return [(at, min(length, span - at)) for at in range(0, span, length)]
 
-    def sweep(self, issue: Callable, finish: Callable, ahead: bool) -> None:
+    def done_tiles(self, block: tuple[int, int]) -> list[int]:
+        """The tiles whose last column is in a block of columns."""
+        ends = [min((tile + 1) * ROWS, self.heads.span) for tile in range(self.heads.tiles)]
+        return [tile for tile, end in enumerate(ends) if block[0] < end <= sum(block)]
+
+    def begun_tiles(self, block: tuple[int, int]) -> list[int]:
+        """The tiles whose first column is in a block of columns."""
+        firsts = [tile * ROWS for tile in range(self.heads.tiles)]
+        return [tile for tile, first in enumerate(firsts) if block[0] <= first < sum(block)]
+
+    def sweep(self, issue: Callable, finish: Callable, columns: int, ahead: bool) -> None:
         """Processes all blocks of columns.
 
         Args:
-          issue: function (block, s, dp) that starts two products.
-          finish: function (block, s, dp, later) that uses them; `later` products were issued after them.
+          issue: function (block, s, dp) that starts the products of s and dp.
+          finish: function (block, s, dp, later) that uses them; `later` sums were started after them.
+          columns: number of columns of a block.
           ahead: whether the products of a block are issued before the previous one is finished.
         """
-        blocks = self.column_blocks()
-        sums = lambda columns: [plgpu.ACC((ROWS, columns), jnp.float32)] * 2
+        blocks = self.column_blocks(columns)
+        sums = lambda length: [plgpu.WGMMAAccumulatorRef((ROWS, length), jnp.float32)] * 2
 
         def block(i, s, dp):
             def next_block(next_s, next_dp):
@@ -323,81 +400,40 @@ class Backward:
 
         pl.run_scoped(first_block, *sums(blocks[0][1]))
 
-    def find_delta(self, parity: jax.Array, row: jax.Array, warpgroup: jax.Array) -> jax.Array:
-        """The inner products of a tile of outputs and their gradients: [ROWS]."""
-        b = self.buffers
-        plgpu.barrier_wait(b.out_full.at[warpgroup])
-        out = plgpu.load(b.out.at[warpgroup], layout=plgpu.Layout.WGMMA, optimized=False)
-        g = plgpu.load(b.g.at[pl.ds(row, ROWS)], layout=plgpu.Layout.WGMMA, optimized=False)
-        delta = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=1)
-        plgpu.barrier_arrive(b.out_empty.at[warpgroup])
-        b.delta[parity, pl.ds(row, ROWS)] = delta
-        return delta
+    def sums(self, accumulator: Ref, later: int) -> jax.Array:
+        """Waits for scores, after which `later` more were started."""
+        return plgpu.wgmma_accumulator_load(accumulator, wait_n=later * len(self.pieces))
 
-    def query_rows(self, head, parity, tile, warpgroup) -> None:
-        """Computes and writes dq of a tile."""
-        b, row = self.buffers, self.first_row(tile)
-        rows = pl.ds(row, ROWS)
-        delta = self.find_delta(parity, row, warpgroup)
-        lse = plgpu.load(b.lse.at[parity, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+    def accumulators(self) -> list[Any]:
+        return [plgpu.WGMMAAccumulatorRef((ROWS, p.width), jnp.float32) for p in self.pieces]
 
-        def issue(block, s, dp):
-            columns = pl.ds(*block)
-            plgpu.wgmma(s, b.q.at[rows], b.k.at[columns].T)
-            plgpu.wgmma(dp, b.g.at[rows], b.v.at[columns].T)
+    def hold(self, buffers: tuple[Ref, ...], rows: Any) -> list[Ref | jax.Array]:
+        """The rows of a tile, in shared memory or in registers."""
+        held = [self.variant.held and piece.line < 64 for piece in self.pieces]
+        load = lambda x: plgpu.load(x, layout=plgpu.Layout.WGMMA, optimized=False)
+        return [load(x.at[rows]) if hold else x.at[rows] for x, hold in zip(buffers, held)]
 
-        def sum_up(dq):
-            def finish(block, s, dp, later):
-                weights = self.weights(plgpu.wgmma_accumulator_load(s, wait_n=1 + later), lse, 0)
-                if sum(block) > self.tokens:
-                    column = plgpu.broadcasted_iota(
-                        jnp.int32, weights.shape, 1, layout=plgpu.Layout.WGMMA
-                    )
-                    weights = jnp.where(column < self.tokens - block[0], weights, 0.0)
-                dp = plgpu.wgmma_accumulator_load(dp, wait_n=later)
-                ds = weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (0,)))
-                self.multiply(dq, ds, b.k.at[pl.ds(*block)], warpgroup)
+    def multiply_lines(self, sums, rows, buffers, block, warpgroup) -> None:
+        """Adds the inner products of rows and of a block of columns."""
+        for a, columns in zip(rows, buffers):
+            self.multiply(sums, a, columns.at[pl.ds(*block)].T, warpgroup)
 
-            self.sweep(issue, finish, self.variant.ahead)
-            return plgpu.wgmma_accumulator_load(dq, wait_n=0)
-
-        dq = pl.run_scoped(sum_up, plgpu.ACC((ROWS, self.width), jnp.float32))
-        self.store(dq * self.width**-0.5, self.dq, head, tile, warpgroup)
-
-    def key_rows(self, head, parity, tile, warpgroup) -> None:
-        """Computes and writes dk and dv of a tile."""
-        b, rows = self.buffers, pl.ds(self.first_row(tile), ROWS)
-
-        def issue(block, s, dp):
-            columns = pl.ds(*block)
-            plgpu.wgmma(s, b.k.at[rows], b.q.at[columns].T)
-            plgpu.wgmma(dp, b.v.at[rows], b.g.at[columns].T)
-
-        def sum_up(dk, dv):
-            def finish(block, s, dp, later):
-                lse, delta = (
-                    plgpu.load(x.at[parity, pl.ds(*block)], layout=plgpu.Layout.WGMMA.reduce(0))
-                    for x in (b.lse, b.delta)
-                )
-                columns = pl.ds(*block)
-                weights = self.weights(plgpu.wgmma_accumulator_load(s, wait_n=1 + later), lse, 1)
-                self.multiply(dv, weights, b.g.at[columns], warpgroup)
-                dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
-                ds = weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (1,)))
-                self.multiply(dk, ds, b.q.at[columns], warpgroup)
-
-            self.sweep(issue, finish, False)
-            return tuple(plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk, dv))
-
-        sums = plgpu.ACC((ROWS, self.width), jnp.float32)
-        dk, dv = pl.run_scoped(sum_up, sums, sums)
-        self.store(dk * self.width**-0.5, self.dk, head, tile, warpgroup)
-        self.store(dv, self.dv, head, tile, warpgroup)
-
-    def multiply(self, sums: Ref, a: jax.Array, b: Ref, warpgroup: jax.Array) -> None:
-        """Adds the product of registers a and shared memory b."""
+    def add_product(self, sums, a, buffers, block, warpgroup) -> None:
+        """Adds the products of registers a, [ROWS, columns], and a block of columns."""
         a = a.astype(self.q.dtype)
-        if self.interpreted:  # the interpreter multiplies only what is in shared memory
+        for accumulator, piece, b in zip(sums, self.pieces, buffers):
+            first, count = block
+            operand = a
+            if more := -count % piece.line:  # a product takes whole lines of columns
+                zeros = jnp.zeros((ROWS, more), a.dtype)
+                zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+                operand = jnp.concatenate([zeros, a], axis=1)
+                first, count = first - more, count + more
+            self.multiply(accumulator, operand, b.at[pl.ds(first, count)], warpgroup)
+
+    def multiply(self, sums: Ref, a: Ref | jax.Array, b: Ref, warpgroup: jax.Array) -> None:
+        """Adds the product of a, in registers or shared memory, and b in shared memory."""
+        if self.heads.interpreted and isinstance(a, jax.Array):
             operand = self.buffers.operands.at[warpgroup, :, pl.ds(0, a.shape[1])]
             operand[...] = a
             a = operand
@@ -405,27 +441,14 @@ class Backward:
 
     def weights(self, scores: jax.Array, lse: jax.Array, axis: int) -> jax.Array:
         """The softmax of scores, whose `axis` is that of lse."""
-        factor = self.width**-0.5 * LOG2_E
+        factor = self.heads.width**-0.5 * LOG2_E
         return jnp.exp2(scores * factor - lax.broadcast_in_dim(lse, scores.shape, (axis,)))
 
     def store(self, values, to, head, tile, warpgroup) -> None:
         """Writes a tile of a gradient."""
-        example, number = self.place(head)
-        buffer = self.buffers.results.at[warpgroup]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer[...] = values.astype(to.dtype)
-        plgpu.commit_smem()
-
-        @pl.when(tile < self.tiles - 1)
-        def _():
-            rows = pl.ds(tile * ROWS, ROWS)
-            plgpu.copy_smem_to_gmem(buffer, to.at[example, rows, number])
-
-        @pl.when(tile == self.tiles - 1)
-        def _():
-            rows = pl.ds(tile * ROWS, self.tail)
-            last = buffer.at[pl.ds(ROWS - self.tail, self.tail)]
-            plgpu.copy_smem_to_gmem(last, to.at[example, rows, number])
+        self.heads.store(
+            values, self.pieces, self.buffers.results.at[warpgroup], to, head, tile
+        )
 
 
 def attention_backward(
@@ -445,67 +468,49 @@ def attention_backward(
     del causal
     _, tokens, _, width = q.shape
     blocks = multiprocessors or tiles.multiprocessors()
-    span = max(ROWS, -(-tokens // PIECE) * PIECE)
+    span, padded = attention_heads.span(tokens), attention_heads.padded(tokens)
     count = pl.cdiv(span, ROWS)
-    compute = variant.compute
-    padded = -(-span // 32) * 32
+    compute, slots = min(variant.compute, count), variant.slots
+    variant = dataclasses.replace(variant, compute=compute)
+    pieces = attention_heads.pieces(width, variant.line)
+    interpreted = interpret is not None
 
     def attention_backward_kernel(*refs):
-        inputs, buffers = refs[:9], Buffers(*refs[9:25], *refs[25:] or (None,))
+        inputs, buffers = refs[:9], refs[9:]
         block = lax.axis_index("block")
-        work = Backward(
-            *inputs, buffers, variant, blocks, block, interpreted=interpret is not None
-        )
-        warpgroup = lax.axis_index("warpgroup")
+        heads = Heads(q.shape, blocks, block, compute, interpreted)
+        buffers = Buffers(*buffers, *[None] * (len(Buffers._fields) - len(buffers)))
+        work = Backward(heads, *inputs, buffers, variant, pieces)
+        attention_heads.specialize(compute, work.copy, work.compute)
 
-        @pl.when(warpgroup == compute)
-        def _():
-            plgpu.set_max_registers(40 if compute == 2 else 32, action="decrease")
-            work.copy()
-
-        @pl.when(warpgroup < compute)
-        def _():
-            plgpu.set_max_registers(232 if compute == 2 else 160, action="increase")
-            work.compute(warpgroup)
-
-    swizzled = plgpu.SMEM(
-        (span, width),
-        q.dtype,
-        transforms=(plgpu.TilingTransform((GROUP, PIECE)), plgpu.SwizzleTransform(2 * PIECE)),
-    )
+    operand = tuple(piece.buffer((slots, span), q.dtype) for piece in pieces)
     tile = plgpu.SMEM((compute, ROWS, width), q.dtype)
-    full = plgpu.Barrier(num_barriers=count, num_arrivals=2 * ROWS // GROUP)
-    empty = plgpu.Barrier(num_barriers=count, num_arrivals=compute)
+    vector = plgpu.SMEM((slots + 1, padded), jnp.float32)
+    copies = 2 * sum(attention_heads.copies(piece) for piece in pieces)
+    full = plgpu.Barrier(num_barriers=slots * count, num_arrivals=copies)
     buffers = Buffers(
-        *[swizzled] * 4,
+        *[operand] * 4,
         out=tile,
         results=tile,
-        lse=plgpu.SMEM((2, padded), jnp.float32),
-        delta=plgpu.SMEM((2, span), jnp.float32),
+        lse=vector,
+        delta=vector,
         keys_full=full,
         queries_full=full,
-        keys_empty=empty,
-        queries_empty=empty,
-        lse_full=plgpu.Barrier(num_barriers=2),
+        keys_empty=plgpu.Barrier(num_barriers=slots * count, num_arrivals=compute),
+        queries_empty=plgpu.Barrier(num_barriers=slots * count, num_arrivals=count),
+        lse_full=plgpu.Barrier(num_barriers=slots + 1),
         out_full=plgpu.Barrier(num_barriers=compute),
         out_empty=plgpu.Barrier(num_barriers=compute),
         exchange=plgpu.Barrier(num_arrivals=compute),
-        operands=plgpu.SMEM((compute, ROWS, variant.columns), q.dtype) if interpret else None,
+        operands=plgpu.SMEM((compute, ROWS, max(64, *variant.columns)), q.dtype),
     )
     like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    run = plgpu.kernel(
+    run = attention_heads.kernel(
         attention_backward_kernel,
-        out_type=(like_q,) * 3,
-        scratch_types=[x for x in buffers if x is not None],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=compute + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        (like_q,) * 3,
+        buffers if interpreted else buffers[:-1],
+        blocks=blocks,
+        compute=compute,
         interpret=interpret,
     )
     padding = ((0, 0), (0, 0), (0, padded - tokens))
