@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import jax
 import numpy as np
@@ -39,6 +40,7 @@ def run(name, operation, *arrays, **options):
 
 
 def _mosaic(operation, *arrays, **options):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from swjax.kernels import mosaic_gpu
@@ -46,7 +48,31 @@ def _mosaic(operation, *arrays, **options):
     if operation.endswith("weight_gradient"):
         options["slices"] = 1  # the interpreter has no semaphores across blocks
     options |= {"interpret": plgpu.InterpretGPUParams(), "multiprocessors": 4}
-    return getattr(mosaic_gpu, operation)(*arrays, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_callbacks, "wgmma", partial(_multiply, gpu_callbacks.wgmma))
+        return jax.block_until_ready(getattr(mosaic_gpu, operation)(*arrays, **options))
+
+
+def _multiply(multiply_shared, *, a_allocation_key_as_array, **arguments):
+    """Pallas's interpreter of a product, also for a left operand that is in registers."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    a = np.asarray(a_allocation_key_as_array)
+    if a.ndim < 2:  # the number of a buffer in shared memory
+        return multiply_shared(a_allocation_key_as_array=a_allocation_key_as_array, **arguments)
+    memory, thread = gpu_callbacks._get_shared_memory(), arguments["thread"]
+
+    def place(name):
+        key = gpu_callbacks.HostAllocationKey.from_array(
+            arguments[f"{name}_allocation_key_as_array"]
+        )
+        transforms = gpu_callbacks._remove_noop_transforms(arguments[f"{name}_transforms"])
+        return key, memory.access(key, jax.tree.map(int, transforms))
+
+    sums, b = (memory.get_buffer_content(*place(name), thread)[0] for name in ("acc", "b"))
+    sums = sums + np.matmul(a, b, dtype=sums.dtype)
+    memory.store_buffer_content(*place("acc"), sums, thread)
+    return arguments["token"]
 
 
 def _triton(operation, *arrays, **options):

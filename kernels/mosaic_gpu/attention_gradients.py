@@ -43,7 +43,9 @@ class Variant:
         with queries as rows.
       slots: number of heads in shared memory.
       line: number of features of a swizzled line in shared memory, 64 or 16.
-      held: whether rows of lines of 16 features are held in registers.
+      held: rows that are held in registers: "" for none, "tail" for lines of 16 features, "keys" also for all k
+        and v, "all".
+      early: whether exponentials come before the wait for dp.
     """
 
     compute: int = 2
@@ -51,7 +53,8 @@ class Variant:
     ahead: bool = False
     slots: int = 1
     line: int = 64
-    held: bool = False
+    held: str = ""
+    early: bool = True
 
 
 class Buffers(NamedTuple):
@@ -65,7 +68,6 @@ class Buffers(NamedTuple):
       lse_full: [slots + 1].
       out_full, out_empty: a barrier for each compute warpgroup.
       exchange: a barrier at which the compute warpgroups wait for each other.
-      operands: [compute warpgroups, ROWS, columns], for the interpreter.
     """
 
     q: tuple[Ref, ...]
@@ -84,7 +86,6 @@ class Buffers(NamedTuple):
     out_full: Ref
     out_empty: Ref
     exchange: Ref
-    operands: Ref | None
 
 
 class Slot(NamedTuple):
@@ -250,9 +251,8 @@ class Backward:
         """The shared memory of a head."""
         b, slot = self.buffers, lax.rem(head, self.variant.slots)
         other = lax.rem(head, self.variant.slots + 1)
-        if not self.heads.interpreted:
-            # Otherwise the compiler computes all addresses before the loop over heads, and spills them.
-            slot, other = lax.optimization_barrier(slot), lax.optimization_barrier(other)
+        # Otherwise the compiler computes all addresses before the loop over heads, and spills them.
+        slot, other = lax.optimization_barrier(slot), lax.optimization_barrier(other)
         q, k, v, g = (tuple(x.at[slot] for x in pieces) for pieces in (b.q, b.k, b.v, b.g))
         return Slot(q, k, v, g, b.lse.at[other], b.delta.at[other], slot * self.heads.tiles)
 
@@ -269,7 +269,7 @@ class Backward:
             plgpu.barrier_arrive(b.exchange)
 
         lse = plgpu.load(slot.lse.at[rows], layout=plgpu.Layout.WGMMA.reduce(1))
-        q, g = self.hold(slot.q, rows), self.hold(slot.g, rows)
+        q, g = self.hold(slot.q, rows, "queries"), self.hold(slot.g, rows, "queries")
 
         def issue(block, s, dp):
             @pl.when(first)
@@ -277,8 +277,8 @@ class Backward:
                 for tile in self.begun_tiles(block):
                     plgpu.barrier_wait(b.keys_full.at[slot.first + tile])
 
-            self.multiply_lines(s, q, slot.k, block, warpgroup)
-            self.multiply_lines(dp, g, slot.v, block, warpgroup)
+            self.multiply_lines(s, q, slot.k, block)
+            self.multiply_lines(dp, g, slot.v, block)
 
         def sum_up(*dq):
             def finish(block, s, dp, later):
@@ -288,9 +288,11 @@ class Backward:
                         jnp.int32, weights.shape, 1, layout=plgpu.Layout.WGMMA
                     )
                     weights = jnp.where(column < self.heads.tokens - block[0], weights, 0.0)
+                if self.variant.early:
+                    weights = lax.optimization_barrier(weights)  # while dp is computed
                 dp = self.sums(dp, later)
                 ds = weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (0,)))
-                self.add_product(dq, ds, slot.k, block, warpgroup)
+                self.add_product(dq, ds, slot.k, block)
 
             self.sweep(issue, finish, self.variant.columns[0], self.variant.ahead)
             return [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in dq]
@@ -303,11 +305,11 @@ class Backward:
         """Computes and writes dk and dv of a tile."""
         b, slot, length = self.buffers, self.slot(head), self.variant.columns[1]
         rows = pl.ds(self.heads.first_row(tile), ROWS)
-        k, v = self.hold(slot.k, rows), self.hold(slot.v, rows)
+        k, v = self.hold(slot.k, rows, "keys"), self.hold(slot.v, rows, "keys")
 
         def issue(block, s, dp):
-            self.multiply_lines(s, k, slot.q, block, warpgroup)
-            self.multiply_lines(dp, v, slot.g, block, warpgroup)
+            self.multiply_lines(s, k, slot.q, block)
+            self.multiply_lines(dp, v, slot.g, block)
 
         def free(block):
             for tile in self.done_tiles(block):
@@ -324,10 +326,10 @@ class Backward:
                 weights = self.weights(self.sums(s, 1), lse, 1)
                 if block[0] > 0:
                     free((block[0] - length, length))
-                self.add_product(dv, weights, slot.g, block, warpgroup)
+                self.add_product(dv, weights, slot.g, block)
                 dp = plgpu.wgmma_accumulator_load(dp, wait_n=len(self.pieces))
                 ds = weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (1,)))
-                self.add_product(dk, ds, slot.q, block, warpgroup)
+                self.add_product(dk, ds, slot.q, block)
 
             self.sweep(issue, finish, length, False)
             results = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in dk_dv]
@@ -407,18 +409,18 @@ class Backward:
     def accumulators(self) -> list[Any]:
         return [plgpu.WGMMAAccumulatorRef((ROWS, p.width), jnp.float32) for p in self.pieces]
 
-    def hold(self, buffers: tuple[Ref, ...], rows: Any) -> list[Ref | jax.Array]:
+    def hold(self, buffers: tuple[Ref, ...], rows: Any, kind: str) -> list[Ref | jax.Array]:
         """The rows of a tile, in shared memory or in registers."""
-        held = [self.variant.held and piece.line < 64 for piece in self.pieces]
+        held = [kind in self.variant.held or (self.variant.held and p.line < 64) for p in self.pieces]
         load = lambda x: plgpu.load(x, layout=plgpu.Layout.WGMMA, optimized=False)
         return [load(x.at[rows]) if hold else x.at[rows] for x, hold in zip(buffers, held)]
 
-    def multiply_lines(self, sums, rows, buffers, block, warpgroup) -> None:
+    def multiply_lines(self, sums, rows, buffers, block) -> None:
         """Adds the inner products of rows and of a block of columns."""
         for a, columns in zip(rows, buffers):
-            self.multiply(sums, a, columns.at[pl.ds(*block)].T, warpgroup)
+            plgpu.wgmma(sums, a, columns.at[pl.ds(*block)].T)
 
-    def add_product(self, sums, a, buffers, block, warpgroup) -> None:
+    def add_product(self, sums, a, buffers, block) -> None:
         """Adds the products of registers a, [ROWS, columns], and a block of columns."""
         a = a.astype(self.q.dtype)
         for accumulator, piece, b in zip(sums, self.pieces, buffers):
@@ -429,15 +431,7 @@ class Backward:
                 zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
                 operand = jnp.concatenate([zeros, a], axis=1)
                 first, count = first - more, count + more
-            self.multiply(accumulator, operand, b.at[pl.ds(first, count)], warpgroup)
-
-    def multiply(self, sums: Ref, a: Ref | jax.Array, b: Ref, warpgroup: jax.Array) -> None:
-        """Adds the product of a, in registers or shared memory, and b in shared memory."""
-        if self.heads.interpreted and isinstance(a, jax.Array):
-            operand = self.buffers.operands.at[warpgroup, :, pl.ds(0, a.shape[1])]
-            operand[...] = a
-            a = operand
-        plgpu.wgmma(sums, a, b)
+            plgpu.wgmma(accumulator, operand, b.at[pl.ds(first, count)])
 
     def weights(self, scores: jax.Array, lse: jax.Array, axis: int) -> jax.Array:
         """The softmax of scores, whose `axis` is that of lse."""
@@ -479,8 +473,7 @@ def attention_backward(
         inputs, buffers = refs[:9], refs[9:]
         block = lax.axis_index("block")
         heads = Heads(q.shape, blocks, block, compute, interpreted)
-        buffers = Buffers(*buffers, *[None] * (len(Buffers._fields) - len(buffers)))
-        work = Backward(heads, *inputs, buffers, variant, pieces)
+        work = Backward(heads, *inputs, Buffers(*buffers), variant, pieces)
         attention_heads.specialize(compute, work.copy, work.compute)
 
     operand = tuple(piece.buffer((slots, span), q.dtype) for piece in pieces)
@@ -502,13 +495,12 @@ def attention_backward(
         out_full=plgpu.Barrier(num_barriers=compute),
         out_empty=plgpu.Barrier(num_barriers=compute),
         exchange=plgpu.Barrier(num_arrivals=compute),
-        operands=plgpu.SMEM((compute, ROWS, max(64, *variant.columns)), q.dtype),
     )
     like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
     run = attention_heads.kernel(
         attention_backward_kernel,
         (like_q,) * 3,
-        buffers if interpreted else buffers[:-1],
+        buffers,
         blocks=blocks,
         compute=compute,
         interpret=interpret,
