@@ -34,7 +34,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "gelu": ("triton",),
     "gelu_backward": ("triton",),
     "attention": ("triton",),
-    "attention_backward": ("triton",),
+    "attention_backward": ("mosaic_gpu", "triton"),
 }
 NAMES = ("xla", "triton", "mosaic_gpu")
 # Imported at first use, because CPUs need neither Triton nor Pallas.

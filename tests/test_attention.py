@@ -43,10 +43,23 @@ SMALL_CASES = [
     ((2, 7, 2, 16), True, "bfloat16"),
     ((2, 1, 1, 24), False, "float16"),
 ]
+# With one tile of tokens, two, and a last tile of few tokens; with 64 features, 16, and both.
+SMALL_MOSAIC_CASES = [
+    ((1, 257, 1, 80), False, "bfloat16"),
+    ((3, 129, 2, 80), False, "float16"),
+    ((2, 197, 1, 64), False, "bfloat16"),
+    ((2, 128, 3, 32), False, "bfloat16"),
+    ((9, 50, 1, 16), False, "float16"),
+    ((1, 1, 1, 64), False, "bfloat16"),
+]
 
 
 @implementations.each(
-    "attention", "attention_backward", compiled=CASES, interpreted=SMALL_CASES, name="case"
+    "attention",
+    "attention_backward",
+    compiled=CASES,
+    interpreted={"triton": SMALL_CASES, "mosaic_gpu": SMALL_MOSAIC_CASES},
+    name="case",
 )
 def test_operations_against_float64(operation, implementation, case):
     shape, causal, dtype = case

@@ -23,6 +23,12 @@ def quantized(rows, columns, dtype="int8"):
     return QTensor(array((rows, columns), dtype), array((rows, 1), "float32"))
 
 
+def heads(tokens, width, dtype="bfloat16"):
+    """Arguments of attention's backward pass."""
+    q, lse = array((8, tokens, 4, width), dtype), array((8, 4, tokens), "float32")
+    return q, q, q, q, lse, q
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """`gpu(capability)` makes the rules see one GPU with jax-triton."""
@@ -49,10 +55,9 @@ OLD_JAX = jax.__version_info__ < (0, 11)
 
 @pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)
 def test_without_a_gpu_everything_is_xla(operation):
-    heads = (array((2, 77, 4, 64)),) * 6
     arrays = {"matmul": (A, B)}.get(operation, (X,))
     arrays = (X, X) if operation.endswith("weight_gradient") else arrays
-    arrays = heads if operation.startswith("attention") else arrays
+    arrays = heads(77, 64) if operation.startswith("attention") else arrays
     assert dispatch.choose(operation, *arrays) == "xla"
     for name in dispatch.IMPLEMENTATIONS[operation]:
         with pytest.raises(
@@ -89,6 +94,12 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "quantize_by", (array((4, 6)), array((4, 6), "float32")), {}, "xla"),
         ((9, 0), "gelu", (array((4, tiles.WIDEST_ROW + 1)),), {}, "xla"),
         ((8, 6), "layer_norm", (X,), {"quantize_to": "float8_e4m3fn"}, "xla"),
+        ((9, 0), "attention_backward", heads(257, 80), {}, "triton" if OLD_JAX else "mosaic_gpu"),
+        ((9, 0), "attention_backward", heads(257, 80), {"causal": True}, "triton"),
+        ((9, 0), "attention_backward", heads(257, 88), {}, "triton"),
+        ((9, 0), "attention_backward", heads(257, 112), {}, "triton"),
+        ((9, 0), "attention_backward", heads(577, 64), {}, "xla"),
+        ((9, 0), "attention_backward", heads(257, 64, "float32"), {}, "xla"),
     ],
 )
 def test_none_falls_back_to_what_can_run(gpu, capability, operation, arrays, options, chosen):

@@ -1,7 +1,8 @@
-"""Pallas Mosaic GPU kernels for Hopper: the quantized product, and weight gradients in 16 bits and int8.
+"""Pallas Mosaic GPU kernels for Hopper: the quantized product, weight gradients, and attention backward.
 
 `pipeline` is what the products share; `products`, `weight_gradients` and `block_products` are what each
-computes. `rotations` quantizes the operands of the int8 weight gradient.
+computes. `rotations` quantizes the operands of the int8 weight gradient. `attention_gradients` differentiates
+attention.
 """
 
 from collections.abc import Callable
@@ -9,18 +10,25 @@ from typing import Any
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.mosaic_gpu import block_products, products, weight_gradients
+from swjax.kernels.mosaic_gpu import (
+    attention_gradients,
+    block_products,
+    products,
+    weight_gradients,
+)
+from swjax.kernels.mosaic_gpu.attention_gradients import attention_backward
 from swjax.kernels.mosaic_gpu.block_products import block_weight_gradient
 from swjax.kernels.mosaic_gpu.products import matmul
 from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient
 
-__all__ = ["block_weight_gradient", "matmul", "weight_gradient", "why_not"]
+__all__ = ["attention_backward", "block_weight_gradient", "matmul", "weight_gradient", "why_not"]
 
 # Each has the signature of its operation.
 _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
     "matmul": products.why_not,
     "weight_gradient": weight_gradients.why_not,
     "block_weight_gradient": block_products.why_not,
+    "attention_backward": attention_gradients.why_not,
 }
 
 
@@ -28,7 +36,7 @@ def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
     """Why these kernels cannot compute an operation on this GPU; None: they can.
 
     Args:
-      operation: "matmul", "weight_gradient" or "block_weight_gradient".
+      operation: "matmul", "weight_gradient", "block_weight_gradient" or "attention_backward".
       *arrays, **options: its arguments.
     """
     capability = tiles.compute_capability()

@@ -215,9 +215,7 @@ def padded(tokens: int) -> int:
     return -(-span(tokens) // 32) * 32
 
 
-def specialize(
-    compute: int, copy: Callable[[], None], work: Callable[[jax.Array], None]
-) -> None:
+def specialize(compute: int, copy: Callable[[], None], work: Callable[[jax.Array], None]) -> None:
     """Runs `copy` in the memory warpgroup, and ``work(warpgroup)`` in the compute warpgroups."""
     warpgroup = lax.axis_index("warpgroup")
     few, many = REGISTERS.get(compute, (None, None))
