@@ -66,11 +66,10 @@ def attention_backward(
     pieces = attention_heads.pieces(width, variant.line)
     interpreted = interpret is not None
 
-    def attention_backward_kernel(*refs):
-        inputs, buffers = refs[:9], refs[9:]
+    def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, *buffers):
         block = lax.axis_index("block")
         heads = Heads(q.shape, blocks, block, compute, interpreted)
-        work = Backward(heads, *inputs, Buffers(*buffers), variant, pieces)
+        work = Backward(heads, q, k, v, out, g, lse, dq, dk, dv, Buffers(*buffers), variant, pieces)
         attention_heads.specialize(compute, work.copy, work.compute)
 
     operand = tuple(piece.buffer((slots, span), q.dtype) for piece in pieces)
@@ -79,7 +78,10 @@ def attention_backward(
     copies = 2 * sum(attention_heads.copies(piece) for piece in pieces)
     full = plgpu.Barrier(num_barriers=slots * count, num_arrivals=copies)
     buffers = Buffers(
-        *[operand] * 4,
+        q=operand,
+        k=operand,
+        v=operand,
+        g=operand,
         out=tile,
         results=tile,
         lse=vector,

@@ -37,7 +37,7 @@ class Heads:
       interpreted: whether Pallas's interpreter runs the kernel.
     """
 
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
     blocks: int
     block: jax.Array
     compute: int
@@ -203,6 +203,12 @@ def pieces(width: int, line: int) -> tuple[Piece, ...]:
 def copies(piece: Piece) -> int:
     """Number of copies of ROWS rows."""
     return 1 if piece.width == piece.line else ROWS // GROUP
+
+
+def load(ref: Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
+    """Loads an array from shared memory into registers."""
+    read: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
+    return read(ref, layout=layout, optimized=False)
 
 
 def span(tokens: int) -> int:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels.mosaic_gpu.attention_copies import Memory, Slot
-from swjax.kernels.mosaic_gpu.attention_heads import LOG2_E, ROWS, Ref
+from swjax.kernels.mosaic_gpu.attention_heads import LOG2_E, ROWS, Ref, load
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Backward(Memory):
         def _():
             plgpu.barrier_arrive(b.exchange)
 
-        lse = plgpu.load(slot.lse.at[rows], layout=plgpu.Layout.WGMMA.reduce(1))
+        lse = load(slot.lse.at[rows], plgpu.Layout.WGMMA.reduce(1))
         q, g = self.hold(slot.q, rows, "queries"), self.hold(slot.g, rows, "queries")
 
         def issue(block, s, dp):
@@ -116,7 +116,7 @@ class Backward(Memory):
 
             def finish(block, s, dp, later):
                 lse, delta = (
-                    plgpu.load(x.at[pl.ds(*block)], layout=plgpu.Layout.WGMMA.reduce(0))
+                    load(x.at[pl.ds(*block)], plgpu.Layout.WGMMA.reduce(0))
                     for x in (slot.lse, slot.delta)
                 )
                 weights = self.weights(self.sums(s, 1), lse, 1)
@@ -139,15 +139,17 @@ class Backward(Memory):
 
     def find_delta(self, slot: Slot, rows: Any, warpgroup: jax.Array) -> jax.Array:
         """The inner products of a tile of outputs and their gradients: [ROWS]."""
-        b, layout = self.buffers, plgpu.Layout.WGMMA
+        b = self.buffers
         plgpu.barrier_wait(b.out_full.at[warpgroup])
-        delta = None
-        for piece, gradients in zip(self.pieces, slot.g):
+
+        def part(piece, gradients):
             columns = pl.ds(piece.first, piece.width)
-            out = plgpu.load(b.out.at[warpgroup, :, columns], layout=layout, optimized=False)
-            g = plgpu.load(gradients.at[rows], layout=layout, optimized=False)
-            part = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=1)
-            delta = part if delta is None else delta + part
+            out, g = load(b.out.at[warpgroup, :, columns]), load(gradients.at[rows])
+            return jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=1)
+
+        delta, *more = [part(piece, g) for piece, g in zip(self.pieces, slot.g)]
+        for x in more:
+            delta += x
         plgpu.barrier_arrive(b.out_empty.at[warpgroup])
         slot.delta[rows] = delta
         return delta
@@ -211,15 +213,26 @@ class Backward(Memory):
         held = [
             kind in self.variant.held or (self.variant.held and p.line < 64) for p in self.pieces
         ]
-        load = lambda x: plgpu.load(x, layout=plgpu.Layout.WGMMA, optimized=False)
         return [load(x.at[rows]) if hold else x.at[rows] for x, hold in zip(buffers, held)]
 
-    def multiply_lines(self, sums, rows, buffers, block) -> None:
+    def multiply_lines(
+        self,
+        sums: Ref,
+        rows: list[Ref | jax.Array],
+        buffers: tuple[Ref, ...],
+        block: tuple[int, int],
+    ) -> None:
         """Adds the inner products of rows and of a block of columns."""
         for a, columns in zip(rows, buffers):
             plgpu.wgmma(sums, a, columns.at[pl.ds(*block)].T)
 
-    def add_product(self, sums, a, buffers, block) -> None:
+    def add_product(
+        self,
+        sums: tuple[Ref, ...],
+        a: jax.Array,
+        buffers: tuple[Ref, ...],
+        block: tuple[int, int],
+    ) -> None:
         """Adds the products of registers a, [ROWS, columns], and a block of columns."""
         a = a.astype(self.q.dtype)
         for accumulator, piece, b in zip(sums, self.pieces, buffers):
@@ -237,6 +250,13 @@ class Backward(Memory):
         factor = self.heads.width**-0.5 * LOG2_E
         return jnp.exp2(scores * factor - lax.broadcast_in_dim(lse, scores.shape, (axis,)))
 
-    def store(self, values, to, head, tile, warpgroup) -> None:
+    def store(
+        self,
+        values: list[jax.Array],
+        to: Ref,
+        head: jax.Array,
+        tile: jax.Array,
+        warpgroup: jax.Array,
+    ) -> None:
         """Writes a tile of a gradient."""
         self.heads.store(values, self.pieces, self.buffers.results.at[warpgroup], to, head, tile)
