@@ -150,8 +150,9 @@ class Backward(Memory):
         delta, *more = [part(piece, g) for piece, g in zip(self.pieces, slot.g)]
         for x in more:
             delta += x
+        slot.delta[rows] = delta  # rows of two tiles are written twice, with the same values
+        plgpu.commit_smem()  # the next copy to the buffer of out comes after these loads
         plgpu.barrier_arrive(b.out_empty.at[warpgroup])
-        slot.delta[rows] = delta
         return delta
 
     def column_blocks(self, length: int) -> list[tuple[int, int]]:
