@@ -24,7 +24,6 @@ class Variant:
       slots: number of heads in shared memory.
       line: number of features of a swizzled line in shared memory, 64 or 16.
       held: names of rows that are held in registers: "keys", "queries"; any name holds lines of 16 features.
-      early: whether exponentials come before the wait for dp.
     """
 
     compute: int = 2
@@ -33,7 +32,6 @@ class Variant:
     slots: int = 1
     line: int = 64
     held: str = ""
-    early: bool = True
 
 
 class Buffers(NamedTuple):

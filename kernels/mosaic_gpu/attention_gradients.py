@@ -52,12 +52,12 @@ def attention_backward(
 
     Args:
       q, k, v, out, lse, gradient, causal: of the operation.
-      variant: how a block of threads divides its work; None for the fastest.
+      variant: how a block of threads divides its work; None for `usual`.
       multiprocessors, interpret: for tests.
     """
     del causal
     _, tokens, _, width = q.shape
-    variant = variant or fastest(tokens, width)
+    variant = variant or usual(tokens)
     blocks = multiprocessors or tiles.multiprocessors()
     span, padded = attention_heads.span(tokens), attention_heads.padded(tokens)
     count = pl.cdiv(span, ROWS)
@@ -109,10 +109,9 @@ def attention_backward(
     return run(q, k, v, out, gradient, lse)
 
 
-def fastest(tokens: int, width: int) -> Variant:
-    """The fastest variant for heads of these sizes. Two short heads fit into shared memory."""
-    two = Variant(columns=(128, 64), slots=2)
-    return two if shared_memory(tokens, width, two) <= SHARED_MEMORY else Variant(columns=(128, 64))
+def usual(tokens: int) -> Variant:
+    """The variant with the fewest spilled registers; times are not known."""
+    return Variant(columns=(128 if attention_heads.span(tokens) % 128 <= ROWS else 64, 64))
 
 
 def shared_memory(tokens: int, width: int, variant: Variant) -> int:

@@ -23,7 +23,7 @@ ROWS = 64  # of a product
 GROUP = 8  # rows of a swizzled tile
 STEP = 16  # tokens, or features, of one step of a product
 LOG2_E = math.log2(math.e)
-REGISTERS = {2: (40, 232), 3: (32, 160)}  # per thread, of the memory and the compute warpgroups
+REGISTERS = {2: (24, 240), 3: (32, 160)}  # per thread, of the memory and the compute warpgroups
 
 
 @dataclass(frozen=True)

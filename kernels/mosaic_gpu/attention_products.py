@@ -84,8 +84,6 @@ class Backward(Memory):
                         jnp.int32, weights.shape, 1, layout=plgpu.Layout.WGMMA
                     )
                     weights = jnp.where(column < self.heads.tokens - block[0], weights, 0.0)
-                if self.variant.early:
-                    weights = lax.optimization_barrier(weights)  # while dp is computed
                 dp = self.sums(dp, later)
                 ds = weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (0,)))
                 self.add_product(dq, ds, slot.k, block)
