@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks" / "studies"))
 
@@ -357,6 +359,29 @@ def draw_icons(figure) -> None:
         clear(axes)
 
 
+def draw_loss_differences(figure) -> None:
+    """Draws the training losses of two recipes minus those of bf16, over two lengths of the sums of wgrad."""
+    figure.set_size_inches(7.2, 2.8)
+    panels = {
+        "icons_pairs": ("switchback", "switchback, ViT-B's width, sums of 67,584 tokens"),
+        "icons_large_batch": ("llm_int8", "llm_int8, width 128, sums of 1,064,960 tokens"),
+    }
+    for axes, (name, (arm, title)) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
+        runs = read(name)["runs"]
+        steps = study.thinned_steps(runs[0]["result"]["loss"])
+        steps = [runs[0]["key"]["shared"] + step for step in steps]
+        curves = paired.less_standard(runs, arm, lambda result: np.asarray(result["loss"]))
+        for curve in curves:
+            axes.plot(steps, curve, color=OURS, linewidth=0.9)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel(f"step of {runs[0]['key']['batch']:,} pairs", fontsize=9)
+        clear(axes)
+    axes.set_ylim(-0.3, 0.4)
+    figure.axes[0].set_ylabel("loss minus that of bf16", fontsize=9)
+    say(figure, "Training loss minus that of bf16, a line for each pair of runs")
+
+
 ROWWISE, ONE = "a scale per token", "one scale"
 # The products of a linear layer under SwitchBack: title, left and right operand, result, contracted axis.
 # An operand is (name, shape, is int8, the part that shares a scale).
@@ -405,6 +430,7 @@ CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
     "icons_pairs": draw_icons,
+    "icons_loss_differences": draw_loss_differences,
     "default_task_pairs_h200": draw_pairs,
     "layers_h200": draw_layers,
     "scaling_h200": draw_scaling,

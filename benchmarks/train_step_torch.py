@@ -3,10 +3,10 @@
     python benchmarks/train_step_torch.py '{"kind": "step", "model": "vit_h14", "remat": "none", "batch": 64}'
 
 prints a line of JSON for each case and mode of torch.compile. "modes" in a case lists the modes; the default
-is ["default"]. The mode "max-autotune" tunes products and replays CUDA graphs. With "torchao": true, timm's
-tower also runs with the linear layers of its blocks in torchao's int8 and float8, as its documentation
-describes: all three products, bf16 parameters. A library that is not installed or fails gives a
-row with the error. Times come from CUDA events: the median of REPEATS measurements of STEPS steps each.
+is ["default"]. "reduce-overhead" replays CUDA graphs; "max-autotune" also tunes products. With "torchao":
+true, timm's tower also runs with the linear layers of its blocks in torchao's int8 and float8, as its
+documentation describes: all three products, bf16 parameters. A library that is not installed or fails gives
+a row with the error. Times come from CUDA events: the median of REPEATS measurements of STEPS steps each.
 """
 
 import itertools
@@ -65,6 +65,7 @@ def encoder(name: str, remat: bool, batch: int, mode: str, convert=None) -> dict
     g = torch.randn(batch, EMBED[name], device="cuda")
 
     def run():
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast("cuda", torch.bfloat16, enabled=not convert):
             y = compiled(images)
         torch.sum(y.float() * g).backward()
@@ -107,6 +108,7 @@ def step(name: str, remat: bool, batch: int, mode: str) -> dict:
     text = torch.randint(1, 1000, (batch, 77), device="cuda")
 
     def run():
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast("cuda", torch.bfloat16):
             image, caption, scale = compiled(images, text)
             total = loss(image, caption, scale)

@@ -1,7 +1,8 @@
 """The tile sizes of each kernel: rules with their reasons, and tables measured on a device.
 
 A tuned table is a JSON file in `tuned/`, named after the device; `python -m benchmarks.kernels.tune`
-writes it. A rule applies to shapes that have no entry.
+writes it. A GPU without a table uses that of a GPU with the same compute capability. A rule applies to shapes
+that have no entry.
 """
 
 import json
@@ -84,6 +85,9 @@ class AttentionTile:
 
 # Columns of the longest row that fits into the registers of a program.
 WIDEST_ROW = 16384
+
+# The devices whose tables serve all GPUs of their compute capability that have none.
+TABLES = {"9.0": "NVIDIA H200"}
 
 # Most keys for which the scores of 64 queries fit into the registers of a program.
 LONGEST_SEQUENCE = 320
@@ -233,7 +237,7 @@ def preferred_implementation(operation: str, key: str) -> str | None:
 
 
 def _tuned(*path):
-    entry = _table(jax.devices()[0].device_kind)
+    entry = table(jax.devices()[0])
     for key in path:
         entry = entry.get(str(key), {})
     return entry or None
@@ -244,10 +248,16 @@ def table_path(device_kind: str) -> Path:
     return Path(__file__).parent / "tuned" / f"{device_kind.replace(' ', '_')}.json"
 
 
+def table(device: jax.Device) -> dict:
+    """The tuned table of a device, or of a GPU with its compute capability; empty if there is none."""
+    capability = getattr(device, "compute_capability", "")
+    return _read(device.device_kind) or _read(TABLES.get(capability, "")) or {}
+
+
 @cache
-def _table(device_kind: str) -> dict:
+def _read(device_kind: str) -> dict | None:
     path = table_path(device_kind)
-    return json.loads(path.read_text())["tiles"] if path.exists() else {}
+    return json.loads(path.read_text())["tiles"] if path.exists() else None
 
 
 def _power_above(x: int) -> int:

@@ -5,20 +5,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import opt_einsum
 from flax import linen as nn
+from flax import traverse_util
 
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import switchback
 from swjax.linear.contraction import DotGeneral, dot_general
-from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
+from swjax.linear.conversion import NOT_RUN, UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.linear.layouts import Layout
 from swjax.linear.plain import plain_weight
-from swjax.recipes import Recipe, get, get_all
+from swjax.recipes import Recipe, get, get_all, unmatched
 
 # JAX's caches include its value in their key, so a function that was traced with other recipes, or without
 # any, is traced again. This holds for `jax.jit` and for Flax's wrappers of it, such as `nn.jit`.
@@ -99,14 +100,15 @@ def quantized(
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Yields:
-      A printable `swjax.linear.conversion.Conversion`: the recipe of each matrix of the model code that was
-      traced or ran. Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves have
-      no `dot_general`, so recipes do not apply to them.
+      A printable `swjax.linear.conversion.Conversion`: the recipe of each matrix of the model that was traced
+      or ran. Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves have no
+      `dot_general`, so recipes do not apply to them. Layers that `nn.jit` compiled before are listed
+      without recipe: their code does not run again.
 
     Raises:
       TypeError: `recipes` is not a mapping.
-      ValueError: a recipe does not exist; or model code ran, and an expression matched none of its layers, or
-        matched a layer with a `dot_general_cls`, which computes its product itself.
+      ValueError: a recipe does not exist; or model code ran, and an expression matched no linear layer, or
+        matched one with a `dot_general_cls`, which computes its product itself.
 
     >>> import jax.numpy as jnp
     >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
@@ -138,18 +140,37 @@ class _Interceptor:
         self.recipes = get_all(recipes)
         self.conversion = Conversion()
         self._implementation = implementation
-        self._paths: set[str] = set()
+        self._calls: list[_Call] = []  # within the outermost method that runs
+        self._is_within = False
+        self._paths: set[str] = set()  # of linear layers
+        self._ran: set[str] = set()  # paths of all modules that ran
+        self._parents: set[str] = set()  # paths of all modules with parameters
         self._unmatched = set(recipes)
 
     def __call__(self, call: Callable, args: tuple, kwargs: dict, context) -> Any:
-        """Flax calls this function instead of each method of a bound module."""
-        if context.method_name != "__call__":
+        """Flax calls this function instead of each method of a module."""
+        module, method = context.module, context.method_name
+        if module.scope is None or method == "setup":  # no parameters yet
             return call(*args, **kwargs)
-        module, path = context.module, "/".join(context.module.path)
+        is_outermost, self._is_within = not self._is_within, True
+        try:
+            result = self._run(module, method, call, args, kwargs)
+            if is_outermost:
+                self._note_calls(module)
+        finally:
+            if is_outermost:
+                self._calls, self._is_within = [], False
+        return result
+
+    def _run(self, module, method: str, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Calls a method of a bound module: with a recipe, if an expression matches this linear layer."""
+        path = "/".join(module.path)
         recipe, reason = None, "takes no dot_general"
-        if isinstance(module, (nn.Dense, nn.DenseGeneral)):
+        if method != "__call__":
+            result = call(*args, **kwargs)
+        elif isinstance(module, (nn.Dense, nn.DenseGeneral)):
             matched = self._match(path)
-            recipe = matched or (get(module.recipe) if isinstance(module, Dense) else None)
+            recipe = matched or _recipe_given(module)
             reason = "" if recipe else UNMATCHED
             result = self._run_linear(module, path, matched, call, args, kwargs)
         elif isinstance(module, nn.Einsum):
@@ -158,8 +179,29 @@ class _Interceptor:
             result = self._run_einsum(module, recipe, call, args, kwargs)
         else:
             result = call(*args, **kwargs)
-        self.conversion.note(path, type(module).__name__, _own_shapes(module), recipe, reason)
+        kind = type(module).__name__
+        if hasattr(module, "nnx_class"):  # nnx.bridge.ToLinen and MaxText's own
+            for below, shapes in _held_shapes(module).items():
+                self._calls.append(_Call(below, kind, shapes, None, "in an NNX module"))
+        self._calls.append(_Call(path, kind, _own_shapes(module), recipe, reason))
         return result
+
+    def _note_calls(self, outermost) -> None:
+        """Adds the modules that ran to the report, and those below `outermost` that did not run.
+
+        Within `nn.scan` and `nn.vmap` a module has the parameters of one layer, but the outermost module has
+        the whole stacks.
+        """
+        held = _held_shapes(outermost)
+        for path, kind, shapes, recipe, reason in self._calls:
+            whole = held.get(path, {})
+            shapes = {name: _stacked(shape, whole.get(name)) for name, shape in shapes.items()}
+            self.conversion.note(path, kind, shapes, recipe, reason)
+            self._ran.add(path)
+        for path, shapes in held.items():
+            if path not in self._ran:
+                self.conversion.note(path, "", shapes, None, NOT_RUN)
+        self._parents.update(held)
 
     def _match(self, path: str) -> Recipe | None:
         """The recipe of the first expression that matches the path."""
@@ -190,12 +232,15 @@ class _Interceptor:
         return _einsum(module, product, *args, **kwargs)
 
     def check_all_matched(self) -> None:
-        """Raises a ValueError if model code ran and an expression matched none of its layers."""
-        if self._paths and self._unmatched:
-            raise ValueError(
-                f"pattern {min(self._unmatched)!r} matches no linear layer as a whole: "
-                f"the paths are {', '.join(map(repr, sorted(self._paths)))}"
-            )
+        """Raises a ValueError if model code ran and an expression matched none of its layers.
+
+        Layers that did not run may be linear: `nn.jit` calls its compiled program without the code, and a
+        model of two towers may run one of them.
+        """
+        idle = self._parents - self._ran
+        for pattern in sorted(self._unmatched):
+            if self._ran and not any(re.fullmatch(pattern, path) for path in idle):
+                raise unmatched(pattern, sorted(self._paths))
 
 
 @contextmanager
@@ -221,10 +266,51 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
             object.__setattr__(module, name, value)
 
 
+def _recipe_given(module: nn.Dense | nn.DenseGeneral) -> Recipe | None:
+    """The recipe that model code gave a layer, by an argument."""
+    if isinstance(module, Dense):
+        return get(module.recipe)
+    return module.dot_general.recipe if isinstance(module.dot_general, DotGeneral) else None
+
+
+class _Call(NamedTuple):
+    """A call of a module: the arguments of `Conversion.note`."""
+
+    path: str
+    kind: str
+    shapes: dict[str, tuple[int, ...]]
+    recipe: Recipe | None
+    reason: str
+
+
 def _own_shapes(module) -> dict[str, tuple[int, ...]]:
     """The shapes of a bound module's own parameters, by name."""
-    own = nn.meta.unbox(module.variables.get("params", {}))
-    return {name: value.shape for name, value in own.items() if hasattr(value, "shape")}
+    params = module.variables.get("params", {})
+    own = {name: value for name, value in params.items() if not isinstance(value, Mapping)}
+    return {name: shape for name, value in own.items() if (shape := _shape(value)) is not None}
+
+
+def _held_shapes(module) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The shapes of the parameters of a bound module and of those below it, {path: {name: shape}}."""
+    held: dict[str, dict[str, tuple[int, ...]]] = {}
+    for (*below, name), value in traverse_util.flatten_dict(
+        module.variables.get("params", {})
+    ).items():
+        if (shape := _shape(value)) is not None:
+            held.setdefault("/".join((*module.path, *below)), {})[name] = shape
+    return held
+
+
+def _shape(parameter) -> tuple[int, ...] | None:
+    """The shape of an array, also in a box of Flax's metadata; None for a `QTensor`, which is two arrays."""
+    arrays = jax.tree.leaves(parameter)
+    return arrays[0].shape if len(arrays) == 1 else None
+
+
+def _stacked(shape: tuple[int, ...], whole: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The shape of the whole stack if `shape` is that of one of its layers, else `shape`."""
+    sizes = iter(whole or ())
+    return whole if whole and all(size in sizes for size in shape) else shape
 
 
 # --- inference with kernels that are already quantized, see swjax.serving -----------------------------

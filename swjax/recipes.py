@@ -225,10 +225,7 @@ def first_match(recipes: Mapping[str, R], paths: Iterable[str]) -> dict[str, R]:
     paths = list(paths)
     for pattern in recipes:
         if not any(re.fullmatch(pattern, path) for path in paths):
-            raise ValueError(
-                f"pattern {pattern!r} matches no linear layer as a whole: "
-                f"the paths are {', '.join(map(repr, paths)) or 'none'}"
-            )
+            raise unmatched(pattern, paths)
     chosen = {}
     for path in paths:
         for pattern, recipe in recipes.items():
@@ -236,3 +233,16 @@ def first_match(recipes: Mapping[str, R], paths: Iterable[str]) -> dict[str, R]:
                 chosen[path] = recipe
                 break
     return chosen
+
+
+def unmatched(pattern: str, paths: Iterable[str]) -> ValueError:
+    """The error for a regular expression that matches none of the paths of a model's linear layers."""
+    listed = ", ".join(map(repr, paths))
+    if listed:
+        return ValueError(
+            f"pattern {pattern!r} matches no linear layer as a whole: the paths are {listed}"
+        )
+    return ValueError(
+        f"pattern {pattern!r} matches no linear layer: the model has none of Flax's. In the code of its "
+        "layers, replace jax.lax.dot_general by swjax.dot_general(recipe), or jnp.einsum by its method einsum"
+    )

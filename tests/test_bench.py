@@ -103,9 +103,9 @@ def table(tmp_path, monkeypatch):
     """The path of this device's table of tiles, in an empty folder."""
     path = tmp_path / "table.json"
     monkeypatch.setattr(tiles, "table_path", lambda kind: path)
-    tiles._table.cache_clear()
+    tiles._read.cache_clear()
     yield path
-    tiles._table.cache_clear()
+    tiles._read.cache_clear()
 
 
 def test_what_is_tuned():

@@ -6,6 +6,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+import swjax
 import swjax.linen
 import swjax.nnx
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
@@ -143,3 +144,138 @@ def test_linen_says_the_same(recipe):
     with swjax.linen.quantized({"plain": recipe}) as conversion:
         model.apply(params, X)
     assert [m.recipe for m in conversion if m.path == "ours"] == [RECIPES["switchback_m"]]
+
+
+def linen_rows(model, recipes, *args, **kwargs):
+    """The report on a Linen model: path, name, shape, whether it has a recipe, and reason of each matrix."""
+    params = model.init(jax.random.key(0), X)
+    with swjax.linen.quantized(recipes) as conversion:
+        model.apply(params, X, *args, **kwargs)
+    return [(m.path, m.name, m.shape, m.recipe is not None, m.reason) for m in conversion]
+
+
+def test_linen_lists_a_product_that_model_code_gives():
+    product = swjax.dot_general("switchback")
+    attention = nn.MultiHeadDotProductAttention(2, qkv_dot_general=product)
+    rows = linen_rows(attention, {"out": "llm_int8"})
+    assert {path: converted for path, _, _, converted, _ in rows} == dict.fromkeys(
+        ("query", "key", "value", "out"), True
+    )
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.Dense(8, name="fc")(x), None
+
+
+class LinenStacks(nn.Module):
+    """Stacks along either axis, as in big_vision, whose blocks are in nn.remat, and in MaxText."""
+
+    @nn.compact
+    def __call__(self, x):
+        split = {"params": True}
+        for axis in (0, 1):
+            stack = nn.scan(
+                nn.remat(LinenBlock), variable_axes={"params": axis}, split_rngs=split, length=3
+            )
+            x, _ = stack(name=f"scan_{axis}")(x, None)
+        heads = nn.vmap(
+            nn.Dense, variable_axes={"params": 0}, split_rngs=split, in_axes=None, axis_size=5
+        )
+        return heads(4, name="vmap")(x)
+
+
+def test_linen_lists_whole_stacks():
+    """A layer in nn.scan or nn.vmap counts as often as it has parameters."""
+    rows = linen_rows(LinenStacks(), {"scan_.*|vmap": "switchback"})
+    assert rows == [
+        ("scan_0/fc", "kernel", (3, 8, 8), True, ""),
+        ("scan_1/fc", "kernel", (8, 3, 8), True, ""),
+        ("vmap", "kernel", (5, 8, 4), True, ""),
+    ]
+
+
+class LinenOwn(nn.Module):
+    """Layers of a model's own, with parameters in the scope of their parent, as in Gemma."""
+
+    def setup(self):
+        self.table = LinenTable()
+
+    @nn.compact
+    def __call__(self, x):
+        weight = LinenWeight("gate")
+        nn.share_scope(self, weight)
+        return self.table.encode(jnp.array([1])) + weight(x)
+
+
+class LinenWeight(nn.Module):
+    weight: str
+
+    @nn.compact
+    def __call__(self, x):
+        return jnp.einsum("...d,df->...f", x, self.param(self.weight, nn.initializers.ones, (8, 8)))
+
+
+class LinenTable(nn.Module):
+    def setup(self):
+        self.rows = self.param("rows", nn.initializers.ones, (5, 8))
+
+    def encode(self, x):
+        return self.rows[x]
+
+
+def test_a_model_without_layers_of_flax_is_refused():
+    """The error names the way out, and the report has every matrix once."""
+    with pytest.raises(ValueError, match="the model has none of Flax's. In the code of its layers"):
+        linen_rows(LinenOwn(), {".*": "switchback"})
+    own = nnx.Dict(weight=nnx.Param(jnp.ones((8, 8))))
+    with pytest.raises(ValueError, match="replace jax.lax.dot_general by swjax.dot_general"):
+        swjax.nnx.quantize_model(own, {".*": "switchback"})
+    assert linen_rows(LinenOwn(), {}) == [
+        ("table", "rows", (5, 8), False, "takes no dot_general"),
+        ("", "gate", (8, 8), False, "takes no dot_general"),
+    ]
+
+
+def test_an_nnx_module_in_linen_is_refused():
+    """MaxText's Linen model is one NNX module; `swjax.nnx.quantize_model` converts those."""
+    bridged = nnx.bridge.to_linen(nnx.Linear, 8, 4)
+    with pytest.raises(ValueError, match="matches no linear layer"):
+        linen_rows(bridged, {".*": "switchback"})
+    assert linen_rows(bridged, {}) == [("", "kernel", (8, 4), False, "in an NNX module")]
+
+
+class LinenTowers(nn.Module):
+    def setup(self):
+        self.image, self.text = nn.Dense(8), LinenJitted()
+
+    def __call__(self, x, towers="image text"):
+        return sum(getattr(self, tower)(x) for tower in towers.split())
+
+
+class LinenJitted(nn.Module):
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="fc")(x)
+
+
+def test_linen_code_that_does_not_run():
+    """An unused tower or a compiled one is listed as such, and its expressions are not in error."""
+    recipes = {"image": "switchback", "text/.*": "switchback"}
+    image = ("image", "kernel", (8, 8), True, "")
+    text = ("text/fc", "kernel", (8, 8), True, "")
+    idle = (*text[:3], False, "its code did not run: unused, or compiled before")
+    assert linen_rows(LinenTowers(), recipes, towers="image") == [image, idle]
+    assert linen_rows(LinenTowers(), recipes) == [image, text]
+    assert linen_rows(LinenTowers(), recipes) == [image, idle]  # nn.jit has compiled it
+    with pytest.raises(ValueError, match="'txt/.*' matches no linear layer as a whole"):
+        linen_rows(LinenTowers(), {"txt/.*": "switchback"})
+
+    model = LinenTowers()
+    params = model.init(jax.random.key(0), X)
+    with swjax.linen.quantized({"image|text/.*": "switchback_q"}) as conversion:
+        for towers in ("image", "text", "image text"):
+            model.apply(params, X, towers)
+    assert [(m.path, m.kind) for m in conversion] == [("image", "Dense"), ("text/fc", "Dense")]

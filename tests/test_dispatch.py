@@ -3,6 +3,7 @@
 import re
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,8 @@ def quantized(rows, columns, dtype="int8"):
     return QTensor(array((rows, columns), dtype), array((rows, 1), "float32"))
 
 
-def heads(tokens, width, dtype="bfloat16"):
-    """Arguments of attention's backward pass."""
-    q, lse = array((8, tokens, 4, width), dtype), array((8, 4, tokens), "float32")
-    return q, q, q, q, lse, q
+def heads(batch, tokens, width, dtype="bfloat16"):
+    return (array((batch, tokens, 4, width), dtype),) * 3
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ OLD_JAX = jax.__version_info__ < (0, 11)
 def test_without_a_gpu_everything_is_xla(operation):
     arrays = {"matmul": (A, B)}.get(operation, (X,))
     arrays = (X, X) if operation.endswith("weight_gradient") else arrays
-    arrays = heads(77, 64) if operation.startswith("attention") else arrays
+    arrays = heads(2, 77, 64) * 2 if operation.startswith("attention") else arrays
     assert dispatch.choose(operation, *arrays) == "xla"
     for name in dispatch.IMPLEMENTATIONS[operation]:
         with pytest.raises(
@@ -94,12 +93,8 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "quantize_by", (array((4, 6)), array((4, 6), "float32")), {}, "xla"),
         ((9, 0), "gelu", (array((4, tiles.WIDEST_ROW + 1)),), {}, "xla"),
         ((8, 6), "layer_norm", (X,), {"quantize_to": "float8_e4m3fn"}, "xla"),
-        ((9, 0), "attention_backward", heads(257, 80), {}, "triton" if OLD_JAX else "mosaic_gpu"),
-        ((9, 0), "attention_backward", heads(257, 80), {"causal": True}, "triton"),
-        ((9, 0), "attention_backward", heads(257, 88), {}, "triton"),
-        ((9, 0), "attention_backward", heads(257, 112), {}, "triton"),
-        ((9, 0), "attention_backward", heads(577, 64), {}, "xla"),
-        ((9, 0), "attention_backward", heads(257, 64, "float32"), {}, "xla"),
+        ((9, 0), "attention", heads(8, 257, 80), {}, "triton"),
+        ((9, 0), "attention", heads(8, 257, 64, "float32"), {}, "xla"),
     ],
 )
 def test_none_falls_back_to_what_can_run(gpu, capability, operation, arrays, options, chosen):
@@ -267,6 +262,40 @@ def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
 
 
 # --- tiles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(OLD_JAX, reason="Mosaic's attention needs jax 0.11")
+@pytest.mark.parametrize(
+    "arrays, options, reason",
+    [
+        (heads(4, 257, 80), {}, "b [*] t to be a multiple of 8, got 1028"),
+        (heads(8, 257, 80), {"causal": True}, "is not causal"),
+        (heads(8, 77, 64), {}, "sequences of 129 to 265 tokens, got 77"),
+        (heads(8, 257, 88), {}, r"heads of \(64, 80\) features, got 88"),
+        (heads(8, 320, 64), {}, "sequences of 129 to 265 tokens, got 320"),
+        (heads(8, 257, 64, "float32"), {}, "a 16-bit dtype, got float32"),
+    ],
+)
+def test_what_attention_in_mosaic_refuses(gpu, arrays, options, reason):
+    gpu((9, 0))
+    accepted = dispatch.choose("attention", *heads(8, 257, 80), implementation="mosaic_gpu")
+    assert accepted == "mosaic_gpu"
+    with pytest.raises(ValueError, match=reason):
+        dispatch.choose("attention", *arrays, implementation="mosaic_gpu", **options)
+
+
+def test_a_gpu_without_a_table_uses_that_of_its_compute_capability():
+    h200, h100, a100, cpu = (
+        SimpleNamespace(device_kind=kind, compute_capability=capability)
+        for kind, capability in [
+            ("NVIDIA H200", "9.0"),
+            ("NVIDIA H100 of another make", "9.0"),
+            ("NVIDIA A100", "8.0"),
+            ("cpu", ""),
+        ]
+    )
+    assert tiles.table(h100) == tiles.table(h200) != {}
+    assert tiles.table(a100) == tiles.table(cpu) == {}
 
 
 @pytest.mark.parametrize("width", [1, 8, 77, 333, 768, 1024, 1280, 4096, 5120, tiles.WIDEST_ROW])

@@ -256,9 +256,10 @@ def sharded(optimizer, kind):
         "blocks": {"w": PartitionSpec("x")},
         "head": {"b": PartitionSpec(), "w": PartitionSpec("x")},
     }
+    unsharded = params_of()  # outside of the mesh, because they are cached
     with jax.set_mesh(mesh):
         params = jax.tree.map(
-            lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), params_of(), specs
+            lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), unsharded, specs
         )
         state = optimizer.init(params)
         updates, after = jax.jit(optimizer.update)(params, state, params)

@@ -165,14 +165,16 @@ def test_an_nnx_model_of_others(make):
 
 class LinenBlock(nn.Module):
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, _=None):
         x = x + nn.MultiHeadDotProductAttention(2, name="attention")(nn.LayerNorm()(x))
         y = nn.gelu(nn.Dense(64, name="up")(nn.LayerNorm()(x)))
-        return x + nn.Dense(32, name="down")(y)
+        return x + nn.Dense(32, name="down")(y), None
 
 
 class LinenViT(nn.Module):
-    """A vision transformer of Linen's modules, as in the paper on vision transformers."""
+    """A vision transformer of Linen's modules, with blocks that are scanned on demand, as in big_vision."""
+
+    scan: bool = False
 
     @nn.compact
     def __call__(self, images):
@@ -180,14 +182,26 @@ class LinenViT(nn.Module):
         x = x.reshape(len(x), -1, x.shape[-1])
         shape = (1, x.shape[1], x.shape[2])
         x = x + self.param("positions", nn.initializers.normal(0.02), shape)
-        for number in range(2):
-            x = LinenBlock(name=f"block_{number}")(x)
+        if self.scan:
+            block = nn.remat(LinenBlock, prevent_cse=False)
+            split = {"params": True}
+            x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs=split, length=2)(
+                name="block"
+            )(x, None)
+        for number in range(0 if self.scan else 2):
+            x, _ = LinenBlock(name=f"block_{number}")(x)
         return nn.Dense(8, name="head")(nn.LayerNorm()(x).mean(axis=1))
 
 
 def linen_vit():
     rules = {r"block_\d/attention/\w+": "switchback_m", r"block_\d/(up|down)": "switchback"}
     return LinenViT(), rules, 12, IMAGES, lambda logits: cross_entropy(logits, LABELS)
+
+
+def scanned_vit():
+    _, rules, count, images, loss = linen_vit()
+    rules = {rule.replace(r"block_\d", "block"): recipe for rule, recipe in rules.items()}
+    return LinenViT(scan=True), rules, count // 2, images, loss
 
 
 def flax_lm1b():
@@ -204,7 +218,7 @@ def flax_lm1b():
     return module.TransformerLM(config), rules, 12, TOKENS, loss
 
 
-@pytest.mark.parametrize("make", [linen_vit, flax_lm1b])
+@pytest.mark.parametrize("make", [linen_vit, scanned_vit, flax_lm1b])
 def test_a_linen_model_of_others(make):
     """A Linen model trains with TrainState and stable_adamw; outside the context it is unchanged."""
     model, rules, count, inputs, loss = make()
@@ -241,8 +255,10 @@ def test_a_linen_model_of_others(make):
     described = conversions[0]
     assert sum(matrix.recipe is not None for matrix in described) == count
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    held = [path for path, leaf in leaves if leaf.ndim >= 2 and "bias" not in str(path)]
-    assert len(described) == len(held)
+    held = [
+        leaf for path, leaf in leaves if leaf.ndim >= 2 and not re.search("bias|scale", str(path))
+    ]
+    assert sorted(matrix.shape for matrix in described) == sorted(leaf.shape for leaf in held)
     losses, others = train(quantized), train(plain)
     assert losses[-1] < 0.9 * losses[0]
     assert losses != others

@@ -15,7 +15,15 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swjax.optax import StableAdamWState, from_adamw_state, rms_by_path, stable_adamw
+from swjax.optax import (
+    StableAdamWState,
+    dynamic_loss_scale,
+    from_adamw_state,
+    per_tensor_guard,
+    rms_by_path,
+    scale_by_stable_adam,
+    stable_adamw,
+)
 
 MODULES = ("convert", "dynamic", "guard", "overflow", "rms", "stable", "tensors")
 
@@ -136,6 +144,27 @@ def test_state_types_are_stable_and_nothing_recompiles(dtype):
         assert types(keep(True)) == types(state)
 
 
+def leaves_of_containers(tree):
+    """The leaves that code finds which knows containers but not JAX's registry, as in big_vision."""
+    if isinstance(tree, (dict, tuple)):
+        children = tree.values() if isinstance(tree, dict) else tree
+        return [leaf for child in children for leaf in leaves_of_containers(child)]
+    return [tree]
+
+
+@pytest.mark.parametrize("axes", [None, AXES])
+def test_containers_hold_the_leaves_that_jax_finds(axes):
+    params, _ = problem()
+    for optimizer in (
+        stable_adamw(0.1, block_axes=axes),
+        per_tensor_guard(stable_adamw(0.1), 2.0, block_axes=axes),
+        dynamic_loss_scale(stable_adamw(0.1, block_axes=axes)),
+    ):
+        state = optimizer.init(params)
+        found = leaves_of_containers(state)
+        assert sorted(map(id, found)) == sorted(map(id, jax.tree.leaves(state)))
+
+
 def test_init_from_shapes_alone():
     shapes = {"x": jax.ShapeDtypeStruct((2, 4), jnp.bfloat16)}
     optimizer = stable_adamw(0.1)
@@ -227,6 +256,42 @@ def test_masked_and_partition_and_chain():
     clipped = optax.chain(optax.clip_by_global_norm(1.0), stable_adamw(0.05))
     _, state = train(clipped, params, grads)
     assert set(rms_by_path(state)) == {"blocks/w", "head/w", "head/b"}
+
+
+def test_a_chain_of_parts():
+    """The chain of big_vision and Scenic, which ends with a schedule and the sign."""
+    params, grads = problem()
+    decays = jax.tree.map(lambda p: p.ndim > 1, params)
+    trains = {"blocks": {"w": True}, "head": {"w": True, "b": False}}
+    schedule = optax.linear_schedule(1.0, 0.2, 5)
+    axes = lambda params: jax.tree_util.tree_map_with_path(
+        lambda path, _: 0 if "blocks" in jax.tree_util.keystr(path) else None, params
+    )
+    options = {"b1": 0.8, "b2": 0.95, "eps": 1e-5, "clip_threshold": 0.9, "block_axes": axes}
+    chain = optax.chain(
+        optax.masked(scale_by_stable_adam(**options), trains),
+        optax.scale(0.05),
+        optax.add_decayed_weights(0.01, decays),
+        optax.masked(optax.scale_by_schedule(schedule), trains),
+        optax.masked(
+            optax.set_to_zero(), {"blocks": {"w": False}, "head": {"w": False, "b": True}}
+        ),
+        optax.scale(-1.0),
+    )
+    whole = optax.partition(
+        {
+            True: stable_adamw(
+                lambda step: 0.05 * schedule(step), weight_decay=0.2, decoupled_lr=True, **options
+            ),
+            False: optax.set_to_zero(),
+        },
+        trains,
+    )
+    got, state = train(chain, params, grads)
+    want, want_state = train(whole, params, grads)
+    assert_close(got, want, rtol=1e-5)
+    assert_close(rms_by_path(state), rms_by_path(want_state), rtol=1e-5)
+    assert rms_by_path(state)["blocks/w"].shape == (2,)
 
 
 @jax.numpy_dtype_promotion("standard")  # as above

@@ -68,6 +68,7 @@ OUTCOMES: dict[str, str | dict[str, str]] = {
     "`jax.lax.cond`, and its `jax.grad`": YES,
     "`jax.lax.while_loop`, forward": YES,
     "`jax.shard_map`, and its `jax.grad`": YES,
+    "`jax.pmap` of `jax.grad`": YES,
     "`jax.export`, serialized and called": YES,
     "`pickle` of `swjax.dot_general`": YES,
 }
@@ -332,9 +333,25 @@ def _(recipe):
     def each(w, x):
         return loss(recipe, w, x)[None]
 
+    return jax.jit(jax.grad(lambda w, x: jnp.sum(each(w, x)), (0, 1)))(W, X), halves(recipe)
+
+
+def halves(recipe):
+    """The gradients of w and x if each of two devices quantizes its half of the rows."""
     grads = [jax.grad(partial(loss, recipe), (0, 1))(W, x) for x in (X[:2], X[2:])]
-    want = sum(dw for dw, _ in grads), jnp.concatenate([dx for _, dx in grads])
-    return jax.jit(jax.grad(lambda w, x: jnp.sum(each(w, x)), (0, 1)))(W, X), want
+    return sum(dw for dw, _ in grads), jnp.concatenate([dx for _, dx in grads])
+
+
+@case("`jax.pmap` of `jax.grad`")
+def _(recipe):
+    def each(w, x):
+        dw, dx = jax.grad(partial(loss, recipe), (0, 1))(w, x)
+        return lax.psum(dw, "data"), dx
+
+    devices = jax.devices()[:2]
+    step = jax.pmap(each, axis_name="data", in_axes=(None, 0), out_axes=(None, 0), devices=devices)
+    dw, dx = step(W, X.reshape(2, 2, *X.shape[1:]))
+    return (dw, dx.reshape(X.shape)), halves(recipe)
 
 
 @case("`jax.export`, serialized and called")

@@ -11,6 +11,7 @@ Candidates compile in threads while others are measured.
 
 import argparse
 import collections
+import copy
 import json
 import os
 import sys
@@ -296,9 +297,9 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    known = tiles.table_path(jax.devices()[0].device_kind)
-    table = json.loads(known.read_text())["tiles"] if known.exists() else {}
-    write_table(todo, table, args.out or known, args.seconds, args.threads)
+    device = jax.devices()[0]
+    out = args.out or tiles.table_path(device.device_kind)
+    write_table(todo, copy.deepcopy(tiles.table(device)), out, args.seconds, args.threads)
     return 0
 
 

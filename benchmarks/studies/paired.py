@@ -118,32 +118,46 @@ def told(pairs: list[float], digits: int = 2) -> str:
 
 
 def draw(figure, runs: list[dict]) -> None:
-    """Paired differences of top-1 with their intervals; losses over each other."""
-    figure.set_size_inches(11, 3.8)
-    left, right = figure.subplots(1, 2)
+    """Paired differences of top-1 with their intervals, the losses of one pair, and differences of losses."""
     arms = list(compared(runs))
     rows = [(*row, split) for row in arms for split in tests(row[-1])]
+    figure.set_size_inches(11, 4.4 + 0.5 * len(rows))
+    places = figure.subplot_mosaic("ss;ld", height_ratios=[0.6 + 0.5 * len(rows), 3.2])
+    scores, losses, less = (places[name] for name in "sld")
     for i, (_, arm, some, split) in enumerate(rows):
         pairs = differences(some, arm, split, "top1")
         mean, half = study.interval(pairs)
         color = f"C{tests(some).index(split)}"
         error = None if math.isnan(half) else half
-        left.plot(pairs, [-i - 0.2] * len(pairs), "|", color=color, alpha=0.4)
-        left.errorbar(mean, -i, xerr=error, fmt="o", markersize=5, capsize=3, color=color)
+        scores.plot(pairs, [-i - 0.2] * len(pairs), "|", color=color, alpha=0.4)
+        scores.errorbar(mean, -i, xerr=error, fmt="o", markersize=5, capsize=3, color=color)
         if i == 0:
             told = f"{mean:+.2f} ± {half:.2f} points of top-1, {len(pairs)} pairs"
-            left.set_title(f"{arm} less standard: {told}")
+            scores.set_title(f"{arm} less standard: {told}")
     labels = [", ".join(filter(None, (settings, arm, split))) for settings, arm, _, split in rows]
-    left.set_yticks([-i for i in range(len(rows))], labels)
-    left.set_ylim(0.5 - max(1, len(rows)), 0.5)
-    left.axvline(0, color="0.5", linewidth=0.8)
-    left.set(xlabel="top-1 less that of standard, points: mean, 95% interval, pairs")
+    scores.set_yticks([-i for i in range(len(rows))], labels)
+    scores.set_ylim(0.5 - max(1, len(rows)), 0.5)
+    scores.axvline(0, color="0.5", linewidth=0.8)
+    scores.set(xlabel="top-1 less that of standard, points: mean, 95% interval, pairs")
     for _, _, some in arms[:1]:
         first = min(run["key"]["seed"] for run in some)
         for run in some:
             if run["key"]["seed"] == first:
                 curve = run["result"]["loss"]
-                steps = [run["key"].get("shared", 0) + s for s in study.thinned_steps(curve)]
-                right.plot(steps, curve, linewidth=0.9, label=run["key"]["arm"])
-        right.legend()
-    right.set(xlabel="step", title="loss of one pair")
+                losses.plot(_steps(run), curve, linewidth=0.9, label=run["key"]["arm"])
+        losses.legend()
+    losses.set(xlabel="step", title="loss of one pair")
+    for i, (_, arm, some) in enumerate(arms):
+        curves = less_standard(some, arm, lambda result: np.asarray(result["loss"]))
+        for pair, curve in enumerate(curves):
+            label = None if pair else arm
+            less.plot(_steps(some[0]), curve, color=f"C{i}", linewidth=0.9, label=label)
+    less.axhline(0, color="0.5", linewidth=0.8)
+    if arms:
+        less.legend()
+    less.set(xlabel="step", title="loss less that of standard, each pair")
+
+
+def _steps(run: dict) -> list[int]:
+    """The step number of each point of a run's loss."""
+    return [run["key"].get("shared", 0) + s for s in study.thinned_steps(run["result"]["loss"])]

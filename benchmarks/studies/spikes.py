@@ -3,7 +3,7 @@
 Command:  python benchmarks/studies/spikes.py --dtype=bfloat16 --end=1 --minutes=8 \\
             --out=benchmarks/results/spikes_gpu.json --plot=benchmarks/notes/images/spikes_gpu.png
 
-Four parts, all of emoji drawings at 32 pixels:
+Parts, all of emoji drawings at 32 pixels:
   optimizers  at one high rate: AdamW, lower b2, b2 = 1 - t^-x, gradient clipping, StableAdamW
   surge       the same, with a signal that changes and nothing else: gradients 8 times as large from half
               of the run on. The second moment is stuck in the past; the loss itself is as before: what
@@ -13,11 +13,18 @@ Four parts, all of emoji drawings at 32 pixels:
               change; their weights' second moment is 0, and only the patch embedding's.
   sweep       AdamW of three b2 and StableAdamW over learning rate x batch x size: how many loss spikes,
               where RMS events are. Small batches hide spikes in their noise; --end 1 keeps the rate high.
+  recipes     not among the defaults: the optimizers of --arms at each of --rates, in each of --recipes. Runs
+              with one seed are pairs: they start from the same parameters and see the same batches.
+
+  python benchmarks/studies/spikes.py --parts recipes --dtype=bfloat16 --end=1 --sizes m --batches 256 \\
+    --rates 6e-3 8e-3 --arms "adamw 0.999" "stable 0.99" --seeds 24 \\
+    --out=benchmarks/results/spikes_recipes.json
 
 Events are those of swjax.diagnostics.spikes, whose chance level is exact. Alignment is counted for the patch
 embedding and, for comparison, for an MLP in the middle of the vision tower.
 """
 
+import functools
 import itertools
 import math
 import sys
@@ -42,8 +49,10 @@ ARMS = {
     "stable 0.99": {"b2": 0.99},
     "stable 0.999": {"b2": 0.999},
 }
+RECIPES = ("standard", "switchback")
 SWEPT = ("adamw 0.999", "adamw 0.99", "adamw 0.95", "stable 0.99")
 PARTS = ("surge", "optimizers", "shift", "sweep")  # what matters most comes first
+PROGRAM = ("part", "size", "batch", "steps", "end", "dtype", "recipe")  # what a program is made for
 PATCH = "vision/patch_embed/kernel"
 
 
@@ -59,7 +68,9 @@ def parse(argv):
     flags.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3])
     flags.add_argument("--rate", type=float, default=4e-3, help="at which optimizers compete")
     flags.add_argument("--end", type=float, default=0.1, help="share of the rate left at the end")
-    flags.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    flags.add_argument("--parts", nargs="+", default=PARTS, choices=(*PARTS, "recipes"))
+    flags.add_argument("--recipes", nargs="+", default=RECIPES, help='of the part "recipes"')
+    flags.add_argument("--arms", nargs="+", default=SWEPT, choices=ARMS, help="of the same")
     args = flags.parse_args(argv)
     if args.smoke:
         args.sizes, args.batches = ["xs"], [8]
@@ -68,37 +79,33 @@ def parse(argv):
 
 
 def runs(args):
-    """One program each: size x batch, with all rates, optimizers and seeds at once."""
+    """One program each: size x batch, with all rates, optimizers and seeds at once; recipes seed by seed."""
     first = {"size": args.sizes[0], "batch": args.batches[0]}
+    settings = {name: getattr(args, name) for name in ("steps", "end", "dtype", "source")}
     for part in args.parts:
+        if part == "recipes":
+            for seed, recipe in itertools.product(range(args.seeds), args.recipes):
+                key = {"part": part, **first, **settings, "recipe": recipe, "seed": seed}
+                each = list(itertools.product(args.arms, args.rates, [seed]))
+                key |= {"rates": args.rates, "arms": args.arms}
+                yield key, lambda key=key, each=each: train(args, key, each)
+            continue
         if part == "sweep":
             places = [first | {"size": size} for size in args.sizes]
             places += [first | {"batch": batch} for batch in args.batches[1:]]
             arms, rates = SWEPT, args.rates
         else:
             places, arms, rates = [first], list(ARMS), [args.rate]
-        settings = list(itertools.product(arms, rates, range(args.seeds)))
+        each = list(itertools.product(arms, rates, range(args.seeds)))
         for place in places:
-            shared = {
-                "steps": args.steps,
-                "end": args.end,
-                "dtype": args.dtype,
-                "source": args.source,
-            }
-            key = {"part": part, **place, **shared, "rates": rates, "seeds": args.seeds}
-            yield key, lambda key=key, settings=settings: train(args, key, settings)
+            key = {"part": part, **place, **settings, "rates": rates, "seeds": args.seeds}
+            yield key, lambda key=key, each=each: train(args, key, each)
 
 
 def train(args, key: dict, settings: list) -> dict:
     import engine
 
-    side = 16 if args.smoke else 32
-    corpus, _, vocabulary = engine.corpora(args.source, side, args.data)
-    sizes = dict(zip(("vision", "text"), SIZES[key["size"]], strict=True))
-    cfg = engine.model(**sizes, side=side, patch=8, vocabulary=vocabulary, dtype=args.dtype)
-    changes = {"surge": {"surge": args.steps // 2}, "shift": {"shift": True}}
-    trainer = engine.Trainer(cfg, corpus, steps=args.steps, warmup=args.steps // 10, end=args.end,
-                             batch=key["batch"], **changes.get(key["part"], {}))  # fmt: skip
+    trainer = make_trainer(args.source, args.data, args.smoke, *map(key.get, PROGRAM))
     hypers = [engine.Hyper(seed=seed, lr=rate, **ARMS[arm]) for arm, rate, seed in settings]
     _, measured = trainer.train(hypers)
     return {
@@ -107,6 +114,24 @@ def train(args, key: dict, settings: list) -> dict:
             for (arm, rate, seed), m in zip(settings, measured, strict=True)
         ]
     }
+
+
+@functools.cache  # the seeds of a recipe share a program
+def make_trainer(source, directory, smoke, part, size, batch, steps, end, dtype, recipe):
+    import engine
+
+    side = 16 if smoke else 32
+    corpus, _, vocabulary = engine.corpora(source, side, directory)
+    sizes = dict(zip(("vision", "text"), SIZES[size], strict=True))
+    options = {"dtype": dtype, "recipe": recipe or "standard"}
+    cfg = engine.model(**sizes, side=side, patch=8, vocabulary=vocabulary, **options)
+    changes = {
+        "surge": {"surge": steps // 2},
+        "shift": {"shift": True},
+        "recipes": {"together": False},
+    }
+    schedule = {"steps": steps, "warmup": steps // 10, "end": end}
+    return engine.Trainer(cfg, corpus, batch=batch, **schedule, **changes.get(part, {}))
 
 
 def judge(measured: dict) -> dict:
@@ -157,7 +182,10 @@ def aligned(found, name: str) -> dict:
 def cells(runs, *names):
     """Single runs by some of their settings and of their program's."""
     flat = [
-        {"key": run["key"] | {k: r[k] for k in ("arm", "lr", "seed")}, "result": r}
+        {
+            "key": {"recipe": "standard"} | run["key"] | {k: r[k] for k in ("arm", "lr", "seed")},
+            "result": r,
+        }
         for run in runs
         for r in run["result"]["runs"]
     ]
@@ -165,7 +193,7 @@ def cells(runs, *names):
 
 
 def table(runs) -> None:
-    arms = cells(runs, "part", "size", "batch", "steps", "lr", "arm")
+    arms = cells(runs, "part", "recipe", "size", "batch", "steps", "lr", "arm")
     for (part, *place), some in arms.items():
         results = [run["result"] for run in some]
         mean, half = study.interval(r["final"] for r in results)
@@ -178,9 +206,30 @@ def table(runs) -> None:
             control = arms.get(("optimizers", *place), ())
             text += after_surge(results, [run["result"] for run in control])
         print(text)
-    for (part,), some in cells(runs, "part").items():
+    for recipe in {run["key"]["recipe"]: 0 for run in runs if "recipe" in run["key"]}:
+        if recipe != "standard":
+            print(against_standard(runs, recipe))
+    for (part, recipe), some in cells(runs, "part", "recipe").items():
         for tensor in ("patch", "middle"):
-            print(f"{part}, {tensor}: {alignment([run['result'] for run in some], tensor)}")
+            print(
+                f"{part}, {recipe}, {tensor}: {alignment([run['result'] for run in some], tensor)}"
+            )
+
+
+def against_standard(runs, recipe: str) -> str:
+    """The spikes and final losses of a recipe less those of "standard", over pairs of runs."""
+    some = cells([run for run in runs if "recipe" in run["key"]], "recipe", "lr", "arm", "seed")
+    pairs = [
+        (some[recipe, *place][0]["result"], of_standard[0]["result"])
+        for (name, *place), of_standard in some.items()
+        if name == "standard" and (recipe, *place) in some
+    ]
+    totals = [sum(result["spikes"] for result in results) for results in zip(*pairs, strict=True)]
+    text = f"{recipe}, {len(pairs)} pairs: {totals[0]} spikes, standard {totals[1]}"
+    for name in ("spikes", "final"):
+        mean, half = study.interval(a[name] - b[name] for a, b in pairs)
+        text += f"; {name} of a run {mean:+.3f} +- {half:.3f}"
+    return text
 
 
 def after_surge(results: list[dict], control: list[dict]) -> str:
@@ -219,9 +268,10 @@ def draw(figure, runs) -> None:
     parts = {run["key"]["part"] for run in runs}
     spikes = any(run["result"]["spikes"] for run in cells(runs, "part").get(("sweep",), ()))
     panels = [draw_counts] if spikes else []
+    panels += [draw_recipes] if "recipes" in parts else []
     panels += [draw_sweep] if "sweep" in parts else []
     panels += [draw_spike] if foretold(runs) else []
-    panels += [draw_finals] if parts - {"sweep"} else []
+    panels += [draw_finals] if parts - {"sweep", "recipes"} else []
     panels += [draw_surge] if "surge" in parts else []
     figure.set_size_inches(3.8 * len(panels), 3.6)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -236,6 +286,20 @@ def draw_counts(axes, runs) -> None:
 def draw_sweep(axes, runs) -> None:
     axes.set_title("final loss, mean")
     draw_by_place(axes, runs, lambda results: sum(r["final"] for r in results) / len(results))
+
+
+def draw_recipes(axes, runs) -> None:
+    """The spikes of each optimizer's runs, a bar for each recipe."""
+    some = cells([run for run in runs if run["key"]["part"] == "recipes"], "arm", "recipe")
+    arms, recipes = (list(dict.fromkeys(names)) for names in zip(*some, strict=True))
+    width = 0.8 / len(recipes)
+    for i, recipe in enumerate(recipes):
+        totals = [sum(run["result"]["spikes"] for run in some[arm, recipe]) for arm in arms]
+        places = [x + width * (i - (len(recipes) - 1) / 2) for x in range(len(arms))]
+        axes.bar_label(axes.bar(places, totals, 0.9 * width, label=recipe))
+    axes.set_xticks(range(len(arms)), arms)
+    axes.set(title=f"loss spikes in {len(some[arms[0], recipes[0]])} runs")
+    axes.legend(fontsize=7)
 
 
 def draw_by_place(axes, runs, value) -> None:

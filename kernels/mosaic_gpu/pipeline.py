@@ -262,7 +262,14 @@ def launch(
 
 
 def kernel(
-    body: Callable, out: Any, scratch: tuple, *, blocks: int, interpret: Any, **in_clusters: Any
+    body: Callable,
+    out: Any,
+    scratch: tuple,
+    *,
+    blocks: int,
+    interpret: Any,
+    fast_math: bool = False,
+    **in_clusters: Any,
 ) -> Callable:
     """Builds a kernel of two compute warpgroups and the memory warpgroup, as a function of its inputs.
 
@@ -272,6 +279,7 @@ def kernel(
       scratch: shared memory and barriers.
       blocks: number of clusters of blocks.
       interpret: parameters of Pallas's interpreter, or None.
+      fast_math: whether exponentials are the hardware's, with a relative error of about 2**-22.
       **in_clusters: `cluster` and `cluster_names` of `plgpu.kernel`.
     """
     return plgpu.kernel(
@@ -282,7 +290,9 @@ def kernel(
         grid_names=("block",),
         num_threads=MEMORY + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=fast_math
+        ),
         interpret=interpret,
         **in_clusters,
     )

@@ -8,6 +8,7 @@ from typing import Any
 from swjax.recipes import RECIPES, Product, Recipe
 
 UNMATCHED = "no expression matches its path"
+NOT_RUN = "its code did not run: unused, or compiled before"
 _VECTORS = ("bias", "scale")  # never matrices, even with several axes
 
 
@@ -17,7 +18,7 @@ class Matrix:
 
     Attributes:
       path: path of its module, which expressions match.
-      kind: class name of its module.
+      kind: class name of its module; "" if its code did not run.
       name: the parameter's name in the module.
       shape: shape of the parameter.
       recipe: recipe of its products, or None if they are not converted.
@@ -30,6 +31,11 @@ class Matrix:
     shape: tuple[int, ...]
     recipe: Recipe | None
     reason: str = ""
+
+    @property
+    def parameter(self) -> tuple[str, str, tuple[int, ...]]:
+        """Path, name and shape."""
+        return self.path, self.name, self.shape
 
 
 class Conversion(list[Matrix]):
@@ -55,20 +61,29 @@ class Conversion(list[Matrix]):
     ) -> None:
         """Adds the parameters of a module that are matrices, each once.
 
+        Modules that share a scope have the same parameters; the row is that of the first, the innermost.
+
         Args:
           path, kind, recipe, reason: see `Matrix`.
           shapes: {name: shape} of the module's own parameters.
         """
         for name, shape in shapes.items():
+            if len(shape) < 2 or name in _VECTORS:
+                continue
             matrix = Matrix(path, kind, name, tuple(shape), recipe, reason)
-            if len(shape) >= 2 and name not in _VECTORS and matrix not in self:
+            known = [
+                number for number, other in enumerate(self) if other.parameter == matrix.parameter
+            ]
+            if known and self[known[0]].reason == NOT_RUN:
+                del self[known.pop()]
+            if not known:
                 self.append(matrix)
 
     def __str__(self) -> str:
         rows = [
             (
                 m.path or ".",
-                f"{m.kind}.{m.name}",
+                f"{m.kind}.{m.name}".lstrip("."),
                 " x ".join(map(str, m.shape)),
                 _name(m.recipe),
                 m.reason,

@@ -10,7 +10,7 @@ from swjax.optax.guard import PerTensorGuardState, per_tensor_guard
 from swjax.optax.overflow import unscale
 from swjax.optax.rms import adamw_rms_by_path, rms_by_path
 from swjax.optax.scaling import loss_scale, skipped_by_path
-from swjax.optax.stable import StableAdamWState, power_decay, stable_adamw
+from swjax.optax.stable import StableAdamWState, power_decay, scale_by_stable_adam, stable_adamw
 from swjax.optax.tensors import TensorValues, path_name
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "per_tensor_guard",
     "power_decay",
     "rms_by_path",
+    "scale_by_stable_adam",
     "skipped_by_path",
     "stable_adamw",
     "unscale",

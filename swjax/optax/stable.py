@@ -168,6 +168,50 @@ def stable_adamw(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def scale_by_stable_adam(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike | Callable[[jax.Array], jax.Array] = 0.99,
+    eps: jax.typing.ArrayLike = 1e-6,
+    *,
+    clip_threshold: jax.typing.ArrayLike = 1.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    block_axes: Any | Callable[[optax.Params], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`stable_adamw` without learning rate and weight decay, in place of `optax.scale_by_adam` in a chain.
+
+    The update of a tensor is m / (sqrt(v) + eps) / max(1, RMS / clip_threshold). A weight decay that a chain
+    adds is not shortened with the step, as with `stable_adamw(decoupled_lr=True)`.
+
+    Args:
+      b1, b2, eps, clip_threshold, mu_dtype, block_axes: see `stable_adamw`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`, whose state is a `StableAdamWState`.
+
+    Raises:
+      ValueError: see `stable_adamw`.
+
+    >>> chain = optax.chain(
+    ...     scale_by_stable_adam(), optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3)
+    ... )
+    >>> params = jnp.array([1.0, -2.0])
+    >>> updates, _ = chain.update(params, chain.init(params), params)
+    >>> [round(float(u), 6) for u in updates]
+    [-0.0011, 0.0012]
+    """
+    return stable_adamw(
+        -1.0,  # the update, not its negative
+        b1,
+        b2,
+        eps,
+        weight_decay=0.0,
+        mask=False,
+        clip_threshold=clip_threshold,
+        mu_dtype=mu_dtype,
+        block_axes=block_axes,
+    )
+
+
 def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], decoupled_lr: bool):
     """Algorithm 2 for one tensor. Returns (update, m, v, RMS of each block), not yet in stored dtypes.
 

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+# {name of a tensor: sizes of its axes that enumerate blocks, () for a single block}. A size is the length
+# of a tuple: code that traverses named tuples itself, as in big_vision, would take an int for a leaf.
+Blocks = dict[str, tuple[tuple[tuple[()], ...], ...]]
+
 
 def path_name(path: tuple[Any, ...]) -> str:
     """The name of a leaf: its keys joined by "/".
@@ -82,24 +86,22 @@ class TensorValues(NamedTuple):
     Attributes:
       values: [..., n], with tensors in the order of the parameter tree. `jax.vmap` over an optimizer adds the
         leading axes.
-      blocks: static; {name of the tensor: shape of its values}, () for a single value.
+      blocks: static; the blocks of each tensor, from `blocks_by_name`.
     """
 
     values: jax.Array
-    blocks: dict[str, tuple[int, ...]]
+    blocks: Blocks
 
     @classmethod
-    def zeros(
-        cls, blocks: dict[str, tuple[int, ...]], dtype: jax.typing.DTypeLike
-    ) -> "TensorValues":
+    def zeros(cls, blocks: Blocks, dtype: jax.typing.DTypeLike) -> "TensorValues":
         """Zeros for the blocks that `blocks_by_name` finds."""
-        size = sum(math.prod(shape) for shape in blocks.values())
+        size = sum(math.prod(map(len, sizes)) for sizes in blocks.values())
         return cls(jnp.zeros(size, dtype), blocks)
 
     @classmethod
     def of(
         cls,
-        blocks: dict[str, tuple[int, ...]],
+        blocks: Blocks,
         values: Sequence[jax.Array],
         dtype: jax.typing.DTypeLike,
     ) -> "TensorValues":
@@ -118,7 +120,8 @@ class TensorValues(NamedTuple):
                 f"optax.tree.map_params: read a state from `update`"
             )
         named, start = {}, 0
-        for path, shape in self.blocks.items():
+        for path, sizes in self.blocks.items():
+            shape = tuple(map(len, sizes))
             stop = start + math.prod(shape)
             named[path] = self.values[..., start:stop].reshape(*self.values.shape[:-1], *shape)
             start = stop
@@ -150,17 +153,17 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def blocks_by_name(params: Any, axes: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter's blocks: its sizes along the axes from `resolve_block_axes`.
+def blocks_by_name(params: Any, axes: list[tuple[int, ...]]) -> Blocks:
+    """The blocks of each parameter along the axes from `resolve_block_axes`.
 
     >>> blocks_by_name({"blocks": jnp.ones((2, 4, 3)), "head": jnp.ones(3)}, [(0,), ()])
-    {'blocks': (2,), 'head': ()}
+    {'blocks': (((), ()),), 'head': ()}
     """
-    blocks = {}
+    blocks: Blocks = {}
     for (path, p), kept in zip(jax.tree_util.tree_leaves_with_path(params), axes, strict=True):
         name = path_name(path)
         name = jax.tree_util.keystr(path) if name in blocks else name  # {"a/b": x, "a": {"b": y}}
-        blocks[name] = tuple(p.shape[axis] for axis in kept)
+        blocks[name] = tuple(((),) * p.shape[axis] for axis in kept)
     return blocks
 
 

@@ -16,6 +16,7 @@ from swjax.diagnostics import taps
 from swjax.optax import path_name
 from swjax.training.packed import PackedMetrics, fetch, pack
 from swjax.training.step import Batch, State, make_loss_and_grad, step_key
+from swjax.training.step_clock import is_due
 
 
 class Health:
@@ -57,7 +58,7 @@ class Health:
 
     def compiles_at(self, step: int) -> bool:
         """Whether a measurement is due at this step and the program is not compiled yet."""
-        return self._is_due(step) and self._compiled is None
+        return is_due(step, self._every) and self._compiled is None
 
     def compile(self, state: State, batch: Batch) -> jax.stages.Compiled:
         """Compiles the program (state, batch) -> measurements."""
@@ -67,13 +68,10 @@ class Health:
 
     def before(self, step: int, state: State, batch: Batch) -> None:
         """Measures, if the step with this number is due. The train step may donate `state` afterwards."""
-        if self._is_due(step):
+        if is_due(step, self._every):
             compiled = self._compiled or self.compile(state, batch)
             with _explain_failure():
                 self._pending[step] = compiled(state, batch)
-
-    def _is_due(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
 
     def records(self, last: int) -> dict[int, dict[str, float]]:
         """Returns {step: measurements} of the steps since the last call, up to the step `last`."""

@@ -24,7 +24,8 @@ from swjax.training.mirror import Mirror
 from swjax.training.nan_policy import Action, NanPolicy
 from swjax.training.results import is_finished, record_setup, tell_results, write_results
 from swjax.training.setup import assemble, check_config, init_or_restore, use_compilation_cache
-from swjax.training.step_log import StepLog, is_due
+from swjax.training.step_clock import is_due
+from swjax.training.step_log import StepLog
 from swjax.training.timing import Timing
 
 

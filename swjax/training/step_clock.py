@@ -1,4 +1,4 @@
-"""Measures the time of each step, and locates the delay of a slow step."""
+"""Which steps have an event such as an evaluation, how long each step takes, and what delays a slow step."""
 
 import collections
 import contextlib
@@ -8,6 +8,15 @@ import statistics
 import time
 from collections.abc import Iterable
 from typing import Any
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether an event is due after this step, if it happens every `every` steps (0: never).
+
+    >>> is_due(4, 2), is_due(5, 2), is_due(4, 0)
+    (True, False, False)
+    """
+    return every > 0 and step % every == 0
 
 
 class StepClock:

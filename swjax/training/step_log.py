@@ -19,6 +19,7 @@ from swjax.training.packed import PackedMetrics, fetch
 from swjax.training.profiling import Profiler
 from swjax.training.setup import Parts
 from swjax.training.step import Batch, State
+from swjax.training.step_clock import is_due
 from swjax.training.timing import Timing
 
 
@@ -160,12 +161,3 @@ def _keep_objects() -> None:
     """Excludes the compiler's objects from garbage collection, where they cost 0.13 s every 1,000 steps."""
     gc.collect()
     gc.freeze()
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether an event is due after this step, if it happens every `every` steps (0: never).
-
-    >>> is_due(4, 2), is_due(5, 2), is_due(4, 0)
-    (True, False, False)
-    """
-    return every > 0 and step % every == 0

@@ -1,0 +1,347 @@
+"""Attention over short sequences, forward.
+
+One block of threads stays on each multiprocessor. A unit of work is a head of one example, whose queries are
+cut into tiles of ROWS. One warpgroup copies the keys and values of the next heads into shared memory. Two
+warpgroups compute; one processes the even tiles of all units, the other the odd tiles::
+
+    scores    of a tile with all keys, in registers, so that the softmax needs no running correction
+    turn      waits until the other warpgroup has computed the weights of the tile before
+    weights   exponentials, which stay in registers
+    product   of weights and values; passes the turn once it is issued
+
+With turns, one warpgroup computes exponentials while the other one multiplies.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.mosaic_gpu import attention_memory as memory
+from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.attention_memory import ROWS, SLOTS, TILE, WARPGROUPS, Buffers
+from swjax.kernels.mosaic_gpu.pipeline import Ref
+
+# The shapes for which the kernel was measured. 272 keys fit into registers and shared memory.
+WIDTHS, SHORTEST_SEQUENCE, MOST_KEYS = (64, 80), 129, 272
+LOG2_E = math.log2(math.e)
+
+
+class Tile(NamedTuple):
+    """A tile of queries.
+
+    Attributes:
+      warpgroup: the compute warpgroup that processes it.
+      unit: number of its unit, counted over the units of this block of threads.
+      number: number of the tile in its unit.
+      turn: number of the tile, counted over the tiles of all units.
+      slot: the slot of its keys and values.
+    """
+
+    warpgroup: jax.Array
+    unit: jax.Array
+    number: jax.Array
+    turn: jax.Array
+    slot: jax.Array
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The work of one block of threads.
+
+    Attributes:
+      q, k, v: [b * t, h * d].
+      out: [b, t, h * d].
+      lse: [b * h * t].
+      heads: h.
+      block: number of this block of threads.
+      blocks: number of blocks of threads that share the units.
+      buffers: its shared memory.
+    """
+
+    q: Ref
+    k: Ref
+    v: Ref
+    out: Ref
+    lse: Ref
+    heads: int
+    block: jax.Array
+    blocks: int
+    buffers: Buffers
+
+    @property
+    def tokens(self) -> int:
+        return self.out.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.out.shape[2] // self.heads
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles of a unit."""
+        return pl.cdiv(self.tokens, ROWS)
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """The first key of each product of scores, and the number of its keys."""
+        keys = memory.copied_keys(self.tokens)
+        middle = pl.cdiv(keys // ROWS, 2) * ROWS
+        return [(0, middle), (middle, keys - middle)]
+
+    def units(self) -> jax.Array:
+        return pipeline.unit_count(self.out.shape[0] * self.heads, self.block, self.blocks)
+
+    def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the example of a unit, and its head."""
+        number = self.block + unit * self.blocks
+        return number // self.heads, lax.rem(number, self.heads)
+
+    def shift(self, example: jax.Array) -> jax.Array | int:
+        """Returns the number of copied keys before the first key of an example."""
+        return jnp.bitwise_and(example * self.tokens, TILE - 1) if self.tokens % TILE else 0
+
+    def copy(self) -> None:
+        """Copies keys and values of all units: the memory warpgroup."""
+
+        def copy_unit(unit, _):
+            slot = lax.rem(unit, SLOTS)
+            pipeline.wait_for_slot(self.buffers.empty, unit, SLOTS)
+            example, head = self.place(unit)
+            start = example * self.tokens - self.shift(example)
+
+            def copy_rows(source, first, ring):
+                rows = pl.ds(pl.multiple_of(start + first, TILE), ring.shape[1])
+                source = source.at[rows, pl.ds(head * self.width, self.width)]
+                plgpu.copy_gmem_to_smem(source, ring.at[slot], self.buffers.full.at[slot])
+
+            copy_rows(self.k, 0, self.buffers.k)
+            for first, ring in self.values():
+                copy_rows(self.v, first, ring)
+
+        units = self.units()
+        lax.fori_loop(0, units, copy_unit, None)
+        empty = lambda s, _: pipeline.wait_for_slot(self.buffers.empty, units + s, SLOTS)
+        lax.fori_loop(0, SLOTS, empty, None)
+
+    def values(self) -> list[tuple[int, Ref]]:
+        """Returns the first key of each buffer of values, and the buffer."""
+        pieces = memory.value_pieces(memory.copied_keys(self.tokens), self.width)
+        return [(first, ring) for (first, _, _), ring in zip(pieces, self.buffers.v)]
+
+    def compute(self, warpgroup: jax.Array) -> None:
+        """Computes the tiles of one compute warpgroup."""
+        self.copy_queries(warpgroup, warpgroup)
+
+        def compute_unit(unit, _):
+            slot = lax.rem(unit, SLOTS)
+            first = lax.rem(warpgroup + unit * self.tiles, WARPGROUPS)
+            plgpu.barrier_wait(self.buffers.full.at[slot])
+
+            def compute_tile(i, _):
+                number = first + i * WARPGROUPS
+                self.compute_tile(Tile(warpgroup, unit, number, unit * self.tiles + number, slot))
+
+            lax.fori_loop(
+                0, (self.tiles - first + WARPGROUPS - 1) // WARPGROUPS, compute_tile, None
+            )
+            plgpu.barrier_arrive(self.buffers.empty.at[slot])
+
+        lax.fori_loop(0, self.units(), compute_unit, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def copy_queries(self, warpgroup: jax.Array, turn: jax.Array) -> None:
+        """Copies the queries of a tile, if there is one; `turn` is that of `Tile`."""
+        unit = turn // self.tiles
+
+        @pl.when(unit < self.units())
+        def _():
+            example, head = self.place(unit)
+            rows = pl.ds(example * self.tokens + lax.rem(turn, self.tiles) * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(
+                self.q.at[rows, memory.row_columns(head, self.width)],
+                self.buffers.q.at[warpgroup],
+                self.buffers.q_full.at[warpgroup],
+            )
+
+    def compute_tile(self, tile: Tile) -> None:
+        plgpu.barrier_wait(self.buffers.q_full.at[tile.warpgroup])
+        load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
+        queries = self.buffers.q.at[tile.warpgroup]
+        q = load(queries, layout=plgpu.Layout.WGMMA, optimized=False)
+        # Mosaic starts the copy once all threads have loaded.
+        self.copy_queries(tile.warpgroup, tile.turn + WARPGROUPS)
+        scores = self.scores(q, tile.slot)
+
+        @pl.when(tile.turn > 0)
+        def wait_for_turn():
+            plgpu.barrier_wait(self.buffers.turn.at[tile.warpgroup])
+
+        example, _ = self.place(tile.unit)
+        weights, largest, total = self.softmax(
+            lax.optimization_barrier(scores), self.shift(example)
+        )
+        out = self.weighted_values(tile, weights, 1.0 / total)
+        self.store(tile, out, largest * self.width**-0.5 + jnp.log(total))
+
+    def scores(self, q: jax.Array, slot: jax.Array) -> list[jax.Array]:
+        """Returns the unscaled scores of a tile, [ROWS, keys] for each product."""
+
+        def multiply(*accumulators):
+            for scores, (first, count) in zip(accumulators, self.products):
+                plgpu.wgmma(scores, q, self.buffers.k.at[slot, pl.ds(first, count)].T)
+            return [scores[...] for scores in accumulators]
+
+        accumulators = (
+            plgpu.WGMMAAccumulatorRef((ROWS, count), jnp.float32) for _, count in self.products
+        )
+        return pl.run_scoped(multiply, *accumulators)
+
+    def softmax(
+        self, scores: list[jax.Array], shift: jax.Array | int
+    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        """Returns unnormalized weights, and for each row the largest score and the sum of weights."""
+        scores = [self.mask(s, first, shift) for s, (first, _) in zip(scores, self.products)]
+        largest = jnp.maximum(*(jnp.max(s, axis=1) for s in scores))
+        scale = self.width**-0.5 * LOG2_E
+        most = largest * scale
+        weights = [jnp.exp2(s * scale - lax.broadcast_in_dim(most, s.shape, (0,))) for s in scores]
+        total = jnp.sum(weights[0], axis=1) + jnp.sum(weights[1], axis=1)
+        return lax.optimization_barrier(([w.astype(self.v.dtype) for w in weights], largest, total))
+
+    def mask(self, scores: jax.Array, first: int, shift: jax.Array | int) -> jax.Array:
+        """Replaces the scores of other examples' tokens by minus infinity; `first` is the first key.
+
+        Such tokens can be in the first TILE columns, and from the number of tokens on.
+        """
+        columns = scores.shape[1]
+        before = TILE if first == 0 and self.tokens % TILE else 0
+        after = min(max(self.tokens // TILE * TILE - first, 0), columns)
+
+        def visible(start, stop, condition):
+            shape = (ROWS, stop - start)
+            key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            hidden = jnp.full(shape, -jnp.inf, jnp.float32)
+            return jnp.where(condition(key + (first + start)), scores[:, start:stop], hidden)
+
+        pieces = []
+        if before:
+            pieces.append(visible(0, before, lambda key: key >= shift))
+        if before < after:
+            pieces.append(scores[:, before:after])
+        if after < columns:
+            pieces.append(visible(after, columns, lambda key: key - self.tokens < shift))
+        return lax.concatenate(pieces, 1) if len(pieces) > 1 else pieces[0]
+
+    def weighted_values(self, tile: Tile, weights: list[jax.Array], factor: jax.Array) -> jax.Array:
+        """Returns weights times values, [ROWS, d], with rows multiplied by `factor`."""
+
+        def multiply(out):
+            for w, (start, count) in zip(weights, self.products):
+                for first, ring in self.values():
+                    low, high = max(start, first), min(start + count, first + ring.shape[1])
+                    if low < high:
+                        values = ring.at[tile.slot, pl.ds(low - first, high - low)]
+                        plgpu.wgmma(out, w[:, low - start : high - start], values)
+
+            @pl.when(tile.turn + 1 < self.units() * self.tiles)
+            def pass_the_turn():
+                plgpu.barrier_arrive(self.buffers.turn.at[1 - tile.warpgroup])
+
+            return out[...] * lax.broadcast_in_dim(factor, out.shape, (0,))
+
+        shape = (ROWS, self.width)
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+    def store(self, tile: Tile, out: jax.Array, lse: jax.Array) -> None:
+        """Writes the rows of a tile that belong to tokens."""
+        example, head = self.place(tile.unit)
+        rows = tile.number * ROWS
+        buffer = self.buffers.out.at[tile.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer[...] = out.astype(self.out.dtype)
+        plgpu.commit_smem()
+        to = self.out.at[example, pl.ds(rows, ROWS), memory.row_columns(head, self.width)]
+        plgpu.copy_smem_to_gmem(buffer, to)
+
+        start = (example * self.heads + head) * self.tokens + rows
+        whole, rest = divmod(self.tokens, ROWS)
+
+        @pl.when(tile.number < whole)
+        def _():
+            self.lse[pl.ds(start, ROWS)] = lse
+
+        if rest:
+
+            @pl.when(tile.number == whole)
+            def _():
+                buffer = self.buffers.lse.at[tile.warpgroup]
+                buffer[...] = lse
+
+                def write(i, _):
+                    self.lse[start + i] = buffer[i]
+
+                lax.fori_loop(0, rest, write, None)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.attention`, not causal. An infinity in v affects the examples next to its own.
+
+    `multiprocessors` and `interpret` are for tests.
+    """
+    assert not causal
+    batch, tokens, heads, width = q.shape
+    blocks = multiprocessors or tiles.multiprocessors()
+
+    def attention_forward_kernel(q, k, v, out, lse, *buffers):
+        block = lax.axis_index("block")
+        work = Attention(q, k, v, out, lse, heads, block, blocks, Buffers(*buffers))
+        pipeline.specialize(work.copy, work.compute)
+
+    buffers = memory.allocate(tokens, width, q.dtype)
+    types = (
+        jax.ShapeDtypeStruct((batch, tokens, heads * width), q.dtype),
+        jax.ShapeDtypeStruct((batch * heads * tokens,), jnp.float32),
+    )
+    run = pipeline.kernel(
+        attention_forward_kernel, types, buffers, blocks=blocks, interpret=interpret, fast_math=True
+    )
+    out, lse = run(*(x.reshape(batch * tokens, heads * width) for x in (q, k, v)))
+    return out.reshape(q.shape), lse.reshape(batch, heads, tokens)
+
+
+def why_not(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False
+) -> Unavailable | None:
+    """Why the kernel cannot compute attention of these arrays; None: it can, faster than Triton's kernel."""
+    batch, tokens, _, width = q.shape
+    if jax.__version_info__ < (0, 11):
+        return Unavailable(f"needs jax 0.11, and this is jax {jax.__version__}: use 'triton'")
+    if causal:
+        return Unavailable("is not causal: use 'triton'")
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
+    if width not in WIDTHS:
+        return Unavailable(f"supports heads of {WIDTHS} features, got {width}: use 'triton'")
+    if tokens < SHORTEST_SEQUENCE or memory.copied_keys(tokens) > MOST_KEYS:
+        return Unavailable(
+            f"supports sequences of {SHORTEST_SEQUENCE} to {MOST_KEYS - TILE + 1} tokens, "
+            f"got {tokens}: use 'triton'"
+        )
+    return pipeline.why_not_multiples({"b * t": (batch * tokens, TILE)}, "triton")
