@@ -42,6 +42,7 @@ def test_gradients_against_float64(run, shape, dtype):
             assert np.max(np.abs(value.astype(jnp.float32))) < 1e-2
 
 
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # in rows that are not written
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_far_from_the_maximum_stay_finite(run):
     """Padded keys have a score of 0, far above a log-sum-exp of -1e4: they must not contribute."""
@@ -50,7 +51,7 @@ def test_gradients_far_from_the_maximum_stay_finite(run):
     k = np.full(shape, -40, "bfloat16") + normal(shape, "bfloat16")
     v, gradient = normal(shape, "bfloat16"), normal(shape, "bfloat16", seed=1)
     q, k, v, gradient = (jnp.asarray(x) for x in (q, k, v, gradient))
-    out, lse = reference.attention(q, k, v)
+    out, lse = jax.block_until_ready(reference.attention(q, k, v))
     assert jnp.max(lse) < -1e3
     for value in run(q, k, v, out, lse, gradient):
         assert np.isfinite(np.asarray(value, np.float32)).all()
