@@ -165,6 +165,14 @@ def rms_of(opt_state) -> dict:
     return {f"rms/{path}": rms for path, rms in rms_by_path(opt_state).items()}
 
 
+def nudged(params, seed: int):
+    """Parameters with each element changed by one part in a million, up or down."""
+    signs = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda p: p * (1 + np.float32(2**-20) * signs.choice(np.float32([-1, 1]), p.shape)), params
+    )
+
+
 class Trainer:
     """Runs of one model, batch size and length.
 

@@ -5,8 +5,10 @@ Command:  python benchmarks/studies/fixed_batch.py --out=benchmarks/results/fixe
 
 In stochastic training the noise of gradients hides small errors. Here a small CLIP learns one batch of emoji
 drawings, with the same augmentations in every step, so that a gradient differs from that of "standard" by
-its rounding alone. The learning rate decays to 0. Runs with one seed are a pair: they start from the same
-parameters and see the same batch. A weight gradient of the image tower sums 17 tokens a drawing.
+its rounding alone. The learning rate decays to 0. A weight gradient of the image tower sums 17 tokens a
+drawing. The runs of a pair continue from the same --shared steps of "standard", because before them small
+differences decide when a run leaves the loss of chance. The arm "control" is "standard" whose start is
+changed by one part in a million: its differences from "standard" are those of any change of the rounding.
 
 The loss at the end is that of the batch. Nothing here tests whether a model generalizes.
 """
@@ -15,10 +17,11 @@ import functools
 import itertools
 import sys
 
+import numpy as np
 import paired
 import study
 
-ARMS = ("standard", "switchback", "switchback_hadamard", "llm_int8")
+ARMS = ("standard", paired.CONTROL, "switchback", "switchback_hadamard", "llm_int8")
 SIZES = {"xs": ((32, 2, 2), (32, 1, 2)), "s": ((64, 2, 2), (64, 1, 2))}  # (width, layers, heads)
 SIDE, PATCH = 32, 8
 
@@ -32,23 +35,27 @@ def parse(argv):
     flags = study.parser(__doc__)
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     flags.add_argument("--steps", type=int, default=300)
+    flags.add_argument(
+        "--shared", type=int, default=150, help="steps that the runs of a pair share"
+    )
     flags.add_argument("--dtype", default="float32", help="of what is not quantized")
     flags.add_argument("--source", default="emoji", help="or synthetic")
     flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
-    flags.add_argument("--arms", nargs="+", default=ARMS, help="recipes")
+    flags.add_argument("--arms", nargs="+", default=ARMS, help=f"recipes, and {paired.CONTROL}")
     flags.add_argument("--size", default="s", choices=SIZES)
     flags.add_argument("--batch", type=int, default=2048)
     flags.add_argument("--rate", type=float, default=2e-3)
     args = flags.parse_args(argv)
     if args.smoke:
-        args.source, args.batch, args.steps, args.size = "synthetic", 16, 50, "xs"
+        args.source, args.batch, args.steps, args.size = "synthetic", 16, 100, "xs"
+        args.shared = 50
         args.seeds, args.arms = [0, 1], ARMS[:2]
     return args
 
 
 def runs(args):
     """Every arm of a seed before the next seed, so that a study which is cut short has whole pairs."""
-    names = ("steps", "dtype", "source", "size", "batch", "rate")
+    names = ("steps", "shared", "dtype", "source", "size", "batch", "rate")
     settings = {name: getattr(args, name) for name in names}
     for seed, arm in itertools.product(args.seeds, args.arms):
         key = {"seed": seed, "arm": arm, **settings}
@@ -58,9 +65,14 @@ def runs(args):
 def train(args, key: dict) -> dict:
     import engine
 
-    settings = (key[name] for name in ("source", "arm", "size", "batch", "steps", "dtype"))
-    trainer = make_trainer(args.data, *settings)
-    _, (measured,) = trainer.train([engine.Hyper(seed=key["seed"], lr=key["rate"])])
+    settings = [key[name] for name in ("source", "size", "batch", "steps", "dtype")]
+    is_control = key["arm"] == paired.CONTROL
+    hyper = engine.Hyper(*map(np.float32, engine.Hyper(lr=key["rate"])))
+    hyper = hyper._replace(seed=np.int32(key["seed"]))
+    params, state = begin(make_trainer(args.data, "standard", *settings), hyper, key["shared"])
+    params = engine.nudged(params, key["seed"]) if is_control else params
+    trainer = make_trainer(args.data, "standard" if is_control else key["arm"], *settings)
+    _, measured = trainer.resume(hyper, (params, state), key["shared"])
     loss = measured["loss"]
     return {
         "final_loss": float(loss[-1]),
@@ -69,8 +81,14 @@ def train(args, key: dict) -> dict:
     }
 
 
+@functools.lru_cache(maxsize=1)  # the arms of a seed follow each other
+def begin(trainer, hyper, steps: int):
+    """What the runs of a pair start from, on the host."""
+    return trainer.begin(hyper, steps)
+
+
 @functools.cache  # seeds share a compiled program
-def make_trainer(directory, source, arm: str, size: str, batch: int, steps: int, dtype: str):
+def make_trainer(directory, arm: str, source, size: str, batch: int, steps: int, dtype: str):
     import engine
 
     corpus, _, vocabulary = engine.corpora(source, SIDE, directory)
@@ -94,11 +112,10 @@ def table(runs: list[dict]) -> None:
 
 def draw(figure, runs: list[dict]) -> None:
     """The losses less those of "standard", a line for each pair."""
-    import numpy as np
-
     axes = figure.subplots()
     arms = [arm for (arm,) in study.group(runs, "arm") if arm != "standard"]
-    steps = study.thinned_steps(runs[0]["result"]["loss"])
+    shared = runs[0]["key"]["shared"]
+    steps = [shared + step for step in study.thinned_steps(runs[0]["result"]["loss"])]
     for number, arm in enumerate(arms):
         curves = paired.less_standard(runs, arm, lambda result: np.asarray(result["loss"]))
         for pair, curve in enumerate(curves):

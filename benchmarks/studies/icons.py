@@ -43,7 +43,6 @@ import study
 
 SIZES = {"B": "vit_b16", "L": "vit_l14", "H": "vit_h14"}
 TESTS = ("test", "test_sets", "test_both")
-CONTROL = "control"
 CAPTIONS, SIDE, CONTEXT = 8, 64, 16
 PART = 512  # drawings that a process reads at once
 
@@ -57,7 +56,7 @@ def parse(argv) -> argparse.Namespace:
     flags = study.parser(__doc__)
     flags.add_argument("--sizes", nargs="+", default=["B"], choices=SIZES)
     default = ["standard", "switchback"]
-    flags.add_argument("--arms", nargs="+", default=default, help=f"recipes, and {CONTROL}")
+    flags.add_argument("--arms", nargs="+", default=default, help=f"recipes, and {paired.CONTROL}")
     flags.add_argument("--rates", nargs="+", type=float, default=[5e-4])
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     flags.add_argument("--steps", type=int, default=2400)
@@ -74,7 +73,7 @@ def parse(argv) -> argparse.Namespace:
     if args.smoke:
         args.source, args.batch, args.seeds = "synthetic", 8, [0, 1]
         args.steps, args.warmup, args.shared = 100, 10, 50
-        args.arms = [*args.arms, CONTROL]
+        args.arms = [*args.arms, paired.CONTROL]
     return args
 
 
@@ -99,7 +98,7 @@ def train(args: argparse.Namespace, key: dict) -> dict:
 
     files = args.source, args.data, args.archive
     settings = args.steps, args.warmup, args.batch, tuple(args.set)
-    is_control = key["arm"] == CONTROL
+    is_control = key["arm"] == paired.CONTROL
     recipe = "standard" if is_control else key["arm"]
     trainer = make_trainer(files, key["size"], recipe, *settings)
     hyper = engine.Hyper(*map(np.float32, engine.Hyper(lr=key["rate"], b2=0.98)))
@@ -107,7 +106,7 @@ def train(args: argparse.Namespace, key: dict) -> dict:
     began = time.perf_counter()
     first = make_trainer(files, key["size"], "standard", *settings) if args.shared else trainer
     start = begin(first, hyper, args.shared)
-    start = (nudged(start[0], key["seed"]), *start[1:]) if is_control else start
+    start = (engine.nudged(start[0], key["seed"]), *start[1:]) if is_control else start
     params, measured = trainer.resume(hyper, start, args.shared)
     seconds = time.perf_counter() - began
     corpora = {name: read(*files)[name] for name in ("val", *TESTS)}
@@ -123,16 +122,6 @@ def train(args: argparse.Namespace, key: dict) -> dict:
 def begin(trainer, hyper, steps: int):
     """What the runs of a pair start from, on the host."""
     return trainer.begin(hyper, steps)
-
-
-def nudged(params, seed: int):
-    """The parameters with each element changed by one part in a million, up or down."""
-    import jax
-
-    signs = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda p: p * (1 + np.float32(2**-20) * signs.choice(np.float32([-1, 1]), p.shape)), params
-    )
 
 
 @functools.cache  # seeds and rates share compiled programs

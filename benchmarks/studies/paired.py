@@ -13,6 +13,7 @@ import numpy as np
 import study
 
 T = TypeVar("T", float, np.ndarray)
+CONTROL = "control"  # the arm that is "standard" from a slightly changed start
 SCORES = ("top1", "image_to_text_R@10", "text_to_image_R@10")
 
 
