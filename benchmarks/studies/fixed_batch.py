@@ -1,7 +1,6 @@
 """What does rounding cost where gradients have no noise? Every step has the same pairs.
 
-Command:  python benchmarks/studies/fixed_batch.py --out=benchmarks/results/fixed_batch_cpu.json \\
-            --plot=benchmarks/notes/images/fixed_batch.png
+Command:  python benchmarks/studies/fixed_batch.py --out=benchmarks/results/fixed_batch_cpu.json
 
 In stochastic training the noise of gradients hides small errors. Here a small CLIP learns one batch of emoji
 drawings, with the same augmentations in every step, so that a gradient differs from that of "standard" by
