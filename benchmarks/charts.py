@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks" / "studies"))
 
@@ -374,12 +372,7 @@ def draw_loss_differences(figure) -> None:
     }
     for axes, (name, (arm, title)) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
         runs = read(name)["runs"]
-        steps = study.thinned_steps(runs[0]["result"]["loss"])
-        steps = [runs[0]["key"]["shared"] + step for step in steps]
-        curves = paired.less_standard(runs, arm, lambda result: np.asarray(result["loss"]))
-        for curve in curves:
-            axes.plot(steps, curve, color=OURS, linewidth=0.9)
-        axes.axhline(0, color="black", linewidth=0.8)
+        paired.draw_gaps(axes, runs, arm, color=OURS)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel(f"step of {runs[0]['key']['batch']:,} pairs", fontsize=9)
         clear(axes)

@@ -261,9 +261,6 @@ def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
         assert dispatch.choose("matmul", A, B) == chosen
 
 
-# --- tiles --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(OLD_JAX, reason="Mosaic's attention needs jax 0.11")
 @pytest.mark.parametrize(
     "arrays, options, reason",
@@ -282,6 +279,9 @@ def test_what_attention_in_mosaic_refuses(gpu, arrays, options, reason):
     assert accepted == "mosaic_gpu"
     with pytest.raises(ValueError, match=reason):
         dispatch.choose("attention", *arrays, implementation="mosaic_gpu", **options)
+
+
+# --- tiles --------------------------------------------------------------------------------------------
 
 
 def test_a_gpu_without_a_table_uses_that_of_its_compute_capability():

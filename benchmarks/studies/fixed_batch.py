@@ -16,7 +16,6 @@ import functools
 import itertools
 import sys
 
-import numpy as np
 import paired
 import study
 
@@ -66,9 +65,9 @@ def train(args, key: dict) -> dict:
 
     settings = [key[name] for name in ("source", "size", "batch", "steps", "dtype")]
     is_control = key["arm"] == paired.CONTROL
-    hyper = engine.Hyper(*map(np.float32, engine.Hyper(lr=key["rate"])))
-    hyper = hyper._replace(seed=np.int32(key["seed"]))
-    params, state = begin(make_trainer(args.data, "standard", *settings), hyper, key["shared"])
+    hyper = engine.Hyper(seed=key["seed"], lr=key["rate"]).typed()
+    first = make_trainer(args.data, "standard", *settings)
+    params, state = engine.begin(first, hyper, key["shared"])
     params = engine.nudged(params, key["seed"]) if is_control else params
     trainer = make_trainer(args.data, "standard" if is_control else key["arm"], *settings)
     _, measured = trainer.resume(hyper, (params, state), key["shared"])
@@ -78,12 +77,6 @@ def train(args, key: dict) -> dict:
         "loss": study.thin(loss),
         "grad_norm": study.thin(measured["grad_norm"]),
     }
-
-
-@functools.lru_cache(maxsize=1)  # the arms of a seed follow each other
-def begin(trainer, hyper, steps: int):
-    """What the runs of a pair start from, on the host."""
-    return trainer.begin(hyper, steps)
 
 
 @functools.cache  # seeds share a compiled program
@@ -112,16 +105,9 @@ def table(runs: list[dict]) -> None:
 def draw(figure, runs: list[dict]) -> None:
     """The losses less those of "standard", a line for each pair."""
     axes = figure.subplots()
-    arms = [arm for (arm,) in study.group(runs, "arm") if arm != "standard"]
-    shared = runs[0]["key"]["shared"]
-    steps = [shared + step for step in study.thinned_steps(runs[0]["result"]["loss"])]
-    for number, arm in enumerate(arms):
-        curves = paired.less_standard(runs, arm, lambda result: np.asarray(result["loss"]))
-        for pair, curve in enumerate(curves):
-            label = None if pair else arm
-            axes.plot(steps, curve, color=f"C{number}", linewidth=0.9, label=label)
-    axes.axhline(0, color="0.5", linewidth=0.8)
-    axes.set(xlabel="step", title="loss less that of standard, each pair")
+    for number, (arm,) in enumerate(study.group(runs, "arm")):
+        if arm != "standard":
+            paired.draw_gaps(axes, runs, arm, color=f"C{number}")
     axes.legend(fontsize=8)
 
 

@@ -151,14 +151,19 @@ def draw(figure, runs: list[dict]) -> None:
         losses.legend()
     losses.set(xlabel="step", title="loss of one pair")
     for i, (_, arm, some) in enumerate(arms):
-        curves = less_standard(some, arm, lambda result: np.asarray(result["loss"]))
-        for pair, curve in enumerate(curves):
-            label = None if pair else arm
-            gaps.plot(_steps(some[0]), curve, color=f"C{i}", linewidth=0.9, label=label)
-    gaps.axhline(0, color="0.5", linewidth=0.8)
+        draw_gaps(gaps, some, arm, color=f"C{i}")
     if arms:
         gaps.legend()
-    gaps.set(xlabel="step", title="loss less that of standard, each pair")
+
+
+def draw_gaps(axes, some: list[dict], arm: str, color: str) -> None:
+    """The training losses of an arm less those of "standard" over the steps, a line for each pair."""
+    curves = less_standard(some, arm, lambda result: np.asarray(result["loss"]))
+    for pair, curve in enumerate(curves):
+        label = None if pair else arm
+        axes.plot(_steps(some[0]), curve, color=color, linewidth=0.9, label=label)
+    axes.axhline(0, color="0.5", linewidth=0.8)
+    axes.set(xlabel="step", title="loss less that of standard, each pair")
 
 
 def _steps(run: dict) -> list[int]:
