@@ -68,11 +68,13 @@ def train(args, key: dict) -> dict:
     hyper = engine.Hyper(seed=key["seed"], lr=key["rate"]).typed()
     first = make_trainer(args.data, "standard", *settings)
     params, state = engine.begin(first, hyper, key["shared"])
+    start = paired.fingerprint(params)
     params = engine.nudged(params, key["seed"]) if is_control else params
     trainer = make_trainer(args.data, "standard" if is_control else key["arm"], *settings)
     _, measured = trainer.resume(hyper, (params, state), key["shared"])
     loss = measured["loss"]
     return {
+        "start": start,
         "final_loss": float(loss[-1]),
         "loss": study.thin(loss),
         "grad_norm": study.thin(measured["grad_norm"]),

@@ -104,12 +104,14 @@ def train(args: argparse.Namespace, key: dict) -> dict:
     hyper = engine.Hyper(seed=key["seed"], lr=key["rate"], b2=0.98).typed()
     began = time.perf_counter()
     first = make_trainer(files, key["size"], "standard", *settings) if args.shared else trainer
-    start = engine.begin(first, hyper, args.shared)
-    start = (engine.nudged(start[0], key["seed"]), *start[1:]) if is_control else start
-    params, measured = trainer.resume(hyper, start, args.shared)
+    params, state = engine.begin(first, hyper, args.shared)
+    start = paired.fingerprint(params)
+    params = engine.nudged(params, key["seed"]) if is_control else params
+    params, measured = trainer.resume(hyper, (params, state), args.shared)
     seconds = time.perf_counter() - began
     corpora = {name: read(*files)[name] for name in ("val", *TESTS)}
     return {
+        "start": start,
         "training_seconds": round(seconds, 1),
         "grad_norm": study.thin(measured["grad_norm"]),
         "rms_patch_embed": study.thin(measured["rms/vision/patch_embed/kernel"]),
