@@ -11,7 +11,7 @@ import pytest
 from kernel_cases import ROW_OPERATIONS, attention_arguments, normal, operands, row_arguments
 from numeric import FLOOR_DB, snr_db
 
-from swjax.kernels import dispatch, tiles
+from swjax.kernels import dispatch, reference, tiles
 from swjax.kernels.reference import QTensor
 
 pytestmark = pytest.mark.gpu
@@ -72,6 +72,42 @@ def check_runs(operation, implementation, arrays, options):
     for _ in range(5):
         poison(first)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(call()), first)
+
+
+MILLION = 16_384 * 65  # tokens
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    "operation, implementation", implementations.of("quantize", *ROW_OPERATIONS)
+)
+def test_narrow_rows_of_a_million_tokens(operation, implementation, width):
+    arrays = row_arguments(operation, normal((MILLION, width), "bfloat16"))
+    options = ROW_OPERATIONS.get(operation, {})
+    check_by_xla(operation, implementation, arrays, options)
+    if operation in ("layer_norm", "gelu", "gelu_backward"):
+        check_by_xla(operation, implementation, arrays, options | {"quantize_to": "int8"})
+
+
+@pytest.mark.parametrize("k, n", [(64, 64), (64, 256), (256, 64), (128, 128), (512, 128)])
+@pytest.mark.parametrize("operation, implementation", implementations.of("matmul"))
+def test_narrow_products_of_a_million_tokens(operation, implementation, k, n):
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-127, 128, (rows, k), "int8") for rows in (MILLION, n))
+    scale = rng.uniform(0.5, 2, (MILLION, 1)).astype("float32") / (127 * k**0.5)
+    arrays = QTensor(a, scale), QTensor(b, np.full((1, 1), 1 / 127, "float32")), normal(n)
+    check_by_xla(operation, implementation, arrays, {"out_dtype": "bfloat16"})
+
+
+def check_by_xla(operation, implementation, arrays, options):
+    """Compares with the specification, which XLA computes on the same device, without copies to the host."""
+    arrays = jax.device_put(arrays)
+    got = implementations.run(operation, *arrays, implementation=implementation, **options)
+    want = jax.jit(partial(getattr(reference, operation), **options))(*arrays)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        error = jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+        assert error < 0.01, f"{operation} {a.dtype}{list(a.shape)}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("slices", [1, 2, 5, 7])
