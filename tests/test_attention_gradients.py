@@ -1,5 +1,7 @@
 """The prototype of attention's backward pass in Mosaic, which `dispatch` does not choose, against float64."""
 
+from functools import partial
+
 import interpreters
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,11 @@ from kernel_cases import attention_arguments, normal
 from numeric import FLOOR_DB, snr_db
 
 from swjax.kernels import mosaic_gpu, reference
+from swjax.kernels.mosaic_gpu.attention_copies import Variant
 
 # (queries [b, t, h, d], dtype): one tile of tokens, two, a last tile of few tokens; 64 features, 16, both.
 CASES = [
-    ((1, 257, 1, 80), "bfloat16"),
+    ((5, 257, 2, 80), "bfloat16"),
     ((3, 129, 2, 80), "float16"),
     ((2, 197, 1, 64), "bfloat16"),
     ((2, 128, 3, 32), "bfloat16"),
@@ -21,18 +24,40 @@ CASES = [
     ((1, 1, 1, 64), "bfloat16"),
 ]
 RUNS = [
-    pytest.param(mosaic_gpu.attention_backward, marks=pytest.mark.gpu, id="compiled"),
     pytest.param(
-        lambda *arrays: interpreters.run("mosaic_gpu", "attention_backward", *arrays),
+        partial(mosaic_gpu.attention_backward, multiprocessors=4),
+        marks=pytest.mark.gpu,
+        id="compiled",
+    ),
+    pytest.param(
+        partial(interpreters.run, "mosaic_gpu", "attention_backward"),
         marks=interpreters.SKIPS["mosaic_gpu"],
         id="interpreted",
     ),
 ]
 
 
+VARIANTS = [
+    ((4, 257, 3, 64), dict(early=True)),
+    ((4, 257, 3, 80), dict(early=True, lone=True)),
+    ((4, 129, 3, 80), dict(early=True, lone=True, slots=2)),
+    ((5, 129, 2, 64), dict(slots=2)),
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("shape, changes", VARIANTS)
+def test_variants_against_float64(run, shape, changes):
+    check(partial(run, variant=Variant(columns=(128, 64), **changes)), shape, "bfloat16")
+
+
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("shape, dtype", CASES)
 def test_gradients_against_float64(run, shape, dtype):
+    check(run, shape, dtype)
+
+
+def check(run, shape, dtype):
     arrays = attention_arguments("attention_backward", shape, dtype)
     for value, exact in zip(run(*arrays), oracle.attention_backward(*arrays), strict=True):
         assert value.dtype == dtype

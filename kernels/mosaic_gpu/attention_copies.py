@@ -24,6 +24,8 @@ class Variant:
       slots: number of heads in shared memory.
       line: number of features of a swizzled line in shared memory, 64 or 16.
       held: names of rows that are held in registers: "keys", "queries"; any name holds lines of 16 features.
+      early: whether a warpgroup releases the keys of other warpgroups before its first rows of keys.
+      lone: whether a last key that is alone in its tile takes its weights from the rows of queries.
     """
 
     compute: int = 2
@@ -32,6 +34,8 @@ class Variant:
     slots: int = 1
     line: int = 64
     held: str = ""
+    early: bool = False
+    lone: bool = False
 
 
 class Buffers(NamedTuple):
@@ -40,11 +44,14 @@ class Buffers(NamedTuple):
     Attributes:
       q, k, v, g: [slots, span, features] of each piece of the features.
       out, results: [compute warpgroups, ROWS, d].
-      lse, delta: [slots + 1, span].
+      lse: [slots + 1, span].
+      delta: [2, span].
+      last: weights of the last key and their slopes, [2, span], if `lone`.
       keys_full, queries_full, keys_empty, queries_empty: a barrier for each tile of each slot.
       lse_full: [slots + 1].
       out_full, out_empty: a barrier for each compute warpgroup.
       exchange: a barrier at which the compute warpgroups wait for each other.
+      last_full: a barrier; `last` is complete.
     """
 
     q: tuple[Ref, ...]
@@ -55,6 +62,7 @@ class Buffers(NamedTuple):
     results: Ref
     lse: Ref
     delta: Ref
+    last: tuple[Ref, ...]
     keys_full: Ref
     queries_full: Ref
     keys_empty: Ref
@@ -63,6 +71,7 @@ class Buffers(NamedTuple):
     out_full: Ref
     out_empty: Ref
     exchange: Ref
+    last_full: Ref
 
 
 class Slot(NamedTuple):
@@ -71,6 +80,7 @@ class Slot(NamedTuple):
     Attributes:
       q, k, v, g: [span, features] of each piece of the features.
       lse, delta: [span].
+      last: weights of the last key and their slopes, [span].
       first: number of its first barrier.
     """
 
@@ -80,6 +90,7 @@ class Slot(NamedTuple):
     g: tuple[Ref, ...]
     lse: Ref
     delta: Ref
+    last: tuple[Ref, ...]
     first: jax.Array
 
 
@@ -192,5 +203,7 @@ class Memory:
         other = lax.rem(head, self.variant.slots + 1)
         # Otherwise the compiler computes all addresses before the loop over heads, and spills them.
         slot, other = lax.optimization_barrier(slot), lax.optimization_barrier(other)
+        two = lax.rem(head, 2) if self.variant.slots > 1 else other
         q, k, v, g = (tuple(x.at[slot] for x in pieces) for pieces in (b.q, b.k, b.v, b.g))
-        return Slot(q, k, v, g, b.lse.at[other], b.delta.at[other], slot * self.heads.tiles)
+        last = tuple(x.at[two] for x in b.last)
+        return Slot(q, k, v, g, b.lse.at[other], b.delta.at[two], last, slot * self.heads.tiles)

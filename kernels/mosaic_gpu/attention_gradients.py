@@ -74,7 +74,7 @@ def attention_backward(
 
     operand = tuple(piece.buffer((slots, span), q.dtype) for piece in pieces)
     tile = plgpu.SMEM((compute, ROWS, width), q.dtype)
-    vector = plgpu.SMEM((slots + 1, padded), jnp.float32)
+    vector, two_vectors = (plgpu.SMEM((n, padded), jnp.float32) for n in (slots + 1, 2))
     copies = 2 * sum(attention_heads.copies(piece) for piece in pieces)
     full = plgpu.Barrier(num_barriers=slots * count, num_arrivals=copies)
     buffers = Buffers(
@@ -85,7 +85,8 @@ def attention_backward(
         out=tile,
         results=tile,
         lse=vector,
-        delta=vector,
+        delta=two_vectors,
+        last=(two_vectors,) * (2 * variant.lone),
         keys_full=full,
         queries_full=full,
         keys_empty=plgpu.Barrier(num_barriers=slots * count, num_arrivals=compute),
@@ -94,6 +95,7 @@ def attention_backward(
         out_full=plgpu.Barrier(num_barriers=compute),
         out_empty=plgpu.Barrier(num_barriers=compute),
         exchange=plgpu.Barrier(num_arrivals=compute),
+        last_full=plgpu.Barrier(num_arrivals=compute),
     )
     like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
     run = attention_heads.kernel(

@@ -22,13 +22,20 @@ class Backward(Memory):
         """Computes the gradients of the tiles of one warpgroup, of all heads."""
         b, count, step = self.buffers, self.heads.tiles, self.variant.compute
 
+        early, lone = self.variant.early, self.variant.lone
+        rows = count - lone  # tiles of keys as rows
+
         def compute_head(head, _):
             queries = (count - warpgroup + step - 1) // step
-            first = lax.rem(warpgroup + step - count % step, step)
-            keys = (count - first + step - 1) // step
+            first = warpgroup if lone else lax.rem(warpgroup + step - count % step, step)
+            keys = (rows - first + step - 1) // step
             barrier = lax.rem(head, self.variant.slots) * count
             wait_queries = lambda tile, _: plgpu.barrier_wait(b.queries_full.at[barrier + tile])
             free_keys = lambda tile, _: plgpu.barrier_arrive(b.keys_empty.at[barrier + tile])
+
+            def free_others(tile, _):
+                mine = (lax.rem(tile, step) == first) & (tile < rows)
+                pl.when(jnp.logical_not(mine))(lambda: free_keys(tile, None))
 
             def query_tile(i, waited):
                 tile = warpgroup + step * i
@@ -39,15 +46,25 @@ class Backward(Memory):
             def key_tile(i, freed):
                 tile = first + step * i
                 self.key_rows(head, tile, warpgroup)
-                lax.fori_loop(freed, tile + 1, free_keys, None)
+                if early:
+                    free_keys(tile, None)
+                else:
+                    lax.fori_loop(freed, tile + 1, free_keys, None)
                 return tile + 1
 
             plgpu.barrier_wait(b.lse_full.at[lax.rem(head, self.variant.slots + 1)])
             waited = lax.fori_loop(0, queries, query_tile, jnp.int32(0))
             lax.fori_loop(waited, count, wait_queries, None)
+            if lone:
+                plgpu.barrier_arrive(b.last_full)
+            if early:
+                lax.fori_loop(0, count, free_others, None)
             plgpu.barrier_wait(b.exchange)
             freed = lax.fori_loop(0, keys, key_tile, jnp.int32(0))
-            lax.fori_loop(freed, count, free_keys, None)
+            if lone:
+                pl.when(warpgroup == step - 1)(lambda: self.last_key(head, warpgroup))
+            if not early:
+                lax.fori_loop(freed, count, free_keys, None)
 
         lax.fori_loop(0, self.heads.count(), compute_head, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -85,7 +102,10 @@ class Backward(Memory):
                     )
                     weights = jnp.where(column < self.heads.tokens - block[0], weights, 0.0)
                 dp = self.sums(dp, later)
-                ds = weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (0,)))
+                ds = self.slopes(weights, dp, delta, 0)
+                if self.variant.lone and sum(block) > self.heads.tokens:
+                    for x, y in zip(slot.last, (weights, ds)):  # zero in all columns but the first
+                        x[rows] = jnp.sum(y, axis=1)
                 self.add_product(dq, ds, slot.k, block)
 
             self.sweep(issue, finish, self.variant.columns[0], self.variant.ahead)
@@ -122,7 +142,7 @@ class Backward(Memory):
                     free((block[0] - length, length))
                 self.add_product(dv, weights, slot.g, block)
                 dp = plgpu.wgmma_accumulator_load(dp, wait_n=len(self.pieces))
-                ds = weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (1,)))
+                ds = self.slopes(weights, dp, delta, 1)
                 self.add_product(dk, ds, slot.q, block)
 
             self.sweep(issue, finish, length, False)
@@ -132,6 +152,36 @@ class Backward(Memory):
 
         dk, dv = pl.run_scoped(sum_up, *self.accumulators(), *self.accumulators())
         scale = self.heads.width**-0.5
+        self.store([x * scale for x in dk], self.dk, head, tile, warpgroup)
+        self.store(dv, self.dv, head, tile, warpgroup)
+
+    def last_key(self, head: jax.Array, warpgroup: jax.Array) -> None:
+        """Computes and writes dk and dv of the last key, in all rows of a tile."""
+        b, slot = self.buffers, self.slot(head)
+        plgpu.barrier_wait(b.last_full)
+        blocks = self.column_blocks(ROWS)
+
+        def sum_up(*dk_dv):
+            dk, dv = dk_dv[: len(self.pieces)], dk_dv[len(self.pieces) :]
+            for block in blocks:
+                weights, ds = (
+                    lax.broadcast_in_dim(
+                        load(x.at[pl.ds(*block)], plgpu.Layout.WGMMA.reduce(0)),
+                        (ROWS, block[1]),
+                        (1,),
+                    )
+                    for x in slot.last
+                )
+                self.add_product(dv, weights, slot.g, block)
+                self.add_product(dk, ds, slot.q, block)
+                plgpu.wgmma_wait(0)  # otherwise too many operands are in registers at once
+                for tile in self.done_tiles(block):
+                    plgpu.barrier_arrive(b.queries_empty.at[slot.first + tile])
+            results = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in dk_dv]
+            return results[: len(self.pieces)], results[len(self.pieces) :]
+
+        dk, dv = pl.run_scoped(sum_up, *self.accumulators(), *self.accumulators())
+        scale, tile = self.heads.width**-0.5, jnp.int32(self.heads.tiles - 1)
         self.store([x * scale for x in dk], self.dk, head, tile, warpgroup)
         self.store(dv, self.dv, head, tile, warpgroup)
 
@@ -248,6 +298,10 @@ class Backward(Memory):
         """The softmax of scores, whose `axis` is that of lse."""
         factor = self.heads.width**-0.5 * LOG2_E
         return jnp.exp2(scores * factor - lax.broadcast_in_dim(lse, scores.shape, (axis,)))
+
+    def slopes(self, weights: jax.Array, dp: jax.Array, delta: jax.Array, axis: int) -> jax.Array:
+        """The gradients of scaled scores, from those of weights, dp; `axis` is that of delta."""
+        return weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (axis,)))
 
     def store(
         self,
