@@ -127,14 +127,16 @@ class Memory:
 
         def copy_head(head, _):
             early = min(heads.tiles, variant.compute)
-            for tile in range(heads.tiles - early):
+            # If `lone`, the keys that are released last are copied after the first queries.
+            keys = early if variant.lone else heads.tiles - early
+            for tile in range(keys):
                 self.copy_tile(head, tile, keys=True)
             for tile in range(early):
                 self.copy_tile(head, tile, keys=False)
                 if tile == 0:
                     self.copy_lse(head)
                 self.copy_out(head, tile)
-            for tile in range(heads.tiles - early, heads.tiles):
+            for tile in range(keys, heads.tiles):
                 self.copy_tile(head, tile, keys=True)
             for tile in range(early, heads.tiles):
                 self.copy_tile(head, tile, keys=False)
