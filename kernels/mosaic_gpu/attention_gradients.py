@@ -32,6 +32,7 @@ from swjax.kernels.mosaic_gpu.attention_copies import Buffers, Variant
 from swjax.kernels.mosaic_gpu.attention_heads import ROWS, Heads
 from swjax.kernels.mosaic_gpu.attention_products import Backward
 
+SMALL = 128 * 1024  # bytes of an array below which TMA copies packed rows past the end of an example
 SHARED_MEMORY = 227 * 1024  # bytes of a block of threads
 
 
@@ -65,10 +66,13 @@ def attention_backward(
     variant = dataclasses.replace(variant, compute=compute)
     pieces = attention_heads.pieces(width, variant.line)
     interpreted = interpret is not None
+    shape, few = q.shape, q.shape[0]
+    more = ((0, max(few, pl.cdiv(SMALL, q.size // few * 2)) - few), (0, 0), (0, 0), (0, 0))
+    q, k, v, out, gradient = (jnp.pad(x, more) for x in (q, k, v, out, gradient))
 
     def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, *buffers):
         block = lax.axis_index("block")
-        heads = Heads(q.shape, blocks, block, compute, interpreted)
+        heads = Heads(shape, blocks, block, compute, interpreted)
         work = Backward(heads, q, k, v, out, g, lse, dq, dk, dv, Buffers(*buffers), variant, pieces)
         attention_heads.specialize(compute, work.copy, work.compute)
 
@@ -108,7 +112,7 @@ def attention_backward(
     )
     padding = ((0, 0), (0, 0), (0, padded - tokens))
     lse = jnp.pad(lse * jnp.float32(attention_heads.LOG2_E), padding, constant_values=jnp.inf)
-    return run(q, k, v, out, gradient, lse)
+    return tuple(x[:few] for x in run(q, k, v, out, gradient, lse))
 
 
 def usual(tokens: int) -> Variant:
