@@ -9,60 +9,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from swjax.kernels.mosaic_gpu.attention_heads import ROWS, Heads, Piece, Ref
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How a block of threads divides its work.
-
-    Attributes:
-      compute: number of compute warpgroups.
-      columns: number of columns of a product of scores, with queries as rows and with keys as rows.
-      ahead: whether the scores of the next columns are multiplied before those of the current ones are used,
-        with queries as rows.
-      slots: number of heads in shared memory.
-      line: number of features of a swizzled line in shared memory, 64 or 16.
-      held: names of rows that are held in registers: "keys", "queries"; any name holds lines of 16 features.
-      early: whether a warpgroup releases the keys of other warpgroups before its first rows of keys.
-      lone: whether a last key that is alone in its tile takes its weights from the rows of queries.
-    """
-
-    compute: int = 2
-    columns: tuple[int, int] = (64, 64)
-    ahead: bool = False
-    slots: int = 1
-    line: int = 64
-    held: str = ""
-    early: bool = False
-    lone: bool = False
+from swjax.kernels.mosaic_gpu import attention_heads
+from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, ROWS, STEP, Heads, Ref
 
 
 class Buffers(NamedTuple):
     """The shared memory of a block, in the order of the kernel's arguments.
 
     Attributes:
-      q, k, v, g: [slots, span, features] of each piece of the features.
-      out, results: [compute warpgroups, ROWS, d].
-      lse: [slots + 1, span].
-      delta: [2, span].
-      last: weights of the last key and their slopes, [2, span], if `lone`.
+      q, k, v, g: [slots, span, d].
+      out: [COMPUTE, ROWS, d].
+      results: two views of the same memory: a tile of a gradient, [COMPUTE, ROWS, d], and two strips: weights
+        between a tile and the rest and their slopes, [COMPUTE, d, ROWS], of which 2 * STEP rows are used.
+      lse: [slots + 1, padded].
+      delta: [2, padded].
+      rest: sums of dq, dk and dv of the rest, [COMPUTE, 3, rest, d].
       keys_full, queries_full, keys_empty, queries_empty: a barrier for each tile of each slot.
       lse_full: [slots + 1].
       out_full, out_empty: a barrier for each compute warpgroup.
-      exchange: a barrier at which the compute warpgroups wait for each other.
-      last_full: a barrier; `last` is complete.
+      exchange: a barrier at which the compute warpgroups wait for each other's delta.
+      rest_full: a barrier; the first compute warpgroup has written all of its `rest`.
     """
 
-    q: tuple[Ref, ...]
-    k: tuple[Ref, ...]
-    v: tuple[Ref, ...]
-    g: tuple[Ref, ...]
+    q: Ref
+    k: Ref
+    v: Ref
+    g: Ref
     out: Ref
     results: Ref
     lse: Ref
     delta: Ref
-    last: tuple[Ref, ...]
+    rest: Ref
     keys_full: Ref
     queries_full: Ref
     keys_empty: Ref
@@ -71,26 +48,72 @@ class Buffers(NamedTuple):
     out_full: Ref
     out_empty: Ref
     exchange: Ref
-    last_full: Ref
+    rest_full: Ref
+
+
+def allocate(tokens: int, width: int, slots: int, dtype: jax.typing.DTypeLike) -> Buffers:
+    """Describes the buffers."""
+    span, padded = attention_heads.span(tokens), attention_heads.padded(tokens)
+    line = attention_heads.line(width)
+    whole, rest = divmod(tokens, ROWS)
+    tiles = slots * (whole + (rest > 0))
+    operand = attention_heads.swizzled(
+        (slots, span, width), attention_heads.GROUP, line, dtype
+    )
+    strips = attention_heads.swizzled(
+        (COMPUTE, width, ROWS), attention_heads.GROUP, line, dtype
+    )
+    rows = attention_heads.rows_of(width, dtype)
+    full = plgpu.Barrier(
+        num_barriers=tiles, num_arrivals=2 * attention_heads.copies(width)
+    )
+    return Buffers(
+        q=operand,
+        k=operand,
+        v=operand,
+        g=operand,
+        out=rows,
+        results=plgpu.RefUnion(rows, strips),
+        lse=plgpu.SMEM((slots + 1, padded), jnp.float32),
+        delta=plgpu.SMEM((2, padded), jnp.float32),
+        rest=plgpu.SMEM((COMPUTE, 3, max(rest, 1), width), jnp.float32),
+        keys_full=full,
+        queries_full=full,
+        keys_empty=plgpu.Barrier(num_barriers=tiles, num_arrivals=COMPUTE),
+        queries_empty=plgpu.Barrier(num_barriers=tiles, num_arrivals=whole),
+        lse_full=plgpu.Barrier(num_barriers=slots + 1),
+        out_full=plgpu.Barrier(num_barriers=COMPUTE),
+        out_empty=plgpu.Barrier(num_barriers=COMPUTE),
+        exchange=plgpu.Barrier(num_arrivals=COMPUTE),
+        rest_full=plgpu.Barrier(),
+    )
+
+
+def shared_memory(tokens: int, width: int, slots: int) -> int:
+    """Bytes of the buffers, each of which starts at a multiple of 1024."""
+    span, padded = attention_heads.span(tokens), attention_heads.padded(tokens)
+    halves = [slots * span * width] * 4 + [COMPUTE * ROWS * width] * 2
+    floats = [(slots + 1) * padded, 2 * padded, COMPUTE * 3 * (tokens % ROWS) * width]
+    sizes = [2 * n for n in halves] + [4 * n for n in floats]
+    barriers = 512  # at most
+    return sum(-(-size // 1024) * 1024 for size in sizes) + barriers
 
 
 class Slot(NamedTuple):
     """The shared memory of one head.
 
     Attributes:
-      q, k, v, g: [span, features] of each piece of the features.
-      lse, delta: [span].
-      last: weights of the last key and their slopes, [span].
+      q, k, v, g: [span, d].
+      lse, delta: [padded].
       first: number of its first barrier.
     """
 
-    q: tuple[Ref, ...]
-    k: tuple[Ref, ...]
-    v: tuple[Ref, ...]
-    g: tuple[Ref, ...]
+    q: Ref
+    k: Ref
+    v: Ref
+    g: Ref
     lse: Ref
     delta: Ref
-    last: tuple[Ref, ...]
     first: jax.Array
 
 
@@ -101,10 +124,9 @@ class Memory:
     Attributes:
       heads: the heads of the block.
       q, k, v, out, g, dq, dk, dv: [b, t, h, d].
-      lse: [b, h, span], times LOG2_E; infinite past the end of the sequence.
+      lse: [b, h, padded], times LOG2_E; infinite past the end of the sequence.
       buffers: shared memory.
-      variant: see there.
-      pieces: of the features.
+      slots: number of heads in shared memory.
     """
 
     heads: Heads
@@ -118,29 +140,26 @@ class Memory:
     dk: Ref
     dv: Ref
     buffers: Buffers
-    variant: Variant
-    pieces: tuple[Piece, ...]
+    slots: int
 
     def copy(self) -> None:
-        """Copies all heads: the memory warpgroup."""
-        heads, b, variant = self.heads, self.buffers, self.variant
+        """Copies all heads, in the order in which tiles become free: the memory warpgroup."""
+        heads, b = self.heads, self.buffers
+        early = (heads.whole - 1) // COMPUTE * COMPUTE  # keys that are not the last of a warpgroup
 
         def copy_head(head, _):
-            early = min(heads.tiles, variant.compute)
-            # If `lone`, the keys that are released last are copied after the first queries.
-            keys = early if variant.lone else heads.tiles - early
-            for tile in range(keys):
-                self.copy_tile(head, tile, keys=True)
             for tile in range(early):
-                self.copy_tile(head, tile, keys=False)
+                self.copy_operands(head, tile, keys=True)
+            for tile in range(COMPUTE):
+                self.copy_operands(head, tile, keys=False)
                 if tile == 0:
                     self.copy_lse(head)
                 self.copy_out(head, tile)
-            for tile in range(keys, heads.tiles):
-                self.copy_tile(head, tile, keys=True)
             for tile in range(early, heads.tiles):
-                self.copy_tile(head, tile, keys=False)
-            for tile in range(early, heads.tiles):
+                self.copy_operands(head, tile, keys=True)
+            for tile in range(COMPUTE, heads.tiles):
+                self.copy_operands(head, tile, keys=False)
+            for tile in range(COMPUTE, heads.tiles):
                 self.copy_out(head, tile)
 
         count = heads.count()
@@ -148,35 +167,33 @@ class Memory:
 
         @pl.when(count > 0)
         def _():
-            for warpgroup in range(variant.compute):
+            for warpgroup in range(COMPUTE):
                 plgpu.barrier_wait(b.out_empty.at[warpgroup])
 
         def drain(i, _):
             plgpu.barrier_wait(b.keys_empty.at[i])
             plgpu.barrier_wait(b.queries_empty.at[i])
 
-        lax.fori_loop(0, jnp.minimum(count, variant.slots) * heads.tiles, drain, None)
+        lax.fori_loop(0, jnp.minimum(count, self.slots) * heads.tiles, drain, None)
 
-    def copy_tile(self, head: jax.Array, tile: int, keys: bool) -> None:
+    def copy_operands(self, head: jax.Array, tile: int, keys: bool) -> None:
         """Copies a tile of k and v, or of q and g."""
         heads, b = self.heads, self.buffers
         sources = ((self.k, b.k), (self.v, b.v)) if keys else ((self.q, b.q), (self.g, b.g))
         full, empty = (b.keys_full, b.keys_empty) if keys else (b.queries_full, b.queries_empty)
-        slot = lax.rem(head, self.variant.slots)
+        slot = lax.rem(head, self.slots)
         number = slot * heads.tiles + tile
 
-        @pl.when(head >= self.variant.slots)
+        @pl.when(head >= self.slots)
         def _():
             plgpu.barrier_wait(empty.at[number])
 
-        rows = heads.tail if tile == heads.tiles - 1 else ROWS
-        for source, buffers in sources:
-            for piece, to in zip(self.pieces, buffers):
-                heads.copy_rows(source, head, tile * ROWS, rows, piece, to, slot, full.at[number])
+        for source, to in sources:
+            heads.copy_tile(source, head, tile, to, slot, full.at[number])
 
     def copy_lse(self, head: jax.Array) -> None:
         example, number = self.heads.place(head)
-        other = lax.rem(head, self.variant.slots + 1)
+        other = lax.rem(head, self.slots + 1)
         plgpu.copy_gmem_to_smem(
             self.lse.at[example, number],
             self.buffers.lse.at[other],
@@ -186,13 +203,13 @@ class Memory:
 
     def copy_out(self, head: jax.Array, tile: int) -> None:
         example, number = self.heads.place(head)
-        warpgroup = tile % self.variant.compute
+        warpgroup = tile % COMPUTE
 
         def wait():
             plgpu.barrier_wait(self.buffers.out_empty.at[warpgroup])
 
-        wait() if tile >= self.variant.compute else pl.when(head > 0)(wait)
-        rows = pl.ds(self.heads.first_row(tile + 0 * head), ROWS)
+        wait() if tile >= COMPUTE else pl.when(head > 0)(wait)
+        rows = self.heads.rows(tile + 0 * head)
         plgpu.copy_gmem_to_smem(
             self.out.at[example, rows, number],
             self.buffers.out.at[warpgroup],
@@ -201,11 +218,8 @@ class Memory:
 
     def slot(self, head: jax.Array) -> Slot:
         """The shared memory of a head."""
-        b, slot = self.buffers, lax.rem(head, self.variant.slots)
-        other = lax.rem(head, self.variant.slots + 1)
+        b, slot, other = self.buffers, lax.rem(head, self.slots), lax.rem(head, self.slots + 1)
         # Otherwise the compiler computes all addresses before the loop over heads, and spills them.
         slot, other = lax.optimization_barrier(slot), lax.optimization_barrier(other)
-        two = lax.rem(head, 2) if self.variant.slots > 1 else other
-        q, k, v, g = (tuple(x.at[slot] for x in pieces) for pieces in (b.q, b.k, b.v, b.g))
-        last = tuple(x.at[two] for x in b.last)
-        return Slot(q, k, v, g, b.lse.at[other], b.delta.at[two], last, slot * self.heads.tiles)
+        q, k, v, g = (x.at[slot] for x in (b.q, b.k, b.v, b.g))
+        return Slot(q, k, v, g, b.lse.at[other], b.delta.at[lax.rem(head, 2)], slot * self.heads.tiles)

@@ -1,7 +1,6 @@
-"""What the attention kernels share: heads in shared memory, their copies, and the kernel around them.
+"""The heads of attention backward: their places in shared and in global memory.
 
-A block of threads stays on each multiprocessor and processes one head after the other. One warpgroup copies,
-and the others compute, each every second tile of ROWS tokens, or every third. Past the end of a sequence TMA
+A head has `whole` tiles of ROWS tokens, and a rest of at most STEP tokens. Past the end of a sequence TMA
 reads zeros and writes nothing.
 """
 
@@ -9,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,9 @@ Ref = Any  # of an array in global or shared memory, or of barriers
 ROWS = 64  # of a product
 GROUP = 8  # rows of a swizzled tile
 STEP = 16  # tokens, or features, of one step of a product
+COMPUTE = 2  # number of compute warpgroups
 LOG2_E = math.log2(math.e)
-REGISTERS = {2: (24, 240), 3: (32, 160)}  # per thread, of the memory and the compute warpgroups
+REGISTERS = (24, 240)  # per thread, of the memory and the compute warpgroups
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,12 @@ class Heads:
     Attributes:
       shape: (b, t, h, d).
       blocks, block: number of blocks of threads, and the number of this one.
-      compute: number of compute warpgroups.
       interpreted: whether Pallas's interpreter runs the kernel.
     """
 
     shape: tuple[int, ...]
     blocks: int
     block: jax.Array
-    compute: int
     interpreted: bool
 
     @property
@@ -56,13 +54,25 @@ class Heads:
         return span(self.tokens)
 
     @property
-    def tiles(self) -> int:
-        return pl.cdiv(self.span, ROWS)
+    def whole(self) -> int:
+        return self.tokens // ROWS
 
     @property
-    def tail(self) -> int:
-        """Rows of the last tile that no other tile has."""
-        return self.span - (self.tiles - 1) * ROWS
+    def rest(self) -> int:
+        return self.tokens % ROWS
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles, with that of the rest."""
+        return self.whole + (self.rest > 0)
+
+    @property
+    def line(self) -> int:
+        return line(self.width)
+
+    def rows(self, tile: jax.Array | int) -> pl.Slice:
+        """The rows of a tile. That of the rest has ROWS rows too: it begins in the tile before."""
+        return pl.ds(jnp.minimum(tile * ROWS, self.span - ROWS), ROWS)
 
     def count(self) -> jax.Array:
         """The number of heads of this block."""
@@ -74,51 +84,36 @@ class Heads:
         number, heads = self.block + head * self.blocks, self.shape[2]
         return number // heads, lax.rem(number, heads)
 
-    def first_row(self, tile: jax.Array) -> jax.Array:
-        """The last tile begins early enough to have ROWS rows; the tile before has the first of them too."""
-        return jnp.minimum(tile * ROWS, self.span - ROWS)
-
-    def copy_rows(
-        self,
-        source: Ref,
-        head: jax.Array,
-        row: int,
-        rows: int,
-        piece: "Piece",
-        to: Ref,
-        slot: jax.Array,
-        full: Ref,
+    def copy_tile(
+        self, source: Ref, head: jax.Array, tile: int, to: Ref, slot: jax.Array, full: Ref
     ) -> None:
-        """Copies rows of a piece of the features to shared memory.
+        """Copies a tile of tokens to shared memory.
 
         Args:
           source: [b, t, h, d].
-          head, row: where the rows begin.
-          rows: number of rows, at most ROWS and a multiple of GROUP.
-          piece: the features.
-          to: [slots, span, features], swizzled.
-          slot: place of the head.
-          full: barrier, at which `copies(piece)` copies arrive.
+          head: the head.
+          tile: number of the tile.
+          to: `operand`.
+          slot: place of the head in it.
+          full: barrier, at which `copies(d)` copies arrive.
         """
         example, number = self.place(head)
-        columns = pl.ds(piece.first, piece.width)
 
         def copy(group, groups):
             tokens = pl.ds(group * GROUP, groups * GROUP)
-            view = self.lines(to, piece, slot, group, groups)
-            plgpu.copy_gmem_to_smem(source.at[example, tokens, number, columns], view, full)
+            view = self._lines(to, slot, group, groups)
+            plgpu.copy_gmem_to_smem(source.at[example, tokens, number], view, full)
 
-        first = row // GROUP + 0 * head
-        if copies(piece) == 1:
-            copy(first, rows // GROUP)
+        first = tile * (ROWS // GROUP) + 0 * head
+        groups = (ROWS if tile < self.whole else STEP) // GROUP
+        if self.line == self.width:
+            copy(first, groups)
             return
-        lax.fori_loop(0, rows // GROUP, lambda i, _: copy(first + i, 1), None)
-        for _ in range(rows // GROUP, copies(piece)):
+        lax.fori_loop(0, groups, lambda i, _: copy(first + i, 1), None)
+        for _ in range(groups, copies(self.width)):
             plgpu.barrier_arrive(full)
 
-    def lines(
-        self, ref: Ref, piece: "Piece", slot: jax.Array, group: jax.Array, groups: int
-    ) -> Ref:
+    def _lines(self, ref: Ref, slot: jax.Array, group: jax.Array, groups: int) -> Ref:
         """Some rows of swizzled memory as the destination of a copy that does not tile rows.
 
         A copy that tiles rows would need a whole number of tiles in the sequence.
@@ -127,82 +122,44 @@ class Heads:
             return ref.at[slot, pl.ds(group * GROUP, groups * GROUP)]
         swizzle: Any = plgpu.SwizzleTransform
         tiling: Any = plgpu.TilingTransform
-        unswizzle = swizzle(2 * piece.line).undo(None)
-        if piece.width == piece.line:
+        unswizzle = swizzle(2 * self.line).undo(None)
+        if self.line == self.width:
             view = ref.ref.at[slot, pl.ds(group, groups)]  # [groups, 1, GROUP, line]
-            view = view.reshape(groups * GROUP, piece.line)
+            view = view.reshape(groups * GROUP, self.line)
             return dataclasses.replace(view, transforms=(*view.transforms, unswizzle))
         view = ref.ref.at[slot, group]  # [width / line, GROUP, line]
         view = dataclasses.replace(view, transforms=(*view.transforms, unswizzle))
         view = view.transpose((1, 0, 2))
-        untile = tiling((piece.line,)).undo(None)
+        untile = tiling((self.line,)).undo(None)
         return dataclasses.replace(view, transforms=(*view.transforms, untile))
 
-    def store(
-        self,
-        values: Sequence[jax.Array],
-        pieces: Sequence["Piece"],
-        buffer: Ref,
-        to: Ref,
-        head: jax.Array,
-        tile: jax.Array,
-    ) -> None:
-        """Writes a tile [ROWS, d], given in pieces, to [b, t, h, d], through a buffer."""
-        example, number = self.place(head)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for piece, value in zip(pieces, values):
-            buffer[:, pl.ds(piece.first, piece.width)] = value.astype(to.dtype)
-        plgpu.commit_smem()
 
-        @pl.when(tile < self.tiles - 1)
-        def _():
-            rows = pl.ds(tile * ROWS, ROWS)
-            plgpu.copy_smem_to_gmem(buffer, to.at[example, rows, number])
-
-        @pl.when(tile == self.tiles - 1)
-        def _():
-            rows = pl.ds(tile * ROWS, self.tail)
-            last = buffer.at[pl.ds(ROWS - self.tail, self.tail)]
-            plgpu.copy_smem_to_gmem(last, to.at[example, rows, number])
+def line(width: int) -> int:
+    """Number of features of a swizzled line in shared memory."""
+    return 64 if width % 64 == 0 else STEP
 
 
-class Piece(NamedTuple):
-    """Some features of a head.
-
-    Attributes:
-      first: the first feature.
-      width: number of features, a multiple of `line`.
-      line: features of a swizzled line in shared memory: 64 or 16.
-    """
-
-    first: int
-    width: int
-    line: int
-
-    def buffer(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-        """Shared memory [*shape, width] for operands of products."""
-        tiling: Any = plgpu.TilingTransform  # jax 0.12 types these two as abstract
-        swizzle: Any = plgpu.SwizzleTransform
-        transforms = (tiling((GROUP, self.line)), swizzle(2 * self.line))
-        return plgpu.SMEM((*shape, self.width), dtype, transforms=transforms)
+def copies(width: int) -> int:
+    """Number of copies of a tile."""
+    return 1 if line(width) == width else ROWS // GROUP
 
 
-def pieces(width: int, line: int) -> tuple[Piece, ...]:
-    """Cuts the features of a head into lines of 64, and a rest with lines of 16.
-
-    >>> pieces(80, 64)
-    (Piece(first=0, width=64, line=64), Piece(first=64, width=16, line=16))
-    >>> pieces(80, 16)
-    (Piece(first=0, width=80, line=16),)
-    """
-    whole = width // 64 * 64 if line == 64 else 0
-    lines = [Piece(first, 64, 64) for first in range(0, whole, 64)]
-    return (*lines, *([Piece(whole, width - whole, STEP)] if whole < width else []))
+def swizzled(shape: tuple[int, ...], rows: int, line: int, dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory in tiles [rows, line]; with rows = GROUP it holds operands of products."""
+    tiling: Any = plgpu.TilingTransform  # jax 0.12 types these two as abstract
+    swizzle: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((rows, line)), swizzle(2 * line)))
 
 
-def copies(piece: Piece) -> int:
-    """Number of copies of ROWS rows."""
-    return 1 if piece.width == piece.line else ROWS // GROUP
+def rows_of(width: int, dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory for ROWS rows of each compute warpgroup, which are copied at once."""
+    shape = (COMPUTE, ROWS, width)
+    return swizzled(shape, 1, width, dtype) if width == 64 else plgpu.SMEM(shape, dtype)
+
+
+def features(width: int) -> list[int]:
+    """The first feature of each block of 64 features; the last block may overlap the one before."""
+    return sorted({0, width - 64})
 
 
 def load(ref: Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
@@ -213,7 +170,7 @@ def load(ref: Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
 
 def span(tokens: int) -> int:
     """Tokens of a head in shared memory, with zeros."""
-    return max(ROWS, -(-tokens // STEP) * STEP)
+    return -(-tokens // STEP) * STEP
 
 
 def padded(tokens: int) -> int:
@@ -221,26 +178,23 @@ def padded(tokens: int) -> int:
     return -(-span(tokens) // 32) * 32
 
 
-def specialize(compute: int, copy: Callable[[], None], work: Callable[[jax.Array], None]) -> None:
+def specialize(copy: Callable[[], None], work: Callable[[jax.Array], None]) -> None:
     """Runs `copy` in the memory warpgroup, and ``work(warpgroup)`` in the compute warpgroups."""
     warpgroup = lax.axis_index("warpgroup")
-    few, many = REGISTERS.get(compute, (None, None))
 
-    @pl.when(warpgroup == compute)
+    @pl.when(warpgroup == COMPUTE)
     def _():
-        if few:
-            plgpu.set_max_registers(few, action="decrease")
+        plgpu.set_max_registers(REGISTERS[0], action="decrease")
         copy()
 
-    @pl.when(warpgroup < compute)
+    @pl.when(warpgroup < COMPUTE)
     def _():
-        if many:
-            plgpu.set_max_registers(many, action="increase")
+        plgpu.set_max_registers(REGISTERS[1], action="increase")
         work(warpgroup)
 
 
 def kernel(
-    body: Callable, out: Any, scratch: Sequence[Any], *, blocks: int, compute: int, interpret: Any
+    body: Callable, out: Any, scratch: Sequence[Any], *, blocks: int, interpret: Any
 ) -> Callable:
     """Builds a kernel of compute warpgroups and a memory warpgroup, as a function of its inputs."""
     return plgpu.kernel(
@@ -249,11 +203,12 @@ def kernel(
         scratch_types=list(scratch),
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=compute + 1,
+        num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # all sums are those of a warp
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
