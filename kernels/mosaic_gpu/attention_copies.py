@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels.mosaic_gpu import attention_heads
-from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, ROWS, STEP, Heads, Ref
+from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, ROWS, Heads, Ref
 
 
 class Buffers(NamedTuple):
@@ -57,16 +57,10 @@ def allocate(tokens: int, width: int, slots: int, dtype: jax.typing.DTypeLike) -
     line = attention_heads.line(width)
     whole, rest = divmod(tokens, ROWS)
     tiles = slots * (whole + (rest > 0))
-    operand = attention_heads.swizzled(
-        (slots, span, width), attention_heads.GROUP, line, dtype
-    )
-    strips = attention_heads.swizzled(
-        (COMPUTE, width, ROWS), attention_heads.GROUP, line, dtype
-    )
+    operand = attention_heads.swizzled((slots, span, width), attention_heads.GROUP, line, dtype)
+    strips = attention_heads.swizzled((COMPUTE, width, ROWS), attention_heads.GROUP, line, dtype)
     rows = attention_heads.rows_of(width, dtype)
-    full = plgpu.Barrier(
-        num_barriers=tiles, num_arrivals=2 * attention_heads.copies(width)
-    )
+    full = plgpu.Barrier(num_barriers=tiles, num_arrivals=2 * attention_heads.copies(width))
     return Buffers(
         q=operand,
         k=operand,
@@ -222,4 +216,6 @@ class Memory:
         # Otherwise the compiler computes all addresses before the loop over heads, and spills them.
         slot, other = lax.optimization_barrier(slot), lax.optimization_barrier(other)
         q, k, v, g = (x.at[slot] for x in (b.q, b.k, b.v, b.g))
-        return Slot(q, k, v, g, b.lse.at[other], b.delta.at[lax.rem(head, 2)], slot * self.heads.tiles)
+        return Slot(
+            q, k, v, g, b.lse.at[other], b.delta.at[lax.rem(head, 2)], slot * self.heads.tiles
+        )

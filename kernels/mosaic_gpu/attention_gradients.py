@@ -1,19 +1,23 @@
 """Attention backward of short sequences, for Hopper.
 
 One block of threads stays on each multiprocessor and processes one head after the other. Queries, keys,
-values and gradients of a head stay in shared memory, in tiles of ROWS tokens. First the rows of products are
-queries, then they are keys; each row loops over all columns. So every sum stays in registers and has a fixed
-order::
+values and gradients of a head stay in shared memory, in tiles of 64 tokens. First the rows of products are
+queries, then they are keys; each tile of rows loops over all columns. So every sum stays in registers and has
+a fixed order::
 
     queries    s = q k^T, dp = g v^T, ds = exp(s - lse) (dp - delta), dq += ds k
     keys       the same, transposed; dv += exp(s - lse)^T g, dk += ds^T q
 
-One warpgroup copies. The others compute; each processes every second tile, or every third::
+A sequence of 257 tokens has four whole tiles and a rest of one token, whose gradients are products of
+transposed tiles: `attention_rest`.
+
+One warpgroup copies (`attention_copies`). Two compute, each every second tile (`attention_products`)::
 
     keys_full[tile], queries_full[tile]      copies have arrived           memory -> compute warpgroups
     keys_empty[tile], queries_empty[tile]    all have read the tile        compute -> memory warpgroup
     out_full[warpgroup], out_empty[...]      the same for tiles of out, which only delta needs
-    exchange                                 all have written their delta  compute -> compute warpgroups
+    exchange                                 both have written their delta compute -> compute warpgroups
+    rest_full                                sums of the rest are written  first -> second compute warpgroup
 """
 
 from typing import Any
@@ -21,8 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable

@@ -17,10 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 Ref = Any  # of an array in global or shared memory, or of barriers
+Rows = slice | pl.Slice
 
 ROWS = 64  # of a product
 GROUP = 8  # rows of a swizzled tile
 STEP = 16  # tokens, or features, of one step of a product
+FEATURES = 64  # rows of a product whose rows are features
 COMPUTE = 2  # number of compute warpgroups
 LOG2_E = math.log2(math.e)
 REGISTERS = (24, 240)  # per thread, of the memory and the compute warpgroups
@@ -67,10 +69,14 @@ class Heads:
         return self.whole + (self.rest > 0)
 
     @property
+    def scale(self) -> float:
+        return self.width**-0.5
+
+    @property
     def line(self) -> int:
         return line(self.width)
 
-    def rows(self, tile: jax.Array | int) -> pl.Slice:
+    def rows(self, tile: jax.Array | int) -> Rows:
         """The rows of a tile. That of the rest has ROWS rows too: it begins in the tile before."""
         return pl.ds(jnp.minimum(tile * ROWS, self.span - ROWS), ROWS)
 
@@ -155,11 +161,6 @@ def rows_of(width: int, dtype: jax.typing.DTypeLike) -> Any:
     """Shared memory for ROWS rows of each compute warpgroup, which are copied at once."""
     shape = (COMPUTE, ROWS, width)
     return swizzled(shape, 1, width, dtype) if width == 64 else plgpu.SMEM(shape, dtype)
-
-
-def features(width: int) -> list[int]:
-    """The first feature of each block of 64 features; the last block may overlap the one before."""
-    return sorted({0, width - 64})
 
 
 def load(ref: Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
