@@ -41,6 +41,18 @@ def test_spikes_that_follow_an_rms_event(study, tmp_path, capsys):
     assert plot.stat().st_size > 5000
 
 
+def test_spikes_in_int8_and_bf16(study, tmp_path, capsys):
+    """The counts in benchmarks/notes/accuracy.md equal those of the recorded pairs; their plot is drawn."""
+    results = STUDIES.parent / "results" / "spikes_recipes.json"
+    plot = tmp_path / "plot.png"
+    importlib.import_module("spikes").main([f"--merge={results}", f"--plot={plot}"])
+    told = (
+        "switchback, 52 pairs: 10 spikes, standard 8; spikes of a run +0.038 +- 0.161 over 13 seeds"
+    )
+    assert told in capsys.readouterr().out
+    assert plot.stat().st_size > 5000
+
+
 def test_adagc_clips_each_block_by_its_own_norms(study):
     """Against a loop over steps and tensors; a stacked tensor counts as one tensor for each block."""
     clipping = importlib.import_module("clipping")
@@ -186,6 +198,19 @@ def test_runs_with_other_settings_are_not_compared(study):
     some = paired_runs(standard=[0.1]) + paired_runs(switchback=[0.2], rate=2e-3)
     assert list(paired.compared(some)) == []
     assert list(paired.alike(some)) == ["rate 0.001", "rate 0.002"]
+
+
+def test_runs_that_start_apart_are_no_pair(study):
+    """The shared steps of another machine may end elsewhere."""
+    paired = importlib.import_module("paired")
+    some = paired_runs(standard=[0.1, 0.5], switchback=[0.11, 0.52])
+    starts = [paired.fingerprint({"w": np.full(3, value)}) for value in (1, 2, 1, 3)]
+    for run, start in zip(some, starts, strict=True):
+        run["result"]["start"] = start
+    with pytest.raises(
+        ValueError, match=r"switchback and standard of seed 1 must start from the same"
+    ):
+        paired.differences(some, "switchback", "test", "top1")
 
 
 def test_parts_by_arm_are_merged_and_drawn(study, tmp_path, capsys):

@@ -40,6 +40,10 @@ class Hyper(NamedTuple):
     threshold: float = 1.0  # inf: AdamW
     grad_clip: float = np.inf
 
+    def typed(self) -> "Hyper":
+        """The same numbers in the dtypes of a compiled program that takes one run."""
+        return Hyper(*map(np.float32, self))._replace(seed=np.int32(self.seed))
+
 
 class Corpus(NamedTuple):
     """Images and their captions.
@@ -163,6 +167,12 @@ def rms_of(opt_state) -> dict:
     if not any(map(is_stable, jax.tree.leaves(opt_state, is_leaf=is_stable))):
         return {}
     return {f"rms/{path}": rms for path, rms in rms_by_path(opt_state).items()}
+
+
+@functools.lru_cache(maxsize=1)  # the arms of a seed follow each other
+def begin(trainer: "Trainer", hyper: Hyper, steps: int):
+    """What the runs of a pair start from, on the host: `Trainer.begin`."""
+    return trainer.begin(hyper, steps)
 
 
 def nudged(params, seed: int):

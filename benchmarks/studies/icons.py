@@ -101,27 +101,22 @@ def train(args: argparse.Namespace, key: dict) -> dict:
     is_control = key["arm"] == paired.CONTROL
     recipe = "standard" if is_control else key["arm"]
     trainer = make_trainer(files, key["size"], recipe, *settings)
-    hyper = engine.Hyper(*map(np.float32, engine.Hyper(lr=key["rate"], b2=0.98)))
-    hyper = hyper._replace(seed=np.int32(key["seed"]))
+    hyper = engine.Hyper(seed=key["seed"], lr=key["rate"], b2=0.98).typed()
     began = time.perf_counter()
     first = make_trainer(files, key["size"], "standard", *settings) if args.shared else trainer
-    start = begin(first, hyper, args.shared)
-    start = (engine.nudged(start[0], key["seed"]), *start[1:]) if is_control else start
-    params, measured = trainer.resume(hyper, start, args.shared)
+    params, state = engine.begin(first, hyper, args.shared)
+    start = paired.fingerprint(params)
+    params = engine.nudged(params, key["seed"]) if is_control else params
+    params, measured = trainer.resume(hyper, (params, state), args.shared)
     seconds = time.perf_counter() - began
     corpora = {name: read(*files)[name] for name in ("val", *TESTS)}
     return {
+        "start": start,
         "training_seconds": round(seconds, 1),
         "grad_norm": study.thin(measured["grad_norm"]),
         "rms_patch_embed": study.thin(measured["rms/vision/patch_embed/kernel"]),
         **paired.result(trainer, params, measured, corpora),
     }
-
-
-@functools.lru_cache(maxsize=1)  # the arms of a seed follow each other
-def begin(trainer, hyper, steps: int):
-    """What the runs of a pair start from, on the host."""
-    return trainer.begin(hyper, steps)
 
 
 @functools.cache  # seeds and rates share compiled programs

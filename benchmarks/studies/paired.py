@@ -1,9 +1,11 @@
 """Paired runs: what the studies of accuracy record of a run, and its scores less those of "standard".
 
 Runs with one seed are a pair: they start from the same parameters and see the same batches and
-augmentations, whatever their arm. Runs are compared if their keys are equal but for "arm" and "seed".
+augmentations, whatever their arm. Runs are compared if their keys are equal but for "arm" and "seed". Pairs
+that share their first steps must have computed them on one machine: another one may round differently.
 """
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -28,6 +30,16 @@ def result(trainer, params, measured: dict, corpora: dict) -> dict:
         "loss": study.thin(loss),
         **{name: scores(trainer, params, corpus) for name, corpus in corpora.items()},
     }
+
+
+def fingerprint(params) -> str:
+    """A hash of parameters: runs of a pair that share their first steps record the same."""
+    import jax
+
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()[:12]
 
 
 def scores(trainer, params, corpus) -> dict[str, float]:
@@ -62,10 +74,24 @@ def differences(some: list[dict], arm: str, split: str, score: str) -> list[floa
 
 
 def less_standard(some: list[dict], arm: str, value: Callable[[dict], T]) -> list[T]:
-    """A value of an arm's result less that of "standard", for each seed that both have: numbers or arrays."""
-    of = {(run["key"]["arm"], run["key"]["seed"]): value(run["result"]) for run in some}
-    seeds = sorted(seed for name, seed in of if name == arm and ("standard", seed) in of)
-    return [of[arm, seed] - of["standard", seed] for seed in seeds]
+    """A value of an arm's result less that of "standard", for each seed that both have: numbers or arrays.
+
+    Raises:
+      ValueError: two runs with one seed start from different parameters.
+    """
+    of = {(run["key"]["arm"], run["key"]["seed"]): run["result"] for run in some}
+    pairs = {
+        seed: (own, of["standard", seed])
+        for (name, seed), own in of.items()
+        if name == arm and ("standard", seed) in of
+    }
+    for seed, (own, standard) in pairs.items():
+        if own.get("start") != standard.get("start"):
+            raise ValueError(
+                f"{arm} and standard of seed {seed} must start from the same parameters, got "
+                f"{own.get('start')} and {standard.get('start')}: run both in one process"
+            )
+    return [value(own) - value(standard) for _, (own, standard) in sorted(pairs.items())]
 
 
 def alike(runs: list[dict]) -> dict[str, list[dict]]:
@@ -151,14 +177,19 @@ def draw(figure, runs: list[dict]) -> None:
         losses.legend()
     losses.set(xlabel="step", title="loss of one pair")
     for i, (_, arm, some) in enumerate(arms):
-        curves = less_standard(some, arm, lambda result: np.asarray(result["loss"]))
-        for pair, curve in enumerate(curves):
-            label = None if pair else arm
-            gaps.plot(_steps(some[0]), curve, color=f"C{i}", linewidth=0.9, label=label)
-    gaps.axhline(0, color="0.5", linewidth=0.8)
+        draw_gaps(gaps, some, arm, color=f"C{i}")
     if arms:
         gaps.legend()
-    gaps.set(xlabel="step", title="loss less that of standard, each pair")
+
+
+def draw_gaps(axes, some: list[dict], arm: str, color: str) -> None:
+    """The training losses of an arm less those of "standard" over the steps, a line for each pair."""
+    curves = less_standard(some, arm, lambda result: np.asarray(result["loss"]))
+    for pair, curve in enumerate(curves):
+        label = None if pair else arm
+        axes.plot(_steps(some[0]), curve, color=color, linewidth=0.9, label=label)
+    axes.axhline(0, color="0.5", linewidth=0.8)
+    axes.set(xlabel="step", title="loss less that of standard, each pair")
 
 
 def _steps(run: dict) -> list[int]:

@@ -72,7 +72,9 @@ def parse(argv):
     flags.add_argument("--end", type=float, default=0.1, help="share of the rate left at the end")
     flags.add_argument("--parts", nargs="+", default=PARTS, choices=(*PARTS, "recipes"))
     flags.add_argument("--recipes", nargs="+", default=RECIPES, help='of the part "recipes"')
-    flags.add_argument("--arms", nargs="+", default=SWEPT, choices=ARMS, help="of the same")
+    flags.add_argument(
+        "--arms", nargs="+", default=SWEPT, choices=ARMS, help='of the part "recipes"'
+    )
     args = flags.parse_args(argv)
     if args.smoke:
         args.sizes, args.batches = ["xs"], [8]
