@@ -33,10 +33,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "layer_norm_backward": ("triton",),
     "gelu": ("triton",),
     "gelu_backward": ("triton",),
-    # Mosaic's kernel is faster in the four measured shapes. Its tests have not run on a GPU in their present
-    # form, so Triton's is preferred.
-    "attention": ("triton", "mosaic_gpu"),
-    "attention_backward": ("triton",),
+    "attention": ("mosaic_gpu", "triton"),
+    "attention_backward": ("mosaic_gpu", "triton"),
 }
 NAMES = ("xla", "triton", "mosaic_gpu")
 # Imported at first use, because CPUs need neither Triton nor Pallas.

@@ -69,8 +69,9 @@ def dot_product_attention(
       q, k, v: [b, t, h, d].
       causal: each token attends to itself and the tokens before it.
       length: number of tokens that are not padding; no token attends to padding. None means t.
-      implementation: "xla", "cudnn", or "triton", swjax's kernel, which does not support padding; None
-        chooses like `choose`. For cuDNN, tokens are padded to a multiple of 8.
+      implementation: "xla", "cudnn", or "triton", swjax's kernels, which do not support padding; None
+        chooses like `choose`. For cuDNN, tokens are padded to a multiple of 8. Most of swjax's kernels are
+        written in Triton. For some shapes there are faster ones in Mosaic GPU, which are used then.
       layout: layout of the linear layer that computed q, for meshes with automatic axes.
 
     Returns:

@@ -47,6 +47,7 @@ def gpu(monkeypatch):
 
 
 X, A, B = array((128, 256)), quantized(128, 256), quantized(64, 256)
+GRADIENTS = heads(3, 257, 80) * 2
 E5M2 = quantized(128, 256, "float8_e5m2")
 E4M3 = quantized(64, 256, "float8_e4m3fn")
 OLD_JAX = jax.__version_info__ < (0, 11)
@@ -93,7 +94,10 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "quantize_by", (array((4, 6)), array((4, 6), "float32")), {}, "xla"),
         ((9, 0), "gelu", (array((4, tiles.WIDEST_ROW + 1)),), {}, "xla"),
         ((8, 6), "layer_norm", (X,), {"quantize_to": "float8_e4m3fn"}, "xla"),
-        ((9, 0), "attention", heads(8, 257, 80), {}, "triton"),
+        ((9, 0), "attention", heads(8, 257, 80), {}, "triton" if OLD_JAX else "mosaic_gpu"),
+        ((9, 0), "attention", heads(8, 77, 64), {"causal": True}, "triton"),
+        ((9, 0), "attention_backward", GRADIENTS, {}, "triton" if OLD_JAX else "mosaic_gpu"),
+        ((9, 0), "attention_backward", heads(8, 50, 64) * 2, {}, "triton"),
         ((9, 0), "attention", heads(8, 257, 64, "float32"), {}, "xla"),
     ],
 )
@@ -271,6 +275,7 @@ def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
         (heads(8, 257, 88), {}, r"heads of \(64, 80\) features, got 88"),
         (heads(8, 320, 64), {}, "sequences of 129 to 265 tokens, got 320"),
         (heads(8, 257, 64, "float32"), {}, "a 16-bit dtype, got float32"),
+        ((array((8, 257, 1, 80)),) * 3, {}, "several heads of 80 features, got one"),
     ],
 )
 def test_what_attention_in_mosaic_refuses(gpu, arrays, options, reason):
@@ -279,6 +284,26 @@ def test_what_attention_in_mosaic_refuses(gpu, arrays, options, reason):
     assert accepted == "mosaic_gpu"
     with pytest.raises(ValueError, match=reason):
         dispatch.choose("attention", *arrays, implementation="mosaic_gpu", **options)
+
+
+@pytest.mark.skipif(OLD_JAX, reason="Mosaic's attention needs jax 0.11")
+@pytest.mark.parametrize(
+    "arrays, options, reason",
+    [
+        (heads(2, 257, 80), {"causal": True}, "has no causal mask: use 'triton'"),
+        (heads(2, 257, 80, "float32"), {}, "a 16-bit dtype, got float32: use 'xla'"),
+        (heads(2, 257, 88), {}, r"heads of \(64, 80\) features, got 88"),
+        (heads(2, 50, 64), {}, "at least 2 tiles of 64 tokens, .* got 50"),
+        (heads(2, 145, 64), {}, "up to 16 tokens more, got 145"),
+        (heads(2, 264, 80), {}, "264 tokens of 80 features exceed"),
+    ],
+)
+def test_what_attention_backward_in_mosaic_refuses(gpu, arrays, options, reason):
+    gpu((9, 0))
+    run = partial(dispatch.choose, "attention_backward", implementation="mosaic_gpu")
+    assert run(*GRADIENTS) == "mosaic_gpu"
+    with pytest.raises(ValueError, match=reason):
+        run(*arrays, *arrays, **options)
 
 
 # --- tiles --------------------------------------------------------------------------------------------

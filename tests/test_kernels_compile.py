@@ -280,6 +280,16 @@ def test_mosaic_attention_lowers_for_hopper(tokens, width, dtype):
     assert "mosaic_gpu" in lowered(mosaic_gpu.attention, q, q, q)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "tokens, width", [(257, 80), (257, 64), (197, 64), (129, 80), (260, 80), (320, 64)]
+)
+def test_mosaic_attention_backward_lowers_for_hopper(tokens, width, dtype):
+    q, lse = array((128, tokens, 16, width), dtype), array((128, 16, tokens))
+    assert "mosaic_gpu" in lowered(mosaic_gpu.attention_backward, q, q, q, q, lse, q)
+
+
 @pytest.mark.parametrize("name", counters.CALLS)
 def test_what_ncu_is_given_compiles(name, tmp_path):
     """benchmarks/counters.py compiles kernels with the arguments of the library's calls."""

@@ -16,6 +16,7 @@ NAMES = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x": "attention",
     "_attention_backward_kernel": "attention",
     "attention_forward_kernel_mosaic_gpu_kernel": "attention",
+    "attention_backward_kernel_mosaic_gpu_kernel": "attention",
     "matmul_kernel_mosaic_gpu_kernel": "quantized products",
     "_matmul_kernel": "quantized products",
     "weight_gradient_kernel_mosaic_gpu_kernel": "weight gradients",

@@ -196,15 +196,11 @@ def bench_operations(records: timing.Records, linears: list[LinearShape], kinds)
 
 
 def bench_attention(records: timing.Records, heads: dict[str, tuple]):
-    """Times attention, forward alone and with backward: cuDNN's on padded tokens, ours, Mosaic's forward."""
+    """Times attention, forward alone and with backward: cuDNN's on padded tokens, and ours."""
     for (shape, causal), (suffix, run) in itertools.product(heads.values(), ATTENTION.items()):
         row = {"op": f"attention{suffix}", "shape": "x".join(map(str, shape)), "dtype": "bfloat16"}
         peer = None
         names = ("cudnn", "triton") if jax.default_backend() == "gpu" else ("xla",)
-        head = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        reason = dispatch.why_not("mosaic_gpu", "attention", head, head, head, causal=causal)
-        if reason is None and not suffix:
-            names += ("mosaic_gpu",)
         for name in names:
             if records.seconds_left < 0:
                 return
@@ -224,9 +220,6 @@ def bench_attention(records: timing.Records, heads: dict[str, tuple]):
 
 
 def _attend(options, q, k, v, _):
-    if options["implementation"] == "mosaic_gpu":
-        options = {name: options[name] for name in ("causal", "implementation")}
-        return dispatch.run("attention", q, k, v, **options)[0]
     return attention.dot_product_attention(q, k, v, **options)
 
 

@@ -2,7 +2,8 @@
 
 `pipeline` is what the products share; `products`, `weight_gradients` and `block_products` are what each
 computes. `rotations` quantizes the operands of the int8 weight gradient. `attention_forward` is the forward
-pass of attention, and `attention_memory` its heads in shared memory.
+pass of attention, and `attention_memory` its heads in shared memory. `attention_gradients` is the backward
+pass: `attention_copies` fills shared memory with `attention_heads`, and `attention_products` multiplies.
 """
 
 from collections.abc import Callable
@@ -10,13 +11,27 @@ from typing import Any
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.mosaic_gpu import attention_forward, block_products, products, weight_gradients
+from swjax.kernels.mosaic_gpu import (
+    attention_forward,
+    attention_gradients,
+    block_products,
+    products,
+    weight_gradients,
+)
 from swjax.kernels.mosaic_gpu.attention_forward import attention
+from swjax.kernels.mosaic_gpu.attention_gradients import attention_backward
 from swjax.kernels.mosaic_gpu.block_products import block_weight_gradient
 from swjax.kernels.mosaic_gpu.products import matmul
 from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient
 
-__all__ = ["attention", "block_weight_gradient", "matmul", "weight_gradient", "why_not"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "block_weight_gradient",
+    "matmul",
+    "weight_gradient",
+    "why_not",
+]
 
 # Each has the signature of its operation.
 _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
@@ -24,6 +39,7 @@ _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
     "weight_gradient": weight_gradients.why_not,
     "block_weight_gradient": block_products.why_not,
     "attention": attention_forward.why_not,
+    "attention_backward": attention_gradients.why_not,
 }
 
 
@@ -31,7 +47,7 @@ def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
     """Why these kernels cannot compute an operation on this GPU; None: they can.
 
     Args:
-      operation: "matmul", "weight_gradient", "block_weight_gradient" or "attention".
+      operation: "matmul", "weight_gradient", "block_weight_gradient", "attention" or "attention_backward".
       *arrays, **options: its arguments.
     """
     capability = tiles.compute_capability()

@@ -298,7 +298,8 @@ class Attention:
     def store(self, tile: Tile, out: jax.Array, lse: jax.Array) -> None:
         """Writes out [ROWS, d] and lse [ROWS] of a tile, except rows beyond the last token.
 
-        A TMA copy of lse would also write these rows, into the next head. So registers write lse.
+        Copies to contiguous memory would write these rows too. So registers write lse, and `why_not` refuses
+        contiguous outputs.
         """
         example, head = self.place(tile.unit)
         rows = tile.number * ROWS
@@ -382,7 +383,7 @@ def why_not(
       q, k, v: [b, t, h, d].
       causal: as in `reference.attention`.
     """
-    batch, tokens, _, width = q.shape
+    batch, tokens, heads, width = q.shape
     if jax.__version_info__ < (0, 11):
         return Unavailable(f"needs jax 0.11, and this is jax {jax.__version__}: use 'triton'")
     if causal:
@@ -396,4 +397,6 @@ def why_not(
             f"supports sequences of {SHORTEST_SEQUENCE} to {LONGEST_SEQUENCE} tokens, got {tokens}: "
             "use 'triton'"
         )
+    if heads == 1 and width != memory.line(width) and tokens % ROWS:
+        return Unavailable(f"supports several heads of {width} features, got one: use 'triton'")
     return pipeline.why_not_multiples({"b * t": (batch * tokens, SWIZZLE_TOKENS)}, "triton")

@@ -1,0 +1,103 @@
+"""Attention backward of short sequences, for Hopper.
+
+One block of threads stays on each multiprocessor and processes one head after the other. Queries, keys,
+values and gradients of a head stay in shared memory, in tiles of 64 tokens. First the rows of products are
+queries, then they are keys; each tile of rows loops over all columns. So every sum stays in registers and has
+a fixed order::
+
+    queries    s = q k^T, dp = g v^T, ds = exp(s - lse) (dp - delta), dq += ds k
+    keys       the same, transposed; dv += exp(s - lse)^T g, dk += ds^T q
+
+A sequence of 257 tokens has four whole tiles and a rest of one token, whose gradients are products of
+transposed tiles. One warpgroup copies (`attention_copies`). Two compute, each every second tile
+(`attention_products`)::
+
+    keys_full[tile], queries_full[tile]      copies have arrived           memory -> compute warpgroups
+    keys_empty[tile], queries_empty[tile]    all have read the tile        compute -> memory warpgroup
+    out_full[warpgroup], out_empty[...]      the same for tiles of out, which only delta needs
+    exchange                                 both have written their delta compute -> compute warpgroups
+    rest_full                                sums of the rest are written  first -> second compute warpgroup
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.mosaic_gpu import attention_heads
+from swjax.kernels.mosaic_gpu.attention_copies import Buffers, allocate, shared_memory
+from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, ROWS, STEP, Heads
+from swjax.kernels.mosaic_gpu.attention_products import Backward
+
+WIDTHS = (64, 80)  # others were not measured
+SHARED_MEMORY = 227 * 1024  # bytes of a block of threads
+
+
+def attention_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    gradient: jax.Array,
+    *,
+    causal: bool = False,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reference.attention_backward` without a causal mask.
+
+    Args:
+      q, k, v, out, lse, gradient, causal: of the operation.
+      multiprocessors, interpret: for tests.
+    """
+    del causal
+    _, tokens, _, width = q.shape
+    blocks = multiprocessors or tiles.multiprocessors()
+    slots = 2 if shared_memory(tokens, width, 2) <= SHARED_MEMORY else 1
+    padded = attention_heads.padded(tokens)
+
+    def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, *buffers):
+        block = lax.axis_index("block")
+        heads = Heads(q.shape, blocks, block, interpret is not None)
+        work = Backward(heads, q, k, v, out, g, lse, dq, dk, dv, Buffers(*buffers), slots)
+        attention_heads.specialize(work.copy, work.compute)
+
+    like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    run = attention_heads.kernel(
+        attention_backward_kernel,
+        (like_q,) * 3,
+        allocate(tokens, width, slots, q.dtype),
+        blocks=blocks,
+        interpret=interpret,
+    )
+    padding = ((0, 0), (0, 0), (0, padded - tokens))
+    lse = jnp.pad(lse * jnp.float32(attention_heads.LOG2_E), padding, constant_values=jnp.inf)
+    return run(q, k, v, out, gradient, lse)
+
+
+def why_not(q: jax.Array, *_: Any, causal: bool = False, **__: Any) -> Unavailable | None:
+    """Why `attention_backward` cannot differentiate attention of these queries; None: it can."""
+    tokens, width = q.shape[1], q.shape[3]
+    if jax.__version_info__ < (0, 11):
+        return Unavailable("needs jax 0.11: use 'triton'")
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
+    if causal:
+        return Unavailable("has no causal mask: use 'triton'")
+    if width not in WIDTHS:
+        return Unavailable(f"supports heads of {WIDTHS} features, got {width}: use 'triton'")
+    if tokens < COMPUTE * ROWS or tokens % ROWS > STEP:
+        return Unavailable(
+            f"cuts sequences into at least 2 tiles of 64 tokens, and up to 16 tokens more, got {tokens}: "
+            "use 'triton'"
+        )
+    if tokens > tiles.LONGEST_SEQUENCE or shared_memory(tokens, width, 1) > SHARED_MEMORY:
+        return Unavailable(
+            f"keeps a head in shared memory, which {tokens} tokens of {width} features exceed: "
+            "use 'triton'"
+        )
+    return None
