@@ -46,10 +46,10 @@ def gpu(monkeypatch):
     dispatch._warn_once.cache_clear()
 
 
-X, A, B = array((128, 256)), quantized(128, 256), quantized(64, 256)
+X, A, B = array((128, 256)), quantized(128, 256), quantized(128, 256)
 GRADIENTS = heads(3, 257, 80) * 2
 E5M2 = quantized(128, 256, "float8_e5m2")
-E4M3 = quantized(64, 256, "float8_e4m3fn")
+E4M3 = quantized(128, 256, "float8_e4m3fn")
 OLD_JAX = jax.__version_info__ < (0, 11)
 
 
@@ -74,6 +74,9 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "matmul", (E5M2, E4M3), {}, "triton" if OLD_JAX else "mosaic_gpu"),
         ((9, 0), "matmul", (quantized(128, 250), quantized(64, 250)), {}, "triton"),
         ((9, 0), "matmul", (A, quantized(63, 256)), {}, "triton"),
+        ((9, 0), "matmul", (A, quantized(64, 256)), {}, "triton"),
+        ((9, 0), "matmul", (A, quantized(64, 256)), {"out_dtype": "float32"}, "mosaic_gpu"),
+        ((9, 0), "matmul", (A, quantized(32, 256)), {"out_dtype": "float32"}, "triton"),
         ((9, 0), "matmul", (quantized(0, 256), B), {}, "xla"),
         ((8, 9), "matmul", (A, B), {}, "triton"),
         ((8, 9), "matmul", (E5M2, E4M3), {}, "triton"),

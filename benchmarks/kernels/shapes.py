@@ -35,6 +35,8 @@ RAGGED = {
     "k not a multiple of 16": LinearShape(130, 1000, 256),
     "all odd": LinearShape(77, 333, 129),
     "narrow": LinearShape(300, 48, 8),
+    "one line of columns": LinearShape(264, 256, 64),
+    "one line of columns in float32": LinearShape(264, 256, 32),
 }
 
 
