@@ -40,86 +40,83 @@ class Backward(Rest):
         free_keys = lambda tile, _: plgpu.barrier_arrive(b.keys_empty.at[barrier + tile])
 
         def query_tile(i, carry):
-            waited, dk, dv = carry
+            waited, sums = carry
             tile = warpgroup + COMPUTE * i
             lax.fori_loop(waited, tile + 1, wait_queries, None)
-            return tile + 1, *self.query_rows(head, tile, warpgroup, dk, dv)
+            return tile + 1, self.query_rows(head, tile, warpgroup, sums)
 
-        def key_tile(i, dq):
+        def key_tile(i, sums):
             tile = first_key + COMPUTE * i
-            dq = self.key_rows(head, tile, warpgroup, dq)
+            sums = self.key_rows(head, tile, warpgroup, sums)
             free_keys(tile, None)
-            return dq
+            return sums
 
         def free_others(tile, _):
             mine = (lax.rem(tile, COMPUTE) == first_key) & (tile < heads.whole)
             pl.when(jnp.logical_not(mine))(lambda: free_keys(tile, None))
 
-        dq = dk = dv = self.no_sums()  # of the rest
         plgpu.barrier_wait(b.lse_full.at[lax.rem(head, self.slots + 1)])
-        start = (jnp.int32(0), dk, dv)
-        waited, dk, dv = lax.fori_loop(0, count(warpgroup), query_tile, start)
+        start = (jnp.int32(0), self.no_sums(2))
+        waited, sums = lax.fori_loop(0, count(warpgroup), query_tile, start)
         lax.fori_loop(waited, heads.tiles, wait_queries, None)
         if heads.rest:
-            add_corner = lambda _, sums: self.query_corner(head, warpgroup, *sums)
-            dk, dv = lax.fori_loop(0, query_corner, add_corner, (dk, dv))
+            add_corner = lambda _, sums: self.query_corner(head, warpgroup, sums)
+            sums = lax.fori_loop(0, query_corner, add_corner, sums)
         plgpu.barrier_wait(b.exchange)
+        of_dq = self.no_sums(1)
         if heads.rest:
-            self.put_sums(dk, DK, warpgroup)
-            self.put_sums(dv, DV, warpgroup)
-            add_to_dq = lambda _, dq: self.key_corner(head, warpgroup, dq)
-            dq = lax.fori_loop(0, 1 - query_corner, add_to_dq, dq)
+            self.put_sums(sums, (DK, DV), warpgroup)
+            add_to_dq = lambda _, sums: self.key_corner(head, warpgroup, sums)
+            of_dq = lax.fori_loop(0, 1 - query_corner, add_to_dq, of_dq)
         lax.fori_loop(0, heads.tiles, free_others, None)
-        dq = lax.fori_loop(0, count(first_key), key_tile, dq)
+        of_dq = lax.fori_loop(0, count(first_key), key_tile, of_dq)
         if heads.rest:
-            self.put_sums(dq, DQ, warpgroup)
+            self.put_sums(of_dq, (DQ,), warpgroup)
             self.store_rest(head, warpgroup)
 
     def query_rows(
-        self, head: jax.Array, tile: jax.Array, warpgroup: jax.Array, dk: Sums, dv: Sums
-    ) -> tuple[Sums, Sums]:
+        self, head: jax.Array, tile: jax.Array, warpgroup: jax.Array, sums: Sums
+    ) -> Sums:
         """Computes and writes dq of a tile. Returns the sums of dk and dv of the rest, with this tile."""
         b, slot, rows = self.buffers, self.slot(head), self.heads.rows(tile)
         delta = self.find_delta(slot, rows, tile, warpgroup)
         lse = load(slot.lse.at[rows], plgpu.Layout.WGMMA.reduce(1))
 
-        def sum_up(dq):
+        def sum_up(*dq):
             for block in self.column_blocks():
                 wait = partial(plgpu.barrier_wait, b.keys_full.at[slot.first + block[0] // ROWS])
                 pl.when(tile < COMPUTE)(wait)  # in the first tile of this warpgroup
                 weights, ds = self.query_weights(slot, rows, block, lse, delta)
                 self.add(dq, ds, slot.k, block)
-            more: list[Sums] = []
+            more = sums
             if self.heads.rest:
-                more = self.rest_products(warpgroup, rows, (slot.q, ds), (slot.g, weights))
-            return plgpu.wgmma_accumulator_load(dq, wait_n=0), more
+                new = self.rest_products(warpgroup, rows, (slot.q, ds), (slot.g, weights))
+                more = plus(sums, new)
+            return completed(dq), more
 
-        dq, more = pl.run_scoped(sum_up, self.gradient())
-        self.store(dq * self.heads.scale, self.dq, head, tile, warpgroup)
-        return (plus(dk, more[0]), plus(dv, more[1])) if more else (dk, dv)
+        dq, sums = pl.run_scoped(sum_up, *self.gradient())
+        self.store([x * self.heads.scale for x in dq], self.dq, head, tile, warpgroup)
+        return sums
 
-    def query_corner(
-        self, head: jax.Array, warpgroup: jax.Array, dk: Sums, dv: Sums
-    ) -> tuple[Sums, Sums]:
+    def query_corner(self, head: jax.Array, warpgroup: jax.Array, sums: Sums) -> Sums:
         """Adds the products of the rest's queries and keys to the sums of dk and dv of the rest."""
         slot, rows = self.slot(head), self.heads.rows(self.heads.whole)
         delta = self.find_delta(slot, rows, jnp.int32(self.heads.whole), warpgroup)
         lse = load(slot.lse.at[rows], plgpu.Layout.WGMMA.reduce(1))
         weights, ds = self.query_weights(slot, rows, self.column_blocks()[-1], lse, delta)
         pairs = (slot.q, self.corner(ds)), (slot.g, self.corner(weights))
-        more = self.rest_products(warpgroup, rows, *pairs)
-        return plus(dk, more[0]), plus(dv, more[1])
+        return plus(sums, self.rest_products(warpgroup, rows, *pairs))
 
     def query_weights(
         self, slot: Slot, rows: Rows, block: Block, lse: jax.Array, delta: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The weights of a block of keys, and their slopes: [ROWS queries, keys]."""
-        columns = pl.ds(*block)
+        count = len(self.heads.pieces)  # of products that are started together
 
         def multiply(s, dp):
-            plgpu.wgmma(s, slot.q.at[rows], slot.k.at[columns].T)
-            plgpu.wgmma(dp, slot.g.at[rows], slot.v.at[columns].T)
-            weights = self.weights(plgpu.wgmma_accumulator_load(s, wait_n=1), lse, 0)
+            multiply_features(s, slot.q, rows, slot.k, block)
+            multiply_features(dp, slot.g, rows, slot.v, block)
+            weights = self.weights(plgpu.wgmma_accumulator_load(s, wait_n=count), lse, 0)
             if sum(block) > self.heads.tokens:
                 weights = jnp.where(iota(weights.shape, 1) < self.heads.rest, weights, 0.0)
             dp = plgpu.wgmma_accumulator_load(dp, wait_n=0)
@@ -127,13 +124,15 @@ class Backward(Rest):
 
         return pl.run_scoped(multiply, *scores(block))
 
-    def key_rows(self, head: jax.Array, tile: jax.Array, warpgroup: jax.Array, dq: Sums) -> Sums:
+    def key_rows(self, head: jax.Array, tile: jax.Array, warpgroup: jax.Array, sums: Sums) -> Sums:
         """Computes and writes dk and dv of a tile. Returns the sums of dq of the rest, with this tile."""
         b, slot, rows = self.buffers, self.slot(head), self.heads.rows(tile)
         blocks = self.column_blocks()
         free = lambda i: plgpu.barrier_arrive(b.queries_empty.at[slot.first + i])
 
-        def sum_up(dk, dv):
+        def sum_up(*dk_dv):
+            dk, dv = dk_dv[: len(self.heads.pieces)], dk_dv[len(self.heads.pieces) :]
+
             for i, block in enumerate(blocks):
 
                 def add_dv(weights, i=i, block=block):
@@ -143,23 +142,23 @@ class Backward(Rest):
 
                 ds = self.key_slopes(slot, rows, block, add_dv)
                 self.add(dk, ds, slot.q, block)
-            more = dq
+            more = sums
             if self.heads.rest:
-                more = plus(dq, *self.rest_products(warpgroup, rows, (slot.k, ds)))
-            results = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk, dv)]
+                more = plus(sums, self.rest_products(warpgroup, rows, (slot.k, ds)))
+            results = completed(dk), completed(dv)
             free(len(blocks) - 1)
             return *results, more
 
-        dk, dv, dq = pl.run_scoped(sum_up, self.gradient(), self.gradient())
-        self.store(dk * self.heads.scale, self.dk, head, tile, warpgroup)
+        dk, dv, sums = pl.run_scoped(sum_up, *self.gradient(), *self.gradient())
+        self.store([x * self.heads.scale for x in dk], self.dk, head, tile, warpgroup)
         self.store(dv, self.dv, head, tile, warpgroup)
-        return dq
+        return sums
 
-    def key_corner(self, head: jax.Array, warpgroup: jax.Array, dq: Sums) -> Sums:
+    def key_corner(self, head: jax.Array, warpgroup: jax.Array, sums: Sums) -> Sums:
         """Adds the products of the rest's queries and keys to the sums of dq of the rest."""
         slot, rows = self.slot(head), self.heads.rows(self.heads.whole)
         ds = self.corner(self.key_slopes(slot, rows, self.column_blocks()[-1]))
-        return plus(dq, *self.rest_products(warpgroup, rows, (slot.k, ds)))
+        return plus(sums, self.rest_products(warpgroup, rows, (slot.k, ds)))
 
     def key_slopes(
         self,
@@ -174,18 +173,18 @@ class Backward(Rest):
           slot, rows, block: the head, the keys and the queries.
           use_weights: starts the product of the weights, before their slopes are computed.
         """
-        columns = pl.ds(*block)
+        columns, count = pl.ds(*block), len(self.heads.pieces)
 
         def multiply(s, dp):
-            plgpu.wgmma(s, slot.k.at[rows], slot.q.at[columns].T)
-            plgpu.wgmma(dp, slot.v.at[rows], slot.g.at[columns].T)
+            multiply_features(s, slot.k, rows, slot.q, block)
+            multiply_features(dp, slot.v, rows, slot.g, block)
             lse, delta = (
                 load(x.at[columns], plgpu.Layout.WGMMA.reduce(0)) for x in (slot.lse, slot.delta)
             )
-            weights = self.weights(plgpu.wgmma_accumulator_load(s, wait_n=1), lse, 1)
+            weights = self.weights(plgpu.wgmma_accumulator_load(s, wait_n=count), lse, 1)
             if use_weights:
                 use_weights(weights)
-            dp = plgpu.wgmma_accumulator_load(dp, wait_n=1 if use_weights else 0)
+            dp = plgpu.wgmma_accumulator_load(dp, wait_n=count if use_weights else 0)
             return self.slopes(weights, dp, delta, 1)
 
         return pl.run_scoped(multiply, *scores(block))
@@ -196,8 +195,12 @@ class Backward(Rest):
         """The inner products of a tile of outputs and their gradients: [ROWS]."""
         b = self.buffers
         plgpu.barrier_wait(b.out_full.at[warpgroup])
-        out, g = load(b.out.at[warpgroup]), load(slot.g.at[rows])
-        delta = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=1)
+        delta, *more = (
+            jnp.sum(load(out).astype(jnp.float32) * load(g.at[rows]).astype(jnp.float32), axis=1)
+            for out, g in zip(self.columns(b.out.at[warpgroup]), slot.g)
+        )
+        for x in more:
+            delta += x
         slot.delta[rows] = (
             delta  # the corner's warpgroup writes some rows twice, with the same values
         )
@@ -215,18 +218,29 @@ class Backward(Rest):
         whole, rest = self.heads.whole, self.heads.rest
         return [(tile * ROWS, ROWS) for tile in range(whole)] + [(whole * ROWS, STEP)] * (rest > 0)
 
-    def gradient(self) -> Any:
-        return plgpu.WGMMAAccumulatorRef((ROWS, self.heads.width), jnp.float32)
+    def columns(self, ref: Ref) -> list[Ref]:
+        """The columns of each piece of the features."""
+        return [ref.at[:, pl.ds(*piece)] for piece in self.heads.pieces]
 
-    def add(self, sums: Ref, a: jax.Array, operand: Ref, block: Block) -> None:
+    def gradient(self) -> list[Any]:
+        """Accumulators of a tile of a gradient."""
+        return [plgpu.WGMMAAccumulatorRef((ROWS, p.width), jnp.float32) for p in self.heads.pieces]
+
+    def add(
+        self, sums: tuple[Ref, ...], a: jax.Array, operand: tuple[Ref, ...], block: Block
+    ) -> None:
         """Adds the product of registers a, [ROWS, columns], and a block of columns."""
         a = a.astype(self.q.dtype)
-        first, count = block
-        if more := -count % self.heads.line:  # a product takes whole lines of columns
-            zeros = plgpu.layout_cast(jnp.zeros((ROWS, more), a.dtype), plgpu.Layout.WGMMA)
-            a = jnp.concatenate([zeros, a], axis=1)
-            first, count = first - more, count + more
-        plgpu.wgmma(sums, a, operand.at[pl.ds(first, count)])
+        for x, b, piece in zip(sums, operand, self.heads.pieces):
+            first, count = block
+            whole = a
+            if (
+                more := -count % piece.width
+            ):  # a product takes as many columns as a line has features
+                zeros = plgpu.layout_cast(jnp.zeros((ROWS, more), a.dtype), plgpu.Layout.WGMMA)
+                whole = jnp.concatenate([zeros, a], axis=1)
+                first, count = first - more, count + more
+            plgpu.wgmma(x, whole, b.at[pl.ds(first, count)])
 
     def weights(self, scores: jax.Array, lse: jax.Array, axis: int) -> jax.Array:
         """The softmax of scores, whose `axis` is that of lse."""
@@ -238,15 +252,33 @@ class Backward(Rest):
         return weights * (dp - lax.broadcast_in_dim(delta, dp.shape, (axis,)))
 
     def store(
-        self, value: jax.Array, to: Ref, head: jax.Array, tile: jax.Array, warpgroup: jax.Array
+        self,
+        values: list[jax.Array],
+        to: Ref,
+        head: jax.Array,
+        tile: jax.Array,
+        warpgroup: jax.Array,
     ) -> None:
         """Writes a whole tile of a gradient. In arrays of one head this copy would not be clipped."""
         example, number = self.heads.place(head)
         results = self.buffers.results[0].at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        results[...] = value.astype(to.dtype)
+        for columns, value in zip(self.columns(results), values):
+            columns[...] = value.astype(to.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(results, to.at[example, self.heads.rows(tile), number])
+
+
+def multiply_features(
+    sums: Ref, a: tuple[Ref, ...], rows: Rows, b: tuple[Ref, ...], block: Block
+) -> None:
+    """Adds the inner products of rows of a and of a block of rows of b."""
+    for x, y in zip(a, b):
+        plgpu.wgmma(sums, x.at[rows], y.at[pl.ds(*block)].T)
+
+
+def completed(sums: tuple[Ref, ...]) -> list[jax.Array]:
+    return [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in sums]
 
 
 def scores(block: Block) -> list[Any]:

@@ -2,9 +2,10 @@
 
 As rows of products they would fill 64 rows with at most 16 tokens. They are columns instead. The weights of a
 tile of 64 tokens and the rest, and their slopes, are computed for the gradients of the tile; in shared memory
-they are strips [64, 16]. Products of the tile's transposed features, [features, 64], and of the strips are
-what the tile adds to the gradients of the rest. Each warpgroup sums up its tiles; the second one adds both
-sums at the end of a head.
+they are strips [16, 64]. What the tile adds to the gradients of the rest are products of its transposed
+features, [64, 64], and of the transposed strips. Products have at least 64 rows, so features beyond the first
+64 are columns: both strips, in registers as rows, are multiplied by [64, 16]. Each warpgroup sums up its
+tiles; the second one adds both sums at the end of a head.
 
 The weights between two tokens of the rest belong to no whole tile. They are the corner, which is computed as
 a tile: the last 64 tokens, of which only the rest counts.
@@ -18,9 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels.mosaic_gpu.attention_copies import Memory
-from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, FEATURES, ROWS, STEP, Ref, Rows, load
+from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, ROWS, STEP, WIDE, Ref, Rows, load
 
-Sums = tuple[jax.Array, ...]  # [FEATURES, STEP] for each block of features
+# For each gradient [WIDE features, STEP tokens], and if heads are wider [ROWS, STEP features], of which only
+# the STEP rows of its strip count.
+Sums = tuple[jax.Array, ...]
 DQ, DK, DV = range(3)  # places in `Buffers.rest`
 
 
@@ -28,54 +31,59 @@ DQ, DK, DV = range(3)  # places in `Buffers.rest`
 class Rest(Memory):
     """The work of one block of threads on the rest of its heads."""
 
-    @property
-    def blocks(self) -> list[int]:
-        """The first feature of each block of FEATURES. The last block may overlap the one before."""
-        return sorted({0, self.heads.width - FEATURES})
-
-    def no_sums(self) -> Sums:
-        zeros = jnp.zeros((FEATURES, STEP), jnp.float32)
-        return (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * len(self.blocks)
+    def no_sums(self, gradients: int) -> Sums:
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, STEP), jnp.float32), plgpu.Layout.WGMMA)
+        return (zeros,) * (gradients * len(self.heads.pieces))
 
     def rest_products(
-        self, warpgroup: jax.Array, rows: Rows, *pairs: tuple[Ref, jax.Array]
-    ) -> list[Sums]:
-        """The product of a tile's transposed features and of a strip, [ROWS, STEP], for each pair."""
+        self, warpgroup: jax.Array, rows: Rows, *pairs: tuple[tuple[Ref, ...], jax.Array]
+    ) -> Sums:
+        """What a tile adds to the sums; a pair of an operand and a strip [ROWS, STEP] is for one gradient."""
         strips = self.buffers.results[1].at[warpgroup]
         places = [pl.ds(i * STEP, STEP) for i in range(len(pairs))]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a tile of results was there
         for place, (_, strip) in zip(places, pairs):
             strips.at[place].T[...] = strip.astype(self.q.dtype)
         plgpu.commit_smem()
+        wide = len(self.heads.pieces) > 1
 
         def multiply(*sums):
-            for place, (operand, _), of_operand in zip(places, pairs, self._by_operand(sums)):
-                for first, x in zip(self.blocks, of_operand):
-                    features = operand.at[rows, pl.ds(first, FEATURES)].T
-                    plgpu.wgmma(x, features, strips.at[place].T)
-            return [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in sums]
+            remaining = iter(sums)
+            all_strips = load(strips.at[pl.ds(0, ROWS)]) if wide else None
+            for place, (operand, _) in zip(places, pairs):
+                plgpu.wgmma(next(remaining), operand[0].at[rows].T, strips.at[place].T)
+                if wide:
+                    plgpu.wgmma(next(remaining), all_strips, operand[1].at[rows])
+            return tuple(plgpu.wgmma_accumulator_load(x, wait_n=0) for x in sums)
 
-        accumulator = plgpu.WGMMAAccumulatorRef((FEATURES, STEP), jnp.float32)
-        count = len(pairs) * len(self.blocks)
-        return self._by_operand(pl.run_scoped(multiply, *[accumulator] * count))
-
-    def _by_operand(self, sums):
-        count = len(self.blocks)
-        return [tuple(sums[i : i + count]) for i in range(0, len(sums), count)]
+        accumulator = plgpu.WGMMAAccumulatorRef((ROWS, STEP), jnp.float32)
+        return pl.run_scoped(multiply, *[accumulator] * (len(pairs) * len(self.heads.pieces)))
 
     def corner(self, x: jax.Array) -> jax.Array:
         """[ROWS, STEP] of the last tokens, with zeros in the rows that are not in the rest."""
         row = iota(x.shape, 0) - (ROWS - STEP)
         return jnp.where((row >= 0) & (row < self.heads.rest), x, 0.0)
 
-    def put_sums(self, sums: Sums, kind: int, warpgroup: jax.Array) -> None:
-        """Writes the sums of one warpgroup to shared memory."""
-        for first, x in zip(self.blocks, sums):
+    def put_sums(self, sums: Sums, kinds: tuple[int, ...], warpgroup: jax.Array) -> None:
+        """Writes the sums of one warpgroup for some kinds of gradients to shared memory."""
+        count = len(self.heads.pieces)
+        for i, kind in enumerate(kinds):
+            first, *more = sums[i * count : (i + 1) * count]
             for token in range(self.heads.rest):
-                column = jnp.where(iota(x.shape, 1) == token, x, 0.0)
-                features = pl.ds(first, FEATURES)
-                self.buffers.rest[warpgroup, kind, token, features] = jnp.sum(column, axis=1)
+                column = jnp.where(iota(first.shape, 1) == token, first, 0.0)
+                self.buffers.rest[warpgroup, kind, token, pl.ds(0, WIDE)] = jnp.sum(column, axis=1)
+            for x in more:
+                self._put_rows(x, i * STEP, kind, warpgroup)
         plgpu.commit_smem()
+
+    def _put_rows(self, x: jax.Array, first: int, kind: int, warpgroup: jax.Array) -> None:
+        rows = self.buffers.results[2].at[warpgroup, :, pl.ds(first, STEP)]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        rows[...] = x
+        plgpu.commit_smem()
+        for token in range(self.heads.rest):
+            row = load(rows.at[first + token], plgpu.Layout.WGMMA.reduce(0))
+            self.buffers.rest[warpgroup, kind, token, pl.ds(WIDE, STEP)] = row
 
     def store_rest(self, head: jax.Array, warpgroup: jax.Array) -> None:
         """Adds the sums of both warpgroups and writes the gradients."""
@@ -91,17 +99,18 @@ class Rest(Memory):
             for kind, to in ((DQ, self.dq), (DK, self.dk), (DV, self.dv)):
                 scale = 1.0 if kind == DV else self.heads.scale
                 for token in range(self.heads.rest):
-                    for first in self.blocks:
-                        self._store_features(head, kind, to, token, pl.ds(first, FEATURES), scale)
+                    self._store_token(head, kind, to, token, scale)
 
-    def _store_features(self, head, kind, to, token, features, scale):
+    def _store_token(self, head: jax.Array, kind: int, to: Ref, token: int, scale: float) -> None:
         example, number = self.heads.place(head)
-        x, y = (
-            load(self.buffers.rest.at[i, kind, token, features], plgpu.Layout.WGMMA.reduce(1))
-            for i in range(COMPUTE)
-        )
         row = self.heads.whole * ROWS + token
-        to[example, row, number, features] = ((x + y) * scale).astype(to.dtype)
+        for piece in self.heads.pieces:
+            features = pl.ds(piece.first, piece.width)
+            layout = plgpu.Layout.WGMMA.reduce(0 if piece.first else 1)
+            x, y = (
+                load(self.buffers.rest.at[i, kind, token, features], layout) for i in range(COMPUTE)
+            )
+            to[example, row, number, features] = ((x + y) * scale).astype(to.dtype)
 
 
 def plus(sums: Sums, more: Sums) -> Sums:
