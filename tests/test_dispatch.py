@@ -51,6 +51,7 @@ GRADIENTS = heads(3, 257, 80) * 2
 E5M2 = quantized(128, 256, "float8_e5m2")
 E4M3 = quantized(128, 256, "float8_e4m3fn")
 OLD_JAX = jax.__version_info__ < (0, 11)
+ATTENTION = "mosaic_gpu" if jax.__version_info__[:2] == (0, 11) else "triton"
 
 
 @pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)
@@ -97,9 +98,9 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "quantize_by", (array((4, 6)), array((4, 6), "float32")), {}, "xla"),
         ((9, 0), "gelu", (array((4, tiles.WIDEST_ROW + 1)),), {}, "xla"),
         ((8, 6), "layer_norm", (X,), {"quantize_to": "float8_e4m3fn"}, "xla"),
-        ((9, 0), "attention", heads(8, 257, 80), {}, "triton" if OLD_JAX else "mosaic_gpu"),
+        ((9, 0), "attention", heads(8, 257, 80), {}, ATTENTION),
         ((9, 0), "attention", heads(8, 77, 64), {"causal": True}, "triton"),
-        ((9, 0), "attention_backward", GRADIENTS, {}, "triton" if OLD_JAX else "mosaic_gpu"),
+        ((9, 0), "attention_backward", GRADIENTS, {}, ATTENTION),
         ((9, 0), "attention_backward", heads(8, 50, 64) * 2, {}, "triton"),
         ((9, 0), "attention", heads(8, 257, 64, "float32"), {}, "xla"),
     ],
@@ -268,7 +269,7 @@ def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
         assert dispatch.choose("matmul", A, B) == chosen
 
 
-@pytest.mark.skipif(OLD_JAX, reason="Mosaic's attention needs jax 0.11")
+@pytest.mark.skipif(ATTENTION == "triton", reason="Mosaic's attention needs jax 0.11")
 @pytest.mark.parametrize(
     "arrays, options, reason",
     [
@@ -289,7 +290,7 @@ def test_what_attention_in_mosaic_refuses(gpu, arrays, options, reason):
         dispatch.choose("attention", *arrays, implementation="mosaic_gpu", **options)
 
 
-@pytest.mark.skipif(OLD_JAX, reason="Mosaic's attention needs jax 0.11")
+@pytest.mark.skipif(ATTENTION == "triton", reason="Mosaic's attention needs jax 0.11")
 @pytest.mark.parametrize(
     "arrays, options, reason",
     [

@@ -384,8 +384,8 @@ def why_not(
       causal: as in `reference.attention`.
     """
     batch, tokens, heads, width = q.shape
-    if jax.__version_info__ < (0, 11):
-        return Unavailable(f"needs jax 0.11, and this is jax {jax.__version__}: use 'triton'")
+    if version := memory.why_not_version():
+        return version
     if causal:
         return Unavailable("is not causal: use 'triton'")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
