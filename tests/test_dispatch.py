@@ -132,6 +132,14 @@ def test_none_falls_back_to_what_can_run(gpu, capability, operation, arrays, opt
         (
             (9, 0),
             "mosaic_gpu",
+            "matmul",
+            (A, quantized(64, 256)),
+            {"out_dtype": "bfloat16"},
+            "needs n above 64, got 64: use 'triton'",
+        ),
+        (
+            (9, 0),
+            "mosaic_gpu",
             "weight_gradient",
             (array((8, 8), "float32"),) * 2,
             {},

@@ -9,6 +9,8 @@ pass: `attention_copies` fills shared memory with `attention_heads`, and `attent
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import (
@@ -55,4 +57,8 @@ def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
         return Unavailable(
             f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'triton'"
         )
+    # The kernels of attention ran on GPUs with jax 0.11. Earlier versions lack features that they need, and
+    # jax 0.12 refuses the stores of single tokens in the backward pass.
+    if operation.startswith("attention") and jax.__version_info__[:2] != (0, 11):
+        return Unavailable(f"needs jax 0.11, and this is jax {jax.__version__}: use 'triton'")
     return _WHY_NOT[operation](*arrays, **options)

@@ -19,8 +19,9 @@ class Buffers(NamedTuple):
     Attributes:
       q, k, v, g: [slots, span, d].
       out: [COMPUTE, ROWS, d].
-      results: two views of the same memory: a tile of a gradient, [COMPUTE, ROWS, d], and two strips: weights
-        between a tile and the rest and their slopes, [COMPUTE, d, ROWS], of which 2 * STEP rows are used.
+      results: two views of the same memory. The first holds a tile of a gradient, [COMPUTE, ROWS, d]. The
+        second, [COMPUTE, d, ROWS], holds two strips in its first 2 * STEP rows: the weights between a tile
+        and the rest, and their slopes.
       lse: [slots + 1, padded].
       delta: [2, padded].
       rest: sums of dq, dk and dv of the rest, [COMPUTE, 3, rest, d].
@@ -84,7 +85,7 @@ def allocate(tokens: int, width: int, slots: int, dtype: jax.typing.DTypeLike) -
 
 
 def shared_memory(tokens: int, width: int, slots: int) -> int:
-    """Bytes of the buffers, each of which starts at a multiple of 1024."""
+    """The size of the buffers in bytes. Every buffer starts at a multiple of 1024 bytes."""
     span, padded = attention_heads.span(tokens), attention_heads.padded(tokens)
     halves = [slots * span * width] * 4 + [COMPUTE * ROWS * width] * 2
     floats = [(slots + 1) * padded, 2 * padded, COMPUTE * 3 * (tokens % ROWS) * width]

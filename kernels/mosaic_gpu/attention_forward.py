@@ -384,8 +384,6 @@ def why_not(
       causal: as in `reference.attention`.
     """
     batch, tokens, heads, width = q.shape
-    if version := memory.why_not_version():
-        return version
     if causal:
         return Unavailable("is not causal: use 'triton'")
     if q.dtype not in (jnp.bfloat16, jnp.float16):

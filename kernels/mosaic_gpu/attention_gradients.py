@@ -30,7 +30,6 @@ from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import attention_heads
 from swjax.kernels.mosaic_gpu.attention_copies import Buffers, allocate, shared_memory
 from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, ROWS, STEP, Heads
-from swjax.kernels.mosaic_gpu.attention_memory import why_not_version
 from swjax.kernels.mosaic_gpu.attention_products import Backward
 
 WIDTHS = (64, 80)  # others were not measured
@@ -83,8 +82,6 @@ def attention_backward(
 def why_not(q: jax.Array, *_: Any, causal: bool = False, **__: Any) -> Unavailable | None:
     """Why `attention_backward` cannot differentiate attention of these queries; None: it can."""
     tokens, width = q.shape[1], q.shape[3]
-    if version := why_not_version():
-        return version
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
     if causal:

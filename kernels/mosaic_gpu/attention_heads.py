@@ -1,7 +1,8 @@
 """The heads of attention backward: their places in shared and in global memory.
 
-A head has `whole` tiles of ROWS tokens, and a rest of at most STEP tokens. Past the end of a sequence TMA
-reads zeros and writes nothing.
+A head has `whole` tiles of ROWS tokens, and a rest of at most STEP tokens. Copies into shared memory read
+zeros past the end of a sequence. Only whole tiles are copied back, because Mosaic clips a copy to contiguous
+memory at the end of the array, not of the sequence.
 """
 
 import dataclasses

@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu.pipeline import Ref
 
 ROWS = 64  # queries that a warpgroup computes at a time: the rows of a wgmma product
@@ -127,14 +126,3 @@ def row_columns(head: jax.Array, width: int) -> slice | pl.Slice:
     if line(width) == width:
         return pl.ds(head * width, width)
     return pl.ds(lax.shift_left(head * (width // STEP), int(math.log2(STEP))), width)
-
-
-def why_not_version() -> Unavailable | None:
-    """Why attention in Mosaic cannot run with this jax; None: it can.
-
-    Its kernels ran on GPUs with jax 0.11. Earlier versions lack features that they need; jax 0.12 refuses the
-    stores of single tokens in the backward pass.
-    """
-    if jax.__version_info__[:2] == (0, 11):
-        return None
-    return Unavailable(f"needs jax 0.11, and this is jax {jax.__version__}: use 'triton'")

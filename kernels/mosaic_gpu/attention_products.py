@@ -4,8 +4,8 @@ The rest are the tokens of a head beyond its whole tiles. As rows of products th
 most 16 tokens, so they are columns: what a tile adds to their gradients are products of its transposed
 features, [64, 64], and of [64, 16] weights or slopes, which are computed for the gradients of the tile
 anyway. Each warpgroup sums up its tiles, and the second one adds both sums at the end of a head. The weights
-between two tokens of the rest belong to no whole tile. They are the corner, which is computed as a tile: the
-last 64 tokens, of which only the rest counts.
+between two tokens of the rest belong to no whole tile. They are the corner. The kernel computes it as a tile
+of the last 64 tokens and sets all rows but those of the rest to zero.
 """
 
 from collections.abc import Callable

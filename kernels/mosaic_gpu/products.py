@@ -169,7 +169,7 @@ def matmul(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """`reference.matmul`, for rows a multiple of 8, k of 128, and n of 64 but not 64 (of 32 in float32)."""
+    """`reference.matmul`, for rows a multiple of 8, k of 128, and n of 64 and above 64 (32 in float32)."""
     a, b = (q.T if axis == 0 else q for q, axis in zip((a, b), contract))
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
@@ -239,8 +239,8 @@ def why_not(
     k, n = a.values.shape[contract[0]], b.values.size // b.values.shape[contract[1]]
     piece = pipeline.piece_of(out_dtype or "bfloat16")
     lengths = {"rows": (a.values.size // k, 8), "k": (k, 128), "n": (n, piece)}
-    if n == piece:
-        # A tile is written in pieces. Mosaic drops dimensions of size 1 from a copy, with their index. So if
-        # the result has one piece, those past its edge would overwrite it instead of being clipped.
-        lengths["n"] = n, 2 * piece
-    return pipeline.why_not_multiples(lengths, remedy="triton")
+    if reason := pipeline.why_not_multiples(lengths, remedy="triton"):
+        return reason
+    # A tile is written in pieces. Mosaic drops dimensions of size 1 from a copy, with their index. So if the
+    # result has one piece, those past its edge would overwrite it instead of being clipped.
+    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use 'triton'")
