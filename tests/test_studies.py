@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +212,30 @@ def test_runs_that_start_apart_are_no_pair(study):
         ValueError, match=r"switchback and standard of seed 1 must start from the same"
     ):
         paired.differences(some, "switchback", "test", "top1")
+
+
+def test_shared_steps_are_kept_in_a_file(study, tmp_path):
+    """Another process continues from the same state; its arm does not matter, its seed does."""
+    engine, paired = importlib.import_module("engine"), importlib.import_module("paired")
+    done = []
+
+    class Trainer:
+        def init(self, hyper):
+            return {"w": jnp.zeros(3)}, (jnp.int32(0),)
+
+        def begin(self, hyper, steps):
+            done.append(hyper)
+            return {"w": np.arange(3.0, dtype=np.float32)}, (np.int32(steps),)
+
+    args = SimpleNamespace(states=tmp_path)
+    path = paired.state_file(args, {"seed": 0, "arm": "standard"})
+    assert path == paired.state_file(args, {"seed": 0, "arm": "switchback"})
+    assert path != paired.state_file(args, {"seed": 1, "arm": "standard"})
+    for trainer in (Trainer(), Trainer()):
+        params, (count,) = engine.begin(trainer, 0, 50, path)
+        np.testing.assert_array_equal(params["w"], np.arange(3.0))
+        assert count == 50 and len(done) == 1
+    assert paired.state_file(SimpleNamespace(states=None), {"seed": 0}) is None
 
 
 def test_parts_by_arm_are_merged_and_drawn(study, tmp_path, capsys):

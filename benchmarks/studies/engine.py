@@ -170,9 +170,26 @@ def rms_of(opt_state) -> dict:
 
 
 @functools.lru_cache(maxsize=1)  # the arms of a seed follow each other
-def begin(trainer: "Trainer", hyper: Hyper, steps: int):
-    """What the runs of a pair start from, on the host: `Trainer.begin`."""
-    return trainer.begin(hyper, steps)
+def begin(trainer: "Trainer", hyper: Hyper, steps: int, path: Path | None = None):
+    """What the runs of a pair start from, on the host: `Trainer.begin`.
+
+    Args:
+      trainer, hyper, steps: of the shared steps.
+      path: a file that keeps the result, so that other processes and machines continue from the same
+        parameters.
+    """
+    from swjax.data.preparation import lock
+
+    if path is None:
+        return trainer.begin(hyper, steps)
+    leaves, structure = jax.tree.flatten(jax.eval_shape(trainer.init, hyper))
+    with lock(path.with_suffix(".lock")):  # one process computes it
+        if not path.exists():
+            part = path.with_suffix(".part.npz")
+            np.savez(part, *jax.tree.leaves(trainer.begin(hyper, steps)))
+            part.rename(path)
+    with np.load(path) as arrays:
+        return structure.unflatten([arrays[f"arr_{i}"] for i in range(len(leaves))])
 
 
 def nudged(params, seed: int):

@@ -39,6 +39,7 @@ def parse(argv):
     flags.add_argument(
         "--shared", type=int, default=150, help="steps that the runs of a pair share"
     )
+    paired.states_flag(flags)
     flags.add_argument("--dtype", default="float32", help="of what is not quantized")
     flags.add_argument("--source", default="emoji", help="or synthetic")
     flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
@@ -71,7 +72,7 @@ def train(args, key: dict) -> dict:
     is_control = key["arm"] == paired.CONTROL
     hyper = engine.Hyper(seed=key["seed"], lr=key["rate"]).typed()
     first = make_trainer(args.data, "standard", *settings)
-    params, state = engine.begin(first, hyper, key["shared"])
+    params, state = engine.begin(first, hyper, key["shared"], paired.state_file(args, key))
     start = paired.fingerprint(params)
     params = engine.nudged(params, key["seed"]) if is_control else params
     trainer = make_trainer(args.data, "standard" if is_control else key["arm"], *settings)

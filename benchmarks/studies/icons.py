@@ -62,6 +62,7 @@ def parse(argv) -> argparse.Namespace:
     flags.add_argument("--steps", type=int, default=2400)
     flags.add_argument("--warmup", type=int, default=720, help="steps")
     flags.add_argument("--shared", type=int, default=0, help="steps that the runs of a pair share")
+    paired.states_flag(flags)
     flags.add_argument("--batch", type=int, default=2048)
     flags.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of configs/icons.py"
@@ -104,7 +105,8 @@ def train(args: argparse.Namespace, key: dict) -> dict:
     hyper = engine.Hyper(seed=key["seed"], lr=key["rate"], b2=0.98).typed()
     began = time.perf_counter()
     first = make_trainer(files, key["size"], "standard", *settings) if args.shared else trainer
-    params, state = engine.begin(first, hyper, args.shared)
+    kept = paired.state_file(args, key) if args.shared else None
+    params, state = engine.begin(first, hyper, args.shared, kept)
     start = paired.fingerprint(params)
     params = engine.nudged(params, key["seed"]) if is_control else params
     params, measured = trainer.resume(hyper, (params, state), args.shared)

@@ -2,13 +2,17 @@
 
 Runs with one seed are a pair: they start from the same parameters and see the same batches and
 augmentations, whatever their arm. Runs are compared if their keys are equal but for "arm" and "seed". Pairs
-that share their first steps must have computed them on one machine: another one may round differently.
+that share their first steps must continue from one computation of them: another machine may round
+differently.
 """
 
+import argparse
 import hashlib
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +34,23 @@ def result(trainer, params, measured: dict, corpora: dict) -> dict:
         "loss": study.thin(loss),
         **{name: scores(trainer, params, corpus) for name, corpus in corpora.items()},
     }
+
+
+def states_flag(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument(
+        "--states",
+        type=Path,
+        metavar="FOLDER",
+        help="keeps the ends of shared steps, for other processes",
+    )
+
+
+def state_file(args: argparse.Namespace, key: dict) -> Path | None:
+    """Where --states keeps the end of the shared steps of a run, whatever its arm."""
+    if not args.states:
+        return None
+    settings = json.dumps({name: value for name, value in key.items() if name != "arm"})
+    return args.states / f"{hashlib.sha256(settings.encode()).hexdigest()[:12]}.npz"
 
 
 def fingerprint(params) -> str:
