@@ -57,8 +57,8 @@ def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
         return Unavailable(
             f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'triton'"
         )
-    # The kernels of attention ran on GPUs with jax 0.11. Earlier versions lack features that they need, and
-    # jax 0.12 refuses the stores of single tokens in the backward pass.
-    if operation.startswith("attention") and jax.__version_info__[:2] != (0, 11):
-        return Unavailable(f"needs jax 0.11, and this is jax {jax.__version__}: use 'triton'")
+    # Attention needs features of jax 0.11, and its kernels were compiled with jax 0.11 and 0.12 only.
+    if operation.startswith("attention") and not (0, 11) <= jax.__version_info__[:2] <= (0, 12):
+        version = jax.__version__
+        return Unavailable(f"needs jax 0.11 or 0.12, and this is jax {version}: use 'triton'")
     return _WHY_NOT[operation](*arrays, **options)

@@ -170,6 +170,18 @@ def load(ref: Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
     return read(ref, layout=layout, optimized=False)
 
 
+def store(ref: Ref, value: jax.Array) -> None:
+    """Stores registers in shared or global memory, without Mosaic's checks for an efficient store.
+
+    Since jax 0.12 an assignment fails where threads store less than 4 bytes in global memory, and avoids bank
+    conflicts in shared memory at the cost of stmatrix instructions.
+    """
+    if write := getattr(plgpu, "store", None):  # since jax 0.12
+        write(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def span(tokens: int) -> int:
     """Tokens of a head in shared memory, with zeros."""
     return -(-tokens // STEP) * STEP

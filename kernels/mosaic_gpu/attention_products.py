@@ -21,7 +21,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels.mosaic_gpu import attention_heads
 from swjax.kernels.mosaic_gpu.attention_copies import Memory, Slot
-from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, LOG2_E, ROWS, STEP, Ref, Rows, load
+from swjax.kernels.mosaic_gpu.attention_heads import (
+    COMPUTE,
+    LOG2_E,
+    ROWS,
+    STEP,
+    Ref,
+    Rows,
+    load,
+    store,
+)
 
 Sums = tuple[jax.Array, ...]  # of the rest, [64 features, STEP tokens] each
 Block = tuple[int, int]  # of columns: the first one, and their number
@@ -266,7 +275,7 @@ class Backward(Memory):
                         for i in range(COMPUTE)
                     )
                     place = to.at[example, self.heads.whole * ROWS + token, number, columns]
-                    place[...] = (total + more).astype(to.dtype)
+                    store(place, (total + more).astype(to.dtype))
 
     def find_delta(
         self, slot: Slot, rows: Rows, tile: jax.Array, warpgroup: jax.Array
@@ -324,7 +333,7 @@ class Backward(Memory):
         example, number = self.heads.place(head)
         results = self.buffers.results[0].at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        results[...] = value.astype(to.dtype)
+        store(results, value.astype(to.dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(results, to.at[example, self.heads.rows(tile), number])
 
