@@ -23,7 +23,7 @@ from swjax.kernels.mosaic_gpu.attention_heads import (
     load,
     store,
 )
-from swjax.kernels.mosaic_gpu.attention_rest import DK, DQ, DV, Rest, Sums, iota, plus
+from swjax.kernels.mosaic_gpu.attention_rest import DK, DQ, DV, NARROW, Rest, Sums, iota
 
 Block = tuple[int, int]  # of columns: the first one, and their number
 
@@ -66,22 +66,25 @@ class Backward(Rest):
             pl.when(jnp.logical_not(mine))(lambda: free_keys(tile, None))
 
         plgpu.barrier_wait(b.lse_full.at[lax.rem(head, self.slots + 1)])
-        start = (jnp.int32(0), self.no_sums(2))
+        start = (jnp.int32(0), self.no_sums(DK, DV))
         waited, sums = lax.fori_loop(0, count(warpgroup), query_tile, start)
         lax.fori_loop(waited, heads.tiles, wait_queries, None)
         if heads.rest:
             add_corner = lambda _, sums: self.query_corner(head, warpgroup, sums)
             sums = lax.fori_loop(0, query_corner, add_corner, sums)
         plgpu.barrier_wait(b.exchange)
-        of_dq = self.no_sums(1)
         if heads.rest:
-            self.put_sums(sums, (DK, DV), warpgroup)
+            self.put_wide(sums, warpgroup, DK, DV)
+        sums = self.no_sums(DQ) | {kind: x for kind, x in sums.items() if kind == NARROW}
+        if heads.rest:
             add_to_dq = lambda _, sums: self.key_corner(head, warpgroup, sums)
-            of_dq = lax.fori_loop(0, 1 - query_corner, add_to_dq, of_dq)
+            sums = lax.fori_loop(0, 1 - query_corner, add_to_dq, sums)
         lax.fori_loop(0, heads.tiles, free_others, None)
-        of_dq = lax.fori_loop(0, count(first_key), key_tile, of_dq)
+        sums = lax.fori_loop(0, count(first_key), key_tile, sums)
         if heads.rest:
-            self.put_sums(of_dq, (DQ,), warpgroup)
+            self.put_wide(sums, warpgroup, DQ)
+            if NARROW in sums:
+                self.put_narrow(sums, warpgroup)
             self.store_rest(head, warpgroup)
 
     def query_rows(
@@ -100,8 +103,8 @@ class Backward(Rest):
                 self.add(dq, ds, slot.k, block)
             more = sums
             if self.heads.rest:
-                new = self.rest_products(warpgroup, rows, (slot.q, ds), (slot.g, weights))
-                more = plus(sums, new)
+                factors = {DK: (slot.q, ds), DV: (slot.g, weights)}
+                more = self.add_rest(sums, warpgroup, rows, factors)
             return completed(dq), more
 
         dq, sums = pl.run_scoped(sum_up, *self.gradient())
@@ -114,8 +117,8 @@ class Backward(Rest):
         delta = self.find_delta(slot, rows, jnp.int32(self.heads.whole), warpgroup)
         lse = load(slot.lse.at[rows], plgpu.Layout.WGMMA.reduce(1))
         weights, ds = self.query_weights(slot, rows, self.column_blocks()[-1], lse, delta)
-        pairs = (slot.q, self.corner(ds)), (slot.g, self.corner(weights))
-        return plus(sums, self.rest_products(warpgroup, rows, *pairs))
+        factors = {DK: (slot.q, self.corner(ds)), DV: (slot.g, self.corner(weights))}
+        return self.add_rest(sums, warpgroup, rows, factors)
 
     def query_weights(
         self, slot: Slot, rows: Rows, block: Block, lse: jax.Array, delta: jax.Array
@@ -154,7 +157,7 @@ class Backward(Rest):
                 self.add(dk, ds, slot.q, block)
             more = sums
             if self.heads.rest:
-                more = plus(sums, self.rest_products(warpgroup, rows, (slot.k, ds)))
+                more = self.add_rest(sums, warpgroup, rows, {DQ: (slot.k, ds)})
             results = completed(dk), completed(dv)
             free(len(blocks) - 1)
             return *results, more
@@ -168,7 +171,7 @@ class Backward(Rest):
         """Adds the products of the rest's queries and keys to the sums of dq of the rest."""
         slot, rows = self.slot(head), self.heads.rows(self.heads.whole)
         ds = self.corner(self.key_slopes(slot, rows, self.column_blocks()[-1]))
-        return plus(sums, self.rest_products(warpgroup, rows, (slot.k, ds)))
+        return self.add_rest(sums, warpgroup, rows, {DQ: (slot.k, ds)})
 
     def key_slopes(
         self,

@@ -31,78 +31,85 @@ from swjax.kernels.mosaic_gpu.attention_heads import (
     store,
 )
 
-# For each gradient [WIDE features, STEP tokens], and if heads are wider [ROWS, STEP features], of which the
-# STEP rows of its strip count.
-Sums = tuple[jax.Array, ...]
-DQ, DK, DV = range(3)  # places in `Buffers.rest`
+DQ, DK, DV, NARROW = range(4)
+# Of each gradient, [WIDE features, STEP tokens]. If heads are wider, NARROW is of the other features of all
+# gradients, [ROWS, STEP features]: STEP rows of tokens each.
+Sums = dict[int, jax.Array]
 
 
 @dataclass(frozen=True)
 class Rest(Memory):
     """The work of one block of threads on the rest of its heads."""
 
-    def no_sums(self, gradients: int) -> Sums:
+    def no_sums(self, *gradients: int) -> Sums:
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, STEP), jnp.float32), plgpu.Layout.WGMMA)
-        return (zeros,) * (gradients * len(self.heads.pieces))
+        return dict.fromkeys((*gradients, *[NARROW] * (len(self.heads.pieces) > 1)), zeros)
 
-    def rest_products(
-        self, warpgroup: jax.Array, rows: Rows, *pairs: tuple[tuple[Ref, ...], jax.Array]
+    def add_rest(
+        self,
+        sums: Sums,
+        warpgroup: jax.Array,
+        rows: Rows,
+        factors: dict[int, tuple[tuple[Ref, ...], jax.Array]],
     ) -> Sums:
-        """What a tile adds to the sums.
+        """Adds what a tile contributes to the sums.
 
         Args:
+          sums: of the tiles before.
           warpgroup: the compute warpgroup.
           rows: the tile.
-          *pairs: an operand, and its factor [ROWS, STEP], for each gradient.
+          factors: an operand and [ROWS, STEP] weights or slopes for each gradient.
         """
         # Otherwise the compiler computes the addresses of strips before the loop over heads, and spills them.
-        warpgroup = lax.optimization_barrier(warpgroup)
-        strips = self.buffers.results[1].at[warpgroup]
-        places = [pl.ds(i * STEP, STEP) for i in range(len(pairs))]
+        strips = self.buffers.results[1].at[lax.optimization_barrier(warpgroup)]
+        place = lambda gradient: strips.at[pl.ds(gradient * STEP, STEP)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a tile of results was there
-        for place, (_, factor) in zip(places, pairs):
-            strips.at[place].T[...] = factor.astype(self.q.dtype)
+        for gradient, (_, factor) in factors.items():
+            place(gradient).T[...] = factor.astype(self.q.dtype)
         plgpu.commit_smem()
-        wider = len(self.heads.pieces) > 1
 
-        def multiply(*sums):
-            remaining = iter(sums)
-            all_strips = load(strips.at[pl.ds(0, ROWS)]) if wider else None
-            for place, (operand, _) in zip(places, pairs):
-                plgpu.wgmma(next(remaining), operand[0].at[rows].T, strips.at[place].T)
-                if wider:
-                    plgpu.wgmma(next(remaining), all_strips, operand[1].at[rows])
-            return tuple(plgpu.wgmma_accumulator_load(x, wait_n=0) for x in sums)
+        def multiply(wide, narrow):
+            for gradient, (operand, _) in factors.items():
+                plgpu.wgmma(wide[gradient], operand[0].at[rows].T, place(gradient).T)
+            all_strips = load(strips.at[pl.ds(0, ROWS)]) if narrow else None
+            for gradient, x in narrow.items():
+                plgpu.wgmma(x, all_strips, factors[gradient][0][1].at[rows])
+            return jax.tree.map(lambda x: plgpu.wgmma_accumulator_load(x, wait_n=0), (wide, narrow))
 
-        accumulator = plgpu.WGMMAAccumulatorRef((ROWS, STEP), jnp.float32)
-        return pl.run_scoped(multiply, *[accumulator] * (len(pairs) * len(self.heads.pieces)))
+        accumulators = dict.fromkeys(factors, plgpu.WGMMAAccumulatorRef((ROWS, STEP), jnp.float32))
+        wide, narrow = pl.run_scoped(multiply, accumulators, accumulators if NARROW in sums else {})
+        sums = sums | {gradient: sums[gradient] + x for gradient, x in wide.items()}
+        for gradient, x in narrow.items():
+            mine = lax.div(iota(x.shape, 0), STEP) == gradient
+            sums[NARROW] += jnp.where(mine, x, 0.0)
+        return sums
 
     def corner(self, x: jax.Array) -> jax.Array:
         """[ROWS, STEP] with zeros in the rows before the rest, and past the end of the sequence."""
         row = iota(x.shape, 0) - (ROWS - STEP)
         return jnp.where((row >= 0) & (row < self.heads.rest), x, 0.0)
 
-    def put_sums(self, sums: Sums, kinds: tuple[int, ...], warpgroup: jax.Array) -> None:
+    def put_wide(self, sums: Sums, warpgroup: jax.Array, *gradients: int) -> None:
         """Writes the sums of one warpgroup for some gradients to shared memory."""
-        count = len(self.heads.pieces)
-        for i, kind in enumerate(kinds):
-            wide, *narrow = sums[i * count : (i + 1) * count]
+        for gradient in gradients:
             for token in range(self.heads.rest):
-                column = jnp.where(iota(wide.shape, 1) == token, wide, 0.0)
-                self.buffers.rest[warpgroup, kind, token, pl.ds(0, WIDE)] = jnp.sum(column, axis=1)
-            for x in narrow:
-                self._put_rows(x, i * STEP, kind, warpgroup)
+                x = sums[gradient]
+                column = jnp.where(iota(x.shape, 1) == token, x, 0.0)
+                place = self.buffers.rest.at[warpgroup, gradient, token, pl.ds(0, WIDE)]
+                place[...] = jnp.sum(column, axis=1)
         plgpu.commit_smem()
 
-    def _put_rows(self, x: jax.Array, first: int, kind: int, warpgroup: jax.Array) -> None:
-        """Writes some rows of [ROWS, STEP features]: the tokens of the rest, from row `first`."""
+    def put_narrow(self, sums: Sums, warpgroup: jax.Array) -> None:
+        """Writes the sums of one warpgroup for the features beyond the first WIDE to shared memory."""
         rows = self.buffers.results[2].at[warpgroup, :, pl.ds(0, STEP)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store(rows, x)
+        store(rows, sums[NARROW])
         plgpu.commit_smem()
-        for token in range(self.heads.rest):
-            row = load(rows.at[first + token], plgpu.Layout.WGMMA.reduce(0))
-            store(self.buffers.rest.at[warpgroup, kind, token, pl.ds(WIDE, STEP)], row)
+        for gradient in (DQ, DK, DV):
+            for token in range(self.heads.rest):
+                row = load(rows.at[gradient * STEP + token], plgpu.Layout.WGMMA.reduce(0))
+                store(self.buffers.rest.at[warpgroup, gradient, token, pl.ds(WIDE, STEP)], row)
+        plgpu.commit_smem()
 
     def store_rest(self, head: jax.Array, warpgroup: jax.Array) -> None:
         """Adds the sums of both warpgroups and writes the gradients."""
@@ -115,25 +122,24 @@ class Rest(Memory):
         @pl.when(warpgroup == COMPUTE - 1)
         def _():
             plgpu.barrier_wait(rest_full)
-            for kind, to in ((DQ, self.dq), (DK, self.dk), (DV, self.dv)):
-                scale = 1.0 if kind == DV else self.heads.scale
+            for gradient, to in ((DQ, self.dq), (DK, self.dk), (DV, self.dv)):
+                scale = 1.0 if gradient == DV else self.heads.scale
                 for token in range(self.heads.rest):
-                    self._store_token(head, kind, to, token, scale)
+                    self._store_token(head, gradient, to, token, scale)
 
-    def _store_token(self, head: jax.Array, kind: int, to: Ref, token: int, scale: float) -> None:
+    def _store_token(
+        self, head: jax.Array, gradient: int, to: Ref, token: int, scale: float
+    ) -> None:
         example, number = self.heads.place(head)
         row = self.heads.whole * ROWS + token
         for piece in self.heads.pieces:
             features = pl.ds(*piece)
             layout = plgpu.Layout.WGMMA.reduce(0 if piece.first else 1)
             x, y = (
-                load(self.buffers.rest.at[i, kind, token, features], layout) for i in range(COMPUTE)
+                load(self.buffers.rest.at[i, gradient, token, features], layout)
+                for i in range(COMPUTE)
             )
             store(to.at[example, row, number, features], ((x + y) * scale).astype(to.dtype))
-
-
-def plus(sums: Sums, more: Sums) -> Sums:
-    return tuple(x + y for x, y in zip(sums, more))
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
