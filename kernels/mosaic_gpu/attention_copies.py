@@ -20,9 +20,9 @@ class Buffers(NamedTuple):
       q, k, v, g: [slots, span, features] of each piece of the features.
       out: [COMPUTE, ROWS, d].
       results: three views of the same memory. The first holds a tile of a gradient, [COMPUTE, ROWS, d]. The
-        second, [COMPUTE, d, ROWS], holds two strips in its first 2 * STEP rows: the weights between a tile
-        and the rest, and their slopes. The third, float32 [COMPUTE, ROWS, d / 2], holds sums for the rest in
-        its first STEP columns.
+        second, [COMPUTE, d, ROWS], holds strips, STEP rows for each gradient: the weights between a tile and
+        the rest, or their slopes. The third, float32 [COMPUTE, ROWS, d / 2], holds sums for the rest in its
+        first STEP columns.
       lse: [slots + 1, padded].
       delta: [2, padded].
       rest: sums of dq, dk and dv of the rest, [COMPUTE, 3, rest, d].

@@ -23,7 +23,7 @@ from swjax.kernels.mosaic_gpu.attention_heads import (
     load,
     store,
 )
-from swjax.kernels.mosaic_gpu.attention_rest import DK, DQ, DV, NARROW, Rest, Sums, iota
+from swjax.kernels.mosaic_gpu.attention_rest import DK, DQ, DV, Rest, Sums, iota
 
 Block = tuple[int, int]  # of columns: the first one, and their number
 
@@ -34,7 +34,11 @@ class Backward(Rest):
 
     def compute(self, warpgroup: jax.Array) -> None:
         """Computes the gradients of the tiles of one warpgroup, of all heads."""
-        compute_head = lambda head, _: self.compute_head(head, warpgroup)
+
+        def compute_head(head, _):
+            # Otherwise the compiler computes addresses before the loop over heads, and spills them.
+            self.compute_head(head, lax.optimization_barrier(warpgroup))
+
         lax.fori_loop(0, self.heads.count(), compute_head, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -74,17 +78,13 @@ class Backward(Rest):
             sums = lax.fori_loop(0, query_corner, add_corner, sums)
         plgpu.barrier_wait(b.exchange)
         if heads.rest:
-            self.put_wide(sums, warpgroup, DK, DV)
-        sums = self.no_sums(DQ) | {kind: x for kind, x in sums.items() if kind == NARROW}
-        if heads.rest:
+            sums = self.no_sums(DQ) | self.put_wide(sums, warpgroup)
             add_to_dq = lambda _, sums: self.key_corner(head, warpgroup, sums)
             sums = lax.fori_loop(0, 1 - query_corner, add_to_dq, sums)
         lax.fori_loop(0, heads.tiles, free_others, None)
         sums = lax.fori_loop(0, count(first_key), key_tile, sums)
         if heads.rest:
-            self.put_wide(sums, warpgroup, DQ)
-            if NARROW in sums:
-                self.put_narrow(sums, warpgroup)
+            self.put_narrow(self.put_wide(sums, warpgroup), warpgroup)
             self.store_rest(head, warpgroup)
 
     def query_rows(

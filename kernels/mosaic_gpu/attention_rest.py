@@ -1,11 +1,11 @@
 """The gradients of the rest: the tokens of a head beyond its whole tiles.
 
 As rows of products they would fill 64 rows with at most 16 tokens, so they are columns. The weights of a tile
-of 64 tokens and the rest, and their slopes, are computed for the gradients of the tile anyway; transposed,
-they are strips, [STEP, ROWS]. What the tile adds to the gradients of the rest are products of its transposed
-features, [WIDE, ROWS], and the tile's weights or slopes, [ROWS, STEP]. Products have at least 64 rows, so the
-features beyond the first WIDE are columns: both strips are rows, and are multiplied by [ROWS, STEP features].
-Each warpgroup sums up its tiles, and the second one adds both sums at the end of a head.
+of 64 tokens and the rest, and their slopes, are computed for the gradients of the tile anyway. Transposed and
+in shared memory they are strips, [STEP, ROWS]. What the tile adds to the gradients of the rest are products
+of its transposed features, [WIDE, ROWS], and of transposed strips. Products have at least 64 rows, so the
+features beyond the first WIDE are columns, and the strips of all gradients are rows. Each warpgroup sums up
+its tiles, and the second one adds both sums at the end of a head.
 
 The weights between two tokens of the rest belong to no whole tile. They are the corner. The kernel computes
 it as a tile of the last 64 tokens and sets all rows but those of the rest to zero.
@@ -31,10 +31,11 @@ from swjax.kernels.mosaic_gpu.attention_heads import (
     store,
 )
 
+# The sum of a gradient is [WIDE features, STEP tokens]. If heads have more features, NARROW is the sum of the
+# others, [ROWS, STEP features]: STEP tokens of each gradient, in this order.
 DQ, DK, DV, NARROW = range(4)
-# Of each gradient, [WIDE features, STEP tokens]. If heads are wider, NARROW is of the other features of all
-# gradients, [ROWS, STEP features]: STEP rows of tokens each.
 Sums = dict[int, jax.Array]
+Factors = dict[int, tuple[tuple[Ref, ...], jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,16 @@ class Rest(Memory):
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, STEP), jnp.float32), plgpu.Layout.WGMMA)
         return dict.fromkeys((*gradients, *[NARROW] * (len(self.heads.pieces) > 1)), zeros)
 
-    def add_rest(
-        self,
-        sums: Sums,
-        warpgroup: jax.Array,
-        rows: Rows,
-        factors: dict[int, tuple[tuple[Ref, ...], jax.Array]],
-    ) -> Sums:
-        """Adds what a tile contributes to the sums.
+    def add_rest(self, sums: Sums, warpgroup: jax.Array, rows: Rows, factors: Factors) -> Sums:
+        """Adds the products of a tile to the sums of some gradients, and returns all sums.
 
         Args:
           sums: of the tiles before.
           warpgroup: the compute warpgroup.
           rows: the tile.
-          factors: an operand and [ROWS, STEP] weights or slopes for each gradient.
+          factors: for each of these gradients an operand, and [ROWS, STEP] weights or slopes.
         """
-        # Otherwise the compiler computes the addresses of strips before the loop over heads, and spills them.
+        # Otherwise the compiler computes the addresses of strips before the loop over tiles, and spills them.
         strips = self.buffers.results[1].at[lax.optimization_barrier(warpgroup)]
         place = lambda gradient: strips.at[pl.ds(gradient * STEP, STEP)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a tile of results was there
@@ -73,7 +68,8 @@ class Rest(Memory):
                 plgpu.wgmma(wide[gradient], operand[0].at[rows].T, place(gradient).T)
             all_strips = load(strips.at[pl.ds(0, ROWS)]) if narrow else None
             for gradient, x in narrow.items():
-                plgpu.wgmma(x, all_strips, factors[gradient][0][1].at[rows])
+                operand, _ = factors[gradient]
+                plgpu.wgmma(x, all_strips, operand[1].at[rows])
             return jax.tree.map(lambda x: plgpu.wgmma_accumulator_load(x, wait_n=0), (wide, narrow))
 
         accumulators = dict.fromkeys(factors, plgpu.WGMMAAccumulatorRef((ROWS, STEP), jnp.float32))
@@ -89,18 +85,22 @@ class Rest(Memory):
         row = iota(x.shape, 0) - (ROWS - STEP)
         return jnp.where((row >= 0) & (row < self.heads.rest), x, 0.0)
 
-    def put_wide(self, sums: Sums, warpgroup: jax.Array, *gradients: int) -> None:
-        """Writes the sums of one warpgroup for some gradients to shared memory."""
-        for gradient in gradients:
+    def put_wide(self, sums: Sums, warpgroup: jax.Array) -> Sums:
+        """Writes the sums of one warpgroup to shared memory, except NARROW. Returns this one."""
+        wide = dict(sums)
+        narrow = {NARROW: wide.pop(NARROW)} if NARROW in sums else {}
+        for gradient, x in wide.items():
             for token in range(self.heads.rest):
-                x = sums[gradient]
                 column = jnp.where(iota(x.shape, 1) == token, x, 0.0)
                 place = self.buffers.rest.at[warpgroup, gradient, token, pl.ds(0, WIDE)]
                 place[...] = jnp.sum(column, axis=1)
         plgpu.commit_smem()
+        return narrow
 
     def put_narrow(self, sums: Sums, warpgroup: jax.Array) -> None:
-        """Writes the sums of one warpgroup for the features beyond the first WIDE to shared memory."""
+        """Writes NARROW, if heads have it, of one warpgroup to shared memory."""
+        if NARROW not in sums:
+            return
         rows = self.buffers.results[2].at[warpgroup, :, pl.ds(0, STEP)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(rows, sums[NARROW])
