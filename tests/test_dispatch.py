@@ -51,7 +51,7 @@ GRADIENTS = heads(3, 257, 80) * 2
 E5M2 = quantized(128, 256, "float8_e5m2")
 E4M3 = quantized(128, 256, "float8_e4m3fn")
 OLD_JAX = jax.__version_info__ < (0, 11)
-ATTENTION = "mosaic_gpu" if jax.__version_info__[:2] == (0, 11) else "triton"
+ATTENTION = "triton" if OLD_JAX else "mosaic_gpu"
 
 
 @pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)

@@ -3,7 +3,8 @@
 `pipeline` is what the products share; `products`, `weight_gradients` and `block_products` are what each
 computes. `rotations` quantizes the operands of the int8 weight gradient. `attention_forward` is the forward
 pass of attention, and `attention_memory` its heads in shared memory. `attention_gradients` is the backward
-pass: `attention_copies` fills shared memory with `attention_heads`, and `attention_products` multiplies.
+pass: `attention_copies` fills shared memory with `attention_heads`, `attention_products` multiplies, and
+`attention_rest` computes the gradients of the tokens beyond whole tiles.
 """
 
 from collections.abc import Callable
@@ -57,8 +58,8 @@ def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
         return Unavailable(
             f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'triton'"
         )
-    # The kernels of attention ran on GPUs with jax 0.11. Earlier versions lack features that they need, and
-    # jax 0.12 refuses the stores of single tokens in the backward pass.
-    if operation.startswith("attention") and jax.__version_info__[:2] != (0, 11):
-        return Unavailable(f"needs jax 0.11, and this is jax {jax.__version__}: use 'triton'")
+    # Attention needs features of jax 0.11, and its kernels were compiled with jax 0.11 and 0.12 only.
+    if operation.startswith("attention") and not (0, 11) <= jax.__version_info__[:2] <= (0, 12):
+        version = jax.__version__
+        return Unavailable(f"needs jax 0.11 or 0.12, and this is jax {version}: use 'triton'")
     return _WHY_NOT[operation](*arrays, **options)
