@@ -130,22 +130,16 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
 def compiler_options(mesh: Mesh) -> dict[str, str]:
     """XLA options for a train step on this mesh, without the options that the environment sets in XLA_FLAGS.
 
-    On GPUs, products of XLA run in cuBLAS, not in kernels that XLA generates with Triton. cuBLAS adds
-    biases in its epilogue, so bf16 is faster, and the generated kernels sum some int8 products wrongly.
-    Collectives that gather weights and scatter gradients combine up to 128 MiB instead of 30 MiB. The
-    speed-ups are in benchmarks/notes, in speed.md and scaling.md.
+    On GPUs, collectives that gather weights and scatter gradients combine up to 128 MiB instead of 30 MiB;
+    see benchmarks/notes/scaling.md for the speed-up.
 
     >>> compiler_options(make_mesh())
     {}
     """
-    if mesh.devices.flat[0].platform != "gpu":
+    if mesh.devices.flat[0].platform != "gpu" or mesh.shape["fsdp"] == 1:
         return {}
-    options = {"xla_gpu_enable_triton_gemm": "False"}
-    if mesh.shape["fsdp"] > 1:
-        names = [f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter")]
-        options |= dict.fromkeys(names, str(2**27))
-    given = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in options.items() if name not in given}
+    names = [f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter")]
+    return {name: str(2**27) for name in names if name not in os.environ.get("XLA_FLAGS", "")}
 
 
 def spec_of(name: str, rules: SpecRules = RULES) -> P:
