@@ -3,8 +3,7 @@
 `pipeline` is what the products share; `products`, `weight_gradients` and `block_products` are what each
 computes. `rotations` quantizes the operands of the int8 weight gradient. `attention_forward` is the forward
 pass of attention, and `attention_memory` its heads in shared memory. `attention_gradients` is the backward
-pass: `attention_copies` fills shared memory with `attention_heads`, `attention_products` multiplies, and
-`attention_rest` computes the gradients of the tokens beyond whole tiles.
+pass: `attention_copies` fills shared memory with `attention_heads`, and `attention_products` multiplies.
 """
 
 from collections.abc import Callable

@@ -10,19 +10,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels.mosaic_gpu import attention_heads
-from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, GROUP, ROWS, Heads, Ref
+from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, ROWS, Heads, Ref
 
 
 class Buffers(NamedTuple):
     """The shared memory of a block, in the order of the kernel's arguments.
 
     Attributes:
-      q, k, v, g: [slots, span, features] of each piece of the features.
+      q, k, v, g: [slots, span, d].
       out: [COMPUTE, ROWS, d].
-      results: three views of the same memory. The first holds a tile of a gradient, [COMPUTE, ROWS, d]. The
-        second, [COMPUTE, d, ROWS], holds strips, STEP rows for each gradient: the weights between a tile and
-        the rest, or their slopes. The third, float32 [COMPUTE, ROWS, d / 2], holds sums for the rest in its
-        first STEP columns.
+      results: two views of the same memory. The first holds a tile of a gradient, [COMPUTE, ROWS, d]. The
+        second, [COMPUTE, d, ROWS], holds two strips in its first 2 * STEP rows: the weights between a tile
+        and the rest, and their slopes.
       lse: [slots + 1, padded].
       delta: [2, padded].
       rest: sums of dq, dk and dv of the rest, [COMPUTE, 3, rest, d].
@@ -33,10 +32,10 @@ class Buffers(NamedTuple):
       rest_full: a barrier; the first compute warpgroup has written all of its `rest`.
     """
 
-    q: tuple[Ref, ...]
-    k: tuple[Ref, ...]
-    v: tuple[Ref, ...]
-    g: tuple[Ref, ...]
+    q: Ref
+    k: Ref
+    v: Ref
+    g: Ref
     out: Ref
     results: Ref
     lse: Ref
@@ -56,20 +55,20 @@ class Buffers(NamedTuple):
 def allocate(tokens: int, width: int, slots: int, dtype: jax.typing.DTypeLike) -> Buffers:
     """Describes the buffers."""
     span, padded = attention_heads.span(tokens), attention_heads.padded(tokens)
+    line = attention_heads.line(width)
     whole, rest = divmod(tokens, ROWS)
     tiles = slots * (whole + (rest > 0))
-    operand = attention_heads.operand((slots, span), width, dtype)
-    strips = attention_heads.swizzled((COMPUTE, width, ROWS), GROUP, ROWS, dtype)
+    operand = attention_heads.swizzled((slots, span, width), attention_heads.GROUP, line, dtype)
+    strips = attention_heads.swizzled((COMPUTE, width, ROWS), attention_heads.GROUP, line, dtype)
     rows = attention_heads.rows_of(width, dtype)
-    floats = plgpu.SMEM((COMPUTE, ROWS, width // 2), jnp.float32)
-    full = plgpu.Barrier(num_barriers=tiles, num_arrivals=2 * len(operand))
+    full = plgpu.Barrier(num_barriers=tiles, num_arrivals=2 * attention_heads.copies(width))
     return Buffers(
         q=operand,
         k=operand,
         v=operand,
         g=operand,
         out=rows,
-        results=plgpu.RefUnion(rows, strips, floats),
+        results=plgpu.RefUnion(rows, strips),
         lse=plgpu.SMEM((slots + 1, padded), jnp.float32),
         delta=plgpu.SMEM((2, padded), jnp.float32),
         rest=plgpu.SMEM((COMPUTE, 3, max(rest, 1), width), jnp.float32),
@@ -99,15 +98,15 @@ class Slot(NamedTuple):
     """The shared memory of one head.
 
     Attributes:
-      q, k, v, g: [span, features] of each piece.
+      q, k, v, g: [span, d].
       lse, delta: [padded].
       first: number of its first barrier.
     """
 
-    q: tuple[Ref, ...]
-    k: tuple[Ref, ...]
-    v: tuple[Ref, ...]
-    g: tuple[Ref, ...]
+    q: Ref
+    k: Ref
+    v: Ref
+    g: Ref
     lse: Ref
     delta: Ref
     first: jax.Array
@@ -217,7 +216,7 @@ class Memory:
         b, slot, other = self.buffers, lax.rem(head, self.slots), lax.rem(head, self.slots + 1)
         # Otherwise the compiler computes all addresses before the loop over heads, and spills them.
         slot, other = lax.optimization_barrier(slot), lax.optimization_barrier(other)
-        q, k, v, g = (tuple(x.at[slot] for x in pieces) for pieces in (b.q, b.k, b.v, b.g))
+        q, k, v, g = (x.at[slot] for x in (b.q, b.k, b.v, b.g))
         return Slot(
             q, k, v, g, b.lse.at[other], b.delta.at[lax.rem(head, 2)], slot * self.heads.tiles
         )

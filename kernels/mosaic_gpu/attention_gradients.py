@@ -9,8 +9,8 @@ a fixed order::
     keys       the same, transposed; dv += exp(s - lse)^T g, dk += ds^T q
 
 A sequence of 257 tokens has four whole tiles and a rest of one token, whose gradients are products of
-transposed tiles (`attention_rest`). One warpgroup copies (`attention_copies`). Two compute, each every second
-tile (`attention_products`)::
+transposed tiles. One warpgroup copies (`attention_copies`). Two compute, each every second tile
+(`attention_products`)::
 
     keys_full[tile], queries_full[tile]      copies have arrived           memory -> compute warpgroups
     keys_empty[tile], queries_empty[tile]    all have read the tile        compute -> memory warpgroup

@@ -3,16 +3,13 @@
 A head has `whole` tiles of ROWS tokens, and a rest of at most STEP tokens. Copies into shared memory read
 zeros past the end of a sequence. Only whole tiles are copied back, because Mosaic clips a copy to contiguous
 memory at the end of the array, not of the sequence.
-
-The features of a head are cut into pieces, each of which fills a swizzled line. Lines of 128 bytes are the
-fastest to copy: 80 features are a line of 64 and one of 16, not five of 16.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +23,9 @@ Rows = slice | pl.Slice
 ROWS = 64  # of a product
 GROUP = 8  # rows of a swizzled tile
 STEP = 16  # tokens, or features, of one step of a product
-WIDE = 64  # features of the first piece of a head
 COMPUTE = 2  # number of compute warpgroups
 LOG2_E = math.log2(math.e)
 REGISTERS = (24, 240)  # per thread, of the memory and the compute warpgroups
-
-
-class Piece(NamedTuple):
-    """Some features of a head: `width` of them, from the first one. They fill a line of shared memory."""
-
-    first: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -80,12 +69,8 @@ class Heads:
         return self.whole + (self.rest > 0)
 
     @property
-    def scale(self) -> float:
-        return self.width**-0.5
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        return pieces(self.width)
+    def line(self) -> int:
+        return line(self.width)
 
     def rows(self, tile: jax.Array | int) -> Rows:
         """The rows of a tile. That of the rest has ROWS rows too: it begins in the tile before."""
@@ -102,13 +87,7 @@ class Heads:
         return number // heads, lax.rem(number, heads)
 
     def copy_tile(
-        self,
-        source: Ref,
-        head: jax.Array,
-        tile: int,
-        to: tuple[Ref, ...],
-        slot: jax.Array,
-        full: Ref,
+        self, source: Ref, head: jax.Array, tile: int, to: Ref, slot: jax.Array, full: Ref
     ) -> None:
         """Copies a tile of tokens to shared memory.
 
@@ -116,44 +95,55 @@ class Heads:
           source: [b, t, h, d].
           head: the head.
           tile: number of the tile.
-          to: an operand, see `operand`.
+          to: `operand`.
           slot: place of the head in it.
-          full: barrier, at which a copy of each piece arrives.
+          full: barrier, at which `copies(d)` copies arrive.
         """
         example, number = self.place(head)
-        first, count = tile * ROWS, ROWS if tile < self.whole else STEP
-        tokens = pl.ds(first + 0 * head, count)
-        for piece, ref in zip(self.pieces, to):
-            view = self._lines(ref, piece.width, slot, first, count)
-            features = source.at[example, tokens, number, pl.ds(*piece)]
-            plgpu.copy_gmem_to_smem(features, view, full)
 
-    def _lines(self, ref: Ref, width: int, slot: jax.Array, first: int, count: int) -> Ref:
+        def copy(group, groups):
+            tokens = pl.ds(group * GROUP, groups * GROUP)
+            view = self._lines(to, slot, group, groups)
+            plgpu.copy_gmem_to_smem(source.at[example, tokens, number], view, full)
+
+        first = tile * (ROWS // GROUP) + 0 * head
+        groups = (ROWS if tile < self.whole else STEP) // GROUP
+        if self.line == self.width:
+            copy(first, groups)
+            return
+        lax.fori_loop(0, groups, lambda i, _: copy(first + i, 1), None)
+        for _ in range(groups, copies(self.width)):
+            plgpu.barrier_arrive(full)
+
+    def _lines(self, ref: Ref, slot: jax.Array, group: jax.Array, groups: int) -> Ref:
         """Some rows of swizzled memory as the destination of a copy that does not tile rows.
 
         A copy that tiles rows would need a whole number of tiles in the sequence.
         """
         if self.interpreted:
-            return ref.at[slot, pl.ds(first, count)]
-        groups = pl.ds(first // GROUP, count // GROUP)
-        view = ref.ref.at[slot, groups].reshape(count, width)  # of [groups, 1, GROUP, width]
+            return ref.at[slot, pl.ds(group * GROUP, groups * GROUP)]
         swizzle: Any = plgpu.SwizzleTransform
-        unswizzle = swizzle(2 * width).undo(None)
-        return dataclasses.replace(view, transforms=(*view.transforms, unswizzle))
+        tiling: Any = plgpu.TilingTransform
+        unswizzle = swizzle(2 * self.line).undo(None)
+        if self.line == self.width:
+            view = ref.ref.at[slot, pl.ds(group, groups)]  # [groups, 1, GROUP, line]
+            view = view.reshape(groups * GROUP, self.line)
+            return dataclasses.replace(view, transforms=(*view.transforms, unswizzle))
+        view = ref.ref.at[slot, group]  # [width / line, GROUP, line]
+        view = dataclasses.replace(view, transforms=(*view.transforms, unswizzle))
+        view = view.transpose((1, 0, 2))
+        untile = tiling((self.line,)).undo(None)
+        return dataclasses.replace(view, transforms=(*view.transforms, untile))
 
 
-def pieces(width: int) -> tuple[Piece, ...]:
-    """Cuts the features of a head into lines of 128 bytes and of 32.
-
-    >>> pieces(80)
-    (Piece(first=0, width=64), Piece(first=64, width=16))
-    """
-    return (Piece(0, WIDE), Piece(WIDE, STEP))[: 1 + (width > WIDE)]
+def line(width: int) -> int:
+    """Number of features of a swizzled line in shared memory."""
+    return 64 if width % 64 == 0 else STEP
 
 
-def operand(shape: tuple[int, int], width: int, dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
-    """Shared memory [*shape, features] of each piece of the features, for operands of products."""
-    return tuple(swizzled((*shape, p.width), GROUP, p.width, dtype) for p in pieces(width))
+def copies(width: int) -> int:
+    """Number of copies of a tile."""
+    return 1 if line(width) == width else ROWS // GROUP
 
 
 def swizzled(shape: tuple[int, ...], rows: int, line: int, dtype: jax.typing.DTypeLike) -> Any:
@@ -166,7 +156,12 @@ def swizzled(shape: tuple[int, ...], rows: int, line: int, dtype: jax.typing.DTy
 def rows_of(width: int, dtype: jax.typing.DTypeLike) -> Any:
     """Shared memory for ROWS rows of each compute warpgroup, which are copied at once."""
     shape = (COMPUTE, ROWS, width)
-    return swizzled(shape, 1, width, dtype) if width == WIDE else plgpu.SMEM(shape, dtype)
+    return swizzled(shape, 1, width, dtype) if width == 64 else plgpu.SMEM(shape, dtype)
+
+
+def features(width: int) -> list[int]:
+    """The first feature of each block of 64 features; the last block may overlap the one before."""
+    return sorted({0, width - 64})
 
 
 def load(ref: Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
