@@ -19,8 +19,9 @@ so that a narrower model leaves memory for them. With all 65 tokens of an image 
 
   python benchmarks/studies/icons.py --archive=data/iconify-json-2.2.535.tgz --batch=16384 \\
     --set model.patch_dropout=0 model.vision.width=128 model.vision.layers=4 model.vision.heads=2 \\
-    model.text.width=128 model.text.layers=2 model.text.heads=2 --rates=2e-3 --warmup=300 --shared=300 \\
-    --steps=1200 --arms standard switchback llm_int8 control --out=benchmarks/results/icons_large_batch.json
+    model.text.width=128 model.text.layers=2 model.text.heads=2 --rates=2e-3 --warmup=300 --shared=700 \\
+    --steps=1200 --arms standard control llm_int8 switchback switchback_hadamard \\
+    --out=benchmarks/results/icons_large_batch_shared_700.json
 
 Scores are those of the trainer's evaluators, on three tests: unseen names ("test"), unseen icon sets
 ("test_sets"), and unseen names in unseen sets ("test_both").
