@@ -18,6 +18,8 @@ from typing import TypeVar
 
 R = TypeVar("R")
 
+DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+SCOPES = ("row", "channel", "tensor", "block")
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 LONGEST_BLOCK = 2**17  # tokens; an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
 
@@ -36,7 +38,7 @@ class Quantizer:
         up to 128; 1 means no rotation. See `swjax.kernels.reference.block_weight_gradient`.
 
     Raises:
-      ValueError: the block or the rotation is invalid.
+      ValueError: the dtype or the scope does not exist, or the block or the rotation is invalid.
     """
 
     dtype: str
@@ -45,6 +47,10 @@ class Quantizer:
     rotation: int = 1
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"Quantizer's dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if self.scope not in SCOPES:
+            raise ValueError(f"Quantizer's scope must be one of {SCOPES}, got {self.scope!r}")
         if self.scope != "block":
             if self.block or self.rotation != 1:
                 raise ValueError(

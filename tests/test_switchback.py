@@ -398,6 +398,8 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             "implementation must be one of xla, triton, mosaic_gpu or None",
         ),
         (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),
+        (lambda x, w: Quantizer("int8", "tesnor"), "scope must be one of .*got 'tesnor'"),
+        (lambda x, w: Quantizer("int4", "row"), "dtype must be one of .*got 'int4'"),
         (lambda x, w: Recipe(save_quantized=True), "needs quantized fwd and dgrad"),
         (
             lambda x, w: Recipe(
