@@ -209,13 +209,14 @@ def get_all(recipes: Mapping[str, str | Recipe]) -> dict[str, Recipe]:
 
     Raises:
       TypeError: `recipes` is not a mapping.
-      ValueError: a name does not exist.
+      ValueError: a name does not exist, or an expression is not a regular expression.
     """
     if not isinstance(recipes, Mapping):
         raise TypeError(
             "recipes must map regular expressions of layer paths to recipes, such as "
             f"{{r'.*mlp.*': 'switchback'}}, got {recipes!r}"
         )
+    _check_patterns(recipes)
     return {pattern: get(recipe) for pattern, recipe in recipes.items()}
 
 
@@ -226,8 +227,9 @@ def first_match(recipes: Mapping[str, R], paths: Iterable[str]) -> dict[str, R]:
     {'0/mlp/fc1': 'switchback'}
 
     Raises:
-      ValueError: an expression matches no path.
+      ValueError: an expression matches no path, or is not a regular expression.
     """
+    _check_patterns(recipes)
     paths = list(paths)
     for pattern in recipes:
         if not any(re.fullmatch(pattern, path) for path in paths):
@@ -239,6 +241,16 @@ def first_match(recipes: Mapping[str, R], paths: Iterable[str]) -> dict[str, R]:
                 chosen[path] = recipe
                 break
     return chosen
+
+
+def _check_patterns(patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"pattern {pattern!r} is not a regular expression: {error}; '.*' matches any text"
+            ) from error
 
 
 def unmatched(pattern: str, paths: Iterable[str]) -> ValueError:
