@@ -390,6 +390,11 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             "x must be float16, bfloat16 or float32, got int32: cast",
         ),
         (
+            lambda x, w: swjax.switchback(x, (w, w), jnp.zeros(5)),
+            "2 weights need None or a tuple of 2 biases, .* got one for all",
+        ),
+        (lambda x, w: swjax.switchback(x, (w, w), (None,)), "tuple of 2 biases, .* got 1"),
+        (
             lambda x, w: swjax.switchback(x, w, recipe="int4"),
             "recipe must be one of standard, switchback, .* got 'int4'",
         ),
