@@ -83,8 +83,8 @@ class Dense(nn.Dense):
 
 
 NOTHING_RAN = (
-    "no Linen module with matrices ran here: a function that jax.jit has compiled runs without its code, "
-    "and swjax.nnx.quantize_model converts NNX models"
+    "no Linen module with matrices ran here: a function that jax.jit has compiled runs without "
+    "its code, and swjax.nnx.quantize_model converts NNX models"
 )
 
 

@@ -114,7 +114,8 @@ def _biases(ws: tuple, bias) -> tuple:
     if not isinstance(bias, tuple | list) or len(bias) != len(ws):
         got = len(bias) if isinstance(bias, tuple | list) else "one for all"
         raise ValueError(
-            f"{len(ws)} weights need None or a tuple of {len(ws)} biases, each an array or None, got {got}"
+            f"{len(ws)} weights need None or a tuple of {len(ws)} biases, "
+            f"each an array or None, got {got}"
         )
     return tuple(bias)
 

@@ -99,7 +99,8 @@ def prequantize(model: NNXModel) -> NNXModel:
     if not layers:
         raise ValueError(
             "prequantize needs a model with quantized linear layers, got none with float weights: "
-            "choose their recipes first, with swjax.nnx.quantize_model or by recipe=, and prequantize once"
+            "choose their recipes first, with swjax.nnx.quantize_model or by recipe=, "
+            "and prequantize once"
         )
     for layer, recipe in layers:
         _prequantize(layer, recipe)
