@@ -82,6 +82,12 @@ class Dense(nn.Dense):
         return y
 
 
+NOTHING_RAN = (
+    "no Linen module with matrices ran here: a function that jax.jit has compiled runs without "
+    "its code, and swjax.nnx.quantize_model converts NNX models"
+)
+
+
 @contextmanager
 def quantized(
     recipes: Mapping[str, str | Recipe], *, implementation: str | None = None
@@ -139,6 +145,7 @@ class _Interceptor:
     def __init__(self, recipes: Mapping[str, str | Recipe], implementation: str | None):
         self.recipes = get_all(recipes)
         self.conversion = Conversion()
+        self.conversion.if_empty = NOTHING_RAN
         self._implementation = implementation
         self._calls: list[_Call] = []  # within the outermost method that runs
         self._is_within = False

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 from swjax.kernels import dispatch
+from swjax.kernels.reference import QTensor
 from swjax.linear.api import mlp as fused_mlp
 from swjax.linear.api import switchback
 from swjax.linear.contraction import DotGeneral, dot_general
@@ -209,7 +210,7 @@ def quantize_model(
       `model`.
 
     Raises:
-      TypeError: `recipes` is not a mapping.
+      TypeError: `recipes` is not a mapping, or `model` is a Linen module.
       ValueError: a recipe does not exist, or an expression matches no linear layer, or matches one with a
         `dot_general_cls`, which computes its product itself.
 
@@ -269,17 +270,29 @@ def restore_model(model: nnx.Module) -> nnx.Module:
     Returns:
       `model`.
 
+    Raises:
+      ValueError: a converted layer is prequantized, so it has no float weights to compute with.
+
     >>> layer = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)))
     >>> restore_model(quantize_model(layer, {".*": "llm_int8"})).layers[0].dot_general.__name__
     'dot_general'
     """
-    module: Any  # not every module has a `dot_general`
-    for _, module in nnx.iter_modules(model):
+    # Any, because not every module has a kernel and a `dot_general`.
+    changed: dict[str, Any] = {
+        path: module for path, module in _modules(model) if _conversion_of(module)
+    }
+    for path, module in changed.items():
+        if isinstance(module.kernel.get_value(), QTensor):
+            raise ValueError(
+                f"layer {path!r} is prequantized and has no float weights to restore: "
+                "build the model again and load its checkpoint"
+            )
+    for module in changed.values():
         before = _conversion_of(module)
-        if before and isinstance(module, Linear):
+        if isinstance(module, Linear):
             module.set_recipe(*before)
             module.replaced = None
-        elif before:
+        else:
             setattr(module, product_name(module), before.replaced)
     return model
 
@@ -319,6 +332,11 @@ def _recipe_of(module: nnx.Module) -> tuple[Recipe | None, str]:
 
 
 def _modules(model: nnx.Module):
+    if isinstance(model, linen.Module):
+        raise TypeError(
+            f"swjax.nnx needs an NNX model, got the Linen module {type(model).__name__}: "
+            "use swjax.linen.quantized around its apply"
+        )
     for path, module in nnx.iter_modules(model):
         yield "/".join(map(str, path)), module
 

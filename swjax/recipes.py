@@ -18,6 +18,8 @@ from typing import TypeVar
 
 R = TypeVar("R")
 
+DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+SCOPES = ("row", "channel", "tensor", "block")
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 LONGEST_BLOCK = 2**17  # tokens; an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
 
@@ -36,7 +38,7 @@ class Quantizer:
         up to 128; 1 means no rotation. See `swjax.kernels.reference.block_weight_gradient`.
 
     Raises:
-      ValueError: the block or the rotation is invalid.
+      ValueError: the dtype or the scope does not exist, or the block or the rotation is invalid.
     """
 
     dtype: str
@@ -45,6 +47,10 @@ class Quantizer:
     rotation: int = 1
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"Quantizer's dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if self.scope not in SCOPES:
+            raise ValueError(f"Quantizer's scope must be one of {SCOPES}, got {self.scope!r}")
         if self.scope != "block":
             if self.block or self.rotation != 1:
                 raise ValueError(
@@ -203,13 +209,14 @@ def get_all(recipes: Mapping[str, str | Recipe]) -> dict[str, Recipe]:
 
     Raises:
       TypeError: `recipes` is not a mapping.
-      ValueError: a name does not exist.
+      ValueError: a name does not exist, or an expression is not a regular expression.
     """
     if not isinstance(recipes, Mapping):
         raise TypeError(
             "recipes must map regular expressions of layer paths to recipes, such as "
             f"{{r'.*mlp.*': 'switchback'}}, got {recipes!r}"
         )
+    _check_patterns(recipes)
     return {pattern: get(recipe) for pattern, recipe in recipes.items()}
 
 
@@ -220,8 +227,9 @@ def first_match(recipes: Mapping[str, R], paths: Iterable[str]) -> dict[str, R]:
     {'0/mlp/fc1': 'switchback'}
 
     Raises:
-      ValueError: an expression matches no path.
+      ValueError: an expression matches no path, or is not a regular expression.
     """
+    _check_patterns(recipes)
     paths = list(paths)
     for pattern in recipes:
         if not any(re.fullmatch(pattern, path) for path in paths):
@@ -233,6 +241,16 @@ def first_match(recipes: Mapping[str, R], paths: Iterable[str]) -> dict[str, R]:
                 chosen[path] = recipe
                 break
     return chosen
+
+
+def _check_patterns(patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"pattern {pattern!r} is not a regular expression: {error}; '.*' matches any text"
+            ) from error
 
 
 def unmatched(pattern: str, paths: Iterable[str]) -> ValueError:

@@ -246,6 +246,18 @@ def test_an_nnx_module_in_linen_is_refused():
     assert linen_rows(bridged, {}) == [("", "kernel", (8, 4), False, "in an NNX module")]
 
 
+def test_linen_and_nnx_are_told_apart():
+    with pytest.raises(TypeError, match="the Linen module LinenModel: use swjax.linen.quantized"):
+        swjax.nnx.quantize_model(LinenModel(), {".*": "switchback"})
+    with pytest.raises(TypeError, match="needs an NNX model, got the Linen module"):
+        swjax.nnx.describe_model(LinenModel())
+    with swjax.linen.quantized({".*": "switchback"}) as conversion:
+        Model(nnx.Rngs(0))(X)
+    assert "no Linen module with matrices ran here" in str(conversion)
+    assert "swjax.nnx.quantize_model converts NNX models" in str(conversion)
+    assert str(swjax.nnx.describe_model(nnx.Dict())).endswith("0 elements (0%)")
+
+
 class LinenTowers(nn.Module):
     def setup(self):
         self.image, self.text = nn.Dense(8), LinenJitted()

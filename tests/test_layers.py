@@ -179,6 +179,15 @@ def test_pattern_without_a_layer():
             LinenModel().apply(params, X)
 
 
+def test_a_pattern_that_is_no_regular_expression():
+    message = r"pattern '\*mlp\*' is not a regular expression: nothing to repeat .*; '\.\*' matches"
+    with pytest.raises(ValueError, match=message):
+        swjax.nnx.quantize_model(Block(nnx.Rngs(0)), {"*mlp*": "switchback"})
+    with pytest.raises(ValueError, match=message):
+        with swjax.linen.quantized({"*mlp*": "switchback"}):
+            pass
+
+
 def test_a_recipe_and_a_dot_general_exclude_each_other():
     with pytest.raises(ValueError, match="takes no dot_general"):
         swjax.nnx.Linear(2, 2, dot_general=jax.lax.dot_general, rngs=nnx.Rngs(0))

@@ -169,6 +169,29 @@ def test_a_model_computes_the_same():
     assert products["s8", "s8"] + products["s32", "s32"] >= 6
 
 
+def test_a_file_names_the_order_of_loading_and_prequantizing(tmp_path):
+    def make():
+        model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+        return swjax.nnx.quantize_model(model, {".*": "switchback"})
+
+    serving.save(tmp_path / "float.safetensors", make())
+    serving.save(tmp_path / "int8.safetensors", serving.prequantize(make()))
+    with pytest.raises(ValueError, match="so prequantize the model before loading"):
+        serving.load(tmp_path / "int8.safetensors", make())
+    with pytest.raises(ValueError, match="so prequantize after loading"):
+        serving.load(tmp_path / "float.safetensors", serving.prequantize(make()))
+
+
+def test_a_prequantized_model_is_not_restored():
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    swjax.nnx.quantize_model(model, {".*": "switchback"})
+    x = jnp.ones((2, 8))
+    y = serving.prequantize(model)(x)
+    with pytest.raises(ValueError, match="'layers/0' is prequantized and has no float weights"):
+        swjax.nnx.restore_model(model)
+    assert jnp.array_equal(model(x), y)
+
+
 def test_a_model_is_prequantized_once():
     model = serving.prequantize(nnx.Dict(fc=swjax.nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
     with pytest.raises(ValueError, match="got none with float weights: choose their recipes"):

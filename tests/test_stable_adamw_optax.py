@@ -456,6 +456,19 @@ def test_training_goes_on_from_an_adamw_state(steps_before, wrapped):
     assert rms_by_path(state)["blocks/w"].shape == (2,)
 
 
+@jax.numpy_dtype_promotion("standard")  # optax's Adam raises a float to an int32 power
+def test_the_state_of_an_nnx_optimizer_is_converted():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((4, 3))) ** 2))(model)
+    old = nnx.Optimizer(model, optax.adamw(0.1, b2=0.95), wrt=nnx.Param)
+    old.update(model, grads)
+    new = nnx.Optimizer(model, stable_adamw(0.1), wrt=nnx.Param)
+    new.opt_state = from_adamw_state(old.opt_state, new.opt_state, b1=0.9, b2=0.95)
+    new.update(model, grads)
+    (count,) = (leaf for leaf in jax.tree.leaves(new.opt_state) if leaf.dtype == jnp.int32)
+    assert count == 2
+
+
 def test_conversion_needs_one_state_of_each_kind():
     params = jnp.ones(2)
     adamw, ours = optax.adamw(0.1).init(params), stable_adamw(0.1).init(params)

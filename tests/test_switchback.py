@@ -390,6 +390,11 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             "x must be float16, bfloat16 or float32, got int32: cast",
         ),
         (
+            lambda x, w: swjax.switchback(x, (w, w), jnp.zeros(5)),
+            "2 weights need None or a tuple of 2 biases, .* got one for all",
+        ),
+        (lambda x, w: swjax.switchback(x, (w, w), (None,)), "tuple of 2 biases, .* got 1"),
+        (
             lambda x, w: swjax.switchback(x, w, recipe="int4"),
             "recipe must be one of standard, switchback, .* got 'int4'",
         ),
@@ -398,6 +403,8 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             "implementation must be one of xla, triton, mosaic_gpu or None",
         ),
         (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),
+        (lambda x, w: Quantizer("int8", "tesnor"), "scope must be one of .*got 'tesnor'"),
+        (lambda x, w: Quantizer("int4", "row"), "dtype must be one of .*got 'int4'"),
         (lambda x, w: Recipe(save_quantized=True), "needs quantized fwd and dgrad"),
         (
             lambda x, w: Recipe(

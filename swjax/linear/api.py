@@ -85,7 +85,7 @@ def switchback(
     """
     several = isinstance(w, tuple) and not isinstance(w, QTensor)
     ws: Any = w if several else (w,)
-    biases: Any = (bias or (None,) * len(ws)) if several else (bias,)
+    biases: Any = _biases(ws, bias) if several else (bias,)
     for each in zip(ws, biases, strict=True):
         check_shapes(x, *each, recipe)
     plans = [plan_layer(x, weight_array(w), layout) for w in ws]
@@ -105,6 +105,19 @@ def switchback(
         x = x if kept is None else kept
     y = ys if several else ys[0]
     return (y, x) if residual else y
+
+
+def _biases(ws: tuple, bias) -> tuple:
+    """The bias of each of several weights."""
+    if bias is None:
+        return (None,) * len(ws)
+    if not isinstance(bias, tuple | list) or len(bias) != len(ws):
+        got = len(bias) if isinstance(bias, tuple | list) else "one for all"
+        raise ValueError(
+            f"{len(ws)} weights need None or a tuple of {len(ws)} biases, "
+            f"each an array or None, got {got}"
+        )
+    return tuple(bias)
 
 
 def mlp(

@@ -49,7 +49,12 @@ class Conversion(list[Matrix]):
     embed    Embed.embedding  100 x 64  -           takes no dot_general
     1 of 2 matrices converted, 16,384 of 22,784 elements (72%)
     switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
+
+    Attributes:
+      if_empty: printed after the summary if no matrix was noted.
     """
+
+    if_empty = ""
 
     def note(
         self,
@@ -97,6 +102,8 @@ class Conversion(list[Matrix]):
         share = f"{part:,} of {whole:,} elements ({part / max(whole, 1):.0%})"
         lines.append(f"{len(converted)} of {len(self)} matrices converted, {share}")
         recipes = dict.fromkeys(m.recipe for m in self if m.recipe is not None)
+        if not self and self.if_empty:
+            lines.append(self.if_empty)
         return "\n".join([*lines, *map(_products, recipes)])
 
 

@@ -19,7 +19,8 @@ def from_adamw_state(
     Args:
       adamw_state: state with one `optax.ScaleByAdamState`, such as that of `optax.adamw`.
       opt_state: result of `stable_adamw(...).init(params)`, or of a chain, wrapper or guard around it; it
-        determines structure and dtypes.
+        determines structure and dtypes. If one state is the `opt_state` of an `nnx.Optimizer`, both
+        must be.
       b1: b1 of the AdamW optimizer.
       b2: b2 of the AdamW optimizer. The new optimizer may have other values of both.
 
@@ -54,9 +55,11 @@ def from_adamw_state(
         )
 
     mu, nu = debias(old.mu, new.mu, b1), debias(old.nu, new.nu, b2)
-    count = jnp.broadcast_to(
-        old.count, jnp.shape(new.count)
-    )  # one count per tensor inside per_tensor_guard
+    # One count per tensor inside per_tensor_guard. The leaves of an `nnx.Optimizer`'s state are
+    # variables, which `jax.tree.map` keeps.
+    count = jax.tree.map(
+        lambda old, new: jnp.broadcast_to(old, jnp.shape(new)), old.count, new.count
+    )
     converted = StableAdamWState(count, mu, nu, new.rms)
     return jax.tree.map(
         lambda x: converted if isinstance(x, StableAdamWState) else x,

@@ -99,7 +99,8 @@ def prequantize(model: NNXModel) -> NNXModel:
     if not layers:
         raise ValueError(
             "prequantize needs a model with quantized linear layers, got none with float weights: "
-            "choose their recipes with swjax.nnx.quantize_model first"
+            "choose their recipes first, with swjax.nnx.quantize_model or by recipe=, "
+            "and prequantize once"
         )
     for layer, recipe in layers:
         _prequantize(layer, recipe)
@@ -297,13 +298,22 @@ def load(path: str | Path, model: AnyModel) -> AnyModel:
         if here != there:
             raise ValueError(
                 f"{path} belongs to another model: array {name!r} is {there} in the file and {here} here "
-                f"(None: no such array): build the saved model"
+                f"(None: no such array): {_remedy(name, arrays, expected)}"
             )
     arrays = {name: jnp.asarray(arrays[name].view(like.dtype)) for name, like in expected.items()}
     if not isinstance(model, nnx.Module):
         return _fill(model, arrays)
     nnx.update(model, _fill_state(nnx.state(model, _ARRAYS), arrays))
     return model
+
+
+def _remedy(name: str, there, here) -> str:
+    """What to do about an array that a file and a model do not share."""
+    if f"{name}/scale" in there:
+        return "the file is prequantized, so prequantize the model before loading"
+    if f"{name}/scale" in here:
+        return "the model is prequantized and the file is not, so prequantize after loading"
+    return "build the saved model"
 
 
 def _kind(array) -> str:

@@ -44,7 +44,7 @@ def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule
     if warmup >= total:
         raise ConfigError(
             f"config.schedule warms up for {warmup} of {total} steps: "
-            f"lower schedule.warmup_steps, or raise train.steps"
+            "lower schedule.warmup_steps, warmup_epochs or warmup_examples, or train longer"
         )
     c, peak = config.schedule, config.optimizer.learning_rate
     decay = max(1, round(c.decay * total))

@@ -89,7 +89,7 @@ def write_results(
 
 
 def tell_results(workdir: Path) -> None:
-    """Prints the scores on unseen examples next to the scores of chance, and the path of the report.
+    """Prints the final scores next to the scores of chance, and the path of the report.
 
     Args:
       workdir: directory of a finished run.
@@ -106,7 +106,7 @@ def tell_results(workdir: Path) -> None:
         if isinstance(score, float) and isinstance(chance, float):
             lines.append(f"  {name:32} {score:7.2%}   {chance:7.2%}")
     skipped = f", of which {results['skipped']} were skipped" if results.get("skipped") else ""
-    heading = "; on unseen images, with chance:" if lines else ""
+    heading = "; scores, with chance:" if lines else ""
     print("\n".join([f"finished after {results['step']} steps{skipped}{heading}", *lines]))
     page = workdir / "report" / "index.html"
     if page.exists():
