@@ -75,11 +75,19 @@ class Product:
       lhs, rhs: quantizers of the operands.
       outlier_threshold: threshold in units of x. Features of x whose magnitude reaches it for any token are
         excluded from the quantized product and multiplied in 16 bits. 0 turns this off.
+
+    Raises:
+      TypeError: an operand has no Quantizer.
     """
 
     lhs: Quantizer
     rhs: Quantizer
     outlier_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, operand in {"lhs": self.lhs, "rhs": self.rhs}.items():
+            if not isinstance(operand, Quantizer):
+                raise TypeError(f"Product's {name} must be a Quantizer, got {operand!r}")
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,10 @@ class Recipe:
       save_quantized: whether to save the quantized x and w for the backward pass instead of x and w; wgrad
         then reads the dequantized x. This saves memory and costs a little accuracy. If the backward pass of a
         prologue recomputes x, no form of x is saved, and wgrad reads x itself.
+
+    Raises:
+      TypeError: a product is neither a Product nor None.
+      ValueError: products do not fit together.
     """
 
     fwd: Product | None = None
@@ -101,6 +113,9 @@ class Recipe:
     save_quantized: bool = False
 
     def __post_init__(self) -> None:
+        for name, product in {"fwd": self.fwd, "dgrad": self.dgrad, "wgrad": self.wgrad}.items():
+            if product is not None and not isinstance(product, Product):
+                raise TypeError(f"Recipe's {name} must be a Product or None, got {product!r}")
         self._check_blocks()
         if not self.save_quantized:
             return

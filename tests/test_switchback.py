@@ -405,6 +405,9 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
         (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),
         (lambda x, w: Quantizer("int8", "tesnor"), "scope must be one of .*got 'tesnor'"),
         (lambda x, w: Quantizer("int4", "row"), "dtype must be one of .*got 'int4'"),
+        (lambda x, w: Recipe(fwd="switchback"), "fwd must be a Product or None, got 'switchback'"),
+        (lambda x, w: Product("int8", "int8"), "lhs must be a Quantizer, got 'int8'"),
+        (lambda x, w: swjax.switchback(x, [w, w]), "got a list: .*or a tuple of several weights"),
         (lambda x, w: Recipe(save_quantized=True), "needs quantized fwd and dgrad"),
         (
             lambda x, w: Recipe(
@@ -417,5 +420,5 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
     ],
 )
 def test_errors_name_the_invariant_the_value_and_the_remedy(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(jnp.ones((4, 3)), jnp.ones((3, 5)))

@@ -21,8 +21,9 @@ def check_shapes(
     """Raises a ValueError if these are not arrays with the shapes of a linear layer."""
     for name, array in {"x": x, "w": w, "bias": bias}.items():
         if array is not None and not isinstance(array, QTensor) and not hasattr(array, "dtype"):
+            tuples = ", or a tuple of several weights" if name == "w" else ""
             raise ValueError(
-                f"{name} must be an array, got a {type(array).__name__}: pass jnp.asarray({name})"
+                f"{name} must be an array, got a {type(array).__name__}: pass jnp.asarray({name}){tuples}"
             )
     if isinstance(w, QTensor):
         _check_quantized(w, recipe)

@@ -268,7 +268,7 @@ def draw_throughput(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
 
 CHARTS = {
     "loss": ("Training loss", draw_loss),
-    "accuracy": ("Accuracy on unseen images", draw_accuracy),
+    "accuracy": ("Accuracy in evaluation", draw_accuracy),
     "rms": ("RMS of the patch embedding", draw_rms),
     "features": ("Feature magnitude by block", draw_features),
     "optimizer": ("Optimizer", draw_optimizer),
