@@ -184,7 +184,7 @@ def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     for (label, series), color, height in zip(shown.items(), theme.series, heights, strict=False):
         note(axes, (series.step[-1], height), f"{label}\n{series.last:.1%}", color)
     chance = [metrics[name].last for name in metrics if "chance_top1" in name]
-    text = "Unseen images of the validation split"
+    text = "Images of the validation split"
     return text + (f"; chance is {_percent(chance[0])} for top-1." if chance else ".")
 
 
