@@ -377,12 +377,14 @@ def draw_loss_differences(figure) -> None:
     }
     for axes, runs in ((left, pairs), (right, large)):
         axes.set_title(titles[axes], fontsize=9)
-        axes.set_xlabel(f"step of {runs[0]['key']['batch']:,} pairs", fontsize=9)
-        axes.legend(fontsize=8, loc="upper right", frameon=False)
+        axes.set_xlabel(f"step of {runs[0]['key']['batch']:,} images", fontsize=9)
+        lines, arms = axes.get_legend_handles_labels()
+        names = ["bf16, perturbed" if arm == paired.CONTROL else arm for arm in arms]
+        axes.legend(lines, names, fontsize=8, loc="upper right", frameon=False)
         clear(axes)
     right.set_ylim(-0.15, 0.3)
-    left.set_ylabel("training loss minus that\nof bf16, each pair", fontsize=9)
-    say(figure, "At a million tokens llm_int8 ends with the highest loss")
+    left.set_ylabel("training loss minus that of bf16,\neach pair of runs", fontsize=9)
+    say(figure, "At a million tokens llm_int8 ends furthest above bf16, in two pairs")
 
 
 ROWWISE, ONE = "a scale per token", "one scale"
