@@ -188,6 +188,8 @@ class Attention:
 
     def compute_tile(self, tile: Tile) -> None:
         """Computes and writes the outputs of a tile, and starts the copy of this warpgroup's next queries."""
+        # Otherwise the compiler computes addresses before the loop over tiles, and spills them.
+        tile = lax.optimization_barrier(tile)
         plgpu.barrier_wait(self.buffers.q_full.at[tile.warpgroup])
         load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
         queries = self.buffers.q.at[tile.warpgroup]
