@@ -43,7 +43,11 @@ class Backward(Memory):
 
     def compute(self, warpgroup: jax.Array) -> None:
         """Computes the gradients of the tiles of one warpgroup, of all heads."""
-        compute_head = lambda head, _: self.compute_head(head, warpgroup)
+
+        def compute_head(head, _):
+            # Otherwise the compiler computes addresses before the loop over heads, and spills them.
+            self.compute_head(head, lax.optimization_barrier(warpgroup))
+
         lax.fori_loop(0, self.heads.count(), compute_head, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -222,7 +226,8 @@ class Backward(Memory):
         self, warpgroup: jax.Array, rows: Rows, *pairs: tuple[Ref, jax.Array]
     ) -> Sums:
         """Products of a tile's transposed features, [64 features, ROWS], with each [ROWS, STEP]."""
-        strips = self.buffers.results[1].at[warpgroup]
+        # Otherwise the compiler computes the addresses of strips before the loop over tiles, and spills them.
+        strips = self.buffers.results[1].at[lax.optimization_barrier(warpgroup)]
         places = [pl.ds(i * STEP, STEP) for i in range(len(pairs))]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a tile of results was there
         for place, (_, strip) in zip(places, pairs):
