@@ -180,6 +180,19 @@ def test_takes_arguments_meant_for_others():
     optimizer.update(params, optimizer.init(params), params, value=jnp.float32(1), unknown=2)
 
 
+def test_a_mask_that_was_called_as_a_schedule_is_refused():
+    """optax.inject_hyperparams calls it with the step, and one bool would hold for all parameters."""
+    params, grads = problem()
+    mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    injected = optax.inject_hyperparams(stable_adamw)(0.05, mask=mask)
+    with pytest.raises(
+        ValueError, match="mask must be a tree of bools .* add 'mask' to static_args"
+    ):
+        injected.update(grads[0], injected.init(params), params)
+    one = stable_adamw(0.05, mask=False)  # a tree like a single parameter
+    one.update(jnp.ones(3), one.init(jnp.ones(3)), jnp.ones(3))
+
+
 def test_inject_hyperparams_with_every_number_traced():
     params, grads = problem()
     numbers = {"b1": 0.8, "b2": 0.95, "eps": 1e-5, "weight_decay": 0.1, "clip_threshold": 1.5}

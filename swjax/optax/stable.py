@@ -92,7 +92,7 @@ def stable_adamw(
       weight_decay: at least 0; multiplied by the learning rate. Its default is that of `optax.adamw`, because
         the paper's 0.2 assumes a mask without decay of 1-D parameters. The other defaults are the paper's.
       mask: the decayed parameters: a tree of bools like the parameters, a prefix of it, or a function from
-        the parameters to such a tree. Default: all parameters.
+        the parameters to such a tree. A single bool is refused. Default: all parameters.
       clip_threshold: above 0. `math.inf` turns clipping off, which gives AdamW; any other value above the
         bound of RMS would never clip, and raises an error.
       mu_dtype: dtype of the stored m; default the parameter's dtype. A complex parameter keeps a complex m.
@@ -107,7 +107,7 @@ def stable_adamw(
 
     Raises:
       ValueError: a hyper-parameter is out of range (unless traced), a parameter lacks a block axis or is an
-        integer array, or an update receives no parameters.
+        integer array, the mask is a single bool, or an update receives no parameters.
 
     >>> params = {"w": jnp.array([1.0, -2.0, 3.0])}
     >>> optimizer = stable_adamw(learning_rate=0.1)
@@ -205,7 +205,7 @@ def scale_by_stable_adam(
         b2,
         eps,
         weight_decay=0.0,
-        mask=False,
+        mask=lambda params: jax.tree.map(lambda _: False, params),
         clip_threshold=clip_threshold,
         mu_dtype=mu_dtype,
         block_axes=block_axes,
@@ -297,6 +297,12 @@ def _decays(mask, params) -> list[bool]:
     """Whether each leaf decays."""
     if mask is None:
         return [True] * len(jax.tree.leaves(params))
+    is_leaf = jax.tree_util.all_leaves
+    if not callable(mask) and is_leaf([mask]) and not is_leaf([params]):
+        raise ValueError(
+            f"mask must be a tree of bools like the parameters, or a function, got {mask}: under "
+            "optax.inject_hyperparams add 'mask' to static_args, or optax calls it as a schedule"
+        )
     return jax.tree.leaves(jax.tree.broadcast(mask(params) if callable(mask) else mask, params))
 
 
