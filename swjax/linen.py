@@ -82,12 +82,6 @@ class Dense(nn.Dense):
         return y
 
 
-NOTHING_RAN = (
-    "no Linen module with matrices ran here: a function that jax.jit has compiled runs without "
-    "its code, and swjax.nnx.quantize_model converts NNX models"
-)
-
-
 @contextmanager
 def quantized(
     recipes: Mapping[str, str | Recipe], *, implementation: str | None = None
@@ -139,13 +133,19 @@ def quantized(
     interceptor.check_all_matched()
 
 
+_NOTHING_RAN = (
+    "no Linen module with matrices ran here: a function that jax.jit has compiled runs without "
+    "its code, and swjax.nnx.quantize_model converts NNX models"
+)
+
+
 class _Interceptor:
     """Intercepts modules' methods, and runs linear layers whose path an expression matches with a recipe."""
 
     def __init__(self, recipes: Mapping[str, str | Recipe], implementation: str | None):
         self.recipes = get_all(recipes)
         self.conversion = Conversion()
-        self.conversion.if_empty = NOTHING_RAN
+        self.conversion.if_empty = _NOTHING_RAN
         self._implementation = implementation
         self._calls: list[_Call] = []  # within the outermost method that runs
         self._is_within = False
