@@ -10,10 +10,10 @@
     python benchmarks/train_step.py --plot=step.png --out=FILE   # draws a finished file
 
 "encoder": gradients of all parameters of the image tower, no patch dropout, no optimizer. "step":
-`swjax.training.step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Data are
-random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS; kernel
-times come from CUPTI; memory is XLA's plan. Each case is written as soon as it is measured, and none starts
-after --seconds.
+`swjax.training.step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Both have the
+trainer's compiler options. Data are random and on the device. Times are wall-clock times over consecutive
+calls, the median of REPEATS; kernel times come from CUPTI; memory is XLA's plan. Each case is written as soon
+as it is measured, and none starts after --seconds.
 """
 
 import argparse
@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.kernels import timing  # noqa: E402
 from configs import common  # noqa: E402
 from swjax.diagnostics import device_time  # noqa: E402
-from swjax.models import clip  # noqa: E402
+from swjax.models import clip, sharding  # noqa: E402
 from swjax.models.vit import VisionTransformer  # noqa: E402
 from swjax.training import setup, throughput  # noqa: E402
 from swjax.training.optimizer import make_optimizer  # noqa: E402
@@ -228,7 +228,9 @@ def encoder(case: Case) -> Program:
     side = cfg.vision.image_size
     images = timing.random(case.batch, side, side, 3, dtype=dtype)
     g = timing.random(case.batch, cfg.embed_dim, dtype="float32")
-    compiled = jax.jit(jax.grad(loss)).lower(jax.eval_shape(init), images, g).compile()
+    options = sharding.compiler_options(sharding.make_mesh())
+    gradient = jax.jit(jax.grad(loss), compiler_options=options)
+    compiled = gradient.lower(jax.eval_shape(init), images, g).compile()
     text = clip._blocks_flops(cfg.text, cfg.text.context_length)
     flops = clip.flops_per_example(cfg, training=False) - text
     return Program(compiled, lambda: partial(compiled, init(), images, g), 3 * flops * case.batch)
@@ -244,7 +246,10 @@ def step(case: Case) -> Program:
     schedule = lambda count: jnp.float32(1e-4)
     optimizer = make_optimizer(config, schedule)
     init, graphdef = setup.make_init(config, cfg, optimizer)
-    init = jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    options = {"xla_backend_optimization_level": 0}  # it runs once
+    init = jax.jit(init, out_shardings=shardings, compiler_options=options)
     train_step = make_train_step(config, graphdef, optimizer, schedule)
     side, length = cfg.vision.image_size, cfg.text.context_length
     keys = jax.random.split(jax.random.key(0), 2)
@@ -253,8 +258,7 @@ def step(case: Case) -> Program:
         "text": jax.random.randint(keys[1], (case.batch, length), 0, 1000, jnp.int32),
         "label": jnp.arange(case.batch, dtype=jnp.int32),
     }
-    lowered = jax.jit(train_step, donate_argnums=0).lower(jax.eval_shape(init), batch)
-    compiled = lowered.compile()
+    compiled = setup.compile_step(train_step, like).lower(like, batch).compile()
 
     def start():
         states = [init()]

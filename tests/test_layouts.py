@@ -9,18 +9,20 @@ from swjax import Layout
 from swjax.models import sharding
 
 
-def test_gpus_gather_in_larger_pieces_unless_told_otherwise(monkeypatch):
+def test_the_options_of_a_step_on_gpus_unless_told_otherwise(monkeypatch):
     def options(platform, fsdp):
         devices = np.array([SimpleNamespace(platform=platform)])
         return sharding.compiler_options(SimpleNamespace(devices=devices, shape={"fsdp": fsdp}))
 
+    triton = "xla_gpu_enable_triton_gemm"
     gather, scatter = (
         f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter")
     )
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert options("gpu", 1) == options("cpu", 4) == {}
-    assert options("gpu", 4) == {gather: "134217728", scatter: "134217728"}
-    monkeypatch.setenv("XLA_FLAGS", f"--{gather}=31457280")
+    assert options("cpu", 4) == {}
+    assert options("gpu", 1) == {triton: "False"}
+    assert options("gpu", 4) == {triton: "False", gather: "134217728", scatter: "134217728"}
+    monkeypatch.setenv("XLA_FLAGS", f"--{gather}=31457280 --{triton}=true")
     assert options("gpu", 4) == {scatter: "134217728"}
 
 

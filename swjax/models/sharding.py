@@ -130,16 +130,22 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
 def compiler_options(mesh: Mesh) -> dict[str, str]:
     """XLA options for a train step on this mesh, without the options that the environment sets in XLA_FLAGS.
 
-    On GPUs, collectives that gather weights and scatter gradients combine up to 128 MiB instead of 30 MiB;
-    see benchmarks/notes/scaling.md for the speed-up.
+    On GPUs, XLA computes products with cuBLAS instead of its own Triton kernels: cuBLAS adds biases in the
+    epilogues of the products, and XLA's Triton kernels sum some int8 products wrongly. With FSDP, collectives
+    that gather weights and scatter gradients combine up to 128 MiB instead of 30 MiB. The speed-ups are in
+    benchmarks/notes/speed.md and scaling.md.
 
     >>> compiler_options(make_mesh())
     {}
     """
-    if mesh.devices.flat[0].platform != "gpu" or mesh.shape["fsdp"] == 1:
+    if mesh.devices.flat[0].platform != "gpu":
         return {}
-    names = [f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter")]
-    return {name: str(2**27) for name in names if name not in os.environ.get("XLA_FLAGS", "")}
+    options = {"xla_gpu_enable_triton_gemm": "False"}
+    if mesh.shape["fsdp"] > 1:
+        for collective in ("all_gather", "reduce_scatter"):
+            options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(2**27)
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 def spec_of(name: str, rules: SpecRules = RULES) -> P:
