@@ -27,7 +27,8 @@ def choose(
     None means XLA. For 16-bit tokens on NVIDIA GPUs it means swjax's kernel if that can run, else cuDNN.
 
     Raises:
-      ValueError: the kernel was requested and cannot run; the message says why.
+      ValueError: the kernel was requested and cannot run (the message says why), or the implementation does
+        not exist.
 
     >>> choose(jnp.ones((1, 3, 8)), 2)
     'xla'
@@ -37,8 +38,16 @@ def choose(
     return _choose(shape, x, implementation, layout)
 
 
+def _check(implementation: str | None) -> None:
+    if implementation not in (None, *NAMES):
+        raise ValueError(
+            f"attention must be one of {', '.join(NAMES)} or None (automatic), got {implementation!r}"
+        )
+
+
 def _choose(shape, like, implementation, layout):
     """Chooses for queries of the given shape, with the dtype and the mesh of the array `like`."""
+    _check(implementation)
     q = jax.ShapeDtypeStruct(shape, like.dtype)
     if implementation == "triton":
         if reason := dispatch.why_not("triton", "attention", q, q, q):
@@ -68,17 +77,19 @@ def dot_product_attention(
     Args:
       q, k, v: [b, t, h, d].
       causal: each token attends to itself and the tokens before it.
-      length: number of tokens that are not padding; no token attends to padding. None means t.
-      implementation: "xla", "cudnn", or "triton", swjax's kernels, which do not support padding; None
-        chooses like `choose`. For cuDNN, tokens are padded to a multiple of 8. Most of swjax's kernels are
-        written in Triton. For some shapes there are faster ones in Mosaic GPU, which are used then.
+      length: number of tokens that are not padding, from 1 to t; no token attends to padding. None means t.
+      implementation: "xla", "cudnn", or "triton", swjax's kernels; None chooses like `choose`. For cuDNN,
+        tokens are padded to a multiple of 8. Most of swjax's kernels are written in Triton. For some shapes
+        there are faster ones in Mosaic GPU, which are used then. Where no kernel can run, "triton" computes
+        their specification through XLA; `choose` raises an error instead.
       layout: layout of the linear layer that computed q, for meshes with automatic axes.
 
     Returns:
-      [b, t, h, d] in the dtype of q.
+      [b, t, h, d] in the dtype of q; zeros for padding.
 
     Raises:
-      ValueError: q, k and v differ in shape or dtype; also the errors of `choose`.
+      ValueError: q, k and v differ in shape or dtype, `length` is out of range, or the implementation does
+        not exist.
 
     >>> x = jnp.ones((1, 2, 1, 4))
     >>> dot_product_attention(x, x, x).shape
@@ -91,17 +102,22 @@ def dot_product_attention(
             "use jax.nn.dot_product_attention for other arrays"
         )
     tokens = q.shape[1]
+    length = tokens if length is None else length
+    if not min(1, tokens) <= length <= tokens:
+        raise ValueError(f"length must be from 1 to the {tokens} tokens of q, got {length}")
     if implementation is None:
-        implementation = _choose((q.shape[0], length or tokens, *q.shape[2:]), q, None, layout)
+        implementation = _choose((q.shape[0], length, *q.shape[2:]), q, None, layout)
+    _check(implementation)
     if implementation == "triton":
         plan = plan_heads(q, layout)
-        arrays = (plan.place(x, _heads(plan)) for x in vary_alike(q, k, v))
-        return _attention(*arrays, causal, plan)
+        arrays = (plan.place(x[:, :length], _heads(plan)) for x in vary_alike(q, k, v))
+        out = _attention(*arrays, causal, plan)
+        return jnp.pad(out, ((0, 0), (0, tokens - length), (0, 0), (0, 0)))
     if implementation == "cudnn":
         q, k, v = (pad_tokens(x) for x in (q, k, v))
     lengths = None
-    if (length or tokens) < q.shape[1]:
-        lengths = jnp.full(q.shape[0], length or tokens, jnp.int32)
+    if length < q.shape[1]:
+        lengths = jnp.full(q.shape[0], length, jnp.int32)
     # JAX's own code promotes 16-bit queries to float32 scores, strict promotion or not.
     with jax.numpy_dtype_promotion("standard"):
         out = jax.nn.dot_product_attention(

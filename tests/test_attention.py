@@ -166,12 +166,32 @@ def test_other_keys_are_refused(other):
         attention.dot_product_attention(q, other, other)
 
 
-def test_padding_is_seen_by_nobody():
+@pytest.mark.parametrize("name", [None, "xla", "triton"])
+def test_padding_is_seen_by_nobody(name):
     q, k, v = (jnp.asarray(normal((2, 16, 3, 8), seed=seed)) for seed in range(3))
     exact = attention.dot_product_attention(*(x[:, :13] for x in (q, k, v)))
-    padded = attention.dot_product_attention(q, k, v, length=13)
+    padded = attention.dot_product_attention(q, k, v, length=13, implementation=name)
     np.testing.assert_allclose(padded[:, :13], exact, atol=1e-6)
+    assert not np.any(padded[:, 13:])
     assert attention.pad_tokens(q[:, :13]).shape == q.shape
+
+
+@pytest.mark.parametrize("length", [0, -1, 6])
+def test_lengths_out_of_range_are_refused(length):
+    x = jnp.ones((2, 5, 3, 8))
+    with pytest.raises(
+        ValueError, match=f"length must be from 1 to the 5 tokens of q, got {length}"
+    ):
+        attention.dot_product_attention(x, x, x, length=length)
+
+
+@pytest.mark.parametrize("name", ["flash", "mosaic_gpu"])
+def test_unknown_implementations_are_refused(name):
+    x = jnp.ones((2, 5, 3, 8))
+    with pytest.raises(ValueError, match=f"one of xla, cudnn, triton or None .*, got '{name}'"):
+        attention.dot_product_attention(x, x, x, implementation=name)
+    with pytest.raises(ValueError, match=f"got '{name}'"):
+        attention.choose(x[..., 0], 3, name)
 
 
 def test_what_the_kernel_cannot_do_is_said():
