@@ -222,8 +222,13 @@ def multiprocessors() -> int:
 
 
 def compute_capability() -> tuple[int, int]:
-    """The compute capability of the GPU; without a GPU the capability of Hopper."""
+    """The compute capability of the GPU; without a GPU the capability of Hopper.
+
+    It is (0, 0) on AMD GPUs, for which JAX gives the name of an architecture, such as "gfx942".
+    """
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    if "." not in capability:
+        return 0, 0
     major, minor = capability.split(".")
     return int(major), int(minor)
 

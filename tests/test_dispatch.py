@@ -321,6 +321,18 @@ def test_what_attention_backward_in_mosaic_refuses(gpu, arrays, options, reason)
 # --- tiles --------------------------------------------------------------------------------------------
 
 
+def test_an_amd_gpu_runs_everything_through_xla(monkeypatch):
+    device = SimpleNamespace(device_kind="AMD Instinct MI300X", compute_capability="gfx942")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(dispatch, "_missing_triton", lambda: "is not installed")
+    with warnings.catch_warnings(action="ignore"):
+        assert dispatch.choose("quantize", X) == dispatch.choose("matmul", A, B) == "xla"
+    with pytest.raises(ValueError, match="is for Hopper"):
+        dispatch.choose("matmul", A, B, implementation="mosaic_gpu")
+
+
 def test_a_gpu_without_a_table_uses_that_of_its_compute_capability():
     h200, h100, a100, cpu = (
         SimpleNamespace(device_kind=kind, compute_capability=capability)
