@@ -402,6 +402,30 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             lambda x, w: swjax.switchback(x, w, implementation="cuda"),
             "implementation must be one of xla, triton, mosaic_gpu or None",
         ),
+        (
+            lambda x, w: swjax.switchback(x, w, prologue=jax.nn.gelu),
+            "prologue must be a swjax.LayerNorm, a swjax.Gelu or None, got <",
+        ),
+        (
+            lambda x, w: swjax.switchback(
+                x, w, prologue=swjax.LayerNorm(jnp.ones(1), jnp.zeros(3))
+            ),
+            r"LayerNorm's scale must be an array of the shape \(3,\) of x's features, got \(1,\)",
+        ),
+        (
+            lambda x, w: swjax.mlp(
+                x, w, None, w.T, None, prologue=swjax.LayerNorm(jnp.ones(3), None)
+            ),
+            "LayerNorm's bias must be an array of the shape .*, got NoneType",
+        ),
+        (
+            lambda x, w: swjax.switchback(x, w, out_dtype=jnp.int32),
+            "out_dtype must be a floating dtype, got int32: cast y instead",
+        ),
+        (
+            lambda x, w: swjax.quantize_weight(w[None]),
+            r"quantize_weight needs w \[k, n\], got \(1, 3, 5\): use jax.vmap",
+        ),
         (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),
         (lambda x, w: Quantizer("int8", "tesnor"), "scope must be one of .*got 'tesnor'"),
         (lambda x, w: Quantizer("int4", "row"), "dtype must be one of .*got 'int4'"),

@@ -10,7 +10,13 @@ from swjax import recipes
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear.arithmetic import Arithmetic
-from swjax.linear.checks import check_dtypes, check_shapes, weight_array, weight_quantizer
+from swjax.linear.checks import (
+    check_dtypes,
+    check_prologue,
+    check_shapes,
+    weight_array,
+    weight_quantizer,
+)
 from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
 from swjax.linear.plain import is_plain, plain_output
 from swjax.linear.planning import plan_layer, plan_next
@@ -88,6 +94,7 @@ def switchback(
     biases: Any = _biases(ws, bias) if several else (bias,)
     for each in zip(ws, biases, strict=True):
         check_shapes(x, *each, recipe)
+    check_prologue(x, prologue)
     plans = [plan_layer(x, weight_array(w), layout) for w in ws]
     layers = tuple(
         _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
@@ -161,6 +168,7 @@ def mlp(
     check_shapes(x, w1, b1, recipe)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], weight_array(w1).shape[1]), x.dtype)
     check_shapes(hidden, w2, b2, recipe)
+    check_prologue(x, prologue)
     check_dtypes(x, w1, b1)
     check_dtypes(hidden, w2, b2)
     plan = plan_layer(x, weight_array(w1), layouts[0])
@@ -180,6 +188,10 @@ def mlp(
 
 def _settings(x, recipe, out_dtype, precision, implementation, plan) -> Settings:
     dispatch.check(implementation)
+    if out_dtype is not None and not jnp.issubdtype(out_dtype, jnp.inexact):
+        raise ValueError(
+            f"out_dtype must be a floating dtype, got {jnp.dtype(out_dtype)}: cast y instead"
+        )
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
     sharded = Sharded(plan, Arithmetic(implementation, precision))
     return Settings(recipes.get(recipe), x.dtype.name, out_dtype, sharded)
@@ -231,13 +243,18 @@ def quantize_weight(
       recipe has one scale per output channel.
 
     Raises:
-      ValueError: the recipe's forward product is not quantized, or keeps outliers in 16 bits.
+      ValueError: w is not a matrix, or the recipe's forward product is not quantized, or keeps outliers in 16
+        bits.
 
     >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
     >>> q = quantize_weight(w)
     >>> q.values.shape, bool(jnp.all(switchback(x, q) == switchback(x, w)))
     ((4, 3), True)
     """
+    if w.ndim != 2:
+        raise ValueError(
+            f"quantize_weight needs w [k, n], got {w.shape}: use jax.vmap for a stack of weights"
+        )
     quantizer = weight_quantizer(recipe)
     axes = (0, 1) if quantizer.scope == "tensor" else (0,)
     return dispatch.run(

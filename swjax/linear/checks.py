@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from swjax import recipes
 from swjax.kernels.reference import QTensor
+from swjax.linear.prologues import LayerNorm, Prologue
 from swjax.recipes import Quantizer, Recipe
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -35,6 +36,24 @@ def check_shapes(
         )
     if bias is not None and bias.shape != w.shape[1:]:
         raise ValueError(f"bias must have the shape {w.shape[1:]} of w's columns, got {bias.shape}")
+
+
+def check_prologue(x: jax.Array, prologue: Prologue | None) -> None:
+    """Raises a ValueError if this is not a prologue of x [..., k]."""
+    if not isinstance(prologue, Prologue | None):
+        raise ValueError(
+            f"prologue must be a swjax.LayerNorm, a swjax.Gelu or None, got {prologue!r}: apply other "
+            "functions to x"
+        )
+    if not isinstance(prologue, LayerNorm):
+        return
+    # Kernels read k values of each, without bounds checks.
+    for name, array in {"scale": prologue.scale, "bias": prologue.bias}.items():
+        if getattr(array, "shape", None) != x.shape[-1:]:
+            got = getattr(array, "shape", type(array).__name__)
+            raise ValueError(
+                f"LayerNorm's {name} must be an array of the shape {x.shape[-1:]} of x's features, got {got}"
+            )
 
 
 def check_dtypes(
