@@ -246,6 +246,19 @@ def test_adamw_has_the_rms_of_stable_adamw(clip_norm):
     assert found["blocks"].shape == (3,) and (clip_norm or found["w"] > 2.3)
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_adamw_rms_with_traced_hyperparameters(x64):
+    """Under strict dtype promotion, also where JAX's default float is float64."""
+    params = {"w": jnp.full(3, 2.0, jnp.float32)}
+    adamw = optax.adamw(1e-3, b2=0.99)
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = adamw.update(params, adamw.init(params), params)
+    with jax.enable_x64(x64):
+        read = jax.jit(lambda b2, eps: adamw_rms_by_path(state, params, b2=b2, eps=eps))
+        np.testing.assert_allclose(read(0.99, 1e-8)["w"], 1, rtol=1e-5)
+        np.testing.assert_allclose(read(0.99, 4.0)["w"], 0.5, rtol=1e-5)
+
+
 def test_adamw_of_an_nnx_optimizer():
     model = two_layers()
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)

@@ -104,6 +104,7 @@ def adamw_rms_by_path(
 def _rms(g, v, correction, eps, blocks: tuple[int, ...]) -> jax.Array:
     reduced = tuple(axis for axis in range(g.ndim) if axis not in blocks)
     size = max(1, math.prod(g.shape[axis] for axis in reduced))
+    correction, eps = (jnp.asarray(x, jnp.float32) for x in (correction, eps))
     squared, v = jnp.square(jnp.abs(g).astype(jnp.float32)), v.astype(jnp.float32) / correction
-    floor = max(float(eps) ** 2, float(jnp.finfo(jnp.float32).tiny))  # the square may underflow
+    floor = jnp.maximum(jnp.square(eps), jnp.finfo(jnp.float32).tiny)  # the square may underflow
     return jnp.sqrt(jnp.sum(squared / jnp.maximum(v, floor), reduced) / size)
