@@ -79,13 +79,13 @@ class Checkpoints:
                 raise ConfigError(
                     f"config.{key}={workdir!r} holds no checkpoint: give a run's workdir"
                 )
-        logger = logging.getLogger("absl")
-        level = logger.level
-        logger.setLevel(logging.ERROR)  # Orbax warns that a reader cannot save
+        absl = logging.getLogger("absl")
+        level = absl.level
+        absl.setLevel(logging.ERROR)  # Orbax warns that a reader cannot save
         try:
             return cls(workdir, keep=0)
         finally:
-            logger.setLevel(level)
+            absl.setLevel(level)
 
     def latest_step(self) -> int | None:
         """The step of the newest complete checkpoint, or None."""
