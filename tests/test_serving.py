@@ -79,6 +79,16 @@ def test_an_mlp_with_its_prologue_computes_the_same():
     same_bits(vjp(y), vjp_q(y))
 
 
+@pytest.mark.parametrize(
+    "shape, contract, batch",
+    [((8, 16), ((1,), (0,)), ((), ())), ((2, 8, 32), ((2,), (0,)), ((0,), (1,)))],
+)
+def test_quantized_weights_that_do_not_fit_a_dot_general(shape, contract, batch):
+    q = swjax.quantize_weight(normal(32, 16))
+    with pytest.raises(ValueError, match=r"quantized rhs needs values .*, got \(16, 32\) for lhs"):
+        swjax.dot_general()(normal(*shape), q, (contract, batch))
+
+
 def test_weights_that_a_recipe_has_no_use_for():
     x, w = normal(8, 32), normal(32, 16)
     q = swjax.quantize_weight(w)

@@ -47,8 +47,11 @@ class DotGeneral:
     ) -> jax.Array:
         """Like `jax.lax.dot_general`; `rhs` may also be a result of `swjax.quantize_weight`.
 
+        The values of such an `rhs` are [*columns, *contracted], whichever of its axes `dimension_numbers`
+        contracts.
+
         Raises:
-          ValueError: see `swjax.switchback`.
+          ValueError: see `swjax.switchback`; or a quantized `rhs` does not fit.
         """
         x, w, columns = as_linear(lhs, rhs, dimension_numbers)
 
@@ -109,6 +112,9 @@ def as_linear(
     Returns:
       x [*batch, *rows, k], w [*batch, k, n], and the column dimensions, whose product is n.
 
+    Raises:
+      ValueError: a quantized `rhs` does not fit.
+
     >>> import jax.numpy as jnp
     >>> x, w, columns = as_linear(jnp.ones((2, 3)), jnp.ones((3, 4, 5)), (((1,), (0,)), ((), ())))
     >>> x.shape, w.shape, columns
@@ -119,8 +125,14 @@ def as_linear(
     batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
     k = math.prod(_shape(lhs, lhs_contract))
     x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
-    if isinstance(rhs, QTensor):  # reshapes [n, k] to [*columns, *contracted]
-        columns = rhs.values.shape[: -len(rhs_contract)]
+    if isinstance(rhs, QTensor):
+        sizes, rank = rhs.values.shape, rhs.values.ndim - len(rhs_contract)
+        columns, contracted = sizes[:rank], _shape(lhs, lhs_contract)
+        if batch or sizes[rank:] != contracted:
+            raise ValueError(
+                f"a quantized rhs needs values [*columns, *contracted] without batch dimensions, got {sizes} "
+                f"for lhs {lhs.shape} with contracted {contracted} and batch {batch}: pass the weight itself"
+            )
         return x, QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1)), columns
     rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
     columns = _shape(rhs, rhs_free)
