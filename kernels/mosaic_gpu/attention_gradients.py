@@ -48,13 +48,14 @@ def attention_backward(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_backward` without a causal mask.
+    """`reference.attention_backward`, not causal, for the arrays that `why_not` accepts.
 
     Args:
-      q, k, v, out, lse, gradient, causal: of the operation.
+      q, k, v, out, lse, gradient: of the operation.
+      causal: must be False.
       multiprocessors, interpret: for tests.
     """
-    del causal
+    assert not causal
     _, tokens, _, width = q.shape
     blocks = multiprocessors or tiles.multiprocessors()
     slots = 2 if shared_memory(tokens, width, 2) <= SHARED_MEMORY else 1

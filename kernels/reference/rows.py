@@ -118,7 +118,7 @@ def gelu_backward(
     quantize_to: str | None = None,
     again: bool = False,
 ) -> tuple[jax.Array, QTensor | None, jax.Array, jax.Array | None]:
-    """Computes the gradient of `gelu` from its input, and the preceding linear layer's inputs, in one pass.
+    """Computes the gradient of `gelu` from its input, and quantizes and sums that gradient, in one pass.
 
     Args:
       x: [..., n], input of the forward pass.

@@ -13,7 +13,7 @@ from swjax.kernels.reference import QTensor, quantize
 
 @jax.custom_vjp
 def algorithm_1(x: jax.Array, w: jax.Array) -> jax.Array:
-    """``y = x w`` with int8 products for y and dx, and a 16-bit product for dw: the switch back.
+    """``y = x w`` with int8 products for y and dx, and a product in the dtype of x for dw: the switch back.
 
     Row-wise quantization has one scale per row, tensor-wise quantization one scale per matrix::
 

@@ -2,7 +2,8 @@
 
 A prologue is an argument of `swjax.switchback`. Its forward pass writes its output once, quantized. Its
 backward pass reads only the prologue's input, and recomputes the output in 16 bits for the weight gradient.
-So the backward pass writes as many bytes as a forward pass that stores the output, and saves none in between.
+The 16-bit output is thus written once, as if the forward pass stored it, but takes no memory between the
+passes.
 """
 
 from dataclasses import dataclass, field

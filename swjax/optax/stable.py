@@ -286,10 +286,8 @@ def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Arr
     log_b: float | jax.Array
     if isinstance(b, jax.Array):
         log_b = jnp.log(jnp.maximum(b.astype(dtype), tiny))
-    else:
-        log_b = math.log(
-            max(float(np.asarray(b)), tiny)
-        )  # in double precision: 0.999999 is not a float32
+    else:  # in double precision, because 0.999999 is not a float32
+        log_b = math.log(max(float(np.asarray(b)), tiny))
     return -jnp.expm1(jnp.asarray(t, dtype) * log_b)
 
 
