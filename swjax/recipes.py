@@ -21,7 +21,7 @@ R = TypeVar("R")
 DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 SCOPES = ("row", "channel", "tensor", "block")
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
-LONGEST_BLOCK = 2**17  # tokens; an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
+LONGEST_INT8_SUM = 2**17  # an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Quantizer:
                 )
         elif (
             self.rotation not in ROTATIONS
-            or not 0 < self.block <= LONGEST_BLOCK
+            or not 0 < self.block <= LONGEST_INT8_SUM
             or self.block % self.rotation
         ):
             raise ValueError(
                 f"Quantizer(scope='block') needs a rotation in {ROTATIONS} and a block that is a multiple "
-                f"of it and at most {LONGEST_BLOCK}, got rotation={self.rotation} and block={self.block}"
+                f"of it and at most {LONGEST_INT8_SUM}, got rotation={self.rotation} and block={self.block}"
             )
 
 

@@ -335,6 +335,15 @@ def test_standard_counts_the_operations_of_a_product():
     assert counts[0] == counts[1]
 
 
+def test_long_sums_of_int8_products_do_not_overflow():
+    """int32 holds 133,144 products of 127 x 127."""
+    length = 300_000
+    x, w, bias = jnp.ones((1, length)), jnp.ones((length, 1)), jnp.ones(1)
+    np.testing.assert_allclose(swjax.switchback(x, w, bias), length + 1, rtol=1e-6)
+    dw = jax.grad(lambda w: jnp.sum(swjax.switchback(x.T, w, recipe="llm_int8")))(w[:1])
+    np.testing.assert_allclose(dw, length, rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shape", [(0, 16), (0, 5, 16), (4, 0, 16)])
 @pytest.mark.parametrize("prologue", [None, swjax.Gelu()])

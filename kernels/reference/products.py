@@ -49,7 +49,8 @@ def matmul(
     """The product of two quantized arrays: int8 or fp8 products, then scales, bias and `out_dtype`.
 
     ``a bT = (sum_k a.values * b.values) * (a.scale * b.scale) + bias``. int8 values are multiplied as int8
-    and summed in int32. fp8 values are multiplied exactly and summed in fp32.
+    and summed in int32, which may overflow if k > 133,144. fp8 values are multiplied exactly and summed in
+    fp32.
 
     Args:
       a: values [..., k]; scale [..., 1], or with one element.

@@ -4,10 +4,12 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
-from swjax.recipes import Product
+from swjax.recipes import LONGEST_INT8_SUM, Product
 
 
 class Arithmetic(NamedTuple):
@@ -56,9 +58,30 @@ class Arithmetic(NamedTuple):
         (2, 4)
         """
         if isinstance(a, QTensor) or isinstance(b, QTensor):
-            return self.run("matmul", a, b, bias, out_dtype=out_dtype, contract=axes)
+            assert isinstance(a, QTensor) and isinstance(b, QTensor), (
+                "both are quantized, or neither"
+            )
+            return self._quantized_product(a, b, bias, axes, out_dtype)
         contract = (axes[0] % a.ndim,), (axes[1] % b.ndim,)
         return reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
+
+    def _quantized_product(self, a: QTensor, b: QTensor, bias, axes, out_dtype) -> jax.Array:
+        """Splits an int8 sum that could overflow int32, and adds the parts in float32."""
+        length = a.values.shape[axes[0]]
+        if a.values.dtype != jnp.int8 or length <= LONGEST_INT8_SUM:
+            return self.run("matmul", a, b, bias, out_dtype=out_dtype, contract=axes)
+
+        def part(start: int) -> jax.Array:
+            stop = min(start + LONGEST_INT8_SUM, length)
+            operands = (
+                q._replace(values=lax.slice_in_dim(q.values, start, stop, axis=axis))
+                for q, axis in zip((a, b), axes)
+            )
+            first = bias if start == 0 else None
+            return self.run("matmul", *operands, first, out_dtype="float32", contract=axes)
+
+        others = range(LONGEST_INT8_SUM, length, LONGEST_INT8_SUM)
+        return sum(map(part, others), part(0)).astype(out_dtype)
 
     def weight_gradient(
         self,
