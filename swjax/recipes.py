@@ -72,12 +72,13 @@ class Product:
     """The computation of one matrix product.
 
     Attributes:
-      lhs, rhs: quantizers of the operands.
+      lhs, rhs: quantizers of the operands: both int8, or both fp8.
       outlier_threshold: threshold in units of x. Features of x whose magnitude reaches it for any token are
         excluded from the quantized product and multiplied in 16 bits. 0 turns this off.
 
     Raises:
       TypeError: an operand has no Quantizer.
+      ValueError: one operand is int8 and the other fp8.
     """
 
     lhs: Quantizer
@@ -88,6 +89,11 @@ class Product:
         for name, operand in {"lhs": self.lhs, "rhs": self.rhs}.items():
             if not isinstance(operand, Quantizer):
                 raise TypeError(f"Product's {name} must be a Quantizer, got {operand!r}")
+        if (self.lhs.dtype == "int8") != (self.rhs.dtype == "int8"):
+            raise ValueError(
+                "Product multiplies int8 with int8, or fp8 with fp8, "
+                f"got {self.lhs.dtype} and {self.rhs.dtype}"
+            )
 
 
 @dataclass(frozen=True)

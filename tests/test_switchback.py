@@ -440,6 +440,10 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
         (lambda x, w: Quantizer("int4", "row"), "dtype must be one of .*got 'int4'"),
         (lambda x, w: Recipe(fwd="switchback"), "fwd must be a Product or None, got 'switchback'"),
         (lambda x, w: Product("int8", "int8"), "lhs must be a Quantizer, got 'int8'"),
+        (
+            lambda x, w: Product(Quantizer("int8", "row"), Quantizer("float8_e4m3fn", "tensor")),
+            "int8 with int8, or fp8 with fp8, got int8 and float8_e4m3fn",
+        ),
         (lambda x, w: swjax.switchback(x, [w, w]), "got a list: .*or a tuple of several weights"),
         (lambda x, w: Recipe(save_quantized=True), "needs quantized fwd and dgrad"),
         (
