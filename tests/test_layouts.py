@@ -26,6 +26,8 @@ def test_the_options_of_a_step_on_gpus_unless_told_otherwise(monkeypatch):
     assert options("gpu", 4) == {scatter: "134217728"}
 
 
-def test_layouts_refuse_other_dtypes_of_sums():
+def test_layouts_refuse_other_specs_and_dtypes_of_sums():
     with pytest.raises(ValueError, match="must be 'float32', 'bfloat16', .* got 'int8'"):
         Layout(reduce_dtype="int8")
+    with pytest.raises(ValueError, match="tokens must be a .*PartitionSpec, got 'data': pass P"):
+        Layout(tokens="data")

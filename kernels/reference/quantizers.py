@@ -44,6 +44,9 @@ def quantize(
     Returns:
       A QTensor; its scale has length 1 along `axes`.
 
+    Raises:
+      ValueError: the dtype is not a quantized dtype.
+
     >>> q = quantize(jnp.array([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]]))
     >>> q.values.tolist()
     [[64, -127, 32], [0, 0, 0]]
@@ -64,9 +67,14 @@ def quantize_by(
     Returns:
       A QTensor.
 
+    Raises:
+      ValueError: the dtype is not a quantized dtype.
+
     >>> quantize_by(jnp.array([[1.0, -2.0]]), jnp.array([[4.0]])).values.tolist()
     [[32, -64]]
     """
+    if dtype not in LARGEST:
+        raise ValueError(f"dtype must be one of {', '.join(LARGEST)}, got {dtype!r}")
     absmax = jnp.maximum(absmax, SMALLEST_ABSMAX)
     # One division per scale, not one per element.
     scaled = to_float32(x) * numbers.divide(LARGEST[dtype], absmax)

@@ -69,8 +69,8 @@ def check_dtypes(
         needs = f"{name} must be float16, bfloat16 or float32, got {array.dtype}: cast it first"
         if array.dtype in PLAIN_DTYPES:
             needs += (
-                "; float64 and complex are for the recipe 'standard' with operands and result of one "
-                "dtype, without prologue and layout"
+                "; float64 and complex are for swjax.switchback and the recipe 'standard' with operands "
+                "and result of one dtype, without prologue and layout"
             )
         raise ValueError(needs)
 

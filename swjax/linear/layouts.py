@@ -42,7 +42,7 @@ class Layout:
         all-reduces at once.
 
     Raises:
-      ValueError: reduce_dtype has another value.
+      ValueError: w or tokens is not a PartitionSpec, or reduce_dtype has another value.
 
     >>> Layout(P("fsdp", "tensor"), reduce_dtype="bfloat16").tokens
     P(('data', 'fsdp'),)
@@ -54,6 +54,11 @@ class Layout:
     reduce_later: bool = False
 
     def __post_init__(self) -> None:
+        for name, spec in {"w": self.w, "tokens": self.tokens}.items():
+            if not isinstance(spec, P):  # the letters of a string would be unknown axes
+                raise ValueError(
+                    f"Layout's {name} must be a jax.sharding.PartitionSpec, got {spec!r}: pass P(...)"
+                )
         if self.reduce_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"reduce_dtype must be 'float32', 'bfloat16', 'float16' or None, got {self.reduce_dtype!r}"
