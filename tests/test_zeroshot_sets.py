@@ -97,6 +97,13 @@ def test_tars_have_a_cls_file_and_names_and_prompts_beside_them(tmp_path):
     assert pickle.loads(pickle.dumps(found))[5]["captions"] == ("owl",)
 
 
+def test_a_prompt_without_a_place_for_the_name_is_told_with_its_file(tmp_path):
+    text = write_folders(tmp_path / "pets")
+    (tmp_path / "pets" / "zeroshot_classification_templates.txt").write_text("a {}\na picture\n")
+    with pytest.raises(ValueError, match="templates.txt: the prompt 'a picture' has no place for"):
+        open_set(text, tmp_path)
+
+
 def write_rows(tmp_path, labels):
     rows = [f"{i}.jpg,{label}" for i, label in enumerate(labels)]
     for i in range(len(labels)):
