@@ -213,13 +213,21 @@ def test_foreign_weights_are_scored(tmp_path, capsys):
     assert scores["zeroshot/pets_top5"] == 1  # 1 with three classes; NaN would score 0
     assert set(scores) == {f"zeroshot/pets_{x}" for x in
                            ("top1", "top5", "chance_top1", "chance_top5")}  # fmt: skip
+    for flags in (["--split=test"], [f"--config.data.dir={tmp_path}"]):
+        table = ["--config.data.name=table", *flags]
+        assert main(["evaluate", f"--weights={tmp_path}/clip", *table]) == 2
+        wanted = "'table' has no split 'test'" if "--split=test" in flags else "nothing to score"
+        assert wanted in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
         (["--workdir=missing"], "is not a run"),
-        (["--weights=missing", "--data=folders:x"], "missing"),
+        (
+            ["--weights=missing", "--data=folders:x"],
+            "cannot load 'missing': missing does not exist",
+        ),
         (["--weights=missing"], "nothing to score"),
         (["--data=folders:x"], "exactly one of --workdir"),
         (["--workdir=a", "--workdir=b"], "2 times"),
