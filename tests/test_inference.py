@@ -179,6 +179,18 @@ def test_images_of_every_kind(tmp_path):
             inference.pixels(bad, 32)
 
 
+def test_a_damaged_file_is_named(tmp_path):
+    """Also where Pillow's error has an unusual type, as for a header that claims too many pixels."""
+    (tmp_path / "cut.jpg").write_bytes(encoded(Image.fromarray(IMAGES[0]), "JPEG")[:-60])
+    with pytest.raises(OSError, match=r"cut\.jpg: image file is truncated"):
+        inference.pixels(tmp_path / "cut.jpg", 32)
+    bomb = bytearray(encoded(Image.fromarray(IMAGES[0]), "BMP"))
+    bomb[18:26] = b"\xff\xff\x0f\x00" * 2
+    (tmp_path / "bomb.bmp").write_bytes(bomb)
+    with pytest.raises(ValueError, match=r"bomb\.bmp: Image size \(\d+ pixels\) exceeds"):
+        inference.pixels(str(tmp_path / "bomb.bmp"), 32)
+
+
 @pytest.mark.parametrize("bad", [None, 3, 0.5, {"cat": 1}.keys(), object()])
 def test_what_is_no_image(bad, encoder):
     with pytest.raises(

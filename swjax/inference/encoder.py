@@ -172,6 +172,10 @@ def load(
       FileNotFoundError, ModuleNotFoundError, ValueError: as for `swjax.interop.load`, or the run has no
         checkpoint.
     """
+    if not Path(path).exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: give the local path of a run's workdir, a safetensors file or its folder"
+        )
     path = Path(path)
     templates = TEMPLATES
     is_run = (path / "checkpoints").is_dir()
@@ -341,17 +345,23 @@ def pixels(image: Any, size: int) -> np.ndarray:
     Raises:
       OSError: the file cannot be read or is truncated.
       TypeError: the image has another type.
-      ValueError: the file is not an image of these formats, or the array has another shape or dtype.
+      ValueError: the file is damaged or not an image of these formats, or the array has another shape or
+        dtype.
     """
     require("PIL")
     from PIL import Image
 
+    name = ""
     if isinstance(image, str | os.PathLike):
-        image = Path(image).read_bytes()
+        name, image = f"{image}: ", Path(image).read_bytes()
     elif isinstance(image, io.IOBase):
         image = image.read()
     if isinstance(image, bytes | bytearray | memoryview):
-        return fit(decoding.decode_with_pillow(bytes(image)), size)
+        try:
+            return fit(decoding.decode_with_pillow(bytes(image)), size)
+        except Exception as error:  # Pillow raises errors of many types for damaged files
+            kind = OSError if isinstance(error, OSError) else ValueError
+            raise kind(f"{name}{error}") from error
     if isinstance(image, np.ndarray | jax.Array):
         image = np.asarray(image)
         if image.dtype != np.uint8 or image.shape[2:] not in ((3,), (4,)) or not image.size:
