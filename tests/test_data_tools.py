@@ -48,6 +48,8 @@ def test_the_copy_holds_what_the_tars_do(tmp_path, capsys):
     for name in batches[0]:
         np.testing.assert_array_equal(batches[0][name], batches[1][name])
     assert capsys.readouterr().out.count("examples") == 4
+    assert run(tmp_path, f"--tars={pattern}") == 0  # the same again
+    assert capsys.readouterr().out.endswith("all 3 tars of the split 'train' are converted\n")
 
 
 def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
