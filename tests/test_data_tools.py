@@ -231,3 +231,14 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
         with pytest.raises(config_lib.ConfigError, match=message) as caught:
             inputs.open_source(config, "train")
         assert "\n" not in str(caught.value)
+    config.eval.data = "web"
+    for part, message in (
+        ({"splits": {"tset": "own.csv"}}, "web.splits='tset' is unknown: did you mean 'test'"),
+        ({"splits": "own.csv"}, "web.splits='own.csv' must be a dict: write {'train': 'own.csv'}"),
+        ({"splits": {"val": 3}}, "web.splits.val=3 must be a text"),
+        ({"weight": "a"}, "web.weight='a' must be a number"),
+        ({"splits": {"train": "own.csv"}}, "set config.data.mixture.web.splits.val or .test"),
+    ):
+        config.data.mixture = {"web": {"name": "table", "weight": 1.0} | part}
+        with pytest.raises(config_lib.ConfigError, match=message):
+            config_lib.validate(config, batch_shards=1)
