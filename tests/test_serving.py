@@ -96,6 +96,16 @@ def test_weights_that_a_recipe_has_no_use_for():
         swjax.switchback(x, q, recipe="fp8_switchback")
     with pytest.raises(ValueError, match=r"needs x \[\.\.\., k\] and w \[k, n\], got x \(8, 16\)"):
         swjax.switchback(x[:, :16], q)
+    with pytest.raises(ValueError, match=r"quantize_weight needs w \[k, n\], got \(32,\)"):
+        swjax.quantize_weight(w[:, 0])
+
+
+def test_an_input_of_another_width_is_refused_as_by_jax():
+    layer = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    swjax.nnx.quantize_model(layer, {"": "switchback"})
+    for model in (layer, serving.prequantize(layer)):
+        with pytest.raises(TypeError, match=r"dot_general requires .* got \(16,\) and \(32,\)"):
+            model(normal(8, 16))
 
 
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_q"])

@@ -231,13 +231,16 @@ def quantize_weight(
       recipe has one scale per output channel.
 
     Raises:
-      ValueError: the recipe's forward product is not quantized, or keeps outliers in 16 bits.
+      ValueError: w is not a matrix, or the recipe's forward product is not quantized, or keeps outliers in
+        16 bits.
 
     >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
     >>> q = quantize_weight(w)
     >>> q.values.shape, bool(jnp.all(switchback(x, q) == switchback(x, w)))
     ((4, 3), True)
     """
+    if w.ndim != 2:
+        raise ValueError(f"quantize_weight needs w [k, n], got {w.shape}: use jax.vmap for a stack")
     quantizer = weight_quantizer(recipe)
     axes = (0, 1) if quantizer.scope == "tensor" else (0,)
     return dispatch.run(

@@ -109,6 +109,9 @@ def as_linear(
     Returns:
       x [*batch, *rows, k], w [*batch, k, n], and the column dimensions, whose product is n.
 
+    Raises:
+      TypeError: the contracted dimensions differ; the message is that of `jax.lax.dot_general`.
+
     >>> import jax.numpy as jnp
     >>> x, w, columns = as_linear(jnp.ones((2, 3)), jnp.ones((3, 4, 5)), (((1,), (0,)), ((), ())))
     >>> x.shape, w.shape, columns
@@ -117,15 +120,25 @@ def as_linear(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
     batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
-    k = math.prod(_shape(lhs, lhs_contract))
+    contracted = _shape(lhs, lhs_contract)
+    k = math.prod(contracted)
     x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
     if isinstance(rhs, QTensor):  # reshapes [n, k] to [*columns, *contracted]
         columns = rhs.values.shape[: -len(rhs_contract)]
+        _check_contracted(contracted, rhs.values.shape[len(columns) :])
         return x, QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1)), columns
+    _check_contracted(contracted, _shape(rhs, rhs_contract))
     rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
     columns = _shape(rhs, rhs_free)
     transposed = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
     return x, transposed.reshape(*batch, k, math.prod(columns)), columns
+
+
+def _check_contracted(of_lhs: tuple[int, ...], of_rhs: tuple[int, ...]) -> None:
+    if of_lhs != of_rhs:
+        raise TypeError(
+            f"dot_general requires contracting dimensions to have the same shape, got {of_lhs} and {of_rhs}."
+        )
 
 
 def einsum_dimensions(
