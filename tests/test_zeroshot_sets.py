@@ -226,7 +226,7 @@ def test_foreign_weights_are_scored(tmp_path, capsys):
         (["--workdir=missing"], "is not a run"),
         (
             ["--weights=missing", "--data=folders:x"],
-            "cannot load 'missing': missing does not exist",
+            "cannot score 'missing': missing does not exist",
         ),
         (["--weights=missing"], "nothing to score"),
         (["--data=folders:x"], "exactly one of --workdir"),

@@ -10,6 +10,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from swjax import inference
+from swjax.evaluators import embed
 from swjax.models import sharding
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
@@ -58,9 +59,10 @@ def score(
         )
     try:
         model = inference.load(workdir or weights).model
+        embed.check_tokenizer(model.cfg.text.vocab_size)
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot load {str(workdir or weights)!r}: {reason}") from error
+        raise ConfigError(f"cannot score {str(workdir or weights)!r}: {reason}") from error
     config.data.image_size = model.cfg.vision.image_size
     config.data.context_length = model.cfg.text.context_length
     for split in splits or ():

@@ -81,7 +81,12 @@ class Encoder:
         return np.concatenate(parts)
 
     def encode_text(self, texts: str | Sequence[str]) -> np.ndarray:
-        """Embeds n texts as unit vectors [n, embed_dim] float32; one string is a batch of one."""
+        """Embeds n texts as unit vectors [n, embed_dim] float32; one string is a batch of one.
+
+        Raises:
+          ValueError: the model has another tokenizer than CLIP's.
+        """
+        embed.check_tokenizer(self.cfg.text.vocab_size)
         texts = [texts] if isinstance(texts, str) else list(texts)
         parts = embed.texts(self._predict, self._params, texts, **self._text_sizes(len(texts)))
         return np.concatenate([np.zeros((0, self.cfg.embed_dim), np.float32), *parts])
@@ -97,8 +102,10 @@ class Encoder:
             `swjax.data.imagenet.templates()`. None uses those of the encoder.
 
         Raises:
-          ValueError: `names` is one string, there is no name or no template, or a template has no "{}".
+          ValueError: `names` is one string, there is no name or no template, a template has no "{}", or the
+            model has another tokenizer than CLIP's.
         """
+        embed.check_tokenizer(self.cfg.text.vocab_size)
         if isinstance(names, str):
             raise ValueError(f"names must be a list of names, got {names!r}: write [{names!r}]")
         templates = embed.check_templates(self.templates if templates is None else templates)
@@ -179,7 +186,7 @@ def load(
     path = Path(path)
     templates = TEMPLATES
     is_run = (path / "checkpoints").is_dir()
-    saved = serving.read_metadata(path) if path.is_file() else None
+    saved = serving.read_metadata(path) if path.is_file() and path.suffix != ".npz" else None
     if not is_run and saved is None:
         model = interop.load(path, cfg, **options)
     elif cfg is not None:
