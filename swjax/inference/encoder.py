@@ -210,7 +210,12 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
 
     if not any((workdir / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")
-    config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+    try:
+        config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{workdir}/config.json is damaged: {error}: restore it from a copy"
+        ) from error
     config.model.attention = ""  # of the devices it was trained on
     cfg = clip.config(model_config(config), **options)
     graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
