@@ -1,5 +1,6 @@
 """`swjax data check` reports what training would read and skip."""
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,15 @@ def test_a_damaged_file_is_named(tmp_path, monkeypatch, capsys):
     [
         (["nowhere"], "is neither a folder nor tars"),
         (["missing.tar"], "cannot open missing.tar"),
+        (["pairs.tar.gz"], "pairs.tar.gz is compressed"),
+        (["empty.csv"], "the table 'empty.csv' is empty"),
         (["pairs.csv", "--option=text_key=title"], "has no column 'title'"),
         (["x", "--source=nothing"], "there is no data set 'nothing'"),
     ],
 )
 def test_what_cannot_be_opened_is_one_line(arguments, message, table, capsys):
+    Path("pairs.tar.gz").write_bytes(gzip.compress(b"tar"))
+    Path("empty.csv").touch()
     assert main(["check", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("swjax data check: ") and captured.err.count("\n") == 1

@@ -371,6 +371,18 @@ def test_a_mixture_counts_its_parts_through(tmp_path):
     np.testing.assert_array_equal(mixture[3]["image"], tars[1]["image"])
 
 
+def test_sources_and_loaders_refuse_what_is_none(tmp_path):
+    (tmp_path / "0.jpg").write_bytes(jpeg(0))
+    (tmp_path / "own.csv").write_text("image,caption\n0.jpg,mine\n")
+    table = data.source("table", tmp_path / "own.csv", data_dir=str(tmp_path))
+    with pytest.raises(TypeError, match=r"the split must be one text or path, got \['own.csv'\]"):
+        data.source("table", ["own.csv"], data_dir=str(tmp_path))
+    with pytest.raises(TypeError, match="loader needs a source, got 'own.csv': open it with swjax"):
+        data.loader("own.csv", batch_size=1)
+    with pytest.raises(ValueError, match=r"position must come from position\(\) .* got 3"):
+        data.loader(table, batch_size=1, position=3)
+
+
 def test_mixture_refuses(tmp_path):
     tars = open_tars(write_tars(tmp_path, [3]), tmp_path)
     patterns = data.source("synthetic", "train", image_size=8)

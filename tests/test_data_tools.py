@@ -48,6 +48,8 @@ def test_the_copy_holds_what_the_tars_do(tmp_path, capsys):
     for name in batches[0]:
         np.testing.assert_array_equal(batches[0][name], batches[1][name])
     assert capsys.readouterr().out.count("examples") == 4
+    assert run(tmp_path, f"--tars={pattern}") == 0  # the same again
+    assert capsys.readouterr().out.endswith("all 3 tars of the split 'train' are converted\n")
 
 
 def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
@@ -229,3 +231,14 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
         with pytest.raises(config_lib.ConfigError, match=message) as caught:
             inputs.open_source(config, "train")
         assert "\n" not in str(caught.value)
+    config.eval.data = "web"
+    for part, message in (
+        ({"splits": {"tset": "own.csv"}}, "web.splits='tset' is unknown: did you mean 'test'"),
+        ({"splits": "own.csv"}, "web.splits='own.csv' must be a dict: write {'train': 'own.csv'}"),
+        ({"splits": {"val": 3}}, "web.splits.val=3 must be a text"),
+        ({"weight": "a"}, "web.weight='a' must be a number"),
+        ({"splits": {"train": "own.csv"}}, "set config.data.mixture.web.splits.val or .test"),
+    ):
+        config.data.mixture = {"web": {"name": "table", "weight": 1.0} | part}
+        with pytest.raises(config_lib.ConfigError, match=message):
+            config_lib.validate(config, batch_shards=1)

@@ -15,6 +15,8 @@ from PIL import Image
 
 from swjax import data, inference, interop
 from swjax.data import imagenet, preprocess, tokenize
+from swjax.evaluate.scoring import score
+from swjax.models import clip
 from swjax.training import config as config_lib
 from swjax.training import setup
 from swjax.training.checkpoint import Checkpoints
@@ -101,6 +103,28 @@ def test_from_safetensors(model, tmp_path):
     assert np.all((cosine > 0.98) & (cosine < 0.99999))
 
 
+def test_from_big_vision_with_another_tokenizer(tmp_path):
+    """SigLIP's published weights have other token ids than CLIP's, with which texts would embed to NaN."""
+    sizes = {"width": 32, "layers": 1, "heads": 2}
+    cfg = clip.config(
+        "tiny",
+        architecture="siglip",
+        gelu="tanh",
+        embed_dim=32,
+        init_logit_bias=-10.0,
+        vision=sizes | {"image_size": 32, "patch_size": 16},
+        text=sizes | {"vocab_size": 60},
+    )
+    interop.save(tmp_path, clip.CLIP(cfg, rngs=nnx.Rngs(0)), "big_vision")
+    encoder = inference.load(tmp_path / "model.npz")
+    assert np.isfinite(encoder.encode_image(IMAGES)).all()
+    for embed_texts in (encoder.encode_text, encoder.classifier):
+        with pytest.raises(ValueError, match="tokenizer has 60 tokens, but swjax reads texts with"):
+            embed_texts(["fox"])
+    with pytest.raises(config_lib.ConfigError, match="cannot score .* has 60 tokens"):
+        score(weights=tmp_path / "model.npz", sets=["folders:pets"])
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Writes a small run of the default config as the trainer does; returns workdir, graph and state."""
@@ -158,6 +182,10 @@ def test_runs_that_cannot_be_loaded(tmp_path):
         inference.load(tmp_path)
     with pytest.raises(ValueError, match="is a run and has its own configuration: leave cfg out"):
         inference.load(tmp_path, CFG)
+    (tmp_path / "checkpoints" / "1").mkdir()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is damaged: .*: restore it from a copy"):
+        inference.load(tmp_path)
 
 
 def test_images_of_every_kind(tmp_path):
@@ -177,6 +205,18 @@ def test_images_of_every_kind(tmp_path):
     for bad in (IMAGES[0] / 255, IMAGES[0][..., 0], IMAGES[0][None], IMAGES[0][:0]):
         with pytest.raises(ValueError, match=r"an image must be uint8 \[h, w, 3 or 4\], got "):
             inference.pixels(bad, 32)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    """Also where Pillow's error has an unusual type, as for a header that claims too many pixels."""
+    (tmp_path / "cut.jpg").write_bytes(encoded(Image.fromarray(IMAGES[0]), "JPEG")[:-60])
+    with pytest.raises(OSError, match=r"cut\.jpg: image file is truncated"):
+        inference.pixels(tmp_path / "cut.jpg", 32)
+    bomb = bytearray(encoded(Image.fromarray(IMAGES[0]), "BMP"))
+    bomb[18:26] = b"\xff\xff\x0f\x00" * 2
+    (tmp_path / "bomb.bmp").write_bytes(bomb)
+    with pytest.raises(ValueError, match=r"bomb\.bmp: Image size \(\d+ pixels\) exceeds"):
+        inference.pixels(str(tmp_path / "bomb.bmp"), 32)
 
 
 @pytest.mark.parametrize("bad", [None, 3, 0.5, {"cat": 1}.keys(), object()])

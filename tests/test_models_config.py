@@ -240,7 +240,7 @@ def count_flops(jaxpr):
     "overrides, message",
     [
         ({"vision": {"heads": 5}}, "heads must divide width, got width=128 and heads=5: try heads=4"),
-        ({"vision": {"patch_size": 10}}, "must divide image_size, got image_size=64 and patch_size=10"),
+        ({"vision": {"patch_size": 10}}, "got image_size=64 and patch_size=10: try image_size=60"),
         ({"vision": {"patch_size": 0}}, "patch_size must divide"),
         ({"text": {"layers": 0}}, "layers and heads must be at least 1, got 128, 0 and 4"),
         ({"text": {"context_length": 0}}, "context_length and vocab_size must be at least 1"),

@@ -1,10 +1,14 @@
 """`swjax search` shows the images nearest to a text, in the terminal and on a page."""
 
+import base64
+import io
+
 import numpy as np
 import pytest
 from clip_oracle import random_model, small_config
 from flax import nnx
 from photographs import jpeg
+from PIL import Image
 
 from swjax import inference, interop
 from swjax.evaluate import search as search_lib
@@ -54,6 +58,15 @@ def test_the_page_needs_no_other_file(weights, photos, tmp_path, capsys):
     assert out.startswith("a <fox>: ") and out.endswith(f"page: {page}\n")
 
 
+def test_thumbnails_are_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated by 90 degrees, as telephones store portraits
+    (tmp_path / "a.jpg").write_bytes(jpeg(0, exif=exif))
+    url = search_lib._thumbnail(tmp_path / "a.jpg")
+    png = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    assert png.size == (40, 48)
+
+
 def test_the_pictures_of_a_run(weights, photos, tmp_path, monkeypatch):
     """Images of a run's split are read as in training."""
     table = tmp_path / "pictures.csv"
@@ -85,7 +98,8 @@ def run_config(table, tmp_path) -> str:
     "arguments, message",
     [
         (["WEIGHTS", "fox"], "is not a run with data: pass --pictures=FOLDER"),
-        (["WEIGHTS", "fox", "--pictures=nowhere"], "'nowhere' contains no pictures"),
+        (["WEIGHTS", "fox", "--pictures=nowhere"], "'nowhere' is not a folder"),
+        (["WEIGHTS", "fox", "--pictures=bad"], "bad/a.jpg: not an image"),
         (["missing", "fox", "--pictures=nowhere"], "missing"),
     ],
 )
@@ -93,6 +107,8 @@ def test_what_cannot_be_read_is_one_line(
     arguments, message, weights, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.jpg").write_bytes(b"text")
     assert main([weights if a == "WEIGHTS" else a for a in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("swjax search: ") and captured.err.count("\n") == 1

@@ -79,14 +79,10 @@ def test_an_mlp_with_its_prologue_computes_the_same():
     same_bits(vjp(y), vjp_q(y))
 
 
-@pytest.mark.parametrize(
-    "shape, contract, batch",
-    [((8, 16), ((1,), (0,)), ((), ())), ((2, 8, 32), ((2,), (0,)), ((0,), (1,)))],
-)
-def test_quantized_weights_that_do_not_fit_a_dot_general(shape, contract, batch):
+def test_a_quantized_weight_has_no_batch_dimensions():
     q = swjax.quantize_weight(normal(32, 16))
-    with pytest.raises(ValueError, match=r"quantized rhs needs values .*, got \(16, 32\) for lhs"):
-        swjax.dot_general()(normal(*shape), q, (contract, batch))
+    with pytest.raises(ValueError, match=r"quantized rhs has no batch dimensions, got \(2,\)"):
+        swjax.dot_general()(normal(2, 8, 32), q, (((2,), (0,)), ((0,), (1,))))
 
 
 def test_weights_that_a_recipe_has_no_use_for():
@@ -106,6 +102,16 @@ def test_weights_that_a_recipe_has_no_use_for():
         swjax.switchback(x, q, recipe="fp8_switchback")
     with pytest.raises(ValueError, match=r"needs x \[\.\.\., k\] and w \[k, n\], got x \(8, 16\)"):
         swjax.switchback(x[:, :16], q)
+    with pytest.raises(ValueError, match=r"quantize_weight needs w \[k, n\], got \(32,\)"):
+        swjax.quantize_weight(w[:, 0])
+
+
+def test_an_input_of_another_width_is_refused_as_by_jax():
+    layer = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    swjax.nnx.quantize_model(layer, {"": "switchback"})
+    for model in (layer, serving.prequantize(layer)):
+        with pytest.raises(TypeError, match=r"dot_general requires .* got \(16,\) and \(32,\)"):
+            model(normal(8, 16))
 
 
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_q"])

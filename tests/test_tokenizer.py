@@ -58,6 +58,11 @@ def test_end_of_text_is_the_largest_id_even_when_cut():
     assert (tokens.argmax(axis=1) == [1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 7, 7]).all()
 
 
+def test_a_text_is_a_string():
+    with pytest.raises(TypeError, match="a text must be a string, got int 3"):
+        data.tokenize(["a", 3], 6)
+
+
 def test_context_too_short():
     with pytest.raises(ValueError, match="context_length must be at least 2.*it is 1"):
         data.tokenize(["a"], 1)

@@ -97,6 +97,13 @@ def test_tars_have_a_cls_file_and_names_and_prompts_beside_them(tmp_path):
     assert pickle.loads(pickle.dumps(found))[5]["captions"] == ("owl",)
 
 
+def test_a_prompt_without_a_place_for_the_name_is_told_with_its_file(tmp_path):
+    text = write_folders(tmp_path / "pets")
+    (tmp_path / "pets" / "zeroshot_classification_templates.txt").write_text("a {}\na picture\n")
+    with pytest.raises(ValueError, match="templates.txt: the prompt 'a picture' has no place for"):
+        open_set(text, tmp_path)
+
+
 def write_rows(tmp_path, labels):
     rows = [f"{i}.jpg,{label}" for i, label in enumerate(labels)]
     for i in range(len(labels)):
@@ -206,13 +213,21 @@ def test_foreign_weights_are_scored(tmp_path, capsys):
     assert scores["zeroshot/pets_top5"] == 1  # 1 with three classes; NaN would score 0
     assert set(scores) == {f"zeroshot/pets_{x}" for x in
                            ("top1", "top5", "chance_top1", "chance_top5")}  # fmt: skip
+    for flags in (["--split=test"], [f"--config.data.dir={tmp_path}"]):
+        table = ["--config.data.name=table", *flags]
+        assert main(["evaluate", f"--weights={tmp_path}/clip", *table]) == 2
+        wanted = "'table' has no split 'test'" if "--split=test" in flags else "nothing to score"
+        assert wanted in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
         (["--workdir=missing"], "is not a run"),
-        (["--weights=missing", "--data=folders:x"], "missing"),
+        (
+            ["--weights=missing", "--data=folders:x"],
+            "cannot score 'missing': missing does not exist",
+        ),
         (["--weights=missing"], "nothing to score"),
         (["--data=folders:x"], "exactly one of --workdir"),
         (["--workdir=a", "--workdir=b"], "2 times"),

@@ -245,7 +245,9 @@ def _check(
     start_step: int,
     position: dict | None,
 ) -> None:
-    """Raises a ValueError that names the first invalid argument of `loader`."""
+    """Raises an error that names the first invalid argument of `loader`."""
+    if isinstance(source, str | os.PathLike):
+        raise TypeError(f"loader needs a source, got {source!r}: open it with swjax.data.source")
     if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
         raise ValueError(
             f"batch_size must be positive, workers not negative and process_index below "
@@ -256,6 +258,8 @@ def _check(
             f"start_step must not be negative; it is {start_step}"
             + (" and there is a position: pass one of them" if position else "")
         )
+    if position and not (isinstance(position, dict) and "examples" in position):
+        raise ValueError(f"position must come from position() of a loader, got {position!r}")
     if len(source) > _MOST_EXAMPLES:
         raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")
 

@@ -97,6 +97,7 @@ def convert(out: Path, args: argparse.Namespace) -> None:
                     os.fsync(log.fileno())
                     print(f"{line['file']}: {line['examples']} examples", flush=True)
         _describe(out, args.name)
+        print(f"{out}: all {shards} tars of the split {args.split!r} are converted")
 
 
 def manifest(out: Path) -> list[dict]:

@@ -93,7 +93,8 @@ class Labelled(Photographs):
           data_dir: directory of prepared TFDS builders and of the positions of samples in tars.
 
         Raises:
-          ValueError: the set does not exist, has no images, or its classes have no names.
+          ValueError: the set does not exist, has no images, its classes have no names, or a prompt has no
+            place for the name.
         """
         self._split, self._data_dir = split, data_dir
         self.set_name, kind, where = address(split)
@@ -128,6 +129,11 @@ class Labelled(Photographs):
             imagenet.templates() if found == shipped else TEMPLATES
         )
         self.templates = tuple(prompt.replace("{c}", "{}") for prompt in prompts)
+        nameless = next((prompt for prompt in self.templates if "{}" not in prompt), None)
+        if nameless is not None:
+            raise ValueError(
+                f'{folder}/{_PROMPTS}: the prompt {nameless!r} has no place for the name: write "{{}}" there'
+            )
         self.attribution = self._images.attribution
         self.damage, self.damaged_share = self._images.damage, self._images.damaged_share
 

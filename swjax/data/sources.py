@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -44,7 +45,9 @@ class Source(Protocol):
         """Returns all captions of a label's images, the plainest first."""
 
 
-def source(name: str, split: str, *, data_dir: str = "data", **options: Any) -> Source:
+def source(
+    name: str, split: str | os.PathLike, *, data_dir: str = "data", **options: Any
+) -> Source:
     """Opens a split of a data set, and prepares the data set at its first use.
 
     Args:
@@ -56,6 +59,7 @@ def source(name: str, split: str, *, data_dir: str = "data", **options: Any) -> 
         builder, image_key, text_key. folders: template. Others: image_key, text_key.
 
     Raises:
+      TypeError: the split is no text or path.
       ValueError: the data set, the split or an option does not exist.
       ModuleNotFoundError: a required package is not installed; the message names it.
 
@@ -64,6 +68,9 @@ def source(name: str, split: str, *, data_dir: str = "data", **options: Any) -> 
     (25, 2, ('pattern 2',))
     """
     make: Callable[..., Source] = _class_of(name)
+    if not isinstance(split, str | os.PathLike):
+        raise TypeError(f"the split must be one text or path, got {split!r}")
+    split = os.fspath(split)
     signature = inspect.signature(make)
     if "data_dir" in signature.parameters:
         options["data_dir"] = data_dir

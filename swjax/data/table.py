@@ -100,7 +100,9 @@ class Table(Photographs):
 
     def _header(self) -> tuple[list[str], int]:
         separator = self._separator or ","
-        columns = _cells(files.read(*self._index[0]), separator) if len(self._index) else []
+        if not len(self._index):
+            raise ValueError(f"the table {self._path!r} is empty: its first row names the columns")
+        columns = _cells(files.read(*self._index[0]), separator)
         for key in (self._image_key, self._text_key):
             if key not in columns:
                 raise ValueError(

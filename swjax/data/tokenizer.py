@@ -41,6 +41,7 @@ def tokenize(texts: str | Sequence[str], context_length: int = 77) -> np.ndarray
       int32 [len(texts), context_length].
 
     Raises:
+      TypeError: a caption is not a string.
       ValueError: the context is too short for the start and end tokens.
 
     >>> tokenize(["a photo of a cat", ""], context_length=8)
@@ -59,6 +60,8 @@ def tokenize(texts: str | Sequence[str], context_length: int = 77) -> np.ndarray
     texts = [texts] if isinstance(texts, str) else texts
     tokens = np.zeros((len(texts), context_length), np.int32)
     for row, text in zip(tokens, texts, strict=True):
+        if not isinstance(text, str):
+            raise TypeError(f"a text must be a string, got {type(text).__name__} {text!r:.40}")
         ids = encode(text)[: context_length - 2]
         row[0] = START_OF_TEXT
         row[1 : len(ids) + 1] = ids

@@ -7,7 +7,8 @@
 
 --workdir   a run: scores its newest checkpoint on the data of its config
 --weights   safetensors of open_clip, OpenAI or Hugging Face, or a folder of them
---data      a labelled set, [NAME=]KIND:WHERE, KIND: folders, webdataset, table, tfds; may be repeated
+--data      a labelled set, [NAME=]KIND:WHERE, KIND: folders, webdataset, table, parquet, tfds; may
+            be repeated
 --split     val or test: retrieval on this split of the config's data; may be repeated. Default: both for a
             run; none for weights, unless --config.data.name is given
 --config.K  overrides a key of configs/common.py
@@ -64,7 +65,7 @@ def _score(arguments: list[str]) -> dict[str, float]:
             workdir="".join(flags["workdir"]),
             weights="".join(flags["weights"]),
             sets=flags["data"],
-            splits=flags["split"] or (SPLITS if has_data else ()),
+            splits=flags["split"] or (None if has_data else ()),
             overrides=overrides,
         )
 

@@ -10,10 +10,12 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from swjax import inference
+from swjax.evaluators import embed
 from swjax.models import sharding
 from swjax.training import config as config_lib
-from swjax.training.config import ConfigError, blame
+from swjax.training.config import ConfigError
 from swjax.training.evaluation import make_evaluate
+from swjax.training.inputs import open_source
 
 SPLITS = ("val", "test")
 
@@ -23,7 +25,7 @@ def score(
     workdir: str | Path = "",
     weights: str | Path = "",
     sets: Sequence[str] = (),
-    splits: Sequence[str] = SPLITS,
+    splits: Sequence[str] | None = None,
     overrides: Sequence[tuple[str, str]] = (),
 ) -> dict[str, float]:
     """Scores the newest checkpoint of a run, or other CLIP weights, on one device.
@@ -36,39 +38,48 @@ def score(
       weights: weights for `swjax.inference.load`: a safetensors file of open_clip, OpenAI or Hugging Face,
         its folder, or a file by `swjax.inference.save`.
       sets: addresses of labelled sets, see `swjax.data.labelled`; () uses the sets of `eval.zeroshot`.
-      splits: splits of the config's data set, for retrieval; () skips retrieval.
+      splits: splits of the config's data set, for retrieval; () skips retrieval. None: those that it has.
       overrides: (key, value) pairs of the config, such as ("data.name", "tfds").
 
     Returns:
       {name: score}, with the names of `WORKDIR/metrics.jsonl`.
 
     Raises:
-      ConfigError: not exactly one of `workdir` and `weights` is given, there is nothing to score, or weights
-        or data cannot be opened.
+      ConfigError: not exactly one of `workdir` and `weights` is given, there is nothing to score, the data
+        set lacks a named split, or weights or data cannot be opened.
     """
     if bool(workdir) == bool(weights):
         raise ConfigError("pass exactly one of --workdir=RUN and --weights=FILE")
     config = config_of(workdir, overrides)
     if sets:
         config.eval.zeroshot = tuple(sets)
-    if not splits and not config.eval.zeroshot:
+    if splits == () and not config.eval.zeroshot:
         raise ConfigError(
             "nothing to score: pass --data=[NAME=]KIND:WHERE or --config.data.name=NAME"
         )
-    with blame("weights"):
-        try:
-            model = inference.load(workdir or weights).model
-        except FileNotFoundError as error:
-            raise ConfigError(f"{workdir or weights} has no readable weights: {error}") from error
+    try:
+        model = inference.load(workdir or weights).model
+        embed.check_tokenizer(model.cfg.text.vocab_size)
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot score {str(workdir or weights)!r}: {reason}") from error
     config.data.image_size = model.cfg.vision.image_size
     config.data.context_length = model.cfg.text.context_length
+    for split in splits or ():
+        if open_source(config, split) is None:
+            raise ConfigError(
+                f"the data set {config.eval.data or config.data.name!r} has no split {split!r}: set its "
+                f"key splits.{split}, or leave --split={split} out"
+            )
     graph, params = nnx.split(model)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     evaluate = make_evaluate(config, graph, mesh)
     state = {"params": params, "step": jnp.int32(0)}
     scores: dict[str, float] = {}
-    for split in splits or ("",):
+    for split in (SPLITS if splits is None else splits) or ("",):
         scores |= evaluate(state, split).scores
+    if not scores:
+        raise ConfigError("nothing to score: the config names no val or test split: pass --data")
     return scores
 
 

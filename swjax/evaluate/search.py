@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from swjax.data import files
+from swjax.data.decoding import decode
 from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load
@@ -60,6 +61,8 @@ class Folder:
     """
 
     def __init__(self, folder: str):
+        if not Path(folder).is_dir():
+            raise ValueError(f"{folder!r} is not a folder: give the folder of the pictures")
         self._names = files.below(folder, files.PICTURES)
         if not self._names:
             raise ValueError(
@@ -168,8 +171,8 @@ def write_page(
 def _thumbnail(image: Any) -> str:
     from PIL import Image
 
-    picture = Image.open(image) if isinstance(image, Path) else Image.fromarray(image)
-    picture = picture.convert("RGBA")
+    pixels = decode(image.read_bytes()) if isinstance(image, Path) else image
+    picture = Image.fromarray(pixels).convert("RGBA")
     picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
     data = io.BytesIO()
     picture.save(data, "PNG")

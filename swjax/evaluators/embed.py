@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from swjax import data
+from swjax.data.tokenizer import VOCABULARY_SIZE
 from swjax.models import sharding
 from swjax.models.sharding import Share
 
@@ -173,6 +174,19 @@ def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
     if bad or not templates:
         raise ValueError(f'prompt templates need a "{{}}" for the name, got {bad or templates}')
     return templates
+
+
+def check_tokenizer(tokens: int) -> None:
+    """Checks that a model has the vocabulary of `swjax.data.tokenize`; other ids embed to NaN or noise.
+
+    Raises:
+      ValueError: the model has another number of tokens, like SigLIP's published weights.
+    """
+    if tokens != VOCABULARY_SIZE:
+        raise ValueError(
+            f"the model's tokenizer has {tokens} tokens, but swjax reads texts with CLIP's, which has "
+            f"{VOCABULARY_SIZE}: pass the ids of its own tokenizer to model.encode_text"
+        )
 
 
 def _local(batch_size: int, share: Share) -> int:

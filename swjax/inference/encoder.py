@@ -81,7 +81,12 @@ class Encoder:
         return np.concatenate(parts)
 
     def encode_text(self, texts: str | Sequence[str]) -> np.ndarray:
-        """Embeds n texts as unit vectors [n, embed_dim] float32; one string is a batch of one."""
+        """Embeds n texts as unit vectors [n, embed_dim] float32; one string is a batch of one.
+
+        Raises:
+          ValueError: the model has another tokenizer than CLIP's.
+        """
+        embed.check_tokenizer(self.cfg.text.vocab_size)
         texts = [texts] if isinstance(texts, str) else list(texts)
         parts = embed.texts(self._predict, self._params, texts, **self._text_sizes(len(texts)))
         return np.concatenate([np.zeros((0, self.cfg.embed_dim), np.float32), *parts])
@@ -97,8 +102,10 @@ class Encoder:
             `swjax.data.imagenet.templates()`. None uses those of the encoder.
 
         Raises:
-          ValueError: `names` is one string, there is no name or no template, or a template has no "{}".
+          ValueError: `names` is one string, there is no name or no template, a template has no "{}", or the
+            model has another tokenizer than CLIP's.
         """
+        embed.check_tokenizer(self.cfg.text.vocab_size)
         if isinstance(names, str):
             raise ValueError(f"names must be a list of names, got {names!r}: write [{names!r}]")
         templates = embed.check_templates(self.templates if templates is None else templates)
@@ -172,10 +179,14 @@ def load(
       FileNotFoundError, ModuleNotFoundError, ValueError: as for `swjax.interop.load`, or the run has no
         checkpoint.
     """
+    if not Path(path).exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: give the local path of a run's workdir, a safetensors file or its folder"
+        )
     path = Path(path)
     templates = TEMPLATES
     is_run = (path / "checkpoints").is_dir()
-    saved = serving.read_metadata(path) if path.is_file() else None
+    saved = serving.read_metadata(path) if path.is_file() and path.suffix != ".npz" else None
     if not is_run and saved is None:
         model = interop.load(path, cfg, **options)
     elif cfg is not None:
@@ -199,7 +210,12 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
 
     if not any((workdir / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")
-    config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+    try:
+        config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{workdir}/config.json is damaged: {error}: restore it from a copy"
+        ) from error
     config.model.attention = ""  # of the devices it was trained on
     cfg = clip.config(model_config(config), **options)
     graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
@@ -341,17 +357,23 @@ def pixels(image: Any, size: int) -> np.ndarray:
     Raises:
       OSError: the file cannot be read or is truncated.
       TypeError: the image has another type.
-      ValueError: the file is not an image of these formats, or the array has another shape or dtype.
+      ValueError: the file is damaged or not an image of these formats, or the array has another shape or
+        dtype.
     """
     require("PIL")
     from PIL import Image
 
+    name = ""
     if isinstance(image, str | os.PathLike):
-        image = Path(image).read_bytes()
+        name, image = f"{image}: ", Path(image).read_bytes()
     elif isinstance(image, io.IOBase):
         image = image.read()
     if isinstance(image, bytes | bytearray | memoryview):
-        return fit(decoding.decode_with_pillow(bytes(image)), size)
+        try:
+            return fit(decoding.decode_with_pillow(bytes(image)), size)
+        except Exception as error:  # Pillow raises errors of many types for damaged files
+            kind = OSError if isinstance(error, OSError) else ValueError
+            raise kind(f"{name}{error}") from error
     if isinstance(image, np.ndarray | jax.Array):
         image = np.asarray(image)
         if image.dtype != np.uint8 or image.shape[2:] not in ((3,), (4,)) or not image.size:

@@ -51,7 +51,8 @@ class DotGeneral:
         contracts.
 
         Raises:
-          ValueError: see `swjax.switchback`; or a quantized `rhs` does not fit.
+          ValueError: see `swjax.switchback`; or `rhs` is quantized, and the product has batch dimensions.
+          TypeError: the contracted dimensions differ.
         """
         x, w, columns = as_linear(lhs, rhs, dimension_numbers)
 
@@ -113,7 +114,8 @@ def as_linear(
       x [*batch, *rows, k], w [*batch, k, n], and the column dimensions, whose product is n.
 
     Raises:
-      ValueError: a quantized `rhs` does not fit.
+      ValueError: `rhs` is quantized, and the product has batch dimensions.
+      TypeError: the contracted dimensions differ; the message is that of `jax.lax.dot_general`.
 
     >>> import jax.numpy as jnp
     >>> x, w, columns = as_linear(jnp.ones((2, 3)), jnp.ones((3, 4, 5)), (((1,), (0,)), ((), ())))
@@ -123,21 +125,29 @@ def as_linear(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
     batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
-    k = math.prod(_shape(lhs, lhs_contract))
+    contracted = _shape(lhs, lhs_contract)
+    k = math.prod(contracted)
     x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
-    if isinstance(rhs, QTensor):
-        sizes, rank = rhs.values.shape, rhs.values.ndim - len(rhs_contract)
-        columns, contracted = sizes[:rank], _shape(lhs, lhs_contract)
-        if batch or sizes[rank:] != contracted:
+    if isinstance(rhs, QTensor):  # reshapes [n, k] to [*columns, *contracted]
+        if batch:
             raise ValueError(
-                f"a quantized rhs needs values [*columns, *contracted] without batch dimensions, got {sizes} "
-                f"for lhs {lhs.shape} with contracted {contracted} and batch {batch}: pass the weight itself"
+                f"a product with a quantized rhs has no batch dimensions, got {batch}: pass the weight itself"
             )
+        columns = rhs.values.shape[: rhs.values.ndim - len(rhs_contract)]
+        _check_contracted(contracted, rhs.values.shape[len(columns) :])
         return x, QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1)), columns
+    _check_contracted(contracted, _shape(rhs, rhs_contract))
     rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
     columns = _shape(rhs, rhs_free)
     transposed = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
     return x, transposed.reshape(*batch, k, math.prod(columns)), columns
+
+
+def _check_contracted(of_lhs: tuple[int, ...], of_rhs: tuple[int, ...]) -> None:
+    if of_lhs != of_rhs:
+        raise TypeError(
+            f"dot_general requires contracting dimensions to have the same shape, got {of_lhs} and {of_rhs}."
+        )
 
 
 def einsum_dimensions(

@@ -82,9 +82,10 @@ class VisionConfig(TowerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.patch_size < 1 or self.image_size % self.patch_size:
+            size, patch = self.image_size, self.patch_size
+            remedy = f": try image_size={max(patch, size - size % patch)}" if patch > 0 else ""
             raise ValueError(
-                f"patch_size must divide image_size, "
-                f"got image_size={self.image_size} and patch_size={self.patch_size}"
+                f"patch_size must divide image_size, got image_size={size} and patch_size={patch}{remedy}"
             )
 
     @property

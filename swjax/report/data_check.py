@@ -33,7 +33,11 @@ from swjax.data.sources import Source, source
 from swjax.data.tokenizer import tokenize
 from swjax.report import page
 
-KINDS = {r".*\.tar$": "webdataset", r".*\.(csv|tsv|jsonl)$": "table", r".*\.parquet$": "parquet"}
+KINDS = {
+    r".*\.(tar|tar\.gz|tgz)$": "webdataset",
+    r".*\.(csv|tsv|jsonl)$": "table",
+    r".*\.parquet$": "parquet",
+}
 _SAMPLE = 1000
 _SHOWN = 40  # number of thumbnails, and of bad examples with reasons
 _THUMBNAIL = 160  # largest height and width in pixels

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -345,6 +345,7 @@ def _check_data(config: ConfigDict) -> None:
     for name, part in data.mixture.items():
         if "name" in part:
             choice(f"data.mixture.{name}.name", part["name"], SOURCES)
+        _check_part(f"data.mixture.{name}", part)
     if not config.eval.data:
         return
     choice("eval.data", config.eval.data, [*SOURCES, *data.mixture])
@@ -352,10 +353,26 @@ def _check_data(config: ConfigDict) -> None:
     section = data[part["name"]]
     splits = {**section.get("splits", {}), **part.get("splits", {})}
     if "splits" in section and not splits.get("val") and not splits.get("test"):
+        key = f"mixture.{config.eval.data}" if config.eval.data in data.mixture else part["name"]
         raise ConfigError(
             f"config.eval.data={config.eval.data!r} has no split to evaluate on: set "
-            f"config.data.{part['name']}.splits.val or .test"
+            f"config.data.{key}.splits.val or .test"
         )
+
+
+def _check_part(key: str, part: ConfigDict) -> None:
+    """Checks the weight and the splits of a part of the mixture; its source checks its other keys."""
+    weight, splits = part.get("weight", 1.0), part.get("splits", {})
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ConfigError(f"config.{key}.weight={weight!r} must be a number")
+    if not isinstance(splits, Mapping | ConfigDict):
+        raise ConfigError(
+            f"config.{key}.splits={splits!r} must be a dict: write {{'train': {splits!r}}}"
+        )
+    for split, where in splits.items():
+        choice(f"{key}.splits", split, ("train", "val", "test"))
+        if not isinstance(where, str):
+            raise ConfigError(f"config.{key}.splits.{split}={where!r} must be a text")
 
 
 @contextlib.contextmanager
