@@ -192,9 +192,12 @@ def _warn_of_split_sums():
     """Warns that XLA may sum small int8 products wrongly.
 
     XLA splits their sums, and its Triton code generator may then count columns twice. With jax 0.11.2 on an
-    H200, [256, 512] x [512, 128] was twice as large. Only an XLA flag turns the splitting off.
+    H200, [256, 512] x [512, 128] was twice as large. Only an XLA flag turns the splitting off. GPUs before
+    Ampere are not affected, because XLA multiplies with cuBLAS there.
     """
-    if jax.default_backend() == "gpu" and SAFE_XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    if jax.default_backend() != "gpu" or tiles.compute_capability() < (8, 0):
+        return
+    if SAFE_XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
         _warn_once(
             "swjax: an int8 product runs through XLA, which on GPUs may sum small ones wrongly: "
             f"set XLA_FLAGS={SAFE_XLA_FLAG} before JAX starts, or use {INSTALL}"

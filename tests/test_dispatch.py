@@ -244,6 +244,9 @@ def test_int8_products_through_xla_on_a_gpu_are_warned_of(gpu, monkeypatch):
     run(*(reference.quantize(jnp.ones((2, 4)), dtype="float8_e4m3fn") for _ in range(2)))
     monkeypatch.setenv("XLA_FLAGS", dispatch.SAFE_XLA_FLAG)
     run(a, b)  # warnings are errors
+    monkeypatch.setenv("XLA_FLAGS", "")
+    gpu((7, 5))
+    run(a, b)
 
 
 def test_several_devices_take_xla_outside_shard_map(gpu):
