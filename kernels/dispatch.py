@@ -145,6 +145,10 @@ def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavaila
         return Unavailable(
             f"needs compute capability 8.9 for fp8, and this GPU has {capability}: use 'xla'"
         )
+    if name == "triton" and capability < (8, 0):
+        return Unavailable(
+            f"needs compute capability 8.0 (Ampere), and this GPU has {capability}: use 'xla'"
+        )
     if name == "triton" and (missing := _missing_triton()):
         return Unavailable(missing, missing_package=True)
     return module_of(name).why_not(operation, *arrays, **options)

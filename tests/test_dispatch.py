@@ -216,6 +216,11 @@ def test_missing_jax_triton_is_said_once_with_the_command(gpu):
         dispatch.choose("quantize", X, implementation="triton")
 
 
+def test_no_package_is_asked_for_where_the_kernels_cannot_run(gpu):
+    gpu((7, 5), missing="needs jax-triton")
+    assert dispatch.choose("quantize", X) == "xla"  # warnings are errors
+
+
 @pytest.mark.parametrize(
     "installed, version, message",
     [

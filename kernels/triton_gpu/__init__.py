@@ -15,7 +15,6 @@ fusion is off, so that a kernel rounds like its source and the specification.
 from collections.abc import Callable
 from typing import Any
 
-from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.triton_gpu import blocks, chunks, heads, quantizers, scales
 from swjax.kernels.triton_gpu.attention_forward import attention
@@ -59,16 +58,11 @@ _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
 
 
 def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
-    """Returns why these kernels cannot compute an operation on this GPU, or None if they can.
+    """Returns why these kernels cannot compute an operation on a GPU from Ampere on, or None if they can.
 
     Args:
       operation: the name of a function of this module.
       *arrays, **options: arguments of the operation.
     """
-    capability = tiles.compute_capability()
-    if capability < (8, 0):
-        return Unavailable(
-            f"needs compute capability 8.0 (Ampere), and this GPU has {capability}: use 'xla'"
-        )
     check = _WHY_NOT.get(operation)
     return check(*arrays, **options) if check else None
