@@ -107,9 +107,7 @@ def prepare(case: dict):
     optimizer = make_optimizer(config, schedule)
     init, graphdef = setup.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    options = {"xla_backend_optimization_level": 0}  # it runs once
-    init = jax.jit(init, out_shardings=shardings, compiler_options=options)
+    init = setup.compile_init(init, like)
     step = make_train_step(config, graphdef, optimizer, schedule)
     step = setup.compile_step(step, like, **case.get("xla", {}))
     rng, size, side = np.random.default_rng(0), config.train.batch_size, config.data.image_size

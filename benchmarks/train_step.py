@@ -247,9 +247,7 @@ def step(case: Case) -> Program:
     optimizer = make_optimizer(config, schedule)
     init, graphdef = setup.make_init(config, cfg, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    options = {"xla_backend_optimization_level": 0}  # it runs once
-    init = jax.jit(init, out_shardings=shardings, compiler_options=options)
+    init = setup.compile_init(init, like)
     train_step = make_train_step(config, graphdef, optimizer, schedule)
     side, length = cfg.vision.image_size, cfg.text.context_length
     keys = jax.random.split(jax.random.key(0), 2)

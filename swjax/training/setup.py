@@ -177,6 +177,18 @@ def compile_step(train_step: Callable, like: State, **options: str) -> Callable:
     )
 
 
+def compile_init(init: Callable[[], State], like: State) -> Callable[[], State]:
+    """Compiles `init` at its first call, for the shardings of `like`.
+
+    The program runs once, so optimizing it, or timing its parts on a GPU, would take longer than it saves.
+    """
+    return jax.jit(
+        init,
+        out_shardings=jax.tree.map(lambda x: x.sharding, like),
+        compiler_options={"xla_backend_optimization_level": 0, "xla_gpu_autotune_level": 0},
+    )
+
+
 def make_init(
     config: ConfigDict, cfg: clip.CLIPConfig, optimizer: optax.GradientTransformation
 ) -> tuple[Callable[[], State], nnx.GraphDef]:
@@ -236,10 +248,7 @@ def init_or_restore(
 
 def first_state(config: ConfigDict, init: Callable[[], State], like: State) -> State:
     """The train state of step 0, see `init_or_restore`."""
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    # The program runs once, so optimizing it would take longer than it saves.
-    options = {"xla_backend_optimization_level": 0}
-    state = jax.jit(init, out_shardings=shardings, compiler_options=options)()
+    state = compile_init(init, like)()
     if config.checkpoint.init_from:
         cfg = model_config(config)
         state["params"] = first_parameters(config.checkpoint.init_from, cfg, state["params"])
