@@ -23,6 +23,7 @@ from swjax.evaluators import embed, zeroshot
 from swjax.models import clip
 from swjax.models.config import TextConfig, VisionConfig
 from swjax.recipes import Product, Quantizer, Recipe
+from swjax.serving.models import is_prequantized
 
 __all__ = ["Encoder", "export", "load", "pixels", "save"]
 
@@ -256,12 +257,9 @@ def save(path: str | Path, encoder: Encoder) -> None:
     ...     load(f"{folder}/clip.safetensors").cfg == cfg
     True
     """
-    prequantized = any(
-        isinstance(leaf, serving.QuantizedKernel) for _, leaf in nnx.iter_graph(encoder.model)
-    )
     description = {
         "config": dataclasses.asdict(encoder.cfg),
-        "prequantized": prequantized,
+        "prequantized": is_prequantized(encoder.model),
         "templates": encoder.templates,
     }
     metadata = {name: json.dumps(value) for name, value in description.items()}
@@ -270,12 +268,22 @@ def save(path: str | Path, encoder: Encoder) -> None:
 
 def _of_file(path: Path, metadata: dict[str, str], options: dict) -> clip.CLIP:
     cfg = clip.config(_config(json.loads(metadata["config"])), **options)
+    prequantized = json.loads(metadata["prequantized"])
 
     def make():
         model = clip.CLIP(cfg, rngs=nnx.Rngs(0))
-        return serving.prequantize(model) if json.loads(metadata["prequantized"]) else model
+        return serving.prequantize(model) if prequantized else model
 
-    return serving.load(path, nnx.eval_shape(make))
+    try:
+        return serving.load(path, nnx.eval_shape(make))
+    except ValueError as error:
+        if not options:
+            raise
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(
+            f"the {'prequantized ' * prequantized}weights of {path} do not fit {given}: leave that out, or "
+            "load what the file was saved from"
+        ) from error
 
 
 def _config(fields: dict) -> clip.CLIPConfig:
