@@ -385,9 +385,15 @@ def pixels(image: Any, size: int) -> np.ndarray:
     if isinstance(image, np.ndarray | jax.Array):
         image = np.asarray(image)
         if image.dtype != np.uint8 or image.shape[2:] not in ((3,), (4,)) or not image.size:
+            h, _, channels = image.shape if image.ndim == 3 else (0, 0, 0)
+            swapped = h in (3, 4) and channels not in (1, 3, 4)
+            remedy = (
+                "move the channels last"
+                if swapped
+                else "scale it to 0..255 and repeat grey three times"
+            )
             raise ValueError(
-                f"an image must be uint8 [h, w, 3 or 4], got {image.dtype} {list(image.shape)}: "
-                f"scale it to 0..255 and repeat grey three times"
+                f"an image must be uint8 [h, w, 3 or 4], got {image.dtype} {list(image.shape)}: {remedy}"
             )
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
