@@ -344,6 +344,12 @@ def test_refuses_a_learning_rate_that_is_a_mistake(rate):
         stable_adamw(rate)
 
 
+def test_a_schedule_may_round_below_0_under_inject_hyperparams():
+    optimizer = optax.inject_hyperparams(stable_adamw)(lambda step: jnp.float32(-1e-9))
+    p = {"w": jnp.ones(3)}
+    optimizer.update(p, optimizer.init(p), p)  # not compiled, so the value is known
+
+
 def test_arrays_of_another_shape_than_their_parameter_are_refused():
     """Arithmetic would broadcast them: every row would get the gradient of one."""
     optimizer, p, row = stable_adamw(0.1), {"w": jnp.ones((2, 3))}, {"w": jnp.ones(3)}

@@ -357,7 +357,8 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
         if not number or not holds(value):
             raise ValueError(f"stable_adamw's {name} must be {rule}, got {value!r}")
 
-    if not callable(learning_rate):
+    # Under optax.inject_hyperparams an array may be the value of a schedule, rounded below 0.
+    if not callable(learning_rate) and not isinstance(learning_rate, jax.Array):
         rule = "a schedule, or a finite number that is at least 0"
         require("learning_rate", learning_rate, lambda x: 0 <= x < math.inf, rule)
     require("b1", b1, lambda x: 0 <= x < 1, "in [0, 1)")
