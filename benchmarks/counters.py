@@ -46,7 +46,7 @@ def gelu():
     from swjax.kernels import triton_gpu
 
     x = jax.ShapeDtypeStruct((TOKENS, 4 * WIDTH), "bfloat16")
-    jax.eval_shape(lambda x: triton_gpu.gelu(x, quantize_to="int8", wide=False), x)
+    jax.eval_shape(lambda x: triton_gpu.gelu(x, quantize_to="int8", high_precision=False), x)
 
 
 def matmul():

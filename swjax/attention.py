@@ -38,16 +38,12 @@ def choose(
     return _choose(shape, x, implementation, layout)
 
 
-def _check(implementation: str | None) -> None:
+def _choose(shape, like, implementation, layout):
+    """Chooses for queries of the given shape, with the dtype and the mesh of the array `like`."""
     if implementation not in (None, *NAMES):
         raise ValueError(
             f"attention must be one of {', '.join(NAMES)} or None (automatic), got {implementation!r}"
         )
-
-
-def _choose(shape, like, implementation, layout):
-    """Chooses for queries of the given shape, with the dtype and the mesh of the array `like`."""
-    _check(implementation)
     q = jax.ShapeDtypeStruct(shape, like.dtype)
     if implementation == "triton":
         if reason := dispatch.why_not("triton", "attention", q, q, q):
@@ -80,8 +76,7 @@ def dot_product_attention(
       length: number of tokens that are not padding, from 1 to t; no token attends to padding. None means t.
       implementation: "xla", "cudnn", or "triton", swjax's kernels; None chooses like `choose`. For cuDNN,
         tokens are padded to a multiple of 8. Most of swjax's kernels are written in Triton. For some shapes
-        there are faster ones in Mosaic GPU, which are used then. Where no kernel can run, "triton" computes
-        their specification through XLA; `choose` raises an error instead.
+        there are faster ones in Mosaic GPU, which are used then.
       layout: layout of the linear layer that computed q, for meshes with automatic axes.
 
     Returns:
@@ -89,7 +84,7 @@ def dot_product_attention(
 
     Raises:
       ValueError: q, k and v differ in shape or dtype, `length` is out of range, or the implementation does
-        not exist.
+        not exist or cannot run (the message says why).
 
     >>> x = jnp.ones((1, 2, 1, 4))
     >>> dot_product_attention(x, x, x).shape
@@ -105,14 +100,9 @@ def dot_product_attention(
     length = tokens if length is None else length
     if not min(1, tokens) <= length <= tokens:
         raise ValueError(f"length must be from 1 to the {tokens} tokens of q, got {length}")
-    if implementation is None:
-        implementation = _choose((q.shape[0], length, *q.shape[2:]), q, None, layout)
-    _check(implementation)
+    implementation = _choose((q.shape[0], length, *q.shape[2:]), q, implementation, layout)
     if implementation == "triton":
-        plan = plan_heads(q, layout)
-        arrays = (plan.place(x[:, :length], _heads(plan)) for x in vary_alike(q, k, v))
-        out = _attention(*arrays, causal, plan)
-        return jnp.pad(out, ((0, 0), (0, tokens - length), (0, 0), (0, 0)))
+        return with_kernels(q, k, v, causal=causal, length=length, layout=layout)
     if implementation == "cudnn":
         q, k, v = (pad_tokens(x) for x in (q, k, v))
     lengths = None
@@ -130,6 +120,22 @@ def dot_product_attention(
             implementation="cudnn" if implementation == "cudnn" else "xla",
         )
     return out[:, :tokens]
+
+
+def with_kernels(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    length: int | None = None,
+    layout: Layout | None = None,
+) -> jax.Array:
+    """`dot_product_attention` with swjax's kernels, or their specification through XLA where none can run."""
+    plan = plan_heads(q, layout)
+    arrays = (plan.place(x[:, :length], _heads(plan)) for x in vary_alike(q, k, v))
+    out = _attention(*arrays, causal, plan)
+    return jnp.pad(out, ((0, 0), (0, q.shape[1] - out.shape[1]), (0, 0), (0, 0)))
 
 
 def pad_tokens(x: jax.Array) -> jax.Array:

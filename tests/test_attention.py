@@ -138,10 +138,16 @@ def test_gradients_far_from_the_maximum_stay_finite(operation, implementation, s
         assert np.isfinite(np.asarray(value, np.float32)).all()
 
 
+def attend_with(name):
+    if name == "triton":  # also where no kernel can run
+        return attention.with_kernels
+    return partial(attention.dot_product_attention, implementation=name)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["triton", "xla", pytest.param("cudnn", marks=pytest.mark.gpu)])
 def test_the_layer_is_jax_own(name, causal):
-    """On a CPU "triton" runs the specification with the derivative that the kernels have."""
+    """On a CPU the kernels' specification runs, with the derivative that the kernels have."""
     q, k, v = (jnp.asarray(normal((2, 24, 3, 32), "bfloat16", seed)) for seed in range(3))
     gradient = jnp.asarray(normal(q.shape, "bfloat16", 3))
 
@@ -149,7 +155,7 @@ def test_the_layer_is_jax_own(name, causal):
         out, vjp = jax.vjp(attend, *arrays)
         return out, *vjp(gradient.astype(out.dtype))
 
-    attend = partial(attention.dot_product_attention, causal=causal, implementation=name)
+    attend = partial(attend_with(name), causal=causal)
     with jax.numpy_dtype_promotion("strict" if name == "triton" else "standard"):
         got = jax.jit(partial(both, attend))(q, k, v)
     with jax.numpy_dtype_promotion("standard"):
@@ -170,7 +176,7 @@ def test_other_keys_are_refused(other):
 def test_padding_is_seen_by_nobody(name):
     q, k, v = (jnp.asarray(normal((2, 16, 3, 8), seed=seed)) for seed in range(3))
     exact = attention.dot_product_attention(*(x[:, :13] for x in (q, k, v)))
-    padded = attention.dot_product_attention(q, k, v, length=13, implementation=name)
+    padded = attend_with(name)(q, k, v, length=13)
     np.testing.assert_allclose(padded[:, :13], exact, atol=1e-6)
     assert not np.any(padded[:, 13:])
     assert attention.pad_tokens(q[:, :13]).shape == q.shape
@@ -202,6 +208,9 @@ def test_what_the_kernel_cannot_do_is_said():
             ValueError, match="attention 'triton' needs an NVIDIA GPU, .* use 'xla'"
         ):
             attention.choose(x, 4, "triton")
+        q = x.reshape(2, 5, 4, 16)
+        with pytest.raises(ValueError, match="attention 'triton' needs an NVIDIA GPU"):
+            attention.dot_product_attention(q, q, q, implementation="triton")
 
 
 @pytest.mark.gpu

@@ -37,7 +37,18 @@ def test_what_cannot_be_read_is_one_line(bad, weights, tmp_path, capsys):
     assert captured.err.startswith("swjax classify: ") and captured.err.count("\n") == 1
 
 
-def test_one_name_is_no_choice(capsys):
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (["cat"], "leaves no choice"),
+        (
+            ["cat", "dog", "cat"],
+            "the name 'cat', given twice, shares its probability: give it once",
+        ),
+        (["cat", " "], "the name ' ' is empty"),
+    ],
+)
+def test_names_that_leave_no_choice_are_refused(names, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["model", "picture.png", "cat"])
-    assert "leaves no choice" in capsys.readouterr().err
+        main(["model", "picture.png", *names])
+    assert message in capsys.readouterr().err

@@ -73,6 +73,14 @@ def test_command_line_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())  # a refused run creates no file
 
 
+def test_a_config_file_without_get_config_is_one_line(capsys, tmp_path):
+    (tmp_path / "own.py").write_text("learning_rate = 1e-3")
+    assert train.main(["train.py", f"--config={tmp_path}/own.py", "--workdir=w"]) == 2
+    error = capsys.readouterr().err
+    assert "own.py': AttributeError: it has no get_config: define a function" in error
+    assert error.count("\n") == 1
+
+
 BAD_CONFIGS = {
     "unknown recipe": (["model.recipe=switchbak"], "'switchback'"),
     "unknown model": (["model.name=vit_b33"], "'vit_b32'"),

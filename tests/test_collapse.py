@@ -56,6 +56,14 @@ def test_it_is_said_once_however_records_arrive():
     assert "raise schedule.warmup_steps" in lines[0] and "\n" not in lines[0]
 
 
+def test_a_rollback_counts_no_step_twice():
+    watch, steps = Collapse("softmax", 8), records([math.log(8)] * STEPS, [1e-3] * STEPS)
+    assert watch.update(steps[:-1]) == []
+    watch.restart()
+    assert watch.update(steps[50:]) == []
+    assert len(watch.update(steps[:50])) == 1
+
+
 def test_the_trainer_says_it(micro, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(collapse, "STEPS", 2)
     monkeypatch.setattr(collapse, "_TOLERANCE", math.inf)

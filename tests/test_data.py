@@ -174,10 +174,16 @@ def test_memory_is_used_again_only_when_nobody_looks_at_it():
     [
         ({"batch_size": 25}, "a batch of 25 is larger than the data set of 24 examples"),
         ({"batch_size": 9, "process_count": 3}, "a batch of 27 is larger"),
-        ({"batch_size": 0}, "batch_size must be positive.* they are 0"),
-        ({"process_index": 2, "process_count": 2}, "process_index below process_count"),
-        ({"workers": -1}, "workers not negative"),
-        ({"start_step": -1}, "start_step must not be negative; it is -1"),
+        ({"batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
+        ({"batch_size": 4.0}, "batch_size must be a whole number, at least 1, got 4.0"),
+        ({"image_size": 0}, "image_size must be a whole number, at least 1, got 0"),
+        ({"context_length": 1}, "context_length must be a whole number, at least 2, got 1"),
+        (
+            {"process_index": 2, "process_count": 2},
+            "process_index must be below process_count, got 2",
+        ),
+        ({"workers": -1}, "workers must be a whole number, at least 0, got -1"),
+        ({"start_step": -1}, "start_step must be a whole number, at least 0, got -1"),
     ],
 )
 def test_loader_refuses(options, message):

@@ -388,6 +388,11 @@ def test_mixture_refuses(tmp_path):
     patterns = data.source("synthetic", "train", image_size=8)
     for parts, message in (
         ({}, "needs at least one source"),
+        (
+            {"a": patterns},
+            r"part 'a' of a mixture must be \(source, weight\), got <.*: add a weight",
+        ),
+        ({"a": (patterns,)}, r"part 'a' of a mixture must be \(source, weight\)"),
         ({"a": (tars, 1.0), "b": (tars, 0.0)}, "weight of 'b' is 0.0; weights must be positive"),
         (
             {"a": (tars, 1.0), "b": (patterns, 1.0)},

@@ -24,7 +24,7 @@ from micro_run import (
     step_of,
 )
 
-from swjax import interop
+from swjax import inference, interop
 from swjax.models import clip, sharding
 from swjax.training import config as config_lib
 from swjax.training import setup
@@ -164,6 +164,13 @@ def test_no_weights_are_one_line(micro, tmp_path):
     for address in (tmp_path, tmp_path / "absent"):
         told = refusal(micro(checkpoint__init_from=str(address)))
         assert "no checkpoint and no weights: give a run" in told
+
+
+def test_a_file_for_inference_is_one_line(micro, tmp_path):
+    config, file = micro(), tmp_path / "clip.safetensors"
+    inference.save(file, inference.Encoder(nnx.merge(*random_model(setup.model_config(config)))))
+    told = refusal(micro(checkpoint__init_from=str(file)))
+    assert "is a file by swjax.inference.save" in told and "such as a run's workdir" in told
 
 
 def products(config):

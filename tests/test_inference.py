@@ -205,6 +205,8 @@ def test_images_of_every_kind(tmp_path):
     for bad in (IMAGES[0] / 255, IMAGES[0][..., 0], IMAGES[0][None], IMAGES[0][:0]):
         with pytest.raises(ValueError, match=r"an image must be uint8 \[h, w, 3 or 4\], got "):
             inference.pixels(bad, 32)
+    with pytest.raises(ValueError, match="move the channels last"):
+        inference.pixels(IMAGES[0].transpose(2, 0, 1), 32)
 
 
 def test_a_damaged_file_is_named(tmp_path):

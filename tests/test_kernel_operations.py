@@ -158,7 +158,7 @@ def test_what_is_quantized_does_not_depend_on_what_is_written(
     arrays = row_arguments(operation, normal(shape, "bfloat16"))
     options = ROW_OPERATIONS[operation] | {"quantize_to": target, "implementation": implementation}
     written, q = run(operation, *arrays, **options)
-    nothing, alone = run(operation, *arrays, wide=False, **options)
+    nothing, alone = run(operation, *arrays, high_precision=False, **options)
     assert nothing is None
     assert_same_bits(alone, [np.asarray(part) for part in q])
     only, no_q = run(operation, *arrays, **options | {"quantize_to": None})
@@ -181,7 +181,7 @@ def test_what_a_backward_pass_recomputes_is_what_the_forward_pass_wrote(
     if operation == "gelu_backward":
         written, _ = run("gelu", x, **common)
         *once, nothing = run(operation, x, gradient, **common)
-        *twice, recomputed = run(operation, x, gradient, again=True, **common)
+        *twice, recomputed = run(operation, x, gradient, recompute=True, **common)
     else:
         common["epsilon"] = 1e-6
         written, _ = run("layer_norm", x, gamma, beta, **common)

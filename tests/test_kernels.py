@@ -175,17 +175,17 @@ def test_gelu_is_that_of_jax(approximate):
     close(total, np.sum(np.asarray(dx, np.float64), 0))
 
 
-@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("high_precision", [True, False])
 @pytest.mark.parametrize("target", reference.LARGEST)
-def test_fused_quantizers_quantize_the_rounded_result(wide, target):
+def test_fused_quantizers_quantize_the_rounded_result(high_precision, target):
     x, gamma, beta = (t.astype(jnp.bfloat16) for t in normal((6, 64), (64,), (64,)))
     layer_norm = partial(reference.layer_norm, x, gamma, beta, epsilon=1e-6)
     for operation in (layer_norm, partial(reference.gelu, x)):
-        y, q = operation(quantize_to=target, wide=wide)
+        y, q = operation(quantize_to=target, high_precision=high_precision)
         full, _ = operation()
         assert full.dtype == jnp.bfloat16
         jax.tree.map(np.testing.assert_array_equal, q, reference.quantize(full, (-1,), target))
-        assert (y is None) == (not wide)
+        assert (y is None) == (not high_precision)
     dx, q, *_ = reference.gelu_backward(x, x, quantize_to=target)
     jax.tree.map(np.testing.assert_array_equal, q, reference.quantize(dx, (-1,), target))
 

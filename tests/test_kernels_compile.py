@@ -122,7 +122,7 @@ ROWS = {
     "layer_norm_backward, recomputing": ((X, VECTOR, (X,) * 3, X, VECTOR), {"epsilon": 1e-6}),
     "gelu": ((HIDDEN,), {"quantize_to": E4M3}),
     "gelu_backward": ((HIDDEN, HIDDEN), {"quantize_to": "int8"}),
-    "gelu_backward, recomputing": ((HIDDEN, HIDDEN), {"quantize_to": "int8", "again": True}),
+    "gelu_backward, recomputing": ((HIDDEN, HIDDEN), {"quantize_to": "int8", "recompute": True}),
 }
 
 
@@ -148,7 +148,7 @@ def test_row_kernels_read_ahead(compiled, stages, monkeypatch, tmp_path):
     """16-bit inputs are prefetched with asynchronous copies; fp32 inputs, which may not fit, are not."""
     tile = tiles.RowTile(rows=1, chunk=1024, warps=4, stages=stages)
     monkeypatch.setattr(tiles, "row_tile", lambda producer, width: tile)
-    options = {"quantize_to": "int8", "again": True}
+    options = {"quantize_to": "int8", "recompute": True}
     kernel = compiled(90, triton_gpu.gelu_backward, HIDDEN, HIDDEN, **options)
     assert instructions(kernel, r"cp\.async\.c[ag]|ld\.global").keys() == {
         "cp.async.cg.shared.global"

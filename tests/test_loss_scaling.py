@@ -200,6 +200,12 @@ def test_mistakes_are_one_line(make, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
+def test_a_guard_of_no_optimizer_is_refused(guard):
+    with pytest.raises(TypeError, match="inner must be an optax.GradientTransformation, got 0.001"):
+        guard(1e-3)
+
+
 @pytest.mark.parametrize("exponent", [0.45, 0.65])
 def test_power_decay_is_the_weight_of_the_old_second_moment(exponent):
     params, grads = problem(steps=4)

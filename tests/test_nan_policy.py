@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from micro_run import final_state, records, train
 
 from swjax.training import (
+    collapse,
     packed,
     step_log,
 )
@@ -52,6 +54,28 @@ def test_nan_rolls_back_past_the_data(micro, bad_step_4, reference, tmp_path, ca
     assert rolled[:2] == straight[:2] and rolled[2] != straight[2]
     state, position = final_state(config, tmp_path)
     assert int(state["step"]) == 6 and position["batches"] == 8  # batches 3 and 4 were skipped
+
+
+def test_a_rollback_restarts_the_watch_for_a_collapse(
+    micro, bad_step_4, monkeypatch, tmp_path, capsys
+):
+    """Steps 1 to 3 are logged, then 3 to 6: five records in a row without a restart, four with it."""
+    monkeypatch.setattr(collapse, "STEPS", 5)
+    monkeypatch.setattr(collapse, "_TOLERANCE", math.inf)
+    monkeypatch.setattr(collapse, "_SMALL_GRADIENT", math.inf)
+    assert train(micro(train__nan_policy="rollback", log__every_steps=1), tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "back to step 2" in out and "collapsed" not in out
+
+
+def test_a_checkpoint_allows_more_rollbacks(micro):
+    policy = policy_of(micro(train__nan_policy="rollback"))
+    bad = [{"step": 3, "train/loss": math.nan, "train/grad_norm": 1.0}]
+    assert [policy.decide(bad) for _ in range(3)] == [Action.ROLL_BACK] * 3
+    policy.position()
+    assert policy.decide(bad) is Action.STOP
+    policy.reset_rollbacks()
+    assert policy.decide(bad) is Action.ROLL_BACK
 
 
 def test_first_bad_step_is_named():
@@ -171,7 +195,7 @@ def test_a_checkpoint_keeps_the_count(micro):
     config = micro(train__nan_policy="skip")
     first = policy_of(config)
     first.decide(skipped_or_not(1, 0, *[1] * 40))
-    resumed = policy_of(config, position=json.loads(json.dumps(first.saved())))
+    resumed = policy_of(config, position=json.loads(json.dumps(first.position())))
     assert resumed.decide(skipped_or_not(*[1] * 9)) is Action.GO_ON
     assert resumed.decide(skipped_or_not(1)) is Action.STOP
     assert resumed.skipped == 51

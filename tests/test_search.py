@@ -113,3 +113,9 @@ def test_what_cannot_be_read_is_one_line(
     captured = capsys.readouterr()
     assert captured.err.startswith("swjax search: ") and captured.err.count("\n") == 1
     assert message in captured.err and not list(tmp_path.glob("*.html"))
+
+
+def test_an_empty_text_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["model", "a fox", ""])
+    assert "a text is empty, got ['a fox', '']" in capsys.readouterr().err

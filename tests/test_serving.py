@@ -368,9 +368,29 @@ def test_clip_is_prequantized_as_it_is_loaded(encoder, tmp_path):
         inference.load(tmp_path / "theirs", CFG, prequantize=True, recipe="standard")
 
 
+@pytest.mark.parametrize("recipe", ["standard", "llm_int8"])
+def test_a_prequantized_file_does_not_fit_another_recipe(recipe, encoder, tmp_path):
+    path = tmp_path / "clip.safetensors"
+    inference.save(path, encoder)
+    with pytest.raises(
+        ValueError, match=f"prequantized weights .* recipe='{recipe}': leave that out"
+    ):
+        inference.load(path, recipe=recipe)
+
+
+def test_other_libraries_get_no_prequantized_weights(encoder, tmp_path):
+    """The file would lack the kernels of the linear layers."""
+    with pytest.raises(ValueError, match="open_clip needs float weights, got a prequantized model"):
+        swjax.interop.save(tmp_path, encoder.model)
+
+
 def test_files_of_other_models(encoder, tmp_path):
     path = tmp_path / "clip.safetensors"
     inference.save(path, encoder)
+    with pytest.raises(
+        ValueError, match="is a file by swjax.inference.save, .* give what it was saved"
+    ):
+        swjax.interop.load(path)
     with pytest.raises(
         ValueError, match=r"'blocks/attn/k/bias' is None in the file and float32\[2, 32\] here"
     ):

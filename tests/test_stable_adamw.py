@@ -322,6 +322,7 @@ def test_schedule_is_read_before_the_count_increases():
         ({"b1": -0.1}, r"b1 must be in"),
         ({"b2": 1.5}, r"b2 must be in \[0, 1\), got 1.5"),
         ({"b2": math.nan}, r"b2 must be in"),
+        ({"b2": "0.99"}, r"b2 must be in \[0, 1\), got '0.99'"),
         ({"b2": jnp.float32(1.0)}, r"b2 must be in"),
         ({"eps": 0.0}, r"eps must be positive"),
         ({"weight_decay": -1.0}, r"weight_decay must be at least 0, got -1.0"),
@@ -335,6 +336,28 @@ def test_refuses_hyper_parameters_out_of_range(options, message):
     with pytest.raises(ValueError, match=message) as caught:
         stable_adamw(0.1, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf, "0.1", None, np.ones(2)], ids=str)
+def test_refuses_a_learning_rate_that_is_a_mistake(rate):
+    with pytest.raises(ValueError, match="learning_rate must be a schedule, or a finite number"):
+        stable_adamw(rate)
+
+
+def test_a_schedule_may_round_below_0_under_inject_hyperparams():
+    optimizer = optax.inject_hyperparams(stable_adamw)(lambda step: jnp.float32(-1e-9))
+    p = {"w": jnp.ones(3)}
+    optimizer.update(p, optimizer.init(p), p)  # not compiled, so the value is known
+
+
+def test_arrays_of_another_shape_than_their_parameter_are_refused():
+    """Arithmetic would broadcast them: every row would get the gradient of one."""
+    optimizer, p, row = stable_adamw(0.1), {"w": jnp.ones((2, 3))}, {"w": jnp.ones(3)}
+    state, foreign = optimizer.init(p), optimizer.init(row)
+    with pytest.raises(ValueError, match=r"gradient of shape \(2, 3\) .* 'w', got \(3,\): pass"):
+        optimizer.update(row, state, p)
+    with pytest.raises(ValueError, match=r"first moment of shape \(2, 3\) .* got \(3,\): pass"):
+        optimizer.update(p, foreign, p)
 
 
 def test_accepts_the_edges_of_the_ranges():

@@ -385,6 +385,8 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             lambda x, w: swjax.switchback(x, w.T),
             r"needs x \[..., k\] and w \[k, n\], got x \(4, 3\) and w \(5, 3\)",
         ),
+        (lambda x, w: swjax.switchback(x, ()), r"got \(\): pass at least one weight"),
+        (lambda x, w: swjax.switchback(x, None), "w must be an array, got a NoneType: pass"),
         (lambda x, w: swjax.switchback(x, w, jnp.ones(3)), r"bias must have the shape \(5,\)"),
         (
             lambda x, w: swjax.switchback([[1.0, 2.0, 3.0]], w),

@@ -28,8 +28,13 @@ def test_split_frozen_and_combine_are_inverse():
     trainable, frozen = split_frozen(params, ("bias$",))
     assert trainable == {"a": {"kernel": 1, "bias": None}, "b": 3}
     assert combine(trainable, frozen) == params
-    with pytest.raises(ConfigError, match="matches no parameter"):
-        split_frozen(params, ("visoin",))
+
+
+def test_a_pattern_that_matches_nothing_gets_the_nearest_paths():
+    params = {"text": {f"fc{n}": n for n in range(40)}, "vision": {"patch_embed": 1}}
+    with pytest.raises(ConfigError, match="none of 41 parameters; .* vision/patch_embed,") as error:
+        split_frozen(params, ("visoin/patch",))
+    assert len(str(error.value)) < 250
 
 
 @pytest.mark.parametrize("name", ["adamw", "stable_adamw"])

@@ -149,8 +149,8 @@ def producers(m: int, k: int, n: int) -> Iterator[Case]:
     gamma, beta = (timing.random(k, dtype="float32") for _ in range(2))
     case = partial(Case, shape=f"{m}x{k}")
     outputs = {", both out": True, "": False}
-    for suffix, wide in outputs.items():
-        options = {"epsilon": 1e-6, "quantize_to": "int8", "wide": wide}
+    for suffix, high_precision in outputs.items():
+        options = {"epsilon": 1e-6, "quantize_to": "int8", "high_precision": high_precision}
         yield case(
             f"layer_norm + quantize{suffix}",
             "layer_norm",
@@ -164,11 +164,11 @@ def producers(m: int, k: int, n: int) -> Iterator[Case]:
 
     x, gradient = timing.random(m, n), timing.random(m, n)
     case = partial(Case, shape=f"{m}x{n}")
-    for suffix, wide in outputs.items():
-        options = {"quantize_to": "int8", "wide": wide}
+    for suffix, high_precision in outputs.items():
+        options = {"quantize_to": "int8", "high_precision": high_precision}
         yield case(f"gelu + quantize{suffix}", "gelu", arrays=(x,), options=options)
-    for suffix, again in {"": False, ", output again": True}.items():
-        options = {"quantize_to": "int8", "again": again}
+    for suffix, recompute in {"": False, ", output again": True}.items():
+        options = {"quantize_to": "int8", "recompute": recompute}
         name = f"gelu_backward + quantize{suffix}"
         yield case(name, "gelu_backward", arrays=(x, gradient), options=options)
 

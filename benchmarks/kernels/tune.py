@@ -130,9 +130,9 @@ def row_function(producer: str, tile: RowTile) -> Callable:
             backward(x, gamma, gradients, residual, gamma),
         )
     options = {
-        "layer_norm": {"epsilon": 1e-6, "wide": False},
-        "gelu": {"wide": False},
-        "gelu_backward": {"again": True},
+        "layer_norm": {"epsilon": 1e-6, "high_precision": False},
+        "gelu": {"high_precision": False},
+        "gelu_backward": {"recompute": True},
     }[producer]
     return partial(getattr(triton_gpu, producer), quantize_to="int8", tile=tile, **options)
 

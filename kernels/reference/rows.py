@@ -16,7 +16,7 @@ def layer_norm(
     *,
     epsilon: float,
     quantize_to: str | None = None,
-    wide: bool = True,
+    high_precision: bool = True,
 ) -> tuple[jax.Array | None, QTensor | None]:
     """LayerNorm over the last axis, ``gamma (x - mean) / sqrt(variance + epsilon) + beta``, in fp32.
 
@@ -25,7 +25,7 @@ def layer_norm(
       gamma, beta: [n], scale and offset of each feature.
       epsilon: added to the variance.
       quantize_to: dtype of the row-wise quantized result; None does not quantize.
-      wide: whether to also return the result in the dtype of x.
+      high_precision: whether to also return the result in the dtype of x.
 
     Returns:
       (result or None, quantized result or None). The quantizer reads the result rounded to the dtype of x.
@@ -37,7 +37,7 @@ def layer_norm(
     centred, deviation = _moments(x, epsilon)
     gamma, beta = (_along_rows(t, x.ndim) for t in (gamma, beta))
     y = (centred * (gamma / deviation) + beta).astype(x.dtype)
-    return _outputs(y, quantize_to, wide)
+    return _outputs(y, quantize_to, high_precision)
 
 
 def layer_norm_backward(
@@ -91,14 +91,18 @@ def _along_rows(t: jax.Array, ndim: int) -> jax.Array:
 
 
 def gelu(
-    x: jax.Array, *, approximate: bool = False, quantize_to: str | None = None, wide: bool = True
+    x: jax.Array,
+    *,
+    approximate: bool = False,
+    quantize_to: str | None = None,
+    high_precision: bool = True,
 ) -> tuple[jax.Array | None, QTensor | None]:
     """GELU, ``x P(X < x)`` for a standard normal X, in fp32.
 
     Args:
       x: [..., n] float16, bfloat16 or float32.
       approximate: whether to use the tanh form instead of the exact form.
-      quantize_to, wide: see `layer_norm`.
+      quantize_to, high_precision: see `layer_norm`.
 
     Returns:
       (result or None, quantized result or None).
@@ -107,7 +111,7 @@ def gelu(
     [[0.0, 100.0]]
     """
     y = jax.nn.gelu(to_float32(x), approximate=approximate).astype(x.dtype)
-    return _outputs(y, quantize_to, wide)
+    return _outputs(y, quantize_to, high_precision)
 
 
 def gelu_backward(
@@ -116,7 +120,7 @@ def gelu_backward(
     *,
     approximate: bool = False,
     quantize_to: str | None = None,
-    again: bool = False,
+    recompute: bool = False,
 ) -> tuple[jax.Array, QTensor | None, jax.Array, jax.Array | None]:
     """Computes the gradient of `gelu` from its input, and quantizes and sums that gradient, in one pass.
 
@@ -125,7 +129,7 @@ def gelu_backward(
       gradient: [..., n], gradient of the output.
       approximate: as in the forward pass.
       quantize_to: dtype of the row-wise quantized dx; None does not quantize.
-      again: whether to also return the recomputed result of `gelu`.
+      recompute: whether to also return the recomputed result of `gelu`.
 
     Returns:
       dx [..., n] in the dtype of x; dx quantized, or None; the sum of dx over all axes except the last, [n]
@@ -137,7 +141,7 @@ def gelu_backward(
     ([[0.5, 1.0]], [0.5, 1.0])
     """
     exact, gradient = to_float32(x), to_float32(gradient)
-    y = gelu(x, approximate=approximate)[0] if again else None
+    y = gelu(x, approximate=approximate)[0] if recompute else None
     if approximate:
         _, vjp = jax.vjp(jax.nn.gelu, exact)
         (dx,) = vjp(gradient)
@@ -149,7 +153,7 @@ def gelu_backward(
 
 
 def _outputs(
-    y: jax.Array, quantize_to: str | None, wide: bool
+    y: jax.Array, quantize_to: str | None, high_precision: bool
 ) -> tuple[jax.Array | None, QTensor | None]:
     q = quantize(y, (y.ndim - 1,), quantize_to) if quantize_to else None
-    return y if wide else None, q
+    return y if high_precision else None, q

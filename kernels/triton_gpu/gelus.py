@@ -65,30 +65,30 @@ def gelu(
     *,
     approximate: bool = False,
     quantize_to: str | None = None,
-    wide: bool = True,
+    high_precision: bool = True,
     tile: tiles.RowTile | None = None,
 ) -> tuple[jax.Array | None, QTensor | None]:
     """`reference.gelu`."""
     if tile is None:  # tuned for the call in an MLP, which quantizes and does not write y
-        tuned = quantize_to and not wide
+        tuned = quantize_to and not high_precision
         tile = tiles.row_tile("gelu", x.shape[-1]) if tuned else tiles.row_rule(x.shape[-1])
     persistent = tile.stages > 1  # several blocks per program, with prefetch
     y, values, scale = launcher.call(
         x,
         kernel=_gelu_kernel,
         out_type=(
-            launcher.output(wide, x.shape, x.dtype),
+            launcher.output(high_precision, x.shape, x.dtype),
             *chunks.quantized_outputs(x, quantize_to),
         ),
         grid=(chunks.program_count(x, tile, persistent=persistent),),
         num_warps=tile.warps,
         TANH=approximate,
-        WRITE=wide,
+        WRITE=high_precision,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
         **chunks.row_constants(x, tile, persistent=persistent),
     )
-    return y if wide else None, chunks.qtensor(values, scale, quantize_to)
+    return y if high_precision else None, chunks.qtensor(values, scale, quantize_to)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def gelu_backward(
     *,
     approximate: bool = False,
     quantize_to: str | None = None,
-    again: bool = False,
+    recompute: bool = False,
     tile: tiles.RowTile | None = None,
 ) -> tuple[jax.Array, QTensor | None, jax.Array, jax.Array | None]:
     """`reference.gelu_backward`."""
@@ -164,15 +164,15 @@ def gelu_backward(
             rows,
             *chunks.quantized_outputs(x, quantize_to),
             jax.ShapeDtypeStruct((programs, x.shape[-1]), jnp.float32),
-            launcher.output(again, x.shape, x.dtype),
+            launcher.output(recompute, x.shape, x.dtype),
         ),
         grid=(programs,),
         num_warps=tile.warps,
         TANH=approximate,
-        RECOMPUTE=again,
+        RECOMPUTE=recompute,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
         **chunks.row_constants(x, tile, persistent=True),
     )
     q = chunks.qtensor(values, scale, quantize_to)
-    return dx, q, jnp.sum(sums, axis=0), y if again else None
+    return dx, q, jnp.sum(sums, axis=0), y if recompute else None

@@ -73,7 +73,7 @@ def layer_norm(
     *,
     epsilon: float,
     quantize_to: str | None = None,
-    wide: bool = True,
+    high_precision: bool = True,
     tile: tiles.RowTile | None = None,
 ) -> tuple[jax.Array | None, QTensor | None]:
     """`reference.layer_norm`."""
@@ -84,18 +84,18 @@ def layer_norm(
         beta,
         kernel=_layer_norm_kernel,
         out_type=(
-            launcher.output(wide, x.shape, x.dtype),
+            launcher.output(high_precision, x.shape, x.dtype),
             *chunks.quantized_outputs(x, quantize_to),
         ),
         grid=(chunks.program_count(x, tile, persistent=False),),
         num_warps=tile.warps,
         EPSILON=epsilon,
-        WRITE=wide,
+        WRITE=high_precision,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
         **chunks.row_constants(x, tile, persistent=False),
     )
-    return y if wide else None, chunks.qtensor(values, scale, quantize_to)
+    return y if high_precision else None, chunks.qtensor(values, scale, quantize_to)
 
 
 @triton.jit

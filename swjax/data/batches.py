@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from numbers import Integral
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from swjax.data.progress import Position, Progress
 from swjax.data.skipping import Skips, logger
 from swjax.data.sources import Source
 
+# Least values of arguments of `loader`, 0 for others; a caption has a start and an end token.
+_LEAST = {"batch_size": 1, "image_size": 1, "context_length": 2, "process_count": 1}
 _THREADS = 2
 _CHUNK = 128  # examples per chunk, the unit of loading
 _CHUNKS_AHEAD = 4
@@ -209,10 +212,19 @@ def loader(
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
     require("grain", "PIL", *(["simplejpeg"] if hasattr(source, "stored") else []))
-    _check(source, batch_size, workers, process_index, process_count, start_step, position)
+    sizes = {"context_length": context_length, "image_size": image_size}
+    _check(
+        source,
+        position,
+        batch_size=batch_size,
+        **sizes,
+        process_index=process_index,
+        process_count=process_count,
+        workers=workers,
+        start_step=start_step,
+    )
     workers = _bounded(workers)
     share = process_index, process_count
-    sizes = {"context_length": context_length, "image_size": image_size}
     skips = Skips(on_bad, max_bad_share)
     skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
     if not train:
@@ -236,27 +248,20 @@ def loader(
     return TrainBatches(chunks, skips, batch_size, state)
 
 
-def _check(
-    source: Source,
-    batch_size: int,
-    workers: int,
-    process_index: int,
-    process_count: int,
-    start_step: int,
-    position: dict | None,
-) -> None:
+def _check(source: Source, position: dict | None, **numbers: int) -> None:
     """Raises an error that names the first invalid argument of `loader`."""
     if isinstance(source, str | os.PathLike):
         raise TypeError(f"loader needs a source, got {source!r}: open it with swjax.data.source")
-    if batch_size < 1 or workers < 0 or not 0 <= process_index < process_count:
+    for name, value in numbers.items():
+        least = _LEAST.get(name, 0)
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+    index, count = numbers["process_index"], numbers["process_count"]
+    if index >= count:
+        raise ValueError(f"process_index must be below process_count, got {index} and {count}")
+    if numbers["start_step"] and position:
         raise ValueError(
-            f"batch_size must be positive, workers not negative and process_index below "
-            f"process_count; they are {batch_size}, {workers}, {process_index}, {process_count}"
-        )
-    if start_step < 0 or (start_step and position):
-        raise ValueError(
-            f"start_step must not be negative; it is {start_step}"
-            + (" and there is a position: pass one of them" if position else "")
+            f"start_step is {numbers['start_step']} and there is a position: pass one of them"
         )
     if position and not (isinstance(position, dict) and "examples" in position):
         raise ValueError(f"position must come from position() of a loader, got {position!r}")

@@ -25,8 +25,8 @@ class Mixture:
           parts: {name: (source, weight)}.
 
         Raises:
-          ValueError: there are no sources, a weight is not positive, or a source contains drawings, which
-            cannot share a batch with photographs.
+          ValueError: there are no sources, a source has no weight, a weight is not positive, or a source
+            contains drawings, which cannot share a batch with photographs.
 
         >>> from swjax.data import source
         >>> few, many = (source("synthetic", "train", examples=n) for n in (10, 1000))
@@ -36,9 +36,13 @@ class Mixture:
         """
         if not parts:
             raise ValueError("a mixture needs at least one source, got 0: add sources")
-        for name, (_, weight) in parts.items():
-            if not weight > 0:
-                raise ValueError(f"the weight of {name!r} is {weight}; weights must be positive")
+        for name, part in parts.items():
+            if not isinstance(part, tuple | list) or len(part) != 2:
+                raise ValueError(
+                    f"the part {name!r} of a mixture must be (source, weight), got {part!r}: add a weight"
+                )
+            if not part[1] > 0:
+                raise ValueError(f"the weight of {name!r} is {part[1]}; weights must be positive")
         self.names = tuple(parts)
         self.parts = tuple(part for part, _ in parts.values())
         self.weights = tuple(float(weight) for _, weight in parts.values())

@@ -198,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.count < 1:
         parser.error(f"--count={options.count} shows nothing: give 1 or more")
+    if not all(text.strip() for text in options.texts):
+        parser.error(f"a text is empty, got {options.texts}: describe the wanted pictures")
     try:
         model = load(options.model)
         pictures: Pictures

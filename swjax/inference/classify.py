@@ -26,6 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if len(options.names) < 2:
         parser.error(f"one name, {options.names[0]!r}, leaves no choice: give two or more")
+    for name in options.names:
+        if not name.strip():
+            parser.error(f"the name {name!r} is empty: give names of classes")
+        if options.names.count(name) > 1:
+            parser.error(f"the name {name!r}, given twice, shares its probability: give it once")
     try:
         model = load(options.model)
         (probabilities,) = model.classify(options.picture, model.classifier(options.names))

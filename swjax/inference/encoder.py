@@ -23,6 +23,7 @@ from swjax.evaluators import embed, zeroshot
 from swjax.models import clip
 from swjax.models.config import TextConfig, VisionConfig
 from swjax.recipes import Product, Quantizer, Recipe
+from swjax.serving.models import is_prequantized
 
 __all__ = ["Encoder", "export", "load", "pixels", "save"]
 
@@ -256,12 +257,9 @@ def save(path: str | Path, encoder: Encoder) -> None:
     ...     load(f"{folder}/clip.safetensors").cfg == cfg
     True
     """
-    prequantized = any(
-        isinstance(leaf, serving.QuantizedKernel) for _, leaf in nnx.iter_graph(encoder.model)
-    )
     description = {
         "config": dataclasses.asdict(encoder.cfg),
-        "prequantized": prequantized,
+        "prequantized": is_prequantized(encoder.model),
         "templates": encoder.templates,
     }
     metadata = {name: json.dumps(value) for name, value in description.items()}
@@ -270,12 +268,22 @@ def save(path: str | Path, encoder: Encoder) -> None:
 
 def _of_file(path: Path, metadata: dict[str, str], options: dict) -> clip.CLIP:
     cfg = clip.config(_config(json.loads(metadata["config"])), **options)
+    prequantized = json.loads(metadata["prequantized"])
 
     def make():
         model = clip.CLIP(cfg, rngs=nnx.Rngs(0))
-        return serving.prequantize(model) if json.loads(metadata["prequantized"]) else model
+        return serving.prequantize(model) if prequantized else model
 
-    return serving.load(path, nnx.eval_shape(make))
+    try:
+        return serving.load(path, nnx.eval_shape(make))
+    except ValueError as error:
+        if not options:
+            raise
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(
+            f"the {'prequantized ' * prequantized}weights of {path} do not fit {given}: leave that out, or "
+            "load what the file was saved from"
+        ) from error
 
 
 def _config(fields: dict) -> clip.CLIPConfig:
@@ -377,9 +385,15 @@ def pixels(image: Any, size: int) -> np.ndarray:
     if isinstance(image, np.ndarray | jax.Array):
         image = np.asarray(image)
         if image.dtype != np.uint8 or image.shape[2:] not in ((3,), (4,)) or not image.size:
+            h, _, channels = image.shape if image.ndim == 3 else (0, 0, 0)
+            swapped = h in (3, 4) and channels not in (1, 3, 4)
+            remedy = (
+                "move the channels last"
+                if swapped
+                else "scale it to 0..255 and repeat grey three times"
+            )
             raise ValueError(
-                f"an image must be uint8 [h, w, 3 or 4], got {image.dtype} {list(image.shape)}: "
-                f"scale it to 0..255 and repeat grey three times"
+                f"an image must be uint8 [h, w, 3 or 4], got {image.dtype} {list(image.shape)}: {remedy}"
             )
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):

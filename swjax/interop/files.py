@@ -14,6 +14,7 @@ from swjax.interop import big_vision, configs
 from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip
 from swjax.serving import tensor_files
+from swjax.serving.models import is_prequantized, read_metadata
 
 _READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hugging_face,
             "siglip": configs.from_siglip}  # fmt: skip
@@ -109,13 +110,19 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
-      ValueError: the layout does not exist, or has no name for a parameter of this model.
+      ValueError: the layout does not exist, or has no name for a parameter of this model, or the model is
+        prequantized.
 
     See `load` for an example.
     """
     layouts = (*LAYOUTS, "big_vision")
     if layout not in layouts:
         raise ValueError(f"layout must be one of {', '.join(layouts)}, got {layout!r}")
+    if is_prequantized(model):
+        raise ValueError(
+            f"{layout} needs float weights, got a prequantized model: load the model without prequantize, or "
+            "write it by swjax.inference.save"
+        )
     parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
     folder = Path(folder)
     if model.cfg.siglip:
@@ -160,6 +167,11 @@ def _layout_of(path: Path, names: Iterable[str]) -> str:
     for name in ("siglip", "open_clip", "huggingface"):
         if LAYOUTS[name].marker in names:
             return name
+    if read_metadata(path) is not None:
+        raise ValueError(
+            f"{path} is a file by swjax.inference.save, not weights of another library: give what it was "
+            "saved from, such as a run's workdir, or convert its model by swjax.interop.save"
+        )
     markers = " nor ".join(repr(layout.marker) for layout in LAYOUTS.values())
     raise ValueError(
         f"{path} has neither a tensor {markers}: give a CLIP ViT of open_clip, OpenAI or Hugging Face, "

@@ -91,6 +91,10 @@ def switchback(
     """
     several = isinstance(w, tuple) and not isinstance(w, QTensor)
     ws: Any = w if several else (w,)
+    if not ws:
+        raise ValueError(
+            "w must be an array or a tuple of several, got (): pass at least one weight"
+        )
     biases: Any = _biases(ws, bias) if several else (bias,)
     for each in zip(ws, biases, strict=True):
         check_shapes(x, *each, recipe)

@@ -21,7 +21,8 @@ def check_shapes(
 ) -> None:
     """Raises a ValueError if these are not arrays with the shapes of a linear layer."""
     for name, array in {"x": x, "w": w, "bias": bias}.items():
-        if array is not None and not isinstance(array, QTensor) and not hasattr(array, "dtype"):
+        optional = name == "bias" and array is None
+        if not optional and not isinstance(array, QTensor) and not hasattr(array, "dtype"):
             tuples = ", or a tuple of several weights" if name == "w" else ""
             raise ValueError(
                 f"{name} must be an array, got a {type(array).__name__}: pass jnp.asarray({name}){tuples}"

@@ -75,7 +75,7 @@ class LayerNorm:
             self.bias,
             epsilon=self.epsilon,
             quantize_to=quantize_to,
-            wide=quantize_to is None,
+            high_precision=quantize_to is None,
             implementation=implementation,
         )
 
@@ -142,7 +142,7 @@ class Gelu:
             x,
             approximate=self.approximate,
             quantize_to=quantize_to,
-            wide=quantize_to is None,
+            high_precision=quantize_to is None,
             implementation=implementation,
         )
 
@@ -163,7 +163,7 @@ class Gelu:
             add(*gradients),
             approximate=self.approximate,
             quantize_to=None if residual_gradient is not None else quantize_to,
-            again=recompute,
+            recompute=recompute,
             implementation=implementation,
         )
         gradient = Gradient(dx, dx_quantized, token_sum)

@@ -50,6 +50,7 @@ def dynamic_loss_scale(
       dtype of the parameters, or of the gradients if `update` receives no parameters.
 
     Raises:
+      TypeError: `inner` is not a transformation.
       ValueError: a number is out of range.
 
     >>> from swjax.optax import loss_scale
@@ -65,6 +66,7 @@ def dynamic_loss_scale(
     References:
       Micikevicius et al., "Mixed precision training", 2018, https://arxiv.org/abs/1710.03740
     """
+    overflow.require_transformation("dynamic_loss_scale", "inner", inner)
     for name, value in (("scale", scale), ("growth_steps", growth_steps)):
         overflow.require_at_least("dynamic_loss_scale", name, value, 1)
     if not isinstance(factor, jax.core.Tracer) and not factor > 1:

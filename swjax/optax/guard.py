@@ -63,6 +63,7 @@ def per_tensor_guard(
       dtype of the parameters, or of the gradients if `update` receives no parameters.
 
     Raises:
+      TypeError: `inner` or `across` is not a transformation.
       ValueError: the scale is not positive, or a parameter lacks a block axis.
 
     >>> from swjax.optax import loss_scale, skipped_by_path, stable_adamw
@@ -82,10 +83,13 @@ def per_tensor_guard(
       Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023,
       https://arxiv.org/abs/2304.13013, section 3.6.
     """
+    across = across or optax.identity()
+    for name, value in (("inner", inner), ("across", across)):
+        overflow.require_transformation("per_tensor_guard", name, value)
     if not isinstance(scale, jax.core.Tracer) and not scale > 0:
         raise ValueError(f"per_tensor_guard's scale must be positive, got {scale}")
     inner = optax.with_extra_args_support(inner)
-    across = optax.with_extra_args_support(across or optax.identity())
+    across = optax.with_extra_args_support(across)
 
     def init(params):
         params = as_arrays(params)

@@ -61,6 +61,15 @@ def stored_scale(scale: jax.typing.ArrayLike) -> jax.Array:
     return jnp.array(scale, jnp.float32, copy=True)
 
 
+def require_transformation(function: str, name: str, value: Any) -> None:
+    """Checks that an argument is a gradient transformation."""
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        raise TypeError(
+            f"{function}'s {name} must be an optax.GradientTransformation, got {value!r}: pass an optimizer, "
+            "such as swjax.optax.stable_adamw(1e-3)"
+        )
+
+
 def require_at_least(function: str, name: str, value: jax.Array | float, least: float) -> None:
     """Checks a concrete number; a traced number is not checked."""
     if not isinstance(value, jax.core.Tracer) and not value >= least:

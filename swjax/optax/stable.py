@@ -84,7 +84,7 @@ def stable_adamw(
     `hyperparam_dtype=jnp.float32`, because b2 = 0.999 rounds to 1 in bfloat16.
 
     Args:
-      learning_rate: a number, or a schedule of the number of previous steps.
+      learning_rate: a number, at least 0, or a schedule of the number of previous steps.
       b1: in [0, 1).
       b2: in [0, 1); a lower value is steadier and slower. Or a function from the step, [] float32 starting at
         1, to c2 itself, which must be 0 at step 1: see `power_decay`.
@@ -106,8 +106,9 @@ def stable_adamw(
       An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
 
     Raises:
-      ValueError: a hyper-parameter is out of range (unless traced), a parameter lacks a block axis or is an
-        integer array, the mask is a single bool, or an update receives no parameters.
+      ValueError: a hyper-parameter is not a number or out of range (unless traced), a parameter lacks a block
+        axis or is an integer array, the mask is a single bool, an update receives no parameters, or a
+        gradient or moment has another shape than its parameter.
 
     >>> params = {"w": jnp.array([1.0, -2.0, 3.0])}
     >>> optimizer = stable_adamw(learning_rate=0.1)
@@ -124,7 +125,7 @@ def stable_adamw(
       https://arxiv.org/abs/2304.13013, algorithm 2.
       Shazeer and Stern, "Adafactor", 2018, https://arxiv.org/abs/1804.04235, section 6: update clipping.
     """
-    _validate(b1, b2, eps, weight_decay, clip_threshold)
+    _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold)
 
     def init(params):
         params = _inexact(params)
@@ -151,7 +152,8 @@ def stable_adamw(
 
         treedef: jax.tree_util.PyTreeDef
         leaves, treedef = jax.tree.flatten(params)
-        trees = (treedef.flatten_up_to(tree) for tree in (grads, state.mu, state.nu))
+        trees = [treedef.flatten_up_to(tree) for tree in (grads, state.mu, state.nu)]
+        _check_shapes(params, *trees)
         axes = resolve_block_axes(block_axes, params)
         steps = [
             _step(p, g, m, v, scalars, decays, kept, decoupled_lr)
@@ -200,7 +202,7 @@ def scale_by_stable_adam(
     [-0.0011, 0.0012]
     """
     return stable_adamw(
-        -1.0,  # the update, not its negative
+        lambda step: -1.0,  # the update, not its negative
         b1,
         b2,
         eps,
@@ -316,6 +318,18 @@ def _inexact(params):
     return params
 
 
+def _check_shapes(params, grads, mu, nu):
+    """Raises an error for shapes that differ, because arithmetic would broadcast them."""
+    named = jax.tree_util.tree_leaves_with_path(params)
+    for kind, arrays in (("gradient", grads), ("first moment", mu), ("second moment", nu)):
+        for (path, p), x in zip(named, arrays, strict=True):
+            if x.shape != p.shape:
+                raise ValueError(
+                    f"stable_adamw needs a {kind} of shape {p.shape} for parameter {path_name(path)!r}, "
+                    f"got {x.shape}: pass the gradients and the state of these parameters"
+                )
+
+
 def _cast_like(tree, other):
     return jax.tree.map(lambda x, like: x.astype(like.dtype), tree, other)
 
@@ -333,18 +347,26 @@ def _mu_dtype(p, mu_dtype):
     return mu_dtype if same_kind else p.dtype
 
 
-def _validate(b1, b2, eps, weight_decay, clip_threshold):
-    """Checks the concrete values; traced values are not checked."""
+def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
+    """Checks the concrete values; traced values and functions of the step are not checked."""
 
     def require(name, value, holds, rule):
-        if not isinstance(value, jax.core.Tracer) and not holds(value):
-            raise ValueError(f"stable_adamw's {name} must {rule}, got {value}")
+        if isinstance(value, jax.core.Tracer):
+            return
+        number = isinstance(value, int | float) or (hasattr(value, "dtype") and np.ndim(value) == 0)
+        if not number or not holds(value):
+            raise ValueError(f"stable_adamw's {name} must be {rule}, got {value!r}")
 
-    require("b1", b1, lambda x: 0 <= x < 1, "be in [0, 1)")
-    require("b2", b2, lambda x: callable(x) or 0 <= x < 1, "be in [0, 1)")
-    require("eps", eps, lambda x: x > 0, "be positive, because a zero gradient would give 0/0")
-    require("weight_decay", weight_decay, lambda x: x >= 0, "be at least 0")
-    require("clip_threshold", clip_threshold, lambda x: x > 0, "be positive")
+    # Under optax.inject_hyperparams an array may be the value of a schedule, rounded below 0.
+    if not callable(learning_rate) and not isinstance(learning_rate, jax.Array):
+        rule = "a schedule, or a finite number that is at least 0"
+        require("learning_rate", learning_rate, lambda x: 0 <= x < math.inf, rule)
+    require("b1", b1, lambda x: 0 <= x < 1, "in [0, 1)")
+    if not callable(b2):
+        require("b2", b2, lambda x: 0 <= x < 1, "in [0, 1)")
+    require("eps", eps, lambda x: x > 0, "positive, because a zero gradient would give 0/0")
+    require("weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
+    require("clip_threshold", clip_threshold, lambda x: x > 0, "positive")
     if (
         callable(b2)
         or isinstance(b2, jax.core.Tracer)

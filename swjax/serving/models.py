@@ -57,6 +57,11 @@ class QuantizedKernel(nnx.Variable):
         return self.get_value()
 
 
+def is_prequantized(model: nnx.Module) -> bool:
+    """Whether `prequantize` has quantized weights of this model."""
+    return any(isinstance(leaf, QuantizedKernel) for _, leaf in nnx.iter_graph(model))
+
+
 def prequantize(model: NNXModel) -> NNXModel:
     """Quantizes the weights of a model's quantized linear layers irreversibly, in place.
 

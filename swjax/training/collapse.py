@@ -34,6 +34,10 @@ gradient norm of 0.001; lower optimizer.learning_rate or raise schedule.warmup_s
         self._norms: deque[float] = deque(maxlen=STEPS)
         self._told = False
 
+    def restart(self) -> None:
+        """Discards all records, for a run that returns to an earlier step; a warning is not repeated."""
+        self._norms.clear()
+
     def update(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
         """Returns a line for the terminal the first time the run has collapsed, else no lines.
 

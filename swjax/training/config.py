@@ -121,6 +121,10 @@ def _run_file(file: str) -> ConfigDict:
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise AttributeError(
+                "it has no get_config: define a function that returns a ConfigDict"
+            )
         config = module.get_config(*([argument] if argument else []))
     except Exception as error:  # a user's file may raise anything
         raise ConfigError(f"config file {file!r}: {_one_line(error)}") from error

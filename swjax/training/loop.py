@@ -83,7 +83,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
     feed = Feed(config, parts, position, timing)
     policy = NanPolicy(config, steps=parts.steps, position=position, console=console)
     if policy.rolls_back and checkpoints.latest_step() is None:
-        checkpoints.save(step, state, feed.position() | policy.saved())
+        checkpoints.save(step, state, feed.position() | policy.position())
     log = StepLog(config, workdir, parts, step=step, feed=feed, timing=timing, console=console)
     with closing(timing), closing(log), closing(feed), closing(checkpoints):
         while step < parts.steps and not stopping:
@@ -117,7 +117,8 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
 
             # ------------------------------------------------------------------------ Save
             if saving:
-                checkpoints.save(step, state, feed.position() | policy.saved())
+                checkpoints.save(step, state, feed.position() | policy.position())
+                policy.reset_rollbacks()
                 timing.lap("saving")
     # -------------------------------------------------------------------------------- Report
     if step < parts.steps:

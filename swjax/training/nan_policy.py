@@ -35,7 +35,8 @@ class NanPolicy:
     Args:
       config: the config of the run.
       steps: number of steps of the run.
-      position: data position saved with a checkpoint, see `saved`; None starts a new run.
+      position: data position saved with a checkpoint, with `position` of the policy that saved it; None
+        starts a new run.
       console: prints which steps were skipped.
 
     Attributes:
@@ -64,10 +65,13 @@ class NanPolicy:
         """Whether the policy rolls back, so that the run needs a checkpoint before its first step."""
         return self._policy == "rollback"
 
-    def saved(self) -> dict[str, Any]:
-        """The values to save with the data position. A new checkpoint allows 3 more rollbacks."""
-        self._rollbacks = 0
+    def position(self) -> dict[str, Any]:
+        """Returns the values to save with the data position."""
         return {_KEY: [self.skipped, self._in_a_row]}
+
+    def reset_rollbacks(self) -> None:
+        """Allows `MAX_ROLLBACKS` rollbacks again, because the run has saved a new checkpoint."""
+        self._rollbacks = 0
 
     def roll_back(self, checkpoints: Checkpoints, like: State, log: StepLog) -> tuple[State, int]:
         """Returns to the last checkpoint. The feed does not rewind, so the run skips the data since then.

@@ -1,5 +1,6 @@
 """The optimizer of a run, its learning-rate schedule, and the choice of trained parameters."""
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -143,8 +144,10 @@ def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for pattern in patterns:
         if not any(re.search(pattern, path) for path in paths):
+            nearest = ", ".join(difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0))
             raise ConfigError(
-                f"config.optimizer.freeze={pattern!r} matches no parameter among {', '.join(paths)}"
+                f"config.optimizer.freeze={pattern!r} matches none of {len(paths)} parameters; the nearest "
+                f"are {nearest}: docs/fine_tuning.md shows how to list all"
             )
     if all(any(re.search(pattern, path) for pattern in patterns) for path in paths):
         raise ConfigError(

@@ -147,6 +147,7 @@ class StepLog:
         self._forget()
         self._files.rewind(step)
         self._watch.restart()
+        self._collapse.restart()
         self._timing.lap("rollback")
 
     def close(self) -> None:
