@@ -182,6 +182,16 @@ def test_padding_is_seen_by_nobody(name):
     assert attention.pad_tokens(q[:, :13]).shape == q.shape
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, length", [((8, 264, 4, 80), 257), ((8, 80, 4, 64), 77)])
+def test_padding_is_seen_by_no_kernel(shape, length):
+    q, k, v = (jnp.asarray(normal(shape, "bfloat16", seed)) for seed in range(3))
+    padded = attention.dot_product_attention(q, k, v, length=length, implementation="triton")
+    exact = attention.dot_product_attention(*(x[:, :length] for x in (q, k, v)))
+    np.testing.assert_array_equal(padded[:, :length], exact)
+    assert not np.any(padded[:, length:])
+
+
 @pytest.mark.parametrize("length", [0, -1, 6])
 def test_lengths_out_of_range_are_refused(length):
     x = jnp.ones((2, 5, 3, 8))

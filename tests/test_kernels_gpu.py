@@ -11,6 +11,7 @@ import pytest
 from kernel_cases import ROW_OPERATIONS, attention_arguments, normal, operands, row_arguments
 from numeric import FLOOR_DB, snr_db
 
+import swjax
 from swjax.kernels import dispatch, reference, tiles
 from swjax.kernels.reference import QTensor
 
@@ -162,6 +163,16 @@ def test_products_beyond_2_to_the_31_elements(implementation):
     y = implementations.run("matmul", a, b, implementation=implementation, out_dtype="bfloat16")
     want = oracle.matmul(QTensor(a.values[-LAST:], a.scale[-LAST:]), b)
     assert snr_db(y[-LAST:], want) > FLOOR_DB["bfloat16"]
+
+
+def test_long_sums_of_int8_products():
+    """Sums of more than 2**17 products could overflow int32, so the layer splits them."""
+    tokens, width = 2**18 + 128, 256
+    x, w = jnp.ones((tokens, width), jnp.bfloat16), jnp.ones((width, width))
+    dw = jax.grad(lambda w: jnp.sum(swjax.switchback(x, w, recipe="llm_int8").astype(jnp.float32)))(
+        w
+    )
+    np.testing.assert_allclose(dw, tokens, rtol=1e-5)
 
 
 @pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)
