@@ -73,10 +73,12 @@ def test_average_starts_from_the_weights_too(micro, tmp_path):
     assert_same_bits(setup.first_state(config, init, shapes(init))["ema"], theirs)
 
 
-def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path):
+def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path, caplog):
     theirs = foreign(micro(), tmp_path)
     (tmp_path / "open_clip_config.json").unlink()
     assert_same_bits(start(micro(checkpoint__init_from=str(tmp_path))), theirs)
+    (record,) = caplog.records
+    assert "have no config, so config.model.gelu='tanh' is assumed" in record.getMessage()
 
 
 def test_what_differs_is_adapted_and_said_in_one_line_each(micro, tmp_path, caplog):

@@ -61,9 +61,14 @@ def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
         theirs, found = _of_run(address, here)
     else:
         theirs, found = _of_file(address, cfg)
-    if theirs is not None:
-        _compare_models(address, theirs, cfg)
     said: list[str] = []
+    if theirs is None:
+        said.append(
+            f"the weights have no config, so config.model.gelu={cfg.gelu!r} is assumed; OpenAI's weights "
+            "need 'quick'"
+        )
+    else:
+        _compare_models(address, theirs, cfg)
     fitted = {name: _fit(address, name, found.get(name), x, said) for name, x in here.items()}
     for name in sorted(found.keys() - here.keys()):
         if not _HEADS.match(name):
