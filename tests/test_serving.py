@@ -387,9 +387,7 @@ def test_other_libraries_get_no_prequantized_weights(encoder, tmp_path):
 def test_files_of_other_models(encoder, tmp_path):
     path = tmp_path / "clip.safetensors"
     inference.save(path, encoder)
-    with pytest.raises(
-        ValueError, match="is a file by swjax.inference.save, .* give what it was saved"
-    ):
+    with pytest.raises(ValueError, match="was saved by swjax, .* give what it was saved"):
         swjax.interop.load(path)
     with pytest.raises(
         ValueError, match=r"'blocks/attn/k/bias' is None in the file and float32\[2, 32\] here"
@@ -399,6 +397,13 @@ def test_files_of_other_models(encoder, tmp_path):
     with pytest.raises(ValueError, match="is not a complete safetensors file"):
         inference.load(path)
     assert [file.name for file in tmp_path.iterdir()] == ["clip.safetensors"]
+
+
+def test_a_file_without_a_model_configuration_is_not_loaded(tmp_path):
+    file = tmp_path / "model.safetensors"
+    serving.save(file, nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="file by swjax.serving.save, .* to swjax.serving.load"):
+        inference.load(file)
 
 
 @pytest.mark.parametrize("recipe", ["switchback", "fp8_switchback"])

@@ -188,6 +188,11 @@ def load(
     templates = TEMPLATES
     is_run = (path / "checkpoints").is_dir()
     saved = serving.read_metadata(path) if path.is_file() and path.suffix != ".npz" else None
+    if saved is not None and "config" not in saved:
+        raise ValueError(
+            f"{path} is a file by swjax.serving.save, which does not describe the model: build the model and "
+            "pass both to swjax.serving.load, or save it by swjax.inference.save"
+        )
     if not is_run and saved is None:
         model = interop.load(path, cfg, **options)
     elif cfg is not None:

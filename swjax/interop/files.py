@@ -169,7 +169,7 @@ def _layout_of(path: Path, names: Iterable[str]) -> str:
             return name
     if read_metadata(path) is not None:
         raise ValueError(
-            f"{path} is a file by swjax.inference.save, not weights of another library: give what it was "
+            f"{path} was saved by swjax, not by another library: give what it was "
             "saved from, such as a run's workdir, or convert its model by swjax.interop.save"
         )
     markers = " nor ".join(repr(layout.marker) for layout in LAYOUTS.values())
