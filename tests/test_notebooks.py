@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import warnings
 from pathlib import Path
@@ -60,8 +61,11 @@ def install_cell(path):
     return "".join(code_cells(path)[0]["source"])
 
 
+@pytest.mark.parametrize("driver, extras", [(None, "train"), ("/bin/nvidia-smi", "train,cuda12")])
 @pytest.mark.parametrize("where", ["wheel", "checkout", "nowhere"])
-def test_the_first_cell_installs_what_is_here_and_never_from_an_index(where, monkeypatch, tmp_path):
+def test_the_first_cell_installs_what_is_here_and_never_from_an_index(
+    where, driver, extras, monkeypatch, tmp_path
+):
     """A package index may have another package of that name."""
     folder = tmp_path / "examples" / "notebooks"
     folder.mkdir(parents=True)
@@ -69,14 +73,15 @@ def test_the_first_cell_installs_what_is_here_and_never_from_an_index(where, mon
     if where == "wheel":
         for version in ("0.1.0", "0.2.0"):
             (folder / f"swjax-{version}-py3-none-any.whl").touch()
-        expected = [f"{folder}/swjax-0.2.0-py3-none-any.whl[train]"]
+        expected = [f"{folder}/swjax-0.2.0-py3-none-any.whl[{extras}]"]
     elif where == "checkout":
         (tmp_path / "swjax").mkdir()
         (tmp_path / "swjax" / "recipes.py").touch()
-        expected = [f"{tmp_path}[train]"]
+        expected = [f"{tmp_path}[{extras}]"]
     installed = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: installed.append(command[-1]))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: driver)
     monkeypatch.chdir(folder)
     missing = pytest.raises(FileNotFoundError, match=r"no swjax-\*.whl in")
     with missing if where == "nowhere" else contextlib.nullcontext():
