@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -9,11 +10,16 @@ from swjax import Layout
 from swjax.models import sharding
 
 
-def test_the_options_of_a_step_on_gpus_unless_told_otherwise(monkeypatch):
-    def options(platform, fsdp):
-        devices = np.array([SimpleNamespace(platform=platform)])
-        return sharding.compiler_options(SimpleNamespace(devices=devices, shape={"fsdp": fsdp}))
+def options(platform, fsdp):
+    devices = np.array([SimpleNamespace(platform=platform)])
+    return sharding.compiler_options(SimpleNamespace(devices=devices, shape={"fsdp": fsdp}))
 
+
+def test_xla_knows_the_options():
+    assert jax.jit(lambda x: x, compiler_options=options("gpu", 4))(3) == 3
+
+
+def test_the_options_of_a_step_on_gpus_unless_told_otherwise(monkeypatch):
     triton = "xla_gpu_enable_triton_gemm"
     gather, scatter = (
         f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_gather", "reduce_scatter")
