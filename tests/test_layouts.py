@@ -15,7 +15,9 @@ def options(platform, fsdp):
     return sharding.compiler_options(SimpleNamespace(devices=devices, shape={"fsdp": fsdp}))
 
 
-def test_xla_knows_the_options():
+def test_xla_knows_the_options(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert len(options("gpu", 4)) == 3
     assert jax.jit(lambda x: x, compiler_options=options("gpu", 4))(3) == 3
 
 
