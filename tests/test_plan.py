@@ -92,15 +92,22 @@ def test_there_are_records_to_compare_with():
     assert len(FITTED) == 40 and len(held_out()) > 10
 
 
-def test_rates_are_those_of_the_records():
+@pytest.mark.parametrize(
+    "kind, files",
+    [
+        ("h200", ["train_step_matrix_h200", "train_step_h200"]),  # the newest last
+        ("h100-80", ["train_step_h100"]),
+    ],
+)
+def test_rates_are_those_of_the_records(kind, files):
     recorded = {}
-    for row in rows("train_step_matrix_h200"):
-        if row["kind"] == "step":
+    for row in (row for file in files for row in rows(file)):
+        is_other = "open_clip" in row["implementation"] or "gemm=true" in row.get("XLA_FLAGS", "")
+        if row["kind"] == "step" and not is_other:
             key = row["model"], row["implementation"].split()[1]
             recorded.setdefault(key, {})[row["remat"]] = round(row["images_per_second"])
-    assert {key: (rate["none"], rate["full"]) for key, rate in recorded.items()} == {
-        key: tuple(rates) for key, rates in plan.RATES.items()
-    }
+    found = {key: (rate["none"], rate.get("full")) for key, rate in recorded.items()}
+    assert found == plan.RATES[kind]
 
 
 def run(config: str, hardware: str, *flags: str) -> int:
@@ -159,7 +166,7 @@ def test_the_text_says_what_a_reader_asks(capsys):
         "0.002 at 5,000",
         "data=1 fsdp=8 tensor=1; 256 pairs per device at a time, accumulation=8",
         "checkpoints    11.0 GiB each, up to 3 at a time",
-        "6,939 pairs per second (extrapolated from 4 GPUs): 13.1 hours",
+        "7,114 pairs per second (extrapolated from 4 GPUs): 12.8 hours",
     ):
         assert part in text, part
 

@@ -34,23 +34,44 @@ GPUS = {
     "l4": 22.0,
     "rtx4090": 23.5,
 }
-# Training throughput in images per second on one H200, at 224 pixels, with half of the patches dropped:
-# without recomputed blocks, and with all blocks recomputed (benchmarks/results/train_step_matrix_h200.json).
-RATES = {
-    ("vit_h14", "standard"): (729, 576),
-    ("vit_h14", "switchback"): (913, 781),
-    ("vit_h14", "fp8_switchback"): (900, 765),
-    ("vit_l14", "standard"): (1600, 1261),
-    ("vit_l14", "switchback"): (1959, 1682),
-    ("vit_l14", "fp8_switchback"): (1936, 1643),
-    ("vit_b16", "standard"): (4949, 3903),
-    ("vit_b16", "switchback"): (5644, 4808),
-    ("vit_b16", "fp8_switchback"): (5593, 4803),
-    ("vit_b32", "standard"): (11830, 9229),
-    ("vit_b32", "switchback"): (13720, 11640),
-    ("vit_b32", "fp8_switchback"): (13590, 11490),
+# Training throughput in images per second on one GPU, at 224 pixels, with half of the patches dropped:
+# (no block recomputed, all blocks recomputed). These are the newest rows of train_step_matrix_h200.json,
+# train_step_h200.json and train_step_h100.json in benchmarks/results. None was not measured.
+RATES: dict[str, dict[tuple[str, str], tuple[int, int | None]]] = {
+    "h200": {
+        ("vit_h14", "standard"): (767, 576),
+        ("vit_h14", "switchback"): (936, 781),
+        ("vit_h14", "switchback_hadamard"): (958, None),
+        ("vit_h14", "fp8_switchback"): (900, 765),
+        ("vit_l14", "standard"): (1644, 1261),
+        ("vit_l14", "switchback"): (1965, 1682),
+        ("vit_l14", "switchback_hadamard"): (1909, None),
+        ("vit_l14", "fp8_switchback"): (1936, 1643),
+        ("vit_b16", "standard"): (5157, 3903),
+        ("vit_b16", "switchback"): (5675, 4808),
+        ("vit_b16", "switchback_hadamard"): (5423, None),
+        ("vit_b16", "fp8_switchback"): (5593, 4803),
+        ("vit_b32", "standard"): (12400, 9229),
+        ("vit_b32", "switchback"): (13890, 11640),
+        ("vit_b32", "switchback_hadamard"): (13030, None),
+        ("vit_b32", "fp8_switchback"): (13590, 11490),
+    },
+    "h100-80": {
+        ("vit_h14", "standard"): (746, None),
+        ("vit_h14", "switchback"): (904, None),
+        ("vit_h14", "switchback_hadamard"): (890, None),
+        ("vit_l14", "standard"): (1603, None),
+        ("vit_l14", "switchback"): (1890, None),
+        ("vit_l14", "switchback_hadamard"): (1761, None),
+        ("vit_b16", "standard"): (4631, None),
+        ("vit_b16", "switchback"): (4941, None),
+        ("vit_b16", "switchback_hadamard"): (4632, None),
+        ("vit_b32", "standard"): (11310, None),
+        ("vit_b32", "switchback"): (12130, None),
+        ("vit_b32", "switchback_hadamard"): (11130, None),
+    },
 }
-# Relative throughput per device, on one host of four H200.
+# Relative throughput per device, on one host of four H200; that of H100s was not measured.
 EFFICIENCY = {"one": 1.0, "fsdp": 0.95, "data": 0.91}
 IMAGES_PER_CORE = 900  # images per second; JPEGs of 256 to 512 pixels, docs/data.md
 DRAWN = ("emoji", "icons", "synthetic")  # data sets whose images need no decoding
@@ -276,15 +297,19 @@ def _time(plan: Plan) -> Iterator[str]:
     """The predicted time from the recorded rate of this model, recipe and GPU, and the loader processes."""
     c = plan.config
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
-    recorded = RATES.get((c.model.name, c.model.recipe))
-    if plan.hardware.kind != "h200" or recorded is None or not usual:
-        yield _line("time", "not measured for this model, recipe and hardware")
+    rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, c.model.recipe))
+    rate = rates[_REMATS.index(c.model.remat)] if rates and usual else None
+    if rate is None:
+        yield _line("time", "not measured for this model, recipe, remat and hardware")
         return
-    rate = recorded[_REMATS.index(c.model.remat)]
     kind = "one" if plan.hardware.devices == 1 else "fsdp" if plan.mesh.fsdp > 1 else "data"
     total = rate * plan.hardware.devices * EFFICIENCY[kind]
     seconds = plan.steps * c.train.batch_size / total
-    extrapolated = " (extrapolated from 4 GPUs)" if plan.hardware.devices > 4 else ""
+    extrapolated = ""
+    if plan.hardware.kind != "h200" and plan.hardware.devices > 1:
+        extrapolated = " (extrapolated from one GPU with the scaling of four H200)"
+    elif plan.hardware.devices > 4:
+        extrapolated = " (extrapolated from 4 GPUs)"
     yield _line(
         "time",
         f"{total:,.0f} pairs per second{extrapolated}: {seconds / 3600:.1f} hours, without evaluation"
