@@ -196,8 +196,8 @@ def _warn_of_split_sums():
     """Warns that XLA may sum small int8 products wrongly.
 
     XLA splits their sums, and its Triton code generator may then count columns twice. With jax 0.11.2 on an
-    H200, [256, 512] x [512, 128] was twice as large. Only an XLA flag turns the splitting off. GPUs before
-    Ampere are not affected, because XLA multiplies with cuBLAS there.
+    H200, [256, 512] x [512, 128] was twice as large. Only `SAFE_XLA_FLAG` prevents that. On GPUs before
+    Ampere XLA multiplies with cuBLAS, which is correct.
     """
     if jax.default_backend() != "gpu" or tiles.compute_capability() < (8, 0):
         return
