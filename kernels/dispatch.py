@@ -8,14 +8,16 @@ import importlib.metadata
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from swjax.kernels import reference, tiles
+from swjax.kernels import reference, saved_programs, tiles
 from swjax.kernels.availability import Unavailable
+from swjax.kernels.lowering_processes import Task
 from swjax.kernels.saved_programs import saved
 
 # {operation: its implementations other than "xla", the preferred one first}. An implementation is the
@@ -74,13 +76,26 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
 def _kernel(name: str, operation: str, **options):
     """Returns one jitted function per kernel and options, so that layers of equal shapes share its lowering,
     which takes about a second. Processes share it through the compilation cache."""
+    shared = saved(_function(name, operation, options), name, operation, options)
+    return jax.jit(jax.custom_batching.sequential_vmap(shared))
+
+
+def lower(task: Task) -> None:
+    """Lowers a kernel for the process that gave the task."""
+    tiles.assume(task.device)
+    for setting, value in task.settings.items():
+        jax.config.update(setting, value)
+    saved_programs.lower(_function(*task.kernel), task.like, task.path)
+
+
+def _function(name: str, operation: str, options: dict[str, Any]) -> Callable:
+    """A kernel as a function (*arrays) -> arrays."""
 
     def function(*arrays):
         return getattr(module_of(name), operation)(*arrays, **options)
 
     function.__name__ = f"swjax_{operation}"
-    shared = saved(function, name, operation, options)
-    return jax.jit(jax.custom_batching.sequential_vmap(shared))
+    return function
 
 
 def choose(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> str:

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
+from jax.interpreters import mlir
 
-from swjax.kernels import tiles
+from swjax.kernels import lowering_processes, tiles
 from swjax.kernels.reference import QTensor
 
 PLATFORM = "cuda"
 FOLDER = "swjax_kernels"
+FEWEST_CORES = 4  # with fewer, other processes would slow this one down
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton")
 COMPILER_VARIABLES = ("TRITON_", "JAX_TRITON_", "MOSAIC_GPU_")
 # `jax.export` rejects targets that other versions may lack; here the name of an entry contains the versions.
@@ -35,6 +38,8 @@ jax.export.register_namedtuple_serialization(QTensor, serialized_name="swjax.QTe
 def saved(function: Callable, *options: Any) -> Callable:
     """Returns a function like `function` that loads its lowered program from disk, or lowers and saves it.
 
+    On a GPU host with several cores, other processes lower missing programs while this process traces.
+
     It calls `function` itself if JAX has no compilation cache on a local disk, or if the program can be
     neither loaded nor exported. It also does so in a run of several processes: XLA needs equal programs in
     all of them, but names in a lowered Mosaic kernel depend on the kernels that its process lowered before.
@@ -42,21 +47,15 @@ def saved(function: Callable, *options: Any) -> Callable:
     Args:
       function: (*arrays) -> arrays, a kernel without derivatives. It is called while JAX traces.
       *options: everything else that determines the kernel, besides the shapes and dtypes of the arrays. Their
-        `repr` must be the same in every process, so functions and arrays are excluded.
+        `repr` must be the same in every process, so functions and arrays are excluded. They are the field
+        `kernel` of a `lowering_processes.Task`.
     """
 
-    @functools.wraps(function)
-    def load_or_lower(*arrays):
-        folder = _folder()
-        if folder is None or _gave_up:
-            return function(*arrays)
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        path = folder / _name(options, like)
+    def load_or_lower(path, *arrays):
         try:
             program = _read(path)
             if program is None:
-                program = _lower(function, like)
-                _write(path, program)
+                program = lower(function, _like(arrays), path)
             exported = jax.export.deserialize(bytearray(program))
         # If the kernel cannot be lowered at all, lowering the caller's program raises the error.
         except Exception as error:
@@ -64,7 +63,74 @@ def saved(function: Callable, *options: Any) -> Callable:
             return function(*arrays)
         return exported.call(*arrays)
 
-    return load_or_lower
+    @functools.wraps(function)
+    def call(*arrays):
+        folder = _folder()
+        if folder is None or _gave_up:
+            return function(*arrays)
+        like = _like(arrays)
+        path = folder / _name(options, like)
+        queue = _queue()
+        if queue is None or path.exists():
+            return load_or_lower(path, *arrays)
+        job = queue.submit(lowering_processes.task(path, options, like))
+
+        def when_done(*arrays):
+            if not queue.take_back(job):
+                job.done.wait()
+            return load_or_lower(path, *arrays)
+
+        return _deferred(when_done, jax.eval_shape(function, *like), *arrays)
+
+    return call
+
+
+def _like(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+
+
+@functools.cache
+def _queue() -> lowering_processes.Queue | None:
+    """The queue for other processes, or None if this process lowers its kernels."""
+    if jax.default_backend() != "gpu":
+        return None
+    cores = len(os.sched_getaffinity(0))
+    if cores < FEWEST_CORES:
+        return None
+    return lowering_processes.Queue(min(cores - 1, lowering_processes.MOST_PROCESSES))
+
+
+_deferred_p = jax.extend.core.Primitive("swjax_deferred")
+_deferred_p.multiple_results = True
+
+
+@_deferred_p.def_abstract_eval
+def _deferred_outputs(*_, out, **unused):
+    return out
+
+
+def _deferred(function: Callable, out: Any, *arrays: Any) -> Any:
+    """Calls a function when the program of the caller is lowered, not when it is traced.
+
+    Args:
+      function: (*arrays) -> arrays.
+      out: ShapeDtypeStructs of its outputs.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    like, out_structure = jax.tree.flatten(out)
+
+    def flat(*leaves):
+        return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
+
+    shapes = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in like)
+    return jax.tree.unflatten(out_structure, _deferred_p.bind(*leaves, function=flat, out=shapes))
+
+
+def _lower_deferred(*leaves, function, out):
+    return function(*leaves)
+
+
+mlir.register_lowering(_deferred_p, mlir.lower_fun(_lower_deferred, multiple_results=True))
 
 
 _gave_up = False
@@ -105,14 +171,20 @@ def _environment() -> tuple[Any, ...]:
     variables = sorted(
         item for item in os.environ.items() if item[0].startswith(COMPILER_VARIABLES)
     )
-    device = (jax.devices()[0].device_kind, tiles.compute_capability(), tiles.multiprocessors())
-    return source.hexdigest(), *map(_version, PACKAGES), *variables, *device
+    return source.hexdigest(), *map(_version, PACKAGES), *variables, *tiles.device()
 
 
 def _version(package: str) -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return ""
+
+
+def lower(function: Callable, like: tuple[Any, ...], path: Path) -> bytes:
+    """Lowers a kernel and saves its program."""
+    program = _lower(function, like)
+    _write(path, program)
+    return program
 
 
 def _lower(function: Callable, like: tuple[Any, ...]) -> bytes:

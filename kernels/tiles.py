@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -216,17 +217,48 @@ def attention_pieces(tokens: int, piece: int) -> tuple[int, int]:
     return full, max(16, _power_above(rest)) if rest else 0
 
 
+class Device(NamedTuple):
+    """What kernels depend on: the attributes of a jax.Device with the same names.
+
+    Attributes:
+      device_kind: the name of the GPU.
+      compute_capability: such as "9.0"; on AMD GPUs the name of an architecture, such as "gfx942"; "" without
+        a GPU.
+      core_count: multiprocessors.
+    """
+
+    device_kind: str
+    compute_capability: str
+    core_count: int
+
+
+_assumed: Device | None = None
+
+
+def device() -> Device:
+    """The GPU for which kernels are lowered: that of `assume`, else JAX's first device."""
+    if _assumed:
+        return _assumed
+    first = jax.devices()[0]
+    # Without a GPU kernels are compiled for an H200, which has 132 multiprocessors.
+    cores = getattr(first, "core_count", None) or 132
+    return Device(first.device_kind, getattr(first, "compute_capability", ""), cores)
+
+
+def assume(gpu: Device) -> None:
+    """Makes `device()` return this GPU, which the process need not have."""
+    global _assumed
+    _assumed = gpu
+
+
 def multiprocessors() -> int:
-    """Multiprocessors of the GPU; without a GPU, the 132 of an H200, to compile kernels for it."""
-    return getattr(jax.devices()[0], "core_count", None) or 132
+    """Multiprocessors of the GPU; without a GPU those of an H200."""
+    return device().core_count
 
 
 def compute_capability() -> tuple[int, int]:
-    """The compute capability of the GPU; without a GPU the capability of Hopper.
-
-    It is (0, 0) on AMD GPUs, for which JAX gives the name of an architecture, such as "gfx942".
-    """
-    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    """The compute capability of the GPU; without a GPU that of Hopper, and on AMD GPUs (0, 0)."""
+    capability = device().compute_capability or "9.0"
     if "." not in capability:
         return 0, 0
     major, minor = capability.split(".")
@@ -242,7 +274,7 @@ def preferred_implementation(operation: str, key: str) -> str | None:
 
 
 def _tuned(*path):
-    entry = table(jax.devices()[0])
+    entry = table(device())
     for key in path:
         entry = entry.get(str(key), {})
     return entry or None
@@ -253,13 +285,13 @@ def table_path(device_kind: str) -> Path:
     return Path(__file__).parent / "tuned" / f"{device_kind.replace(' ', '_')}.json"
 
 
-def table(device: jax.Device) -> dict:
+def table(gpu: Device | jax.Device) -> dict:
     """The tuned table of a device, or that of `TABLES` for its compute capability; empty if there is none.
 
     The result is cached, so it must not be changed.
     """
-    capability = getattr(device, "compute_capability", "")
-    return _read(device.device_kind) or _read(TABLES.get(capability, "")) or {}
+    capability = getattr(gpu, "compute_capability", "")
+    return _read(gpu.device_kind) or _read(TABLES.get(capability, "")) or {}
 
 
 @cache

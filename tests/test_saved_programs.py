@@ -2,6 +2,10 @@
 
 import errno
 import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +16,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swjax.kernels import dispatch, reference, saved_programs
+from swjax.kernels import dispatch, lowering_processes, reference, saved_programs
+from swjax.kernels.lowering_processes import Queue
 from swjax.kernels.reference import QTensor
 
 X = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
@@ -203,9 +208,12 @@ def test_a_mesh_of_several_devices_saves_nothing_and_loads(folder, axis_type, mo
     assert kernel.lowered == lowered
 
 
+@pytest.mark.parametrize("with_queue", [False, True])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type):
+def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type, with_queue):
     """As in the models: below vmap, scan, checkpoint and shard_map, in the forward pass of a custom_vjp."""
+    queue = Queue(0) if with_queue else None
+    monkeypatch.setattr(saved_programs, "_queue", lambda: queue)
     monkeypatch.setattr(dispatch, "module_of", lambda name: reference)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
     sharded = jax.device_put(X, NamedSharding(mesh, P("data")))
@@ -238,17 +246,67 @@ def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type):
     dispatch._kernel.cache_clear()
 
 
-def test_mosaic_kernels_are_loaded(folder, monkeypatch):
-    """The program of a Mosaic kernel for Hopper, lowered without a GPU, is the same when it is loaded."""
-    monkeypatch.setattr(saved_programs, "PLATFORM", "cuda")
-    a = QTensor(jax.ShapeDtypeStruct((256, 512), "int8"), jax.ShapeDtypeStruct((256, 1), "float32"))
-    programs = []
-    for _ in range(2):
+def mosaic_products(rows: Iterable[int]) -> str:
+    """The program of products on Hopper, lowered without a GPU."""
+    dispatch._kernel.cache_clear()  # as in another process
+    product = dispatch._kernel("mosaic_gpu", "matmul", out_dtype="bfloat16")
+    operands = [
+        QTensor(jax.ShapeDtypeStruct((m, 512), "int8"), jax.ShapeDtypeStruct((m, 1), "float32"))
+        for m in rows
+    ]
+    traced = jax.jit(lambda operands: [product(a, a) for a in operands]).trace(operands)
+    try:
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    finally:
         dispatch._kernel.cache_clear()
-        product = dispatch._kernel("mosaic_gpu", "matmul", out_dtype="bfloat16")
-        traced = jax.jit(product).trace(a, a)
-        programs.append(traced.lower(lowering_platforms=("cuda",)).as_text())
-        monkeypatch.setattr(dispatch, "module_of", None)
-    dispatch._kernel.cache_clear()
-    assert programs[0] == programs[1]
-    assert programs[0].count("custom_call @mosaic_gpu") == 1
+
+
+def test_mosaic_kernels_are_loaded(folder, monkeypatch):
+    monkeypatch.setattr(saved_programs, "PLATFORM", "cuda")
+    first = mosaic_products([256])
+    assert first.count("custom_call @mosaic_gpu") == 1
+    monkeypatch.setattr(dispatch, "module_of", None)
+    assert mosaic_products([256]) == first
+
+
+# --- Other processes ----------------------------------------------------------------------------------
+
+ROWS = range(128, 128 * 4, 128)
+
+
+def test_another_process_lowers_the_kernels(folder, monkeypatch):
+    threads, queue = threading.active_count(), Queue(1)
+    monkeypatch.setattr(lowering_processes, "FEWEST", len(ROWS) - 1)
+    monkeypatch.setattr(saved_programs, "PLATFORM", "cuda")
+    monkeypatch.setattr(saved_programs, "_queue", lambda: queue)
+    monkeypatch.setattr(Queue, "take_back", lambda *_: False)  # this process lowers none
+    monkeypatch.setattr(saved_programs, "lower", None)
+    first = mosaic_products([*ROWS, ROWS[0]])
+    assert first.count("custom_call @mosaic_gpu") == len(ROWS) == len(list(folder.iterdir()))
+    while threading.active_count() > threads:  # the process ends, because nothing waits
+        time.sleep(0.1)
+    monkeypatch.setattr(dispatch, "module_of", None)
+    monkeypatch.setattr(saved_programs, "_queue", lambda: None)
+    assert mosaic_products([*ROWS, ROWS[0]]) == first
+
+
+@pytest.mark.parametrize("script", ["", "print('+'); input()", "import time; time.sleep(5)"])
+def test_a_process_that_fails_costs_time_only(folder, monkeypatch, script):
+    """It ends at its start or in its first task, or starts so slowly that the task is taken back."""
+    monkeypatch.setattr(lowering_processes, "FEWEST", 0)
+    queue = Queue(1, (sys.executable, "-c", script))
+    monkeypatch.setattr(saved_programs, "_queue", lambda: queue)
+    kernel = Kernel()
+    assert_equal(kernel.process()(X)[0], reference.quantize(X))
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_tasks_with_one_path_share_a_job(folder):
+    """Otherwise a second program would replace the first, from which the caller's program was compiled."""
+    queue = Queue(0)
+    first, other, again = (
+        queue.submit(lowering_processes.task(folder / name, (), ())) for name in "aba"
+    )
+    assert again is first is not other
+    assert queue.take_back(first) and not queue.take_back(first) and first.done.is_set()
+    assert not other.done.is_set()

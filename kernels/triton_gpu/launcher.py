@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from swjax.kernels import tiles
+
 
 def call(*arrays: jax.Array, **options: Any) -> Any:
     """Calls `jax_triton.triton_call` with floating-point fusion off.
@@ -20,8 +22,11 @@ def call(*arrays: jax.Array, **options: Any) -> Any:
     # Imported here, so that the kernels also compile without jax-triton.
     import jax_triton
 
+    major, minor = tiles.compute_capability()
     backend_options = {"enable_fp_fusion": False, "maxnreg": options.pop("registers", None)}
-    return jax_triton.triton_call(*arrays, backend_options=backend_options, **options)
+    return jax_triton.triton_call(
+        *arrays, backend_options=backend_options, compute_capability=10 * major + minor, **options
+    )
 
 
 def output(
