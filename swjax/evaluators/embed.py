@@ -6,6 +6,7 @@ receive all embeddings, in host memory.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ def predictor(graph: Any, image_size: int) -> Predict:
     """
     from flax import nnx  # imported here, because flax loads Orbax, which scoring does not need
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=sharding.compiler_options())
     def predict(params, batch):
         model, out = nnx.merge(graph, sharding.gather_params(params)), {}
         if "image" in batch:

@@ -127,21 +127,25 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
     return Share(parts.index(own), tuple((first | {own: process})[part] for part in parts))
 
 
-def compiler_options(mesh: Mesh) -> dict[str, str]:
-    """XLA options for a train step on this mesh, without the options that the environment sets in XLA_FLAGS.
+def compiler_options(mesh: Mesh | None = None) -> dict[str, str]:
+    """XLA options for programs with a model, without the options that the environment sets in XLA_FLAGS.
+
+    Args:
+      mesh: the mesh of the program; None for the default device.
 
     On GPUs, XLA computes products with cuBLAS instead of its own Triton kernels: cuBLAS adds biases in the
     epilogues of the products, and XLA's Triton kernels sum some int8 products wrongly. With FSDP, collectives
     that gather weights and scatter gradients combine up to 128 MiB instead of 30 MiB. The speed-ups are in
     benchmarks/notes/speed.md and scaling.md.
 
-    >>> compiler_options(make_mesh())
+    >>> compiler_options()
     {}
     """
-    if mesh.devices.flat[0].platform != "gpu":
+    platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
+    if platform != "gpu":
         return {}
     options = {"xla_gpu_enable_triton_gemm": "False"}
-    if mesh.shape["fsdp"] > 1:
+    if mesh and mesh.shape["fsdp"] > 1:
         for collective in ("all_gather", "reduce_scatter"):
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(2**27)
     flags = os.environ.get("XLA_FLAGS", "")

@@ -208,7 +208,8 @@ def losses_of(config: ConfigDict, steps: int, seeds: list[int]) -> list[list[flo
     source = open_source(config, "train")
     parts = assemble(config, source)
     step = make_train_step(config, parts.graphdef, parts.optimizer, parts.schedule)
-    step = jax.jit(step, donate_argnums=0)
+    options = sharding.compiler_options(parts.mesh)
+    step = jax.jit(step, donate_argnums=0, compiler_options=options)
 
     def run(config: ConfigDict) -> list[float]:
         init, _ = make_init(config, parts.model, parts.optimizer)

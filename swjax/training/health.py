@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from swjax.diagnostics import taps
+from swjax.models import sharding
 from swjax.optax import path_name
 from swjax.training.packed import PackedMetrics, fetch, pack
 from swjax.training.step import Batch, State, make_loss_and_grad, step_key
@@ -54,7 +55,8 @@ class Health:
 
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         everywhere = NamedSharding(mesh, P())  # replicated, so that every process can read it
-        self._measure = jax.jit(measure, out_shardings=everywhere)
+        options = sharding.compiler_options(mesh)
+        self._measure = jax.jit(measure, out_shardings=everywhere, compiler_options=options)
 
     def compiles_at(self, step: int) -> bool:
         """Whether a measurement is due at this step and the program is not compiled yet."""

@@ -9,7 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from swjax.diagnostics import taps
-from swjax.models import clip
+from swjax.models import clip, sharding
 from swjax.models.config import LINEARS, TOWERS
 from swjax.training import step as step_lib
 
@@ -73,7 +73,8 @@ def observe(
     nothing = jax.tree.map(lambda _: None, params)
     loss_and_grad = step_lib.make_loss_and_grad(config, graphdef)
     key = jax.random.key(config.train.seed)
-    _, _, grads = jax.jit(loss_and_grad)(params, nothing, batch, key, jnp.float32(scale))
+    loss_and_grad = jax.jit(loss_and_grad, compiler_options=sharding.compiler_options())
+    _, _, grads = loss_and_grad(params, nothing, batch, key, jnp.float32(scale))
     found = {}
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def _gradients(
     """The norm and the largest |g| of every tensor's gradient, keyed like the RMS metrics."""
     loss_and_grad = make_loss_and_grad(config, graphdef)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=sharding.compiler_options())
     def measure(state, batch):
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
         grads = loss_and_grad(trainable, frozen, batch, step_key(config, state["step"])).grads
