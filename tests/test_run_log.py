@@ -43,8 +43,8 @@ def written(micro, tmp_path_factory) -> list[Write]:
     begun, written = [], []
     compile_step, write = setup_lib.compile_step, metric_log.MetricLog.write
 
-    def counted(*args):
-        step = compile_step(*args)
+    def counted(*args, **options):
+        step = compile_step(*args, **options)
         return lambda *args: [begun.append(1), step(*args)][1]
 
     def noted(self, records):

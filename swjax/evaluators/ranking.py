@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swjax.models import sharding
+
 # Cosines that differ by less count as a tie. float32 rounds sums differently at different positions of a
 # matrix, so otherwise a model with equal embeddings would win some comparisons by chance.
 TIE = 1e-6
@@ -21,8 +23,7 @@ def ranks(
     """Counts the wrong candidates that score at least as high as the best correct candidate of each query.
 
     Query i is answered within the first k if and only if its rank is less than k. Ties and NaN count against
-    the
-    model: equal embeddings, and embeddings of a diverged model, have the worst rank.
+    the model: equal embeddings, and embeddings of a diverged model, have the worst rank.
 
     Args:
       queries: [n, e] float32, rows of length 1.
@@ -46,11 +47,10 @@ def ranks(
             mask[row, indices] = True
         # A constant shape compiles only once.
         padded = np.pad(part, ((0, rows - len(part)), (0, 0)))
-        out[start : start + rows] = _ranks(padded, candidates, mask)[: len(part)]
+        out[start : start + rows] = _jit(_ranks)(padded, candidates, mask)[: len(part)]
     return out
 
 
-@jax.jit
 def _ranks(queries, candidates, correct):
     similarity = _similarity(queries, candidates)
     best = jnp.max(jnp.where(correct, similarity, -jnp.inf), axis=1, keepdims=True)
@@ -69,13 +69,19 @@ def top(queries: np.ndarray, candidates: np.ndarray, k: int) -> tuple[np.ndarray
     Returns:
       (indices [n, k], cosines [n, k]).
     """
-    cosines, indices = _top(queries, candidates, k)
+    cosines, indices = _jit(_top, "k")(queries, candidates, k)
     return np.asarray(indices), np.asarray(cosines)
 
 
-@functools.partial(jax.jit, static_argnums=2)
 def _top(queries, candidates, k):
     return jax.lax.top_k(_similarity(queries, candidates), k)
+
+
+@functools.cache
+def _jit(function, static=()):
+    """The jitted function. On a GPU XLA would compile its Triton products of float32 for 5 s each."""
+    options = sharding.compiler_options()
+    return jax.jit(function, static_argnames=static, compiler_options=options)
 
 
 def _similarity(queries, candidates):

@@ -127,11 +127,12 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
     return Share(parts.index(own), tuple((first | {own: process})[part] for part in parts))
 
 
-def compiler_options(mesh: Mesh | None = None) -> dict[str, str]:
+def compiler_options(mesh: Mesh | None = None, *, concurrent: bool = False) -> dict[str, str]:
     """XLA options for programs with a model, without the options that the environment sets in XLA_FLAGS.
 
     Args:
       mesh: the mesh of the program; None for the default device.
+      concurrent: whether independent kernels run at the same time.
 
     On GPUs, XLA computes products with cuBLAS instead of its own Triton kernels: cuBLAS adds biases in the
     epilogues of the products, and XLA's Triton kernels sum some int8 products wrongly. With FSDP, collectives
@@ -145,6 +146,8 @@ def compiler_options(mesh: Mesh | None = None) -> dict[str, str]:
     if platform != "gpu":
         return {}
     options = {"xla_gpu_enable_triton_gemm": "False"}
+    if concurrent:
+        options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
     if mesh and mesh.shape["fsdp"] > 1:
         for collective in ("all_gather", "reduce_scatter"):
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(2**27)

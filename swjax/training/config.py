@@ -422,7 +422,7 @@ def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
 CHOSEN = "data.mixture."
 # Keys that may change when a run resumes, because they do not change what it computes.
 UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
-             "train.compilation_cache:", "train.profile_steps:")  # fmt: skip
+             "train.compilation_cache:", "train.concurrent_kernels:", "train.profile_steps:")  # fmt: skip
 
 
 def changes(saved: str, config: ConfigDict) -> list[str]:

@@ -232,6 +232,7 @@ KEYS: dict[str, Key] = {
     "train.loss": _text("softmax", "sigmoid"),
     "train.reduce_dtype": _text("float32", "bfloat16"),
     "train.reduce_once": _flag(),
+    "train.concurrent_kernels": _flag(),
     "train.ema_decay": _number("[0, 1)"),
     "train.nan_policy": _text("stop", "skip", "rollback"),
     "train.seed": _whole("[0, 2147483647]"),

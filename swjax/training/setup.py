@@ -57,7 +57,9 @@ class Parts:
     def train_step(self, config: ConfigDict) -> Callable:
         """Returns the step of `swjax.training.step.make_train_step`, which compiles at its first call."""
         step = make_train_step(config, self.graphdef, self.optimizer, self.schedule)
-        return compile_step(step, self.like)
+        # A config of an earlier version lacks the key.
+        concurrent = config.train.get("concurrent_kernels", False)
+        return compile_step(step, self.like, concurrent=concurrent)
 
 
 def assemble(config: ConfigDict, source: Any) -> Parts:
@@ -155,7 +157,9 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
         )
 
 
-def compile_step(train_step: Callable, like: State, **options: str) -> Callable:
+def compile_step(
+    train_step: Callable, like: State, *, concurrent: bool = False, **options: str
+) -> Callable:
     """Compiles a train step at its first call, with the trainer's options.
 
     The state is donated. The new state has the sharding of the old one, and metrics are replicated.
@@ -163,17 +167,19 @@ def compile_step(train_step: Callable, like: State, **options: str) -> Callable:
     Args:
       train_step: function from `swjax.training.step.make_train_step`.
       like: the state, or ShapeDtypeStructs like it, with shardings.
-      **options: XLA compiler options, in addition to those of `sharding.compiler_options`.
+      concurrent: see `sharding.compiler_options`.
+      **options: further XLA compiler options.
 
     Returns:
       A function (state, batch) -> (new state, metrics).
     """
     everywhere = like["step"].sharding
+    mesh = everywhere.mesh
     return jax.jit(
         train_step,
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, like), everywhere),
-        compiler_options=sharding.compiler_options(everywhere.mesh) | options,
+        compiler_options=sharding.compiler_options(mesh, concurrent=concurrent) | options,
     )
 
 
