@@ -95,6 +95,10 @@ BAD_CONFIGS = {
     "unknown policy": (["train.nan_policy=ignore"], "rollback"),
     "image and patch": (["data.image_size=65"], "patch_size"),
     "heads and width": (["model.vision.heads=5"], "heads"),
+    "concurrent recomputation": (
+        ["train.concurrent_kernels=True", "model.remat=full"],
+        "needs config.model.remat='none'",
+    ),
     "batch and accumulation": (["train.batch_size=10", "train.accumulation=4"], "multiple of"),
     "steps and epochs": (["train.epochs=2"], "epochs=2.0"),
     "no duration": (["train.steps=0"], "train.steps"),

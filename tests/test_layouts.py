@@ -10,15 +10,17 @@ from swjax import Layout
 from swjax.models import sharding
 
 
-def options(platform, fsdp):
+def options(platform, fsdp, **settings):
     devices = np.array([SimpleNamespace(platform=platform)])
-    return sharding.compiler_options(SimpleNamespace(devices=devices, shape={"fsdp": fsdp}))
+    mesh = SimpleNamespace(devices=devices, shape={"fsdp": fsdp})
+    return sharding.compiler_options(mesh, **settings)
 
 
 def test_xla_knows_the_options(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert len(options("gpu", 4)) == 3
-    assert jax.jit(lambda x: x, compiler_options=options("gpu", 4))(3) == 3
+    every = options("gpu", 4, concurrent=True)
+    assert len(every) == 4
+    assert jax.jit(lambda x: x, compiler_options=every)(3) == 3
 
 
 def test_the_options_of_a_step_on_gpus_unless_told_otherwise(monkeypatch):
@@ -29,6 +31,9 @@ def test_the_options_of_a_step_on_gpus_unless_told_otherwise(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert options("cpu", 4) == {}
     assert options("gpu", 1) == {triton: "False"}
+    concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    assert options("gpu", 1, concurrent=True) == {triton: "False"} | concurrent
+    assert options("cpu", 1, concurrent=True) == {}
     assert options("gpu", 4) == {triton: "False", gather: "134217728", scatter: "134217728"}
     monkeypatch.setenv("XLA_FLAGS", f"--{gather}=31457280 --{triton}=true")
     assert options("gpu", 4) == {scatter: "134217728"}

@@ -88,6 +88,17 @@ def test_predicted_memory_is_within_10_percent_of_recorded(case):
     assert predicted == pytest.approx(used, rel=0.1)
 
 
+CONCURRENT = [row for row in rows("train_step_concurrent_h100") if "CONCURRENT" in row["XLA_FLAGS"]]
+
+
+@pytest.mark.parametrize("row", [r for r in CONCURRENT if r["remat"] == "none"], ids=str)
+def test_predicted_memory_of_concurrent_kernels(row):
+    recipe = row["implementation"].split()[1]
+    model = clip.config(row["model"], recipe=recipe, patch_dropout=0.5)
+    predicted = predict(model, state_bytes(model), row["batch"], concurrent=True).total / GIB
+    assert predicted == pytest.approx(row["memory_gib"], rel=0.1)
+
+
 def test_there_are_records_to_compare_with():
     assert len(FITTED) == 40 and len(held_out()) > 10
 
@@ -208,6 +219,17 @@ def test_bad_hardware_is_one_line(hardware, message, capsys):
     assert run("vith_int8", hardware) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"train.py: {message}") and error.count("\n") == 1
+
+
+def test_a_plan_with_concurrent_kernels(capsys):
+    concurrent = "--config.train.concurrent_kernels=True"
+    assert run("vitb16_int8", "h200:8", concurrent) == 2
+    remedies = "set --config.train.concurrent_kernels=False, or --config.train.accumulation=2"
+    assert remedies in capsys.readouterr().err
+    assert run("vitb16_int8", "h200:8", concurrent, "--config.train.accumulation=2") == 0
+    plan = capsys.readouterr().out
+    assert "remat=none" in plan and "remat=full" not in plan
+    assert "not measured" in plan.split("time")[-1]
 
 
 def test_more_pairs_or_fewer_devices_never_need_less():

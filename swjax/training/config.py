@@ -280,6 +280,7 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
     check_values(_flatten(config))
     _check_optimizer(config)
     _check_batch(config, batch_shards)
+    _check_memory(config)
     _check_data(config)
     for key, address in (
         ("checkpoint.resume", config.checkpoint.resume),
@@ -340,6 +341,15 @@ def _check_batch(config: ConfigDict, batch_shards: int) -> None:
         raise ConfigError(
             f"config.eval.batch_size={config.eval.batch_size} does not divide into {batch_shards} "
             f"device(s): use a multiple of {batch_shards}"
+        )
+
+
+def _check_memory(config: ConfigDict) -> None:
+    remat = config.model.remat
+    if config.train.get("concurrent_kernels") and remat != "none":
+        raise ConfigError(
+            "config.train.concurrent_kernels=True needs config.model.remat='none', because it takes the "
+            f"memory that recomputation saves, got remat={remat!r}: set one of them"
         )
 
 

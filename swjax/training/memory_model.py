@@ -16,6 +16,9 @@ WIDTHS = 16  # per block that recomputes nothing
 WIDTHS_RECOMPUTED = 10  # per block that recomputes LayerNorm and GELU
 # Temporary arrays of the block that is running, in widths: output gradients and arrays between kernels.
 WORKING_WIDTHS = {True: 16, False: 12}  # keyed by whether the block recomputes
+# With concurrent kernels, whether or not a block recomputes; the arrays of running blocks are included. Keyed
+# by whether the recipe quantizes wgrad.
+WIDTHS_CONCURRENT = {False: 22, True: 27}
 # On several devices XLA delays weight gradients to overlap them with communication. The arrays that they
 # read stay in memory: three quarters of the widths that recomputation saves.
 DELAYED = 0.75
@@ -69,6 +72,7 @@ def predict(
     mesh: Mesh = ONE_DEVICE,
     *,
     accumulation: int = 1,
+    concurrent: bool = False,
 ) -> Memory:
     """Predicts the memory of a step.
 
@@ -78,6 +82,7 @@ def predict(
       pairs: pairs per device and micro-batch.
       mesh: number of devices along each axis.
       accumulation: micro-batches per step.
+      concurrent: whether independent kernels run at the same time.
 
     Returns:
       The memory on one device.
@@ -95,6 +100,8 @@ def predict(
     if model.remat == "full":
         working += widths
         widths, kept = 1, kept + 1
+    if concurrent:
+        widths, working = WIDTHS_CONCURRENT[_quantizes_wgrad(model)], 0
     towers = (
         (model.vision, 1 + model.vision.kept_patches(model.patch_dropout)),
         (model.text, model.text.context_length),
@@ -119,6 +126,12 @@ def recomputes(model: CLIPConfig) -> bool:
     return fwd is not None and fwd.lhs.scope == "row" and not fwd.outlier_threshold
 
 
+def _quantizes_wgrad(model: CLIPConfig) -> bool:
+    if not isinstance(model.recipe, str | recipes.Recipe):
+        return True  # with several recipes, some layers may
+    return recipes.get(model.recipe).wgrad is not None
+
+
 def most_pairs(
     model: CLIPConfig,
     state_bytes: int,
@@ -126,11 +139,15 @@ def most_pairs(
     mesh: Mesh = ONE_DEVICE,
     *,
     accumulation: int = 1,
+    concurrent: bool = False,
 ) -> int:
     """The most pairs per device and micro-batch whose memory fits into `limit` bytes; 0 if none fits."""
 
     def fits(pairs: int) -> bool:
-        return predict(model, state_bytes, pairs, mesh, accumulation=accumulation).total <= limit
+        needed = predict(
+            model, state_bytes, pairs, mesh, accumulation=accumulation, concurrent=concurrent
+        )
+        return needed.total <= limit
 
     low, high = 0, 1
     while fits(high) and high < 2**20:

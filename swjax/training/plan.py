@@ -185,7 +185,14 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         warmup=warmup,
         examples=len(source),
         shown=tuple(source[0]["captions"][:2]),
-        memory=predict(model, state_bytes, pairs, mesh, accumulation=accumulation),
+        memory=predict(
+            model,
+            state_bytes,
+            pairs,
+            mesh,
+            accumulation=accumulation,
+            concurrent=config.train.concurrent_kernels,
+        ),
     )
 
 
@@ -220,7 +227,7 @@ def lines(plan: Plan) -> Iterator[str]:
         f"per pair), block at work {_gib(m.working)}",
     )
     if hardware.limit is not None:
-        for remat in ("none", "full"):
+        for remat in _remats(plan):
             most = _most(plan, remat)
             needed = _accumulation(plan, remat)
             advice = f"accumulation={needed}" if needed else "no accumulation fits this batch"
@@ -240,7 +247,14 @@ def check(plan: Plan) -> None:
         return
     remat = plan.config.model.remat
     remedies = []
-    for other in dict.fromkeys((remat, "full")):
+    if plan.config.train.concurrent_kernels:
+        accumulation = plan.config.train.accumulation
+        less = predict(
+            plan.model, plan.state_bytes, plan.pairs, plan.mesh, accumulation=accumulation
+        )
+        if less.total <= (plan.hardware.limit or 0):
+            remedies.append("--config.train.concurrent_kernels=False")
+    for other in dict.fromkeys((remat, _remats(plan)[-1])):
         needed = _accumulation(plan, other)
         if needed:
             flags = f"--config.train.accumulation={needed}"
@@ -271,10 +285,16 @@ def _rates(plan: Plan) -> Iterator[str]:
         yield f"{float(schedule(step)):.2g} at {step:,}"
 
 
+def _remats(plan: Plan) -> tuple[str, ...]:
+    """The values of `model.remat` to advise; concurrent kernels allow no other than "none"."""
+    return _REMATS[:1] if plan.config.train.concurrent_kernels else _REMATS
+
+
 def _most(plan: Plan, remat: str) -> int:
     assert plan.hardware.limit is not None, "callers check the limit"
     model = dataclasses.replace(plan.model, remat=remat)
-    micro = {"accumulation": plan.config.train.accumulation}
+    train = plan.config.train
+    micro = {"accumulation": train.accumulation, "concurrent": train.concurrent_kernels}
     return most_pairs(model, plan.state_bytes, plan.hardware.limit, plan.mesh, **micro)
 
 
@@ -286,7 +306,7 @@ def _accumulation(plan: Plan, remat: str) -> int:
     for count in range(1, whole + 1):
         if whole % count:
             continue
-        micro = {"accumulation": count}
+        micro = {"accumulation": count, "concurrent": plan.config.train.concurrent_kernels}
         need = predict(model, plan.state_bytes, whole // count, plan.mesh, **micro)
         if need.total <= plan.hardware.limit:
             return count
@@ -299,7 +319,7 @@ def _time(plan: Plan) -> Iterator[str]:
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
     rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, c.model.recipe))
     rate = rates[_REMATS.index(c.model.remat)] if rates and usual else None
-    if rate is None:
+    if rate is None or c.train.concurrent_kernels:
         yield _line("time", "not measured for this model, recipe, remat and hardware")
         return
     kind = "one" if plan.hardware.devices == 1 else "fsdp" if plan.mesh.fsdp > 1 else "data"
