@@ -384,7 +384,7 @@ def draw_loss_differences(figure) -> None:
         clear(axes)
     right.set_ylim(-0.15, 0.3)
     left.set_ylabel("training loss minus that of bf16,\neach pair of runs", fontsize=9)
-    say(figure, "At a million tokens llm_int8 ends furthest above bf16, in all five pairs")
+    say(figure, "At a million tokens llm_int8 ends furthest above bf16, in every seed")
 
 
 ROWWISE, ONE = "a scale per token", "one scale"
