@@ -81,11 +81,14 @@ def _kernel(name: str, operation: str, **options):
 
 
 def lower(task: Task) -> None:
-    """Lowers a kernel for the process that gave the task."""
+    """Lowers a kernel and saves its program, in a process of `lowering_processes`.
+
+    From then on the process lowers for the task's GPU. JAX's backend is the CPU there, so kernels must not
+    read `jax.default_backend`.
+    """
     tiles.assume(task.device)
-    for setting, value in task.settings.items():
-        jax.config.update(setting, value)
-    saved_programs.lower(_function(*task.kernel), task.like, task.path)
+    with task.settings.applied():
+        saved_programs.lower(_function(*task.kernel), task.like, task.path)
 
 
 def _function(name: str, operation: str, options: dict[str, Any]) -> Callable:

@@ -7,10 +7,13 @@ processes start when many kernels wait, and end when none does. They need no GPU
 import contextlib
 import os
 import pickle
+import select
 import subprocess
 import sys
 import threading
+import warnings
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +21,31 @@ import jax
 
 from swjax.kernels import tiles
 
-# A process starts in the time in which a running one lowers about this many kernels.
-FEWEST = 8
-MOST_PROCESSES = 15
+# No process starts for so few tasks: it would start in the time in which one process does them.
+FEW_TASKS = 8
+MOST_PROCESSES = 15  # of about 250 MB each
+FEWEST_CORES = 4  # with fewer, the processes would slow this one down
+SECONDS = 120  # after which a process is taken for hung; a task takes about one
 COMMAND = (sys.executable, "-P", "-c", f"from {__name__} import main; main()")
-SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
+
+
+class Settings(NamedTuple):
+    """JAX's settings that change the program of a kernel."""
+
+    enable_x64: bool
+    default_matmul_precision: str | None
+
+    @classmethod
+    def current(cls) -> "Settings":
+        return cls(*(getattr(jax.config, f"jax_{name}") for name in cls._fields))
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        with (
+            jax.enable_x64(self.enable_x64),
+            jax.default_matmul_precision(self.default_matmul_precision),
+        ):
+            yield
 
 
 class Task(NamedTuple):
@@ -33,45 +56,43 @@ class Task(NamedTuple):
       kernel: implementation, operation and options; must be picklable.
       like: the arrays of the kernel, as ShapeDtypeStructs.
       device: the GPU that it is lowered for.
-      settings: JAX's settings that change the program.
+      settings: the settings that it is lowered under.
     """
 
     path: Path
     kernel: tuple[Any, ...]
     like: tuple[Any, ...]
     device: tiles.Device
-    settings: dict[str, Any]
-
-
-def task(path: Path, kernel: tuple[Any, ...], like: tuple[Any, ...]) -> Task:
-    """The task of lowering a kernel as this process would."""
-    settings = {name: getattr(jax.config, name) for name in SETTINGS}
-    return Task(path, kernel, like, tiles.device(), settings)
+    settings: Settings
 
 
 class Job:
     """A task in a `Queue`.
 
     Attributes:
-      done: set when a process has finished the task, or has failed.
+      done: set when the task is done, by a process or by the caller who took it back, or when its process has
+        failed.
     """
 
     def __init__(self, task: Task):
         self.task = pickle.dumps(task)
         self.done = threading.Event()
 
+    def finish(self) -> None:
+        self.task = b""
+        self.done.set()
+
 
 class Queue:
-    """Tasks that wait for a process, which starts if more than `FEWEST` wait.
+    """Gives tasks to processes. They start when more than `FEW_TASKS` wait; each ends when none waits.
 
     Args:
       processes: largest number of processes.
-      command: of a process, which reads pickled tasks from stdin, and writes one byte to stdout when it has
-        started and after each task.
+      command: of a process; see `main`. A file descriptor is appended.
     """
 
     def __init__(self, processes: int, command: tuple[str, ...] = COMMAND):
-        self._most = processes
+        self.processes = processes
         self._command = command
         self._jobs: dict[Path, Job] = {}
         self._waiting: deque[Job] = deque()
@@ -80,13 +101,14 @@ class Queue:
 
     def submit(self, task: Task) -> Job:
         """Returns the job of a task; tasks with the same path share it."""
+        job = Job(task)
         with self._lock:
             if known := self._jobs.get(task.path):
                 return known
-            job = self._jobs[task.path] = Job(task)
+            self._jobs[task.path] = job
             self._waiting.append(job)
             waiting = len(self._waiting)
-            wanted = min(waiting, self._most) if waiting > FEWEST else 0
+            wanted = min(waiting, self.processes) if waiting > FEW_TASKS else 0
             starting = max(0, wanted - self._running)
             self._running += starting
         for _ in range(starting):
@@ -95,54 +117,97 @@ class Queue:
         return job
 
     def take_back(self, job: Job) -> bool:
-        """Removes a job that waits; the caller then does its task. Returns False if a process has the job."""
+        """Removes a job that waits; the caller must do its task and finish it. Returns False if a process has
+        or had the job, or another caller has it: then wait for `job.done`."""
         with self._lock, contextlib.suppress(ValueError):
             self._waiting.remove(job)
-            job.done.set()
             return True
         return False
 
-    def _take(self) -> Job | None:
-        """The next job for a process, or None if the process has to end."""
+    def _take(self, alive: bool) -> Job | None:
+        """The next job for a process, or None if the process has failed or has to end."""
         with self._lock:
-            if self._waiting:
+            if alive and self._waiting:
                 return self._waiting.popleft()
             self._running -= 1
             return None
 
     def _serve(self) -> None:
-        """Starts a process, and gives it one task after another."""
-        path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-        environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-        # A session of its own, so that Ctrl-C reaches only this process. If it ends, the pipes are closed.
-        with subprocess.Popen(
-            self._command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        ) as process:
-            assert process.stdin and process.stdout
-            process.stdout.read(1)
-            while job := self._take():
-                with contextlib.suppress(OSError):  # the process has ended
+        """Starts a process, and gives it one job after another. If it fails, the other jobs keep waiting."""
+        answers, answer = os.pipe()
+        process = None
+        try:
+            with contextlib.suppress(OSError):
+                process = self._start(answer)
+            os.close(answer)
+            alive = process is not None and _answered(answers)
+            while job := self._take(alive):
+                assert process and process.stdin
+                try:
                     process.stdin.write(job.task)
                     process.stdin.flush()
-                    process.stdout.read(1)
-                job.done.set()
+                    alive = _answered(answers)
+                except OSError:
+                    alive = False
+                if not alive:
+                    process.kill()  # so that it cannot write a program after the caller's
+                    process.wait()
+                job.finish()
+        finally:
+            os.close(answers)
+            if process:
+                process.kill()
+                with contextlib.suppress(OSError):
+                    process.communicate()
+
+    def _start(self, answer: int) -> subprocess.Popen:
+        path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+        return subprocess.Popen(
+            (*self._command, str(answer)),
+            env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=2,  # what libraries print
+            pass_fds=(answer,),
+            start_new_session=True,  # so that Ctrl-C reaches only this process
+        )
+
+
+def _answered(answers: int) -> bool:
+    """Waits for a byte from a process. False if the process has ended, or hangs."""
+    readable, _, _ = select.select([answers], [], [], SECONDS)
+    return bool(readable and os.read(answers, 1))
 
 
 def main() -> None:
-    """Lowers the tasks from stdin until it is closed."""
+    """Lowers the pickled tasks from stdin, until it is closed or the process is killed.
+
+    It writes a byte to the file descriptor that is its last argument when it has started, and a byte after
+    each task.
+    """
     from swjax.kernels import dispatch
 
-    answers = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what libraries print
-    os.write(answers, b"+")
-    with contextlib.suppress(EOFError):
+    warnings.simplefilter("ignore")  # the caller repeats them
+    answer = int(sys.argv[-1])
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # the caller has ended
+        os.write(answer, b"+")
         while True:
             task = pickle.load(sys.stdin.buffer)
             # The caller finds no file, lowers the kernel itself, and so raises the error.
             with contextlib.suppress(Exception):
                 dispatch.lower(task)
-            os.write(answers, b"+")
+            os.write(answer, b"+")
+
+
+def most_processes() -> int:
+    """The number of processes that this host has cores for; 0 if it has few."""
+    cores = min(len(os.sched_getaffinity(0)), _quota())
+    return min(cores - 1, MOST_PROCESSES) if cores >= FEWEST_CORES else 0
+
+
+def _quota() -> int:
+    """The number of cores that a container may use, at least 1."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return MOST_PROCESSES + 1 if limit == "max" else max(1, int(limit) // int(period))
+    except (OSError, ValueError):
+        return MOST_PROCESSES + 1

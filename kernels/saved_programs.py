@@ -10,6 +10,8 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import pickle
+import sys
 import uuid
 import warnings
 from collections.abc import Callable
@@ -20,12 +22,12 @@ import jax
 import jax.extend
 from jax.interpreters import mlir
 
-from swjax.kernels import lowering_processes, tiles
+from swjax.kernels import tiles
+from swjax.kernels.lowering_processes import Job, Queue, Settings, Task, most_processes
 from swjax.kernels.reference import QTensor
 
 PLATFORM = "cuda"
 FOLDER = "swjax_kernels"
-FEWEST_CORES = 4  # with fewer, other processes would slow this one down
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton")
 COMPILER_VARIABLES = ("TRITON_", "JAX_TRITON_", "MOSAIC_GPU_")
 # `jax.export` rejects targets that other versions may lack; here the name of an entry contains the versions.
@@ -38,7 +40,8 @@ jax.export.register_namedtuple_serialization(QTensor, serialized_name="swjax.QTe
 def saved(function: Callable, *options: Any) -> Callable:
     """Returns a function like `function` that loads its lowered program from disk, or lowers and saves it.
 
-    On a GPU host with several cores, other processes lower missing programs while this process traces.
+    On a GPU host with at least four cores, other processes lower missing programs while this one traces. A
+    program that waits is lowered by this process when the caller's program is lowered.
 
     It calls `function` itself if JAX has no compilation cache on a local disk, or if the program can be
     neither loaded nor exported. It also does so in a run of several processes: XLA needs equal programs in
@@ -48,7 +51,7 @@ def saved(function: Callable, *options: Any) -> Callable:
       function: (*arrays) -> arrays, a kernel without derivatives. It is called while JAX traces.
       *options: everything else that determines the kernel, besides the shapes and dtypes of the arrays. Their
         `repr` must be the same in every process, so functions and arrays are excluded. They are the field
-        `kernel` of a `lowering_processes.Task`.
+        `kernel` of a `lowering_processes.Task`, which other processes need picklable.
     """
 
     def load_or_lower(path, *arrays):
@@ -70,15 +73,22 @@ def saved(function: Callable, *options: Any) -> Callable:
             return function(*arrays)
         like = _like(arrays)
         path = folder / _name(options, like)
-        queue = _queue()
-        if queue is None or path.exists():
+        job = None if os.path.exists(path) else _submit(path, options, like)
+        if job is None:
             return load_or_lower(path, *arrays)
-        job = queue.submit(lowering_processes.task(path, options, like))
+        settings = Settings.current()
 
         def when_done(*arrays):
-            if not queue.take_back(job):
+            taken_back = _QUEUE.take_back(job)
+            if not taken_back:
                 job.done.wait()
-            return load_or_lower(path, *arrays)
+            try:
+                # The path is that of a program under these settings.
+                with settings.applied():
+                    return function(*arrays) if _gave_up else load_or_lower(path, *arrays)
+            finally:
+                if taken_back:
+                    job.finish()
 
         return _deferred(when_done, jax.eval_shape(function, *like), *arrays)
 
@@ -89,15 +99,18 @@ def _like(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
 
 
-@functools.cache
-def _queue() -> lowering_processes.Queue | None:
-    """The queue for other processes, or None if this process lowers its kernels."""
-    if jax.default_backend() != "gpu":
+_QUEUE = Queue(most_processes() if sys.platform == "linux" else 0)
+
+
+def _submit(path: Path, kernel: tuple[Any, ...], like: tuple[Any, ...]) -> Job | None:
+    """Submits the task of lowering a kernel; None if this process must do it at once."""
+    if not _QUEUE.processes or jax.default_backend() != "gpu":
         return None
-    cores = len(os.sched_getaffinity(0))
-    if cores < FEWEST_CORES:
-        return None
-    return lowering_processes.Queue(min(cores - 1, lowering_processes.MOST_PROCESSES))
+    with contextlib.suppress(OSError, pickle.PicklingError, AttributeError, TypeError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if os.access(path.parent, os.W_OK):
+            return _QUEUE.submit(Task(path, kernel, like, tiles.device(), Settings.current()))
+    return None
 
 
 _deferred_p = jax.extend.core.Primitive("swjax_deferred")
@@ -126,6 +139,7 @@ def _deferred(function: Callable, out: Any, *arrays: Any) -> Any:
     return jax.tree.unflatten(out_structure, _deferred_p.bind(*leaves, function=flat, out=shapes))
 
 
+@_deferred_p.def_impl  # under jax.disable_jit
 def _lower_deferred(*leaves, function, out):
     return function(*leaves)
 
@@ -152,8 +166,8 @@ def _folder() -> Path | None:
 
 
 def _name(options: tuple[Any, ...], like: tuple[Any, ...]) -> str:
-    precision = _setting("enable_x64"), _setting("default_matmul_precision")
-    return hashlib.sha256(repr((_environment(), precision, options, like)).encode()).hexdigest()
+    settings = (*Settings.current(),)
+    return hashlib.sha256(repr((_environment(), settings, options, like)).encode()).hexdigest()
 
 
 def _setting(name: str) -> Any:

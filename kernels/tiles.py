@@ -246,7 +246,7 @@ def device() -> Device:
 
 
 def assume(gpu: Device) -> None:
-    """Makes `device()` return this GPU, which the process need not have."""
+    """Makes `device()` return this GPU from now on; the process need not have it."""
     global _assumed
     _assumed = gpu
 

@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swjax.kernels import dispatch, lowering_processes, reference, saved_programs
-from swjax.kernels.lowering_processes import Queue
+from swjax.kernels import dispatch, lowering_processes, reference, saved_programs, tiles
+from swjax.kernels.lowering_processes import Queue, Settings, Task
 from swjax.kernels.reference import QTensor
 
 X = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
@@ -212,8 +212,8 @@ def test_a_mesh_of_several_devices_saves_nothing_and_loads(folder, axis_type, mo
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type, with_queue):
     """As in the models: below vmap, scan, checkpoint and shard_map, in the forward pass of a custom_vjp."""
-    queue = Queue(0) if with_queue else None
-    monkeypatch.setattr(saved_programs, "_queue", lambda: queue)
+    if with_queue:
+        use(monkeypatch, Queue(1))
     monkeypatch.setattr(dispatch, "module_of", lambda name: reference)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
     sharded = jax.device_put(X, NamedSharding(mesh, P("data")))
@@ -274,39 +274,150 @@ def test_mosaic_kernels_are_loaded(folder, monkeypatch):
 ROWS = range(128, 128 * 4, 128)
 
 
-def test_another_process_lowers_the_kernels(folder, monkeypatch):
-    threads, queue = threading.active_count(), Queue(1)
-    monkeypatch.setattr(lowering_processes, "FEWEST", len(ROWS) - 1)
+def use(monkeypatch, queue: Queue, few: int = 1000) -> Queue:
+    """Submits kernels to the queue, as on a GPU. More than `few` tasks start its processes."""
+    monkeypatch.setattr(lowering_processes, "FEW_TASKS", few)
+    monkeypatch.setattr(saved_programs, "_QUEUE", queue)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    return queue
+
+
+@pytest.fixture(autouse=True)
+def errors_in_threads(monkeypatch):
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    yield
+    assert not errors
+
+
+def test_another_process_lowers_the_kernels(folder, monkeypatch, tmp_path):
+    """Nothing that it prints counts as an answer."""
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    monkeypatch.syspath_prepend(tmp_path)
+    queue = use(monkeypatch, Queue(1), few=len(ROWS) - 1)
     monkeypatch.setattr(saved_programs, "PLATFORM", "cuda")
-    monkeypatch.setattr(saved_programs, "_queue", lambda: queue)
-    monkeypatch.setattr(Queue, "take_back", lambda *_: False)  # this process lowers none
-    monkeypatch.setattr(saved_programs, "lower", None)
-    first = mosaic_products([*ROWS, ROWS[0]])
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "take_back", lambda *_: False)  # this process lowers none
+        patch.setattr(saved_programs, "lower", None)
+        first = mosaic_products([*ROWS, ROWS[0]])
     assert first.count("custom_call @mosaic_gpu") == len(ROWS) == len(list(folder.iterdir()))
-    while threading.active_count() > threads:  # the process ends, because nothing waits
+    while queue._running:  # the process ends, because nothing waits
         time.sleep(0.1)
     monkeypatch.setattr(dispatch, "module_of", None)
-    monkeypatch.setattr(saved_programs, "_queue", lambda: None)
     assert mosaic_products([*ROWS, ROWS[0]]) == first
 
 
-@pytest.mark.parametrize("script", ["", "print('+'); input()", "import time; time.sleep(5)"])
-def test_a_process_that_fails_costs_time_only(folder, monkeypatch, script):
-    """It ends at its start or in its first task, or starts so slowly that the task is taken back."""
-    monkeypatch.setattr(lowering_processes, "FEWEST", 0)
-    queue = Queue(1, (sys.executable, "-c", script))
-    monkeypatch.setattr(saved_programs, "_queue", lambda: queue)
+def test_another_process_lowers_triton_kernels(folder, monkeypatch):
+    pytest.importorskip("jax_triton")
+    use(monkeypatch, Queue(1), few=0)
+    monkeypatch.setattr(saved_programs, "PLATFORM", "cuda")
+    monkeypatch.setattr(Queue, "take_back", lambda *_: False)
+    monkeypatch.setattr(saved_programs, "lower", None)
+    monkeypatch.setattr(saved_programs, "_give_up", pytest.skip)  # jaxlib without its CUDA plugin
+    dispatch._kernel.cache_clear()
+    traced = jax.jit(dispatch._kernel("triton", "quantize")).trace(X)
+    assert "triton_kernel_call" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    dispatch._kernel.cache_clear()
+
+
+FAILURES = {
+    "at its start": "",
+    "in its first task": "os.write(answer, b'+'); sys.stdin.buffer.read(1)",
+    "to start in time": "time.sleep(3)",
+    "to do a task in time": "os.write(answer, b'+'); time.sleep(3)",
+}
+
+
+@pytest.mark.parametrize("script", FAILURES.values(), ids=FAILURES)
+def test_a_process_fails(folder, monkeypatch, script):
+    """Its job is done, and the other jobs wait for the caller."""
+    monkeypatch.setattr(lowering_processes, "SECONDS", 1)
+    script = f"import os, sys, time; answer = int(sys.argv[-1]); {script}"
+    queue = use(monkeypatch, Queue(1, (sys.executable, "-c", script)), few=3)
     kernel = Kernel()
-    assert_equal(kernel.process()(X)[0], reference.quantize(X))
-    assert len(list(folder.iterdir())) == 1
+    traced = [kernel.process(option).trace(X) for option in range(4)]
+    while queue._running:
+        time.sleep(0.1)
+    assert len(queue._waiting) >= 3
+    for step in traced:
+        assert_equal(step.lower().compile()(X)[0], reference.quantize(X))
+    assert len(list(folder.iterdir())) == 4 and not queue._waiting
+
+
+def test_a_process_cannot_be_started(folder, monkeypatch):
+    queue = use(monkeypatch, Queue(1, ("/no/such/python",)), few=0)
+    assert_equal(Kernel().process()(X)[0], reference.quantize(X))
+    while queue._running:
+        time.sleep(0.1)
 
 
 def test_tasks_with_one_path_share_a_job(folder):
     """Otherwise a second program would replace the first, from which the caller's program was compiled."""
     queue = Queue(0)
     first, other, again = (
-        queue.submit(lowering_processes.task(folder / name, (), ())) for name in "aba"
+        queue.submit(Task(folder / name, (), (), tiles.device(), Settings.current()))
+        for name in "aba"
     )
     assert again is first is not other
-    assert queue.take_back(first) and not queue.take_back(first) and first.done.is_set()
-    assert not other.done.is_set()
+    assert queue.take_back(first) and not queue.take_back(first)
+    assert not first.done.is_set()  # the other caller waits until the program is saved
+    first.finish()
+    assert first.done.is_set() and not other.done.is_set()
+
+
+def test_a_program_is_lowered_under_the_settings_of_its_trace(folder, monkeypatch):
+    """The name of its entry contains them."""
+    use(monkeypatch, Queue(1))
+
+    def product(x):
+        return (jax.lax.dot(x, x.T),)
+
+    def lower() -> str:
+        with jax.default_matmul_precision("highest"):
+            traced = jax.jit(saved_programs.saved(product)).trace(X)
+        return traced.lower().as_text()
+
+    cold = lower()
+    assert "HIGHEST" in cold and lower() == cold
+
+
+def test_without_jit_a_kernel_is_called_at_once(folder, monkeypatch):
+    use(monkeypatch, Queue(1))
+    with jax.disable_jit():
+        assert_equal(Kernel().process()(X)[0], reference.quantize(X))
+
+
+def test_it_gives_up_once_for_all_kernels(folder, monkeypatch):
+    use(monkeypatch, Queue(1))
+
+    def fail(*_):
+        raise ImportError("no flatbuffers")
+
+    monkeypatch.setattr(saved_programs, "_lower", fail)
+    steps = [Kernel().process(option).trace(X) for option in range(3)]
+    with pytest.warns(UserWarning, match="no flatbuffers"):
+        programs = [steps.pop().lower()]
+    programs += [step.lower() for step in steps]  # warnings are errors
+    for program in programs:
+        assert_equal(program.compile()(X)[0], reference.quantize(X))
+
+
+def test_a_read_only_folder_starts_no_process(folder, monkeypatch):
+    use(monkeypatch, Queue(1), few=0)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(Queue, "submit", None)
+    assert_equal(Kernel().process()(X)[0], reference.quantize(X))
+
+
+def test_options_that_cannot_be_pickled(folder, monkeypatch):
+    use(monkeypatch, Queue(1))
+    assert_equal(Kernel().process(lambda: None)(X)[0], reference.quantize(X))
+
+
+@pytest.mark.parametrize(
+    "limit, processes", [("max 100000", 15), ("600000 100000", 5), ("200000 100000", 0), ("?", 15)]
+)
+def test_the_cores_of_a_container_count(monkeypatch, limit, processes):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32), raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda _: limit)
+    assert lowering_processes.most_processes() == processes

@@ -79,7 +79,7 @@ def _top(queries, candidates, k):
 
 @functools.cache
 def _jit(function, static=()):
-    """The jitted function. On a GPU XLA would compile its Triton products of float32 for 5 s each."""
+    """The function, compiled without XLA's Triton products, which take 5 s each to compile on a GPU."""
     options = sharding.compiler_options()
     return jax.jit(function, static_argnames=static, compiler_options=options)
 

@@ -280,7 +280,7 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
     check_values(_flatten(config))
     _check_optimizer(config)
     _check_batch(config, batch_shards)
-    _check_memory(config)
+    _check_concurrency(config)
     _check_data(config)
     for key, address in (
         ("checkpoint.resume", config.checkpoint.resume),
@@ -344,12 +344,13 @@ def _check_batch(config: ConfigDict, batch_shards: int) -> None:
         )
 
 
-def _check_memory(config: ConfigDict) -> None:
+def _check_concurrency(config: ConfigDict) -> None:
     remat = config.model.remat
+    # A config of an earlier version lacks the key.
     if config.train.get("concurrent_kernels") and remat != "none":
         raise ConfigError(
-            "config.train.concurrent_kernels=True needs config.model.remat='none', because it takes the "
-            f"memory that recomputation saves, got remat={remat!r}: set one of them"
+            "config.train.concurrent_kernels=True needs config.model.remat='none', because recomputation "
+            f"saves no memory with it, got remat={remat!r}: set one of them"
         )
 
 
@@ -430,7 +431,7 @@ def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
 
 # The user chooses the names and keys of the parts of a mixture.
 CHOSEN = "data.mixture."
-# Keys that may change when a run resumes, because they do not change what it computes.
+# Keys that may change when a run resumes, because they change what it computes by rounding only, or not.
 UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:", "train.concurrent_kernels:", "train.profile_steps:")  # fmt: skip
 

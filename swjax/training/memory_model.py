@@ -52,7 +52,8 @@ class Memory(NamedTuple):
       weights: the weights that blocks keep for the backward pass. Where micro-batches accumulate, it also
         covers the float32 gradients, if they need more.
       activations: the arrays that blocks keep for the backward pass.
-      working: temporary arrays of the block that is running.
+      working: temporary arrays of the block that is running; 0 with concurrent kernels, where `activations`
+        include them.
     """
 
     state: float

@@ -224,7 +224,7 @@ def lines(plan: Plan) -> Iterator[str]:
         "memory",
         f"{_gib(m.total)} per device: train state {_gib(m.state)}, weights and gradients "
         f"{_gib(m.weights)}, activations {_gib(m.activations)} ({_gib(m.activations / plan.pairs)} "
-        f"per pair), block at work {_gib(m.working)}",
+        f"per pair)" + f", block at work {_gib(m.working)}" * (m.working > 0),
     )
     if hardware.limit is not None:
         for remat in _remats(plan):
