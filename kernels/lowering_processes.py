@@ -6,14 +6,14 @@ processes start when many kernels wait, and end when none does. They need no GPU
 
 import contextlib
 import os
-import pickle
-import select
 import subprocess
 import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ class Job:
     """
 
     def __init__(self, task: Task):
-        self.task = pickle.dumps(task)
+        self.task = bytes(ForkingPickler.dumps(task))
         self.done = threading.Event()
 
     def finish(self) -> None:
@@ -88,7 +88,7 @@ class Queue:
 
     Args:
       processes: largest number of processes.
-      command: of a process; see `main`. A file descriptor is appended.
+      command: of a process; see `main`. The file descriptor of a pipe is appended.
     """
 
     def __init__(self, processes: int, command: tuple[str, ...] = COMMAND):
@@ -99,9 +99,12 @@ class Queue:
         self._running = 0
         self._lock = threading.Lock()
 
-    def submit(self, task: Task) -> Job:
-        """Returns the job of a task; tasks with the same path share it."""
-        job = Job(task)
+    def submit(self, task: Task) -> Job | None:
+        """Returns the job of a task, or None if it cannot be pickled. Tasks with the same path share a job."""
+        try:
+            job = Job(task)
+        except Exception:
+            return None
         with self._lock:
             if known := self._jobs.get(task.path):
                 return known
@@ -134,19 +137,17 @@ class Queue:
 
     def _serve(self) -> None:
         """Starts a process, and gives it one job after another. If it fails, the other jobs keep waiting."""
-        answers, answer = os.pipe()
         process = None
+        here, there = Pipe()
         try:
-            with contextlib.suppress(OSError):
-                process = self._start(answer)
-            os.close(answer)
-            alive = process is not None and _answered(answers)
+            with there, contextlib.suppress(OSError):
+                process = self._start(there.fileno())
+            alive = process is not None and _answered(here)
             while job := self._take(alive):
-                assert process and process.stdin
+                assert process
                 try:
-                    process.stdin.write(job.task)
-                    process.stdin.flush()
-                    alive = _answered(answers)
+                    here.send_bytes(job.task)
+                    alive = _answered(here)
                 except OSError:
                     alive = False
                 if not alive:
@@ -154,48 +155,49 @@ class Queue:
                     process.wait()
                 job.finish()
         finally:
-            os.close(answers)
+            here.close()
             if process:
                 process.kill()
-                with contextlib.suppress(OSError):
-                    process.communicate()
+                process.wait()
 
-    def _start(self, answer: int) -> subprocess.Popen:
+    def _start(self, pipe: int) -> subprocess.Popen:
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
         return subprocess.Popen(
-            (*self._command, str(answer)),
+            (*self._command, str(pipe)),
             env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=2,  # what libraries print
-            pass_fds=(answer,),
+            pass_fds=(pipe,),
             start_new_session=True,  # so that Ctrl-C reaches only this process
         )
 
 
-def _answered(answers: int) -> bool:
-    """Waits for a byte from a process. False if the process has ended, or hangs."""
-    readable, _, _ = select.select([answers], [], [], SECONDS)
-    return bool(readable and os.read(answers, 1))
+def _answered(pipe: Connection) -> bool:
+    """Waits for an answer. False if the process has ended, or hangs."""
+    try:
+        return pipe.poll(SECONDS) and pipe.recv()
+    except (EOFError, OSError):
+        return False
 
 
 def main() -> None:
-    """Lowers the pickled tasks from stdin, until it is closed or the process is killed.
+    """Lowers the tasks from a pipe, until it is closed or the process is killed.
 
-    It writes a byte to the file descriptor that is its last argument when it has started, and a byte after
+    The last argument is the file descriptor of the pipe. The process sends True when it has started and after
     each task.
     """
     from swjax.kernels import dispatch
 
     warnings.simplefilter("ignore")  # the caller repeats them
-    answer = int(sys.argv[-1])
-    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # the caller has ended
-        os.write(answer, b"+")
+    pipe = Connection(int(sys.argv[-1]))
+    with contextlib.suppress(EOFError, OSError):  # the caller has ended
+        pipe.send(True)
         while True:
-            task = pickle.load(sys.stdin.buffer)
+            task = pipe.recv()
             # The caller finds no file, lowers the kernel itself, and so raises the error.
             with contextlib.suppress(Exception):
                 dispatch.lower(task)
-            os.write(answer, b"+")
+            pipe.send(True)
 
 
 def most_processes() -> int:

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import importlib.metadata
 import os
-import pickle
 import sys
 import uuid
 import warnings
@@ -106,7 +105,7 @@ def _submit(path: Path, kernel: tuple[Any, ...], like: tuple[Any, ...]) -> Job |
     """Submits the task of lowering a kernel; None if this process must do it at once."""
     if not _QUEUE.processes or jax.default_backend() != "gpu":
         return None
-    with contextlib.suppress(OSError, pickle.PicklingError, AttributeError, TypeError):
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         if os.access(path.parent, os.W_OK):
             return _QUEUE.submit(Task(path, kernel, like, tiles.device(), Settings.current()))

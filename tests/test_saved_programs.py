@@ -322,9 +322,9 @@ def test_another_process_lowers_triton_kernels(folder, monkeypatch):
 
 FAILURES = {
     "at its start": "",
-    "in its first task": "os.write(answer, b'+'); sys.stdin.buffer.read(1)",
+    "in its first task": "pipe.send(True); pipe.recv_bytes()",
     "to start in time": "time.sleep(3)",
-    "to do a task in time": "os.write(answer, b'+'); time.sleep(3)",
+    "to do a task in time": "pipe.send(True); time.sleep(3)",
 }
 
 
@@ -332,7 +332,10 @@ FAILURES = {
 def test_a_process_fails(folder, monkeypatch, script):
     """Its job is done, and the other jobs wait for the caller."""
     monkeypatch.setattr(lowering_processes, "SECONDS", 1)
-    script = f"import os, sys, time; answer = int(sys.argv[-1]); {script}"
+    begin = (
+        "import sys, time, multiprocessing.connection as c; pipe = c.Connection(int(sys.argv[-1]))"
+    )
+    script = f"{begin}; {script}"
     queue = use(monkeypatch, Queue(1, (sys.executable, "-c", script)), few=3)
     kernel = Kernel()
     traced = [kernel.process(option).trace(X) for option in range(4)]
