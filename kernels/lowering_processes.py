@@ -100,7 +100,7 @@ class Queue:
         self._lock = threading.Lock()
 
     def submit(self, task: Task) -> Job | None:
-        """Returns the job of a task, or None if it cannot be pickled. Tasks with the same path share a job."""
+        """Returns a task's job, or None if it cannot be pickled. Tasks with the same path share a job."""
         try:
             job = Job(task)
         except Exception:
