@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from swjax.kernels import reference, saved_programs, tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.lowering_processes import Task
-from swjax.kernels.saved_programs import saved
 
 # {operation: its implementations other than "xla", the preferred one first}. An implementation is the
 # function with the operation's name in its module. It has the signature and the result of the function in
@@ -76,7 +75,7 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
 def _kernel(name: str, operation: str, **options):
     """Returns one jitted function per kernel and options, so that layers of equal shapes share its lowering,
     which takes about a second. Processes share it through the compilation cache."""
-    shared = saved(_function(name, operation, options), name, operation, options)
+    shared = saved_programs.saved(_function(name, operation, options), name, operation, options)
     return jax.jit(jax.custom_batching.sequential_vmap(shared))
 
 

@@ -202,14 +202,8 @@ def main() -> None:
 
 def most_processes() -> int:
     """The number of processes that this host has cores for; 0 if it has few."""
-    cores = min(len(os.sched_getaffinity(0)), _quota())
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a quota ("max")
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, quota // period)
     return min(cores - 1, MOST_PROCESSES) if cores >= FEWEST_CORES else 0
-
-
-def _quota() -> int:
-    """The number of cores that a container may use, at least 1."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return MOST_PROCESSES + 1 if limit == "max" else max(1, int(limit) // int(period))
-    except (OSError, ValueError):
-        return MOST_PROCESSES + 1

@@ -130,14 +130,14 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
 def compiler_options(mesh: Mesh | None = None, *, concurrent: bool = False) -> dict[str, str]:
     """XLA options for programs with a model, without the options that the environment sets in XLA_FLAGS.
 
-    Args:
-      mesh: the mesh of the program; None for the default device.
-      concurrent: whether independent kernels run at the same time.
-
     On GPUs, XLA computes products with cuBLAS instead of its own Triton kernels: cuBLAS adds biases in the
     epilogues of the products, and XLA's Triton kernels sum some int8 products wrongly. With FSDP, collectives
     that gather weights and scatter gradients combine up to 128 MiB instead of 30 MiB. The speed-ups are in
     benchmarks/notes/speed.md and scaling.md.
+
+    Args:
+      mesh: the mesh of the program; None for the default device.
+      concurrent: whether independent kernels run at the same time.
 
     >>> compiler_options()
     {}

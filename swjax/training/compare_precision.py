@@ -37,7 +37,6 @@ from swjax.training.inputs import open_batches, open_source
 from swjax.training.keys import KEYS
 from swjax.training.packed import fetch
 from swjax.training.setup import assemble, check_config, first_state, make_init
-from swjax.training.step import make_train_step
 
 REFERENCE = "standard:float32"
 
@@ -207,9 +206,7 @@ def losses_of(config: ConfigDict, steps: int, seeds: list[int]) -> list[list[flo
     """
     source = open_source(config, "train")
     parts = assemble(config, source)
-    step = make_train_step(config, parts.graphdef, parts.optimizer, parts.schedule)
-    options = sharding.compiler_options(parts.mesh)
-    step = jax.jit(step, donate_argnums=0, compiler_options=options)
+    step = parts.train_step(config)
 
     def run(config: ConfigDict) -> list[float]:
         init, _ = make_init(config, parts.model, parts.optimizer)
@@ -218,9 +215,7 @@ def losses_of(config: ConfigDict, steps: int, seeds: list[int]) -> list[list[flo
         with closing(open_batches(config, source, None, share)) as batches:
             for number in range(1, steps + 1):
                 batch = sharding.shard_batch(next(batches), parts.mesh)
-                state, metrics[number] = step(
-                    state, batch
-                )  # fetched after the loop, so no step waits
+                state, metrics[number] = step(state, batch)  # fetched later, so no step waits
         return [record["train/loss"] for record in fetch(metrics)]
 
     return [run(changed(config, seed=seed)) for seed in seeds]

@@ -1,4 +1,5 @@
-"""Predicts the memory of a training step from the sizes of the model, by a fit to measured runs on H200s.
+"""Predicts the memory of a training step from the sizes of the model, by a fit to measured runs on H200s
+(concurrent kernels: on an H100).
 
 A block keeps a number of *widths* for its backward pass. One width is an array of one number per token and
 feature. If the forward product has one scale per token, the block recomputes the outputs of LayerNorm and
