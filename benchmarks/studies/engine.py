@@ -274,9 +274,7 @@ class Trainer:
         """
         if steps % CHUNK:
             raise ValueError(f"steps must be a multiple of {CHUNK}, got {steps}")
-        state = self.init(hyper)
-        for start in range(0, steps, CHUNK):
-            state, _ = self.chunk(state, hyper, start, self.corpus)
+        state, _ = self._advance(self.init(hyper), hyper, 0, steps)
         return jax.device_get(state)
 
     def resume(self, hyper: Hyper, state, step: int) -> tuple[dict, dict]:
@@ -284,20 +282,31 @@ class Trainer:
         return self._train(hyper, jax.tree.map(jnp.array, state), step)
 
     def _train(self, hyper, state=None, first=0):
-        began = time.perf_counter()
-        state, pieces = self.init(hyper) if state is None else state, []
-        for start in range(first, self.steps, CHUNK):
-            state, measured = self.chunk(state, hyper, start, self.corpus)
-            pieces.append(jax.device_get(measured))
-            if (start - first) % (10 * CHUNK) == 0:  # the first tells how long compiling took
-                seconds = time.perf_counter() - began
-                print(f"  {start + CHUNK} of {self.steps} steps in {seconds:.0f} s", flush=True)
+        state = self.init(hyper) if state is None else state
+        state, pieces = self._advance(state, hyper, first, self.steps)
         axis = int(self.together)
         joined = {k: np.concatenate([p[k] for p in pieces], axis) for k in pieces[0]}
         return state[0], {
             k: v[:, : self.steps - first] if axis else v[: self.steps - first]
             for k, v in joined.items()
         }
+
+    def _advance(self, state, hyper, first: int, last: int):
+        """Trains whole chunks; returns the state and the measurements of each chunk, on the host.
+
+        Prints the loss, so that a run that does not train is seen before it ends.
+        """
+        began, pieces = time.perf_counter(), []
+        for start in range(first, last, CHUNK):
+            state, measured = self.chunk(state, hyper, start, self.corpus)
+            pieces.append(jax.device_get(measured))
+            done = min(start + CHUNK, last)
+            if (
+                start == first or done == last or done % 200 == 0
+            ):  # the first tells how long compiling took
+                seconds, loss = time.perf_counter() - began, pieces[-1]["loss"][..., -1].mean()
+                print(f"  {done} of {last} steps in {seconds:.0f} s, loss {loss:.3f}", flush=True)
+        return state, pieces
 
     def _init(self, hyper):
         network = clip.CLIP(self.cfg, rngs=nnx.Rngs(jax.random.key(hyper.seed)))
