@@ -7,7 +7,6 @@ A chart shows results of one run on one GPU, unless its page says otherwise.
 
 import argparse
 import json
-import random
 import re
 import sys
 from collections.abc import Iterable
@@ -43,11 +42,13 @@ STEP_PANELS = (
     ("step", "vit_h14", "ViT-H/14, whole CLIP step, batch 256"),
     ("step", "vit_l14", "ViT-L/14, whole CLIP step, batch 256 (open_clip: another H200)"),
 )
+# Studies of paired runs, from top to bottom, and the recipes that they compare with bf16.
 PAIRED = {
-    "switchback": "switchback:\nweight gradient in bf16",
-    "switchback_hadamard": "switchback_hadamard:\nweight gradient in int8, rotated tokens",
-    "llm_int8": "llm_int8:\nweight gradient in int8, one scale a column",
+    "emoji_accuracy_h200": "emoji drawings, width 128\n(sums of 4,352 tokens)",
+    "icons_pairs": "icons, ViT-B's width\n(sums of 67,584 tokens)",
+    "icons_large_batch_shared_700": "icons, width 128\n(sums of 1,064,960 tokens)",
 }
+RECIPES = {"switchback": OURS, "switchback_hadamard": "#2e8b57", "llm_int8": OTHER}
 ICON_TESTS = {
     "test": "unseen names\n(bf16: {:.1f} %)",
     "test_sets": "unseen icon sets\n(bf16: {:.1f} %)",
@@ -283,24 +284,33 @@ def draw_weight_gradients(figure) -> None:
 
 
 def draw_pairs(figure) -> None:
-    """Draws paired differences of the default task, a point for each seed, with their 95% intervals."""
-    runs = read("emoji_accuracy_h200")["runs"]
-    figure.set_size_inches(7.2, 3.0)
+    """Draws the mean paired differences of top-1 from bf16 of three studies, with their 95% intervals."""
+    figure.set_size_inches(7.2, 3.6)
     axes = figure.subplots()
-    rng = random.Random(0)
-    for y, arm in enumerate(PAIRED):
-        pairs = paired.differences(runs, arm, "test", "top1")
-        heights = [y + 0.28 + rng.uniform(-0.1, 0.1) for _ in pairs]
-        color = OTHER if arm == "llm_int8" else OURS
-        found = add_pairs(axes, y, pairs, heights, color=color, at=5.6, digits=1)
-        if arm == "switchback":
-            say(figure, f"int8 SwitchBack minus bf16: {found}")
+    rows = 0.0
+    for name, title in PAIRED.items():
+        runs, first = read(name)["runs"], rows
+        for arm, color in RECIPES.items():
+            pairs = paired.differences(runs, arm, "test", "top1")
+            if not pairs:
+                continue
+            mean, half = study.interval(pairs)
+            axes.errorbar(mean, rows, xerr=half, fmt="o", color=color, markersize=6, capsize=4)
+            found = f"{mean:+.2f} ± {half:.2f}, {len(pairs)} pairs"
+            axes.text(1.0, rows, f"{arm}: {found}", va="center", fontsize=8.5, color=color)
+            rows += 1
+        axes.text(-1.55, (first + rows - 1) / 2, title, va="center", ha="right", fontsize=9)
+        rows += 0.6  # a gap between studies
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(PAIRED)), PAIRED.values(), fontsize=9)
-    axes.set_ylim(len(PAIRED) - 0.4, -0.4)
-    axes.set_xlim(-5.5, 8.2)
-    axes.set_xlabel("top-1 minus that of bf16 with the same seed, points", fontsize=9)
+    axes.set_yticks([])
+    axes.set_ylim(rows - 0.8, -0.6)
+    axes.set_xlim(-1.5, 3.5)
+    axes.set_xticks([-1.5, -1, -0.5, 0, 0.5, 1])
+    axes.set_xlabel(
+        "top-1 minus that of bf16, points: mean and 95% interval over pairs", fontsize=9
+    )
     clear(axes)
+    say(figure, "int8 SwitchBack: no difference from bf16 is found in three studies")
 
 
 def add_pairs(axes, y, pairs, heights, *, color, at, digits) -> str:
@@ -436,7 +446,7 @@ CHARTS = {
     "training_steps_h200": draw_steps,
     "icons_pairs": draw_icons,
     "icons_loss_differences": draw_loss_differences,
-    "default_task_pairs_h200": draw_pairs,
+    "accuracy_pairs": draw_pairs,
     "layers_h200": draw_layers,
     "scaling_h200": draw_scaling,
     "scaling_losses_h200": draw_scaling_losses,
