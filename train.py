@@ -16,8 +16,8 @@ Examples:
       a summary of the run, and whether it fits: memory, time, checkpoints; nothing is trained
 
 configs/common.py lists every key and what it means. The same command resumes an interrupted run,
-bit for bit. SIGTERM or Ctrl-C saves a checkpoint and ends; a second Ctrl-C, or one before the data are
-opened, ends at once.
+bit for bit. SIGTERM, SIGHUP or Ctrl-C saves a checkpoint and ends; a second Ctrl-C, or one before the data
+are opened, ends at once.
 
 Exit codes: 0 finished, or saved and interrupted; 1 diverged, or 50 steps in a row were skipped; 2 wrong
 command line or config; 3 the disk, or another machine of the run, failed: the same command resumes it;

@@ -23,18 +23,47 @@ def loaders_of(process) -> list[int]:
     return found
 
 
-def test_sigterm_saves_and_says_how_to_go_on(started, tmp_path):
-    """Schedulers send the signal to loader processes too."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_says_how_to_go_on(number, started, tmp_path):
+    """Schedulers and closed terminals send the signal to loader processes too."""
     process = started(data__workers=1)
     loaders = loaders_of(process)
     assert loaders
     for pid in [*loaders, process.pid]:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0
     last = records(tmp_path)[-1]["step"]
     assert f"interrupted: step {last} is saved" in output
     assert (tmp_path / "checkpoints" / str(last)).is_dir()
+
+
+@pytest.mark.parametrize("interrupted", [True, False], ids=["with Ctrl-C", "alone"])
+def test_closed_output_loses_nothing(interrupted, started, tmp_path):
+    """In `train.py | tee log`, Ctrl-C ends tee as well. Standard error then says what was saved."""
+    process = started()
+    process.stdout.close()
+    if interrupted:
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 0
+    last = records(tmp_path)[-1]["step"]
+    assert (tmp_path / "checkpoints" / str(last)).is_dir()
+    first = "saving; interrupt again" if interrupted else "writing the output failed (Broken pipe)"
+    assert errors.index(first) < errors.index(f"interrupted: step {last} is saved")
+    assert "Traceback" not in errors
+
+
+def test_nohup_is_respected():
+    code = (
+        "import signal\n"
+        "from swjax.training.interrupt import catch\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "with catch() as interrupt:\n"
+        "    signal.raise_signal(signal.SIGHUP)\n"
+        "    assert not interrupt.requested\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=50, check=True)
 
 
 def test_a_lost_loader_process_is_one_line(started):

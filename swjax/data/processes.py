@@ -48,8 +48,8 @@ class Processes(Iterator):
 
     A process gets its next chunk when it has finished one, so that a slow core delays few chunks. The
     processes write into anonymous shared memory (/dev/shm has only 64 MB in a container). The memory is
-    reused once a chunk and all its views are freed. The processes end with their parent, ignore SIGINT and
-    SIGTERM, and run at a lower priority than the parent.
+    reused once a chunk and all its views are freed. The processes end with their parent, ignore SIGINT,
+    SIGTERM and SIGHUP, and run at a lower priority than the parent.
 
     Args:
       rows: examples by index, each a dict of arrays of the same shapes and dtypes; must be picklable.
@@ -206,8 +206,9 @@ def _make(pipe, end: int) -> None:
     import cloudpickle
 
     # A signal reaches the whole group; the parent ends this process.
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, signal.SIG_IGN)
+    for kind in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, kind):  # Windows has no SIGHUP
+            signal.signal(getattr(signal, kind), signal.SIG_IGN)
     os.nice(_NICE)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

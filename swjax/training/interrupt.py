@@ -1,11 +1,12 @@
-"""Ends a run cleanly when the user or the scheduler interrupts it."""
+"""Ends a run cleanly when the user or the scheduler interrupts it, or its output fails."""
 
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -15,7 +16,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Interrupt:
-    """Records SIGTERM or SIGINT (Ctrl-C); a second signal ends the process with code 130.
+    """Records SIGTERM, SIGHUP or SIGINT (Ctrl-C); a second signal ends the process with code 130.
 
     Attributes:
       requested: whether a signal has arrived.
@@ -28,8 +29,43 @@ class Interrupt:
         if self.requested:
             os._exit(ExitCode.INTERRUPTED_TWICE)
         self.requested = True
-        # `print` is unsafe in a signal handler
-        os.write(1, b"\nswjax: saving; interrupt again to end at once\n")
+        line = b"\nswjax: saving; interrupt again to end at once\n"
+        try:
+            os.write(1, line)  # `print` is unsafe in a signal handler
+        except OSError:  # in `... | tee log`, Ctrl-C ends tee as well
+            _divert(1, line)
+
+
+class _Output:
+    """A standard stream. If writing fails, the run saves and ends, and standard error receives the rest."""
+
+    def __init__(self, stream: TextIO, interrupt: Interrupt):
+        self._stream, self._interrupt = stream, interrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes at once: text that is left in the stream's buffer would be written twice."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError as error:
+            line = f"swjax: writing the output failed ({error.strerror}); saving\n"
+            _divert(self._stream.fileno(), line.encode())
+            if not self._interrupt.requested:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return len(text)
+
+
+def _divert(descriptor: int, line: bytes) -> None:
+    """Sends later output of a stream to standard error, or nowhere if that fails as well."""
+    target = 2
+    try:
+        os.write(target, line)
+    except OSError:
+        target = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(target, descriptor)
 
 
 def pass_on(signum: int, frame: FrameType | None) -> None:
@@ -42,7 +78,8 @@ def pass_on(signum: int, frame: FrameType | None) -> None:
 def catch() -> Iterator[Interrupt]:
     """Yields an `Interrupt` that handles signals inside the context, if this is the main thread.
 
-    In a run of several processes `requested` stays False, because JAX watches SIGTERM there; see
+    SIGHUP, which a closed terminal sends, is a signal as well unless it is ignored, as under `nohup`. In a
+    run of several processes `requested` stays False, because JAX watches SIGTERM there; see
     `swjax.training.distributed.shall_stop`.
 
     >>> with catch() as interrupt:
@@ -51,17 +88,23 @@ def catch() -> Iterator[Interrupt]:
     True
     """
     interrupt = Interrupt()
+    several = jax.process_count() > 1
+    handler: Handler = pass_on if several else interrupt
+    numbers = [signal.SIGINT] if several else [signal.SIGINT, signal.SIGTERM]
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup and signal.getsignal(hangup) is not signal.SIG_IGN:
+        numbers.append(hangup)
     old: dict[signal.Signals, Any] = {}
-    handlers: dict[signal.Signals, Handler]
-    if jax.process_count() > 1:
-        handlers = {signal.SIGINT: pass_on}
-    else:
-        handlers = {signal.SIGTERM: interrupt, signal.SIGINT: interrupt}
-    with contextlib.suppress(ValueError):  # Python allows signal handlers only in the main thread
-        for number, handler in handlers.items():
-            old[number] = signal.signal(number, handler)
-    try:
-        yield interrupt
-    finally:
-        for number, before in old.items():
-            signal.signal(number, before)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(
+            ValueError
+        ):  # Python allows signal handlers only in the main thread
+            for number in numbers:
+                old[number] = signal.signal(number, handler)
+            stack.enter_context(contextlib.redirect_stdout(_Output(sys.stdout, interrupt)))
+            stack.enter_context(contextlib.redirect_stderr(_Output(sys.stderr, interrupt)))
+        try:
+            yield interrupt
+        finally:
+            for number, before in old.items():
+                signal.signal(number, before)
