@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks" / "studies"))
 
@@ -367,6 +369,42 @@ def draw_icons(figure) -> None:
         clear(axes)
 
 
+def draw_icons_h(figure) -> None:
+    """Draws the losses of paired runs at ViT-H's width, and their means over 50 steps minus those of bf16."""
+    runs = read("icons_h_h100")["runs"]
+    figure.set_size_inches(7.2, 3.2)
+    left, right = figure.subplots(1, 2)
+    styles = {
+        "standard": ("bf16", "0.75", 3.5),
+        "llm_int8": ("llm_int8", OTHER, 1.4),
+        "switchback": ("switchback", OURS, 0.7),
+        paired.CONTROL: ("control", "0.5", 1.4),
+    }
+    window = 50 // study.THIN
+    of = {(run["key"]["seed"], run["key"]["arm"]): run for run in runs}
+    for (seed, arm), run in of.items():
+        label, color, width = styles[arm]
+        label = "" if seed else label
+        loss = np.asarray(run["result"]["loss"])
+        steps = run["key"]["shared"] + np.asarray(study.thinned_steps(loss))
+        if arm != paired.CONTROL:
+            left.plot(steps, loss, color=color, linewidth=width, label=label)
+        if arm != "standard":
+            gap = loss - np.asarray(of[seed, "standard"]["result"]["loss"])
+            ends = steps.reshape(-1, window)[:, -1]
+            means = gap.reshape(-1, window).mean(1)
+            right.plot(ends, means, "o-", color=color, markersize=3, linewidth=0.9, label=label)
+    right.axhline(0, color="black", linewidth=0.8)
+    left.set_ylabel("training loss, two seeds", fontsize=9)
+    right.set_ylabel("training loss minus that of bf16,\neach pair of runs", fontsize=9)
+    for axes in (left, right):
+        axes.set_xlabel("step of 512 pairs; 800 are shared", fontsize=9)
+        axes.legend(fontsize=8, frameon=False)
+        clear(axes)
+    right.set_ylim(top=0.0038)
+    say(figure, "ViT-H's width: llm_int8 ends further above bf16 than switchback, in both pairs")
+
+
 def draw_loss_differences(figure) -> None:
     """Draws the losses of int8 recipes minus those of bf16. The models of the two panels differ."""
     figure.set_size_inches(7.2, 3.2)
@@ -388,9 +426,7 @@ def draw_loss_differences(figure) -> None:
     for axes, runs in ((left, pairs), (right, large)):
         axes.set_title(titles[axes], fontsize=9)
         axes.set_xlabel(f"step of {runs[0]['key']['batch']:,} images", fontsize=9)
-        lines, arms = axes.get_legend_handles_labels()
-        names = ["bf16, perturbed" if arm == paired.CONTROL else arm for arm in arms]
-        axes.legend(lines, names, fontsize=8, loc="upper right", frameon=False)
+        axes.legend(fontsize=8, loc="upper right", frameon=False)
         clear(axes)
     right.set_ylim(-0.15, 0.3)
     left.set_ylabel("training loss minus that of bf16,\neach pair of runs", fontsize=9)
@@ -445,6 +481,7 @@ CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
     "icons_pairs": draw_icons,
+    "icons_h": draw_icons_h,
     "icons_loss_differences": draw_loss_differences,
     "accuracy_pairs": draw_pairs,
     "layers_h200": draw_layers,
