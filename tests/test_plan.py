@@ -193,7 +193,7 @@ def test_loader_processes_follow_from_the_rate(capsys, tmp_path, monkeypatch):
         "--config.train.batch_size=4096",
     ]
     assert run("vitb32_int8", "h200:1", *flags) == 0
-    assert "loader         16 processes over all hosts" in capsys.readouterr().out
+    assert "loader         40 processes over all hosts" in capsys.readouterr().out
 
 
 def test_a_limit_of_the_environment_counts(monkeypatch):

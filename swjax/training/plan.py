@@ -73,7 +73,9 @@ RATES: dict[str, dict[tuple[str, str], tuple[int, int | None]]] = {
 }
 # Relative throughput per device, on one host of four H200; that of H100s was not measured.
 EFFICIENCY = {"one": 1.0, "fsdp": 0.95, "data": 0.91}
-IMAGES_PER_CORE = 900  # images per second; JPEGs of 256 to 512 pixels, docs/data.md
+# Images per second of a loader process while all cores of its host load; JPEGs of 256 to 512 pixels,
+# benchmarks/notes/data.md: 330 to 430 in training on 32-core Xeons. A process on an idle host loads 900.
+IMAGES_PER_PROCESS = 350
 DRAWN = ("emoji", "icons", "synthetic")  # data sets whose images need no decoding
 
 
@@ -336,7 +338,7 @@ def _time(plan: Plan) -> Iterator[str]:
         + ", and without the second forward pass of accumulation" * (c.train.accumulation > 1),
     )
     if c.data.name not in DRAWN:
-        processes = int(np.ceil(total / IMAGES_PER_CORE))
+        processes = int(np.ceil(total / IMAGES_PER_PROCESS))
         yield _line(
             "loader",
             f"{processes} processes over all hosts (data.workers={c.data.workers} on each), for JPEGs "
