@@ -15,8 +15,8 @@ class Collapse:
     """Watches for a loss at the value of equal embeddings, with a vanishing gradient.
 
     Equal embeddings have equal logits, so the softmax loss of a batch of b pairs is ``ln(b)``, and its
-    gradient is almost 0. Deep towers collapse in their first steps if the learning rate rises too fast, and
-    may not recover before the run ends.
+    gradient is almost 0. Deep towers collapse in their first steps if the learning rate rises too fast or
+    is too high for the batch size, and may not recover before the run ends.
 
     Args:
       loss: `train.loss`; the class ignores a sigmoid loss.
