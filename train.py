@@ -16,12 +16,12 @@ Examples:
       a summary of the run, and whether it fits: memory, time, checkpoints; nothing is trained
 
 configs/common.py lists every key and what it means. The same command resumes an interrupted run,
-bit for bit. SIGTERM, SIGHUP or Ctrl-C saves a checkpoint and ends; a second Ctrl-C, or one before the data
-are opened, ends at once.
+bit for bit. SIGTERM, SIGHUP or Ctrl-C saves a checkpoint and ends; a second Ctrl-C, or one before the first
+step is done, ends at once.
 
 Exit codes: 0 finished, or saved and interrupted; 1 diverged, or 50 steps in a row were skipped; 2 wrong
-command line or config; 3 the disk, or another machine of the run, failed: the same command resumes it;
-130 Ctrl-C that ended it at once.
+command line or config; 3 the disk, the output or another machine of the run failed: the same command
+resumes it; 130 Ctrl-C that ended it at once.
 """
 
 import signal
@@ -34,9 +34,10 @@ def main(argv: list[str]) -> int:
         print(__doc__.strip())
         return 0 if len(argv) > 1 else 2
     # Not at the top: --help answers without loading jax.
-    from swjax.training import command
+    from swjax.training import command, errors
 
-    return command.main(["train.py", *argv[1:]])
+    with errors.output_may_end():
+        return command.main(["train.py", *argv[1:]])
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ data verify  verifies the checksums of the prepared icons
 convert      converts WebDataset tars to array_record
 """
 
-import contextlib
 import difflib
 import runpy
+import signal
 import sys
 from importlib.metadata import version
 
@@ -37,9 +37,10 @@ COMMANDS = {
 
 def main() -> int:
     """Runs the command named on the command line; returns 2 if there is no such command."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    with contextlib.nullcontext() if name == "train" else output_may_end():
-        return run(name)
+    # Ctrl-C ends the process without a traceback; a run that trains installs its own handler.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with output_may_end():
+        return run(sys.argv[1] if len(sys.argv) > 1 else "--help")
 
 
 def run(name: str) -> int:

@@ -46,10 +46,10 @@ def test_closed_output_loses_nothing(interrupted, started, tmp_path):
     if interrupted:
         process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=180)
-    assert process.returncode == 0
+    assert process.returncode == (0 if interrupted else 3)
     last = records(tmp_path)[-1]["step"]
     assert (tmp_path / "checkpoints" / str(last)).is_dir()
-    first = "saving; interrupt again" if interrupted else "writing the output failed (Broken pipe)"
+    first = "saving; Ctrl-C again" if interrupted else "writing the output failed (Broken pipe)"
     assert errors.index(first) < errors.index(f"interrupted: step {last} is saved")
     assert "Traceback" not in errors
 
@@ -60,6 +60,7 @@ def test_nohup_is_respected():
         "from swjax.training.interrupt import catch\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with catch() as interrupt:\n"
+        "    interrupt.can_save = True\n"
         "    signal.raise_signal(signal.SIGHUP)\n"
         "    assert not interrupt.requested\n"
     )
@@ -98,10 +99,39 @@ def test_second_interrupt_ends_at_once():
         "import signal, time\n"
         "from swjax.training.interrupt import catch\n"
         "with catch() as interrupt:\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-        "    assert interrupt.requested\n"
+        "    interrupt.can_save = True\n"
+        "    for kind in (signal.SIGINT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):\n"
+        "        signal.raise_signal(kind)  # a launcher and a shutdown send several\n"
+        "        assert interrupt.requested\n"
+        "    time.sleep(0.6)\n"
+        "    print('waited', flush=True)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    print('not ended', flush=True)\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    time.sleep(60)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=50)
-    assert done.returncode == 130 and b"again" in done.stdout
+    assert done.returncode == 130
+    assert b"again" in done.stdout and b"not ended" in done.stdout
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_ends_at_once(kind):
+    code = (
+        "import signal, time\n"
+        "from swjax.training.interrupt import catch\n"
+        "with catch():\n"
+        f"    signal.raise_signal({int(kind)})\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=50)
+    assert (done.returncode, done.stderr) == (-kind, b"")
+
+
+def test_a_workdir_that_disappears_ends_the_run(started, tmp_path):
+    process = started(checkpoint__every_steps=100_000)
+    tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 3
+    assert "must stay in place" in errors.splitlines()[-1] and "Traceback" not in errors
+    assert not tmp_path.exists()

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -57,6 +58,8 @@ def main(argv: list[str]) -> int:
         parser.error("--tars is missing: name the tars to convert, or pass --verify")
     try:
         convert(out, args)
+    except BrokenPipeError:  # of the output
+        raise
     except (BadData, ValueError, ModuleNotFoundError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 1
@@ -168,7 +171,13 @@ def _in_processes(jobs: int, work, shards: range) -> Iterator[dict]:
     if jobs == 1:
         yield from map(work, shards)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    # A Ctrl-C reaches the whole group and ends each process without a traceback.
+    with ProcessPoolExecutor(
+        jobs,
+        mp_context=get_context("spawn"),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_DFL),
+    ) as pool:
         yield from pool.map(work, shards)
 
 

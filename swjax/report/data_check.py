@@ -325,11 +325,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             **dict(option.split("=", 1) for option in options.option),
         )
         found = check(pairs, sample=0 if options.all else options.sample)
-        print("\n".join(lines(found, options.context_length)))
+        text = "\n".join(lines(found, options.context_length))
         write_page(options.page, options.where, found, options.context_length)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         print(f"swjax data check: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    print(text)
     print(f"page         {options.page}")
     if not found.good:
         return 2

@@ -196,13 +196,15 @@ def main() -> int:
     args = parser.parse_args()
     try:
         runs = find(args.folders)
-        print(text_table(table(runs)))
+        text = text_table(table(runs))
         if args.page:
             write_page(runs, args.page)
-            print(args.page)
     except (ValueError, OSError) as error:
         print(f"swjax runs: {error}", file=sys.stderr)
         return 2
+    print(text)
+    if args.page:
+        print(args.page)
     return 0
 
 

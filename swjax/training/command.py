@@ -10,7 +10,6 @@ key. Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong comma
 or another machine failed; 130 Ctrl-C that ended it at once.
 """
 
-import signal
 import sys
 from collections.abc import Callable
 
@@ -54,7 +53,6 @@ def run(argv: list[str]) -> int:
 def plan(argv: list[str]) -> int:
     """`--plan`: prints a summary of the run."""
     from swjax.training import config as config_lib
-    from swjax.training import errors
     from swjax.training import plan as plan_lib
 
     flag = "--hardware="
@@ -62,12 +60,9 @@ def plan(argv: list[str]) -> int:
     others = [argument for argument in argv if not argument.startswith(flag)]
     if not any(argument.startswith("--workdir=") for argument in others):
         others.append("--workdir=none")  # `--plan` writes nothing
-    with errors.output_may_end():
-        return plan_lib.show(config_lib.parse(others)[0], hardware)
+    return plan_lib.show(config_lib.parse(others)[0], hardware)
 
 
 if __name__ == "__main__":
-    # Nothing can be saved before training begins, and an import may swallow a KeyboardInterrupt.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path.insert(0, "")  # config files may import modules of the working directory
     sys.exit(main(["swjax train", *sys.argv[1:]]))

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TextIO
@@ -15,25 +16,48 @@ from swjax.training.errors import ExitCode
 Handler = Callable[[int, FrameType | None], None]
 
 
+_TWICE = 0.5  # seconds: a launcher may pass on a Ctrl-C that the terminal has delivered already
+
+
 class Interrupt:
-    """Records SIGTERM, SIGHUP or SIGINT (Ctrl-C); a second signal ends the process with code 130.
+    """Records SIGTERM, SIGHUP or SIGINT (Ctrl-C).
+
+    A second Ctrl-C ends the process with code 130. A second signal of another kind does not: a system that
+    shuts down sends SIGTERM and SIGHUP.
 
     Attributes:
       requested: whether a signal has arrived.
+      can_save: set by the program when it has something to save. Before, a signal ends the process.
+      output_failed: whether the output could not be written. This is treated as a signal.
     """
 
     def __init__(self):
-        self.requested = False
+        self.requested, self.can_save, self.output_failed = False, False, False
+        self._since = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if not self.can_save:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        elif not self.requested:
+            self.requested, self._since = True, time.monotonic()
+            line = b"\nswjax: saving; Ctrl-C again ends at once\n"
+            try:
+                os.write(1, line)  # `print` is unsafe in a signal handler
+            except BlockingIOError:
+                pass
+            except OSError:  # in `... | tee log`, Ctrl-C ends tee as well
+                _divert(1, line)
+        elif signum == signal.SIGINT and time.monotonic() - self._since > _TWICE:
             os._exit(ExitCode.INTERRUPTED_TWICE)
-        self.requested = True
-        line = b"\nswjax: saving; interrupt again to end at once\n"
-        try:
-            os.write(1, line)  # `print` is unsafe in a signal handler
-        except OSError:  # in `... | tee log`, Ctrl-C ends tee as well
-            _divert(1, line)
+
+    def fail(self) -> None:
+        """Records that the output failed, and interrupts the run: all processes of it, as a signal does."""
+        self.output_failed = True
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif not self.requested:
+            self.requested, self._since = True, time.monotonic()
 
 
 class _Output:
@@ -46,15 +70,16 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes at once: text that is left in the stream's buffer would be written twice."""
+        """Writes at once, so that a failure is seen at once."""
         try:
             self._stream.write(text)
             self._stream.flush()
+        except BlockingIOError:  # a slow reader; the stream keeps the text for the next call
+            pass
         except OSError as error:
             line = f"swjax: writing the output failed ({error.strerror}); saving\n"
             _divert(self._stream.fileno(), line.encode())
-            if not self._interrupt.requested:
-                os.kill(os.getpid(), signal.SIGTERM)
+            self._interrupt.fail()
         return len(text)
 
 
@@ -62,6 +87,8 @@ def _divert(descriptor: int, line: bytes) -> None:
     """Sends later output of a stream to standard error, or nowhere if that fails as well."""
     target = 2
     try:
+        if sys.__stderr__ is None:  # closed at the start: the number may belong to another file
+            raise BrokenPipeError
         os.write(target, line)
     except OSError:
         target = os.open(os.devnull, os.O_WRONLY)
@@ -83,6 +110,7 @@ def catch() -> Iterator[Interrupt]:
     `swjax.training.distributed.shall_stop`.
 
     >>> with catch() as interrupt:
+    ...     interrupt.can_save = True
     ...     signal.raise_signal(signal.SIGTERM)
     ...     interrupt.requested
     True

@@ -37,7 +37,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
       workdir: directory of the run; created.
 
     Returns:
-      The exit code: 0 finished, or saved and interrupted; 1 diverged.
+      The exit code: 0 finished, or saved and interrupted; 1 diverged; 3 saved, because the output failed.
 
     Raises:
       ConfigError: a mistake in the config, in one line.
@@ -62,6 +62,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
         stack.enter_context(blame_data())
         finished = is_finished(config, workdir)
         code = ExitCode.FINISHED if finished else train(config, workdir, interrupt, mirror)
+        if not code and interrupt.output_failed:
+            code = ExitCode.FAILED
         distributed.first_does(mirror.push)
         if not code and distributed.is_first() and (workdir / "results.json").exists():
             tell_results(workdir)
@@ -93,6 +95,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
             state, metrics = train_step(state, batch)
             step += 1
             log.add(step, metrics, saving=checkpoints.is_saving())
+            interrupt.can_save = True
 
             # ------------------------------------------------------------------------ Log
             stopping = distributed.shall_stop(step, interrupt.requested)

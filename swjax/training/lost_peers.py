@@ -6,6 +6,7 @@ code writes to file descriptor 2. Before an abort, it drops JAX's lines and pass
 """
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -61,8 +62,9 @@ class _Stderr:
         with self._lock:
             due = [data for until, data in self._held if until <= before]
             self._held = self._held[len(due) :]
-        for data in due:
-            os.write(self.old, data)
+        with contextlib.suppress(OSError):  # the reader is gone
+            for data in due:
+                os.write(self.old, data)
 
 
 def watch(line: str) -> None:

@@ -12,7 +12,7 @@ import jax
 from ml_collections import ConfigDict
 
 from swjax.diagnostics.recorder import number, truncate
-from swjax.training.config import ConfigError, read_json
+from swjax.training.config import ConfigError, RunError, read_json
 
 
 class MetricLog:
@@ -27,6 +27,7 @@ class MetricLog:
 
     Raises:
       ConfigError: `config.log.wandb` is set, but the package is not installed, or W&B refuses the run.
+      RunError: in `write`, the file no longer exists.
     """
 
     def __init__(self, workdir: Path, config: ConfigDict, *, last_step: int):
@@ -56,6 +57,11 @@ class MetricLog:
         """Writes records {"step": int, metric: number, name or None, ...}, oldest first."""
         if self._file is None:
             return
+        if not self._path.exists():
+            raise RunError(
+                f"workdir {str(self._path.parent)!r} must stay in place during a run, and its metrics.jsonl "
+                "is missing: move the folder back if it was moved, then the same command resumes the run"
+            )
         seconds = round(self._offset + time.perf_counter() - self._start, 3)
         line: dict[str, Any] = {}
         for record in records:

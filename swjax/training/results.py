@@ -30,7 +30,7 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
         for change in config_lib.changes(path.read_text(errors="replace"), config):
             console.say(f"the config has changed since this run began: {change}")
     path.write_text(config_lib.to_json(config))
-    (workdir / "env.txt").write_text(environment.describe())
+    (workdir / "env.txt").write_text(environment.describe(), "utf-8", "backslashreplace")
     console.say(
         f"{config.model.name} in {config.model.recipe} on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, {config.data.name}, {workdir}"

@@ -7,6 +7,7 @@ to stdout. It does not import swjax, so workers start fast and need no guarded m
 import base64
 import io
 import json
+import signal
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -84,6 +85,8 @@ def _without(root, prefixes: tuple[str, ...]):
 
 def main() -> None:
     """Answers each task [path, styles] with {style: PNG in base64}, one line each, until stdin ends."""
+    if hasattr(signal, "SIGPIPE"):  # Windows has none
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the process ends with the one that reads
     for line in sys.stdin:
         path, styles = json.loads(line)
         with open(path, encoding="utf-8") as file:
