@@ -28,7 +28,7 @@ class Interrupt:
     Attributes:
       requested: whether a signal has arrived.
       can_save: set by the program when it has something to save. Before, a signal ends the process.
-      output_failed: whether the output could not be written. This is treated as a signal.
+      output_failed: whether the run was interrupted because its output could not be written.
     """
 
     def __init__(self):
@@ -52,11 +52,13 @@ class Interrupt:
             os._exit(ExitCode.INTERRUPTED_TWICE)
 
     def fail(self) -> None:
-        """Records that the output failed, and interrupts the run: all processes of it, as a signal does."""
+        """Interrupts the run, with all its processes, because the output failed."""
+        if self.requested:
+            return  # a Ctrl-C ends the reader of the output too
         self.output_failed = True
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        elif not self.requested:
+        else:
             self.requested, self._since = True, time.monotonic()
 
 
