@@ -347,7 +347,7 @@ def draw_icons(figure) -> None:
         left.plot(
             steps, loss, color=style[0], linewidth=style[1], zorder=order, label=label * first
         )
-    left.set_xlabel("step of 2,048 pairs; 600 are shared", fontsize=9)
+    left.set_xlabel("step of 2,048 drawings; 600 are shared", fontsize=9)
     left.set_ylabel("training loss, eight seeds", fontsize=9)
     left.legend(fontsize=8, frameon=False)
     labels = []
@@ -398,7 +398,7 @@ def draw_icons_h(figure) -> None:
     left.set_ylabel("training loss, two seeds", fontsize=9)
     right.set_ylabel("training loss minus that of bf16,\neach pair of runs", fontsize=9)
     for axes in (left, right):
-        axes.set_xlabel("step of 512 pairs; 800 are shared", fontsize=9)
+        axes.set_xlabel("step of 512 drawings; 800 are shared", fontsize=9)
         axes.legend(fontsize=8, frameon=False)
         clear(axes)
     right.set_ylim(top=0.0038)
