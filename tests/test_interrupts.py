@@ -41,9 +41,8 @@ def test_a_signal_saves_and_says_how_to_go_on(number, started, tmp_path):
 @pytest.mark.parametrize("interrupted", [True, False], ids=["with Ctrl-C", "alone"])
 def test_closed_output_loses_nothing(interrupted, started, tmp_path):
     """In `train.py | tee log`, Ctrl-C ends tee as well. Standard error then says what was saved."""
-    process = started(
-        log__every_steps=500 if interrupted else 2
-    )  # 500: prints nothing before the signal
+    # With 500, nothing is printed between closing the output and the signal.
+    process = started(log__every_steps=500 if interrupted else 2)
     process.stdout.close()
     if interrupted:
         process.send_signal(signal.SIGINT)

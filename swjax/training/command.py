@@ -6,8 +6,8 @@
       summarizes the run and whether it fits in memory; trains nothing
 
 `python train.py` in a checkout is the same program; its --help has more examples. docs/config.md lists every
-key. Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 3 the disk
-or another machine failed; 130 Ctrl-C that ended it at once.
+key. Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 3 the disk,
+the output or another machine failed; 130 Ctrl-C that ended it at once.
 """
 
 import sys

@@ -27,7 +27,7 @@ class Interrupt:
 
     Attributes:
       requested: whether a signal has arrived.
-      can_save: set by the program when it has something to save. Before, a signal ends the process.
+      can_save: set by the program when it has something to save. Before, a signal ends the process at once.
       output_failed: whether the run was interrupted because its output could not be written.
     """
 
@@ -126,9 +126,8 @@ def catch() -> Iterator[Interrupt]:
         numbers.append(hangup)
     old: dict[signal.Signals, Any] = {}
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(
-            ValueError
-        ):  # Python allows signal handlers only in the main thread
+        # Python allows signal handlers only in the main thread.
+        with contextlib.suppress(ValueError):
             for number in numbers:
                 old[number] = signal.signal(number, handler)
             stack.enter_context(contextlib.redirect_stdout(_Output(sys.stdout, interrupt)))

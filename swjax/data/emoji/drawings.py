@@ -86,7 +86,7 @@ def _without(root, prefixes: tuple[str, ...]):
 def main() -> None:
     """Answers each task [path, styles] with {style: PNG in base64}, one line each, until stdin ends."""
     if hasattr(signal, "SIGPIPE"):  # Windows has none
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the process ends with the one that reads
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end when the reader has ended
     for line in sys.stdin:
         path, styles = json.loads(line)
         with open(path, encoding="utf-8") as file:

@@ -38,7 +38,7 @@ def draw(svg: str) -> tuple[bytes, str] | None:
 def main() -> None:
     """Answers each list of SVGs with a list of [PNG in base64, digest] or null, one line each."""
     if hasattr(signal, "SIGPIPE"):  # Windows has none
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the process ends with the one that reads
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end when the reader has ended
     for line in sys.stdin:
         drawn = map(draw, json.loads(line))
         answers = [each and (base64.b64encode(each[0]).decode(), each[1]) for each in drawn]
