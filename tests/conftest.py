@@ -111,6 +111,7 @@ def started(shared_cache, tmp_path):
     yield begin
     for process in processes:
         process.kill()
+        process.communicate()  # otherwise a later test reports open pipes
 
 
 @pytest.fixture(scope="module")
