@@ -26,9 +26,8 @@ def loaders_of(process) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_says_how_to_go_on(number, started, tmp_path):
     """Schedulers and closed terminals send the signal to loader processes too."""
-    before = signal.signal(
-        number, signal.SIG_DFL
-    )  # under nohup, a run would inherit that SIGHUP is ignored
+    # Under nohup, SIGHUP is ignored, and the run would inherit this.
+    before = signal.signal(number, signal.SIG_DFL)
     process = started(data__workers=1)
     signal.signal(number, before)
     loaders = loaders_of(process)
