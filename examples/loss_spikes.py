@@ -1,7 +1,7 @@
 """A loss spike made on purpose, found and explained, with AdamW and StableAdamW in a plain Flax model.
 
   python examples/loss_spikes.py --out=runs/loss_spikes
-  python -m swjax.diagnostics report runs/loss_spikes/adamw
+  python -m swjax diagnostics report runs/loss_spikes/adamw
 
 Half of the inputs are zero at first, so their weights have no gradient. Every 150 steps eight of them become
 a non-zero constant, as when new data have a border or a watermark. The loss does not change at first. But the

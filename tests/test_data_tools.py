@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from swjax.training import inputs
 
 
 def run(tmp_path, *arguments):
-    return convert.main([*arguments, "--name=pairs", f"--data_dir={tmp_path / 'data'}"])
+    return convert.main(["--name=pairs", f"--data_dir={tmp_path / 'data'}", *arguments])
 
 
 def folder(tmp_path):
@@ -123,11 +124,24 @@ def test_bad_samples_are_left_out_and_counted(tmp_path, capsys):
     )
 
 
+def test_a_killed_process_is_one_line(tmp_path, monkeypatch, capsys):
+    def killed(jobs, work, shards):
+        raise BrokenProcessPool("A process in the process pool was terminated abruptly")
+
+    monkeypatch.setattr(convert, "_in_processes", killed)
+    assert run(tmp_path, f"--tars={write_tars(tmp_path, [2])}", "--jobs=2") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "the same command with fewer --jobs continues" in error
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--tars=nowhere/*.tar"], "convert: no file matches 'nowhere"),
         ([], "--tars is missing"),
+        (["--name=CC12M"], "--name must be a-z, 0-9 and _, a letter first, got 'CC12M'"),
+        (["--split=a b"], "--split must be letters, digits, _ and -, got 'a b'"),
+        (["--jobs=0"], "--jobs must be at least 1, got 0"),
     ],
 )
 def test_convert_refuses(tmp_path, arguments, message, capsys):

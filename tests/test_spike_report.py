@@ -164,5 +164,5 @@ def test_report_of_a_run_names_examples_and_the_command(run):
         run, examples=replay.batch_examples(run), ignore=0, window=2, sigmas=-9.0, deviations=1
     )
     text = Page(path).text
-    assert f"python -m swjax.diagnostics replay {run} --step=" in text
+    assert f"python -m swjax diagnostics replay {run} --step=" in text
     assert "8 examples" in text and ": pattern " in text

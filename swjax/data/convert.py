@@ -1,6 +1,6 @@
 """Converts WebDataset tars to array_record files of a TensorFlow Datasets data set, for the source tfds.
 
-  python -m swjax.data.convert --tars 'laion/{00000..41455}.tar' --name laion --data_dir data
+  python -m swjax convert --tars 'laion/{00000..41455}.tar' --name laion --data_dir data
   python train.py --config.data.name=tfds --config.data.tfds.builder=laion ...
 
 Each tar becomes one file. Images are copied without decoding. After writing, each file is read back, and
@@ -13,11 +13,13 @@ import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -37,20 +39,25 @@ _EXPECTED = "expected.json"  # number of files per split, written before the fir
 
 def main(argv: list[str]) -> int:
     """Converts or verifies. Returns the exit code: 1 if a file is missing or differs from its checksum."""
-    parser = argparse.ArgumentParser(prog="swjax.data.convert", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="swjax convert", description=__doc__.splitlines()[0])
     parser.add_argument("--tars", help="pattern of the paths or addresses of the tars")
     parser.add_argument("--name", required=True, help="name of the new data set")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--data_dir", type=Path, default=Path("data"))
-    parser.add_argument("--image_key", default="jpg;jpeg;png;webp", help="extension of images")
-    parser.add_argument("--text_key", default="txt", help='extension, or "json/FIELD"')
-    parser.add_argument(
-        "--on_bad", default="skip", choices=POLICIES, help="handling of bad samples"
-    )
-    parser.add_argument("--max_bad_share", type=float, default=0.01, help="limit of their share")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    add = functools.partial(_add_with_default, parser)
+    add("--split", default="train", help="split that the tars become")
+    add("--data_dir", type=Path, default=Path("data"), help="folder of the data sets")
+    add("--image_key", default="jpg;jpeg;png;webp", help="extensions of images")
+    add("--text_key", default="txt", help='extension of captions, or "json/FIELD"')
+    add("--on_bad", default="skip", choices=POLICIES, help="handling of bad samples")
+    add("--max_bad_share", type=float, default=0.01, help="limit of their share")
+    add("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--verify", action="store_true", help="check the converted files")
     args = parser.parse_args(argv)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", args.name):  # tfds.builder finds no other names
+        parser.error(f"--name must be a-z, 0-9 and _, a letter first, got {args.name!r}")
+    if not re.fullmatch(r"[\w-]+", args.split, re.ASCII):
+        parser.error(f"--split must be letters, digits, _ and -, got {args.split!r}")
+    if args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {args.jobs}")
     out = args.data_dir / args.name / _VERSION
     if args.verify:
         return verify(out)
@@ -63,7 +70,18 @@ def main(argv: list[str]) -> int:
     except (BadData, ValueError, ModuleNotFoundError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 1
+    except BrokenProcessPool:
+        print(
+            "convert: a process was killed, probably because the machine ran out of memory: the same "
+            "command with fewer --jobs continues",
+            file=sys.stderr,
+        )
+        return 1
     return 0
+
+
+def _add_with_default(parser: argparse.ArgumentParser, flag: str, *, help: str, **options) -> None:
+    parser.add_argument(flag, help=f"{help}; default: {options['default']}", **options)
 
 
 def convert(out: Path, args: argparse.Namespace) -> None:

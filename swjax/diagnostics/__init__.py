@@ -1,7 +1,7 @@
 """Finds out why a run is unstable: metrics to record in any Flax project, loss spikes and their causes.
 
 `norms`, `rms` or `adamw_rms` run on the device inside each training step. `measure` runs occasionally.
-`Recorder` writes a file that `python -m swjax.diagnostics report` reads. `Detector` finds events during a
+`Recorder` writes a file that `python -m swjax diagnostics report` reads. `Detector` finds events during a
 run.
 """
 

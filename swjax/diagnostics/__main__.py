@@ -1,8 +1,8 @@
 """Reports what preceded the loss spikes of a run.
 
-python -m swjax.diagnostics report WORKDIR
+python -m swjax diagnostics report WORKDIR
     writes WORKDIR/report/spikes.html: events, the tensors and batches that precede them
-python -m swjax.diagnostics replay WORKDIR --step=N
+python -m swjax diagnostics replay WORKDIR --step=N
     trains again from the nearest checkpoint to step N, and prints every tensor's RMS and gradient
 """
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m swjax.diagnostics",
+        prog="swjax diagnostics",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -67,7 +67,7 @@ class Packer:
 
 
 class Recorder:
-    """Appends one line of JSON per step to a file that `python -m swjax.diagnostics report` reads.
+    """Appends one line of JSON per step to a file that `python -m swjax diagnostics report` reads.
 
     Metrics of a jitted step stay on the device and are fetched many steps at a time. Metrics that are
     measured only at some steps, as by `measure`, are added to the records of those steps.

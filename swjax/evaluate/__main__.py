@@ -1,8 +1,8 @@
 """Scores a run or other CLIP weights without training; prints JSON.
 
-  python -m swjax.evaluate --workdir=runs/openmoji
-  python -m swjax.evaluate --weights=clip.safetensors --data=pets=folders:pets/val
-  python -m swjax.evaluate --weights=clip.safetensors --split=val --config.data.name=tfds \\
+  python -m swjax evaluate --workdir=runs/openmoji
+  python -m swjax evaluate --weights=clip.safetensors --data=pets=folders:pets/val
+  python -m swjax evaluate --weights=clip.safetensors --split=val --config.data.name=tfds \\
       --config.data.tfds.builder=coco_captions
 
 --workdir   a run: scores its newest checkpoint on the data of its config

@@ -1,6 +1,6 @@
 """The report of a run: one page with its training curves, scores and predictions.
 
-`python -m swjax.report WORKDIR` rewrites the page, during or after a run.
+`python -m swjax report WORKDIR` rewrites the page, during or after a run.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`python -m swjax.report WORKDIR`: rewrites the report of a run and prints its path."""
+"""`swjax report WORKDIR`: rewrites the report of a run and prints its path."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from swjax.report import write
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m swjax.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="swjax report", description=__doc__)
     parser.add_argument("workdir", help="directory of a run: the --workdir of train.py")
     try:
         print(write(parser.parse_args().workdir))

@@ -204,7 +204,7 @@ def _batches(workdir: Path, event: Event, examples: Examples | None) -> str:
     if examples is None:
         return ""
     led = event.leaders[0][2] if event.leaders else event.start
-    command = f"python -m swjax.diagnostics replay {shlex.quote(str(workdir))} --step={led}"
+    command = f"python -m swjax diagnostics replay {shlex.quote(str(workdir))} --step={led}"
     text = f"<pre>{escape(command)}</pre>"
     for step in dict.fromkeys((led, event.start)):
         try:

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """The parser of the command's own flags; all other flags override the config."""
     flags = argparse.ArgumentParser(
-        prog="python -m swjax compare",
+        prog="swjax compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Replays a step of a run bit for bit from the nearest checkpoint, and measures every gradient.
 
-`python -m swjax.diagnostics replay` shows a spike's batch and its gradients.
+`python -m swjax diagnostics replay` shows a spike's batch and its gradients.
 """
 
 import dataclasses
