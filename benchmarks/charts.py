@@ -386,8 +386,7 @@ def draw_icons_h(figure) -> None:
     labeled: set[str] = set()
     for (seed, arm), run in of.items():
         label, color, width = styles[arm]
-        if arm in labeled:
-            label = ""
+        label = "" if arm in labeled else label
         labeled.add(arm)
         loss = np.asarray(run["result"]["loss"])
         steps = run["key"]["shared"] + np.asarray(study.thinned_steps(loss))

@@ -1,10 +1,11 @@
 """The command-line tools: the conversion, which can be killed and verified, and the benchmark."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -124,11 +125,12 @@ def test_bad_samples_are_left_out_and_counted(tmp_path, capsys):
     )
 
 
-def test_a_killed_process_is_one_line(tmp_path, monkeypatch, capsys):
-    def killed(jobs, work, shards):
-        raise BrokenProcessPool("A process in the process pool was terminated abruptly")
+def end_this_process(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(convert, "_in_processes", killed)
+
+def test_a_killed_process_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(convert, "_shard", end_this_process)
     assert run(tmp_path, f"--tars={write_tars(tmp_path, [2])}", "--jobs=2") == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "the same command with fewer --jobs continues" in error

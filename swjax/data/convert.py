@@ -42,25 +42,25 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="swjax convert", description=__doc__.splitlines()[0])
     parser.add_argument("--tars", help="pattern of the paths or addresses of the tars")
     parser.add_argument("--name", required=True, help="name of the new data set")
-    add = functools.partial(_add_with_default, parser)
-    add("--split", default="train", help="split that the tars become")
-    add("--data_dir", type=Path, default=Path("data"), help="folder of the data sets")
-    add("--image_key", default="jpg;jpeg;png;webp", help="extensions of images")
-    add("--text_key", default="txt", help='extension of captions, or "json/FIELD"')
-    add("--on_bad", default="skip", choices=POLICIES, help="handling of bad samples")
-    add("--max_bad_share", type=float, default=0.01, help="limit of their share")
-    add("--jobs", type=int, default=1, help="processes")
+    add = parser.add_argument
+    add("--split", default="train", help="split that the tars become; default: %(default)s")
+    add("--data_dir", type=Path, default="data", help="of the data sets; default: %(default)s")
+    add("--image_key", default="jpg;jpeg;png;webp", help="extensions; default: %(default)s")
+    add("--text_key", default="txt", help='extension or "json/FIELD"; default: %(default)s')
+    add("--on_bad", default="skip", choices=POLICIES, help="bad samples; default: %(default)s")
+    add("--max_bad_share", type=float, default=0.01, help="its limit; default: %(default)s")
+    add("--jobs", type=int, default=1, help="processes; default: %(default)s")
     parser.add_argument("--verify", action="store_true", help="check the converted files")
     args = parser.parse_args(argv)
+    out = args.data_dir / args.name / _VERSION
+    if args.verify:
+        return verify(out)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", args.name):  # tfds.builder finds no other names
         parser.error(f"--name must be a-z, 0-9 and _, a letter first, got {args.name!r}")
     if not re.fullmatch(r"[\w-]+", args.split, re.ASCII):
         parser.error(f"--split must be letters, digits, _ and -, got {args.split!r}")
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
-    out = args.data_dir / args.name / _VERSION
-    if args.verify:
-        return verify(out)
     if not args.tars:
         parser.error("--tars is missing: name the tars to convert, or pass --verify")
     try:
@@ -78,10 +78,6 @@ def main(argv: list[str]) -> int:
         )
         return 1
     return 0
-
-
-def _add_with_default(parser: argparse.ArgumentParser, flag: str, *, help: str, **options) -> None:
-    parser.add_argument(flag, help=f"{help}; default: {options['default']}", **options)
 
 
 def convert(out: Path, args: argparse.Namespace) -> None:
