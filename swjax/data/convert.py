@@ -44,11 +44,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--name", required=True, help="name of the new data set")
     add = parser.add_argument
     add("--split", default="train", help="split that the tars become; default: %(default)s")
-    add("--data_dir", type=Path, default="data", help="of the data sets; default: %(default)s")
+    add("--data_dir", type=Path, default="data", help="folder of data sets; default: %(default)s")
     add("--image_key", default="jpg;jpeg;png;webp", help="extensions; default: %(default)s")
     add("--text_key", default="txt", help='extension or "json/FIELD"; default: %(default)s')
-    add("--on_bad", default="skip", choices=POLICIES, help="bad samples; default: %(default)s")
-    add("--max_bad_share", type=float, default=0.01, help="its limit; default: %(default)s")
+    add(
+        "--on_bad",
+        default="skip",
+        choices=POLICIES,
+        help="handling of bad samples; default: %(default)s",
+    )
+    add(
+        "--max_bad_share",
+        type=float,
+        default=0.01,
+        help="limit of their share; default: %(default)s",
+    )
     add("--jobs", type=int, default=1, help="processes; default: %(default)s")
     parser.add_argument("--verify", action="store_true", help="check the converted files")
     args = parser.parse_args(argv)
