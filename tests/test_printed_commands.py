@@ -37,8 +37,8 @@ PAGES = [
 PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
 # Scripts without argparse.
 WITHOUT_PARSER = ("benchmarks/kernels/torch_layers.py", "tests/test_config_keys.py")
-# A module without argparse: it ends with an error because the run or file does not exist.
-EVALUATE = "swjax.evaluate"
+# A program without argparse: it ends with an error because the run or file does not exist.
+EVALUATE = ("-m", "swjax", "evaluate")
 HARDWARE = re.compile(r"# (one|\d+) (H100|H200)\s*$")
 KINDS = {"H100": "h100-80", "H200": "h200"}
 COUNTED = re.compile(r"\{(\d+)\.\.\d+\}")
@@ -221,7 +221,7 @@ def test_scripts_accept_their_flags(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [path, *(flag.replace("RATE", "921") for flag in flags)])
     monkeypatch.syspath_prepend(str(ROOT if module else (ROOT / name).parent))
     run = runpy.run_module if module else runpy.run_path
-    if name == EVALUATE:
+    if command.words[1:4] == EVALUATE:
         with pytest.raises(SystemExit):
             run(path, run_name="__main__", alter_sys=True)
         assert "unexpected argument" not in capsys.readouterr().err
