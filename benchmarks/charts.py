@@ -398,14 +398,50 @@ def draw_icons_h(figure) -> None:
             means = gap.reshape(-1, window).mean(1)
             right.plot(ends, means, "o-", color=color, markersize=3, linewidth=0.9, label=label)
     right.axhline(0, color="black", linewidth=0.8)
-    left.set_ylabel("training loss, three seeds", fontsize=9)
+    left.set_ylabel("training loss, four seeds", fontsize=9)
     right.set_ylabel("training loss minus that of bf16,\neach pair of runs", fontsize=9)
     for axes in (left, right):
         axes.set_xlabel("step of 512 drawings; 800 are shared", fontsize=9)
         axes.legend(fontsize=8, frameon=False)
         clear(axes)
-    right.set_ylim(top=0.0044)
+    right.set_ylim(top=0.0056)
+    right.legend(fontsize=8, frameon=False, loc="upper left")
     say(figure, "ViT-H's width: llm_int8 ends further above bf16 than switchback, in all pairs")
+
+
+def draw_icons_l(figure) -> None:
+    """Draws the losses at ViT-L's width at two learning rates, with and without layer-scale."""
+    runs = read("icons_l_h100")["runs"]
+    rates = (4e-4, 8e-4)
+    figure.set_size_inches(7.2, 3.2)
+    panels = dict(zip(rates, figure.subplots(1, len(rates), sharey=True), strict=True))
+    # The colours without layer-scale, and with it.
+    styles = {
+        "standard": ("bf16", "0.7", "0.25"),
+        "fp8_tensorwise": ("fp8_tensorwise", "#efb08f", OTHER),
+    }
+    for run in runs:
+        key, loss = run["key"], run["result"]["loss"]
+        if key["rate"] not in panels:
+            continue
+        scaled = "set" in key  # model.layer_scale=true
+        label, *colors = styles[key["arm"]]
+        label += " with layer-scale" * scaled
+        panels[key["rate"]].plot(
+            study.thinned_steps(loss),
+            loss,
+            color=colors[scaled],
+            linewidth=1.1,
+            label=label if key["seed"] == 0 else "",
+        )
+    for rate, axes in panels.items():
+        axes.set_title(f"learning rate {rate:.0e}".replace("e-0", "e-"), fontsize=9)
+        axes.set_xlabel("step of 512 drawings", fontsize=9)
+        axes.set_ylim(4.8, 6.6)
+        clear(axes)
+    panels[4e-4].set_ylabel("training loss, two seeds", fontsize=9)
+    panels[4e-4].legend(fontsize=8, frameon=False, loc="lower left")
+    say(figure, "At 8e-4 bf16 and tensor-wise fp8 train with layer-scale only")
 
 
 def draw_loss_differences(figure) -> None:
@@ -485,6 +521,7 @@ CHARTS = {
     "training_steps_h200": draw_steps,
     "icons_pairs": draw_icons,
     "icons_h": draw_icons_h,
+    "icons_l": draw_icons_l,
     "icons_loss_differences": draw_loss_differences,
     "accuracy_pairs": draw_pairs,
     "layers_h200": draw_layers,
