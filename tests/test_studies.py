@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import itertools
 import json
 import math
 import os
@@ -160,6 +161,32 @@ def test_parts_of_a_study_are_put_together(study, tmp_path):
     assert [run["key"]["i"] for run in seen] == [0, 1, 2] and merged["finished"]
     assert study.load(tmp_path / "all.json")["parts"] == merged["parts"] and len(seen) == 3
     assert math.isnan(seen[2]["result"]["loss"][1])
+
+
+def test_processes_divide_the_runs(study, tmp_path):
+    """Arms that share steps go to one process, which keeps its claims when it is interrupted."""
+    done = []
+
+    def runs(name, stop):
+        for seed, shared, arm in itertools.product((0, 1), (0, 5), "ab"):
+            key = {"seed": seed, "shared": shared, "arm": arm}
+            yield key, lambda key=key: done.append((name, *key.values())) or {}
+            if stop and len(done) == stop:
+                raise KeyboardInterrupt
+
+    def carry_out(name, stop=0):
+        flags = [f"--out={tmp_path}/{name}.json", f"--claims={tmp_path}/claims"]
+        args = study.parser("").parse_args(flags)
+        return study.carry_out(args, runs(name, stop), None, lambda runs: None)
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out("x", stop=3)
+    assert done == [("x", 0, 0, "a"), ("x", 0, 0, "b"), ("x", 0, 5, "a")]
+    assert carry_out("y")["finished"] and carry_out("x")["finished"]
+    assert done[3:7] == [("y", 1, shared, arm) for shared in (0, 5) for arm in "ab"]
+    assert done[7:] == [("x", 0, 5, "b")]
+    with pytest.raises(SystemExit, match="--claims needs --out"):
+        study.carry_out(study.parser("").parse_args(["--claims=x"]), (), None, print)
 
 
 def test_interval_is_students(study):

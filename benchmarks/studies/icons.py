@@ -23,6 +23,10 @@ so that a narrower model leaves memory for them. With all 65 tokens of an image 
     --steps=1200 --arms standard control llm_int8 switchback switchback_hadamard \\
     --out=benchmarks/results/icons_large_batch_shared_700.json
 
+On several GPUs the command runs once for each, with one --claims folder and a file of its own:
+
+  CUDA_VISIBLE_DEVICES=1 python benchmarks/studies/icons.py ... --claims=runs/claims --out=runs/card1.json
+
 Scores are those of the trainer's evaluators, on three tests: unseen names ("test"), unseen icon sets
 ("test_sets"), and unseen names in unseen sets ("test_both").
 """

@@ -3,10 +3,12 @@
 A study is a list of runs, each with a key (its settings) and a function that returns its result. The file
 is written after every run; a run whose key is in it already is not done again, so that a study which was
 interrupted, or is extended by more settings, resumes. `--merge` joins the files of a study whose parts
-ran in separate processes.
+ran in separate processes. With `--claims=FOLDER` the same command runs once for each GPU, with an `--out` of
+its own: each process does the runs that no other has claimed.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -37,6 +39,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
     flags.add_argument("--out", type=Path, help="JSON file, written after every run and resumed")
     flags.add_argument("--plot", type=Path, help="PNG file, drawn from the JSON file or the runs")
     flags.add_argument("--minutes", type=float, default=math.inf, help="no run starts after these")
+    flags.add_argument(
+        "--claims",
+        type=Path,
+        metavar="FOLDER",
+        help="processes that share this folder divide the runs among them",
+    )
     flags.add_argument("--smoke", action="store_true", help="the shortest form, seconds on a CPU")
     flags.add_argument(
         "--merge", nargs="+", type=Path, metavar="FILE", help="no run: these files' become --out's"
@@ -77,6 +85,8 @@ def carry_out(args, runs: Iterable[Run], draw: Callable, table: Callable) -> dic
     Returns:
       {"command", "environment", "finished", "runs": [{"key", "seconds", "result"}]}.
     """
+    if args.claims and not args.out:
+        raise SystemExit("--claims needs --out: each process writes a file of its own")
     study = merge(args.merge) if args.merge else do(args, runs)
     write(args.out, study)
     if args.plot and study["runs"]:
@@ -96,6 +106,8 @@ def do(args, runs: Iterable[Run]) -> dict:
         if time.perf_counter() - start + longest > 60 * args.minutes:
             print(f"{args.minutes} minutes are over: the same command continues", flush=True)
             break
+        if args.claims and not claim(args.claims, args.out, key):
+            continue
         began = time.perf_counter()
         result = function()
         seconds = time.perf_counter() - began
@@ -106,6 +118,25 @@ def do(args, runs: Iterable[Run]) -> dict:
     else:
         study["finished"] = True
     return study
+
+
+def claim(folder: Path, out: Path, key: dict) -> bool:
+    """Whether the process that writes to `out` may do a run: the first that asks may, also when it resumes.
+
+    Runs that share their first steps are claimed together, since they continue from one computation of them.
+    """
+    claimed = {
+        name: value for name, value in key.items() if not (key.get("shared") and name == "arm")
+    }
+    path = folder / hashlib.sha256(json.dumps(claimed).encode()).hexdigest()[:12]
+    owner = str(out.resolve())
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x") as file:
+            file.write(owner)
+    except FileExistsError:
+        return path.read_text() == owner
+    return True
 
 
 def merge(paths: Iterable[Path]) -> dict:
