@@ -441,7 +441,7 @@ def draw_icons_l(figure) -> None:
         clear(axes)
     panels[4e-4].set_ylabel("training loss, two seeds", fontsize=9)
     panels[4e-4].legend(fontsize=8, frameon=False, loc="lower left")
-    say(figure, "At 8e-4 bf16 and tensor-wise fp8 train with layer-scale only")
+    say(figure, "At 8e-4 bf16 and tensor-wise fp8 train only with layer-scale")
 
 
 def draw_loss_differences(figure) -> None:

@@ -134,7 +134,7 @@ class Options:
         a multiple of 8; or "xla". None chooses, see `swjax.attention.choose`.
       gelu: "exact", "tanh" or "quick".
       layer_scale: initial value of a learned per-feature factor on each residual branch; None has no factor.
-        0.0 keeps features small, so that training in tensor-wise fp8 is stable.
+        0.0 keeps features small, which permits higher learning rates, in fp8 and in bf16.
       qk_norm: whether LayerNorm applies to each head's queries and keys.
       remat: what a block saves for its backward pass in addition to quantized weights: "none" (everything,
         no recomputation), "full" (only its input), "dots" (the outputs of its linear layers too),
