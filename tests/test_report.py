@@ -281,6 +281,27 @@ def test_runs_on_one_page(two_runs, tmp_path):
     assert not list(tmp_path.glob("both.*.png"))
 
 
+def test_folders_given_in_different_ways(two_runs, monkeypatch):
+    """Relative and absolute ones, a run twice, and a run inside of the current folder."""
+    monkeypatch.chdir(two_runs / "a")
+    for folders in ((two_runs / "a", "../b", "."), ("..",)):
+        rows = runs_command(*folders).stdout.splitlines()
+        assert [row.split()[0] for row in rows] == ["run", "a", "b/<b>"]
+    (two_runs / "b" / "<b>").rename(two_runs / "a" / "inner")
+    (two_runs / "a" / "exported").mkdir()
+    (two_runs / "a" / "exported" / "config.json").write_text('{"model_type": "clip"}')
+    rows = runs_command(".").stdout.splitlines()
+    assert [row.split()[0] for row in rows] == ["run", "a", "a/inner"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "results.json"])
+def test_a_damaged_file_is_one_line(two_runs, name):
+    (two_runs / "a" / name).write_text('{"model')
+    done = runs_command(two_runs)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"{two_runs}/a/{name} of this run is damaged: " in done.stderr
+
+
 def test_no_run_is_one_line(tmp_path):
     done = runs_command(tmp_path / "nothing")
     assert done.returncode == 2

@@ -1,11 +1,11 @@
 """`swjax runs FOLDER...`: lists the runs in folders, one per line; with --page, plots their curves on a page.
 
-A run is a folder with a config.json. The table shows the config keys in which the runs differ.
+A run is a folder with a config.json of train.py; models that were exported have another one. The table shows the config keys in which the runs differ.
 """
 
 import argparse
 import dataclasses
-import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from swjax.report import charts, page, records
 from swjax.report.records import Series, smooth
+from swjax.training.config import read_json
 
 WANTED = re.compile(
     r"train/(loss|learning_rate)$|perf/samples_per_sec_per_device$|zeroshot/.*_top1$"
@@ -50,25 +51,39 @@ def find(folders: Iterable[Path]) -> list[Run]:
     """Finds the runs in these folders and their subfolders, sorted by name.
 
     Raises:
-      ValueError: there is no run.
+      ValueError: there is no run, or a file of a run is damaged.
     """
     folders = list(folders)
-    paths = sorted({path.parent for folder in folders for path in folder.rglob("config.json")})
+    # Absolute, so that folders given in different ways are compared, and a run that is found twice is one.
+    files = (path for folder in folders for path in folder.rglob("config.json"))
+    of_runs = (path for path in files if "train" in _json(path))
+    paths = sorted({Path(os.path.abspath(path.parent)) for path in of_runs})
     if not paths:
         raise ValueError(
             f"no run in {', '.join(map(str, folders))}: give folders of runs, or a folder that contains them"
         )
-    above = paths[0].parent if len(paths) == 1 else _common(paths)
+    above = os.path.commonpath([path.parent for path in paths])
     return [read(path, str(path.relative_to(above))) for path in paths]
 
 
 def read(path: Path, name: str) -> Run:
-    """Reads a run; missing files are allowed."""
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    """Reads a run; missing files are allowed.
+
+    Raises:
+      ValueError: a file is damaged.
+    """
     final = path / "results.json"
-    scores = json.loads(final.read_text(encoding="utf-8"))["scores"] if final.exists() else {}
+    scores = _json(final, scores=dict)["scores"] if final.exists() else {}
+    config = _json(path / "config.json")
     return Run(
         name, dict(page.flatten(config)), records.read(path / "metrics.jsonl", WANTED), scores
+    )
+
+
+def _json(path: Path, **types: type) -> dict:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return read_json(
+        str(path), text, remedy="restore it from a copy, or move the run away", **types
     )
 
 
@@ -157,14 +172,6 @@ def _draw(runs: Sequence[Run], figure, metrics, theme: charts.Theme) -> str:
 def _score_names(runs: Sequence[Run]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.scores)
     return [name for name in names if "chance" not in name]
-
-
-def _common(paths: Sequence[Path]) -> Path:
-    """The deepest folder that contains all paths."""
-    above = paths[0].parent
-    while not all(path.is_relative_to(above) and path != above for path in paths):
-        above = above.parent
-    return above
 
 
 def text_table(rows: list[list[str]]) -> str:
