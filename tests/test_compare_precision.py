@@ -13,6 +13,8 @@ from micro_run import MICRO, ROOT
 from swjax.models import clip
 from swjax.report import precision
 from swjax.training import compare_precision, layer_errors
+from swjax.training import config as config_lib
+from swjax.training.setup import model_config
 
 FLAGS = [f"--config={ROOT}/configs/openmoji.py", *(f"--config.{k}={v}" for k, v in MICRO.items())]
 
@@ -73,6 +75,8 @@ def test_layers_training_and_page(tmp_path, capsys):
         (["--arms", "switchback:float33"], "'float32'"),
         (["--seeds=0"], "at least 1"),
         (["--arms", "standard:float32"], "compares the reference with itself"),
+        (["--arms", "standard"], "compares the reference with itself"),
+        (["--examples=20", "--batch-size=8"], "at most the 8 pairs"),
     ],
 )
 def test_mistakes_are_one_line(flags, hint, tmp_path, capsys):
@@ -89,3 +93,31 @@ def test_what_is_not_finite_is_not_passed_over():
         "arm: median relative error output 15.00%, gradient nan%, weight 50.00%; largest nan%, gradient/b",
         "arm: loss +0.0000 from the reference",
     ]
+
+
+def test_arms_have_one_name():
+    """Without a dtype an arm has that of the config, so no arm is compared with itself."""
+    config = config_lib.load(str(ROOT / "configs" / "openmoji.py"), [])
+    names = [
+        compare_precision.of_arm(config, arm)[0] for arm in ("standard", "switchback:bfloat16")
+    ]
+    assert names == [compare_precision.REFERENCE, "switchback:bfloat16"]
+
+
+def test_layers_start_from_the_weights_of_the_config(reference):
+    config, workdir = reference
+    cfg = model_config(config)
+    _, params = layer_errors.probed(cfg, 2, seed=0, init_from=str(workdir))
+    _, other = layer_errors.probed(cfg, 2, seed=0)
+    _, again = layer_errors.probed(cfg, 2, seed=1, init_from=str(workdir))
+    first, second, third = (
+        p["vision"]["blocks"]["mlp"]["fc1"]["kernel"] for p in (params, other, again)
+    )
+    assert np.array_equal(first, third) and not np.array_equal(first, second)
+
+
+def test_a_workdir_that_is_a_file_is_told_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert compare_precision.main(["_", *FLAGS, f"--workdir={tmp_path}/file"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("swjax compare: ") and error.count("\n") == 1

@@ -3,6 +3,8 @@
 import ast
 import importlib
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -107,3 +109,28 @@ def test_every_key_has_a_comment():
         if "  # " not in line and not above.strip().startswith("#")
     ]
     assert not bare
+
+
+def test_a_config_finds_the_modules_beside_it_from_any_folder(tmp_path):
+    """Its import of configs.common, and modules of the working directory."""
+    (tmp_path / "mine.py").write_text("STEPS = 7\n")
+    (tmp_path / "other.py").write_text(
+        "from mine import STEPS\nfrom configs import common\n\n\n"
+        "def get_config():\n    config = common.get_config()\n    config.train.steps = STEPS\n"
+        "    return config\n"
+    )
+    code = "import sys; sys.path.remove(''); from swjax.training import config\n"
+    code += "for file in sys.argv[1:]: print(config.load(file, []).train.steps)"
+    files = [str(ROOT / "configs" / "openmoji.py"), "other.py"]
+    command = [sys.executable, "-c", code, *files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == ["7"], done.stderr
+
+
+@pytest.mark.parametrize("text", ['{"model', "[]", '{"other": 1}'])
+def test_replay_refuses_a_damaged_config(text, tmp_path):
+    from swjax.training import replay
+
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(config_lib.ConfigError, match="config.json of this run is damaged: "):
+        replay.load_config(tmp_path)

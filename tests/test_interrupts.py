@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from micro_run import ROOT, command_of, records
 
+from swjax.training.interrupt import catch
+
 
 def loaders_of(process) -> list[int]:
     """Returns the ids of a run's loader processes."""
@@ -124,12 +126,20 @@ def test_a_signal_before_the_first_step_ends_at_once(kind):
     code = (
         "import signal, time\n"
         "from swjax.training.interrupt import catch\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"  # as train.py
         "with catch():\n"
         f"    signal.raise_signal({int(kind)})\n"
         "    time.sleep(60)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=50)
     assert (done.returncode, done.stderr) == (-kind, b"")
+
+
+def test_a_notebook_survives_an_interrupt_before_the_first_step():
+    """Where Python's own handler was installed, Ctrl-C raises KeyboardInterrupt."""
+    with pytest.raises(KeyboardInterrupt), catch():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_workdir_that_disappears_ends_the_run(started, tmp_path):

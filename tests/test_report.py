@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from swjax import report
 from swjax.report import charts, records
+from swjax.report.__main__ import main as report_main
 
 SCORES = {
     "zeroshot/emoji_top1": 0.2134,
@@ -191,12 +192,26 @@ def test_making_the_page_again_keeps_scores_and_predictions(workdir):
     assert path.read_bytes() == before
 
 
-def test_a_missing_workdir_is_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "swjax.report", str(tmp_path / "no")], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert re.fullmatch(r"swjax.report: .*/no is not a directory: .*\n", done.stderr)
+@pytest.mark.parametrize(
+    "file, text, said",
+    [
+        ("", "", "is not a directory: "),
+        ("notes.txt", "", "is not a run: it has neither config.json nor metrics.jsonl"),
+        ("config.json", '{"model', "config.json is damaged: "),
+        ("config.json", "[]", "config.json is damaged: it holds no JSON object: "),
+        ("report", "a file", "File exists"),
+    ],
+)
+def test_what_is_no_run_is_one_line(file, text, said, tmp_path, monkeypatch, capsys):
+    workdir = tmp_path / "run"
+    if file:
+        workdir.mkdir()
+        (workdir / "metrics.jsonl").write_text("") if file == "report" else None
+        (workdir / file).write_text(text)
+    monkeypatch.setattr(sys, "argv", ["swjax report", str(workdir)])
+    assert report_main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("swjax report: ") and error.count("\n") == 1 and said in error
 
 
 @pytest.mark.parametrize("ends", [(0.64, 0.64, 0.64), (0.64, 0.62, 0.1), (0.02, 0.01, 0.0)])
@@ -299,7 +314,7 @@ def test_a_damaged_file_is_one_line(two_runs, name):
     (two_runs / "a" / name).write_text('{"model')
     done = runs_command(two_runs)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert f"{two_runs}/a/{name} of this run is damaged: " in done.stderr
+    assert f"{two_runs}/a/{name} is damaged: " in done.stderr
 
 
 def test_no_run_is_one_line(tmp_path):

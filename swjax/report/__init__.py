@@ -131,7 +131,7 @@ def _write_thumbnail(folder: Path, name: str, image: np.ndarray) -> str:
 
 
 def _json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return records.json_object(path) if path.exists() else {}
 
 
 def _environment(path: Path) -> dict[str, str]:

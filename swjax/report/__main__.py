@@ -2,20 +2,26 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from swjax.report import write
+
+FILES = ("config.json", "metrics.jsonl")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="swjax report", description=__doc__)
     parser.add_argument("workdir", help="directory of a run: the --workdir of train.py")
+    workdir = Path(parser.parse_args().workdir)
     try:
-        print(write(parser.parse_args().workdir))
+        if workdir.is_dir() and not any((workdir / name).exists() for name in FILES):
+            raise ValueError(f"{workdir} is not a run: it has neither {' nor '.join(FILES)}")
+        print(write(workdir))
     except ModuleNotFoundError as error:
-        print(f"swjax.report: {error}: pip install 'swjax[train]'", file=sys.stderr)
+        print(f"swjax report: {error}: pip install 'swjax[train]'", file=sys.stderr)
         return 2
-    except ValueError as error:
-        print(f"swjax.report: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"swjax report: {error}", file=sys.stderr)
         return 2
     return 0
 

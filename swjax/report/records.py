@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl into columns."""
+"""Reads the files of a run: metrics.jsonl into columns, and JSON objects."""
 
 import dataclasses
 import json
@@ -50,6 +50,23 @@ def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
         name: Series(np.array(steps, np.int64), np.array(values, np.float64))
         for name, (steps, values) in columns.items()
     }
+
+
+def json_object(path: Path, *required: str) -> dict:
+    """The JSON object in a file of a run.
+
+    Raises:
+      ValueError: the file is damaged, or a required key is missing.
+    """
+    remedy = "restore the file from a copy, or move it away"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}: {remedy}") from error
+    if not isinstance(found, dict) or not all(key in found for key in required):
+        keys = f" with {' and '.join(required)}" if required else ""
+        raise ValueError(f"{path} is damaged: it holds no JSON object{keys}: {remedy}")
+    return found
 
 
 def at(steps: np.ndarray, series: Series) -> np.ndarray:

@@ -1,6 +1,7 @@
 """`swjax runs FOLDER...`: lists the runs in folders, one per line; with --page, plots their curves on a page.
 
-A run is a folder with a config.json of train.py; models that were exported have another one. The table shows the config keys in which the runs differ.
+A run is a folder with a config.json of train.py; models that were exported have another one. The table shows
+the config keys in which the runs differ.
 """
 
 import argparse
@@ -14,7 +15,6 @@ from pathlib import Path
 
 from swjax.report import charts, page, records
 from swjax.report.records import Series, smooth
-from swjax.training.config import read_json
 
 WANTED = re.compile(
     r"train/(loss|learning_rate)$|perf/samples_per_sec_per_device$|zeroshot/.*_top1$"
@@ -56,7 +56,7 @@ def find(folders: Iterable[Path]) -> list[Run]:
     folders = list(folders)
     # Absolute, so that folders given in different ways are compared, and a run that is found twice is one.
     files = (path for folder in folders for path in folder.rglob("config.json"))
-    of_runs = (path for path in files if "train" in _json(path))
+    of_runs = (path for path in files if "train" in records.json_object(path))
     paths = sorted({Path(os.path.abspath(path.parent)) for path in of_runs})
     if not paths:
         raise ValueError(
@@ -73,17 +73,10 @@ def read(path: Path, name: str) -> Run:
       ValueError: a file is damaged.
     """
     final = path / "results.json"
-    scores = _json(final, scores=dict)["scores"] if final.exists() else {}
-    config = _json(path / "config.json")
+    scores = records.json_object(final, "scores")["scores"] if final.exists() else {}
+    config = records.json_object(path / "config.json")
     return Run(
         name, dict(page.flatten(config)), records.read(path / "metrics.jsonl", WANTED), scores
-    )
-
-
-def _json(path: Path, **types: type) -> dict:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return read_json(
-        str(path), text, remedy="restore it from a copy, or move the run away", **types
     )
 
 

@@ -46,13 +46,13 @@ def main(argv: list[str]) -> int:
     args, rest = parser().parse_known_args(argv[1:])
     try:
         config, workdir = config_lib.parse([argv[0], *rest])
+        workdir.mkdir(parents=True, exist_ok=True)  # before the work: it may be no folder
         result = compare(config, args)
-    except ConfigError as error:
-        print(f"compare_precision: {error}", file=sys.stderr)
+    except (ConfigError, OSError) as error:
+        print(f"swjax compare: {error}", file=sys.stderr)
         return 2
     from swjax.report import precision  # matplotlib is slow to load
 
-    workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "compare_precision.json").write_text(json.dumps(finite(result), indent=1) + "\n")
     for line in precision.summary(result):
         print(line)
@@ -98,13 +98,11 @@ def compare(config: ConfigDict, args: argparse.Namespace) -> dict:
       ConfigError: an arm does not exist, or a number is out of range.
     """
     config = prepare(config, args)
-    arms = args.arms or [f"{config.model.recipe}:{config.model.dtype}", "standard:bfloat16"]
-    configs = {arm: of_arm(config, arm) for arm in [REFERENCE, *arms]}
+    arms = args.arms or [config.model.recipe, "standard:bfloat16"]
+    configs = dict(of_arm(config, arm) for arm in [REFERENCE, *arms])
     others = [arm for arm in configs if arm != REFERENCE]
     if not others:
-        raise ConfigError(
-            f"--arms={REFERENCE} compares the reference with itself: name another arm"
-        )
+        raise ConfigError(f"{REFERENCE} compares the reference with itself: name another in --arms")
     batches = first_batches(config, max(1, args.steps))
     few = {name: rows[: args.examples] for name, rows in batches[0].items() if name != "index"}
     reference = observe(configs[REFERENCE], few)
@@ -152,6 +150,11 @@ def prepare(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
         config.schedule.warmup_steps = args.steps // 5
         config.schedule.warmup_epochs, config.schedule.warmup_examples = 0.0, 0
         config.model.scan_layers, config.model.attention = True, "xla"
+    if args.examples > config.train.batch_size:
+        raise ConfigError(
+            f"--examples={args.examples} must be at most the {config.train.batch_size} pairs of a step: "
+            "raise --batch-size"
+        )
     return config
 
 
@@ -163,16 +166,16 @@ def changed(config: ConfigDict, *, seed: int | None = None) -> ConfigDict:
     return config.lock()
 
 
-def of_arm(config: ConfigDict, arm: str) -> ConfigDict:
-    """Copies the config with the recipe and dtype of an arm."""
+def of_arm(config: ConfigDict, arm: str) -> tuple[str, ConfigDict]:
+    """The full name of an arm, RECIPE:DTYPE, and a copy of the config with its recipe and dtype."""
     recipe, _, dtype = arm.partition(":")
     choice("model.recipe", recipe, RECIPES)
     choice("model.dtype", dtype or config.model.dtype, KEYS["model.dtype"].choices)
     config = changed(config)
     config.model.recipe, config.model.dtype = recipe, dtype or config.model.dtype
-    if dtype == "float16" and not config.optimizer.loss_scaling:
+    if config.model.dtype == "float16" and not config.optimizer.loss_scaling:
         config.optimizer.loss_scaling = "per_tensor"
-    return config
+    return f"{recipe}:{config.model.dtype}", config
 
 
 def first_batches(config: ConfigDict, count: int) -> list[dict[str, np.ndarray]]:

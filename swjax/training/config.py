@@ -11,7 +11,9 @@ import contextlib
 import importlib.util
 import json
 import logging
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,6 +120,9 @@ def _run_file(file: str) -> ConfigDict:
     spec = importlib.util.spec_from_file_location("swjax_config", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"config file {path!r} must be a Python file: its name must end with .py")
+    # A config may import modules of the working directory and of the folder above its own: configs.common.
+    folders = [os.getcwd(), str(Path(path).resolve().parent.parent)]
+    sys.path[:0] = folders
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -128,6 +133,9 @@ def _run_file(file: str) -> ConfigDict:
         config = module.get_config(*([argument] if argument else []))
     except Exception as error:  # a user's file may raise anything
         raise ConfigError(f"config file {file!r}: {_one_line(error)}") from error
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
     if not isinstance(config, ConfigDict):
         raise ConfigError(
             f"config file {file!r}: get_config returns {type(config).__name__}: return a ConfigDict"

@@ -27,16 +27,21 @@ class Interrupt:
 
     Attributes:
       requested: whether a signal has arrived.
-      can_save: set by the program when it has something to save. Before, a signal ends the process at once.
+      can_save: set by the program when it has something to save. Before, a signal does what it did outside:
+        it ends the process, or raises KeyboardInterrupt, as in a notebook.
+      before: the handlers outside, by signal.
       output_failed: whether the run was interrupted because its output could not be written.
     """
 
     def __init__(self):
         self.requested, self.can_save, self.output_failed = False, False, False
+        self.before: dict[signal.Signals, Any] = {}
         self._since = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if not self.can_save:
+            if callable(before := self.before.get(signal.Signals(signum))):
+                return before(signum, frame)
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         elif not self.requested:
@@ -124,16 +129,15 @@ def catch() -> Iterator[Interrupt]:
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
     if hangup and signal.getsignal(hangup) is not signal.SIG_IGN:
         numbers.append(hangup)
-    old: dict[signal.Signals, Any] = {}
     with contextlib.ExitStack() as stack:
         # Python allows signal handlers only in the main thread.
         with contextlib.suppress(ValueError):
             for number in numbers:
-                old[number] = signal.signal(number, handler)
+                interrupt.before[number] = signal.signal(number, handler)
             stack.enter_context(contextlib.redirect_stdout(_Output(sys.stdout, interrupt)))
             stack.enter_context(contextlib.redirect_stderr(_Output(sys.stderr, interrupt)))
         try:
             yield interrupt
         finally:
-            for number, before in old.items():
+            for number, before in interrupt.before.items():
                 signal.signal(number, before)

@@ -12,6 +12,7 @@ from swjax.diagnostics import taps
 from swjax.models import clip, sharding
 from swjax.models.config import LINEARS, TOWERS
 from swjax.training import step as step_lib
+from swjax.training.initialization import first_parameters
 
 PROBE = "probe"
 
@@ -25,7 +26,9 @@ def _output_and_gradient(y, g):
     return jnp.stack([y, g]).astype(jnp.float32)
 
 
-def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int) -> tuple[nnx.GraphDef, dict]:
+def probed(
+    cfg: clip.CLIPConfig, batch: int, *, seed: int, init_from: str = ""
+) -> tuple[nnx.GraphDef, dict]:
     """Builds a model with a tap in every linear layer of its blocks.
 
     The gradient of a tap, [blocks, 2, batch, tokens, features], is the layer's output and its gradient.
@@ -34,11 +37,16 @@ def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int) -> tuple[nnx.GraphDef
       cfg: the model configuration. A pass keeps the outputs of all layers, so scanned blocks save memory.
       batch: batch size of the inputs.
       seed: seed of the parameters.
+      init_from: where the parameters come from, as `checkpoint.init_from`; "": the seed.
 
     Returns:
       (graph definition, parameters and taps as one nested dict).
     """
     model = clip.CLIP(cfg, rngs=nnx.Rngs(seed))
+    if init_from:
+        state = nnx.state(model, nnx.Param)
+        nnx.replace_by_pure_dict(state, _weights(init_from, cfg, nnx.to_pure_dict(state)))
+        nnx.update(model, state)
     tokens = {
         "vision": cfg.vision.kept_patches(cfg.patch_dropout) + 1,
         "text": cfg.text.context_length,
@@ -52,6 +60,13 @@ def probed(cfg: clip.CLIPConfig, batch: int, *, seed: int) -> tuple[nnx.GraphDef
             taps.attach(layer, _call, PROBE, (depth, 2, batch, tokens[tower], width))
     graphdef, state = nnx.split(model)
     return graphdef, nnx.to_pure_dict(state)
+
+
+def _weights(address: str, cfg: clip.CLIPConfig, params: dict) -> dict:
+    """The weights at an address, in place of the parameters."""
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    sharded = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    return jax.tree.map(jnp.asarray, jax.device_get(first_parameters(address, cfg, sharded)))
 
 
 def observe(
@@ -69,7 +84,8 @@ def observe(
       {"output/<layer>", "gradient/<layer>" (of the output), "weight/<parameter>"}: float32 arrays. Layers and
       parameters of blocks have the number of blocks as leading axis.
     """
-    graphdef, params = probed(cfg, len(batch["text"]), seed=config.train.seed)
+    seed, init_from = config.train.seed, config.checkpoint.init_from
+    graphdef, params = probed(cfg, len(batch["text"]), seed=seed, init_from=init_from)
     nothing = jax.tree.map(lambda _: None, params)
     loss_and_grad = step_lib.make_loss_and_grad(config, graphdef)
     key = jax.random.key(config.train.seed)

@@ -22,6 +22,7 @@ from swjax.diagnostics.names import RMS
 from swjax.diagnostics.recorder import number
 from swjax.models import clip, sharding
 from swjax.optax import path_name
+from swjax.training import config as config_lib
 from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError
 from swjax.training.health import Health
@@ -120,13 +121,15 @@ def load_config(workdir: Path) -> ConfigDict:
     """Loads the config of a run.
 
     Raises:
-      ConfigError: the workdir has no config.json.
+      ConfigError: the workdir has no config.json, or a damaged one.
     """
     path = workdir / "config.json"
     if not path.exists():
         raise ConfigError(f"{workdir} has no config.json: give the workdir of a run of train.py")
-    saved = json.loads(path.read_text())
     tuples = (("optimizer", "freeze"), ("eval", "zeroshot"), ("train", "profile_steps"))
+    sections = {section: dict for section, _ in tuples}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    saved = config_lib.read_json(str(path), text, remedy="restore it from a copy", **sections)
     for section, key in tuples:  # JSON has no tuples
         saved[section][key] = tuple(saved[section].get(key, ()))
     return ConfigDict(saved).lock()
