@@ -310,14 +310,17 @@ def test_folders_given_in_different_ways(two_runs, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["config.json", "results.json"])
-def test_a_damaged_file_is_one_line(two_runs, name):
+def test_a_damaged_run_is_left_out_and_told(two_runs, name):
     (two_runs / "a" / name).write_text('{"model')
     done = runs_command(two_runs)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert f"{two_runs}/a/{name} is damaged: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"swjax runs: {two_runs}/a/{name} is damaged: ")
+    assert [row.split()[0] for row in done.stdout.splitlines()] == ["run", "b/<b>"]
 
 
 def test_no_run_is_one_line(tmp_path):
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "config.json").write_text('{"model_type": "clip"}')
     done = runs_command(tmp_path / "nothing")
     assert done.returncode == 2
     assert done.stderr == (

@@ -47,23 +47,33 @@ class Run:
         return f"finished, {loss.step[-1]:,}" if self.scores else f"at step {loss.step[-1]:,}"
 
 
-def find(folders: Iterable[Path]) -> list[Run]:
-    """Finds the runs in these folders and their subfolders, sorted by name.
+def find(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """Finds the runs in these folders and their subfolders.
+
+    Returns:
+      The runs, sorted by name, and a line for each run that cannot be read.
 
     Raises:
-      ValueError: there is no run, or a file of a run is damaged.
+      ValueError: there is no run.
     """
     folders = list(folders)
     # Absolute, so that folders given in different ways are compared, and a run that is found twice is one.
     files = (path for folder in folders for path in folder.rglob("config.json"))
-    of_runs = (path for path in files if "train" in records.json_object(path))
-    paths = sorted({Path(os.path.abspath(path.parent)) for path in of_runs})
-    if not paths:
+    paths = sorted({Path(os.path.abspath(path.parent)) for path in files})
+    above = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    found: list[Run] = []
+    damaged: list[str] = []
+    for path in paths:
+        try:
+            found.append(read(path, str(path.relative_to(above))))
+        except (ValueError, OSError) as error:
+            damaged.append(str(error))
+    runs = [run for run in found if any(key.startswith("train.") for key in run.config)]
+    if not (runs or damaged):
         raise ValueError(
             f"no run in {', '.join(map(str, folders))}: give folders of runs, or a folder that contains them"
         )
-    above = os.path.commonpath([path.parent for path in paths])
-    return [read(path, str(path.relative_to(above))) for path in paths]
+    return runs, damaged
 
 
 def read(path: Path, name: str) -> Run:
@@ -72,9 +82,9 @@ def read(path: Path, name: str) -> Run:
     Raises:
       ValueError: a file is damaged.
     """
+    config = records.json_object(path / "config.json")
     final = path / "results.json"
     scores = records.json_object(final, "scores")["scores"] if final.exists() else {}
-    config = records.json_object(path / "config.json")
     return Run(
         name, dict(page.flatten(config)), records.read(path / "metrics.jsonl", WANTED), scores
     )
@@ -195,7 +205,11 @@ def main() -> int:
     parser.add_argument("--page", type=Path, metavar="FILE.html", help="page to write")
     args = parser.parse_args()
     try:
-        runs = find(args.folders)
+        runs, damaged = find(args.folders)
+        for line in damaged:
+            print(f"swjax runs: {line}", file=sys.stderr)
+        if not runs:
+            return 2
         text = text_table(table(runs))
         if args.page:
             write_page(runs, args.page)
