@@ -72,6 +72,7 @@ def train(name: str, path: Path) -> list[float]:
         return diagnostics.measure(loss_fn, model, x, y)
 
     losses = []
+    path.unlink(missing_ok=True)  # of an earlier run
     with diagnostics.Recorder(path) as recorder:
         for i, (x, y) in zip(range(1, STEPS + 1), batches()):
             if i % HEALTH_EVERY == 0:

@@ -1,6 +1,7 @@
 """Scalars of a training step: correct in half precision, and named as the log and the report expect."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,80 @@ def test_a_recorder_goes_on_and_never_goes_back(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["train/loss"] for line in lines] == [1, None, 3, 4, 50]
     assert lines[-1]["quantization/zeros/fc/x/1"] == 1
+
+
+def test_a_recorder_does_not_erase_a_log(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"st')  # an incomplete line is no record
+    with diagnostics.Recorder(path) as recorder:
+        recorder.add(1, {"train/loss": 2.5})
+    before = path.read_text()
+    message = f"^{re.escape(str(path))} must have no records .* last_step=N .*, or remove the file$"
+    with pytest.raises(ValueError, match=message):
+        diagnostics.Recorder(path)
+    with pytest.raises(ValueError, match="^last_step must be at least 0, got -1: "):
+        diagnostics.Recorder(path, last_step=-1)
+    assert path.read_text() == before
+
+
+def test_a_recorder_takes_numbers_of_every_kind(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = {
+        "a": 2.5,
+        "b": 3,
+        "c": np.float64(0.1),
+        "d": np.int64(5e9),
+        "e": [1.0, 2.0],
+        "f": 1e300,
+    }
+    with diagnostics.Recorder(path) as recorder:
+        recorder.add(np.int64(1), metrics | {"g": jnp.bfloat16(0.5), "h": np.ones(1, jnp.bfloat16)})
+        recorder.add(jnp.int32(2), {})
+        recorder.add(3, {})
+        recorder.add(3, {"b": True})
+        for bad in ("x", None, 1j):
+            with pytest.raises(
+                TypeError, match="^metric 'a' must be a number or an array of numbers, "
+            ):
+                recorder.add(4, {"a": bad})
+    first, *rest = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {
+        "step": 1, "a": 2.5, "b": 3, "c": 0.1, "d": 5e9, "e/0": 1, "e/1": 2, "f": None, "g": 0.5, "h/0": 1
+    }  # fmt: skip
+    assert rest == [{"step": 2}, {"step": 3, "b": 1}]
+    assert '"step": 1,' in path.read_text()
+
+
+def test_steps_are_integers_from_1(tmp_path):
+    with diagnostics.Recorder(tmp_path / "metrics.jsonl") as recorder:
+        with pytest.raises(ValueError, match="^steps count from 1, got 0: "):
+            recorder.add(0, {"train/loss": 1.0})
+        with pytest.raises(TypeError, match="integer"):
+            recorder.add(1.5, {"train/loss": 1.0})
+        recorder.add(1, {"train/loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 2, "tr', '{"train/loss": 1}', "[2]", '{"step": "2"}', ""]
+)
+def test_a_damaged_line_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n")
+    message = f"^{re.escape(str(path))}, line 2, must be a JSON object .*: correct the line, or remove it$"
+    with pytest.raises(ValueError, match=message):
+        diagnostics.Recorder(path, last_step=3)
+
+
+def test_the_first_nonfinite_of_complex_arrays_and_numbers():
+    def first(**trees):
+        found = diagnostics.first_nonfinite(**trees)
+        return found.names[found.index] if found.index >= 0 else None
+
+    assert first(x=jnp.array([1, 1j * np.nan], jnp.complex64), loss=float("nan")) == "x"
+    assert first(x=1.0, y={"a": 3, "b": float("inf")}) == "y b"
+    assert first(x=1.0, y=2 + 1j) is None
+    assert first(x=jnp.arange(3)) is None
+    assert first() is None
 
 
 def test_names_come_from_the_structure_of_the_metrics(tmp_path):

@@ -64,6 +64,24 @@ def test_a_trace_without_kernels_has_no_device_time(tmp_path):
         device_time.device_time([], steps=1)
 
 
+@pytest.mark.parametrize("steps", [0, -1])
+def test_device_time_needs_a_step(steps):
+    with pytest.raises(ValueError, match=f"^steps must be at least 1, got {steps}: "):
+        device_time.device_time([[Kernel("nvjet", 0, 1)]], steps=steps)
+
+
+def test_a_missing_or_damaged_trace_is_named(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match="^folder '.*missing' does not exist and has no trace: "
+    ):
+        device_time.read_trace(tmp_path / "missing")
+    (tmp_path / "host.xplane.pb").write_bytes(b"\x0a\xff\x01truncated")
+    with pytest.raises(
+        ValueError, match="^trace '.*host.xplane.pb' must be complete, got Failed .*: "
+    ):
+        device_time.read_trace(tmp_path)
+
+
 def test_operations_in_a_loop_are_counted_and_the_loop_is_not(tmp_path):
     @jax.jit
     def loop(x):

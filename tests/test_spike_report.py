@@ -1,6 +1,7 @@
 """The page about loss spikes and the replay of a step, for runs of train.py and for other logs."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -37,8 +38,8 @@ def test_page_of_a_log(tmp_path, capsys):
     write_log(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "2 loss spikes in steps 21 to 400" in said
-    assert "2 of 2 follow an RMS event of patch_embed/kernel by 1 to 8 steps (chance 4.2%" in said
+    assert "2 loss spikes in steps 101 to 400" in said
+    assert "2 of 2 follow an RMS event of patch_embed/kernel by 1 to 8 steps (chance 5.3%" in said
     page = Page(tmp_path / "report" / "spikes.html")
     for text in (
         "Loss spikes2",
@@ -80,7 +81,7 @@ def test_pages_of_a_log_with_gaps(tmp_path):
     log = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_bytes(log.encode() + b'{"loss": 1}\n\xff\n')
     path, found = spikes.write(tmp_path)
-    assert found.steps == (11, 200) and [event.start for event in found.loss] == [150]
+    assert found.steps == (101, 200) and [event.start for event in found.loss] == [150]
     assert "At the end of the run: <fc>/x" in Page(path).text
     assert "Not finite in 1 of 200 steps, first at step 120" in Page(report.write(tmp_path)).text
 
@@ -94,6 +95,82 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     assert len(errors) == 3
     assert "has no train/loss" in errors[0] and "has no config.json" in errors[1]
     assert "window must be at least 2, got 1" in errors[2]
+    assert main(["report", str(tmp_path), "--rms=nan"]) == 2
+    assert main(["report", str(tmp_path), "--sigmas=-1"]) == 2
+    assert main(["replay", str(tmp_path), "--step=3", "--tensors=-1"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "swjax diagnostics: Rules: rms must be at least 0, got nan",
+        "swjax diagnostics: Rules: sigmas must be at least 0, got -1.0",
+        "swjax diagnostics: --tensors must be at least 0, got -1",
+    ]
+
+
+def write_losses(workdir, losses):
+    """Writes a log from (step, loss) pairs."""
+    lines = [json.dumps({"step": step, "train/loss": loss}) for step, loss in losses]
+    (workdir / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
+def test_a_short_log_is_not_judged(tmp_path, capsys):
+    losses = dict.fromkeys(range(1, 91), 1.0) | dict.fromkeys((50, 51, 52), 1000.0)
+    write_losses(tmp_path, losses.items())
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "no step could be judged: the log has 90 steps with a finite loss, and the window before "
+        "a judged step takes 100: lower --window"
+    ]
+    text = Page(tmp_path / "report" / "spikes.html").text
+    assert "no step could be judged" in text and "There are none" not in text
+    assert main(["report", str(tmp_path), "--window=20"]) == 0
+    assert "1 loss spike in steps 21 to 90" in capsys.readouterr().out
+    assert main(["report", str(tmp_path), "--window=20", "--ignore=90"]) == 0
+    assert "the steps up to 90 do not count: lower --ignore" in capsys.readouterr().out
+
+
+def test_losses_that_are_not_finite_before_the_first_judged_step(tmp_path, capsys):
+    losses = dict.fromkeys(range(1, 301), 1.0) | dict.fromkeys((50, 51, 52))
+    write_losses(tmp_path, losses.items())
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "0 loss spikes in steps 104 to 300",
+        "1 loss spike before step 104, with losses that are not finite",
+    ]
+    assert main(["report", str(tmp_path), "--window=300"]) == 0
+    assert "1 loss spike with losses that are not finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([(1, 1.0), ("x", 1.0)], "line 2: step must be an integer, got 'x'"),
+        ([(1, 1.0), (None, 1.0)], "line 2: step must be an integer, got None"),
+        ([(1, 1.0), (2, [1.0])], "line 2: train/loss must be a number, got [1.0]"),
+        ([(1, 1.0), (2, 1.0), (2, 1.0)], "steps must increase, got 2 after 2"),
+    ],
+)
+def test_a_wrong_line_of_a_log_is_named(tmp_path, capsys, losses, said):
+    write_losses(tmp_path, losses)
+    assert main(["report", str(tmp_path)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/metrics.jsonl" in error and said in error
+
+
+def test_a_log_of_every_tenth_step(tmp_path, capsys):
+    write_losses(tmp_path, ((step, 1.0) for step in range(10, 4000, 10)))
+    assert main(["report", str(tmp_path)]) == 2
+    assert "the log has one step in 10" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_used_are_one_line(tmp_path, capsys):
+    write_log(tmp_path, steps=3)
+    (tmp_path / "report").write_text("a file")
+    assert main(["report", str(tmp_path)]) == 2
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert main(["report", str(tmp_path)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert f"{tmp_path}/report" in errors[0] and f"{tmp_path}/metrics.jsonl" in errors[1]
 
 
 def test_swjax_is_a_command():
@@ -159,10 +236,13 @@ def test_a_run_that_goes_on_with_another(run, micro, tmp_path):
         replay._position_before(config, tmp_path, 2)
 
 
-def test_report_of_a_run_names_examples_and_the_command(run):
-    path, _ = spikes.write(
-        run, examples=replay.batch_examples(run), ignore=0, window=2, sigmas=-9.0, deviations=1
-    )
+def test_report_of_a_run_names_examples_and_the_command(run, tmp_path):
+    run = shutil.copytree(run, tmp_path / "run")
+    lines = records(run)
+    lines[4]["train/loss"] = 100.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    examples = replay.batch_examples(run)
+    path, _ = spikes.write(run, examples=examples, ignore=0, window=2, deviations=1)
     text = Page(path).text
     assert f"python -m swjax diagnostics replay {run} --step=" in text
     assert "8 examples" in text and ": pattern " in text

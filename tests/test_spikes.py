@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from swjax.diagnostics.spikes import Detector, Rules, align, analyse
+from swjax.diagnostics.spikes import Detector, Rules, Watch, align, analyse
 
 PATCH, MIDDLE = "vision/patch_embed/kernel", "vision/blocks/attn/q/kernel/14"
 
@@ -131,10 +131,75 @@ def test_mistakes_are_said_in_one_line():
         analyse(np.arange(3), np.ones(3), {"x": np.ones(2)})
     with pytest.raises(ValueError, match="^Rules: deviations must be at least 1, got 0$"):
         Rules(deviations=0)
+    for name, value in (("rms", -1), ("rms", math.nan), ("sigmas", -1.0), ("sigmas", math.nan)):
+        with pytest.raises(ValueError, match=f"^Rules: {name} must be at least 0, got {value}$"):
+            Rules(**{name: value})
     with pytest.raises(ValueError, match=r"^Rules: lead must be .*, got \(8, 1\)$"):
         Rules(lead=(8, 1))
 
 
 def test_a_log_without_steps():
     found = analyse(np.array([], int), np.array([]))
-    assert found.loss == [] and found.alignments == []
+    assert found.loss == [] and found.alignments == [] and found.steps is None
+
+
+def short(first, steps):
+    """Returns (steps, loss, {"a": RMS}): a loss spike at the 221st step, 3 steps after an RMS event."""
+    step = np.arange(first, first + steps)
+    loss = 1 + 0.01 * np.sin(np.arange(steps))
+    rms = np.ones(steps)
+    loss[220:223], rms[[40, 217]] = 2, 3
+    return step, loss, {"a": rms}
+
+
+@pytest.mark.parametrize("first", [1, 5001])
+def test_the_range_begins_at_the_first_judged_step(first):
+    """It is the first with a full window, wherever the log starts; chance and p are those of the range."""
+    found = analyse(*short(first, 400))
+    assert found.steps == (first + 100, first + 399)
+    assert [event.start for event in found.loss] == [first + 220]
+    (alignment,) = found.alignments  # the RMS event before the range does not count
+    assert (alignment.rms_events, alignment.followed, alignment.loss_events) == (1, 1, 1)
+    assert alignment.chance == pytest.approx(8 / 300)
+    assert alignment.p_value == pytest.approx(8 / 300)
+
+
+def test_losses_that_are_not_finite_are_not_in_the_window():
+    step, loss, rms = short(1, 400)
+    loss[10] = np.nan  # ignored
+    loss[50] = np.nan  # an event before the first judged step
+    found = analyse(step, loss, rms)
+    assert found.steps == (103, 400) and found.finite == 398
+    assert [event.start for event in found.loss] == [221]  # one deviation alone is none
+    loss[51] = np.nan
+    found = analyse(step, loss, rms)
+    assert [event.start for event in found.loss] == [51, 221]
+    assert found.alignments[0].loss_events == 1
+
+
+@pytest.mark.parametrize(("steps", "changes"), [(90, {}), (100, {}), (400, {"ignore": 400})])
+def test_no_step_could_be_judged(steps, changes):
+    loss = np.ones(steps)
+    loss[50:53] = 1000
+    found = analyse(np.arange(1, steps + 1), loss, rules=Rules.of_run(steps, **changes))
+    assert found.steps is None and found.finite == steps and found.loss == []
+
+
+def test_every_step_is_needed():
+    step, loss, _ = short(1, 400)
+    with pytest.raises(ValueError, match="need the loss of every step, .* has one step in 10: log"):
+        analyse(10 * step, loss)
+    kept = np.arange(400) % 50 != 0  # some steps may be missing
+    assert analyse(step[kept], loss[kept]).steps == (104, 400)
+
+
+def test_watch_reads_records_of_a_log():
+    """null stands for a value that is not finite."""
+    watch = Watch(Rules(ignore=0, window=20))
+    lines = []
+    for step in range(1, 61):
+        record = {"step": step, "train/loss": 1.0, "train/grad_norm": 9.0, "train/nonfinite": "w"}
+        record |= {"stability/rms/a": 3.0 if step == 47 else None}
+        record |= {"train/loss": None} if step in (50, 51) else {}
+        lines += watch.update([record])
+    assert lines == ["loss spike at step 50, up to inf; before it the RMS of a was 3 (step 47)"]

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import swjax
 import swjax.nnx
@@ -99,6 +99,74 @@ def test_rotated_tokens_keep_what_one_scale_a_column_loses():
         for recipe in ("llm_int8", "switchback_hadamard")
     }
     assert zeros["llm_int8"] > 0.3 > 0.1 > zeros["switchback_hadamard"]
+
+
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_hadamard", "fp8_switchback"])
+def test_sqnr_does_not_depend_on_the_magnitude(recipe):
+    """Squares of the operands underflow and overflow float32; the scales are powers of two, so exact."""
+    model = two_layers(recipe)
+    model.layers = nnx.List([model.layers[0]])  # linear: the gradient has the magnitude of x
+
+    run = jax.jit(lambda x: diagnostics.measure(loss, model, x))
+
+    def sqnr(exponent):
+        found = run(X * 2.0**exponent)
+        return {name: value for name, value in found.items() if "sqnr_db" in name}
+
+    expected = sqnr(0)
+    assert 15 < min(expected.values()) and max(expected.values()) < 60
+    for exponent in (-80, -63, -53, -45, -40, 20, 45, 63, 90):
+        for name, value in sqnr(exponent).items():
+            np.testing.assert_allclose(value, expected[name], atol=2e-3, err_msg=(exponent, name))
+
+
+def sqnr_of(*operands):
+    """The SQNR that `read` computes from the sums of several calls."""
+    sums = sum(taps.operand_sums(jnp.asarray(x, jnp.float32), (1,), "int8") for x in operands)
+    return taps._summary(sums)["sqnr_db"]
+
+
+def test_sqnr_of_calls_of_different_magnitude_is_that_of_their_sums():
+    def by_sums(*scales):
+        operands = [np.asarray(X[:, i : i + 8] * s, np.float64) for i, s in enumerate(scales)]
+        quantized = [reference_of(x) for x in operands]
+        noise = sum(np.sum(np.square(x - q)) for x, q in zip(operands, quantized))
+        return operands, 10 * np.log10(sum(np.sum(np.square(x)) for x in operands) / noise)
+
+    def reference_of(x):
+        scale = np.max(np.abs(x), axis=1, keepdims=True) / 127
+        return np.rint(x / scale) * scale
+
+    # The elements of the second to fourth are on both sides of an edge of the ranges.
+    for scales in (
+        (1, 3),
+        (2.0**-42, 2.0**-44),
+        (2.0**42, 2.0**41),
+        (1, 2.0**41),
+        (2.0**60, 1e-20),
+    ):
+        operands, expected = by_sums(*scales)
+        np.testing.assert_allclose(sqnr_of(*operands), expected, rtol=1e-4, err_msg=scales)
+
+
+@pytest.mark.parametrize("scale", [2.0**-85, 2.0**-42, 1, 2.0**42, 2.0**100])
+def test_sqnr_is_at_most_200_and_nan_without_a_finite_signal(scale):
+    exact = np.full((2, 4), 127 * scale)
+    np.testing.assert_allclose(sqnr_of(exact), 200)
+    assert np.isnan(sqnr_of(np.zeros((2, 4))))
+    for bad in (np.nan, np.inf):
+        assert np.isnan(sqnr_of(np.array([[bad, scale], [scale, scale]])))
+
+
+def test_sqnr_of_scanned_and_mapped_layers_does_not_depend_on_the_magnitude():
+    class Mapped(Stack):
+        def __call__(self, x):
+            return jax.vmap(super().__call__)(x[:, None])
+
+    for model in (Stack(True), Mapped(True)):
+        run = jax.jit(lambda x, model=model: diagnostics.measure(loss, model, x))
+        usual, small = (run(X * s) for s in (1.0, 2.0**-60))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), small, usual)
 
 
 def test_outliers_stay_out():
@@ -216,6 +284,77 @@ def test_mistakes_are_said_in_one_line():
     model = Pair()
     with pytest.raises(ValueError, match="^features can be measured .* got tuple of Pair: .*"):
         diagnostics.measure(lambda m, x: m(x)[0].sum(), model, X, quantization=None, features="")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nnx.Linear(64, 8, rngs=nnx.Rngs(0)), two_layers("standard")],
+    ids=["plain", "standard"],
+)
+def test_a_model_without_quantized_layers_is_refused(model):
+    message = "^the model must have a layer with a quantized product, .*nnx.quantize_model .*=None .*only$"
+    with pytest.raises(ValueError, match=message):
+        diagnostics.measure(loss, model, X)
+    assert len(diagnostics.measure(loss, model, X, quantization=None, features=".*")) >= 2
+
+
+def test_what_is_not_an_nnx_model_is_refused():
+    with pytest.raises(
+        TypeError, match="^model must be an NNX model, got the Linen module Dense: "
+    ):
+        diagnostics.measure(loss, linen.Dense(3), X)
+    for model in (None, X, loss):  # the last: swapped arguments
+        with pytest.raises(
+            TypeError, match="^model must be an NNX model, got .*: call measure.loss_fn"
+        ):
+            diagnostics.measure(two_layers(), model, X)
+
+
+def test_features_are_those_of_modules_that_can_be_called():
+    model = two_layers()  # its `layers` are an nnx.List
+    found = diagnostics.measure(loss, model, X, quantization=None, features=".*")
+    assert {name.partition("_abs")[2] for name in found} == {"", "/layers/0", "/layers/2"}
+    for features in ("nothing", "layers"):
+        message = f"^features='{features}' matches the whole path of no module .* 'layers/0', 'layers/2', ''$"
+        with pytest.raises(ValueError, match=message):
+            diagnostics.measure(loss, model, X, features=features)
+    with pytest.raises(ValueError, match=r"^features must be a regular expression, got '\(': "):
+        diagnostics.measure(loss, model, X, features="(")
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.ln = nnx.LayerNorm(64, rngs=rngs)
+        self.fc = swjax.nnx.Linear(64, 64, rngs=rngs)
+        self.drop = nnx.Dropout(0.0, deterministic=True)
+
+    def __call__(self, x):
+        return x + self.drop(self.fc(self.ln(x)))
+
+
+class Tower(nnx.Module):
+    """Three scanned blocks and a LayerNorm that is not stacked."""
+
+    def __init__(self):
+        self.b = nnx.split_rngs(splits=3)(nnx.vmap(Block))(nnx.Rngs(0))
+        self.ln = nnx.LayerNorm(64, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.ln(
+            nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                x, self.b
+            )
+        )
+
+
+def test_modules_of_a_stack_have_a_value_for_each_layer():
+    found = measured(loss, Tower(), X, quantization=None, features=".*")
+    shapes = {name.partition("_abs")[2]: value.shape for name, value in found.items()}
+    assert shapes == dict.fromkeys(["/b", "/b/ln", "/b/fc", "/b/drop"], (3,)) | {"": (), "/ln": ()}
+    with pytest.raises(
+        ValueError, match="^features of a stack must be .* Stack with .* [(]3, 3[)]: "
+    ):
+        diagnostics.measure(loss, Stack(True), X, features="")
 
 
 class Pair(nnx.Module):

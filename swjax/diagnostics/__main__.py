@@ -22,9 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except ModuleNotFoundError as error:
-        print(f"swjax.diagnostics: {error}: pip install 'swjax[train]'", file=sys.stderr)
-    except ValueError as error:  # ConfigError is a ValueError
-        print(f"swjax.diagnostics: {error}", file=sys.stderr)
+        print(f"swjax diagnostics: {error}: pip install 'swjax[train]'", file=sys.stderr)
+    except (ValueError, OSError) as error:  # ConfigError is a ValueError
+        print(f"swjax diagnostics: {error}", file=sys.stderr)
     return 2
 
 
@@ -70,11 +70,13 @@ def _examples(workdir: Path) -> Callable[[int], list[str]] | None:
     try:
         return replay.batch_examples(workdir)
     except ValueError as error:  # the rest of the report does not need the data
-        print(f"swjax.diagnostics: no batches in the report: {error}", file=sys.stderr)
+        print(f"swjax diagnostics: no batches in the report: {error}", file=sys.stderr)
         return None
 
 
 def run_replay(args: argparse.Namespace) -> int:
+    if args.tensors < 0:
+        raise ValueError(f"--tensors must be at least 0, got {args.tensors}")
     from swjax.training import replay
 
     found = replay.replay(args.workdir, args.step, say=print)

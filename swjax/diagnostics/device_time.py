@@ -132,12 +132,25 @@ def read_trace(folder: str | Path) -> list[list[Kernel]]:
       folder: the folder given to `jax.profiler.trace` or `start_trace`.
 
     Returns:
-      A list per device, ordered by start time; [] if the trace has no device events.
+      A list per device, ordered by start time; [] if the folder has no trace, or one without device events.
+
+    Raises:
+      FileNotFoundError: the folder does not exist.
+      ValueError: the trace is damaged.
     """
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"folder {str(folder)!r} does not exist and has no trace: pass the folder of jax.profiler.trace"
+        )
     traces = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not traces:
         return []
-    planes = list(jax.profiler.ProfileData.from_file(str(traces[-1])).planes)
+    try:
+        planes = list(jax.profiler.ProfileData.from_file(str(traces[-1])).planes)
+    except RuntimeError as error:
+        raise ValueError(
+            f"trace {str(traces[-1])!r} must be complete, got {error}: remove it, or trace again"
+        ) from error
     devices = [_of_gpu(plane) for plane in planes if "/device:GPU" in plane.name]
     devices = [kernels for kernels in devices if kernels]
     return devices or _of_cpus(plane for plane in planes if plane.name == "/host:CPU")
@@ -188,16 +201,20 @@ def device_time(devices: Sequence[Sequence[Kernel]], steps: int) -> DeviceTime:
 
     Args:
       devices: kernels of each device, from `read_trace`.
-      steps: number of training steps in the trace.
+      steps: number of training steps in the trace, at least 1.
 
     Raises:
-      ValueError: no device has a kernel.
+      ValueError: no device has a kernel, or steps is below 1.
 
     >>> kernels = [Kernel("ncclSend", 0, 4e6), Kernel("_gelu_kernel", 1e6, 2e6), Kernel("nvjet", 2e6, 3e6)]
     >>> time = device_time([kernels, kernels], steps=1)
     >>> time.kinds, time.exposed
     ({'collectives': 4.0, 'quantizers and norms': 1.0, 'products': 1.0}, 2.0)
     """
+    if steps < 1:
+        raise ValueError(
+            f"steps must be at least 1, got {steps}: pass the number of steps in the trace"
+        )
     if not any(devices):
         raise ValueError(f"a trace of {len(devices)} devices has no kernels: trace steps that run")
     elapsed = exposed = 0.0

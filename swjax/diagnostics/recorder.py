@@ -2,8 +2,10 @@
 
 import json
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +46,15 @@ class Packer:
         for name, value in sorted(metrics.items()):
             if isinstance(value, NamedIndex):
                 choices[name], value = value.names, value.index
-            names += [f"{name}/{i}" for i in range(value.size)] if value.ndim else [name]
+            shape = np.shape(value)
+            names += [f"{name}/{i}" for i in range(math.prod(shape))] if shape else [name]
         return cls(names, choices)
 
     def pack(self, metrics: Metrics) -> jax.Array:
         """[len(names)] float32."""
         leaves = jax.tree.leaves(metrics)  # the leaves of a dict are sorted by name
+        if not leaves:
+            return jnp.zeros(0, jnp.float32)
         return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
 
     def records(self, vectors: Mapping[int, np.ndarray]) -> list[dict[str, Any]]:
@@ -74,8 +79,12 @@ class Recorder:
 
     Args:
       path: path of the file, such as "runs/mine/metrics.jsonl"; its directory is created.
-      last_step: continues the file after this step, and removes later lines that a killed run left.
+      last_step: continues the file after this step, and removes later lines that a killed run left. A file
+        that has records needs it.
       fetch_every: number of steps between two fetches.
+
+    Raises:
+      ValueError: the file has records and `last_step` is 0, or a line of the file is damaged.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -89,29 +98,41 @@ class Recorder:
     """
 
     def __init__(self, path: str | Path, *, last_step: int = 0, fetch_every: int = 50):
-        path = Path(path)
+        path, last_step = Path(path), operator.index(last_step)
+        if last_step < 0:
+            raise ValueError(f"last_step must be at least 0, got {last_step}: 0 starts a new file")
+        if last_step == 0 and _has_records(path):
+            raise ValueError(
+                f"{path} must have no records if last_step is 0: pass last_step=N to continue after step N, "
+                "or remove the file"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        truncate(path, last_step)
+        truncate(path, last_step, partial(read_line, path))
         self._file = open(path, "a", encoding="utf-8")
         self._every, self._last = fetch_every, last_step
         self._packers: dict[tuple, tuple[Packer, Callable]] = {}
         self._pending: dict[int, list[tuple[Packer, jax.Array]]] = {}
 
-    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds metrics of a step: scalars, or vectors, whose element i is named "<name>/<i>".
 
         Args:
-          step: number of the step, at least that of the previous call.
-          metrics: arrays on the device; the call does not wait for them.
+          step: number of the step, from 1, and at least that of the previous call.
+          metrics: arrays on the device, for which the call does not wait; or numbers and NumPy arrays.
 
         Raises:
-          ValueError: the step is already written.
+          TypeError: a metric is not a number or an array.
+          ValueError: the step is below 1, or already written.
         """
+        step = operator.index(step)
+        if step < 1:
+            raise ValueError(f"steps count from 1, got {step}: add 1 to a step that counts from 0")
         if step < self._last or (step == self._last and step not in self._pending):
             raise ValueError(
                 f"steps must not decrease, got {step} after {self._last}: after a rollback, open the file "
                 f"again with last_step"
             )
+        metrics = {name: _as_array(name, value) for name, value in metrics.items()}
         self._last = step
         if step not in self._pending and len(self._pending) >= self._every:
             self.flush()
@@ -157,13 +178,54 @@ def number(value: float | str | None) -> float | int | str | None:
     return float(str(np.float32(value))) if math.isfinite(value) else None
 
 
-def read_line(number: int, line: str) -> dict:
-    """Parses a record from a line of the file."""
-    return json.loads(line)
+def _as_array(name: str, value: Any) -> Any:
+    """Converts a number or a NumPy array of any dtype to float32; keeps arrays on the device."""
+    if isinstance(value, jax.Array | NamedIndex):
+        return value
+    try:
+        with np.errstate(over="ignore"):  # an overflow is recorded as a value that is not finite
+            return np.asarray(value).astype(np.float32, casting="same_kind")
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"metric {name!r} must be a number or an array of numbers, got {type(value).__name__}: "
+            "convert it or leave it out"
+        ) from error
 
 
-def truncate(path: Path, last_step: int, read: Callable[[int, str], dict] = read_line) -> float:
-    """Removes records after `last_step` and an incomplete line; returns the time of the last record."""
+def _has_records(path: Path) -> bool:
+    """Whether the file has a complete line."""
+    if not path.exists():
+        return False
+    with open(path, errors="replace") as file:
+        return file.readline().endswith("\n")
+
+
+def read_line(path: Path, number: int, line: str) -> dict:
+    """Parses a record from a line of the file.
+
+    Raises:
+      ValueError: the line is damaged.
+    """
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
+        raise ValueError(
+            f'{path}, line {number}, must be a JSON object with a number "step", got {line[:40].rstrip()!r}: '
+            "correct the line, or remove it"
+        )
+    return record
+
+
+def truncate(path: Path, last_step: int, read: Callable[[int, str], dict]) -> float:
+    """Removes records after `last_step` and an incomplete line; returns the time of the last record.
+
+    Args:
+      path: the file; the function does nothing if it does not exist.
+      last_step: number of the last step to keep.
+      read: (line number from 1, line) -> record.
+    """
     if not path.exists():
         return 0.0
     seconds, part = 0.0, path.with_suffix(".part")

@@ -22,7 +22,8 @@ class Rules:
     Attributes:
       rms: threshold of an RMS event; 2.3 is from section 3.4 of the paper.
       sigmas: a loss deviates if it exceeds running mean + `sigmas` running standard deviations.
-      window: number of previous losses in the running statistics; swjax's choice.
+      window: number of previous finite losses in the running statistics; swjax's choice. A step with fewer
+        is not judged.
       deviations: number of deviations within `merge` steps that make a loss event; the paper's "multiple".
       merge: events at most this far apart are merged.
       ignore: number of steps at the beginning that are ignored.
@@ -38,9 +39,9 @@ class Rules:
     lead: tuple[int, int] = (1, 8)
 
     def __post_init__(self) -> None:
-        least = {"window": 2, "deviations": 1, "merge": 1, "ignore": 0}
+        least = {"rms": 0, "sigmas": 0, "window": 2, "deviations": 1, "merge": 1, "ignore": 0}
         for name, number in least.items():
-            if getattr(self, name) < number:
+            if not getattr(self, name) >= number:  # also refuses NaN
                 raise ValueError(
                     f"Rules: {name} must be at least {number}, got {getattr(self, name)}"
                 )
@@ -86,6 +87,7 @@ class Detector:
     Attributes:
       loss: loss events so far, oldest first.
       rms: {tensor: its RMS events so far}.
+      first: first step whose loss was judged, after `Rules.ignore` and a full window; None if there is none.
 
     >>> detector = Detector(Rules(ignore=0, window=20))
     >>> for step in range(1, 61):
@@ -109,6 +111,10 @@ class Detector:
             maxlen=self.rules.merge + self.rules.lead[1]
         )
         self._last = -math.inf
+
+    @property
+    def first(self) -> int | None:
+        return self._losses.first
 
     def update(self, step: int, loss: float, rms: Mapping[str, float] | None = None) -> list[Event]:
         """Adds the values of one step.
@@ -166,11 +172,19 @@ class Watch:
         self._detector = Detector(self._rules)
 
     def update(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Adds records {"step", "train/loss", "stability/rms/<tensor>", ...}; returns a line per event."""
+        """Adds records {"step", "train/loss", "stability/rms/<tensor>", ...}; returns a line per event.
+
+        A value that is not finite may be None, as in metrics.jsonl.
+
+        >>> watch = Watch(Rules(ignore=0, deviations=1))
+        >>> watch.update([{"step": 1, "train/loss": 5.0}, {"step": 2, "train/loss": None}])
+        ['loss spike at step 2, up to inf']
+        """
         lines = []
         for record in records:
-            rms = {name.removeprefix(RMS): x for name, x in record.items() if name.startswith(RMS)}
-            found = self._detector.update(record["step"], record["train/loss"], rms)
+            values = {name: math.nan if x is None else x for name, x in record.items()}
+            rms = {name.removeprefix(RMS): x for name, x in values.items() if name.startswith(RMS)}
+            found = self._detector.update(record["step"], values["train/loss"], rms)
             lines += [describe(event) for event in found if event.name == "loss"]
         return lines
 
@@ -191,11 +205,14 @@ class _Losses:
     """Detects losses that deviate from the previous losses."""
 
     def __init__(self, rules: Rules):
+        self.first: int | None = None
         self._rules = rules
         self._window: deque[float] = deque(maxlen=rules.window)
 
     def deviates(self, step: int, loss: float) -> bool:
         judged = step > self._rules.ignore and len(self._window) == self._rules.window
+        if judged and self.first is None:
+            self.first = step
         before = np.array(self._window)
         if math.isfinite(loss):
             self._window.append(loss)
@@ -323,14 +340,16 @@ class Analysis:
 
     Attributes:
       rules: the rules of the analysis.
-      steps: the first and the last step considered.
-      loss: loss events, oldest first.
-      rms: {tensor: its RMS events}, for tensors with events.
-      alignments: alignments of these tensors, smallest p-value first.
+      steps: the first and the last step whose loss was judged; None if there is none.
+      finite: number of steps with a finite loss.
+      loss: loss events, oldest first. A loss that is not finite is an event also before `steps`.
+      rms: {tensor: its RMS events after `Rules.ignore`}, for tensors with events.
+      alignments: alignments of the events in `steps`, smallest p-value first.
     """
 
     rules: Rules
-    steps: tuple[int, int]
+    steps: tuple[int, int] | None
+    finite: int
     loss: list[Event]
     rms: dict[str, list[Event]]
     alignments: list[Alignment]
@@ -345,13 +364,13 @@ def analyse(
     """Finds the events of a whole run, and the tensors whose RMS events the loss events follow.
 
     Args:
-      step: int [n], ascending.
+      step: int [n], ascending; every step of a run, or of a part of it.
       loss: float [n]; NaN counts as a deviation.
       rms: {tensor: float [n]}; NaN at steps without an RMS.
       rules: definition of an event; default `Rules.of_run` of the last step.
 
     Raises:
-      ValueError: the steps do not increase, or lengths differ.
+      ValueError: the steps do not increase, most of them are missing, or lengths differ.
 
     >>> step = np.arange(1, 401)
     >>> loss = 1 + 0.01 * np.sin(step)
@@ -369,6 +388,7 @@ def analyse(
             raise ValueError(
                 f"{name!r} must have one value per step, {len(step)}, got {len(values)}"
             )
+    _require_every_step(step)
     rules = rules or Rules.of_run(int(step[-1]) if len(step) else 0)
     detector = Detector(rules)
     # Only the steps that a rule reads, which are a small part of a long log.
@@ -380,15 +400,31 @@ def analyse(
         for event in detector.update(int(step[i]), float(loss[i]), high[i]):
             if event.name == "loss":
                 event.leaders = _leaders(step, rms, event.start, rules)
-    last = int(step[-1]) if len(step) else 0
-    judged = (min(rules.ignore + 1, last), last)
-    starts = [event.start for event in detector.loss]
-    alignments = [
-        align(name, [event.start for event in events], starts, judged, rules)
-        for name, events in detector.rms.items()
-    ]
-    alignments.sort(key=lambda a: (a.p_value, -a.followed, -a.rms_events))
-    return Analysis(rules, judged, detector.loss, detector.rms, alignments)
+    steps = None if detector.first is None else (detector.first, int(step[-1]))
+    finite = int(np.isfinite(loss).sum())
+    return Analysis(
+        rules, steps, finite, detector.loss, detector.rms, _alignments(detector, steps, rules)
+    )
+
+
+def _require_every_step(step: np.ndarray) -> None:
+    distance = int(np.median(np.diff(step))) if len(step) > 1 else 1
+    if distance > 1:
+        raise ValueError(
+            f"the rules for loss spikes need the loss of every step, but the log has one step in {distance}: "
+            f"log every step"
+        )
+
+
+def _alignments(detector: Detector, steps: tuple[int, int] | None, rules: Rules) -> list[Alignment]:
+    """The alignments of the events that start in `steps`, smallest p-value first."""
+    if steps is None:
+        return []
+    starts = lambda events: [event.start for event in events if event.start >= steps[0]]
+    rms = {name: starts(events) for name, events in detector.rms.items()}
+    losses = starts(detector.loss)
+    found = [align(name, events, losses, steps, rules) for name, events in rms.items() if events]
+    return sorted(found, key=lambda a: (a.p_value, -a.followed, -a.rms_events))
 
 
 def _leaders(step, rms, start: int, rules: Rules):

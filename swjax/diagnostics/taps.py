@@ -5,14 +5,16 @@ measurement. So measurements leave the model as gradients do: through `jax.lax.s
 `nnx.vmap`, micro-batches and several devices, and without saved activations.
 """
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, OPERANDS
 from swjax.diagnostics.values import magnitudes
@@ -33,9 +35,9 @@ QUANTIZATION, FEATURES = "tap_quantization", "tap_features"
 class Tap(nnx.Variable):
     """A variable whose gradient carries a measurement, summed over the calls of its module.
 
-    For quantization it is [..., 3, 5] float32, or [..., 5, 5] if the weight gradient is quantized. For each
+    For quantization it is [..., 3, 9] float32, or [..., 5, 9] if the weight gradient is quantized. For each
     operand in `OPERANDS` it counts the nonzero elements, and among them those that quantize to zero and to
-    the largest value; then come the sum of squares and the sum of squared errors. For features it is
+    the largest value; then come the `sums_of_squares` of the operand and of its errors. For features it is
     [..., 3]: number of calls, mean |y|, max |y|. Leading axes stack the module.
     """
 
@@ -62,7 +64,9 @@ def measure(
     Returns:
       {name: float32 scalar, or [layers] for stacked modules}; NaN if no gradient reached the module.
 
-      quantization/sqnr_db/<path>/<operand>: signal to quantization noise, 10 log10 of power ratios.
+      quantization/sqnr_db/<path>/<operand>: signal to quantization noise, 10 log10 of power ratios, at most
+        200. It does not depend on the magnitude of an operand whose largest elements are above 2**-92, the
+        least that scales allow for. NaN if the operand is all zero or not finite.
       quantization/zeros/...: share of the nonzero elements that quantize to zero.
       quantization/saturated/...: share of the nonzero elements that quantize to the format's largest value.
       stability/feature_mean_abs/<path>, stability/feature_max_abs/<path>: magnitudes of the module's output.
@@ -72,6 +76,7 @@ def measure(
       measured after the rotation, which multiplies the power of signal and noise by the same factor.
 
     Raises:
+      TypeError: the model is not an NNX model.
       ValueError: an expression matches no module that can be measured.
 
     >>> layer = Linear(64, 32, recipe="switchback", rngs=nnx.Rngs(0))
@@ -81,6 +86,7 @@ def measure(
     {'quantization/sqnr_db/layers/0/x': 44, 'quantization/sqnr_db/layers/0/w': 46,
      'quantization/sqnr_db/layers/0/g': 46}
     """
+    _check_model(model)
     tapped = insert(nnx.clone(model), quantization=quantization, features=features)
     return read(nnx.grad(loss_fn, argnums=nnx.DiffState(0, Tap))(tapped, *args))
 
@@ -101,17 +107,55 @@ def insert(
       `model`.
 
     Raises:
+      TypeError: the model is not an NNX model.
       ValueError: an expression matches no module that can be measured.
     """
+    _check_model(model)
     modules, quantized = _modules(model), quantized_layers(model)
+    if quantization is not None and not quantized:
+        raise ValueError(
+            f"the model must have a layer with a quantized product, got {type(model).__name__} without one: "
+            "call swjax.nnx.quantize_model first, or pass quantization=None to measure features only"
+        )
     for path in first_match({quantization: ""} if quantization is not None else {}, quantized):
         module = quantized[path]
         call = _call_linear if isinstance(module, Linear) else _call_product
         operands = OPERANDS if _recipe_of(module).wgrad else OPERANDS[:3]
-        attach(module, call, QUANTIZATION, (*_stacked(module), len(operands), 5))
-    for path in first_match({features: ""} if features is not None else {}, modules):
-        attach(modules[path], _call_for_features, FEATURES, (*_stacked(modules[path]), 3))
+        shape = (*(_axes_of_linear(module) or ()), len(operands), 3 + 2 * _RANGES)
+        attach(module, call, QUANTIZATION, shape)
+    # Containers such as nnx.List have no output.
+    called = [path for path, module in modules.items() if callable(module)]
+    for path in [] if features is None else _matching(features, called):
+        attach(modules[path], _call_for_features, FEATURES, (*_stack_axes(path, modules), 3))
     return model
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, linen.Module):
+        raise TypeError(
+            f"model must be an NNX model, got the Linen module {type(model).__name__}: "
+            "diagnostics measure NNX models only"
+        )
+    if next(iter(nnx.iter_modules(model)), None) is None:
+        raise TypeError(
+            f"model must be an NNX model, got {type(model).__name__}: call measure(loss_fn, model, *args)"
+        )
+
+
+def _matching(features: str, paths: Iterable[str]) -> list[str]:
+    """The paths that the regular expression matches as a whole; there must be one."""
+    try:
+        found = [path for path in paths if re.fullmatch(features, path)]
+    except re.error as error:
+        raise ValueError(
+            f"features must be a regular expression, got {features!r}: {error}; '.*' matches any text"
+        ) from error
+    if not found:
+        raise ValueError(
+            f"features={features!r} matches the whole path of no module that can be called: "
+            f"the paths are {', '.join(map(repr, paths))}"
+        )
+    return found
 
 
 def quantized_layers(model: nnx.Module) -> dict[str, nnx.Module]:
@@ -144,19 +188,20 @@ def read(gradients: Any) -> dict[str, jax.Array]:
 
 
 def _summary(sums: jax.Array) -> dict[str, jax.Array]:
-    nonzero, zeros, largest, signal, noise = jnp.moveaxis(sums, -1, 0)
-    noise = jnp.maximum(noise, 1e-20 * signal)  # at most 200 dB
+    nonzero, zeros, largest = jnp.moveaxis(sums[..., :3], -1, 0)
+    signal, noise = sums[..., 3 : 3 + _RANGES], sums[..., 3 + _RANGES :]
+    decibels = 10 / math.log(10) * (_log_of_sum(signal) - _log_of_sum(noise))
     return {
         "zeros": zeros / nonzero,
         "saturated": largest / nonzero,
-        "sqnr_db": 10 * jnp.log10(signal / noise),
+        "sqnr_db": jnp.minimum(decibels, 200),
     }
 
 
 def operand_sums(
     x: jax.Array, axes: tuple[int, ...], dtype: str, kept: jax.Array | None = None
 ) -> jax.Array:
-    """The five sums of one operand, see `Tap`.
+    """The sums of one operand, see `Tap`.
 
     Args:
       x: the operand.
@@ -164,16 +209,55 @@ def operand_sums(
       kept: bool, broadcast to x: elements that are excluded from quantization. None excludes none.
 
     Returns:
-      [5] float32.
+      [9] float32.
     """
     given = x.astype(jnp.float32)
     exact = given if kept is None else jnp.where(kept, 0.0, given)
     q = reference.quantize(exact, axes, dtype)
     magnitude = jnp.abs(q.values.astype(jnp.float32))
     nonzero = exact != 0
-    counts = (nonzero, nonzero & (magnitude == 0), magnitude >= reference.LARGEST[dtype])
-    squares = (jnp.square(given), jnp.square(exact - reference.dequantize(q)))
-    return jnp.stack([jnp.sum(a, dtype=jnp.float32) for a in (*counts, *squares)])
+    kinds = (nonzero, nonzero & (magnitude == 0), magnitude >= reference.LARGEST[dtype])
+    counts = jnp.stack([jnp.sum(kind, dtype=jnp.float32) for kind in kinds])
+    errors = exact - reference.dequantize(q)
+    return jnp.concatenate([counts, sums_of_squares(given), sums_of_squares(errors)])
+
+
+# Ranges of magnitude with separate sums of squares, as float32 squares have half the range of exponents: up
+# to 2**-42, up to 2**42, and above. Powers of two scale the first and the last exactly.
+_RANGES, _EDGE, _SCALE = 3, 2.0**42, 2.0**84
+
+
+def sums_of_squares(x: jax.Array) -> jax.Array:
+    """Sums of squares that neither underflow nor overflow, by the algorithm of Blue.
+
+    The sums of several arrays add up, because the scale does not depend on x.
+
+    Args:
+      x: float32.
+
+    Returns:
+      [3] float32: of small elements, times 2**168; of the others, NaN included; of large ones, times 2**-168.
+
+    References:
+      J. L. Blue, A Portable Fortran Program to Find the Euclidean Norm of a Vector, 1978.
+
+    >>> sums_of_squares(jnp.array([2.0**-84, 3.0, 2.0**84])).tolist()
+    [1.0, 9.0, 1.0]
+    """
+    small, large = jnp.abs(x) < 1 / _EDGE, jnp.abs(x) > _EDGE
+    parts = (
+        jnp.where(small, x * _SCALE, 0.0),
+        jnp.where(small | large, 0.0, x),
+        jnp.where(large, x / _SCALE, 0.0),
+    )
+    return jnp.stack([jnp.sum(jnp.square(part)) for part in parts])
+
+
+def _log_of_sum(squares: jax.Array) -> jax.Array:
+    """The natural logarithm of the sum of `sums_of_squares` [..., 3], which float32 may not represent."""
+    small, others, large = jnp.moveaxis(jnp.log(squares), -1, 0)
+    scale = 2 * math.log(_SCALE)
+    return jax.nn.logsumexp(jnp.stack([small - scale, others, large + scale]), axis=0)
 
 
 # ----------------------------------------------------------------------------------- how taps work
@@ -234,7 +318,7 @@ def _report_product(y, x, w, tap, recipe: Recipe, layout: Layout | None):
 def _sums(quantizer: Quantizer | None, x, axes: tuple[int, ...], kept=None) -> jax.Array:
     """`operand_sums` of an operand of a product that sums over `axes`; zeros if it is not quantized."""
     if quantizer is None:
-        return jnp.zeros(5, jnp.float32)
+        return jnp.zeros(3 + 2 * _RANGES, jnp.float32)
     spanned = tuple(range(x.ndim)) if quantizer.scope == "tensor" else axes
     return operand_sums(x, spanned, quantizer.dtype, kept)
 
@@ -312,9 +396,15 @@ def _call_for_features(self, call: Callable, *args, **kwargs):
             f"features can be measured where a module returns an array, got {type(y).__name__} of "
             f"{type(self).__name__}: match a module inside of it"
         )
+    tap = getattr(self, FEATURES)[...]
+    if tap.shape != (3,):
+        raise ValueError(
+            f"features of a stack must be measured where a single layer is called, got a call of "
+            f"{type(self).__name__} with a tap of shape {tap.shape}: match a module inside of it"
+        )
     found = magnitudes(y)
     seen = jnp.stack([jnp.ones(()), found[FEATURE_MEAN], found[FEATURE_MAX]])
-    return report(_ignore_gradient, y, getattr(self, FEATURES)[...], seen)
+    return report(_ignore_gradient, y, tap, seen)
 
 
 def _ignore_gradient(seen, g):
@@ -350,12 +440,28 @@ def _recipe_of(module: nnx.Module) -> Recipe:
     return Recipe() if holder is None else holder.recipe
 
 
-def _stacked(module: nnx.Module) -> tuple[int, ...]:
-    """The leading axes of a stack of modules, from its first linear layer; () for a single module."""
+def _stack_axes(path: str, modules: dict[str, nnx.Module]) -> tuple[int, ...]:
+    """The leading axes of a stack of modules; () for a single module.
+
+    They are those of the first linear layer of the module, or of its nearest parent with one, if all
+    parameters have them.
+    """
+    names = path.split("/") if path else []
+    for length in range(len(names), -1, -1):
+        holder = modules.get("/".join(names[:length]))
+        axes = None if holder is None else _axes_of_linear(holder)
+        if axes is not None:
+            shapes = (np.shape(leaf) for leaf in jax.tree.leaves(nnx.state(holder, nnx.Param)))
+            return axes if all(shape[: len(axes)] == axes for shape in shapes) else ()
+    return ()
+
+
+def _axes_of_linear(module: nnx.Module) -> tuple[int, ...] | None:
+    """The leading axes of the first linear layer of a module; None if it has no linear layer."""
     for _, layer in nnx.iter_modules(module):
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
             own = np.size(layer.in_features), np.size(layer.out_features)  # numbers or tuples
             return layer.kernel.shape[: layer.kernel.ndim - sum(own)]
         if isinstance(layer, nnx.Einsum):
             return layer.kernel.shape[: layer.kernel.ndim - len(layer.kernel_shape)]
-    return ()
+    return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, RMS
 from swjax.optax import adamw_rms_by_path, rms_by_path
@@ -56,12 +57,12 @@ def first_nonfinite(**trees: Any) -> NamedIndex:
     """Selects the first tensor of a step that contains a NaN or an infinity.
 
     Args:
-      **trees: {kind: tree of arrays} in dataflow order (parameters, batch, loss, gradient), so that the
-        first non-finite tensor is the origin. Integers count as finite. A tree may contain the `squares` of
-        tensors instead, which are finite if the tensors are.
+      **trees: {kind: tree of arrays or numbers} in dataflow order (parameters, batch, loss, gradient), so
+        that the first non-finite tensor is the origin. Integers count as finite. A tree may contain the
+        `squares` of tensors instead, which are finite if the tensors are.
 
     Returns:
-      The selected "<kind> <path>"; index -1 means that all tensors are finite.
+      The selected "<kind> <path>"; index -1 means that all tensors are finite, or that there are none.
 
     >>> params = {"a": jnp.ones(2), "b": jnp.array([0, jnp.inf])}
     >>> found = first_nonfinite(parameter=params, loss=jnp.float32(jnp.nan))
@@ -69,19 +70,21 @@ def first_nonfinite(**trees: Any) -> NamedIndex:
     'parameter b'
     """
     floats = [pair for kind, tree in trees.items() for pair in _floats(kind, tree)]
-    names, leaves = zip(*floats)
+    names = tuple(name for name, _ in floats)
     # All flags are read unconditionally, because a branch would make the GPU wait for the host.
     # The last entry means that all are finite. XLA would turn `jnp.any` into a long chain of scalars, and
     # repeat it in the fusion of every tensor that depends on the result.
-    bad = jnp.stack([*(~jnp.all(jnp.isfinite(leaf)) for leaf in leaves), jnp.bool_(True)])
+    bad = jnp.stack([*(~jnp.all(jnp.isfinite(leaf)) for _, leaf in floats), jnp.bool_(True)])
     first = jnp.argmax(bad).astype(jnp.int32)
     return NamedIndex(jnp.where(first < len(names), first, -1), names)
 
 
-def _floats(kind: str, tree: Any) -> list[tuple[str, jax.Array]]:
+def _floats(kind: str, tree: Any) -> list[tuple[str, Any]]:
+    """(name, leaf) of the real and complex leaves of a tree; Python numbers become NumPy arrays."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     name = lambda path: f"{kind} {jax.tree_util.keystr(path, simple=True, separator='/')}".strip()
-    return [(name(path), x) for path, x in named if jnp.issubdtype(x.dtype, jnp.floating)]
+    arrays = [(path, x if hasattr(x, "dtype") else np.asarray(x)) for path, x in named]
+    return [(name(path), x) for path, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def rms(opt_state: Any) -> dict[str, jax.Array]:

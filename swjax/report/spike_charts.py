@@ -46,8 +46,12 @@ def draw_loss(figure: "Figure", data: Data, theme: Theme) -> str:
         axes.axvline(event.start, color=theme.series[1], linewidth=0.8, alpha=0.55, zorder=0)
     finite = [event for event in events if np.isfinite(event.peak)]
     axes.plot([e.start for e in finite], [e.peak for e in finite], ".", color=theme.series[1])
-    _ignored(axes, data, theme)
-    return f"Every step, and a running mean. Loss spikes in orange: {len(events)}."
+    steps = data.analysis.steps
+    _ignored(axes, data, theme, steps[0] - 1 if steps else loss.step[-1])
+    return (
+        f"Every step, and a running mean. Loss spikes in orange: {len(events)}. "
+        f"The losses of grey steps are not judged."
+    )
 
 
 def draw_rms(figure: "Figure", data: Data, theme: Theme) -> str:
@@ -71,7 +75,7 @@ def draw_rms(figure: "Figure", data: Data, theme: Theme) -> str:
         xycoords=("axes fraction", "data"),
     )
     axes.set_ylim(0, max(3.0, 1.08 * np.nanmax(rms, initial=0.0)))
-    _ignored(axes, data, theme)
+    _ignored(axes, data, theme, rules.ignore)
     count = len(data.analysis.rms.get(name, ()))
     return f"{name}. RMS events: {count}. Loss spikes in orange."
 
@@ -177,8 +181,11 @@ def _watched(data: Data) -> str:
     return PATCH if PATCH in data.rms else max(data.rms, key=largest)
 
 
-def _ignored(axes, data: Data, theme: Theme) -> None:
-    axes.axvspan(0, data.analysis.rules.ignore, color=theme.muted, alpha=0.12, lw=0)
+def _ignored(axes, data: Data, theme: Theme, last: int) -> None:
+    """Shades the steps up to `last`, which are not judged."""
+    before = data.loss.step[0] - 1
+    if last > before:
+        axes.axvspan(before, last, color=theme.muted, alpha=0.12, lw=0)
 
 
 def _short(name: str) -> str:

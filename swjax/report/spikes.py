@@ -4,6 +4,7 @@ It needs a metrics.jsonl with train/loss and stability/rms/<tensor>, written by 
 `swjax.diagnostics.Recorder`.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -40,16 +41,18 @@ def write(
       Path of the page, and the analysis.
 
     Raises:
-      ValueError: the log has no loss.
+      ValueError: the log has no loss, lacks most steps, repeats a step, or has a value of a wrong type.
+      OSError: the log cannot be read, or the page cannot be written.
     """
     workdir = Path(workdir)
-    metrics = records.read(workdir / "metrics.jsonl", METRICS)
+    metrics = _read(workdir / "metrics.jsonl")
     if "train/loss" not in metrics:
         raise ValueError(
             f"{workdir}/metrics.jsonl has no train/loss: give the workdir of a run, or record one "
             f"with swjax.diagnostics.Recorder"
         )
     loss = metrics["train/loss"]
+    _require_increasing(workdir / "metrics.jsonl", loss.step)
     rms = {
         name.removeprefix(RMS): records.at(loss.step, series)
         for name, series in metrics.items()
@@ -64,14 +67,69 @@ def write(
     return part.rename(folder / "spikes.html"), analysis
 
 
+def _read(path: Path) -> dict[str, records.Series]:
+    """Reads the log; an error names the line."""
+    try:
+        return records.read(path, METRICS)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path}{_wrong_line(path) or f': {error}'}") from error
+
+
+def _wrong_line(path: Path) -> str:
+    """Describes the first line whose step is not an integer, or with a list or an object as a metric."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                step = record["step"]
+            except (ValueError, TypeError, KeyError):
+                break  # the end of the log, as in records.read
+            if not isinstance(step, int):
+                return f", line {number}: step must be an integer, got {step!r}"
+            for name, value in record.items():
+                if isinstance(value, list | dict) and (name == "time" or METRICS.match(name)):
+                    return f", line {number}: {name} must be a number, got {value!r}"
+    return ""
+
+
+def _require_increasing(path: Path, step: np.ndarray) -> None:
+    wrong = np.flatnonzero(np.diff(step) <= 0)
+    if len(wrong):
+        before, after = step[wrong[0] : wrong[0] + 2]
+        raise ValueError(
+            f"{path}: steps must increase, got {after} after {before}: remove the lines that a rollback "
+            f"or an earlier run left"
+        )
+
+
 def summary(analysis: Analysis) -> list[str]:
     """Summarizes the findings in a few lines."""
-    loss, lead = analysis.loss, _lead(analysis.rules)
+    if analysis.steps is None:
+        found = f"{_count(len(analysis.loss))} with losses that are not finite"
+        return [_unjudged(analysis), *([found] if analysis.loss else [])]
     first, last = analysis.steps
-    lines = [f"{len(loss)} loss spike{'' if len(loss) == 1 else 's'} in steps {first} to {last}"]
-    if loss and analysis.alignments:
-        lines += [f"  {_sentence(a, lead)}" for a in analysis.alignments[:3]]
+    early = sum(event.start < first for event in analysis.loss)
+    judged = len(analysis.loss) - early
+    lines = [f"{_count(judged)} in steps {first} to {last}"]
+    if judged:
+        lines += [f"  {_sentence(a, _lead(analysis.rules))}" for a in analysis.alignments[:3]]
+    if early:
+        lines.append(f"{_count(early)} before step {first}, with losses that are not finite")
     return lines
+
+
+def _count(spikes: int) -> str:
+    return f"{spikes} loss spike{'' if spikes == 1 else 's'}"
+
+
+def _unjudged(analysis: Analysis) -> str:
+    """Says why no step could be judged, and the remedy."""
+    rules = analysis.rules
+    steps = f"{analysis.finite} step{'' if analysis.finite == 1 else 's'}"
+    text = f"no step could be judged: the log has {steps} with a finite loss"
+    if analysis.finite <= rules.window:
+        return f"{text}, and the window before a judged step takes {rules.window}: lower --window"
+    return f"{text}, and the steps up to {rules.ignore} do not count: lower --ignore"
 
 
 def _sentence(a: Alignment, lead: str) -> str:
@@ -110,22 +168,29 @@ def _render(workdir: Path, pictures: Path, data: spike_charts.Data, examples) ->
         tiles="".join(_tiles(analysis)),
         charts="".join(_chart(pictures, data, *chart) for chart in spike_charts.CHARTS),
         alignments=_alignments(analysis),
-        events="".join(cards) or "<p class='missing'>There are none by these rules.</p>",
+        events="".join(cards) or _none(analysis, "There are none by these rules."),
         rules=_rules(analysis.rules),
     )
 
 
 def _subtitle(data: spike_charts.Data) -> str:
-    first, last = data.analysis.steps
-    return f"steps {first:,} to {last:,} · RMS of {len(data.rms)} tensors"
+    steps = data.analysis.steps
+    text = f"steps {steps[0]:,} to {steps[1]:,}" if steps else _unjudged(data.analysis)
+    return f"{text} · RMS of {len(data.rms)} tensors"
+
+
+def _none(analysis: Analysis, text: str) -> str:
+    """Why a part of the page is empty: `text`, if the steps could be judged."""
+    return f"<p class='missing'>{text if analysis.steps else 'No step could be judged.'}</p>"
 
 
 def _tiles(analysis: Analysis) -> Iterable[str]:
-    yield page.tile("Loss spikes", str(len(analysis.loss)), "")
+    if analysis.loss or analysis.steps:
+        yield page.tile("Loss spikes", str(len(analysis.loss)), "")
     tensors = len(analysis.rms)
     total = sum(map(len, analysis.rms.values()))
     yield page.tile("RMS events", str(total), f"in {tensors} tensor{'' if tensors == 1 else 's'}")
-    if analysis.loss and analysis.alignments:
+    if analysis.alignments and analysis.alignments[0].loss_events:
         best = analysis.alignments[0]
         note = f"an RMS event of {best.name} by {_lead(analysis.rules)} steps"
         yield page.tile("Spikes that follow", f"{best.followed} of {best.loss_events}", note)
@@ -144,10 +209,11 @@ def _chart(pictures: Path, data, name: str, title: str, draw: Callable) -> str:
 
 def _alignments(analysis: Analysis) -> str:
     rules = analysis.rules
-    if not analysis.loss:
-        return "<p class='missing'>There are no loss spikes.</p>"
+    if not analysis.loss or not analysis.steps:
+        return _none(analysis, "There are no loss spikes.")
+    first, last = analysis.steps
     if not analysis.alignments:
-        return f"<p class='missing'>No tensor's RMS reached {rules.rms}.</p>"
+        return _none(analysis, f"No tensor's RMS reached {rules.rms} in steps {first} to {last}.")
     head = "".join(
         f"<th>{text}</th>" for text in ("Tensor", "RMS events", "Spikes that follow", "Chance", "p")
     )
@@ -159,10 +225,11 @@ def _alignments(analysis: Analysis) -> str:
     )
     tested = len(analysis.alignments)
     return (
-        f"<p>How many of the {len(analysis.loss)} loss spikes begin {_lead(rules)} steps after an RMS "
-        f"event of a tensor, sorted by p. The chance is exact: the tensor's events are "
-        f"shifted around the run by every number of steps. {tested} tensors had events; with so many tests, "
-        f"a p below {0.05 / tested:.1g} is remarkable. Grey: p above 0.05.</p>"
+        f"<p>How many of the {_count(analysis.alignments[0].loss_events)} in steps {first} to {last} begin "
+        f"{_lead(rules)} steps after an RMS event of a tensor in these steps, sorted by p. The chance is "
+        f"exact: the tensor's events are shifted around these steps by every number of steps. {tested} "
+        f"tensors had events; with so many tests, a p below {0.05 / tested:.1g} is remarkable. "
+        f"Grey: p above 0.05.</p>"
         f'<div class="wide"><table class="numbers"><tr>{head}</tr>{rows}</table></div>'
         + (f"<p>{tested - MOST_ROWS} more have a larger p.</p>" if tested > MOST_ROWS else "")
     )
@@ -225,6 +292,7 @@ def _rules(rules: Rules) -> str:
         f"<p>An RMS event: RMS of at least {rules.rms}. A loss spike: the loss above its running mean by "
         f"{rules.sigmas} running standard deviations, of the {rules.window} steps before, "
         f"{rules.deviations} times within {rules.merge} steps. Events within {rules.merge} steps are "
-        f"one. The first {rules.ignore:,} steps do not count. These are the rules of arXiv 2304.13013, "
-        f"section 3.4 and appendix D; window and the number of times are ours.</p>"
+        f"one. The first {rules.ignore:,} steps do not count. A loss is judged if {rules.window} finite "
+        f"losses precede it; a loss that is not finite always deviates. These are the rules of "
+        f"arXiv 2304.13013, section 3.4 and appendix D; window and the number of times are ours.</p>"
     )
