@@ -137,9 +137,13 @@ def test_a_signal_before_the_first_step_ends_at_once(kind):
 
 def test_a_notebook_survives_an_interrupt_before_the_first_step():
     """Where Python's own handler was installed, Ctrl-C raises KeyboardInterrupt."""
-    with pytest.raises(KeyboardInterrupt), catch():
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), catch():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_workdir_that_disappears_ends_the_run(started, tmp_path):
