@@ -241,8 +241,12 @@ def get_all(recipes: Mapping[str, str | Recipe]) -> dict[str, Recipe]:
     return {pattern: get(recipe) for pattern, recipe in recipes.items()}
 
 
-def first_match(recipes: Mapping[str, R], paths: Iterable[str]) -> dict[str, R]:
+def first_match(
+    recipes: Mapping[str, R], paths: Iterable[str], *, kind: str = "linear layer"
+) -> dict[str, R]:
     """Assigns each path the recipe of the first regular expression that matches the whole path.
+
+    `kind` is what has the paths, for the message of the error.
 
     >>> first_match({".*mlp.*": "switchback"}, ["0/mlp/fc1", "0/attn/q"])
     {'0/mlp/fc1': 'switchback'}
@@ -254,7 +258,7 @@ def first_match(recipes: Mapping[str, R], paths: Iterable[str]) -> dict[str, R]:
     paths = list(paths)
     for pattern in recipes:
         if not any(re.fullmatch(pattern, path) for path in paths):
-            raise unmatched(pattern, paths)
+            raise unmatched(pattern, paths, kind)
     chosen = {}
     for path in paths:
         for pattern, recipe in recipes.items():
@@ -274,12 +278,12 @@ def _check_patterns(patterns: Iterable[str]) -> None:
             ) from error
 
 
-def unmatched(pattern: str, paths: Iterable[str]) -> ValueError:
+def unmatched(pattern: str, paths: Iterable[str], kind: str = "linear layer") -> ValueError:
     """The error for a regular expression that matches none of the paths of a model's linear layers."""
     listed = ", ".join(map(repr, paths))
     if listed:
         return ValueError(
-            f"pattern {pattern!r} matches no linear layer as a whole: the paths are {listed}"
+            f"pattern {pattern!r} matches no {kind} as a whole: the paths are {listed}"
         )
     return ValueError(
         f"pattern {pattern!r} matches no linear layer: the model has none of Flax's. In the code of its "

@@ -137,7 +137,7 @@ def test_steps_are_integers_from_1(tmp_path):
 def test_a_damaged_line_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + "\n")
-    message = f"^{re.escape(str(path))}, line 2, must be a JSON object .*: correct the line, or remove it$"
+    message = f"^{re.escape(str(path))}, line 2, is damaged: .*: correct the line, or remove it$"
     with pytest.raises(ValueError, match=message):
         diagnostics.Recorder(path, last_step=3)
 

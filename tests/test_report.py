@@ -206,7 +206,8 @@ def test_what_is_no_run_is_one_line(file, text, said, tmp_path, monkeypatch, cap
     workdir = tmp_path / "run"
     if file:
         workdir.mkdir()
-        (workdir / "metrics.jsonl").write_text("") if file == "report" else None
+        if file == "report":
+            (workdir / "metrics.jsonl").touch()
         (workdir / file).write_text(text)
     monkeypatch.setattr(sys, "argv", ["swjax report", str(workdir)])
     assert report_main() == 2

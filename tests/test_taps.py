@@ -315,10 +315,10 @@ def test_features_are_those_of_modules_that_can_be_called():
     found = diagnostics.measure(loss, model, X, quantization=None, features=".*")
     assert {name.partition("_abs")[2] for name in found} == {"", "/layers/0", "/layers/2"}
     for features in ("nothing", "layers"):
-        message = f"^features='{features}' matches the whole path of no module .* 'layers/0', 'layers/2', ''$"
+        message = f"^pattern '{features}' matches no module .* 'layers/0', 'layers/2', ''$"
         with pytest.raises(ValueError, match=message):
             diagnostics.measure(loss, model, X, features=features)
-    with pytest.raises(ValueError, match=r"^features must be a regular expression, got '\(': "):
+    with pytest.raises(ValueError, match=r"^pattern '\(' is not a regular expression: "):
         diagnostics.measure(loss, model, X, features="(")
 
 

@@ -125,9 +125,7 @@ def claim(folder: Path, out: Path, key: dict) -> bool:
 
     Runs that share their first steps are claimed together, since they continue from one computation of them.
     """
-    claimed = {
-        name: value for name, value in key.items() if not (key.get("shared") and name == "arm")
-    }
+    claimed = key | {"arm": ""} if key.get("shared") else key
     path = folder / hashlib.sha256(json.dumps(claimed).encode()).hexdigest()[:12]
     owner = str(out.resolve())
     folder.mkdir(parents=True, exist_ok=True)

@@ -206,16 +206,31 @@ def read_line(path: Path, number: int, line: str) -> dict:
     Raises:
       ValueError: the line is damaged.
     """
+    what, remedy = f"{path}, line {number},", "correct the line, or remove it"
+    return json_object(what, line, remedy=remedy, step=int | float)
+
+
+def json_object(what: str, text: str, *, remedy: str, **types: Any) -> dict:
+    """Parses the JSON object in a file of a run.
+
+    Args:
+      what: description of the text, for the message.
+      text: the text.
+      remedy: what the message tells the user to do if the text is damaged.
+      **types: required keys and the type of each.
+
+    Raises:
+      ValueError: the text is no such object, so the file is damaged.
+    """
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        record = None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
-        raise ValueError(
-            f'{path}, line {number}, must be a JSON object with a number "step", got {line[:40].rstrip()!r}: '
-            "correct the line, or remove it"
-        )
-    return record
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is damaged: {' '.join(str(error).split())}: {remedy}") from error
+    whole = isinstance(found, dict)
+    if not whole or not all(isinstance(found.get(key), kind) for key, kind in types.items()):
+        keys = f" with {' and '.join(types)}" if types else ""
+        raise ValueError(f"{what} is damaged: it holds no JSON object{keys}: {remedy}")
+    return found
 
 
 def truncate(path: Path, last_step: int, read: Callable[[int, str], dict]) -> float:

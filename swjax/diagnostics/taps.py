@@ -6,8 +6,7 @@ measurement. So measurements leave the model as gradients do: through `jax.lax.s
 """
 
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -125,7 +124,8 @@ def insert(
         attach(module, call, QUANTIZATION, shape)
     # Containers such as nnx.List have no output.
     called = [path for path, module in modules.items() if callable(module)]
-    for path in [] if features is None else _matching(features, called):
+    wanted = {} if features is None else {features: ""}
+    for path in first_match(wanted, called, kind="module that can be called"):
         attach(modules[path], _call_for_features, FEATURES, (*_stack_axes(path, modules), 3))
     return model
 
@@ -140,22 +140,6 @@ def _check_model(model: Any) -> None:
         raise TypeError(
             f"model must be an NNX model, got {type(model).__name__}: call measure(loss_fn, model, *args)"
         )
-
-
-def _matching(features: str, paths: Iterable[str]) -> list[str]:
-    """The paths that the regular expression matches as a whole; there must be one."""
-    try:
-        found = [path for path in paths if re.fullmatch(features, path)]
-    except re.error as error:
-        raise ValueError(
-            f"features must be a regular expression, got {features!r}: {error}; '.*' matches any text"
-        ) from error
-    if not found:
-        raise ValueError(
-            f"features={features!r} matches the whole path of no module that can be called: "
-            f"the paths are {', '.join(map(repr, paths))}"
-        )
-    return found
 
 
 def quantized_layers(model: nnx.Module) -> dict[str, nnx.Module]:

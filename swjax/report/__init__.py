@@ -131,7 +131,7 @@ def _write_thumbnail(folder: Path, name: str, image: np.ndarray) -> str:
 
 
 def _json(path: Path) -> dict:
-    return records.json_object(path) if path.exists() else {}
+    return records.read_object(path) if path.exists() else {}
 
 
 def _environment(path: Path) -> dict[str, str]:

@@ -4,8 +4,11 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from swjax.diagnostics.recorder import json_object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +33,31 @@ def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
 
     A line that a crash cut off ends the log. A missing log gives no metrics. Text values, such as the name of
     a non-finite tensor, are ignored.
+
+    Raises:
+      ValueError: a step is not an integer, or a metric not a number.
     """
     columns: dict[str, tuple[list, list]] = {}
     if not path.exists():
         return {}
     with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
                 step = record["step"]
             except (ValueError, TypeError, KeyError):
                 break
+            where = f"{path}, line {number}"
+            if not isinstance(step, int | float) or step % 1:
+                raise ValueError(
+                    f"{where}: step must be an integer, got {step!r}: correct the line"
+                )
             for name, value in record.items():
                 if (name == "time" or wanted.match(name)) and not isinstance(value, str):
+                    if isinstance(value, list | dict):
+                        raise ValueError(
+                            f"{where}: {name} must be a number, got {value!r}: correct the line"
+                        )
                     steps, values = columns.setdefault(name, ([], []))
                     steps.append(step)
                     values.append(np.nan if value is None else value)
@@ -52,21 +67,15 @@ def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
     }
 
 
-def json_object(path: Path, *required: str) -> dict:
-    """The JSON object in a file of a run.
+def read_object(path: Path, **types: Any) -> dict:
+    """Reads the JSON object in a file of a run; `types` are required keys and the type of each.
 
     Raises:
-      ValueError: the file is damaged, or a required key is missing.
+      ValueError: the file is damaged.
     """
+    text = path.read_text(encoding="utf-8", errors="replace")
     remedy = "restore the file from a copy, or move it away"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}: {remedy}") from error
-    if not isinstance(found, dict) or not all(key in found for key in required):
-        keys = f" with {' and '.join(required)}" if required else ""
-        raise ValueError(f"{path} is damaged: it holds no JSON object{keys}: {remedy}")
-    return found
+    return json_object(str(path), text, remedy=remedy, **types)
 
 
 def at(steps: np.ndarray, series: Series) -> np.ndarray:

@@ -82,9 +82,9 @@ def read(path: Path, name: str) -> Run:
     Raises:
       ValueError: a file is damaged.
     """
-    config = records.json_object(path / "config.json")
+    config = records.read_object(path / "config.json")
     final = path / "results.json"
-    scores = records.json_object(final, "scores")["scores"] if final.exists() else {}
+    scores = records.read_object(final, scores=dict)["scores"] if final.exists() else {}
     return Run(
         name, dict(page.flatten(config)), records.read(path / "metrics.jsonl", WANTED), scores
     )

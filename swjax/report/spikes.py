@@ -4,7 +4,6 @@ It needs a metrics.jsonl with train/loss and stability/rms/<tensor>, written by 
 `swjax.diagnostics.Recorder`.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -45,61 +44,30 @@ def write(
       OSError: the log cannot be read, or the page cannot be written.
     """
     workdir = Path(workdir)
-    metrics = _read(workdir / "metrics.jsonl")
+    log = workdir / "metrics.jsonl"
+    metrics = records.read(log, METRICS)
     if "train/loss" not in metrics:
         raise ValueError(
-            f"{workdir}/metrics.jsonl has no train/loss: give the workdir of a run, or record one "
+            f"{log} has no train/loss: give the workdir of a run, or record one "
             f"with swjax.diagnostics.Recorder"
         )
     loss = metrics["train/loss"]
-    _require_increasing(workdir / "metrics.jsonl", loss.step)
     rms = {
         name.removeprefix(RMS): records.at(loss.step, series)
         for name, series in metrics.items()
         if name.startswith(RMS)
     }
-    analysis = analyse(loss.step, loss.value, rms, Rules.of_run(int(loss.step[-1]), **rules))
+    used = Rules.of_run(int(loss.step[-1]), **rules)
+    try:
+        analysis = analyse(loss.step, loss.value, rms, used)
+    except ValueError as error:
+        raise ValueError(f"{log}: {error}") from error
     folder = workdir / "report"
     folder.mkdir(exist_ok=True)
     shown = spike_charts.Data(loss, rms, metrics, analysis)
     part = folder / "spikes.part"
     part.write_text(_render(workdir, folder / "spikes", shown, examples), encoding="utf-8")
     return part.rename(folder / "spikes.html"), analysis
-
-
-def _read(path: Path) -> dict[str, records.Series]:
-    """Reads the log; an error names the line."""
-    try:
-        return records.read(path, METRICS)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path}{_wrong_line(path) or f': {error}'}") from error
-
-
-def _wrong_line(path: Path) -> str:
-    """Describes the first line whose step is not an integer, or with a list or an object as a metric."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-                step = record["step"]
-            except (ValueError, TypeError, KeyError):
-                break  # the end of the log, as in records.read
-            if not isinstance(step, int):
-                return f", line {number}: step must be an integer, got {step!r}"
-            for name, value in record.items():
-                if isinstance(value, list | dict) and (name == "time" or METRICS.match(name)):
-                    return f", line {number}: {name} must be a number, got {value!r}"
-    return ""
-
-
-def _require_increasing(path: Path, step: np.ndarray) -> None:
-    wrong = np.flatnonzero(np.diff(step) <= 0)
-    if len(wrong):
-        before, after = step[wrong[0] : wrong[0] + 2]
-        raise ValueError(
-            f"{path}: steps must increase, got {after} after {before}: remove the lines that a rollback "
-            f"or an earlier run left"
-        )
 
 
 def summary(analysis: Analysis) -> list[str]:

@@ -64,5 +64,4 @@ def plan(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, "")  # config files may import modules of the working directory
     sys.exit(main(["swjax train", *sys.argv[1:]]))

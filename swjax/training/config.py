@@ -415,26 +415,17 @@ def to_json(config: ConfigDict) -> str:
 
 
 def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
-    """Parses the JSON object in a file of a run.
-
-    Args:
-      what: description of the file, for the message.
-      text: contents of the file.
-      remedy: what the message tells the user to do if the file is damaged.
-      **types: required keys and the type of each.
+    """Parses the JSON object in a file of a run: `swjax.diagnostics.recorder.json_object`.
 
     Raises:
-      ConfigError: the text is no such object, so the file is damaged.
+      ConfigError: the file is damaged.
     """
+    from swjax.diagnostics.recorder import json_object  # Flax is slow to load
+
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{what} of this run is damaged: {_one_line(error)}: {remedy}") from error
-    whole = isinstance(found, dict)
-    if not whole or not all(isinstance(found.get(key), kind) for key, kind in types.items()):
-        keys = f" with {' and '.join(types)}" if types else ""
-        raise ConfigError(f"{what} of this run is damaged: it holds no JSON object{keys}: {remedy}")
-    return found
+        return json_object(f"{what} of this run", text, remedy=remedy, **types)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 # The user chooses the names and keys of the parts of a mixture.
