@@ -283,7 +283,7 @@ def unmatched(pattern: str, paths: Iterable[str], kind: str = "linear layer") ->
     listed = ", ".join(map(repr, paths))
     if listed:
         return ValueError(
-            f"pattern {pattern!r} matches no {kind} as a whole: the paths are {listed}"
+            f"pattern {pattern!r} matches no {kind}: it must match a whole path, one of {listed}"
         )
     return ValueError(
         f"pattern {pattern!r} matches no linear layer: the model has none of Flax's. In the code of its "

@@ -171,10 +171,10 @@ def test_linen_interceptor(rules, count):
 
 
 def test_pattern_without_a_layer():
-    with pytest.raises(ValueError, match="pattern 'ffn' matches no linear layer .* 'attn/query'"):
+    with pytest.raises(ValueError, match="pattern 'ffn' matches no linear layer.* 'attn/query'"):
         swjax.nnx.quantize_model(Block(nnx.Rngs(0)), {"ffn": "switchback"})
     params = LinenModel().init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match="pattern 'ffn' matches no linear layer .* 'attn/key'"):
+    with pytest.raises(ValueError, match="pattern 'ffn' matches no linear layer.* 'attn/key'"):
         with swjax.linen.quantized({"ffn": "switchback"}):
             LinenModel().apply(params, X)
 

@@ -206,35 +206,29 @@ def operand_sums(
     return jnp.concatenate([counts, sums_of_squares(given), sums_of_squares(errors)])
 
 
-# Ranges of magnitude with separate sums of squares, as float32 squares have half the range of exponents: up
-# to 2**-42, up to 2**42, and above. Powers of two scale the first and the last exactly.
+# Ranges of an array's largest magnitude, with separate sums of squares: below 2**-42, up to 2**42, and above.
+# Squares in float32 have half the range of exponents, so powers of two scale the first and the last.
 _RANGES, _EDGE, _SCALE = 3, 2.0**42, 2.0**84
 
 
 def sums_of_squares(x: jax.Array) -> jax.Array:
-    """Sums of squares that neither underflow nor overflow, by the algorithm of Blue.
-
-    The sums of several arrays add up, because the scale does not depend on x.
+    """The sum of squares of an array of any magnitude. Those of several arrays add up.
 
     Args:
       x: float32.
 
     Returns:
-      [3] float32: of small elements, times 2**168; of the others, NaN included; of large ones, times 2**-168.
+      [3] float32, of which one element is not zero: the sum of a small array times 2**168, that of a usual
+      one, or that of a large one times 2**-168. NaN if x is not finite.
 
-    References:
-      J. L. Blue, A Portable Fortran Program to Find the Euclidean Norm of a Vector, 1978.
-
-    >>> sums_of_squares(jnp.array([2.0**-84, 3.0, 2.0**84])).tolist()
-    [1.0, 9.0, 1.0]
+    >>> [sums_of_squares(jnp.array([0.0, x])).tolist() for x in (2.0**-84, 3.0, 2.0**84)]
+    [[1.0, 0.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 1.0]]
     """
-    small, large = jnp.abs(x) < 1 / _EDGE, jnp.abs(x) > _EDGE
-    parts = (
-        jnp.where(small, x * _SCALE, 0.0),
-        jnp.where(small | large, 0.0, x),
-        jnp.where(large, x / _SCALE, 0.0),
-    )
-    return jnp.stack([jnp.sum(jnp.square(part)) for part in parts])
+    largest = jnp.max(jnp.abs(x), initial=0.0)
+    small, large = largest < 1 / _EDGE, largest > _EDGE
+    scale = jnp.where(small, _SCALE, jnp.where(large, 1 / _SCALE, 1.0))
+    total = jnp.sum(jnp.square(x * scale))
+    return jnp.where(jnp.stack([small, ~(small | large), large]), total, 0.0)
 
 
 def _log_of_sum(squares: jax.Array) -> jax.Array:
