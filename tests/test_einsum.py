@@ -156,6 +156,17 @@ def test_other_einsums_are_refused(equation):
         swjax.dot_general("switchback").einsum(equation, *operands)
 
 
+def test_batch_dimensions_of_other_sizes_are_refused():
+    """The sizes have the same product, so that a reshape of the weight would fit."""
+    x, w, message = *arrays((2, 3, 6, 32), (3, 2, 32, 8)), r"got \(2, 3\) and \(3, 2\)"
+    dimension_numbers = (((3,), (2,)), ((0, 1), (0, 1)))
+    for product in (jax.lax.dot_general, swjax.dot_general("standard")):
+        with pytest.raises(TypeError, match=message):
+            product(x, w, dimension_numbers)
+    with pytest.raises(TypeError, match=message):
+        swjax.dot_general("switchback").einsum("abti,abij->abtj", x, w)
+
+
 def test_a_recipe_without_an_expression_is_refused():
     message = "recipes must map regular expressions of layer paths to recipes, .* got 'switchback'"
     with pytest.raises(TypeError, match=message):

@@ -52,7 +52,7 @@ class DotGeneral:
 
         Raises:
           ValueError: see `swjax.switchback`; or `rhs` is quantized, and the product has batch dimensions.
-          TypeError: the contracted dimensions differ.
+          TypeError: the contracted or the batch dimensions of the operands differ.
         """
         x, w, columns = as_linear(lhs, rhs, dimension_numbers)
 
@@ -91,6 +91,7 @@ class DotGeneral:
         Raises:
           ValueError: an operand repeats an index, or has one that neither the other operand nor the output
             has; or see `swjax.switchback`.
+          TypeError: an index has two sizes.
 
         >>> import jax.numpy as jnp
         >>> x, w = jnp.ones((2, 6, 3)), jnp.ones((4, 3, 5))
@@ -115,7 +116,7 @@ def as_linear(
 
     Raises:
       ValueError: `rhs` is quantized, and the product has batch dimensions.
-      TypeError: the contracted dimensions differ; the message is that of `jax.lax.dot_general`.
+      TypeError: the contracted or the batch dimensions differ; the message is that of `jax.lax.dot_general`.
 
     >>> import jax.numpy as jnp
     >>> x, w, columns = as_linear(jnp.ones((2, 3)), jnp.ones((3, 4, 5)), (((1,), (0,)), ((), ())))
@@ -134,19 +135,21 @@ def as_linear(
                 f"a product with a quantized rhs has no batch dimensions, got {batch}: pass the weight itself"
             )
         columns = rhs.values.shape[: rhs.values.ndim - len(rhs_contract)]
-        _check_contracted(contracted, rhs.values.shape[len(columns) :])
+        _check_equal("contracting dimensions", contracted, rhs.values.shape[len(columns) :])
         return x, QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1)), columns
-    _check_contracted(contracted, _shape(rhs, rhs_contract))
+    _check_equal("contracting dimensions", contracted, _shape(rhs, rhs_contract))
+    of_both = "lhs batch dimensions and rhs batch dimensions"
+    _check_equal(of_both, batch, _shape(rhs, rhs_batch))
     rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
     columns = _shape(rhs, rhs_free)
     transposed = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
     return x, transposed.reshape(*batch, k, math.prod(columns)), columns
 
 
-def _check_contracted(of_lhs: tuple[int, ...], of_rhs: tuple[int, ...]) -> None:
+def _check_equal(dimensions: str, of_lhs: tuple[int, ...], of_rhs: tuple[int, ...]) -> None:
     if of_lhs != of_rhs:
         raise TypeError(
-            f"dot_general requires contracting dimensions to have the same shape, got {of_lhs} and {of_rhs}."
+            f"dot_general requires {dimensions} to have the same shape, got {of_lhs} and {of_rhs}."
         )
 
 
@@ -194,9 +197,9 @@ def dot_general(
 
     It fits `dot_general=` of `flax.nnx.Linear`, `LinearGeneral`, `MultiHeadAttention` (`qkv_dot_general=`,
     `out_dot_general=`) and their linen counterparts; its method `einsum` fits `einsum_op=` of
-    `flax.nnx.Einsum`. The left operand is the activation, the right operand
-    the weight. Flax first casts the weight to the compute dtype, whereas `swjax.nnx.Linear` and
-    `swjax.linen.Dense` quantize the fp32 parameter itself.
+    `flax.nnx.Einsum`. The left operand is the activation, the right operand the weight. Flax first casts the
+    weight to the compute dtype, whereas `swjax.nnx.Linear` and `swjax.linen.Dense` quantize the fp32
+    parameter itself.
 
     Args:
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
