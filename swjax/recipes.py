@@ -78,7 +78,7 @@ class Product:
 
     Raises:
       TypeError: an operand has no Quantizer.
-      ValueError: one operand is int8 and the other fp8.
+      ValueError: one operand is int8 and the other fp8, or the threshold is negative or NaN.
     """
 
     lhs: Quantizer
@@ -93,6 +93,11 @@ class Product:
             raise ValueError(
                 "Product multiplies int8 with int8, or fp8 with fp8, "
                 f"got {self.lhs.dtype} and {self.rhs.dtype}"
+            )
+        if not self.outlier_threshold >= 0:  # also refuses NaN
+            raise ValueError(
+                f"Product's outlier_threshold must be at least 0, got {self.outlier_threshold}: "
+                "0 turns outliers off"
             )
 
 
@@ -217,7 +222,7 @@ def get(recipe: str | Recipe) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if recipe not in RECIPES:
+    if not isinstance(recipe, str) or recipe not in RECIPES:  # a dict is not hashable
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)} or a Recipe, got {recipe!r}")
     return RECIPES[recipe]
 

@@ -393,6 +393,14 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             r"x must be an array, got a list: pass jnp.asarray\(x\)",
         ),
         (
+            lambda x, w: swjax.switchback(swjax.quantize(x), w),
+            "x must be an array, got a QTensor: only w may be quantized",
+        ),
+        (
+            lambda x, w: swjax.switchback(x, w, swjax.quantize(w)),
+            "bias must be an array, got a QTensor: only w may be quantized",
+        ),
+        (
             lambda x, w: swjax.mlp(x, w, None, 2.0, None),
             r"w must be an array, got a float: pass jnp.asarray\(w\)",
         ),
@@ -408,6 +416,10 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
         (
             lambda x, w: swjax.switchback(x, w, recipe="int4"),
             "recipe must be one of standard, switchback, .* got 'int4'",
+        ),
+        (
+            lambda x, w: swjax.switchback(x, w, recipe={".*": "switchback"}),
+            "recipe must be one of standard, switchback, .* got {'.*': 'switchback'}",
         ),
         (
             lambda x, w: swjax.switchback(x, w, implementation="cuda"),
@@ -449,6 +461,10 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
         (
             lambda x, w: Product(Quantizer("int8", "row"), Quantizer("float8_e4m3fn", "tensor")),
             "int8 with int8, or fp8 with fp8, got int8 and float8_e4m3fn",
+        ),
+        (
+            lambda x, w: Product(Quantizer("int8", "row"), Quantizer("int8", "channel"), -6.0),
+            "outlier_threshold must be at least 0, got -6.0: 0 turns outliers off",
         ),
         (lambda x, w: swjax.switchback(x, [w, w]), "got a list: .*or a tuple of several weights"),
         (lambda x, w: Recipe(save_quantized=True), "needs quantized fwd and dgrad"),

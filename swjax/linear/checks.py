@@ -1,5 +1,7 @@
 """Checks of arguments; each one-line error names the invariant, the value and the remedy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -20,13 +22,16 @@ def check_shapes(
     recipe: str | Recipe,
 ) -> None:
     """Raises a ValueError if these are not arrays with the shapes of a linear layer."""
+    besides_arrays: dict[str, Any] = {"x": (), "w": QTensor, "bias": type(None)}
     for name, array in {"x": x, "w": w, "bias": bias}.items():
-        optional = name == "bias" and array is None
-        if not optional and not isinstance(array, QTensor) and not hasattr(array, "dtype"):
-            tuples = ", or a tuple of several weights" if name == "w" else ""
-            raise ValueError(
-                f"{name} must be an array, got a {type(array).__name__}: pass jnp.asarray({name}){tuples}"
-            )
+        if hasattr(array, "dtype") or isinstance(array, besides_arrays[name]):
+            continue
+        remedy = f"pass jnp.asarray({name})"
+        if name == "w":
+            remedy += ", or a tuple of several weights"
+        elif isinstance(array, QTensor):
+            remedy = "only w may be quantized"
+        raise ValueError(f"{name} must be an array, got a {type(array).__name__}: {remedy}")
     if isinstance(w, QTensor):
         _check_quantized(w, recipe)
     w = weight_array(w)
