@@ -348,6 +348,15 @@ def test_siglip_round_trip(tmp_path, layout, file):
     assert clip.config(loaded.cfg, **scale) == model.cfg
 
 
+def test_an_mlp_whose_ratio_rounds_down(tmp_path):
+    """28 * (61 / 28) is less than 61 in floating point."""
+    text = SIGLIP["text"] | {"width": 28, "mlp_ratio": configs.mlp_ratio(28, 61)}
+    model = make(**SIGLIP | {"text": text})
+    for layout, file in (("siglip", "siglip"), ("big_vision", "big_vision/model.npz")):
+        interop.save(tmp_path / layout, model, layout)
+        assert interop.load(tmp_path / file).cfg.text.mlp_width == 61
+
+
 def test_big_visions_layout_by_hand(tmp_path):
     """In big_vision's files heads are an axis, and blocks are separate or stacked by a scan."""
     model = make(**SIGLIP)

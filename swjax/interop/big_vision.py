@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from swjax.interop.configs import mlp_ratio
 from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
 
 _NORM, _MLP, _ATTENTION = "LayerNorm_{}", "MlpBlock_0/Dense_{}", "MultiHeadDotProductAttention_0"
@@ -145,7 +146,8 @@ def _config(held: Mapping[str, np.ndarray]) -> CLIPConfig:
         block = f"{_ENCODERS[name]}/encoderblock"
         layers, width, heads, _ = held[f"{block}/{_ATTENTION}/query/kernel"].shape
         hidden = held[f"{block}/{_MLP.format(0)}/kernel"].shape[2]
-        return {"width": width, "layers": layers, "heads": heads, "mlp_ratio": hidden / width}
+        ratio = mlp_ratio(width, hidden)
+        return {"width": width, "layers": layers, "heads": heads, "mlp_ratio": ratio}
 
     patch, grid = (
         held["img/embedding/kernel"].shape[0],

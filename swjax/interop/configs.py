@@ -242,12 +242,23 @@ def _hugging_face_towers(vision: Mapping, text: Mapping) -> dict[str, Any]:
 
 
 def _hugging_face_tower(config: Mapping) -> dict:
-    width, hidden = config["hidden_size"], config["intermediate_size"]
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    return {
+        "width": width,
+        "layers": layers,
+        "heads": config["num_attention_heads"],
+        "mlp_ratio": mlp_ratio(width, config["intermediate_size"]),
+    }
+
+
+def mlp_ratio(width: int, hidden: int) -> float:
+    """The `mlp_ratio` of a `TowerConfig` whose MLP has exactly `hidden` features.
+
+    >>> int(28 * (61 / 28)), int(28 * mlp_ratio(28, 61))
+    (60, 61)
+    """
     ratio = hidden / width
-    if int(width * ratio) < hidden:  # rounding down gave a smaller value
-        ratio = math.nextafter(ratio, math.inf)
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    return {"width": width, "layers": layers, "heads": heads, "mlp_ratio": ratio}
+    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def to_hugging_face(cfg: CLIPConfig) -> dict:
