@@ -385,6 +385,10 @@ def test_big_visions_layout_by_hand(tmp_path):
         np.savez(tmp_path / "other.npz", **arrays)
         with pytest.raises(ValueError, match=message):
             interop.load(tmp_path / "other.npz")
+    lost = "params/img/Transformer/encoderblock_0/LayerNorm_0/bias"
+    np.savez(tmp_path / "other.npz", **{n: value for n, value in held.items() if n != lost})
+    with pytest.raises(ValueError, match=f"lacks the array '{lost.removeprefix('params/')}'"):
+        interop.load(tmp_path / "other.npz")
     (tmp_path / "cut.npz").write_bytes((tmp_path / "model.npz").read_bytes()[:1000])
     with pytest.raises(ValueError, match="is not a complete .npz"):
         interop.load(tmp_path / "cut.npz")

@@ -68,8 +68,8 @@ def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
         if isinstance(error, FileNotFoundError):
             raise
         raise ValueError(f"{path} is not a complete .npz of arrays: {error}") from error
-    held = _stacked(held)
     try:
+        held = _stacked(held)
         cfg = _config(held)
         parameters = {ours: _ours(held.pop(theirs), ours, cfg) for ours, theirs in _names()}
     except KeyError as error:
@@ -127,17 +127,18 @@ def _names() -> Iterator[tuple[str, str]]:
 
 
 def _stacked(held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Stacks the arrays of separate blocks."""
-    blocks: dict[str, dict[int, np.ndarray]] = {}
+    """Stacks the arrays of separate blocks; raises a KeyError with the name of an absent array."""
+    blocks: dict[str, int] = {}  # {name of the stack: number of blocks}
     found = {}
     for name, value in held.items():
         if numbered := re.search(r"/encoderblock_(\d+)/", name):
             stacked = name.replace(numbered[0], "/encoderblock/")
-            blocks.setdefault(stacked, {})[int(numbered[1])] = value
+            blocks[stacked] = max(blocks.get(stacked, 0), int(numbered[1]) + 1)
         else:
             found[name] = value
-    for name, parts in blocks.items():
-        found[name] = np.stack([parts[block] for block in range(len(parts))])
+    for name, count in blocks.items():
+        names = (name.replace("/encoderblock/", f"/encoderblock_{i}/") for i in range(count))
+        found[name] = np.stack([held[name] for name in names])
     return found
 
 
