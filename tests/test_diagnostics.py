@@ -142,6 +142,14 @@ def test_a_damaged_line_is_named(tmp_path, line):
         diagnostics.Recorder(path, last_step=3)
 
 
+@pytest.mark.parametrize("metrics", [{"step": 1}, {"x": np.ones(2), "x/1": 0.0}])
+def test_names_of_metrics_differ(tmp_path, metrics):
+    with diagnostics.Recorder(tmp_path / "metrics.jsonl") as recorder:
+        with pytest.raises(ValueError, match="metrics must have different names, .* twice: rename"):
+            recorder.add(1, {"train/loss": 1.0} | metrics)
+        recorder.add(1, {"train/loss": 1.0})  # an error changes nothing
+
+
 def test_the_first_nonfinite_of_complex_arrays_and_numbers():
     def first(**trees):
         found = diagnostics.first_nonfinite(**trees)

@@ -4,6 +4,7 @@ import json
 import math
 import operator
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,9 @@ class Packer:
         Args:
           metrics: {name: scalar, vector or `NamedIndex`}, or their shapes, from `jax.eval_shape`.
             Element i of a vector is named "<name>/<i>".
+
+        Raises:
+          ValueError: two values have the same name, or one is named "step", as the number of the step.
         """
         names, choices = [], {}
         for name, value in sorted(metrics.items()):
@@ -48,6 +52,12 @@ class Packer:
                 choices[name], value = value.names, value.index
             shape = np.shape(value)
             names += [f"{name}/{i}" for i in range(math.prod(shape))] if shape else [name]
+        repeated = [name for name, count in Counter(["step", *names]).items() if count > 1]
+        if repeated:
+            raise ValueError(
+                f"metrics must have different names, and none the name 'step' of the step's number, got "
+                f"{repeated[0]!r} twice: rename one or leave it out"
+            )
         return cls(names, choices)
 
     def pack(self, metrics: Metrics) -> jax.Array:
@@ -122,7 +132,8 @@ class Recorder:
 
         Raises:
           TypeError: a metric is not a number or an array.
-          ValueError: the step is below 1, or already written.
+          ValueError: the step is below 1, or already written; or two metrics have the same name, or one is
+            named "step".
         """
         step = operator.index(step)
         if step < 1:
@@ -133,14 +144,14 @@ class Recorder:
                 f"again with last_step"
             )
         metrics = {name: _as_array(name, value) for name, value in metrics.items()}
-        self._last = step
-        if step not in self._pending and len(self._pending) >= self._every:
-            self.flush()
         structure = jax.tree.structure(metrics), *(np.shape(x) for x in jax.tree.leaves(metrics))
         if structure not in self._packers:
             packer = Packer.of(metrics)
             self._packers[structure] = packer, jax.jit(packer.pack)
         packer, pack = self._packers[structure]
+        self._last = step
+        if step not in self._pending and len(self._pending) >= self._every:
+            self.flush()
         self._pending.setdefault(step, []).append((packer, pack(metrics)))
 
     def flush(self) -> None:
