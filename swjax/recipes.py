@@ -284,13 +284,14 @@ def _check_patterns(patterns: Iterable[str]) -> None:
 
 
 def unmatched(pattern: str, paths: Iterable[str], kind: str = "linear layer") -> ValueError:
-    """The error for a regular expression that matches none of the paths of a model's linear layers."""
-    listed = ", ".join(map(repr, paths))
-    if listed:
-        return ValueError(
-            f"pattern {pattern!r} matches no {kind}: it must match a whole path, one of {listed}"
+    """The error for a regular expression that matches none of the paths; `kind` is what has the paths."""
+    if listed := ", ".join(map(repr, paths)):
+        reason = f"it must match a whole path, one of {listed}"
+    elif kind == "linear layer":
+        reason = (
+            "the model has none of Flax's. In the code of its layers, replace jax.lax.dot_general by "
+            "swjax.dot_general(recipe), or jnp.einsum by its method einsum"
         )
-    return ValueError(
-        f"pattern {pattern!r} matches no linear layer: the model has none of Flax's. In the code of its "
-        "layers, replace jax.lax.dot_general by swjax.dot_general(recipe), or jnp.einsum by its method einsum"
-    )
+    else:
+        reason = "the model has none"
+    return ValueError(f"pattern {pattern!r} matches no {kind}: {reason}")

@@ -13,7 +13,7 @@ import swjax.nnx
 from swjax import diagnostics
 from swjax.diagnostics import taps
 from swjax.optax import adamw_rms_by_path, rms_by_path, stable_adamw
-from swjax.recipes import RECIPES, Recipe
+from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 from swjax.testing import matrix_products
 
 ROTATED = RECIPES["switchback_hadamard"].wgrad
@@ -179,6 +179,17 @@ def test_outliers_stay_out():
             np.testing.assert_allclose(found[metric], value, rtol=1e-3)
 
 
+def test_outliers_of_16_bits_are_those_of_the_layer():
+    """6.1 would round to 6.09375 in bfloat16; the layer compares in float32."""
+    product = Product(Quantizer("int8", "row"), Quantizer("int8", "channel"), 6.1)
+    layer = swjax.nnx.Linear(
+        16, 4, recipe=Recipe(fwd=product), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    x = jnp.zeros((3, 16)).at[:, 0].set(6.09375)
+    found = measured(loss, nnx.Sequential(layer), x)
+    assert found["quantization/saturated/layers/0/x"] == 1  # NaN if x had no other feature
+
+
 def test_fp8_keeps_what_int8_loses():
     def zeros(recipe):
         small = X.at[:, 1:].multiply(1e-3)
@@ -320,6 +331,9 @@ def test_features_are_those_of_modules_that_can_be_called():
             diagnostics.measure(loss, model, X, features=features)
     with pytest.raises(ValueError, match=r"^pattern '\(' is not a regular expression: "):
         diagnostics.measure(loss, model, X, features="(")
+    message = "^pattern '.' matches no module that can be called: the model has none$"
+    with pytest.raises(ValueError, match=message):
+        taps.insert(nnx.Dict(a=nnx.Param(X)), quantization=None, features=".")
 
 
 class Block(nnx.Module):

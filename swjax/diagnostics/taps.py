@@ -320,7 +320,9 @@ def _outliers(product: Product | None, x) -> jax.Array | None:
     """The features of x [*tokens, k] that are excluded from quantization, or None."""
     if product is None or not product.outlier_threshold:
         return None
-    return jnp.max(jnp.abs(x), tuple(range(x.ndim - 1)), keepdims=True) >= product.outlier_threshold
+    # The same comparison as in `Sharded.split_outliers`.
+    features = reference.absolute_maximum(x, tuple(range(x.ndim - 1)))
+    return ~(features < product.outlier_threshold)
 
 
 def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
