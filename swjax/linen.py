@@ -89,10 +89,9 @@ def quantized(
     """A context in which the linear layers of any Linen model follow recipes.
 
     A linear layer is a `Dense`, `DenseGeneral` or `Einsum`. The projections of attention modules are
-    `DenseGeneral` layers.
-    Parameters and checkpoints do not change; outside the context the model computes as before. The recipes
-    are part of the key of JAX's caches: a function under `jax.jit` or `nn.jit` is traced once with them
-    and once without.
+    `DenseGeneral` layers. Parameters and checkpoints do not change; outside the context the model computes as
+    before. The recipes are part of the key of JAX's caches: a function under `jax.jit` or `nn.jit` is traced
+    once with them and once without.
 
     Args:
       recipes: {regular expression: recipe}. An expression must match a module's whole path, such as

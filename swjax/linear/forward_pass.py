@@ -62,6 +62,7 @@ class Saved(NamedTuple):
 
 
 def forward(operands: Operands, layers: Layers) -> tuple[tuple[jax.Array, ...], Saved]:
+    """Returns the output of each layer, and the arrays that the backward pass needs."""
     ys, x, weights = outputs(lax.stop_gradient(operands), layers)
     return ys, _save(operands, x, weights, layers)
 

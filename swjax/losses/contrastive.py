@@ -199,18 +199,13 @@ def _softmax(around: Ring, gradient: bool, images, texts, scalars, labels):
         exp_rows, exp_columns = jnp.exp(logits - rows["lse"][:, None]), jnp.exp(logits - lse[None])
         weight = match.astype(jnp.float32) / rows["count"][:, None]
         d_logits = ((exp_rows + exp_columns) / 2 - weight) * (scale / size)
-        return d_images + _product(d_logits, text), (
-            text,
-            label,
-            lse,
-            d_text + _product(d_logits.T, images),
-        )
+        d_text = d_text + _product(d_logits.T, images)
+        return d_images + _product(d_logits, text), (text, label, lse, d_text)
 
     start = (visiting, there, around.start(columns["lse"]), jnp.zeros_like(visiting))
     d_images, (*_, d_text) = around.visit(pull, jnp.zeros_like(images), start)
-    d_scale = around.sum(
-        jnp.sum(images * d_images)
-    )  # because l_ij is linear in exp(logit_scale) image_i
+    # l_ij is linear in image_i and in exp(logit_scale).
+    d_scale = around.sum(jnp.sum(images * d_images))
     return out, (d_images, jnp.sum(around.home(d_text), axis=0), (d_scale,))
 
 

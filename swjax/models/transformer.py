@@ -95,7 +95,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.heads, self.causal = cfg.heads, causal
-        self.asked = options.attention
+        self.requested = options.attention  # implementation; None chooses
         linear = partial(
             Linear,
             cfg.width,
@@ -115,7 +115,7 @@ class Attention(nnx.Module):
 
     def implementation(self, x: jax.Array, length: int) -> str:
         """The implementation of `swjax.attention` for x [b, t, w] with `length` tokens before the padding."""
-        return attention.choose(x, self.heads, self.asked, length=length, layout=self.q.layout)
+        return attention.choose(x, self.heads, self.requested, length=length, layout=self.q.layout)
 
     def __call__(self, x: jax.Array, norm: LayerNorm, length: int) -> tuple[jax.Array, jax.Array]:
         """Returns (branch, residual x), see `residual` of `swjax.switchback`."""

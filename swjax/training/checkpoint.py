@@ -131,7 +131,7 @@ class Checkpoints:
         with self._blame_disk():
             self._manager.check_for_errors()
 
-    def restore(self, like: Any, step: int | None = None) -> Any:
+    def restore(self, like: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Restores a checkpoint.
 
         Args:
@@ -143,6 +143,7 @@ class Checkpoints:
 
         Raises:
           ConfigError: the checkpoint has other arrays or shapes than `like`, or all checkpoints are damaged.
+          Exception: the checkpoint of the given `step` is damaged: a DamagedCheckpoint, or an error of Orbax.
         """
         self._wait()
         return self._newest(like) if step is None else self._load(step, like)
@@ -178,7 +179,7 @@ class Checkpoints:
         """Restores only the parameters of the newest checkpoint, or their average "ema"; see `restore`."""
         return self._newest({name: like}, within=f"{name}/")[0][name]
 
-    def _newest(self, like, within: str = ""):
+    def _newest(self, like: Any, within: str = "") -> tuple[Any, dict[str, Any]]:
         """Loads the newest checkpoint that is not damaged, see `_load`."""
         damaged = []
         for step in reversed(self.steps()):
@@ -201,7 +202,7 @@ class Checkpoints:
             f"from a copy, or remove the folder to start again"
         )
 
-    def _load(self, step: int, like, within: str = ""):
+    def _load(self, step: int, like: Any, within: str = "") -> tuple[Any, dict[str, Any]]:
         """Loads (arrays, position) of a step; if one process finds damage, all reject the checkpoint.
 
         Args:

@@ -49,8 +49,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
     use_compilation_cache(config)
     workdir = Path(workdir)
     mirror = Mirror(config.checkpoint.mirror, workdir)
-    number = f".{jax.process_index()}" * (not distributed.is_first())
-    bad_examples = data.log_to(workdir / f"skipped{number}.log")
+    suffix = "" if distributed.is_first() else f".{jax.process_index()}"
+    bad_examples = data.log_to(workdir / f"skipped{suffix}.log")
     with ExitStack() as stack:
         stack.enter_context(blame_disk(workdir))
         stack.enter_context(distributed.blame_peers())
