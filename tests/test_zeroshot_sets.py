@@ -2,7 +2,10 @@
 
 import json
 import pickle
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from clip_oracle import random_model, small_config
@@ -14,8 +17,9 @@ from swjax import data, interop
 from swjax.data import imagenet, labelled
 from swjax.data.labelled import address
 from swjax.evaluate.__main__ import main
-from swjax.models import clip
+from swjax.models import clip, sharding
 from swjax.training import config as config_lib
+from swjax.training import evaluation
 from swjax.training.evaluation import open_labelled
 from swjax.training.inputs import open_source
 
@@ -199,6 +203,31 @@ def test_evaluate_gives_the_scores_of_training(tmp_path, shared_cache, capsys):
     again = json.loads(capsys.readouterr().out)
     assert again["zeroshot/birds_top1"] == scores["zeroshot/birds_top1"]
     assert "zeroshot/animals_top1" not in again and "test/image_to_text_R@1" not in again
+
+
+def test_sets_are_scored_once_for_each_state(monkeypatch):
+    """A rollback repeats a step with other parameters, whose scores differ."""
+    runs = []
+
+    class Scores:
+        def __init__(self, *_, **__):
+            pass
+
+        def run(self, params):
+            runs.append(params)
+            return {"zeroshot/pets_top1": params}
+
+    pets = SimpleNamespace(templates=(), set_name="pets")
+    monkeypatch.setattr(evaluation, "open_labelled", lambda config: [pets])
+    monkeypatch.setattr(evaluation, "open_source", lambda config, split: None)
+    monkeypatch.setattr(evaluation.evaluators, "ZeroShot", Scores)
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    evaluate = evaluation.make_evaluate(micro_config("cache"), None, mesh)
+    for params in (0.1, 0.2):
+        state = {"params": params, "step": jnp.int32(4)}
+        for split in ("val", "test"):
+            assert evaluate(state, split).scores == {"zeroshot/pets_top1": params}
+    assert runs == [0.1, 0.2]
 
 
 def test_foreign_weights_are_scored(tmp_path, capsys):

@@ -65,16 +65,19 @@ def make_evaluate(
         )
         for source in open_labelled(config)
     ]
-    last: dict[int, dict] = {}  # scores of the labelled sets at the last evaluated step
+    # The scores of the labelled sets, and the array `state["step"]` of their state. The array identifies a
+    # state; its number does not, because a rollback repeats numbers with other parameters.
+    labelled_scores: dict[str, Any] = {}
+    scored: jax.Array | None = None
 
     def evaluate(state, split, examples=0):
-        step = int(state["step"])
-        if labelled and step not in last:
+        nonlocal labelled_scores, scored
+        if state["step"] is not scored:
             params = state.get("ema", state["params"])
-            last.clear()
-            last[step] = {key: x for one in labelled for key, x in one.run(params).items()}
+            labelled_scores = {k: x for one in labelled for k, x in one.run(params).items()}
+            scored = state["step"]
         own = evaluate_split(state, split, examples)
-        return own._replace(scores=last.get(step, {}) | own.scores)
+        return own._replace(scores=labelled_scores | own.scores)
 
     def evaluate_split(state, split, examples):
         source, params = open_source(config, split), state.get("ema", state["params"])
