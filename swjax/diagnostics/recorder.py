@@ -179,14 +179,16 @@ class Recorder:
 
 
 def number(value: float | str | None) -> float | int | str | None:
-    """Converts a number for JSON: the shortest equal float32, or None if not finite. Keeps names.
+    """Converts a number for JSON: the shortest equal float32, or None if that is not finite. Keeps names.
 
-    >>> number(np.float32(0.1)), number(float("nan"))
-    (0.1, None)
+    >>> number(np.float32(0.1)), number(float("nan")), number(1e39)
+    (0.1, None, None)
     """
     if value is None or isinstance(value, int | str):
         return value
-    return float(str(np.float32(value))) if math.isfinite(value) else None
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    return float(str(rounded)) if np.isfinite(rounded) else None
 
 
 def _as_array(name: str, value: Any) -> Any:
