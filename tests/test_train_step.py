@@ -276,6 +276,14 @@ def test_every_parameter_needs_a_rule():
         sharding.abstract_state({"params": {"new": {"kernel": jnp.ones(2)}}}, sharding.make_mesh())
 
 
+@pytest.mark.parametrize("size, spec", [(8, jax.P(("data", "fsdp"))), (6, jax.P(None))])
+def test_a_rule_may_split_a_dimension_over_several_axes(size, spec):
+    mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
+    state = {"params": {"w": jax.ShapeDtypeStruct((size, 3), jnp.float32)}}
+    like = sharding.abstract_state(state, mesh, ((r"^w$", jax.P(("data", "fsdp"))),))
+    assert like["params"]["w"].sharding.spec == spec
+
+
 def test_moments_are_sharded_as_their_parameters(micro):
     init, _ = init_and_step(micro(train__ema_decay=0.9))
     like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh(1, 2, 1))

@@ -201,11 +201,13 @@ def abstract_state(state: Any, mesh: Mesh, rules: SpecRules = RULES) -> Any:
 
 
 def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Replicates each dimension that its mesh axis does not divide."""
-    axes = [
-        axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape)
-    ]
-    return P(*axes)
+    """Replicates each dimension that its mesh axes do not divide."""
+
+    def divides(axes: str | tuple[str, ...], size: int) -> bool:
+        names = (axes,) if isinstance(axes, str) else axes
+        return size % math.prod(mesh.shape[name] for name in names) == 0
+
+    return P(*(axes if axes and divides(axes, size) else None for axes, size in zip(spec, shape)))
 
 
 def gather_params(params: Any, rules: SpecRules = RULES) -> Any:
