@@ -91,7 +91,7 @@ def quantized(
     A linear layer is a `Dense`, `DenseGeneral` or `Einsum`. The projections of attention modules are
     `DenseGeneral` layers. Parameters and checkpoints do not change; outside the context the model computes as
     before. The recipes are part of the key of JAX's caches: a function under `jax.jit` or `nn.jit` is traced
-    once with them and once without.
+    once with them and once without. Contexts do not nest.
 
     Args:
       recipes: {regular expression: recipe}. An expression must match a module's whole path, such as
@@ -106,8 +106,9 @@ def quantized(
 
     Raises:
       TypeError: `recipes` is not a mapping.
-      ValueError: a recipe does not exist; or model code ran, and an expression matched no linear layer, or
-        matched one with a `dot_general_cls`, which computes its product itself.
+      ValueError: a recipe does not exist; another of these contexts is open; or model code ran, and an
+        expression matched no linear layer, or matched one with a `dot_general_cls`, which computes its
+        product itself.
 
     >>> import jax.numpy as jnp
     >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
@@ -126,6 +127,11 @@ def quantized(
     (4, 2)
     """
     interceptor = _Interceptor(recipes, implementation)
+    if _recipes_in_use.value is not None:
+        raise ValueError(
+            "swjax.linen.quantized runs inside another swjax.linen.quantized: give all expressions to one "
+            "context, whose first match is used"
+        )
     in_use = tuple(interceptor.recipes.items()), implementation
     with nn.intercept_methods(interceptor), _recipes_in_use(in_use):
         yield interceptor.conversion

@@ -79,6 +79,16 @@ def test_a_linen_model_has_the_recipes_of_where_it_is_called(lift, call, inside_
     np.testing.assert_allclose(b if inside_first else a, exact, rtol=1e-6, atol=1e-6)
 
 
+def test_linen_contexts_do_not_nest():
+    """JAX's caches would know the inner recipes alone, and use the program of both for a later call."""
+    with swjax.linen.quantized(RULES):
+        with pytest.raises(ValueError, match="runs inside another .*: give all expressions to one"):
+            with swjax.linen.quantized({".*down": "switchback"}):
+                pass
+    with swjax.linen.quantized(RULES):  # the first has ended
+        pass
+
+
 def test_a_model_class_under_nn_jit():
     model = nn.jit(Mlp)()
     params = model.init(jax.random.key(1), X)
