@@ -47,6 +47,8 @@ class DotGeneral:
     ) -> jax.Array:
         """Like `jax.lax.dot_general`; `rhs` may also be a result of `swjax.quantize_weight`.
 
+        Without `preferred_element_type` the result has the dtype of `lhs`, whatever that of `rhs`.
+
         The values of such an `rhs` are [*columns, *contracted], whichever of its axes `dimension_numbers`
         contracts.
 
@@ -84,6 +86,8 @@ class DotGeneral:
         out_sharding: NamedSharding | P | None = None,
     ) -> jax.Array:
         """Like `jax.numpy.einsum` of an activation and a weight, for `einsum_op=` of `flax.nnx.Einsum`.
+
+        Without `preferred_element_type` the result has the dtype of `lhs`, whatever that of `rhs`.
 
         Indices of both operands and the output, such as those of experts, are batch dimensions: each has its
         own product.
