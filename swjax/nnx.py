@@ -108,13 +108,16 @@ def linears(
     """Applies several layers to the same inputs, such as queries, keys and values, which are quantized once.
 
     Args:
-      layers: layers that differ in recipe, dtype, implementation or layout are computed one by one.
+      layers: layers that differ in recipe, dtypes, implementation or layout are computed one by one.
       inputs: [..., k].
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to the inputs first.
       residual: whether to return the inputs as well, see `swjax.switchback`.
 
     Returns:
       A tuple with the output [..., n] of each layer, equal to its call. With `residual`: (outputs, inputs).
+
+    Raises:
+      TypeError: a layer is not a `Linear` of this module.
 
     >>> import jax.numpy as jnp
     >>> q, k = (Linear(3, n, rngs=nnx.Rngs(0)) for n in (4, 2))
@@ -143,13 +146,16 @@ def mlp(
     """``fc2(gelu(fc1(inputs)))``, where the pass of the GELU also quantizes; see `swjax.mlp`.
 
     Args:
-      fc1, fc2: layers; if they differ in recipe, dtype or implementation, each quantizes separately.
+      fc1, fc2: layers; if they differ in recipe, dtypes or implementation, each quantizes separately.
       inputs: [..., k].
       prologue, residual: see `linears`.
       approximate: whether to use the tanh form of the GELU.
 
     Returns:
       The output [..., n]; with `residual`: (output, inputs).
+
+    Raises:
+      TypeError: a layer is not a `Linear` of this module.
 
     >>> import jax.numpy as jnp
     >>> fc1, fc2 = (Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 8), (8, 2)))
@@ -168,9 +174,20 @@ def mlp(
 
 
 def _alike(*layers: Linear, but: str | None = None) -> bool:
-    """Whether the layers differ only in their parameters and the option `but`."""
+    """Whether the layers differ only in their parameters and the option `but`; refuses other layers."""
+    for layer in layers:
+        if not isinstance(layer, Linear):
+            raise TypeError(
+                f"layers computed together must be swjax.nnx.Linear, got a {type(layer).__name__} of "
+                f"{type(layer).__module__}: call others one by one"
+            )
     seen = {
-        (layer.dtype, *(value for name, value in layer._options().items() if name != but))
+        (
+            layer.dtype,
+            layer.param_dtype,
+            layer.promote_dtype,
+            *(value for name, value in layer._options().items() if name != but),
+        )
         for layer in layers
     }
     # A subclass with its own `__call__`, such as a tapped layer, must be called directly.

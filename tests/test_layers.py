@@ -82,6 +82,28 @@ def test_every_recipe_trains_in_both_apis(name):
     assert jnp.any(linen_grads["kernel"])
 
 
+DOUBLED = {"promote_dtype": lambda arrays, **_: tuple(None if a is None else 2 * a for a in arrays)}
+
+
+@pytest.mark.parametrize("other", [{"param_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}, DOUBLED])
+@pytest.mark.parametrize("other_first", [True, False])
+def test_layers_computed_together_equal_their_calls(other, other_first):
+    options = (other, {}) if other_first else ({}, other)
+    a, b = (swjax.nnx.Linear(16, 16, rngs=nnx.Rngs(0), **each) for each in options)
+    x = X.astype(jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):  # as Flax's layers of several dtypes need
+        together = (*swjax.nnx.linears((a, b), x), swjax.nnx.mlp(a, b, x))
+        alone = a(x), b(x), b(a(x), prologue=swjax.Gelu())
+    for got, want in zip(together, alone):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+def test_layers_of_flax_are_not_computed_together():
+    with pytest.raises(TypeError, match="must be swjax.nnx.Linear, got a Linear of flax.nnx"):
+        swjax.nnx.linears((nnx.Linear(16, 16, rngs=nnx.Rngs(0)),), X)
+
+
 def attention(**kwargs):
     return nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), **kwargs)
 
