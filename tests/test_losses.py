@@ -186,9 +186,22 @@ def test_extreme_logits_stay_finite(name, log_scale):
 
 def test_wrong_shapes_are_one_line():
     x = jnp.ones((4, 8))
-    with pytest.raises(ValueError, match=r"must both be \[B, e\], got \(4, 8\) and \(3, 8\)"):
+    with pytest.raises(ValueError, match=r"must both be \[B, e\] .*, got \(4, 8\) and \(3, 8\)"):
         losses.softmax_contrastive(x, x[:3], jnp.float32(0))
+    with pytest.raises(ValueError, match=r"not empty, got \(0, 8\) and \(0, 8\)"):
+        losses.softmax_contrastive(x[:0], x[:0], jnp.float32(0))
+    with pytest.raises(ValueError, match=r"must be scalars, got the shape \(4,\)"):
+        losses.softmax_contrastive(x, x, jnp.zeros(4))  # it would scale each text by its own
+    with pytest.raises(ValueError, match=r"must be scalars, got the shape \(1,\)"):
+        losses.sigmoid_contrastive(x, x, jnp.float32(0), jnp.zeros(1))
     with pytest.raises(ValueError, match=r"labels must be \[B\] with B=4 embeddings, got \(3,\)"):
         losses.sigmoid_contrastive(
             x, x, jnp.float32(0), jnp.float32(0), labels=jnp.zeros(3, jnp.int32)
         )
+
+
+def test_scalars_may_be_python_numbers():
+    x = jnp.eye(4)
+    numbers, arrays = (1.0, -10.0), (jnp.float32(1), jnp.float32(-10))
+    got, want = (losses.sigmoid_contrastive(x, x, *scalars) for scalars in (numbers, arrays))
+    jax.tree.map(np.testing.assert_array_equal, got, want)

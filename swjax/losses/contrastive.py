@@ -104,14 +104,15 @@ def sigmoid_contrastive(
     """
     scalars = (logit_scale, logit_bias)
     loss, metrics = _contrast(_sigmoid, image_emb, text_emb, scalars, labels, tokens, pairs)
-    return loss, metrics | {"logit_bias": logit_bias.astype(jnp.float32)}
+    return loss, metrics | {"logit_bias": jnp.asarray(logit_bias, jnp.float32)}
 
 
 def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs: int):
     """Checks the arguments, plans the sharding, and runs a loss; `local` is `_softmax` or `_sigmoid`."""
-    if images.ndim != 2 or images.shape != texts.shape:
+    if images.ndim != 2 or images.shape != texts.shape or not images.size:
         raise ValueError(
-            f"image_emb and text_emb must both be [B, e], got {images.shape} and {texts.shape}"
+            "image_emb and text_emb must both be [B, e] and not empty, "
+            f"got {images.shape} and {texts.shape}"
         )
     if labels is None:
         labels = jnp.arange(images.shape[0])
@@ -119,6 +120,9 @@ def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs:
         raise ValueError(
             f"labels must be [B] with B={images.shape[0]} embeddings, got {labels.shape}"
         )
+    scalars = tuple(map(jnp.asarray, scalars))
+    if shapes := [x.shape for x in scalars if x.shape]:
+        raise ValueError(f"logit_scale and logit_bias must be scalars, got the shape {shapes[0]}")
     plan = plan_batch(tokens, images, texts, *scalars)
     around = make_ring(plan, *images.shape, pairs=pairs, numbers=NUMBERS)
     spec = Spec((*plan.tokens, ()))
