@@ -344,6 +344,14 @@ def test_refuses_a_learning_rate_that_is_a_mistake(rate):
         stable_adamw(rate)
 
 
+@pytest.mark.parametrize("rate", [jnp.ones(3), lambda step: jnp.ones(3)], ids=["array", "schedule"])
+def test_refuses_a_learning_rate_with_a_shape(rate):
+    """It would be another rate for each column."""
+    optimizer, p = stable_adamw(rate), {"w": jnp.ones((2, 3))}
+    with pytest.raises(ValueError, match=r"learning_rate must be a scalar, got the shape \(3,\)"):
+        optimizer.update(p, optimizer.init(p), p)
+
+
 def test_a_schedule_may_round_below_0_under_inject_hyperparams():
     optimizer = optax.inject_hyperparams(stable_adamw)(lambda step: jnp.float32(-1e-9))
     p = {"w": jnp.ones(3)}
@@ -358,6 +366,8 @@ def test_arrays_of_another_shape_than_their_parameter_are_refused():
         optimizer.update(row, state, p)
     with pytest.raises(ValueError, match=r"first moment of shape \(2, 3\) .* got \(3,\): pass"):
         optimizer.update(p, foreign, p)
+    with pytest.raises(ValueError, match=r"gradient of shape \(2, 3\) .* 'w', got None: pass"):
+        optimizer.update({"w": None}, state, p)
 
 
 def test_accepts_the_edges_of_the_ranges():

@@ -106,7 +106,7 @@ def stable_adamw(
       An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
 
     Raises:
-      ValueError: a hyper-parameter is not a number or out of range (unless traced), a parameter lacks a block
+      ValueError: a hyper-parameter is not a scalar or out of range (unless traced), a parameter lacks a block
         axis or is an integer array, the mask is a single bool, an update receives no parameters, or a
         gradient or moment has another shape than its parameter.
 
@@ -147,6 +147,10 @@ def stable_adamw(
         grads, params = as_arrays(grads), _inexact(params)
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        if jnp.ndim(rate):  # it would broadcast along the last axes of each parameter
+            raise ValueError(
+                f"stable_adamw's learning_rate must be a scalar, got the shape {jnp.shape(rate)}"
+            )
         new1, new2 = (_new_weight(b, count) for b in (b1, b2))
         scalars = Scalars.of(rate, new1, new2, eps, weight_decay, clip_threshold)
 
@@ -323,10 +327,11 @@ def _check_shapes(params, grads, mu, nu):
     named = jax.tree_util.tree_leaves_with_path(params)
     for kind, arrays in (("gradient", grads), ("first moment", mu), ("second moment", nu)):
         for (path, p), x in zip(named, arrays, strict=True):
-            if x.shape != p.shape:
+            shape = getattr(x, "shape", x)  # None stays None
+            if shape != p.shape:
                 raise ValueError(
                     f"stable_adamw needs a {kind} of shape {p.shape} for parameter {path_name(path)!r}, "
-                    f"got {x.shape}: pass the gradients and the state of these parameters"
+                    f"got {shape}: pass the gradients and the state of these parameters"
                 )
 
 
