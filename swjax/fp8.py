@@ -26,7 +26,7 @@ def cast(x: jax.Array, fmt: str = "float8_e4m3fn", *, saturate: bool = True) -> 
       [...] in the dtype of `x`.
 
     Raises:
-      ValueError: `fmt` is not an fp8 format.
+      ValueError: `fmt` is not an fp8 format, or x has no floating dtype.
 
     >>> cast(jnp.array([0.3, 100.0, 1000.0])).tolist()
     [0.3125, 96.0, 448.0]
@@ -36,6 +36,9 @@ def cast(x: jax.Array, fmt: str = "float8_e4m3fn", *, saturate: bool = True) -> 
     """
     if fmt not in FORMATS:
         raise ValueError(f"fmt must be one of {', '.join(FORMATS)}, got {fmt!r}")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must be float16, bfloat16 or float32, got {x.dtype}: cast it first")
     return _cast(x, fmt, saturate)
 
 

@@ -71,3 +71,9 @@ def test_unknown_format():
         ValueError, match="fmt must be one of float8_e4m3fn, float8_e5m2, got 'e4m3'"
     ):
         fp8.cast(jnp.ones(1), "e4m3")
+
+
+def test_numbers_and_other_dtypes():
+    assert float(jax.grad(fp8.cast)(0.3)) == 1 and float(fp8.cast(0.3)) == 0.3125
+    with pytest.raises(ValueError, match="x must be float16, .* got complex64: cast it first"):
+        fp8.cast(jnp.ones(2, jnp.complex64))

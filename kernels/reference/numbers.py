@@ -23,6 +23,8 @@ FP8_SMALLEST_EXPONENT = {"float8_e4m3fn": -6, "float8_e5m2": -14}
 
 def to_float32(x: jax.Array) -> jax.Array:
     """Casts `x` to fp32, after rounding to its own dtype, which XLA for GPUs may have skipped."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):  # the cast would drop an imaginary part
+        raise ValueError(f"x must be float16, bfloat16 or float32, got {x.dtype}: cast it first")
     exact = x.astype(jnp.float32)
     if x.dtype == jnp.float32:
         return exact

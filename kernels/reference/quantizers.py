@@ -45,7 +45,7 @@ def quantize(
       A QTensor; its scale has length 1 along `axes`.
 
     Raises:
-      ValueError: the dtype is not a quantized dtype.
+      ValueError: the dtype is not a quantized dtype, or x has no floating dtype.
 
     >>> q = quantize(jnp.array([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]]))
     >>> q.values.tolist()
@@ -68,7 +68,7 @@ def quantize_by(
       A QTensor.
 
     Raises:
-      ValueError: the dtype is not a quantized dtype.
+      ValueError: the dtype is not a quantized dtype, or x has no floating dtype.
 
     >>> quantize_by(jnp.array([[1.0, -2.0]]), jnp.array([[4.0]])).values.tolist()
     [[32, -64]]
