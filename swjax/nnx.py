@@ -249,7 +249,7 @@ def quantize_model(
             layer.replaced = before or (layer.recipe, layer.implementation)
             layer.set_recipe(recipe, implementation)
         else:
-            layout = _layout(layer.kernel)
+            layout = _layout(getattr(layer, "kernel", None))
             product = dot_general(recipe, implementation=implementation, layout=layout)
             name = product_name(layer)
             replaced = before.replaced if before else getattr(layer, name)
@@ -294,12 +294,13 @@ def restore_model(model: nnx.Module) -> nnx.Module:
     >>> restore_model(quantize_model(layer, {".*": "llm_int8"})).layers[0].dot_general.__name__
     'dot_general'
     """
-    # Any, because not every module has a kernel and a `dot_general`.
+    # Any, because not every module has a `dot_general`.
     changed: dict[str, Any] = {
         path: module for path, module in _modules(model) if _conversion_of(module)
     }
     for path, module in changed.items():
-        if isinstance(module.kernel.get_value(), QTensor):
+        kernel = getattr(module, "kernel", None)  # a layer of the model's own may have another name
+        if kernel is not None and isinstance(kernel.get_value(), QTensor):
             raise ValueError(
                 f"layer {path!r} is prequantized and has no float weights to restore: "
                 "build the model again and load its checkpoint"
@@ -419,8 +420,8 @@ def split_stack(stack: nnx.Module, x: jax.Array) -> tuple[nnx.GraphDef, nnx.Stat
     return graph, nnx.map_state(leaf, state)
 
 
-def _layout(kernel: nnx.Param) -> Layout | None:
-    """The layout from the kernel's metadata."""
-    if not kernel.get_metadata("out_sharding", None) or kernel.ndim != 2:
+def _layout(kernel: nnx.Param | None) -> Layout | None:
+    """The layout from the kernel's metadata, if there is a kernel."""
+    if kernel is None or not kernel.get_metadata("out_sharding", None) or kernel.ndim != 2:
         return None
     return Layout(nnx.get_partition_spec(kernel).get_value())

@@ -65,6 +65,27 @@ def test_undone_however_often_it_was_done():
     assert model.ours.recipe is RECIPES["switchback_m"]
 
 
+class OwnLayer(nnx.Module):
+    """A layer of a model's own with a `dot_general`, whose weight is not called `kernel`."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(rngs.params.normal((8, 4)))
+        self.dot_general = lax_dot_general
+
+    def __call__(self, x):
+        return self.dot_general(x, self.w[...], (((1,), (0,)), ((), ())))
+
+
+def test_a_layer_of_the_models_own_is_converted_and_restored():
+    model = nnx.Sequential(OwnLayer(nnx.Rngs(0)))
+    before = model(X)
+    swjax.nnx.quantize_model(model, {"layers/0": "switchback"})
+    (matrix,) = swjax.nnx.describe_model(model)
+    assert (matrix.name, matrix.recipe) == ("w", RECIPES["switchback"])
+    assert jnp.all(model(X) == swjax.switchback(X, model.layers[0].w[...]))
+    assert jnp.all(swjax.nnx.restore_model(model)(X) == before)
+
+
 def test_equal_conversions_share_a_compiled_program():
     first, second = (Model(nnx.Rngs(seed)) for seed in range(2))
     for model in (first, second):
