@@ -385,6 +385,8 @@ def test_other_errors_are_one_line():
         ValueError, match=r"block_axes=2 is not an axis of parameter 'layer' of shape \(2, 3\)"
     ):
         stable_adamw(0.1, block_axes={"layer": 2}).init(p)
+    with pytest.raises(ValueError, match="block_axes must be None, an int .* to static_args"):
+        optax.inject_hyperparams(stable_adamw)(0.1, block_axes=0).init(p)
     with pytest.raises(ValueError, match=r"'steps' is int32: cast it"):
         optimizer.init({"steps": jnp.ones(2, jnp.int32)})
     lost = optax.tree.map_params(optimizer, lambda x: x, optimizer.init(p))

@@ -46,7 +46,7 @@ def resolve_block_axes(
       One tuple of axes per leaf of `params`.
 
     Raises:
-      ValueError: a parameter lacks an axis.
+      ValueError: a parameter lacks an axis, or an axis is an array.
 
     >>> resolve_block_axes({"blocks": -3, "head": None}, {"blocks": jnp.ones((2, 4, 3)), "head": jnp.ones(3)})
     [(0,), ()]
@@ -59,6 +59,11 @@ def resolve_block_axes(
         return x is None or (isinstance(x, tuple) and all(isinstance(axis, int) for axis in x))
 
     def as_set(axes):  # makes a leaf, unlike None and tuples
+        if isinstance(axes, jax.Array):
+            raise ValueError(
+                f"block_axes must be None, an int or a tuple of ints, got the array {axes}: under "
+                "optax.inject_hyperparams add 'block_axes' to static_args"
+            )
         return frozenset(() if axes is None else axes if isinstance(axes, tuple) else (axes,))
 
     tree = block_axes(params) if callable(block_axes) else block_axes
