@@ -127,10 +127,8 @@ class Processes(Iterator):
             if self._load[pipe] == _GIVEN:
                 return
             slot = self._slots[self._given] = self._free.popleft()
-            try:
-                pipe.send((self._given, slot))
-            except OSError:
-                raise self._lost(pipe) from None
+            if not _sent(pipe, (self._given, slot)):
+                raise self._lost(pipe)
             self._load[pipe] += 1
             self._given += 1
 
@@ -155,6 +153,19 @@ class Processes(Iterator):
         return LostProcess(
             f"loader process {process.pid} ended with exit code {process.exitcode}{why}"
         )
+
+
+def _sent(pipe, message: tuple[int, int]) -> bool:
+    """Sends a message; returns whether the other end is open.
+
+    The error of a closed end is dropped here. If another error kept it, Python 3.13 could print a BufferError
+    when it frees the buffer of the message.
+    """
+    try:
+        pipe.send(message)
+    except OSError:
+        return False
+    return True
 
 
 def _fields(example: dict, chunk: int) -> tuple[dict[str, Field], int]:
