@@ -33,6 +33,7 @@ COMMANDS = {
     "data": "swjax.report.data_check",
     "convert": "swjax.data.convert",
 }
+NESTED = ("diagnostics replay", "data check", "data verify")
 
 
 def main() -> int:
@@ -52,8 +53,9 @@ def run(name: str) -> int:
         print(f"swjax {version('swjax')}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(COMMANDS)}"
+        known = {command.split()[-1]: command for command in (*COMMANDS, *NESTED)}
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {known[near[0]]!r}?" if near else f"choose from {', '.join(COMMANDS)}"
         print(f"swjax: there is no command {name!r}: {hint}", file=sys.stderr)
         return 2
     sys.argv = [f"swjax {name}", *sys.argv[2:]]

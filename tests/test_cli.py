@@ -215,11 +215,14 @@ def test_train_is_a_command_too(tmp_path):
     assert plan.returncode == 0 and plan.stdout.startswith("plan for 1 x l4")
 
 
-def test_a_misspelt_command_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["swjax", "repot"])
+@pytest.mark.parametrize(
+    "name, meant", [("repot", "report"), ("replay", "diagnostics replay"), ("verfy", "data verify")]
+)
+def test_a_misspelt_command_is_one_line(name, meant, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["swjax", name])
     assert swjax_commands.main() == 2
     error = capsys.readouterr().err
-    assert error == "swjax: there is no command 'repot': did you mean 'report'?\n"
+    assert error == f"swjax: there is no command {name!r}: did you mean {meant!r}?\n"
 
 
 def test_the_recorded_command_runs_again():
