@@ -140,6 +140,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
     message = f"^{re.escape(str(path))}, line 2, is damaged: .*: correct the line, or remove it$"
     with pytest.raises(ValueError, match=message):
         diagnostics.Recorder(path, last_step=3)
+    assert [path] == list(tmp_path.iterdir()) and path.read_text() == '{"step": 1}\n' + line + "\n"
 
 
 @pytest.mark.parametrize("metrics", [{"step": 1}, {"x": np.ones(2), "x/1": 0.0}])

@@ -3,7 +3,6 @@
 import json
 import math
 import operator
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -252,19 +251,18 @@ def truncate(path: Path, last_step: int, read: Callable[[int, str], dict]) -> fl
     Args:
       path: the file; the function does nothing if it does not exist.
       last_step: number of the last step to keep.
-      read: (line number from 1, line) -> record.
+      read: (line number from 1, line) -> record. If it raises, the file is unchanged.
     """
     if not path.exists():
         return 0.0
-    seconds, part = 0.0, path.with_suffix(".part")
-    with open(path, errors="replace") as old, open(part, "w") as new:
-        for number, line in enumerate(old, 1):
-            if not line.endswith("\n"):
+    seconds, end = 0.0, 0
+    with open(path, "rb+") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
                 break
-            record = read(number, line)
+            record = read(number, line.decode(errors="replace"))
             if record["step"] > last_step:
                 break
-            seconds = record.get("time", 0.0)
-            new.write(line)
-    os.replace(part, path)
+            seconds, end = record.get("time", 0.0), end + len(line)
+        file.truncate(end)
     return seconds
