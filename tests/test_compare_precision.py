@@ -88,10 +88,12 @@ def test_mistakes_are_one_line(flags, hint, tmp_path, capsys):
 def test_what_is_not_finite_is_not_passed_over():
     errors = {"output/a": [0.1, 0.2], "gradient/b": [0.3, float("nan")], "weight/c": [0.5]}
     curve = [2.0, 1.0]
-    result = {"layers": {"arm": errors}, "losses": {"arm": curve}, "seeds": [curve]}
+    losses = {"arm": curve, "bad": [2.0, float("nan")]}
+    result = {"layers": {"arm": errors}, "losses": losses, "reference": "fp32", "seeds": [curve]}
     assert list(precision.summary(result)) == [
         "arm: median relative error output 15.00%, gradient nan%, weight 50.00%; largest nan%, gradient/b",
         "arm: loss +0.0000 from the reference",
+        "bad: loss +nan from the reference; bad is not finite at step 2",
     ]
 
 

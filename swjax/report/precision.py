@@ -73,7 +73,8 @@ def summary(result: dict) -> Iterable[str]:
     for arm in result["losses"]:
         text = f"{arm}: loss {gap(result, arm):+.4f} from the reference"
         seeds = len(result["seeds"])
-        yield text + (f"; {seeds} seeds spread by {spread(result):.4f}" if seeds > 1 else "")
+        text += f"; {seeds} seeds spread by {spread(result):.4f}" if seeds > 1 else ""
+        yield text + (f"; {diverged}" if (diverged := divergence(result, arm)) else "")
 
 
 def middle(result: dict, arm: str, kind: str) -> float:
@@ -85,6 +86,17 @@ def gap(result: dict, arm: str) -> float:
     """The arm's loss minus the reference's loss with the same seed, over the last quarter of the steps."""
     difference = np.subtract(result["losses"][arm], result["seeds"][0])
     return float(np.mean(difference[-max(1, len(difference) // 4) :]))
+
+
+def divergence(result: dict, arm: str) -> str:
+    """The first step at which the loss of the arm or the reference is not finite, or "" if there is none."""
+    curves = {arm: result["losses"][arm], result["reference"]: result["seeds"][0]}
+    first = (
+        f"{name} is not finite at step {np.argmin(np.isfinite(curve)) + 1}"
+        for name, curve in curves.items()
+        if not np.all(np.isfinite(curve))
+    )
+    return ", ".join(first)
 
 
 def spread(result: dict) -> float:
@@ -165,6 +177,7 @@ def _summary_rows(result: dict) -> Iterable[list[str]]:
         yield [f"{title}, largest", *(f"{np.max(c):.3%}" for c in columns)]
     if result["losses"]:
         yield ["Loss above the reference's", *(f"{gap(result, a):+.4f}" for a in result["losses"])]
+        yield ["First loss that is not finite", *(divergence(result, a) for a in result["losses"])]
         yield ["Spread of seeds", *(f"{spread(result):.4f}" for _ in result["losses"])]
 
 
