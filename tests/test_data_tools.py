@@ -6,10 +6,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from micro_run import ROOT
 from photographs import jpeg, write_tars
 
 from benchmarks import data_loading
@@ -65,8 +67,7 @@ def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
         return real(path, examples)
 
     monkeypatch.setattr(convert, "_write", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, f"--tars={pattern}")
+    assert run(tmp_path, f"--tars={pattern}") == 130
     # Existing files are complete, but two tars are not converted.
     assert run(tmp_path, "--verify") == 1
     told = capsys.readouterr().out
@@ -134,6 +135,26 @@ def test_a_killed_process_is_one_line(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, f"--tars={write_tars(tmp_path, [2])}", "--jobs=2") == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "the same command with fewer --jobs continues" in error
+
+
+@pytest.mark.parametrize("whole_group", [True, False], ids=["Ctrl-C", "killed"])
+def test_an_interrupt_ends_all_processes(whole_group, tmp_path):
+    """Ctrl-C reaches all processes and prints nothing; processes end also if only their parent is killed."""
+    command = [sys.executable, "-m", "swjax.data.convert", "--tars", write_tars(tmp_path, [2] * 99)]
+    command += ["--name", "twin", "--data_dir", str(tmp_path / "data"), "--jobs=2"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+        while not (tmp_path / "data/twin/1.0.0/expected.json").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(1)  # the processes load their libraries
+        if whole_group:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.kill()
+        _, error = process.communicate(timeout=60)  # returns when no process holds stderr
+    assert process.returncode == (130 if whole_group else -signal.SIGKILL)
+    assert not whole_group or not error
 
 
 @pytest.mark.parametrize(

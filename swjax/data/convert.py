@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from swjax.data import files
 from swjax.data.packages import require
 from swjax.data.photographs import texts
 from swjax.data.preparation import lock
+from swjax.data.processes import end_with_parent
 from swjax.data.skipping import POLICIES, BadData, Skips
 from swjax.data.webdataset import WebDataset
 
@@ -77,6 +78,8 @@ def main(argv: list[str]) -> int:
         convert(out, args)
     except BrokenPipeError:  # of the output
         raise
+    except KeyboardInterrupt:  # the same command continues
+        return 128 + signal.SIGINT
     except (BadData, ValueError, ModuleNotFoundError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 1
@@ -195,14 +198,24 @@ def _in_processes(jobs: int, work, shards: range) -> Iterator[dict]:
     if jobs == 1:
         yield from map(work, shards)
         return
-    # A Ctrl-C reaches the whole group and ends each process without a traceback.
-    with ProcessPoolExecutor(
-        jobs,
-        mp_context=get_context("spawn"),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_DFL),
-    ) as pool:
-        yield from pool.map(work, shards)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # new processes inherit it
+    try:
+        context = get_context("spawn")
+        with ProcessPoolExecutor(jobs, context, initializer=end_with_parent) as pool:
+            lines = [pool.submit(work, shard) for shard in shards]  # starts the processes
+            signal.signal(signal.SIGINT, _end_processes)
+            try:
+                yield from (line.result() for line in lines)
+            finally:
+                pool.shutdown(cancel_futures=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_processes(*_: object) -> None:
+    for process in active_children():
+        process.kill()  # a process has no state to save
+    raise KeyboardInterrupt
 
 
 def _shard(tars: WebDataset, out: Path, name: str, split: str, on_bad: str, done: dict, shard: int):

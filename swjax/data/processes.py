@@ -199,12 +199,16 @@ def _end(processes: dict) -> None:
         process.join()
 
 
-def _end_with_parent() -> None:
-    """Ends this process immediately when its parent process has ended."""
+def end_with_parent() -> None:
+    """Starts a thread that ends this process immediately when its parent process has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this process has a parent process"
-    connection.wait([parent.sentinel])
-    os._exit(0)
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _make(pipe, end: int) -> None:
@@ -221,7 +225,7 @@ def _make(pipe, end: int) -> None:
         if hasattr(signal, kind):  # Windows has no SIGHUP
             signal.signal(getattr(signal, kind), signal.SIG_IGN)
     os.nice(_NICE)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         file = reduction.recv_handle(pipe)
     except (EOFError, OSError):
