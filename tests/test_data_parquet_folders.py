@@ -29,6 +29,7 @@ def pictures(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(jpeg(number))
     (tmp_path / "pictures" / "readme.md").write_text("no picture")
+    (tmp_path / "pictures" / "owl" / "._deep.jpeg").write_bytes(b"hidden, as macOS writes it")
     return tmp_path / "pictures"
 
 
@@ -61,7 +62,7 @@ def test_endings_in_upper_case(tmp_path):
 def test_text_files_are_captions(pictures):
     (pictures / "red_fox/a.txt").write_text("a fox\n\nin the snow\n")
     (pictures / "top.jpg").write_bytes(jpeg(3))
-    (pictures / "top.txt").write_text("größer")
+    (pictures / "top.txt").write_text("\ufeffgrößer")
     source = data.source("folders", str(pictures), template="{}")
     assert source.class_names == () and len(source) == 4
     captions = [source[i]["captions"] for i in range(4)]

@@ -283,6 +283,7 @@ def test_rows_of_tsv_and_jsonl(tmp_path):
         ("t.xls", "", "a table must end in .csv, .tsv, .jsonl, got .*t.xls"),
         ("t.csv", "image;caption\n", "no column 'image'; it has image;caption"),
         ("t.csv", "image,caption\n", "the table .* has no rows"),
+        ("t.csv", "image,caption,caption\na,b,c\n", "the table .* has several columns 'caption'"),
         ("t.jsonl", "", "the table .* has no rows"),
         (".csv", None, "cannot open .*csv: Is a directory: name the files in it"),
         ("none/t.csv", None, "cannot open .*none/t.csv: it does not exist"),
@@ -309,6 +310,15 @@ def test_addresses_in_a_table_need_their_package(tmp_path, monkeypatch):
     (tmp_path / "t.csv").write_text("image,caption\nother://bucket/0.jpg,a\n")
     with pytest.raises(ValueError, match="cannot read other://bucket/0.jpg: Protocol not known"):
         open_table(tmp_path / "t.csv", tmp_path)
+
+
+@pytest.mark.parametrize("second", ["images/1.jpg,b", 'images/1.jpg,"b"'])
+def test_a_quote_that_is_not_closed_is_no_caption(tmp_path, second):
+    """The next row would become a part of the caption."""
+    (tmp_path / "t.csv").write_text(f'image,caption\nimages/0.jpg,"a\n{second}\n')
+    table = open_table(tmp_path / "t.csv", tmp_path)
+    with pytest.raises(ValueError, match="^wrong quotes, .*: close them, and double those in"):
+        table.captions(0)
 
 
 def test_rows_without_end_are_damage(tmp_path):

@@ -52,6 +52,12 @@ def test_folders_are_classes(tmp_path):
     assert found[4]["captions"] == found.captions(1) == ("snow owl",)
     assert found.templates == ("a photo of a {}.",) and found.set_name == "pets"
     assert pickle.loads(pickle.dumps(found))[11]["label"] == 2
+    hidden = tmp_path / "pets" / ".ipynb_checkpoints"
+    hidden.mkdir()
+    (hidden / "1.jpg").write_bytes(jpeg(0))
+    (tmp_path / "pets" / "toad" / "._1.jpg").write_bytes(b"macOS")
+    assert open_set(f"folders:{tmp_path}/pets", tmp_path).class_names == found.class_names
+    assert len(open_set(f"folders:{tmp_path}/pets", tmp_path)) == 12
 
 
 def write_parquet(path, labels, **metadata):
@@ -129,9 +135,15 @@ def test_a_column_of_numbers_needs_names(tmp_path):
     text = write_rows(tmp_path, [1, 0, 2])
     with pytest.raises(ValueError, match=r"have no names: write them to .*classnames.txt"):
         open_set(text, tmp_path)
-    (tmp_path / "classnames.txt").write_text("owl\nfox\ntoad\n")
+    (tmp_path / "classnames.txt").write_text("\ufeffowl\nfox\ntoad\n")
     found = open_set(text, tmp_path)
     assert [found[i]["captions"] for i in range(3)] == [("fox",), ("owl",), ("toad",)]
+    rows = [{"image": "0.jpg", "label": 2}, {"image": "1.jpg", "label": None}]
+    (tmp_path / "pets.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = open_set(f"table:{tmp_path}/pets.jsonl", tmp_path)
+    assert found[0]["captions"] == ("toad",)
+    with pytest.raises(ValueError, match="the row has no label"):
+        found[1]
     with pytest.raises(ValueError, match="no row of .* has a label"):
         open_set(write_rows(tmp_path, ["", ""]), tmp_path)
 

@@ -45,6 +45,8 @@ def expand(pattern: str) -> list[str]:
 def below(folder: str, endings: tuple[str, ...]) -> list[str]:
     """Lists the files in a folder and its subfolders that have one of the given endings, ignoring case.
 
+    Hidden files and folders, such as `.ipynb_checkpoints` and the `._*` files of macOS, are left out.
+
     Args:
       folder: a local folder.
       endings: lower-case endings, such as `PICTURES`.
@@ -53,9 +55,11 @@ def below(folder: str, endings: tuple[str, ...]) -> list[str]:
       Their paths relative to the folder, sorted.
     """
     found = []
-    for inside, _, names in os.walk(folder):
+    for inside, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
         where = os.path.relpath(inside, folder)
-        found += [os.path.normpath(f"{where}/{n}") for n in names if n.lower().endswith(endings)]
+        shown = [name for name in names if not name.startswith(".")]
+        found += [os.path.normpath(f"{where}/{n}") for n in shown if n.lower().endswith(endings)]
     return sorted(found)
 
 

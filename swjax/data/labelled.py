@@ -187,7 +187,8 @@ class ImageFolders(Photographs):
         self._root = split
         if not Path(split).is_dir():
             raise ValueError(f"{split!r} is not a folder: give one with a folder per class")
-        classes = sorted(entry.name for entry in os.scandir(split) if entry.is_dir())
+        folders = (entry.name for entry in os.scandir(split) if entry.is_dir())
+        classes = sorted(name for name in folders if not name.startswith("."))
         self._paths: list[tuple[int, str]] = []
         for label, name in enumerate(classes):
             folder = os.path.join(split, name)
@@ -274,9 +275,7 @@ class LabelledRows(Photographs):
         """Reads an image."""
         if not self._labels[index]:
             raise BadExample("the row has no label")
-        rows = self._rows
-        image = rows.image(index) if isinstance(rows, Parquet) else rows.record(index).image
-        return Record(image, (self._labels[index],))
+        return Record(self._rows.image(index), (self._labels[index],))
 
     def __reduce__(self) -> tuple:
         split, kind, data_dir, names = self._arguments
@@ -287,13 +286,15 @@ class LabelledRows(Photographs):
 def _label(table: Table, index: int) -> str:
     """The label of a row; "" for an unreadable row, which the loader skips."""
     try:
-        return table.captions(index)[0]
+        value = table.value(index)
     except (OSError, ValueError):
         return ""
+    return str(value).strip() if isinstance(value, str | int) else ""
 
 
 def _lines(folder: Path | None, name: str) -> Sequence[str]:
     """The non-empty lines of a file in a local folder; () if the file does not exist."""
     if folder is None or not (folder / name).is_file():
         return ()
-    return tuple(line.strip() for line in (folder / name).read_text().splitlines() if line.strip())
+    lines = (folder / name).read_text(encoding="utf-8-sig").splitlines()
+    return tuple(line.strip() for line in lines if line.strip())

@@ -95,7 +95,7 @@ def texts(value: Any) -> tuple[str, ...]:
     if any(len(text) > _LONGEST_CAPTION for text in values):
         raise BadExample(f"a caption is longer than the limit of {_LONGEST_CAPTION} bytes")
     try:
-        decoded = [text.decode() if isinstance(text, bytes) else text for text in values]
+        decoded = [text.decode("utf-8-sig") if isinstance(text, bytes) else text for text in values]
         for text in decoded:
             text.encode()  # JSON can contain unpaired surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:

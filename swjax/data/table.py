@@ -3,6 +3,7 @@
 import csv
 import functools
 import io
+from typing import Any
 
 import numpy as np
 
@@ -67,17 +68,23 @@ class Table(Photographs):
 
     def record(self, index: int) -> Record:
         """Reads a row, and the image that the row names."""
-        image, text = self._row(index)
-        captions = texts(text)
+        captions = self.captions(index)
+        return Record(self.image(index), captions)
+
+    def image(self, index: int) -> bytes:
+        """Reads the image that a row names, regardless of its text."""
+        image, _ = self._row(index)
         if not isinstance(image, str) or not image:
             raise BadExample("the row names no image")
-        return Record(
-            files.read_whole(files.beside(image, of=self._path), _LARGEST_IMAGE), captions
-        )
+        return files.read_whole(files.beside(image, of=self._path), _LARGEST_IMAGE)
+
+    def value(self, index: int) -> Any:
+        """Returns the cell of the text column, in JSONL a value of any type."""
+        return self._row(index)[1]
 
     def captions(self, label: int) -> tuple[str, ...]:
         """Returns the captions of a row."""
-        return texts(self._row(label)[1])
+        return texts(self.value(label))
 
     def _row(self, index: int) -> tuple:
         data = files.read(*self._index[index + self._first])
@@ -108,6 +115,10 @@ class Table(Photographs):
                 raise ValueError(
                     f"the table {self._path!r} has no column {key!r}; it has {', '.join(columns)}"
                 )
+            if columns.count(key) > 1:
+                raise ValueError(
+                    f"the table {self._path!r} has several columns {key!r}: rename all but one"
+                )
         return columns, 1
 
     def __reduce__(self) -> tuple:
@@ -119,7 +130,11 @@ def _cells(data: bytes, separator: str) -> list[str]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadExample(f"the row is not UTF-8: {error.reason}") from None
-    return next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
+    try:
+        # A quote that is not closed would put the following rows into one caption.
+        return next(csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True), [])
+    except csv.Error as error:
+        raise BadExample(f"wrong quotes, {error}: close them, and double those in a cell") from None
 
 
 def _scan(path: str, size: int, separator: str) -> Scan:
