@@ -310,12 +310,14 @@ def test_folders_given_in_different_ways(two_runs, monkeypatch):
     assert [row.split()[0] for row in rows] == ["run", "a", "a/inner"]
 
 
-@pytest.mark.parametrize("name", ["config.json", "results.json"])
+@pytest.mark.parametrize("name", ["config.json", "results.json", "metrics.jsonl"])
 def test_a_damaged_run_is_left_out_and_told(two_runs, name):
-    (two_runs / "a" / name).write_text('{"model')
+    log = '{"step": 2}\n' * (name == "metrics.jsonl")  # records follow the damaged line
+    (two_runs / "a" / name).write_text('{"model\n' + log)
     done = runs_command(two_runs)
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"swjax runs: {two_runs}/a/{name} is damaged: ")
+    assert done.stderr.startswith(f"swjax runs: {two_runs}/a/{name}")
+    assert " is damaged: " in done.stderr
     assert [row.split()[0] for row in done.stdout.splitlines()] == ["run", "b/<b>"]
 
 

@@ -31,13 +31,15 @@ class Series:
 def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
     """Reads the metrics whose names `wanted` matches at their start, and "time", into columns by name.
 
-    A line that a crash cut off ends the log. A missing log gives no metrics. Text values, such as the name of
-    a non-finite tensor, are ignored.
+    Damaged lines at the end, as a crash leaves them, are ignored. A missing log gives no metrics. Text
+    values, such as the name of a non-finite tensor, are ignored.
 
     Raises:
-      ValueError: a step is not an integer, or a metric not a number.
+      ValueError: a line before the last record is damaged, a step is not an integer, or a metric is not a
+        number.
     """
     columns: dict[str, tuple[list, list]] = {}
+    damaged = 0
     if not path.exists():
         return {}
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -46,7 +48,12 @@ def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
                 record = json.loads(line)
                 step = record["step"]
             except (ValueError, TypeError, KeyError):
-                break
+                damaged = damaged or number
+                continue
+            if damaged:
+                raise ValueError(
+                    f"{path}, line {damaged}, is damaged: correct the line, or remove it"
+                )
             where = f"{path}, line {number}"
             if not isinstance(step, int | float) or step % 1:
                 raise ValueError(
