@@ -47,6 +47,8 @@ def test_folders_are_classes(pictures):
     assert source.key(2) == str(pictures / "red_fox/b.JPG")
     again = pickle.loads(pickle.dumps(source))
     assert again[1]["captions"] == examples[1]["captions"]
+    braces = data.source("folders", str(pictures), template="{} {x}")
+    assert braces.captions(0) == braces[0]["captions"] == ("owl {x}",)
 
 
 def test_endings_in_upper_case(tmp_path):

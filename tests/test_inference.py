@@ -172,6 +172,12 @@ def test_from_a_run(run, tmp_path):
     np.testing.assert_array_equal(encoder.classifier(NAMES), expected)
     inference.save(tmp_path / "saved.safetensors", encoder)
     assert inference.load(tmp_path / "saved.safetensors").templates == encoder.templates
+    path = workdir / "config.json"
+    config = json.loads(path.read_text())
+    config["data"] |= {"name": "folders"}
+    config["data"]["folders"]["template"] = "a drawing of a {}"
+    path.write_text(json.dumps(config))
+    assert inference.load(workdir).templates == ("a drawing of a {}",)
 
 
 def test_runs_that_cannot_be_loaded(tmp_path):

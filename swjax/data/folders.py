@@ -74,7 +74,7 @@ class Folders(Photographs):
     def captions(self, label: int) -> tuple[str, ...]:
         """Returns the captions of a class, or of a picture."""
         if self._label:
-            return (self._template.format(self.class_names[label]),)
+            return (self._template.replace("{}", self.class_names[label]),)
         return self._captions(label)
 
     def _captions(self, index: int) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class Folders(Photographs):
         name = _folder_name(self._pictures[index])
         if not name:
             raise BadExample("the picture has neither a text file nor a folder of its own")
-        return (self._template.format(name),)
+        return (self._template.replace("{}", name),)
 
     def __reduce__(self) -> tuple:
         return functools.partial(Folders, template=self._template), (self._root,)

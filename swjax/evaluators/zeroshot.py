@@ -164,7 +164,7 @@ def classifier(
     if not names:
         raise ValueError("a classifier needs the name of at least one class, got none")
     templates = embed.check_templates(templates)
-    prompts = (template.format(name) for name in names for template in templates)
+    prompts = (template.replace("{}", name) for name in names for template in templates)
     sizes: dict[str, Any] = {
         "batch_size": batch_size,
         "context_length": context_length,

@@ -240,7 +240,11 @@ def _templates(config) -> tuple[str, ...]:
     """Returns the prompts of the data set that a run was evaluated on; () if it has none."""
     name = config.eval.data or config.data.name
     mixture = config.data.get("mixture", {})
-    return data.templates(mixture[name].get("name", name) if name in mixture else name)
+    part = mixture[name] if name in mixture else {}
+    kind = part.get("name", name)
+    if kind == "folders":
+        return (part.get("template", config.data.folders.template),)
+    return data.templates(kind)
 
 
 def save(path: str | Path, encoder: Encoder) -> None:
