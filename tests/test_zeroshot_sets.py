@@ -274,6 +274,8 @@ def test_foreign_weights_are_scored(tmp_path, capsys):
         (["--workdir=a", "--workdir=b"], "2 times"),
         (["--workdir=a", "--split=train"], "choose from val, test"),
         (["--wordkir=a"], "unexpected argument"),
+        (["--weights=a", "--config.model.recipe=standard"], "recipe does not change scores"),
+        (["--weights=a", "--config.data.image_size=64"], "image_size does not change scores"),
     ],
 )
 def test_mistakes_of_the_command_are_one_line(flags, message, capsys):

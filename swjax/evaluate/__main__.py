@@ -11,7 +11,7 @@
             be repeated
 --split     val or test: retrieval on this split of the config's data; may be repeated. Default: both for a
             run; none for weights, unless --config.data.name is given
---config.K  overrides a key of configs/common.py
+--config.K  overrides a key of configs/common.py, in its sections data and eval
 
 Exit codes: 0 scored, 2 wrong command line, data or weights.
 """

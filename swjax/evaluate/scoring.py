@@ -18,6 +18,7 @@ from swjax.training.evaluation import make_evaluate
 from swjax.training.inputs import open_source
 
 SPLITS = ("val", "test")
+_OF_THE_MODEL = ("data.image_size", "data.context_length")
 
 
 def score(
@@ -39,18 +40,23 @@ def score(
         its folder, or a file by `swjax.inference.save`.
       sets: addresses of labelled sets, see `swjax.data.labelled`; () uses the sets of `eval.zeroshot`.
       splits: splits of the config's data set, for retrieval; () skips retrieval. None: those that it has.
-      overrides: (key, value) pairs of the config, such as ("data.name", "tfds").
+      overrides: (key, value) pairs of the config's sections `data` and `eval`, such as ("data.name", "tfds").
 
     Returns:
       {name: score}, with the names of `WORKDIR/metrics.jsonl`.
 
     Raises:
-      ConfigError: not exactly one of `workdir` and `weights` is given, there is nothing to score, the data
-        set lacks a named split, or weights or data cannot be opened.
+      ConfigError: not exactly one of `workdir` and `weights` is given, there is nothing to score, an override
+        has no effect, the data set lacks a named split, or weights or data cannot be opened.
     """
     if bool(workdir) == bool(weights):
         raise ConfigError("pass exactly one of --workdir=RUN and --weights=FILE")
     config = config_of(workdir, overrides)
+    for key, _ in overrides:
+        if not key.startswith(("data.", "eval.")) or key in _OF_THE_MODEL:
+            raise ConfigError(
+                f"config.{key} does not change scores, because the weights determine the model: leave it out"
+            )
     if sets:
         config.eval.zeroshot = tuple(sets)
     if splits == () and not config.eval.zeroshot:
