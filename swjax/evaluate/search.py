@@ -19,7 +19,7 @@ from swjax.data import files
 from swjax.data.decoding import decode
 from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
-from swjax.inference.encoder import Encoder, load
+from swjax.inference.encoder import Encoder, load, pixels
 from swjax.report import page
 from swjax.training.errors import ConfigError
 from swjax.training.inputs import open_source
@@ -121,28 +121,43 @@ def search(
     Args:
       model: the encoder of texts and pictures.
       queries: texts.
-      pictures: the pictures to search; each is read once.
+      pictures: the pictures to search; each is read once, and one that cannot be read is skipped with a line.
       count: largest number of pictures per text.
 
     Returns:
       For each text its pictures, nearest first.
+
+    Raises:
+      ValueError: no picture can be read.
     """
-    images = model.encode_image(_read(pictures))
-    count = min(count, len(pictures))
+    numbers: list[int] = []
+    images = model.encode_image(_read(pictures, model.cfg.vision.image_size, numbers))
+    if not numbers:
+        raise ValueError("no picture can be read")
+    count = min(count, len(numbers))
     indices, cosines = ranking.top(model.encode_text(list(queries)), images, count)
     return [
-        [Found(pictures.name(i), float(cosine), int(i)) for i, cosine in zip(*row, strict=True)]
+        [
+            Found(pictures.name(numbers[i]), cosine, numbers[i])
+            for i, cosine in zip(*row, strict=True)
+        ]
         for row in zip(indices.tolist(), cosines.tolist(), strict=True)
     ]
 
 
-def _read(pictures: Pictures) -> Iterator[Any]:
-    """Yields all pictures in order, with a progress line on a terminal."""
+def _read(pictures: Pictures, size: int, numbers: list[int]) -> Iterator[np.ndarray]:
+    """Yields the readable pictures in order and appends their numbers; shows progress on a terminal."""
     live = sys.stderr.isatty()
     for index in range(len(pictures)):
         if live and (index % 100 == 0 or index == len(pictures) - 1):
             print(f"\rreading {index + 1} of {len(pictures)}", end="", file=sys.stderr)
-        yield pictures.image(index)
+        try:
+            picture = pixels(pictures.image(index), size)
+        except (ValueError, OSError) as error:
+            print(f"swjax search: skipped {' '.join(str(error).split())}", file=sys.stderr)
+            continue
+        numbers.append(index)
+        yield picture
     if live:
         print(file=sys.stderr)
 
