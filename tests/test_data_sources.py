@@ -321,6 +321,12 @@ def test_a_quote_that_is_not_closed_is_no_caption(tmp_path, second):
         table.captions(0)
 
 
+def test_quotes_that_end_within_a_cell_are_read(tmp_path):
+    (tmp_path / "t.csv").write_text('image,caption\nimages/0.jpg,"hello" he said\nimages/1.jpg,b\n')
+    table = open_table(tmp_path / "t.csv", tmp_path)
+    assert [table.captions(row) for row in range(2)] == [("hello he said",), ("b",)]
+
+
 def test_rows_without_end_are_damage(tmp_path):
     (tmp_path / "t.csv").write_text('image,caption\na.jpg,a\nb.jpg,"never closed' + "x\n" * 100_000)
     table = open_table(tmp_path / "t.csv", tmp_path)

@@ -130,9 +130,11 @@ def _cells(data: bytes, separator: str) -> list[str]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadExample(f"the row is not UTF-8: {error.reason}") from None
+    # A quote that is not closed puts the following rows into one cell. Within a line, csv may guess.
+    strict = "\n" in text.rstrip()
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=strict)
     try:
-        # A quote that is not closed would put the following rows into one caption.
-        return next(csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True), [])
+        return next(reader, [])
     except csv.Error as error:
         raise BadExample(f"wrong quotes, {error}: close them, and double those in a cell") from None
 
