@@ -186,8 +186,10 @@ def test_dynamic_scaling_is_what_brings_a_small_gradient_back():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: per_tensor_guard(optax.sgd(1.0), 0.0), "scale must be positive, got 0.0"),
-        (lambda: dynamic_loss_scale(optax.sgd(1.0), 0.5), "scale must be at least 1, got 0.5"),
+        (lambda: per_tensor_guard(optax.sgd(1.0), 0.0), "scale must be positive .*, got 0.0"),
+        (lambda: per_tensor_guard(optax.sgd(1.0), jnp.inf), "finite in float32, got inf"),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), 0.5), "scale must be at least 1 .*, got 0.5"),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), 1e39), "finite in float32, got 1e.39"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), factor=1.0), "factor must be above 1, got 1.0"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=0), "growth_steps .* got 0"),
         (lambda: loss_scale(optax.sgd(1.0).init({})), "wrap the optimizer"),
@@ -197,6 +199,17 @@ def test_dynamic_scaling_is_what_brings_a_small_gradient_back():
 def test_mistakes_are_one_line(make, message):
     with pytest.raises(ValueError, match=message) as error:
         make()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
+def test_a_missing_gradient_is_one_line(guard):
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    optimizer = guard(optax.sgd(1.0))
+    with pytest.raises(
+        ValueError, match="a gradient for each parameter, got none for 'b'"
+    ) as error:
+        optimizer.update({"a": jnp.ones(2), "b": None}, optimizer.init(params), params)
     assert "\n" not in str(error.value)
 
 

@@ -41,7 +41,7 @@ def dynamic_loss_scale(
 
     Args:
       inner: any transformation.
-      scale: initial scale, at least 1; powers of two (also for `factor`) scale without rounding.
+      scale: initial scale, at least 1 and finite; powers of two (also for `factor`) scale without rounding.
       growth_steps: number of finite steps before the scale grows, at least 1.
       factor: factor of a change of the scale, above 1.
 
@@ -51,7 +51,7 @@ def dynamic_loss_scale(
 
     Raises:
       TypeError: `inner` is not a transformation.
-      ValueError: a number is out of range.
+      ValueError: a number is out of range, or a parameter has no gradient.
 
     >>> from swjax.optax import loss_scale
     >>> params = {"a": jnp.ones(2)}
@@ -67,8 +67,11 @@ def dynamic_loss_scale(
       Micikevicius et al., "Mixed precision training", 2018, https://arxiv.org/abs/1710.03740
     """
     overflow.require_transformation("dynamic_loss_scale", "inner", inner)
-    for name, value in (("scale", scale), ("growth_steps", growth_steps)):
-        overflow.require_at_least("dynamic_loss_scale", name, value, 1)
+    overflow.require_scale("dynamic_loss_scale", scale, least=1)
+    if not isinstance(growth_steps, jax.core.Tracer) and not growth_steps >= 1:
+        raise ValueError(
+            f"dynamic_loss_scale's growth_steps must be at least 1, got {growth_steps}"
+        )
     if not isinstance(factor, jax.core.Tracer) and not factor > 1:
         raise ValueError(f"dynamic_loss_scale's factor must be above 1, got {factor}")
     inner = optax.with_extra_args_support(inner)
@@ -81,6 +84,7 @@ def dynamic_loss_scale(
 
     def update(grads, state, params=None, **extra_args):
         grads, params = as_arrays((grads, params))
+        overflow.require_gradients("dynamic_loss_scale", grads, params)
         ok = jnp.all(jnp.array([overflow.all_finite(g).squeeze() for g in jax.tree.leaves(grads)]))
         clean = jax.tree.map(lambda g: overflow.divided(g, state.scale, ok), grads)
         updates, new = inner.update(clean, state.inner, params, **extra_args)

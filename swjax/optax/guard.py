@@ -52,7 +52,7 @@ def per_tensor_guard(
     Args:
       inner: any optimizer that treats tensors separately, such as `stable_adamw` or `optax.adamw`. It
         receives trees with one tensor, and None in place of the others.
-      scale: factor of the loss, > 0; a power of two scales without rounding.
+      scale: factor of the loss, above 0 and finite; a power of two scales without rounding.
       across: a transformation of all tensors together, such as `optax.clip_by_global_norm`. It runs before
         `inner`, and receives unscaled gradients, with zeros in place of non-finite gradients.
       block_axes: axes that enumerate tensors stacked in one parameter, see `stable_adamw`. `inner` receives
@@ -64,7 +64,7 @@ def per_tensor_guard(
 
     Raises:
       TypeError: `inner` or `across` is not a transformation.
-      ValueError: the scale is not positive, or a parameter lacks a block axis.
+      ValueError: the scale is not positive and finite, or a parameter lacks a block axis or a gradient.
 
     >>> from swjax.optax import loss_scale, skipped_by_path, stable_adamw
     >>> params = {"a": jnp.ones(2), "b": jnp.ones(2)}
@@ -86,8 +86,7 @@ def per_tensor_guard(
     across = across or optax.identity()
     for name, value in (("inner", inner), ("across", across)):
         overflow.require_transformation("per_tensor_guard", name, value)
-    if not isinstance(scale, jax.core.Tracer) and not scale > 0:
-        raise ValueError(f"per_tensor_guard's scale must be positive, got {scale}")
+    overflow.require_scale("per_tensor_guard", scale)
     inner = optax.with_extra_args_support(inner)
     across = optax.with_extra_args_support(across)
 
@@ -102,6 +101,7 @@ def per_tensor_guard(
 
     def update(grads, state, params=None, **extra_args):
         grads, params = as_arrays((grads, params))
+        overflow.require_gradients("per_tensor_guard", grads, params)
         axes = resolve_block_axes(block_axes, grads)
         treedef: jax.tree_util.PyTreeDef
         leaves, treedef = jax.tree.flatten(grads)

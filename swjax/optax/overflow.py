@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from swjax.optax.tensors import path_name
+
+_LEAST, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+
 
 def unscale(grads: optax.Updates, scale: jax.typing.ArrayLike) -> optax.Updates:
     """Divides gradients by the loss scale; non-finite entries become 0.
@@ -70,7 +74,24 @@ def require_transformation(function: str, name: str, value: Any) -> None:
         )
 
 
-def require_at_least(function: str, name: str, value: jax.Array | float, least: float) -> None:
-    """Checks a concrete number; a traced number is not checked."""
-    if not isinstance(value, jax.core.Tracer) and not value >= least:
-        raise ValueError(f"{function}'s {name} must be at least {least}, got {value}")
+def require_scale(function: str, scale: jax.typing.ArrayLike, least: float = 0.0) -> None:
+    """Checks a concrete scale, which a state stores in float32; a traced scale is not checked."""
+    if isinstance(scale, jax.core.Tracer):
+        return
+    number = float(scale)
+    if not max(least, _LEAST) <= number <= _LARGEST:
+        rule = f"at least {least:g}" if least else "positive"
+        raise ValueError(f"{function}'s scale must be {rule} and finite in float32, got {number}")
+
+
+def require_gradients(function: str, grads: optax.Updates, params: optax.Params | None) -> None:
+    """Raises an error if a parameter has no gradient."""
+    if params is None or len(jax.tree.leaves(grads)) == len(jax.tree.leaves(params)):
+        return
+    given = {path for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        if path not in given:
+            raise ValueError(
+                f"{function} needs a gradient for each parameter, got none for {path_name(path)!r}: "
+                "pass zeros, or exclude the parameter with optax.masked"
+            )
