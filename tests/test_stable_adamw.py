@@ -300,6 +300,22 @@ def test_a_tiny_eps_does_not_underflow_to_nan():
     assert np.isfinite(updates).all() and rms_by_path(state)[""] == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_a_gradient_whose_square_overflows_is_the_largest_one(dtype):
+    p = {"w": jnp.ones(3, dtype)}
+    optimizer = stable_adamw(0.1)
+
+    def after(first):
+        g, state = {"w": jnp.asarray([first, 1.0, 1.0], dtype)}, optimizer.init(p)
+        for _ in range(3):
+            updates, state = optimizer.update(g, state, p)
+        return updates, state
+
+    jax.tree.map(np.testing.assert_array_equal, after(-1e30), after(-(2.0**63)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(after(1e38)))
+    assert not np.isfinite(after(np.inf)[0]["w"]).any()
+
+
 def test_schedule_is_read_before_the_count_increases():
     seen = []
 
@@ -395,3 +411,5 @@ def test_other_errors_are_one_line():
     assert set(rms_by_path(optimizer.update(p, lost, p)[1])) == {"layer"}
     with pytest.raises(ValueError, match="no StableAdamW state"):
         rms_by_path(optax.adamw(0.1).init(p))
+    with pytest.raises(ValueError, match="one RMS for each name, got several for 'layer'"):
+        rms_by_path((optimizer.init(p), optimizer.init(p)))

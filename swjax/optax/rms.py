@@ -24,7 +24,7 @@ def rms_by_path(opt_state: optax.OptState) -> dict[str, jax.Array]:
       {"path/of/the/parameter": RMS}, each a scalar, or [blocks] if `block_axes` defines blocks.
 
     Raises:
-      ValueError: `opt_state` contains no StableAdamW state.
+      ValueError: `opt_state` contains no StableAdamW state, or several with a parameter of the same name.
 
     >>> from swjax.optax import stable_adamw
     >>> params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
@@ -39,7 +39,15 @@ def rms_by_path(opt_state: optax.OptState) -> dict[str, jax.Array]:
         raise ValueError(
             "opt_state contains no StableAdamW state, so no RMS: pass the state of swjax.optax.stable_adamw"
         )
-    return {path: rms for named in found for path, rms in named.items()}
+    merged: dict[str, jax.Array] = {}
+    for named in found:
+        if shared := sorted(merged.keys() & named.keys()):
+            raise ValueError(
+                f"opt_state must have one RMS for each name, got several for {shared[0]!r}: "
+                "pass the state of one optimizer at a time"
+            )
+        merged |= named
+    return merged
 
 
 def adamw_rms_by_path(

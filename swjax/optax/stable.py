@@ -76,6 +76,9 @@ def stable_adamw(
     RMS is near 1 while v matches the squared gradients, and rises when they outgrow v; the steps of plain
     AdamW are then too large. RMS never exceeds sqrt(1 / (1 - b2)).
 
+    Finite gradients above 2^63 = 9.2e18 (2^511 in float64) count as this value, so that their squares are
+    finite. A gradient with Inf or NaN makes its parameter NaN: see `per_tensor_guard`.
+
     Statistics span whole arrays under jit, for every sharding. Inside `jax.shard_map` an array is the local
     shard, and so its RMS would be local: update the parameters outside `jax.shard_map`.
 
@@ -228,7 +231,7 @@ def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], dec
     dtype = _compute_dtype(p)
     s = Scalars(*(x.astype(_real(dtype)) for x in scalars))
     wide = lambda x: x.astype(dtype)  # converts real to complex for complex parameters
-    p, g = wide(p), wide(g)
+    p, g = wide(p), _with_finite_square(wide(g))
     squared = (g * g.conj()).real
     new_m = wide(1 - s.new1) * wide(m) + wide(s.new1) * g
     new_v = (1 - s.new2) * v + s.new2 * squared
@@ -244,6 +247,14 @@ def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], dec
     if decays:
         change += wide((s.learning_rate if decoupled_lr else rate) * s.weight_decay) * p
     return -change, new_m, new_v, jnp.squeeze(rms, reduced)
+
+
+def _with_finite_square(g):
+    """Limits finite entries to half of the largest exponent: 2^63 = 9.2e18 in float32. Inf and NaN stay."""
+    if jnp.iscomplexobj(g):
+        return jax.lax.complex(_with_finite_square(g.real), _with_finite_square(g.imag))
+    limit = 2.0 ** (jnp.finfo(g.dtype).maxexp // 2 - 1)
+    return jnp.where(jnp.isfinite(g), jnp.clip(g, -limit, limit), g)
 
 
 def power_decay(exponent: float) -> Callable[[jax.Array], jax.Array]:
