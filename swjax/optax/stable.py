@@ -25,7 +25,7 @@ class StableAdamWState(NamedTuple):
       count: [] int32, number of steps taken.
       mu: first moment m, like the parameters, in `mu_dtype`.
       nu: second moment v, like the parameters, real, float32 (float64 for float64 parameters).
-      rms: float32, RMS of the last step; read it with `rms_by_path`.
+      rms: float32 (float64 with `jax_enable_x64`), RMS of the last step; read it with `rms_by_path`.
     """
 
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in optax's states
