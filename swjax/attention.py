@@ -1,5 +1,6 @@
 """Multi-head attention: `jax.nn`'s implementation, or a kernel for short sequences on each device's shard."""
 
+import operator
 from functools import partial
 
 import jax
@@ -83,8 +84,8 @@ def dot_product_attention(
       [b, t, h, d] in the dtype of q; zeros for padding.
 
     Raises:
-      ValueError: q, k and v differ in shape or dtype, `length` is out of range, or the implementation does
-        not exist or cannot run (the message says why).
+      ValueError: q, k and v differ in shape or dtype, `length` is no int or out of range, or the
+        implementation does not exist or cannot run (the message says why).
 
     >>> x = jnp.ones((1, 2, 1, 4))
     >>> dot_product_attention(x, x, x).shape
@@ -97,7 +98,13 @@ def dot_product_attention(
             "use jax.nn.dot_product_attention for other arrays"
         )
     tokens = q.shape[1]
-    length = tokens if length is None else length
+    try:
+        length = tokens if length is None else operator.index(length)
+    except TypeError as error:  # also for traced numbers
+        raise ValueError(
+            f"length must be an int, one for all sequences, got a {type(length).__name__}: for lengths in an "
+            "array use jax.nn.dot_product_attention(key_value_seq_lengths=...)"
+        ) from error
     if not min(1, tokens) <= length <= tokens:
         raise ValueError(f"length must be from 1 to the {tokens} tokens of q, got {length}")
     implementation = _choose((q.shape[0], length, *q.shape[2:]), q, implementation, layout)

@@ -201,6 +201,16 @@ def test_lengths_out_of_range_are_refused(length):
         attention.dot_product_attention(x, x, x, length=length)
 
 
+@pytest.mark.parametrize("length", [jnp.array([3, 4]), 3.5])
+def test_lengths_in_arrays_are_refused(length):
+    x = jnp.ones((2, 5, 3, 8))
+    attend = partial(attention.dot_product_attention, x, x, x)
+    with pytest.raises(ValueError, match="length must be an int, one for all sequences, got a "):
+        attend(length=length)
+    with pytest.raises(ValueError, match="length must be an int, .*, got a .*Tracer: "):
+        jax.jit(lambda length: attend(length=length))(3)
+
+
 @pytest.mark.parametrize("name", ["flash", "mosaic_gpu"])
 def test_unknown_implementations_are_refused(name):
     x = jnp.ones((2, 5, 3, 8))
