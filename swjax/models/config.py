@@ -54,8 +54,10 @@ class TowerConfig:
                 f"width, layers and heads must be at least 1, "
                 f"got {self.width}, {self.layers} and {self.heads}"
             )
-        if self.mlp_width < 1:
-            raise ValueError(f"mlp_ratio must give at least 1 feature, got {self.mlp_ratio}")
+        if not 1 <= self.width * self.mlp_ratio < math.inf:
+            raise ValueError(
+                f"mlp_ratio must be finite and give at least 1 feature, got {self.mlp_ratio}"
+            )
         if self.width % self.heads:
             raise ValueError(
                 f"heads must divide width, got width={self.width} and heads={self.heads}: "
