@@ -104,6 +104,12 @@ def test_weights_that_a_recipe_has_no_use_for():
         swjax.switchback(x[:, :16], q)
     with pytest.raises(ValueError, match=r"quantize_weight needs w \[k, n\], got \(32,\)"):
         swjax.quantize_weight(w[:, 0])
+    with pytest.raises(ValueError, match=r"w must be an array, got a list: pass jnp.asarray\(w\)"):
+        swjax.quantize_weight([[1.0, 2.0]])
+    with pytest.raises(
+        ValueError, match="w must be an array, got a QTensor: it is quantized already"
+    ):
+        swjax.quantize_weight(q)
 
 
 def test_an_input_of_another_width_is_refused_as_by_jax():

@@ -247,14 +247,17 @@ def quantize_weight(
       recipe has one scale per output channel.
 
     Raises:
-      ValueError: w is not a matrix, or the recipe's forward product is not quantized, or keeps outliers in 16
-        bits.
+      ValueError: w is not an array [k, n], or the recipe's forward product is not quantized, or keeps
+        outliers in 16 bits.
 
     >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
     >>> q = quantize_weight(w)
     >>> q.values.shape, bool(jnp.all(switchback(x, q) == switchback(x, w)))
     ((4, 3), True)
     """
+    if not hasattr(w, "dtype"):
+        remedy = "it is quantized already" if isinstance(w, QTensor) else "pass jnp.asarray(w)"
+        raise ValueError(f"w must be an array, got a {type(w).__name__}: {remedy}")
     if w.ndim != 2:
         raise ValueError(
             f"quantize_weight needs w [k, n], got {w.shape}: use jax.vmap for a stack of weights"
