@@ -44,3 +44,5 @@ def test_layouts_refuse_other_specs_and_dtypes_of_sums():
         Layout(reduce_dtype="int8")
     with pytest.raises(ValueError, match="tokens must be a .*PartitionSpec, got 'data': pass P"):
         Layout(tokens="data")
+    with pytest.raises(ValueError, match="w must have the entries of one weight .*, got P.*'fsdp'"):
+        Layout(jax.P(None, "fsdp", "tensor"))

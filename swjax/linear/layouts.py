@@ -33,7 +33,8 @@ class Layout:
 
     Attributes:
       w: PartitionSpec of the stored weight [k, n].
-      tokens: PartitionSpec of the leading dimensions of x [..., k].
+      tokens: PartitionSpec of the leading dimensions of x [..., k]; entries beyond these are ignored, so that
+        one layout fits [b, t, k] and [b, k].
       reduce_dtype: dtype in which devices all-reduce or reduce-scatter the gradient of w: "float32", or
         "bfloat16" or "float16" for half of the bytes; None uses the dtype of w. It applies on every mesh, but
         not inside a user's `jax.shard_map`, where JAX sums the gradient.
@@ -42,7 +43,8 @@ class Layout:
         all-reduces at once.
 
     Raises:
-      ValueError: w or tokens is not a PartitionSpec, or reduce_dtype has another value.
+      ValueError: w or tokens is not a PartitionSpec, w has more than two entries, or reduce_dtype has another
+        value.
 
     >>> Layout(P("fsdp", "tensor"), reduce_dtype="bfloat16").tokens
     P(('data', 'fsdp'),)
@@ -59,6 +61,11 @@ class Layout:
                 raise ValueError(
                     f"Layout's {name} must be a jax.sharding.PartitionSpec, got {spec!r}: pass P(...)"
                 )
+        if len(self.w) > 2:
+            raise ValueError(
+                f"Layout's w must have the entries of one weight [k, n], got {self.w}: "
+                "leave out the axes of a stack"
+            )
         if self.reduce_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"reduce_dtype must be 'float32', 'bfloat16', 'float16' or None, got {self.reduce_dtype!r}"
