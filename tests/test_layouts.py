@@ -37,6 +37,8 @@ def test_the_options_of_a_step_on_gpus_unless_told_otherwise(monkeypatch):
     assert options("gpu", 4) == {triton: "False", gather: "134217728", scatter: "134217728"}
     monkeypatch.setenv("XLA_FLAGS", f"--{gather}=31457280 --{triton}=true")
     assert options("gpu", 4) == {scatter: "134217728"}
+    monkeypatch.setenv("XLA_FLAGS", f"--{gather}_of_another_option=1")
+    assert options("gpu", 1) == {triton: "False"} and gather in options("gpu", 4)
 
 
 def test_layouts_refuse_other_specs_and_dtypes_of_sums():

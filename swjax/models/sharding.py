@@ -151,8 +151,9 @@ def compiler_options(mesh: Mesh | None = None, *, concurrent: bool = False) -> d
     if mesh and mesh.shape["fsdp"] > 1:
         for collective in ("all_gather", "reduce_scatter"):
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(2**27)
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in options.items() if name not in flags}
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    given = {flag.lstrip("-").partition("=")[0] for flag in flags}
+    return {name: value for name, value in options.items() if name not in given}
 
 
 def spec_of(name: str, rules: SpecRules = RULES) -> P:
