@@ -127,6 +127,19 @@ def test_a_config_finds_the_modules_beside_it_from_any_folder(tmp_path):
     assert done.stdout.split()[-1:] == ["7"], done.stderr
 
 
+def test_replay_names_a_damaged_line_of_the_log(tmp_path):
+    from swjax.training import replay
+
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1, "time": 0.5}\n{"time": 1.0}\n{"st')
+    with pytest.raises(
+        config_lib.ConfigError, match="metrics.jsonl, line 2, of .* damaged: .* correct the line"
+    ):
+        list(replay._log(tmp_path))
+    log.write_text('{"step": 1, "time": 0.5}\n{"st')
+    assert dict(replay._log(tmp_path)) == {1: {"step": 1, "time": 0.5}}
+
+
 @pytest.mark.parametrize("text", ['{"model', "[]", '{"other": 1}'])
 def test_replay_refuses_a_damaged_config(text, tmp_path):
     from swjax.training import replay

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -18,8 +17,8 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from swjax.data import history
+from swjax.diagnostics import recorder
 from swjax.diagnostics.names import RMS
-from swjax.diagnostics.recorder import number
 from swjax.models import clip, sharding
 from swjax.optax import path_name
 from swjax.training import config as config_lib
@@ -27,6 +26,7 @@ from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError
 from swjax.training.health import Health
 from swjax.training.inputs import open_batches, open_source
+from swjax.training.metric_log import parse_line
 from swjax.training.optimizer import split_frozen
 from swjax.training.packed import fetch, pack
 from swjax.training.setup import Parts, assemble, first_state, use_compilation_cache
@@ -232,12 +232,19 @@ def _gradients(
 
 
 def _log(workdir: Path) -> Iterator[tuple[int, dict]]:
-    """Yields (step, record) from metrics.jsonl, up to an incomplete last line."""
+    """Yields (step, record) from metrics.jsonl, up to an incomplete last line.
+
+    Raises:
+      ConfigError: a line is damaged.
+    """
     path = workdir / "metrics.jsonl"
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if line.endswith("}\n"):
-            record = json.loads(line)
-            yield record["step"], record
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith("\n"):
+                record = parse_line(number, line)
+                yield record["step"], record
 
 
 def differences(record: dict[str, Any], log: dict[int, dict[str, Any]]) -> list[str]:
@@ -252,7 +259,7 @@ def differences(record: dict[str, Any], log: dict[int, dict[str, Any]]) -> list[
     """
     there = log.get(record["step"], {})
     return [
-        f"step {record['step']}: {name}: {there[name]} there, {number(value)} here"
+        f"step {record['step']}: {name}: {there[name]} there, {recorder.number(value)} here"
         for name, value in record.items()
-        if name in there and there[name] != number(value)
+        if name in there and there[name] != recorder.number(value)
     ]
