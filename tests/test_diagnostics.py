@@ -1,5 +1,6 @@
 """Scalars of a training step: correct in half precision, and named as the log and the report expect."""
 
+import errno
 import json
 import re
 
@@ -120,6 +121,17 @@ def test_a_recorder_takes_numbers_of_every_kind(tmp_path):
     }  # fmt: skip
     assert rest == [{"step": 2}, {"step": 3, "b": 1}]
     assert '"step": 1,' in path.read_text()
+
+
+def test_a_recorder_closes_its_file_if_the_disk_is_full(tmp_path, monkeypatch):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    recorder = diagnostics.Recorder(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(recorder, "flush", full)
+    with pytest.raises(OSError, match="No space left"):
+        recorder.close()
+    assert recorder._file.closed
 
 
 def test_steps_are_integers_from_1(tmp_path):

@@ -166,9 +166,9 @@ class Recorder:
         self._pending = {}
 
     def close(self) -> None:
-        """Writes the remaining metrics."""
-        self.flush()
-        self._file.close()
+        """Writes the remaining metrics, and closes the file even if that fails, as on a full disk."""
+        with self._file:
+            self.flush()
 
     def __enter__(self) -> "Recorder":
         return self
