@@ -244,10 +244,11 @@ def test_wandb_missing_is_one_line(micro, tmp_path, monkeypatch):
 
 
 def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
-    calls = []
+    calls, axes = [], []
 
     class Run:
-        log = staticmethod(lambda record, step: calls.append((record, step)))
+        define_metric = staticmethod(lambda *name, **axis: axes.append((*name, axis)))
+        log = staticmethod(calls.append)
         finish = staticmethod(lambda: calls.append("finished"))
 
     fake = types.SimpleNamespace(init=lambda **options: calls.append(options) or Run)
@@ -257,7 +258,8 @@ def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
         log.write([{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}])
         log.close()
     first, told, finished, second = calls[:4]
-    assert told == ({"train/loss": 0.25}, 2) and finished == "finished"
+    assert told == {"step": 2, "train/loss": 0.25} and finished == "finished"
+    assert axes[:2] == [("step", {}), ("*", {"step_metric": "step"})]  # steps may repeat
     assert first["project"] == "project" and first["id"] == second["id"]
 
 

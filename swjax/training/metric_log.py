@@ -77,7 +77,7 @@ class MetricLog:
         if self._board:
             self._board.write(line["step"], shown)
         if self._wandb:
-            self._wandb.log(shown, step=line["step"])
+            self._wandb.log({"step": line["step"]} | shown)
 
     def close(self) -> None:
         """Closes all files."""
@@ -135,13 +135,17 @@ def _start_wandb(workdir: Path, config: ConfigDict) -> Any:
             f"pip install wandb, or set it to ''"
         ) from error
     try:
-        return wandb.init(
+        run = wandb.init(
             project=config.log.wandb,
             id=hashlib.sha1(str(workdir.absolute()).encode()).hexdigest()[:12],
             resume="allow",  # the workdir determines the id, so a resumed run continues its W&B run
             dir=str(workdir),
             config=config.to_dict(),
         )
+        # W&B's own step must increase, but a rollback or a killed process repeats steps.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
     except wandb.Error as error:  # such as a missing API key or project
         raise ConfigError(
             f"config.log.wandb={config.log.wandb!r}: {' '.join(str(error).split())}: run "
