@@ -276,7 +276,9 @@ def test_every_parameter_needs_a_rule():
         sharding.abstract_state({"params": {"new": {"kernel": jnp.ones(2)}}}, sharding.make_mesh())
 
 
-@pytest.mark.parametrize("size, spec", [(8, jax.P(("data", "fsdp"))), (6, jax.P(None))])
+@pytest.mark.parametrize(
+    "size, spec", [(8, jax.P(("data", "fsdp"), None)), (6, jax.P("data", None))]
+)
 def test_a_rule_may_split_a_dimension_over_several_axes(size, spec):
     mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
     state = {"params": {"w": jax.ShapeDtypeStruct((size, 3), jnp.float32)}}

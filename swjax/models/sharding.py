@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from swjax.linear.layouts import fitting_spec, partition_spec
 from swjax.optax import path_name
 
 AXES = ("data", "fsdp", "tensor")
@@ -202,13 +203,8 @@ def abstract_state(state: Any, mesh: Mesh, rules: SpecRules = RULES) -> Any:
 
 
 def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Replicates each dimension that its mesh axes do not divide."""
-
-    def divides(axes: str | tuple[str, ...], size: int) -> bool:
-        names = (axes,) if isinstance(axes, str) else axes
-        return size % math.prod(mesh.shape[name] for name in names) == 0
-
-    return P(*(axes if axes and divides(axes, size) else None for axes, size in zip(spec, shape)))
+    """Replicates each dimension over the mesh axes that do not divide it."""
+    return partition_spec(fitting_spec(spec, shape, mesh.abstract_mesh))
 
 
 def gather_params(params: Any, rules: SpecRules = RULES) -> Any:
