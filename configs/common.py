@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
     # dots | save_quantized | save_linear. All save quantized weights.
     config.model.remat = "none"
     config.model.scan_layers = False  # True compiles faster, False runs faster
-    config.model.layer_scale = False  # zero-initialised scale on residual branches: for stability
+    config.model.layer_scale = False  # zero-initialized scale on residual branches: for stability
     config.model.qk_norm = False  # LayerNorm on queries and keys
     config.model.gelu = "exact"  # exact | tanh | quick (OpenAI's weights)
     config.model.patch_dropout = 0.0  # fraction of the patches left out in training

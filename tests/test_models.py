@@ -248,7 +248,7 @@ def test_layer_scale_zero_makes_blocks_the_identity():
 
 
 def test_zero_embeddings_have_finite_gradients():
-    value, gradient = jax.value_and_grad(lambda x: clip.normalise(x).sum())(jnp.zeros((2, 4)))
+    value, gradient = jax.value_and_grad(lambda x: clip.normalize(x).sum())(jnp.zeros((2, 4)))
     assert value == 0 and np.isfinite(gradient).all()
 
 

@@ -280,7 +280,7 @@ def test_wrong_inputs_are_one_clear_line():
     images, tokens = inputs(cfg)
     for call, message in (
         (lambda: model.encode_image(images[:, :16]), r"must be \[batch, 32, 32, 3\], got \(3, 16, 32, 3\)"),
-        (lambda: model.encode_image(images.astype(jnp.uint8)), "must be floating, got uint8: normalise"),
+        (lambda: model.encode_image(images.astype(jnp.uint8)), "must be floating, got uint8: normalize"),
         (lambda: model.encode_text(jnp.zeros((2, 10), int)), r"must be \[batch, 1 to 9\], got \(2, 10\)"),
         (lambda: model.encode_text(tokens[0]), r"must be \[batch, 1 to 9\], got \(9,\)"),
         (lambda: model.encode_text(tokens.astype(jnp.float32)), "must be integers, got float32"),

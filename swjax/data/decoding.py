@@ -45,9 +45,9 @@ def decode(data: bytes) -> np.ndarray:
         import simplejpeg
 
         try:
-            height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+            height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
             _check_size(height, width)
-            if colours in ("YCbCr", "RGB", "Gray"):
+            if color_space in ("YCbCr", "RGB", "Gray"):
                 return simplejpeg.decode_jpeg(data)
         except ValueError:
             pass  # libjpeg-turbo is strict: Pillow can read some of these files
@@ -70,7 +70,7 @@ def decode_with_pillow(data: bytes) -> np.ndarray:
 def rgb(image: "Image.Image") -> np.ndarray:
     """Converts any image to 8-bit RGB. Training and inference share this conversion.
 
-    The function applies the EXIF orientation, scales 16-bit grey to 8 bits, and blends transparent pixels
+    The function applies the EXIF orientation, scales 16-bit gray to 8 bits, and blends transparent pixels
     with white. For an animation it uses the current frame, which is the first frame after opening.
 
     Args:
@@ -104,16 +104,16 @@ def rgb(image: "Image.Image") -> np.ndarray:
 
 
 def _from_16_bits(image: "Image.Image") -> "Image.Image":
-    """Converts 16-bit grey to 8 bits, with an opacity channel if a grey level is declared transparent."""
+    """Converts 16-bit gray to 8 bits, with an opacity channel if a gray level is declared transparent."""
     from PIL import Image
 
     levels = np.asarray(image).astype(np.uint32)
-    grey = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
+    gray = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
     transparent = image.info.get("transparency")
     if transparent is None:
-        return grey
+        return gray
     opacity = np.where(levels == transparent, 0, 255).astype(np.uint8)
-    return Image.merge("LA", (grey, Image.fromarray(opacity)))
+    return Image.merge("LA", (gray, Image.fromarray(opacity)))
 
 
 def _is_rotated(jpeg: bytes) -> bool:
@@ -173,7 +173,7 @@ def has_fast_resize() -> bool:
 
 
 def resize_with_pillow(image: np.ndarray, height: int, width: int | None = None) -> np.ndarray:
-    """The reference implementation of `resize`. It also accepts opacity, which then weights the colours."""
+    """The reference implementation of `resize`. It also accepts opacity, which then weights the colors."""
     from PIL import Image
 
     width = height if width is None else width

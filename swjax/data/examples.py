@@ -96,7 +96,7 @@ class TrainExample(_Example):
 
 
 class EvalExample(_Example):
-    """Reads an example with its first caption and a centre crop."""
+    """Reads an example with its first caption and a center crop."""
 
     def __call__(self, position: int) -> dict:
         """Returns the arrays of an example, error as in training, and mask: False for padding at the end."""

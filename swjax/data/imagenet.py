@@ -2,7 +2,7 @@
 
 OpenAI made both lists. They edited names that misled zero-shot classification (a nail is a "metal nail") and
 found the prompts by trial. Published accuracies of CLIP models on ImageNet use these lists. They are part of
-the package, so nothing is downloaded. THIRD_PARTY.md has their source and licence.
+the package, so nothing is downloaded. THIRD_PARTY.md has their source and license.
 """
 
 import functools

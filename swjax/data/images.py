@@ -67,8 +67,8 @@ def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
     aspect = jax.random.uniform(keys[1], (b, 1), jnp.float32, -_ASPECT, _ASPECT) / 2
     scale = scale * jnp.exp(jnp.concatenate([aspect, -aspect], axis=1))
     room = jnp.maximum(jnp.abs(1.0 - scale) * _SHIFT, _SHIFT_AT_LEAST)
-    centre = 0.5 + room * jax.random.uniform(keys[2], (b, 2), jnp.float32, -1.0, 1.0)
-    shift = (centre - 0.5 * scale) * size
+    center = 0.5 + room * jax.random.uniform(keys[2], (b, 2), jnp.float32, -1.0, 1.0)
+    shift = (center - 0.5 * scale) * size
 
     def move(image, scale, shift):
         return jax.image.scale_and_translate(
@@ -84,7 +84,7 @@ def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
 def fit(
     image: np.ndarray, size: int, resize: Callable[..., np.ndarray] = resize_with_pillow
 ) -> np.ndarray:
-    """Resizes the shorter side to `size` with an antialiased bicubic filter, then crops the centre.
+    """Resizes the shorter side to `size` with an antialiased bicubic filter, then crops the center.
 
     With Pillow the result equals Resize and CenterCrop of open_clip and torchvision in every pixel.
 
@@ -144,7 +144,7 @@ def random_box(
         if 0 < h <= height and 0 < w <= width:
             top, left = rng.integers(height - h + 1), rng.integers(width - w + 1)
             return _box(int(top), int(left), h, w)
-    # No such rectangle fits: use the largest centred rectangle whose ratio is in the range.
+    # No such rectangle fits: use the largest centered rectangle whose ratio is in the range.
     h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
     return _box((height - h) // 2, (width - w) // 2, h, w)
 

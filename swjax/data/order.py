@@ -78,7 +78,7 @@ class ShardShuffle(grain.MapDataset):
     def __init__(self, lengths: np.ndarray, *, seed: int, shards: int):
         super().__init__()
         self._lengths, self._seed, self._shards = np.asarray(lengths, np.int64), seed, shards
-        # Threads and neighbouring processes read near the same position. Each part of a mixture has its own
+        # Threads and neighboring processes read near the same position. Each part of a mixture has its own
         # cache.
         self._plan = functools.lru_cache(4)(self._make_plan)
         self._group = functools.lru_cache(4)(self._make_group)

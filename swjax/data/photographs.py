@@ -33,7 +33,7 @@ class Photographs(abc.ABC):
       class_names: (), because there are no classes.
       templates: ().
       attribution: "".
-      photographs: True: the loader crops at random in training, and crops the centre in evaluation.
+      photographs: True: the loader crops at random in training, and crops the center in evaluation.
       shards: int64, number of examples per file, in order; None if examples are not in files.
       damage: (file, reason) for each partly unreadable file.
       damaged_share: share of the data set's bytes in unreadable parts.

@@ -27,7 +27,7 @@ class Source(Protocol):
     Attributes:
       class_names: name of each label; () if examples have no classes.
       templates: prompts for zero-shot classification, such as "a drawing of {}".
-      attribution: authors and licences, for the report.
+      attribution: authors and licenses, for the report.
       photographs: whether the loader crops the images at random in training.
     """
 

@@ -1,6 +1,6 @@
 """CLIP's tokenizer: lower-cased byte-pair encoding, identical to OpenAI's CLIP and open_clip.
 
-The vocabulary file bpe_simple_vocab_16e6.txt.gz is OpenAI's, under the MIT licence
+The vocabulary file bpe_simple_vocab_16e6.txt.gz is OpenAI's, under the MIT license
 (LICENSE-bpe_simple_vocab.txt, next to it).
 """
 

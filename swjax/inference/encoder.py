@@ -44,11 +44,11 @@ class Encoder:
 
     >>> cfg = clip.config("tiny", vision={"layers": 1}, text={"layers": 1})
     >>> encoder = Encoder(clip.CLIP(cfg, rngs=nnx.Rngs(0)))
-    >>> grey = np.full((90, 120, 3), 128, np.uint8)
-    >>> encoder.encode_image([grey]).shape
+    >>> gray = np.full((90, 120, 3), 128, np.uint8)
+    >>> encoder.encode_image([gray]).shape
     (1, 128)
     >>> classifier = encoder.classifier(["cat", "dog"], ["a photo of a {}.", "a drawing of a {}."])
-    >>> encoder.classify([grey], classifier).shape
+    >>> encoder.classify([gray], classifier).shape
     (1, 2)
     """
 
@@ -399,7 +399,7 @@ def pixels(image: Any, size: int) -> np.ndarray:
             remedy = (
                 "move the channels last"
                 if swapped
-                else "scale it to 0..255 and repeat grey three times"
+                else "scale it to 0..255 and repeat gray three times"
             )
             raise ValueError(
                 f"an image must be uint8 [h, w, 3 or 4], got {image.dtype} {list(image.shape)}: {remedy}"

@@ -231,7 +231,7 @@ def for_their_images(
 ) -> dict[str, np.ndarray]:
     """Converts parameters to models whose images are normalized by another mean and std than `MEAN`, `STD`.
 
-    The patch embedding absorbs the difference, ``(p - mean) / std = a (p - MEAN) / STD + b`` for each colour,
+    The patch embedding absorbs the difference, ``(p - mean) / std = a (p - MEAN) / STD + b`` for each color,
     so the output of the model is unchanged. The patch embedding needs a bias.
 
     Args:

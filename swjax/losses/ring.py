@@ -1,7 +1,7 @@
 """Visits all pairs of two batches sharded over many devices, one block of pairs at a time.
 
 Each device keeps its rows of one batch, and the rows of the other batch move between devices. First, groups
-of neighbouring devices all-gather their rows; a group is as large as memory allows (`group`). Then the
+of neighboring devices all-gather their rows; a group is as large as memory allows (`group`). Then the
 groups' rows move around a ring. A small mesh gathers everything at once. A mesh of thousands of devices needs
 few hops, and buffers do not grow with the number of devices. One device is a ring of one: the same loop
 without collectives.
@@ -24,7 +24,7 @@ class Ring(NamedTuple):
     Attributes:
       axes: mesh axes that shard the batch; the collectives run inside `jax.shard_map`.
       devices: number of devices along these axes.
-      group: number of neighbouring devices that all-gather their rows; divides `devices`.
+      group: number of neighboring devices that all-gather their rows; divides `devices`.
       parts: number of parts in which a device processes visiting rows.
     """
 

@@ -58,15 +58,15 @@ class CLIP(nnx.Module):
     ) -> tuple[jax.Array, dict]:
         """Returns unit vectors [b, embed_dim] float32 and intermediates, see `VisionTransformer`."""
         embedding, out = self.vision(images, deterministic=deterministic, dropout_key=dropout_key)
-        return normalise(embedding), out
+        return normalize(embedding), out
 
     def encode_text(self, tokens: jax.Array) -> tuple[jax.Array, dict]:
         """Returns unit vectors [b, embed_dim] float32 and intermediates, see `TextTransformer`."""
         embedding, out = self.text(tokens)
-        return normalise(embedding), out
+        return normalize(embedding), out
 
 
-def normalise(x: jax.Array) -> jax.Array:
+def normalize(x: jax.Array) -> jax.Array:
     """Normalizes the rows of x [b, e] to length 1; a zero row stays zero, with a finite gradient."""
     squared = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(squared, 1e-24))

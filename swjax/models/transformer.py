@@ -59,10 +59,10 @@ class LayerNorm(nnx.Module):
 @partial(jax.checkpoint, static_argnums=3)  # saves x for the backward pass, and no float32 array
 def _layer_norm(x, scale, bias, epsilon):
     exact = x.astype(jnp.float32)
-    centred = exact - jnp.mean(exact, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    normalised = centred * jax.lax.rsqrt(variance + epsilon)
-    y = normalised * jnp.broadcast_to(scale, x.shape) + jnp.broadcast_to(bias, x.shape)
+    centered = exact - jnp.mean(exact, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+    normalized = centered * jax.lax.rsqrt(variance + epsilon)
+    y = normalized * jnp.broadcast_to(scale, x.shape) + jnp.broadcast_to(bias, x.shape)
     return y.astype(x.dtype)
 
 
@@ -263,11 +263,11 @@ def apply_blocks(
         return y, magnitudes(y[:, :length])
 
     run = jax.lax.scan if options.scan_layers else _unrolled
-    x, found = run(_rematerialised(step, options), x, stacked)
+    x, found = run(_rematerialized(step, options), x, stacked)
     return x[:, :length], found
 
 
-def _rematerialised(step: Callable, options: CLIPConfig) -> Callable:
+def _rematerialized(step: Callable, options: CLIPConfig) -> Callable:
     """Wraps `step` so that it saves only the residuals that `options.remat` names."""
     if options.remat == "none":
         return step

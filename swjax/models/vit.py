@@ -115,7 +115,7 @@ class VisionTransformer(nnx.Module):
             raise ValueError(f"images must be [batch, {side}, {side}, 3], got {images.shape}")
         if not jnp.issubdtype(images.dtype, jnp.floating):
             raise ValueError(
-                f"images must be floating, got {images.dtype}: normalise them with swjax.data.preprocess"
+                f"images must be floating, got {images.dtype}: normalize them with swjax.data.preprocess"
             )
 
 

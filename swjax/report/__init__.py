@@ -37,7 +37,7 @@ def write(
       results: final scores by name, see `swjax.evaluators`.
       predictions: see `swjax.evaluators.ZeroShot.predictions`.
       nearest_images: see `swjax.evaluators.Retrieval.nearest_images`.
-      attribution: authors and licence of the data.
+      attribution: authors and license of the data.
 
     Returns:
       Path of the page.

@@ -33,7 +33,7 @@ Metrics = dict[str, Series]
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-    """The colours of a light or dark page."""
+    """The colors of a light or dark page."""
 
     name: str
     surface: str
@@ -41,7 +41,7 @@ class Theme:
     muted: str
     grid: str
     series: tuple[str, str, str]
-    ramp: tuple[str, str]  # colours of the first and the last block
+    ramp: tuple[str, str]  # colors of the first and the last block
 
 
 LIGHT = Theme(

@@ -38,7 +38,7 @@ def render(
       results: {name: score}, the final scores and the chance scores.
       predictions: {"image": URL, "name", "guesses"} each.
       nearest_images: {"caption", "images": URLs, "own": whether each is the caption's own} each.
-      attribution: authors and licence of the data.
+      attribution: authors and license of the data.
     """
     return fill(
         "run.html",
@@ -172,7 +172,7 @@ def chart(shown: Chart, urls: dict[str, str]) -> str:
 
 
 def picture(urls: dict[str, str], title: str) -> str:
-    """A picture that follows the light or dark colours of the page."""
+    """A picture that follows the light or dark colors of the page."""
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{urls["dark"]}">'
         f'<img src="{urls["light"]}" alt="{escape(title)}"></picture>'

@@ -105,7 +105,7 @@ def blocks(metrics: dict[str, Series], prefix: str) -> list[Series]:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """A centred running mean over the finite values, with a shorter window at both ends.
+    """A centered running mean over the finite values, with a shorter window at both ends.
 
     >>> smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3)
     array([1.5, 1.5, 4.5, 6. ])
@@ -113,9 +113,9 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
-    centre = np.arange(len(values))
-    low = np.maximum(centre - window // 2, 0)
-    high = np.minimum(centre + window // 2 + 1, len(values))
+    center = np.arange(len(values))
+    low = np.maximum(center - window // 2, 0)
+    high = np.minimum(center + window // 2 + 1, len(values))
     count = counts[high] - counts[low]
     mean = (sums[high] - sums[low]) / np.maximum(count, 1)
     return np.where(count > 0, mean, np.nan)

@@ -19,7 +19,7 @@ def render(concepts: Iterable[Concept], title: str) -> list[tuple[Concept, str, 
     """Renders the drawings of some concepts; returns (concept, style, PNG) of each in a fixed order.
 
     The result excludes empty drawings. It also excludes drawings of several concepts that look identical
-    without their colours or lines, such as a flag's outline or a keycap without its digit.
+    without their colors or lines, such as a flag's outline or a keycap without its digit.
 
     Args:
       concepts: the concepts to draw.

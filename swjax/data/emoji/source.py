@@ -43,7 +43,7 @@ class Emoji:
     Attributes:
       class_names: name of each label.
       templates: prompts for zero-shot classification.
-      attribution: artists and licences.
+      attribution: artists and licenses.
       photographs: False, because `preprocess` augments drawings on the device.
     """
 

@@ -1,6 +1,6 @@
 """The icon sets of Iconify's collection, with words for each drawing.
 
-The collection is one npm package, `PACKAGE`. Excluded are sets whose licence forbids commercial use or is
+The collection is one npm package, `PACKAGE`. Excluded are sets whose license forbids commercial use or is
 GPL, emoji sets, which the default task draws, and the sets in `RESERVED`.
 """
 
@@ -24,7 +24,7 @@ RESERVED = frozenset(
 # A small data set of 15,000 drawings for a CPU: six sets for training, and two held-out sets, eva and ep.
 SLICE = frozenset("tabler lucide bi iconoir octicon fa6-solid eva ep".split())
 
-_LICENCES_LEFT_OUT = re.compile(r"NC|GPL")
+_LICENSES_LEFT_OUT = re.compile(r"NC|GPL")
 # Words at the end of an icon's name that describe its style, not its subject.
 _STYLES = frozenset(
     "outline outlined solid fill filled bold light thin regular linear line broken duotone twotone two tone "
@@ -41,16 +41,16 @@ class IconSet(NamedTuple):
 
     Attributes:
       prefix: short name of the set.
-      name, author, licence, url: attribution; the licence is an SPDX identifier.
-      coloured: whether the icons have colours; otherwise they are drawn in black.
+      name, author, license, url: attribution; the license is an SPDX identifier.
+      colored: whether the icons have colors; otherwise they are drawn in black.
     """
 
     prefix: str
     name: str
     author: str
-    licence: str
+    license: str
     url: str
-    coloured: bool
+    colored: bool
 
     @property
     def held_out(self) -> bool:
@@ -67,7 +67,7 @@ class Icon(NamedTuple):
 
     Attributes:
       key: "SET:NAME", such as "tabler:home-filled".
-      body: SVG elements inside the frame; currentColor stands for the text colour.
+      body: SVG elements inside the frame; currentColor stands for the text color.
       frame: left, top, width and height of the view box.
       category: the set's category of the icon, such as "Account / User"; "" without one.
     """
@@ -78,7 +78,7 @@ class Icon(NamedTuple):
     category: str
 
     def svg(self) -> str:
-        """The drawing in a centred square frame, in black unless it has its own colours."""
+        """The drawing in a centered square frame, in black unless it has its own colors."""
         left, top, width, height = self.frame
         side = max(width, height)
         square = left - (side - width) / 2, top - (side - height) / 2, side, side
@@ -151,20 +151,20 @@ def read(archive: str | Path, only: Collection[str] = ()) -> Iterator[tuple[Icon
 
 
 def _usable(info: dict) -> bool:
-    licence = info["license"].get("spdx", "")
+    license = info["license"].get("spdx", "")
     is_emoji = info.get("category") == "Emoji" or "emoji" in info["name"].lower()
-    return bool(licence) and not _LICENCES_LEFT_OUT.search(licence) and not is_emoji
+    return bool(license) and not _LICENSES_LEFT_OUT.search(license) and not is_emoji
 
 
 def _icon_set(content: dict) -> IconSet:
     info = content["info"]
-    author, licence = info["author"], info["license"]
+    author, license = info["author"], info["license"]
     return IconSet(
         content["prefix"],
         info["name"],
         author["name"],
-        licence["spdx"],
-        author.get("url", licence.get("url", "")),
+        license["spdx"],
+        author.get("url", license.get("url", "")),
         bool(info.get("palette")),
     )
 

@@ -6,7 +6,7 @@ The directory of a prepared data set contains::
   shard-00003-of-00085.json           names and digests of the drawings, and the checksum of the shard
   train.npy, val.npy, ...             int32 [2, drawings]: positions and labels of a split's drawings
   train.names.json, ...               name of each label
-  attribution.tsv                     author and licence of each drawing
+  attribution.tsv                     author and license of each drawing
   complete.json                       written last: counts, including removed duplicates
 """
 
@@ -214,8 +214,8 @@ def _assign(folder: Path, shards: list[Drawn], found: dict[str, IconSet]) -> Non
         split is not None and split != kept[digest] for split, digest in zip(splits, digests)
     )
     shard_lengths = [len(shard.keys) for shard in shards]
-    coloured = sorted(prefix for prefix, icon_set in found.items() if icon_set.coloured)
-    content = {"splits": counts, "duplicates_left_out": duplicates, "coloured_sets": coloured}
+    colored = sorted(prefix for prefix, icon_set in found.items() if icon_set.colored)
+    content = {"splits": counts, "duplicates_left_out": duplicates, "coloured_sets": colored}
     _write_json(folder / COMPLETE, content | {"shards": shard_lengths})
 
 
@@ -223,7 +223,7 @@ def _write_attribution(path: Path, keys: list[str], found: dict[str, IconSet]) -
     lines = ["drawing\tset\tauthor\tlicence\taddress\n"]
     for key in keys:
         icon_set = found[key.partition(":")[0]]
-        columns = key, icon_set.name, icon_set.author, icon_set.licence, icon_set.url
+        columns = key, icon_set.name, icon_set.author, icon_set.license, icon_set.url
         lines.append("\t".join(columns) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
 

@@ -33,7 +33,7 @@ class Icons:
 
     Attributes:
       templates: prompts for zero-shot classification.
-      attribution: artists and licences.
+      attribution: artists and licenses.
       photographs: False, because `preprocess` augments drawings on the device.
     """
 
@@ -66,7 +66,7 @@ class Icons:
         package = Path(archive or Path(data_dir) / sets.PACKAGE)
         shards.prepare(self._folder, package, only, f"icons/{config}")
         about = json.loads((self._folder / shards.COMPLETE).read_text())
-        self._coloured = frozenset(about["coloured_sets"])
+        self._colored = frozenset(about["coloured_sets"])
         self._positions, self._labels = np.load(self._folder / f"{split}.npy", mmap_mode="r")
         self.attribution = (
             "Drawings: the icon sets of Iconify's collection (https://iconify.design), each under its own "
@@ -116,7 +116,7 @@ class Icons:
         """
         prefix, _, name = key.partition(":")
         concept, style = sets.concept_and_style(name)
-        style = " ".join([*style.split(), *(["in colour"] if prefix in self._coloured else [])])
+        style = " ".join([*style.split(), *(["in colour"] if prefix in self._colored else [])])
         category = " ".join(category.lower().replace("/", " ").split())
         said = [template.format(concept) for template in TEMPLATES]
         if style:
