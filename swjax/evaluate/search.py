@@ -176,7 +176,7 @@ def write_page(
         + "</div>"
         for query, row in zip(queries, found, strict=True)
     )
-    subtitle = f"The nearest of {len(pictures):,} pictures, with cosine similarities"
+    subtitle = "The nearest pictures, with cosine similarities"
     part = path.with_name(f"{path.name}.part")
     text = page.fill("search.html", title=title, subtitle=subtitle, tiles="", sections=sections)
     part.write_text(text, encoding="utf-8")
