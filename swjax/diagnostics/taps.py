@@ -58,7 +58,9 @@ def measure(
       *args: further arguments of loss_fn.
       quantization: regular expression that matches the whole path of linear layers whose operands are
         measured: layers of `swjax.nnx.Linear` and `quantize_model` with a recipe. None measures none.
-      features: the same for modules of any kind whose output is measured. None measures none.
+      features: the same for modules of any kind whose output is measured. None measures none. The number of
+        layers of a stack is read from a linear layer in the module or above it; a stack without one, such as
+        a scan over norms, cannot be measured.
 
     Returns:
       {name: float32 scalar, or [layers] for stacked modules}; NaN if no gradient reached the module.
