@@ -74,7 +74,7 @@ def require_transformation(function: str, name: str, value: Any) -> None:
         )
 
 
-def require_scale(function: str, scale: jax.typing.ArrayLike, least: float = 0.0) -> None:
+def require_scale(function: str, scale: jax.Array | float, least: float = 0.0) -> None:
     """Checks a concrete scale, which a state stores in float32; a traced scale is not checked."""
     if isinstance(scale, jax.core.Tracer):
         return
