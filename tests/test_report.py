@@ -295,6 +295,8 @@ def test_runs_on_one_page(two_runs, tmp_path):
     text = (tmp_path / "both.html").read_text()
     assert "2 runs" in text and "data:image/png" in text and "&lt;b&gt;" in text
     assert not list(tmp_path.glob("both.*.png"))
+    done = runs_command(two_runs, f"--page={tmp_path}/none/both.html")
+    assert done.returncode == 2 and "none' does not exist: make it" in done.stderr
 
 
 def test_folders_given_in_different_ways(two_runs, monkeypatch):

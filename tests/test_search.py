@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 
 import numpy as np
 import pytest
@@ -132,3 +133,10 @@ def test_an_empty_text_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["model", "a fox", ""])
     assert "a text is empty, got ['a fox', '']" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_refused_first(tmp_path, capsys):
+    for page, reason in (("none/x.html", "folder '.*none' does not exist"), ("", "is a folder")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["no model", "a fox", f"--page={tmp_path}/{page}"])
+        assert re.search(reason, capsys.readouterr().err)

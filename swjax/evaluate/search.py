@@ -209,7 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pictures", default="", help="a folder; default: the run's pictures")
     parser.add_argument("--split", default="test", choices=("train", "val", "test"))
     parser.add_argument("--count", type=int, default=20, help="number of pictures per text")
-    parser.add_argument("--page", type=Path, default=Path("search.html"), help="the page to write")
+    parser.add_argument(
+        "--page", type=page.new_page, default="search.html", help="the page to write"
+    )
     options = parser.parse_args(arguments)
     if options.count < 1:
         parser.error(f"--count={options.count} shows nothing: give 1 or more")

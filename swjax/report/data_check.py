@@ -305,7 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="read all examples")
     parser.add_argument("--context_length", type=int, default=77, help="tokens per caption")
     parser.add_argument("--data_dir", default="data", help="directory of prepared data sets")
-    parser.add_argument("--page", type=Path, default=Path("data_check.html"), help="page to write")
+    parser.add_argument(
+        "--page", type=page.new_page, default="data_check.html", help="page to write"
+    )
     options = parser.parse_args(arguments)
     if options.command == "verify":
         return _verify(Path(options.where))

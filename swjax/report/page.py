@@ -4,6 +4,7 @@ The templates are files for `string.Template` in this folder. A report library w
 from other hosts, but the page must also open from disk, in an e-mail, and years later.
 """
 
+import argparse
 import base64
 import re
 import string
@@ -70,6 +71,20 @@ def fill(body: str, *, title: str, subtitle: str, tiles: str, **parts: str) -> s
         tiles=tiles,
         body=string.Template(asset(body)).substitute(parts),
     )
+
+
+def new_page(path: str) -> Path:
+    """Checks the path of a page before the work that the page shows; a `type` for argparse.
+
+    Raises:
+      argparse.ArgumentTypeError: the path is a folder, or its folder does not exist.
+    """
+    page = Path(path)
+    if page.is_dir():
+        raise argparse.ArgumentTypeError(f"{path!r} is a folder: name a file, such as page.html")
+    if not page.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder {str(page.parent)!r} does not exist: make it")
+    return page
 
 
 def _title(config: dict) -> str:

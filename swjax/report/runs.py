@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument(
         "folders", nargs="+", type=Path, help="folders of runs, or folders that contain runs"
     )
-    parser.add_argument("--page", type=Path, metavar="FILE.html", help="page to write")
+    parser.add_argument("--page", type=page.new_page, metavar="FILE.html", help="page to write")
     args = parser.parse_args()
     try:
         runs, damaged = find(args.folders)
