@@ -282,6 +282,12 @@ def test_rows_of_tsv_and_jsonl(tmp_path):
     [
         ("t.xls", "", "a table must end in .csv, .tsv, .jsonl, got .*t.xls"),
         ("t.csv", "image;caption\n", "no column 'image'; it has image;caption"),
+        (
+            "t.csv",
+            "image,caf\xe9".encode("latin-1"),
+            "t.csv' has unreadable .* not UTF-8, .*: save",
+        ),
+        ("t.csv", "image,caption".encode("utf-16"), "t.csv' has unreadable .* as in UTF-16: save"),
         ("t.csv", "image,caption\n", "the table .* has no rows"),
         ("t.csv", "image,caption,caption\na,b,c\n", "the table .* has several columns 'caption'"),
         ("t.jsonl", "", "the table .* has no rows"),
@@ -292,7 +298,7 @@ def test_rows_of_tsv_and_jsonl(tmp_path):
 def test_table_refuses(tmp_path, name, content, message):
     (tmp_path / ".csv").mkdir()
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         open_table(tmp_path / name, tmp_path)
 

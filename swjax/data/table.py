@@ -109,7 +109,15 @@ class Table(Photographs):
         separator = self._separator or ","
         if not len(self._index):
             raise ValueError(f"the table {self._path!r} is empty: its first row names the columns")
-        columns = _cells(files.read(*self._index[0]), separator)
+        row = files.read(*self._index[0])
+        try:
+            if b"\0" in row:
+                raise BadExample("the row has zero bytes, as in UTF-16: save it as UTF-8")
+            columns = _cells(row, separator)
+        except BadExample as error:
+            raise ValueError(
+                f"the table {self._path!r} has unreadable column names: {error}"
+            ) from None
         for key in (self._image_key, self._text_key):
             if key not in columns:
                 raise ValueError(
@@ -129,7 +137,7 @@ def _cells(data: bytes, separator: str) -> list[str]:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadExample(f"the row is not UTF-8: {error.reason}") from None
+        raise BadExample(f"the row is not UTF-8, {error.reason}: save it as UTF-8") from None
     # A quote that is not closed puts the following rows into one cell. Within a line, csv may guess.
     strict = "\n" in text.rstrip()
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=strict)
