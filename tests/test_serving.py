@@ -197,6 +197,10 @@ def test_a_file_names_the_order_of_loading_and_prequantizing(tmp_path):
         return swjax.nnx.quantize_model(model, {".*": "switchback"})
 
     serving.save(tmp_path / "float.safetensors", make())
+    for place in (tmp_path / "missing" / "x.safetensors", tmp_path):
+        with pytest.raises(OSError, match=f"cannot write {place}: "):
+            serving.save(place, make())
+    assert not tmp_path.with_name(f"{tmp_path.name}.part").exists()
     serving.save(tmp_path / "int8.safetensors", serving.prequantize(make()))
     with pytest.raises(ValueError, match="so prequantize the model before loading"):
         serving.load(tmp_path / "int8.safetensors", make())

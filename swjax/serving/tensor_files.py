@@ -29,13 +29,19 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
+      OSError: the file cannot be written.
     """
     _require()
+    import safetensors
     from safetensors.numpy import save_file
 
     part = path.with_name(path.name + ".part")
-    save_file(dict(arrays), part, metadata=dict(metadata))
-    part.rename(path)
+    try:
+        save_file(dict(arrays), part, metadata=dict(metadata))
+        part.rename(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        part.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def _require() -> None:
