@@ -141,3 +141,6 @@ def test_an_address_that_cannot_be_used_is_one_line(run, tmp_path):
         with pytest.raises(ConfigError, match=r"config.checkpoint.mirror: ") as error:
             run("second", checkpoint__mirror=wrong)
         assert "\n" not in str(error.value) and not (tmp_path / "second").exists()
+    for inside in (f"{tmp_path}/third", f"file://{tmp_path}/third/mirror"):
+        with pytest.raises(ConfigError, match="mirror='.*/third.*' is in the workdir, which it"):
+            run("third", checkpoint__mirror=inside)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swjax.data import files
 from swjax.training import distributed
-from swjax.training.config import blame
+from swjax.training.config import ConfigError, blame
 from swjax.training.errors import RunError
 
 INDEX = "mirror.json"
@@ -29,7 +29,8 @@ class Mirror:
       workdir: directory of the run.
 
     Raises:
-      ConfigError: fsspec does not know the protocol, or a package that the protocol needs is missing.
+      ConfigError: fsspec does not know the protocol, a package that the protocol needs is missing, or the
+        address is the workdir or a folder in it.
     """
 
     def __init__(self, address: str, workdir: Path):
@@ -41,9 +42,15 @@ class Mirror:
         if address:
             with blame("checkpoint.mirror"):
                 files.check_protocol(address)
-            import fsspec
+            import fsspec.implementations.local
 
             self._fs, self._root = fsspec.core.url_to_fs(self._address)
+            local = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
+            if local and Path(self._root).resolve().is_relative_to(workdir.resolve()):
+                raise ConfigError(
+                    f"config.checkpoint.mirror={address!r} is in the workdir, which it copies: give "
+                    "another folder"
+                )
             self._thread = ThreadPoolExecutor(1, "mirror")
 
     def fetch(self) -> None:
