@@ -45,7 +45,7 @@ peers: $(READY) $(PEERS)
 	@$(BIN)/python -m pytest tests/peers -m slow $(ARGS)
 
 report: $(READY)
-	@$(BIN)/python -m swjax.report $(WORKDIR)
+	@$(BIN)/python -m swjax report $(WORKDIR)
 
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file .ci/mkdocs.yml

@@ -59,7 +59,14 @@ def run(name: str) -> int:
         print(f"swjax: there is no command {name!r}: {hint}", file=sys.stderr)
         return 2
     sys.argv = [f"swjax {name}", *sys.argv[2:]]
-    runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "swjax":
+            raise
+        remedy = "" if "pip install" in str(error) else ": pip install 'swjax[train]'"
+        print(f"swjax {name}: {error}{remedy}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -40,6 +40,25 @@ def test_library_without_training_packages_is_one_line(tmp_path):
     assert done.stderr.count("\n") == 1 and "pip install 'swjax[train]'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "missing, command",
+    [
+        ("ml_collections", "search clip.safetensors fox"),
+        ("safetensors", "classify weights picture.png cat dog"),
+        ("fsspec", "data check gs://bucket/pairs.csv"),
+    ],
+)
+def test_a_command_names_the_package_that_is_missing(missing, command, tmp_path):
+    code = f"""import sys; sys.modules[{missing!r}] = None
+from swjax.__main__ import main; sys.argv[1:] = {command.split()}; sys.exit(main())"""
+    (tmp_path / "weights").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert missing in done.stderr and done.stderr.count("pip install") == 1
+
+
 MISTAKES = {
     "no config": (["--workdir=w"], "--config=configs/openmoji.py"),
     "no workdir": ([OPENMOJI], "--workdir"),

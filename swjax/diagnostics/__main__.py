@@ -21,8 +21,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
         return args.run(args)
-    except ModuleNotFoundError as error:
-        print(f"swjax diagnostics: {error}: pip install 'swjax[train]'", file=sys.stderr)
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         print(f"swjax diagnostics: {error}", file=sys.stderr)
     return 2

@@ -32,9 +32,6 @@ def main(argv: list[str]) -> int:
     except (ConfigError, RunError) as error:
         print(f"swjax evaluate: {error}", file=sys.stderr)
         return error.exit_code
-    except ModuleNotFoundError as error:
-        print(f"swjax evaluate: {error}: pip install 'swjax[train]'", file=sys.stderr)
-        return 2
     return 0
 
 

@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{options.model!r} is not a run with data: pass --pictures=FOLDER")
         found = search(model, options.texts, pictures, options.count)
         write_page(options.page, f"Search in {options.model}", options.texts, found, pictures)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError) as error:
         print(f"swjax search: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     for text, row in zip(options.texts, found, strict=True):

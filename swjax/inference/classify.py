@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         model = load(options.model)
         (probabilities,) = model.classify(options.picture, model.classifier(options.names))
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError) as error:
         print(f"swjax classify: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     for share, name in sorted(

@@ -17,9 +17,6 @@ def main() -> int:
         if workdir.is_dir() and not any((workdir / name).exists() for name in FILES):
             raise ValueError(f"{workdir} is not a run: it has neither {' nor '.join(FILES)}")
         print(write(workdir))
-    except ModuleNotFoundError as error:
-        print(f"swjax report: {error}: pip install 'swjax[train]'", file=sys.stderr)
-        return 2
     except (ValueError, OSError) as error:
         print(f"swjax report: {error}", file=sys.stderr)
         return 2

@@ -329,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = check(pairs, sample=0 if options.all else options.sample)
         text = "\n".join(lines(found, options.context_length))
         write_page(options.page, options.where, found, options.context_length)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError) as error:
         print(f"swjax data check: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(text)
