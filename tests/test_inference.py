@@ -189,9 +189,10 @@ def test_runs_that_cannot_be_loaded(tmp_path):
     with pytest.raises(ValueError, match="is a run and has its own configuration: leave cfg out"):
         inference.load(tmp_path, CFG)
     (tmp_path / "checkpoints" / "1").mkdir()
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is damaged: .*: restore it from a copy"):
-        inference.load(tmp_path)
+    for content in (b"{", b"\xff\xfe"):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ValueError, match="config.json is damaged: .*: restore it from a copy"):
+            inference.load(tmp_path)
 
 
 def test_images_of_every_kind(tmp_path):

@@ -114,6 +114,13 @@ def test_a_prompt_without_a_place_for_the_name_is_told_with_its_file(tmp_path):
         open_set(text, tmp_path)
 
 
+def test_names_in_another_encoding_are_told_with_their_file(tmp_path):
+    text = write_folders(tmp_path / "pets")
+    (tmp_path / "pets" / "classnames.txt").write_text("fox\nowl\n", encoding="utf-16")
+    with pytest.raises(ValueError, match="classnames.txt is not UTF-8, .*: save it as UTF-8"):
+        open_set(text, tmp_path)
+
+
 def write_rows(tmp_path, labels):
     rows = [f"{i}.jpg,{label}" for i, label in enumerate(labels)]
     for i in range(len(labels)):

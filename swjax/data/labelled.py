@@ -296,5 +296,10 @@ def _lines(folder: Path | None, name: str) -> Sequence[str]:
     """The non-empty lines of a file in a local folder; () if the file does not exist."""
     if folder is None or not (folder / name).is_file():
         return ()
-    lines = (folder / name).read_text(encoding="utf-8-sig").splitlines()
+    try:
+        lines = (folder / name).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{folder / name} is not UTF-8, {error.reason}: save it as UTF-8"
+        ) from error
     return tuple(line.strip() for line in lines if line.strip())

@@ -217,7 +217,7 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
     if not any((workdir / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")
     try:
-        config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+        config = ConfigDict(json.loads((workdir / "config.json").read_text(errors="replace")))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{workdir}/config.json is damaged: {error}: restore it from a copy"
