@@ -209,7 +209,7 @@ def test_without_hardware_the_devices_here_count(capsys):
 @pytest.mark.parametrize(
     ("hardware", "message"),
     [
-        ("h300:8", "--hardware=h300:8 is unknown: did you mean 'h200'?"),
+        ("h100:8", "--hardware=h100:8 is unknown: choose from h200, h100-80, a100-80"),
         ("h200:0", "--hardware=h200:0: write KIND:COUNT, such as h200:8"),
         ("h200:x", "--hardware=h200:x: write KIND:COUNT, such as h200:8"),
         ("h200:3", "config.train.batch_size=16384 "),

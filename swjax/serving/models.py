@@ -105,7 +105,7 @@ def prequantize(model: NNXModel) -> NNXModel:
         raise ValueError(
             "prequantize needs a model with quantized linear layers, got none with float weights: "
             "choose their recipes first, with swjax.nnx.quantize_model or by recipe=, "
-            "and prequantize once"
+            "and prequantize once; llm_int8_outlier6 keeps its float weights"
         )
     for layer, recipe in layers:
         _prequantize(layer, recipe)

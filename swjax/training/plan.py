@@ -18,7 +18,6 @@ from swjax.models.config import CLIPConfig
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame
 from swjax.training.inputs import open_source
-from swjax.training.keys import suggest
 from swjax.training.memory_model import GIB, Memory, Mesh, most_pairs, predict
 from swjax.training.optimizer import make_optimizer, make_schedule
 from swjax.training.setup import make_init, model_config
@@ -105,7 +104,7 @@ class Hardware(NamedTuple):
             return cls(device.device_kind, jax.device_count(), stats.get("bytes_limit"))
         kind, _, count = text.partition(":")
         if kind not in GPUS:
-            raise ConfigError(f"--hardware={text} is unknown: {suggest(kind, GPUS)}")
+            raise ConfigError(f"--hardware={text} is unknown: choose from {', '.join(GPUS)}")
         if not (count or "1").isdecimal() or int(count or 1) < 1:
             raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {kind}:8")
         return cls(kind, int(count or 1), fraction() * GPUS[kind] * GIB)
