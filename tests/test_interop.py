@@ -147,6 +147,36 @@ def test_model_can_be_given_and_changed(saved):
         interop.load(file, model.cfg, reciep="switchback")
 
 
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ({"vision": {"image_size": 16}}, "vision/position_embedding"),
+        ({"vision": {"layers": 1}}, "vision/blocks/attn/k/bias"),
+        ({"text": {"context_length": 5}}, "text/position_embedding"),
+        ({"embed_dim": 4}, "text/projection/kernel"),
+        ({"init_logit_bias": -10.0}, "logit_bias"),
+    ],
+)
+def test_options_that_the_weights_do_not_fit(tmp_path, options, name):
+    """The model sliced positions, and its configuration described another model."""
+    interop.save(tmp_path, make())
+    with pytest.raises(ValueError, match=f"does not fit the given configuration: .*{name!r}"):
+        interop.load(tmp_path, **options)
+
+
+def test_configurations_that_big_visions_arrays_do_not_fit(tmp_path):
+    model = make(**SIGLIP)
+    interop.save(tmp_path, model, "big_vision")
+    file = tmp_path / "model.npz"
+    assert_near(model, interop.load(file, model.cfg))
+    for vision, message in (
+        ({"image_size": 16}, "does not fit .*'vision/position_embedding'"),
+        ({"heads": 2}, "has 4 .vision. and 4 .text. heads, got a configuration with 2 and 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            interop.load(file, clip.config(model.cfg, vision=vision))
+
+
 def test_a_folder_with_both_layouts_is_read_once(tmp_path):
     model = make()
     for layout in CLIPS:

@@ -46,7 +46,7 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
       FileNotFoundError: the file does not exist, or the folder has no safetensors.
       ModuleNotFoundError: safetensors is not installed.
       ValueError: the config is missing or describes another kind of model, or a tensor is missing,
-        unexpected, or has another shape or dtype. The one-line message names it.
+        unexpected, or has another shape or dtype, or does not fit `options`. The one-line message names it.
 
     >>> import tempfile
     >>> cfg = clip.config("tiny", vision={"layers": 1}, text={"layers": 1})
@@ -58,6 +58,7 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
     cfg, parameters = read(path, cfg)
     cfg = clip.config(cfg, **options)
     graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+    _check_fit(path, parameters, _flat(state))
     values = traverse_util.unflatten_dict(parameters, sep="/")
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
     return nnx.merge(graph, state)
@@ -79,6 +80,10 @@ def read(
     """
     if Path(path).suffix == ".npz":
         described, parameters = big_vision.read(Path(path))
+        if cfg is not None:
+            _check_heads(path, described, cfg)
+            model = nnx.state(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+            _check_fit(path, parameters, _flat(model))
         return cfg or described, for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
     path = _weights_file(Path(path))
     with tensor_files.open_file(path) as file:
@@ -223,3 +228,31 @@ def _check(path: Path, layout: WeightFormat, found, expected) -> None:
                 f"the tensor {tensor.name!r} of {path} must be one of {', '.join(_EXACT)}, got {dtype}: "
                 f"convert the file to one of them"
             )
+
+
+def _check_fit(path: str | Path, parameters: dict, expected: dict) -> None:
+    """Raises a ValueError that names the first parameter whose shape differs from the model's.
+
+    The model would slice positions, and compute with the other parameters as they are.
+    """
+    for name in sorted(parameters.keys() | expected.keys()):
+        there, here = (
+            list(arrays[name].shape) if name in arrays else None
+            for arrays in (parameters, expected)
+        )
+        if there != here:
+            raise ValueError(
+                f"{path} does not fit the given configuration: the parameter {name!r} is {there} in the file "
+                f"and {here} in the model (None: no such parameter): leave out fields that change shapes, "
+                "or train on from the file with checkpoint.init_from, which adapts it"
+            )
+
+
+def _check_heads(path: str | Path, described: clip.CLIPConfig, cfg: clip.CLIPConfig) -> None:
+    """Raises a ValueError if the number of heads, which the file shows, differs from the model's."""
+    there, here = ((c.vision.heads, c.text.heads) for c in (described, cfg))
+    if there != here:
+        raise ValueError(
+            f"{path} has {there[0]} (vision) and {there[1]} (text) heads, got a configuration "
+            f"with {here[0]} and {here[1]}: leave cfg out"
+        )
