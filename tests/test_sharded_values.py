@@ -151,6 +151,19 @@ def test_values_of_an_mlp(sizes, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [P("tensor"), P()], ids=str)
+def test_values_of_an_mlp_whose_layers_are_sharded_differently(first, kind):
+    """On explicit meshes, the gradient of b1 had the sharding of w2, which was an error."""
+    mesh = make_mesh((2, 2, 2), KINDS[kind])
+    (x, w1, b1, *others), g = mlp_arguments(mesh, "float32")
+    want = jax.jit(partial(gradients, partial(mlp, (None, None))))(*mlp_arguments(dtype="float32"))
+    with jax.set_mesh(mesh):
+        args = x, put(w1, mesh, first), put(b1, mesh, P()), *others
+        got = jax.jit(partial(gradients, partial(mlp, (Layout(first), MLP_LAYOUTS[1]))))(args, g)
+    compare(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes, heads", [((2, 2, 2), 4), ((2, 1, 4), 4), ((2, 2, 2), 3)])
 def test_values_of_attention_whose_heads_are_split(sizes, heads, kind):
     """Images and heads are sharded; heads that devices do not divide are replicated, or all arrays are."""

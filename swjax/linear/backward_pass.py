@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from swjax.linear.forward_pass import Layers, Operands, Saved, SavedWeight
+from swjax.linear.layouts import Spec
 from swjax.linear.products import (
     Forms,
     Settings,
@@ -102,7 +103,10 @@ def _bias_gradient(gradient: Gradient, weight: SavedWeight, layer: Settings):
             total = jnp.sum(g, axis=tuple(range(g.ndim - 1)), dtype=jnp.float32)
             gradient = gradient._replace(token_sum=total)
     assert gradient.token_sum is not None, "it was computed above"
-    return gradient, gradient.token_sum.astype(weight.bias_like.dtype)
+    # The layer that follows may have summed the gradient in another sharding.
+    total = layer.plan.place(gradient.token_sum, Spec((layer.plan.n,)))
+    assert total is not None, "it is an array"
+    return gradient, total.astype(weight.bias_like.dtype)
 
 
 def _input_gradients(gradients, weights, layers: Layers) -> tuple[jax.Array, ...]:
