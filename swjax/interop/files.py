@@ -57,7 +57,7 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
     """
     cfg, parameters = read(path, cfg)
     cfg = clip.config(cfg, **options)
-    graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(_abstract(cfg))
     _check_fit(path, parameters, _flat(state))
     values = traverse_util.unflatten_dict(parameters, sep="/")
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
@@ -82,8 +82,7 @@ def read(
         described, parameters = big_vision.read(Path(path))
         if cfg is not None:
             _check_heads(path, described, cfg)
-            model = nnx.state(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
-            _check_fit(path, parameters, _flat(model))
+            _check_fit(path, parameters, _flat(nnx.state(_abstract(cfg))))
         return cfg or described, for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
     path = _weights_file(Path(path))
     with tensor_files.open_file(path) as file:
@@ -91,7 +90,7 @@ def read(
         layout = _layout_of(path, found)
         if cfg is None:
             cfg = _read_config(path, layout)
-        state = nnx.state(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+        state = nnx.state(_abstract(cfg))
         shapes = {name: leaf.shape for name, leaf in _flat(state).items()}
         expected = list(tensors(LAYOUTS[layout], shapes))
         _check(path, LAYOUTS[layout], found, expected)
@@ -144,6 +143,11 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
     tensor_files.write(folder / names.weights, packed, {"format": "pt"})
     config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
     (folder / names.config).write_text(config + "\n")
+
+
+def _abstract(cfg: clip.CLIPConfig) -> clip.CLIP:
+    """A model of shapes."""
+    return nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0)))
 
 
 def _flat(tree) -> dict:

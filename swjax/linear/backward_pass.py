@@ -104,9 +104,9 @@ def _bias_gradient(gradient: Gradient, weight: SavedWeight, layer: Settings):
             gradient = gradient._replace(token_sum=total)
     assert gradient.token_sum is not None, "it was computed above"
     # The layer that follows may have summed the gradient in another sharding.
-    total = layer.plan.place(gradient.token_sum, Spec((layer.plan.n,)))
-    assert total is not None, "it is an array"
-    return gradient, total.astype(weight.bias_like.dtype)
+    placed = layer.plan.place(gradient.token_sum, Spec((layer.plan.n,)))
+    assert placed is not None, "it is an array"
+    return gradient, placed.astype(weight.bias_like.dtype)
 
 
 def _input_gradients(gradients, weights, layers: Layers) -> tuple[jax.Array, ...]:
