@@ -364,7 +364,8 @@ def pixels(image: Any, size: int) -> np.ndarray:
 
     `swjax.data.decoding.rgb` decodes it as in training: transparent pixels become white, while open_clip
     uses the color that they hide. Then the shorter side is scaled to `size`, with bicubic antialiased
-    interpolation, and the center is cropped.
+    interpolation, and the center is cropped. Models whose open_clip config has `resize_mode="squash"`, and
+    SigLIP's published weights, expect the whole image, scaled to a square: pass a square image to them.
 
     Args:
       image: a JPEG, PNG, WebP, GIF, BMP or TIFF file, as its path, its bytes or a binary file object
