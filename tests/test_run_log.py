@@ -27,6 +27,7 @@ from swjax.training import (
 from swjax.training import setup as setup_lib
 from swjax.training.config import ConfigError
 from swjax.training.health import Health
+from swjax.training.timing import Timing
 
 
 class Write(NamedTuple):
@@ -196,6 +197,18 @@ def test_a_terminals_line_fits_and_is_ended(monkeypatch):
     progress.close()
     progress.close()
     assert stream.text == "\r\x1b[Ka line of\n"
+
+
+def test_throughput_leaves_out_evaluation_and_saving(micro, monkeypatch):
+    now = np.zeros(1)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(now[0]))
+    with closing(Timing(10, setup_lib.model_config(micro()))) as timing:
+        with timing.waiting():
+            now += 1
+        for name, seconds in (("device", 2), ("evaluation", 30), ("saving", 40)):
+            now += seconds
+            timing.lap(name)
+        assert timing.window()["perf/step_seconds"] == 3
 
 
 def test_throughput_counts_training_only(monkeypatch):

@@ -8,7 +8,7 @@ from swjax.models import clip
 from swjax.training.step_clock import StepClock
 from swjax.training.throughput import Meter
 
-NO_TRAINING = ("compilation", "evaluation", "rollback", "profile")  # laps that throughput excludes
+NO_TRAINING = ("compilation", "evaluation", "saving", "rollback", "profile")  # laps that throughput excludes
 
 
 class Timing:
