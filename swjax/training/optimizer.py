@@ -12,7 +12,14 @@ import optax
 from ml_collections import ConfigDict
 
 from swjax.models import clip
-from swjax.optax import dynamic_loss_scale, path_name, per_tensor_guard, power_decay, stable_adamw
+from swjax.optax import (
+    StableAdamWState,
+    dynamic_loss_scale,
+    path_name,
+    per_tensor_guard,
+    power_decay,
+    stable_adamw,
+)
 from swjax.training.config import ConfigError
 
 
@@ -109,6 +116,24 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     if c.loss_scaling == "dynamic":
         return dynamic_loss_scale(update, c.loss_scale, growth_steps=c.loss_scale_growth_steps)
     return update
+
+
+def updates_made(opt_state: Any) -> jax.Array:
+    """The number of updates that the optimizer has made, to which it applies its schedule.
+
+    Skipped steps do not count. With `per_tensor_guard` each tensor has its own number; the largest is
+    returned.
+
+    Args:
+      opt_state: state of the optimizer from `make_optimizer`.
+
+    Returns:
+      [] int32.
+    """
+    kinds = StableAdamWState, optax.ScaleByAdamState
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
+    (count,) = (node.count for node in nodes if isinstance(node, kinds))
+    return jnp.max(count)
 
 
 def decay_of_blocks(params: Any) -> Any:

@@ -20,7 +20,7 @@ from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, SKIPPED
 from swjax.models import clip, sharding
 from swjax.optax import loss_scale, path_name, skipped_by_path, unscale
 from swjax.training.accumulation import LossAndGrad, Seen, accumulated, at_once
-from swjax.training.optimizer import combine, ema_decay, split_frozen
+from swjax.training.optimizer import combine, ema_decay, split_frozen, updates_made
 from swjax.training.packed import PackedMetrics, pack
 
 State = dict[str, Any]
@@ -41,7 +41,7 @@ def make_train_step(
       graphdef: graph definition of the model.
       optimizer: optimizer of the trainable parameters; it contains the loss scale if `optimizer.loss_scaling`
         is set.
-      schedule: step -> learning rate, for the log.
+      schedule: number of updates so far -> learning rate, for the log.
     """
     loss_and_grad = make_loss_and_grad(config, graphdef)
     scaling = config.optimizer.loss_scaling
@@ -59,10 +59,11 @@ def make_train_step(
         params = clip.clamp_logit_scale(combine(updated, frozen))
         new = {"params": params, "opt_state": opt_state, "step": step + 1}
         if config.train.ema_decay:
-            rate = 1 - ema_decay(config.train.ema_decay, step)
-            new["ema"] = optax.incremental_update(params, state["ema"], rate)
+            weight = 1 - ema_decay(config.train.ema_decay, step)
+            new["ema"] = optax.incremental_update(params, state["ema"], weight)
 
-        metrics = seen | {"train/loss": loss, "train/learning_rate": schedule(step)}
+        rate = schedule(updates_made(before))
+        metrics = seen | {"train/loss": loss, "train/learning_rate": rate}
         metrics |= diagnostics.norms(grad=grads)
         if config.diagnostics.norms:
             metrics |= diagnostics.norms(update=updates)
