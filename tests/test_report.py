@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from swjax import report
-from swjax.report import charts, records
+from swjax.report import charts, page, records
 from swjax.report.__main__ import main as report_main
 
 SCORES = {
@@ -232,6 +232,18 @@ def test_labels_of_scores_do_not_overlap(ends):
     assert all(float(label).is_integer() for label in axes.get_xticks())
 
 
+def test_scores_name_their_set():
+    """A run may score several labelled sets besides the validation split."""
+    scores = {"zeroshot/pets_top1": 0.5, "zeroshot/pets_chance_top1": 0.25}
+    scores |= {"zeroshot/cars_top1": 0.4, "zeroshot/cars_chance_top1": 0.1}
+    metrics = {
+        name: records.Series(np.array([1]), np.array([score])) for name, score in scores.items()
+    }
+    caption = charts.draw_accuracy(Figure(), metrics, charts.LIGHT)
+    assert caption == "In the log: zeroshot/pets_top1; chance is 25.0% for top-1."
+    assert page.label("zeroshot/cars_top1") == "Zero-shot top-1, cars"
+
+
 def test_smooth_matches_brute_force():
     values = np.random.default_rng(0).normal(size=20)
     values[[3, 4, 5, 11]] = np.nan
@@ -270,7 +282,7 @@ def test_runs_are_listed_with_what_differs(two_runs):
     assert done.returncode == 0, done.stderr
     header, first, second = done.stdout.splitlines()
     assert header.split() == (
-        "run state loss Zero-shot top-1 Image to text R@10 samples/s time recipe".split()
+        "run state loss Zero-shot top-1, emoji Image to text R@10 samples/s time recipe".split()
     )
     assert first.split() == "a finished, 12 0.333 21.3% 63.4% 512 6 s switchback".split()
     assert second.split() == "b/<b> at step 12 0.333 512 6 s standard".split()

@@ -159,16 +159,14 @@ def draw_loss(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
 
 
 def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
-    """Draws zero-shot and retrieval scores of the evaluations during training, with chance scores."""
-    shown = {
-        label: metrics[name]
-        for label, name in (
-            ("retrieval R@10", _find(metrics, "/image_to_text_R@10")),
-            ("zero-shot top-5", _find(metrics, "_top5")),
-            ("zero-shot top-1", _find(metrics, "_top1")),
-        )
-        if name
+    """Draws zero-shot and retrieval scores of the evaluations during training, of one set each."""
+    top1 = _find(metrics, "_top1")
+    names = {
+        "retrieval R@10": _find(metrics, "/image_to_text_R@10"),
+        "zero-shot top-5": _find(metrics, "_top5"),
+        "zero-shot top-1": top1,
     }
+    shown = {label: metrics[name] for label, name in names.items() if name}
     if not shown:
         raise Missing(
             "No evaluation during training in metrics.jsonl: set config.eval.every_steps to see "
@@ -183,9 +181,9 @@ def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     heights = apart(ends, _LABEL_HEIGHT * axes.get_ylim()[1])
     for (label, series), color, height in zip(shown.items(), theme.series, heights, strict=False):
         note(axes, (series.step[-1], height), f"{label}\n{series.last:.1%}", color)
-    chance = [metrics[name].last for name in metrics if "chance_top1" in name]
-    text = "Images of the validation split"
-    return text + (f"; chance is {_percent(chance[0])} for top-1." if chance else ".")
+    text = f"In the log: {', '.join(name for name in names.values() if name)}"
+    chance = metrics.get(top1.replace("_top1", "_chance_top1")) if top1 else None
+    return text + (f"; chance is {_percent(chance.last)} for top-1." if chance else ".")
 
 
 def draw_rms(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
@@ -250,7 +248,7 @@ def draw_optimizer(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
         axes.plot(series.step, series.value, color=theme.series[0], linewidth=1.2)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink, pad=3)
         axes.locator_params(axis="y", nbins=3)
-    return "The logit scale starts at 1 / 0.07 and is clipped to at most 100."
+    return "The logit scale is clipped to at most 100."
 
 
 def draw_throughput(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
@@ -259,7 +257,7 @@ def draw_throughput(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     axes = lay_out(figure.subplots(), "step")
     axes.plot(rate.step, rate.value, color=theme.series[0], drawstyle="steps-post")
     axes.set_ylim(bottom=0)
-    text = "Samples per second and device, without compilation and evaluation."
+    text = "Samples per second and device, without compilation, evaluation and saving."
     wait = metrics.get("perf/data_wait_frac")
     if wait and np.isfinite(wait.value).any():
         text += f" Waiting for data: {np.nanmean(wait.value):.0%} of the time."

@@ -223,10 +223,10 @@ def label(name: str) -> str:
     """The readable name of a score.
 
     >>> label("zeroshot/emoji_top1"), label("test/image_to_text_R@10"), label("val/loss")
-    ('Zero-shot top-1', 'Image to text R@10', 'val/loss')
+    ('Zero-shot top-1, emoji', 'Image to text R@10', 'val/loss')
     """
-    if match := re.fullmatch(r"zeroshot/.*_top(\d+)", name):
-        return f"Zero-shot top-{match[1]}"
+    if match := re.fullmatch(r"zeroshot/(.*)_top(\d+)", name):
+        return f"Zero-shot top-{match[2]}, {match[1]}"
     if match := re.fullmatch(r".*/(image_to_text|text_to_image)_(R@\d+)", name):
         return f"{match[1].replace('_', ' ').capitalize()} {match[2]}"
     return name
