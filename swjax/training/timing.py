@@ -8,7 +8,13 @@ from swjax.models import clip
 from swjax.training.step_clock import StepClock
 from swjax.training.throughput import Meter
 
-NO_TRAINING = ("compilation", "evaluation", "saving", "rollback", "profile")  # laps that throughput excludes
+NO_TRAINING = (
+    "compilation",
+    "evaluation",
+    "saving",
+    "rollback",
+    "profile",
+)  # laps that throughput excludes
 
 
 class Timing:
