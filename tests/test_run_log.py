@@ -268,10 +268,13 @@ def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):  # the second command resumes the run
         log = metric_log.MetricLog(tmp_path, micro(log__wandb="project"), last_step=0)
-        log.write([{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}])
+        first_step = {"step": 1, "train/loss": 0.5, "quantization/zeros/fc/x": 0.1}
+        log.write([first_step, {"step": 2, "train/loss": 0.25}])
         log.close()
     first, told, finished, second = calls[:4]
-    assert told == {"step": 2, "train/loss": 0.25} and finished == "finished"
+    # Health, which not every step has, is told with the newest step.
+    assert told == {"step": 2, "train/loss": 0.25, "quantization/zeros/fc/x": 0.1}
+    assert finished == "finished"
     assert axes[:2] == [("step", {}), ("*", {"step_metric": "step"})]  # steps may repeat
     assert first["project"] == "project" and first["id"] == second["id"]
 

@@ -16,8 +16,9 @@ from swjax.training.config import ConfigError, RunError, read_json
 
 
 class MetricLog:
-    """Appends one record per step to metrics.jsonl, and sends the newest record to TensorBoard and W&B.
+    """Appends one record per step to metrics.jsonl, and sends the newest values to TensorBoard and W&B.
 
+    A metric that only some steps have, such as quantization health, is sent with the next step that is sent.
     Only process 0 writes; in other processes the class does nothing.
 
     Args:
@@ -63,21 +64,22 @@ class MetricLog:
                 "is missing: move the folder back if it was moved, then the same command resumes the run"
             )
         seconds = round(self._offset + time.perf_counter() - self._start, 3)
-        line: dict[str, Any] = {}
+        newest: dict[str, Any] = {}
         for record in records:
             line = {"step": record["step"], "time": seconds}
             line |= {name: number(value) for name, value in record.items() if name != "step"}
             self._file.write(json.dumps(line) + "\n")
+            newest |= line
         self._file.flush()
         shown = {
             k: v
-            for k, v in line.items()
+            for k, v in newest.items()
             if isinstance(v, (int, float)) and k not in ("step", "time")
         }
         if self._board:
-            self._board.write(line["step"], shown)
+            self._board.write(newest["step"], shown)
         if self._wandb:
-            self._wandb.log({"step": line["step"]} | shown)
+            self._wandb.log({"step": newest["step"]} | shown)
 
     def close(self) -> None:
         """Closes all files."""
