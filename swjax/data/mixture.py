@@ -10,7 +10,7 @@ class Mixture:
 
     Attributes:
       parts: the sources.
-      weights: relative sampling weight of each source.
+      weights: relative sampling weight of each source; Grain rounds down to hundredths of the smallest.
       starts: index of the first example of each source.
     """
 
