@@ -8,13 +8,8 @@ from swjax.models import clip
 from swjax.training.step_clock import StepClock
 from swjax.training.throughput import Meter
 
-NO_TRAINING = (
-    "compilation",
-    "evaluation",
-    "saving",
-    "rollback",
-    "profile",
-)  # laps that throughput excludes
+# Laps that throughput excludes.
+NO_TRAINING = ("compilation", "evaluation", "saving", "rollback", "profile")
 
 
 class Timing:
