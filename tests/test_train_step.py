@@ -32,28 +32,26 @@ def test_health_compiles_one_block_of_each_tower(micro, monkeypatch):
         config = micro(diagnostics__every_steps=1, model__vision__layers=layers)
         init, graphdef = make_init(config)
         like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
-        return (
-            health_lib.Health(config, graphdef, like["params"], steps=1),
-            init,
-            like,
-            batch_of(config),
-        )
+        health = health_lib.Health(config, graphdef, like["params"], steps=1)
+        return health, jax.jit(init), batch_of(config)
 
-    def products(layers):
-        health, _, like, batch = program(layers)
-        return health._measure.lower(like, batch).as_text().count("dot_general")
+    def products(health, state, batch):
+        return health._measure.lower(state, batch).as_text().count("dot_general")
 
-    def measured():
-        health, init, _, batch = program(2)
-        health.before(1, jax.jit(init)(), batch)
+    def measured(health, state, batch):
+        health.before(1, state, batch)
         return health.records(1)[1]
 
-    few, scanned = products(2), measured()
-    assert products(3) == few
+    health, init, batch = program(2)
+    state = init()
+    few, scanned = products(health, state, batch), measured(health, state, batch)
+    deeper, init, batch = program(3)
+    assert products(deeper, jax.eval_shape(init), batch) == few
     same = types.SimpleNamespace(replace=lambda cfg, **changes: cfg)
     monkeypatch.setattr(health_lib, "dataclasses", same)
-    assert products(3) > few
-    unrolled = measured()
+    health, _, batch = program(2)
+    assert products(health, state, batch) > few
+    unrolled = measured(health, state, batch)
     assert scanned.keys() == unrolled.keys() and len(scanned) > 50
     for name, value in unrolled.items():
         assert scanned[name] == pytest.approx(value, rel=0.02, abs=0.02), name
