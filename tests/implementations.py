@@ -59,11 +59,28 @@ def each(*operations, compiled, interpreted, name="shape"):
         for kernel in dispatch.IMPLEMENTATIONS[operation]
     ]
     parameters = [
-        pytest.param(*values, shape, marks=marks, id="-".join([*values, "x".join(map(str, shape))]))
+        pytest.param(*values, shape, marks=marks, id="-".join([*values, name_of(shape)]))
         for values, marks, shapes in kinds
         for shape in shapes
     ]
     return pytest.mark.parametrize(f"operation, implementation, {name}", parameters)
+
+
+def name_of(shape):
+    return shape if isinstance(shape, str) else "x".join(map(str, shape))
+
+
+def at(*operations, shapes, xla, name="shape"):
+    """Parametrizes a test of compiled implementations by (operation, implementation, shape).
+
+    Args:
+      operations: keys of `dispatch.IMPLEMENTATIONS`.
+      shapes: those for kernels, whose tiles differ between shapes.
+      xla: the few of them for XLA, which has no tiles.
+      name: of the test's third argument.
+    """
+    compiled = dict.fromkeys(dispatch.NAMES, shapes) | {"xla": xla}
+    return each(*operations, compiled=compiled, interpreted=[], name=name)
 
 
 # Implementations of a layer. An operation without an implementation of that name uses XLA; None chooses

@@ -13,6 +13,9 @@ PRODUCTS = (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2"
 
 LAYERS = shapes.vit() | shapes.RAGGED
 ROWS = sorted({(s.tokens, s.k) for s in LAYERS.values()} | {(3, tiles.WIDEST_ROW)})
+# XLA has no tiles, so it computes few of them: a single element, odd sizes, and a layer of a model.
+XLA_LAYERS = ("one element", "all odd", "ViT-B/16 out")
+XLA_ROWS = ((1, 1), (77, 333), (197, 768), (3, tiles.WIDEST_ROW))
 RAGGED_ROWS = (77, 333)
 SMALL_RAGGED_ROWS = (7, 77)  # interpreters are slow
 

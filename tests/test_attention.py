@@ -42,6 +42,15 @@ CASES = [
     ((70, 144, 4, 64), False, "bfloat16"),
     ((2, 131, 5, 80), False, "bfloat16"),
 ]
+# XLA has no tiles.
+XLA_CASES = [
+    ((2, 257, 3, 80), False, "bfloat16"),
+    ((2, 197, 2, 64), True, "float16"),
+    ((2, 300, 1, 104), True, "bfloat16"),
+    ((2, 7, 2, 16), True, "bfloat16"),
+    ((2, 1, 1, 24), False, "bfloat16"),
+    ((3, 136, 2, 80), False, "float16"),
+]
 # Smaller, for interpreters: with and without tokens and features that do not fill a tile. Sequences of more
 # than tiles.SHORT_SEQUENCE tokens have a backward pass of their own.
 SMALL_CASES = [
@@ -67,7 +76,7 @@ SMALL_MOSAIC_GRADIENT_CASES = [
 @implementations.each(
     "attention",
     "attention_backward",
-    compiled=CASES,
+    compiled={"xla": XLA_CASES, "triton": CASES, "mosaic_gpu": CASES},
     interpreted={"triton": SMALL_CASES, "mosaic_gpu": SMALL_MOSAIC_CASES},
     name="case",
 )
