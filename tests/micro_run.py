@@ -49,6 +49,14 @@ MICRO = {
     "report.enabled": "false",
 }
 
+# For tests that compile a train step of their own, and read no diagnostics.
+UNDIAGNOSED = {
+    "diagnostics.rms": "false",
+    "diagnostics.features": "false",
+    "diagnostics.norms": "false",
+    "diagnostics.every_steps": 0,
+}
+
 # Processes compile with the same options as this one, so that they share its compilation cache.
 ENVIRONMENT = os.environ | {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from micro_run import final_state, records, train
+from micro_run import UNDIAGNOSED, final_state, records, train
 
 from swjax.training import (
     collapse,
@@ -204,9 +204,7 @@ def test_a_checkpoint_keeps_the_count(micro):
 COMPILES_FASTER = {
     "model__recipe": "standard",
     "optimizer__freeze": "^vision/",
-    "diagnostics__rms": "false",
-    "diagnostics__features": "false",
-    "diagnostics__norms": "false",
+    **UNDIAGNOSED,
 }
 
 
