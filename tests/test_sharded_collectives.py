@@ -29,6 +29,7 @@ from eight_devices import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from micro_run import UNDIAGNOSED
 
 import swjax
 import swjax.losses
@@ -162,6 +163,7 @@ def test_collectives_of_a_train_step_that_reduces_once(accumulation):
         "model.vision.layers": 2,
         "model.text.layers": 2,
     }
+    shared |= UNDIAGNOSED
     results, sums = [], []
     for once in (False, True):
         _, _, step, like, state, batch = train_program(**shared, **{"train.reduce_once": once})
