@@ -175,7 +175,7 @@ def test_a_killed_process_is_named_and_the_others_end():
     assert not any(child.is_alive() for child in mine)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_to_all_leave_them_at_work(kind, tmp_path):
     before = children()
     chunks = chunks_of(Rows(10**9, folder=str(tmp_path)))
