@@ -194,6 +194,13 @@ def test_interval_is_students(study):
     assert mean == pytest.approx(0.2) and half == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)
 
 
+def test_interval_of_a_run_that_diverged(study):
+    """The tables of studies that were finished ended in an AttributeError of `statistics`."""
+    for lost in (float("nan"), float("inf")):
+        mean, half = study.interval([0.1, lost, 0.3])
+        assert not np.isfinite(mean) and np.isnan(half)
+
+
 def paired_runs(tests=("test",), rate=1e-3, **scores_of_arms):
     """Returns runs in which all scores of a seed and arm are equal."""
     names = ("top1", "image_to_text_R@10", "text_to_image_R@10")

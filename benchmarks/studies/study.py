@@ -236,12 +236,14 @@ def style():
 def interval(values: Iterable[float]) -> tuple[float, float]:
     """Mean, and half the width of its 95% confidence interval: Student's t over independent runs.
 
+    If a value is not finite, such as the loss of a run that diverged, half the width is NaN.
+
     >>> mean, half = interval([1.0, 2.0, 3.0])
     >>> mean, round(half, 3)
     (2.0, 2.484)
     """
     values = [float(value) for value in values]
-    if len(values) < 2:
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return statistics.fmean(values), math.nan
     t = student(len(values) - 1)
     return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values))
