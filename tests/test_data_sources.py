@@ -105,6 +105,19 @@ def test_what_is_no_sample_is_passed_over(tmp_path):
     assert [source[i]["captions"] for i in range(len(source))] == [("one",), ("two",)]
 
 
+def test_samples_of_one_name_stay_apart(tmp_path):
+    """In joined tars: as one sample, the last would hide the first or pair with its caption."""
+    with tarfile.open(tmp_path / "x.tar", "w") as out:
+        for number in range(2):
+            add(out, "0.jpg", jpeg(number))
+            add(out, "0.txt", b"number %d" % number)
+        add(out, "0.jpg", jpeg(2))
+    source = open_tars(tmp_path / "x.tar", tmp_path)
+    assert [source[i]["captions"] for i in range(2)] == [("number 0",), ("number 1",)]
+    with pytest.raises(ValueError, match="no txt file, only jpg"):
+        source.record(2)
+
+
 def test_names_lead_nowhere(tmp_path):
     """A member's name is only a label: no file with that path is read or written."""
     home = tmp_path / "home"
@@ -215,6 +228,7 @@ def test_tars_behind_an_address(tmp_path):
         ("{tmp}", "cannot open .*: Is a directory: name the files in it"),
         ("{tmp}/fol*", "cannot open .*/folder.tar: Is a directory: name the files in it"),
         ("{tmp}/00000.tar.gz", "00000.tar.gz is compressed.*: unpack it with gunzip"),
+        ("{tmp}/00000.tar.bz2", "00000.tar.bz2 is compressed.*: unpack it with bunzip2"),
         ("{tmp}/empty.tar", "the tars .*empty.tar' have no samples"),
         ("{tmp}/noise.tar", "noise.tar' have no samples: .*broken tar at byte 0: not a tar header"),
     ],
@@ -224,6 +238,7 @@ def test_webdataset_refuses(tmp_path, pattern, message):
     (tmp_path / "empty.tar").write_bytes(bytes(10240))
     (tmp_path / "folder.tar").mkdir()
     (tmp_path / "00000.tar.gz").write_bytes(gzip.compress((tmp_path / "00000.tar").read_bytes()))
+    (tmp_path / "00000.tar.bz2").write_bytes(b"BZh91AY")
     (tmp_path / "noise.tar").write_bytes(b"noise" * 1000)
     with pytest.raises(ValueError, match=message) as caught:
         open_tars(pattern.replace("{tmp}", str(tmp_path)), tmp_path)

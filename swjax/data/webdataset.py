@@ -10,12 +10,20 @@ from swjax.data.photographs import Photographs, Record, json_field, texts
 from swjax.data.skipping import BadExample
 
 _LARGEST_SAMPLE = 2**28  # bytes
-_GZIP = b"\x1f\x8b"
+# The first bytes of a compressed file, and the program that unpacks it.
+_COMPRESSED = {
+    b"\x1f\x8b": "gunzip",
+    b"BZh": "bunzip2",
+    b"\xfd7zXZ": "unxz",
+    b"(\xb5/\xfd": "unzstd",
+}
 _STEP_LOCAL, _STEP_REMOTE = 2**14, 2**23  # bytes per read when scanning for headers
 
 
 class WebDataset(Photographs):
     """The samples of tars: consecutive files with a common name up to the first dot.
+
+    A file whose name and extension are those of an earlier file of the sample starts another sample.
 
     The first use scans the tars' headers for the position of each sample, and stores the positions.
     Afterwards a sample is one read of its bytes, so local tars can be shuffled without conversion. A tar
@@ -103,19 +111,24 @@ def scan(path: str, size: int) -> Scan:
     Raises:
       ValueError: the tar is compressed.
     """
-    if files.read(path, 0, min(size, 2)) == _GZIP:
-        raise ValueError(
-            f"{path} is compressed, but compressed tars have no random access: unpack it "
-            f"with gunzip and name the .tar"
-        )
+    first = files.read(path, 0, min(size, 5))
+    for magic, program in _COMPRESSED.items():
+        if first.startswith(magic):
+            raise ValueError(
+                f"{path} is compressed, but compressed tars have no random access: unpack it "
+                f"with {program} and name the .tar"
+            )
     step = _STEP_REMOTE if files.is_remote(path) else _STEP_LOCAL
     bounds, last, end, trouble = [], None, 0, ""
+    held = set[str]()  # extensions of the current sample
     try:
         for member in tar.members(files.Window(path, size, step), size):
             name = tar.split_name(member.name)
-            if name and name[0] != last:
+            if name and (name[0] != last or name[1] in held):
                 bounds.append(member.header)
-                last = name[0]
+                last, held = name[0], set()
+            if name:
+                held.add(name[1])
             end = member.start + member.size
     except tar.BrokenTar as error:
         trouble = str(error)
