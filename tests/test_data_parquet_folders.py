@@ -183,6 +183,16 @@ def test_a_caption_that_is_a_number_is_refused(tmp_path):
         data.source("parquet", str(tmp_path / "a.parquet")).record(0)
 
 
+def test_a_file_with_other_columns_is_refused(tmp_path):
+    """The run would skip the rows of that file, or stop in the middle."""
+    write_parquet(tmp_path / "0.parquet", [jpeg(1)], ["a"])
+    write_parquet(tmp_path / "1.parquet", [jpeg(1)], ["b"], names=("image", "text"))
+    with pytest.raises(
+        ValueError, match="1.parquet must have one column 'caption', .* has 0 among"
+    ):
+        data.source("parquet", str(tmp_path / "*.parquet"))
+
+
 def test_parquet_behind_an_address(tmp_path):
     fsspec = pytest.importorskip("fsspec")
     write_parquet(tmp_path / "a.parquet", [jpeg(1)], ["far away"])

@@ -70,8 +70,8 @@ class Parquet(Photographs):
           text_key: column of the captions, chosen as above; it contains one caption or a list per row.
 
         Raises:
-          ValueError: no file matches, a file is missing or not a Parquet file, there are no rows, or the
-            first file has no such column.
+          ValueError: no file matches, a file is missing or not a Parquet file, there are no rows, or a
+            file has no such column, or two of that name.
           ModuleNotFoundError: pyarrow is not installed.
         """
         require("pyarrow", extra="parquet")
@@ -192,6 +192,13 @@ def _groups(path: str, columns: Sequence[str]) -> list[tuple[int, int]]:
     """(rows, uncompressed bytes of the columns) of each row group of a file."""
     sizes = []
     with _open(path) as opened:
+        names = opened.schema_arrow.names
+        for column in columns:
+            if names.count(column) != 1:
+                raise ValueError(
+                    f"{path} must have one column {column!r}, as the first file, and has "
+                    f"{names.count(column)} among {', '.join(names)}: rename its columns"
+                )
         for number in range(opened.metadata.num_row_groups):
             group = opened.metadata.row_group(number)
             chunks = [group.column(i) for i in range(group.num_columns)]
