@@ -86,3 +86,10 @@ def test_what_counts_as_another_config():
     assert removed.startswith("data.mixture.photos: {")
     (told,) = changes({"steps": 6}, {"photos": parts["photos"] | {"text_key": "caption"}})
     assert told == "data.mixture.photos.text_key: None -> 'caption'"
+
+
+def test_other_initial_weights_are_another_config():
+    """The run has begun without them, so it says so, and if it is finished it refuses them."""
+    saved = json.dumps({"checkpoint": {"init_from": "", "keep": 2, "resume": ""}})
+    now = ConfigDict({"checkpoint": {"init_from": "weights", "keep": 3, "resume": "runs/a"}})
+    assert config_lib.changes(saved, now) == ["checkpoint.init_from: '' -> 'weights'"]

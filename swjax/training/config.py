@@ -431,7 +431,8 @@ def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
 # The user chooses the names and keys of the parts of a mixture.
 CHOSEN = "data.mixture."
 # Keys that may change when a run resumes, because they change what it computes by rounding only, or not.
-UNCOUNTED = ("checkpoint.", "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
+UNCOUNTED = ("checkpoint.every_steps:", "checkpoint.keep:", "checkpoint.mirror:", "checkpoint.resume:",
+             "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:", "train.concurrent_kernels:", "train.profile_steps:")  # fmt: skip
 
 
