@@ -14,6 +14,7 @@ from micro_run import ENVIRONMENT, MICRO, ROOT, final_state, records, train
 from processes import two_processes
 
 from swjax.models import sharding
+from swjax.training import distributed
 from swjax.training.config import ConfigError
 from swjax.training.distributed import read_environment
 
@@ -97,6 +98,17 @@ def test_every_process_reads_the_rows_of_its_devices(sizes, devices_each, shares
 def test_rows_that_overlap_are_one_line():
     with pytest.raises(ValueError, match="make tensor a divisor or a multiple of the devices"):
         sharding.batch_share(mesh_of(1, 2, 3, 2), 0)
+
+
+def test_processes_with_other_data_end_in_one_line(monkeypatch):
+    """They would train on some examples twice and on others never, and wait for each other in evaluation."""
+    distributed.check_same_lengths("data", {"train": 60, "val": 13})
+    distributed.check_same_lengths("eval.zeroshot", {})
+    monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own - [0, 1]]))
+    with pytest.raises(
+        ConfigError, match="config.data: val has 12 .* process 1 and 13 .* process 0"
+    ):
+        distributed.check_same_lengths("data", {"train": 60, "val": 13})
 
 
 # --------------------------------------------------------------------------- other meshes

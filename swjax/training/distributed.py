@@ -119,6 +119,28 @@ def check_same_config(config: ConfigDict) -> None:
             )
 
 
+def check_same_lengths(key: str, lengths: Mapping[str, int]) -> None:
+    """Checks that data sets have as many examples in every process, since processes share them by position.
+
+    Args:
+      key: the config key that names the data.
+      lengths: number of examples of each data set in this process; all processes have the same names.
+
+    Raises:
+      ConfigError: names the first data set whose length differs, and the process.
+    """
+    if not lengths:
+        return
+    of_all = all_processes(np.array(list(lengths.values()), np.int64))
+    for name, counts in zip(lengths, of_all.T.tolist(), strict=True):
+        other = next((i for i, count in enumerate(counts) if count != counts[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"config.{key}: {name} has {counts[other]} examples for process {other} and {counts[0]} for "
+                f"process 0: give all processes the same files"
+            )
+
+
 def read_environment(environment: Mapping[str, str]) -> dict | None:
     """The arguments of `jax.distributed.initialize`, or None for a single process.
 

@@ -115,7 +115,8 @@ def open_labelled(config: ConfigDict) -> list[Labelled]:
     """Opens the labelled sets of `eval.zeroshot`.
 
     Raises:
-      ConfigError: a set cannot be opened, or two sets have the same name.
+      ConfigError: a set cannot be opened, two sets have the same name, or the processes have sets of
+        different lengths.
     """
     with distributed.all_or_none(), blame("eval.zeroshot"), blame_data_path():
         options = {"data_dir": config.data.dir}
@@ -126,6 +127,8 @@ def open_labelled(config: ConfigDict) -> list[Labelled]:
         raise ConfigError(
             f"config.eval.zeroshot has two sets named {twice!r}: name each, as in NAME=KIND:WHERE"
         )
+    lengths = {source.set_name: len(source) for source in found}
+    distributed.check_same_lengths("eval.zeroshot", lengths)
     return found
 
 

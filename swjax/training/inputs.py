@@ -76,13 +76,13 @@ def open_train_source(config: ConfigDict) -> Any:
     """Opens the training examples, and all other splits, so that a mistake shows at once in every process.
 
     Raises:
-      ConfigError: see `open_source`.
+      ConfigError: see `open_source`; or the processes have splits of different lengths.
     """
     with distributed.all_or_none():
-        source = open_source(config, "train")
-        for split in ("val", "test"):
-            open_source(config, split)
-    return source
+        splits = {split: open_source(config, split) for split in ("train", "val", "test")}
+    lengths = {split: len(source) for split, source in splits.items() if source is not None}
+    distributed.check_same_lengths("data", lengths)
+    return splits["train"]
 
 
 class Feed:
