@@ -161,6 +161,9 @@ def test_names_of_metrics_differ(tmp_path, metrics):
         with pytest.raises(ValueError, match="metrics must have different names, .* twice: rename"):
             recorder.add(1, {"train/loss": 1.0} | metrics)
         recorder.add(1, {"train/loss": 1.0})  # an error changes nothing
+        with pytest.raises(ValueError, match="got 'train/loss' twice at step 1: rename"):
+            recorder.add(1, {"train/loss": 2.0, "x": 0.0})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 1.0}
 
 
 def test_the_first_nonfinite_of_complex_arrays_and_numbers():

@@ -131,8 +131,8 @@ class Recorder:
 
         Raises:
           TypeError: a metric is not a number or an array.
-          ValueError: the step is below 1, or already written; or two metrics have the same name, or one is
-            named "step".
+          ValueError: the step is below 1, or already written; or two metrics of the step have the same
+            name, or one is named "step".
         """
         step = operator.index(step)
         if step < 1:
@@ -148,6 +148,12 @@ class Recorder:
             packer = Packer.of(metrics)
             self._packers[structure] = packer, jax.jit(packer.pack)
         packer, pack = self._packers[structure]
+        for before, _ in self._pending.get(step, ()):
+            if both := set(before.names) & set(packer.names):
+                raise ValueError(
+                    f"metrics of one step must have different names, got {min(both)!r} twice at step {step}: "
+                    "rename one or leave it out"
+                )
         self._last = step
         if step not in self._pending and len(self._pending) >= self._every:
             self.flush()

@@ -70,7 +70,8 @@ def measure(
         least that scales allow for. NaN if the operand is all zero or not finite.
       quantization/zeros/...: share of the nonzero elements that quantize to zero.
       quantization/saturated/...: share of the nonzero elements that quantize to the format's largest value.
-      stability/feature_mean_abs/<path>, stability/feature_max_abs/<path>: magnitudes of the module's output.
+      stability/feature_mean_abs/<path>, stability/feature_max_abs/<path>: magnitudes of the module's output;
+        of a module that is called several times, the mean over the calls.
 
       x and w are operands of the forward product, and g is the gradient operand of the input gradient. A
       recipe that quantizes the weight gradient adds wgrad_x and wgrad_g. Blocks of rotated tokens are
