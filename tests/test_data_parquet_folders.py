@@ -178,9 +178,10 @@ def test_large_row_groups_stay_out_of_memory(compression, tmp_path, monkeypatch)
 
 def test_a_caption_that_is_a_number_is_refused(tmp_path):
     """Only a zero-shot set reads a column of numbers, as labels."""
-    write_parquet(tmp_path / "a.parquet", [jpeg(1)], [5])
-    with pytest.raises(ValueError, match="the caption must be text, not int"):
-        data.source("parquet", str(tmp_path / "a.parquet")).record(0)
+    for caption in (5, [5, 6]):
+        write_parquet(tmp_path / "a.parquet", [jpeg(1)], [caption])
+        with pytest.raises(ValueError, match="the caption must be text, not int"):
+            data.source("parquet", str(tmp_path / "a.parquet")).record(0)
 
 
 def test_a_file_with_other_columns_is_refused(tmp_path):

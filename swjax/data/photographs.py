@@ -89,9 +89,10 @@ def texts(value: Any) -> tuple[str, ...]:
     >>> texts([b"a cat ", ""])
     ('a cat',)
     """
-    values = [value] if isinstance(value, str | bytes) else value
-    if not isinstance(values, list) or not all(isinstance(text, str | bytes) for text in values):
-        raise BadExample(f"the caption must be text, not {type(value).__name__}")
+    values = value if isinstance(value, list) else [value]
+    for text in values:
+        if not isinstance(text, str | bytes):
+            raise BadExample(f"the caption must be text, not {type(text).__name__}")
     if any(len(text) > _LONGEST_CAPTION for text in values):
         raise BadExample(f"a caption is longer than the limit of {_LONGEST_CAPTION} bytes")
     try:
