@@ -228,6 +228,24 @@ def test_runs_of_the_same_seed_are_compared(study, capsys):
     assert "val top1: 32.00" in told and "val top1: +" not in told
 
 
+def test_p_values_of_a_file(study, tmp_path, capsys):
+    """Pairs of all settings are taken together, with the arm of --base."""
+    paired = importlib.import_module("paired")
+    some = paired_runs(switchback=[0.1, 0.5], llm_int8=[0.11, 0.52])
+    some += paired_runs(rate=2e-3, switchback=[0.3], llm_int8=[0.33])
+    study.write(tmp_path / "runs.json", study.new() | {"runs": some})
+    paired.main([str(tmp_path / "runs.json"), "--base=switchback"])
+    told = capsys.readouterr().out
+    assert "final loss, nats: +0.0200 +- 0.0248 (3 pairs, 3 above, 0 below), p = 0.074" in told
+    assert (
+        "test top1, points: +2.00 +- 2.48 (3 pairs, 3 above, 0 below), p = 0.074, corrected" in told
+    )
+    assert "standard" not in told
+    with pytest.raises(SystemExit):
+        paired.main([str(tmp_path / "runs.json")])
+    assert "--base=standard is no arm of" in capsys.readouterr().err
+
+
 def test_runs_with_other_settings_are_not_compared(study):
     paired = importlib.import_module("paired")
     some = paired_runs(standard=[0.1]) + paired_runs(switchback=[0.2], rate=2e-3)

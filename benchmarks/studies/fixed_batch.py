@@ -105,7 +105,7 @@ def table(runs: list[dict]) -> None:
     for (arm,), some in study.group(runs, "arm").items():
         mean, half = study.interval(run["result"]["final_loss"] for run in some)
         text = f"{arm:20} {len(some)} seeds: final loss {mean:.4f} +- {half:.4f}"
-        pairs = paired.less_standard(runs, arm, lambda result: result["final_loss"])
+        pairs = paired.less(runs, arm, paired.final_loss)
         if arm != "standard" and pairs:
             text += f"; less that of standard {paired.told(pairs, digits=4)}"
         print(text)

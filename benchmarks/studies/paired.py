@@ -1,4 +1,9 @@
-"""Paired runs: what the studies of accuracy record of a run, and its scores less those of "standard".
+"""Paired runs: what the studies of accuracy record of a run, and its scores less those of another arm.
+
+  python benchmarks/studies/paired.py benchmarks/results/icons_h_h100.json --base=switchback
+
+prints the differences of every arm from one, with 95% intervals and p of the paired t-test. Pairs of all
+settings of the file are taken together.
 
 Runs with one seed are a pair: they start from the same parameters and see the same batches and
 augmentations, whatever their arm. Runs are compared if their keys are equal but for "arm" and "seed". Pairs
@@ -12,11 +17,13 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import study
+from scipy import stats
 
 T = TypeVar("T", float, np.ndarray)
 CONTROL = "control"  # the arm that is "standard" from a slightly changed start
@@ -91,28 +98,36 @@ def scores(trainer, params, corpus) -> dict[str, float]:
 
 def differences(some: list[dict], arm: str, split: str, score: str) -> list[float]:
     """An arm's score less that of "standard", in points, for each seed that both have."""
-    return less_standard(some, arm, lambda result: 100 * result[split][score])
+    return less(some, arm, lambda result: points(result, split, score))
 
 
-def less_standard(some: list[dict], arm: str, value: Callable[[dict], T]) -> list[T]:
-    """A value of an arm's result less that of "standard", for each seed that both have: numbers or arrays.
+def points(result: dict, split: str, score: str) -> float:
+    return 100 * result[split][score]
+
+
+def final_loss(result: dict) -> float:
+    return result["final_loss"]
+
+
+def less(some: list[dict], arm: str, value: Callable[[dict], T], base: str = "standard") -> list[T]:
+    """A value of an arm's result less that of `base`, for each seed that both have: numbers or arrays.
 
     Raises:
       ValueError: two runs with one seed start from different parameters.
     """
     of = {(run["key"]["arm"], run["key"]["seed"]): run["result"] for run in some}
     pairs = {
-        seed: (own, of["standard", seed])
+        seed: (own, of[base, seed])
         for (name, seed), own in of.items()
-        if name == arm and ("standard", seed) in of
+        if name == arm and (base, seed) in of
     }
-    for seed, (own, standard) in pairs.items():
-        if own.get("start") != standard.get("start"):
+    for seed, (own, other) in pairs.items():
+        if own.get("start") != other.get("start"):
             raise ValueError(
-                f"{arm} and standard of seed {seed} must start from the same parameters, got "
-                f"{own.get('start')} and {standard.get('start')}: run both in one process"
+                f"{arm} and {base} of seed {seed} must start from the same parameters, got "
+                f"{own.get('start')} and {other.get('start')}: run both in one process"
             )
-    return [value(own) - value(standard) for _, (own, standard) in sorted(pairs.items())]
+    return [value(own) - value(other) for _, (own, other) in sorted(pairs.items())]
 
 
 def alike(runs: list[dict]) -> dict[str, list[dict]]:
@@ -155,7 +170,7 @@ def table(runs: list[dict]) -> None:
         print(", ".join(filter(None, (settings, f"{arm} less standard, points"))))
         for split, score in itertools.product(tests(some), SCORES):
             print(f"  {split} {score}: {told(differences(some, arm, split, score))}")
-        losses = less_standard(some, arm, lambda result: result["final_loss"])
+        losses = less(some, arm, final_loss)
         print(f"  final loss, nats: {told(losses, digits=4)}")
 
 
@@ -165,6 +180,50 @@ def told(pairs: list[float], digits: int = 2) -> str:
     above, below = (sum(sign * pair > 0 for pair in pairs) for sign in (1, -1))
     counts = f"{len(pairs)} pairs, {above} above, {below} below"
     return f"{mean:+.{digits}f} +- {half:.{digits}f} ({counts})"
+
+
+def compare(runs: list[dict], base: str) -> None:
+    """Prints the differences of every arm from `base`, over the pairs of all settings."""
+    for arm in dict.fromkeys(run["key"]["arm"] for run in runs):
+        losses = [
+            pair for some in alike(runs).values() for pair in less(some, arm, final_loss, base)
+        ]
+        if arm == base or not losses:
+            continue
+        print(f"{arm} less {base}")
+        print(f"  final loss, nats: {told(losses, digits=4)}, p = {p_value(losses):.2g}")
+        scores = {
+            f"{split} {score}": [
+                pair
+                for some in alike(runs).values()
+                for pair in less(some, arm, partial(points, split=split, score=score), base)
+            ]
+            for split, score in itertools.product(tests(runs), SCORES)
+        }
+        corrected = holm([p_value(pairs) for pairs in scores.values()])
+        for (name, pairs), p in zip(scores.items(), corrected, strict=True):
+            print(
+                f"  {name}, points: {told(pairs)}, p = {p_value(pairs):.2g}, corrected for "
+                f"{len(scores)} tests {p:.2g}"
+            )
+
+
+def p_value(pairs: list[float]) -> float:
+    """Two-sided p of the paired t-test; NaN for fewer than two pairs."""
+    return float(stats.ttest_1samp(pairs, 0).pvalue) if len(pairs) > 1 else math.nan
+
+
+def holm(ps: list[float]) -> list[float]:
+    """The p of several tests, corrected for their number by the method of Holm. NaN stays NaN.
+
+    >>> holm([0.01, 0.04, math.nan, 0.03])
+    [0.03, 0.06, nan, 0.06]
+    """
+    order = sorted((i for i, p in enumerate(ps) if not math.isnan(p)), key=ps.__getitem__)
+    corrected, largest = [math.nan] * len(ps), 0.0
+    for rank, test in enumerate(order):
+        largest = corrected[test] = max(largest, min(1.0, (len(order) - rank) * ps[test]))
+    return corrected
 
 
 def draw(figure, runs: list[dict]) -> None:
@@ -205,7 +264,7 @@ def draw(figure, runs: list[dict]) -> None:
 
 def draw_gaps(axes, some: list[dict], arm: str, color: str) -> None:
     """The training losses of an arm less those of "standard" over the steps, a line for each pair."""
-    curves = less_standard(some, arm, lambda result: np.asarray(result["loss"]))
+    curves = less(some, arm, lambda result: np.asarray(result["loss"]))
     for pair, curve in enumerate(curves):
         label = None if pair else arm
         axes.plot(_steps(some[0]), curve, color=color, linewidth=0.9, label=label)
@@ -216,3 +275,21 @@ def draw_gaps(axes, some: list[dict], arm: str, color: str) -> None:
 def _steps(run: dict) -> list[int]:
     """The step number of each point of a run's loss."""
     return [run["key"].get("shared", 0) + s for s in study.thinned_steps(run["result"]["loss"])]
+
+
+def main(argv: list[str] | None = None) -> None:
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("file", type=Path, help="JSON of a study of pairs")
+    flags.add_argument("--base", default="standard", help="the arm that others are compared with")
+    args = flags.parse_args(argv)
+    runs = study.load(args.file)["runs"]
+    arms = dict.fromkeys(run["key"]["arm"] for run in runs)
+    if args.base not in arms:
+        flags.error(f"--base={args.base} is no arm of {args.file}: choose from {', '.join(arms)}")
+    compare(runs, args.base)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from scipy import stats
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for configs/, from wherever the study is started
-
-# Two-sided 95% points of Student's t by degrees of freedom; SciPy would be one more dependency.
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 THIN = 5  # steps of a point of a curve
 
@@ -250,16 +249,12 @@ def interval(values: Iterable[float]) -> tuple[float, float]:
 
 
 def student(freedom: int) -> float:
-    """The two-sided 95% point of Student's t: of the table, or the normal one and two corrections.
+    """The two-sided 95% point of Student's t.
 
     >>> round(student(10), 3), round(student(39), 3)
     (2.228, 2.023)
     """
-    if freedom <= len(T_95):
-        return T_95[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / freedom + second / freedom**2
+    return float(stats.t.ppf(0.975, freedom))
 
 
 def thin(values, digits: int = 4, every: int = THIN) -> list[float]:
