@@ -33,6 +33,7 @@ COMMANDS = {
     "data": "swjax.report.data_check",
     "convert": "swjax.data.convert",
 }
+# Commands of these commands, for suggestions.
 NESTED = ("diagnostics replay", "data check", "data verify")
 
 

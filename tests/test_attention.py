@@ -42,15 +42,7 @@ CASES = [
     ((70, 144, 4, 64), False, "bfloat16"),
     ((2, 131, 5, 80), False, "bfloat16"),
 ]
-# XLA has no tiles.
-XLA_CASES = [
-    ((2, 257, 3, 80), False, "bfloat16"),
-    ((2, 197, 2, 64), True, "float16"),
-    ((2, 300, 1, 104), True, "bfloat16"),
-    ((2, 7, 2, 16), True, "bfloat16"),
-    ((2, 1, 1, 24), False, "bfloat16"),
-    ((3, 136, 2, 80), False, "float16"),
-]
+XLA_CASES = CASES[:15:2]  # XLA has no tiles, so every other of the general cases suffices
 # Smaller, for interpreters: with and without tokens and features that do not fill a tile. Sequences of more
 # than tiles.SHORT_SEQUENCE tokens have a backward pass of their own.
 SMALL_CASES = [

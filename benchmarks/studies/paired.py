@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -96,13 +95,11 @@ def scores(trainer, params, corpus) -> dict[str, float]:
 # --- comparison ---------------------------------------------------------------------------------------
 
 
-def differences(some: list[dict], arm: str, split: str, score: str) -> list[float]:
-    """An arm's score less that of "standard", in points, for each seed that both have."""
-    return less(some, arm, lambda result: points(result, split, score))
-
-
-def points(result: dict, split: str, score: str) -> float:
-    return 100 * result[split][score]
+def differences(
+    some: list[dict], arm: str, split: str, score: str, base: str = "standard"
+) -> list[float]:
+    """An arm's score less that of `base`, in points, for each seed that both have."""
+    return less(some, arm, lambda result: 100 * result[split][score], base)
 
 
 def final_loss(result: dict) -> float:
@@ -184,28 +181,23 @@ def told(pairs: list[float], digits: int = 2) -> str:
 
 def compare(runs: list[dict], base: str) -> None:
     """Prints the differences of every arm from `base`, over the pairs of all settings."""
+    groups = alike(runs).values()
     for arm in dict.fromkeys(run["key"]["arm"] for run in runs):
-        losses = [
-            pair for some in alike(runs).values() for pair in less(some, arm, final_loss, base)
-        ]
+        losses = [pair for some in groups for pair in less(some, arm, final_loss, base)]
         if arm == base or not losses:
             continue
         print(f"{arm} less {base}")
         print(f"  final loss, nats: {told(losses, digits=4)}, p = {p_value(losses):.2g}")
         scores = {
             f"{split} {score}": [
-                pair
-                for some in alike(runs).values()
-                for pair in less(some, arm, partial(points, split=split, score=score), base)
+                pair for some in groups for pair in differences(some, arm, split, score, base)
             ]
             for split, score in itertools.product(tests(runs), SCORES)
         }
-        corrected = holm([p_value(pairs) for pairs in scores.values()])
-        for (name, pairs), p in zip(scores.items(), corrected, strict=True):
-            print(
-                f"  {name}, points: {told(pairs)}, p = {p_value(pairs):.2g}, corrected for "
-                f"{len(scores)} tests {p:.2g}"
-            )
+        ps = [p_value(pairs) for pairs in scores.values()]
+        for (name, pairs), p, corrected in zip(scores.items(), ps, holm(ps), strict=True):
+            tail = f"p = {p:.2g}, corrected for {len(ps)} tests {corrected:.2g}"
+            print(f"  {name}, points: {told(pairs)}, {tail}")
 
 
 def p_value(pairs: list[float]) -> float:

@@ -221,8 +221,8 @@ def sums_of_squares(x: jax.Array) -> jax.Array:
       x: float32.
 
     Returns:
-      [3] float32, of which one element is not zero: the sum of a small array times 2**168, that of a usual
-      one, or that of a large one times 2**-168. NaN if x is not finite.
+      [3] float32, one element for each range; those of the two other ranges are 0. The sum of the lowest
+      range is scaled by 2**168, that of the highest by 2**-168. NaN if x is not finite.
 
     >>> [sums_of_squares(jnp.array([0.0, x])).tolist() for x in (2.0**-84, 3.0, 2.0**84)]
     [[1.0, 0.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 1.0]]

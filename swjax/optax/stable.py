@@ -230,10 +230,10 @@ def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], dec
     """
     dtype = _compute_dtype(p)
     s = Scalars(*(x.astype(_real(dtype)) for x in scalars))
-    wide = lambda x: x.astype(dtype)  # converts real to complex for complex parameters
-    p, g = wide(p), _with_finite_square(wide(g))
+    cast = lambda x: x.astype(dtype)  # converts real to complex for complex parameters
+    p, g = cast(p), _with_finite_square(cast(g))
     squared = (g * g.conj()).real
-    new_m = wide(1 - s.new1) * wide(m) + wide(s.new1) * g
+    new_m = cast(1 - s.new1) * cast(m) + cast(s.new1) * g
     new_v = (1 - s.new2) * v + s.new2 * squared
 
     reduced = tuple(axis for axis in range(p.ndim) if axis not in axes)
@@ -243,9 +243,9 @@ def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], dec
     rms = jnp.sqrt(jnp.sum(ratio, reduced, keepdims=True) / size)
     rate = s.learning_rate / jnp.maximum(1, rms / s.threshold)
 
-    change = wide(rate / (jnp.sqrt(new_v) + s.eps)) * new_m
+    change = cast(rate / (jnp.sqrt(new_v) + s.eps)) * new_m
     if decays:
-        change += wide((s.learning_rate if decoupled_lr else rate) * s.weight_decay) * p
+        change += cast((s.learning_rate if decoupled_lr else rate) * s.weight_decay) * p
     return -change, new_m, new_v, jnp.squeeze(rms, reduced)
 
 
