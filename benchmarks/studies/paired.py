@@ -201,8 +201,16 @@ def compare(runs: list[dict], base: str) -> None:
 
 
 def p_value(pairs: list[float]) -> float:
-    """Two-sided p of the paired t-test; NaN for fewer than two pairs."""
-    return float(stats.ttest_1samp(pairs, 0).pvalue) if len(pairs) > 1 else math.nan
+    """Two-sided p of the paired t-test; NaN for fewer than two pairs, and for equal ones, which have no spread.
+
+    Scores are multiples of one example's share, so a few pairs may all differ by the same amount.
+
+    >>> p_value([0.19, 0.19 + 1e-15, 0.19])
+    nan
+    """
+    if len(pairs) < 2 or np.ptp(pairs) < 1e-9:
+        return math.nan
+    return float(stats.ttest_1samp(pairs, 0).pvalue)
 
 
 def holm(ps: list[float]) -> list[float]:
