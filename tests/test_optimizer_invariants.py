@@ -403,22 +403,24 @@ CHECKS = {
 
 NO_KEYS = (
     "JAX array with PRNGKey dtype cannot be converted to a NumPy array",
-    "Flax stores no random keys",
+    "The state of `noisy_sgd` holds a random key. Flax's bytes format cannot store JAX's random keys",
 )
 
 # {check: (part of the optimizers' names, error, reason as on the page)}
 KNOWN = {
     "`flax.serialization` bytes": ("noisy_sgd", *NO_KEYS),
     "`flax.training.train_state.TrainState`": ("noisy_sgd", *NO_KEYS),
-    "`optax.contrib.sam`": (
-        "noisy_sgd",
-        "multiply does not accept dtypes bool, key",
-        "`optax.contrib.sam` multiplies every leaf of a state, random keys too",
-    ),
     "`optax.tree.map_params` of `optax.flatten`": (
         "",
         "Need at least one array to concatenate",
-        "`optax.flatten` needs an array, and `map_params` shows it none, whatever it wraps",
+        "`optax.tree.map_params` calls `init` with a placeholder for the parameters, which holds no"
+        " array. `optax.flatten` then has nothing to concatenate. optax's own optimizers fail too",
+    ),
+    "`optax.contrib.sam`": (
+        "noisy_sgd",
+        "multiply does not accept dtypes bool, key",
+        "`optax.contrib.sam` multiplies every leaf of the optimizer's state. A random key, as in the"
+        " state of `noisy_sgd`, cannot be multiplied",
     ),
 }
 
@@ -429,16 +431,26 @@ def known(check: str, name: str) -> tuple[str, str] | None:
     return (error, reason) if error and part in name else None
 
 
+def label(name: str) -> str:
+    """Returns the name of an optimizer for the page: "a, b" becomes "`a` with b"."""
+    code, *options = name.split(", ")
+    return " with ".join([f"`{code}`", *options])
+
+
 def table() -> str:
-    """Returns the page's table of checks and optimizers in Markdown."""
+    """Returns the page's table in Markdown; optimizers with equal entries share a column."""
     reasons = list(dict.fromkeys(reason for _, _, reason in KNOWN.values()))
 
     def cell(check, name):
         found = known(check, name)
         return f"no ({reasons.index(found[1]) + 1})" if found else "yes"
 
-    head = ["", *(f"`{name}`" for name in OPTIMIZERS)]
-    rows = [[check, *(cell(check, name) for name in OPTIMIZERS)] for check in CHECKS]
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name in OPTIMIZERS:
+        entries = tuple(cell(check, name) for check in CHECKS)
+        columns.setdefault(entries, []).append(label(name))
+    head = ["transformation or wrapper", *(", ".join(names) for names in columns.values())]
+    rows = [list(row) for row in zip(CHECKS, *columns, strict=True)]
     lines = [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
     return "\n".join([*lines, "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1))])
 
@@ -454,7 +466,18 @@ def test_composes(check, name):
         CHECKS[check](make if check == "`optax.inject_hyperparams`" else optimizer_of(name))
 
 
+BEGIN, END = "<!-- optimizers: begin -->", "<!-- optimizers: end -->"
+
+
+def with_table(page: str) -> str:
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
 def test_the_page_has_this_table():
-    begin, end = "<!-- optimizers: begin -->\n", "\n<!-- optimizers: end -->"
     page = PAGE.read_text()
-    assert page[page.index(begin) + len(begin) : page.index(end)].strip() == table()
+    assert page == with_table(page), "run: python tests/test_optimizer_invariants.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
