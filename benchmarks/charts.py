@@ -51,11 +51,6 @@ PAIRED = {
     "icons_large_batch_shared_700": "icons, width 128\n(sums of 1,064,960 tokens)",
 }
 RECIPES = {"switchback": OURS, "switchback_hadamard": "#2e8b57", "llm_int8": OTHER}
-ICON_TESTS = {
-    "test": "unseen names\n(bf16: {:.1f} %)",
-    "test_sets": "unseen icon sets\n(bf16: {:.1f} %)",
-    "test_both": "both unseen\n(bf16: {:.1f} %)",
-}
 TOKENS = 65_536
 SCALED = {"vit_h14": "ViT-H/14, 256 pairs a GPU", "vit_b16": "ViT-B/16, 256 pairs a GPU"}
 TITLES = {"standard": "standard, fp32 (products in TF32)", "switchback": "switchback, int8"}
@@ -315,58 +310,42 @@ def draw_pairs(figure) -> None:
     say(figure, "int8 SwitchBack: no difference from bf16 is found in three studies")
 
 
-def add_pairs(axes, y, pairs, heights, *, color, at, digits) -> str:
-    """Draws a row of paired differences, with their mean and its 95% interval; returns these as text.
-
-    Args:
-      axes: matplotlib's axes.
-      y: height of the mean.
-      pairs, heights: the points.
-      color: color of the mean, and of its text at the horizontal position `at`, with so many `digits`.
-    """
-    axes.plot(pairs, heights, "o", color=PEER, markersize=3.5)
-    mean, half = study.interval(pairs)
-    axes.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=7, capsize=4)
-    text = f"{mean:+.{digits}f} ± {half:.{digits}f}"
-    axes.text(at, y, text, va="center", fontsize=10, color=color)
-    return f"{text} points of top-1 over {len(pairs)} pairs"
-
-
 def draw_icons(figure) -> None:
-    """Draws the losses of paired runs on the icons at ViT-B's width, and their differences of top-1."""
+    """Draws the losses of paired runs on the icons at ViT-B's width, and differences of final losses."""
     runs = read("icons_pairs")["runs"]
     figure.set_size_inches(7.2, 3.2)
     left, right = figure.subplots(1, 2, width_ratios=(4, 5))
+    styles = {"standard": ("bf16", "0.75", 3.5, 2), "switchback": ("switchback", OURS, 0.9, 3)}
     for run in runs:
         key, loss = run["key"], run["result"]["loss"]
+        if key["arm"] not in styles:
+            continue
+        label, color, width, order = styles[key["arm"]]
         steps = [key["shared"] + step for step in study.thinned_steps(loss)]
-        style = {"standard": ("0.75", 3.5), "switchback": (OURS, 0.9)}[key["arm"]]
-        label = {"standard": "bf16", "switchback": "int8"}[key["arm"]]
-        first = key["seed"] == runs[0]["key"]["seed"]
-        order = 2 + (key["arm"] == "switchback")
-        left.plot(
-            steps, loss, color=style[0], linewidth=style[1], zorder=order, label=label * first
-        )
+        label = label if key["seed"] == runs[0]["key"]["seed"] else ""
+        left.plot(steps, loss, color=color, linewidth=width, zorder=order, label=label)
     left.set_xlabel("step of 2,048 drawings; 600 are shared", fontsize=9)
-    left.set_ylabel("training loss, eight seeds", fontsize=9)
+    left.set_ylabel("training loss, 16 seeds", fontsize=9)
     left.legend(fontsize=8, frameon=False)
+    arms = [arm for arm in dict.fromkeys(run["key"]["arm"] for run in runs) if arm != "standard"]
     labels = []
-    for y, (split, label) in enumerate(ICON_TESTS.items()):
-        scores = [r["result"][split]["top1"] for r in runs if r["key"]["arm"] == "standard"]
-        labels.append(label.format(100 * sum(scores) / len(scores)))
-        pairs = paired.differences(runs, "switchback", split, "top1")
-        heights = [y - 0.22] * len(pairs)
-        found = add_pairs(right, y, pairs, heights, color=OURS, at=1.1, digits=2)
-        if split == "test":
-            say(figure, f"int8 minus bf16 at ViT-B's width: {found}")
+    for y, arm in enumerate(arms):
+        pairs = paired.less(runs, arm, paired.final_loss)
+        mean, half = study.interval(pairs)
+        color = RECIPES.get(arm, "0.35")
+        right.plot(pairs, [y - 0.25] * len(pairs), "o", color=PEER, markersize=3.5)
+        right.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=7, capsize=4)
+        right.text(0.053, y, f"{mean:+.3f} ± {half:.3f}", va="center", fontsize=9, color=color)
+        labels.append(f"{arm}\n{len(pairs)} pairs")
     right.axvline(0, color="black", linewidth=0.8)
-    right.set_yticks(range(len(labels)), labels, fontsize=9)
-    right.set_ylim(len(ICON_TESTS) - 0.5, -0.5)
-    right.set_xlim(-1.6, 2.3)
-    right.set_xticks([-1.5, -1, -0.5, 0, 0.5, 1])
-    right.set_xlabel("top-1 minus that of bf16, points", fontsize=9)
+    right.set_yticks(range(len(arms)), labels, fontsize=9)
+    right.set_ylim(len(arms) - 0.5, -0.5)
+    right.set_xlim(-0.03, 0.1)
+    right.set_xticks([-0.02, 0, 0.02, 0.04])
+    right.set_xlabel("final training loss minus that of bf16", fontsize=9)
     for axes in (left, right):
         clear(axes)
+    say(figure, "ViT-B's width: llm_int8 ends above bf16, int8 SwitchBack does not")
 
 
 def draw_icons_h(figure) -> None:
@@ -449,27 +428,30 @@ def draw_loss_differences(figure) -> None:
     figure.set_size_inches(7.2, 3.2)
     pairs, large = (read(f"icons_{name}")["runs"] for name in ("pairs", "large_batch_shared_700"))
     left, right = figure.subplots(1, 2, sharey=True)
-    paired.draw_gaps(left, pairs, "switchback", color=OURS)
-    colors = {
-        "llm_int8": "C1",
-        "switchback": OURS,
-        "switchback_hadamard": "C2",
-        paired.CONTROL: "0.6",
-    }
-    for arm, color in colors.items():
-        paired.draw_gaps(right, large, arm, color=color)
     titles = {
         left: "ViT-B's width, learning rate 5e-4,\nsums of 67,584 tokens",
         right: "width 128, learning rate 2e-3,\nsums of 1,064,960 tokens",
     }
+    window = 50 // study.THIN
     for axes, runs in ((left, pairs), (right, large)):
+        key = runs[0]["key"]
+        for arm, color in {**RECIPES, paired.CONTROL: "0.6"}.items():
+            gaps = paired.less(runs, arm, lambda result: np.asarray(result["loss"]))
+            if not gaps:
+                continue
+            means = np.stack(gaps).reshape(len(gaps), -1, window).mean(2)
+            middle, half = np.transpose([study.interval(column) for column in means.T])
+            ends = key["shared"] + 50 * (1 + np.arange(len(middle)))
+            axes.plot(ends, middle, "o-", color=color, markersize=3, linewidth=1, label=arm)
+            axes.fill_between(ends, middle - half, middle + half, color=color, alpha=0.15, lw=0)
+        axes.axhline(0, color="black", linewidth=0.8)
         axes.set_title(titles[axes], fontsize=9)
-        axes.set_xlabel(f"step of {runs[0]['key']['batch']:,} images", fontsize=9)
-        axes.legend(fontsize=8, loc="upper right", frameon=False)
+        axes.set_xlabel(f"step of {key['batch']:,} images", fontsize=9)
         clear(axes)
-    right.set_ylim(-0.15, 0.3)
-    left.set_ylabel("training loss minus that of bf16,\neach pair of runs", fontsize=9)
-    say(figure, "At a million tokens llm_int8 ends furthest above bf16, in every seed")
+    right.legend(fontsize=8, loc="upper left", frameon=False)
+    right.set_ylim(-0.05, 0.11)
+    left.set_ylabel("training loss minus that of bf16,\nmean and 95 % interval", fontsize=9)
+    say(figure, "In both studies llm_int8 moves away from bf16 during training")
 
 
 ROWWISE, ONE = "a scale per token", "one scale"

@@ -68,7 +68,7 @@ def held_out() -> list[tuple]:
         for row in rows("train_step_h200")
         if row["kind"] == "step" and row["implementation"].startswith("swjax")
     ]
-    return whole + several_devices("scaling_sums_h200", "scaling_once_h200")
+    return whole + several_devices("scaling_sums_h200", "scaling_once_h200", "scaling_four_h200")
 
 
 FITTED = one_device() + several_devices("scaling_h200")
@@ -106,7 +106,7 @@ def test_there_are_records_to_compare_with():
 @pytest.mark.parametrize(
     "kind, files",
     [
-        ("h200", ["train_step_matrix_h200", "train_step_h200"]),  # the newest last
+        ("h200", ["train_step_matrix_h200", "train_step_h200", "train_step_h14_h200"]),  # newest last
         ("h100-80", ["train_step_h100"]),
     ],
 )
@@ -177,7 +177,7 @@ def test_the_text_says_what_a_reader_asks(capsys):
         "0.002 at 5,000",
         "data=1 fsdp=8 tensor=1; 256 pairs per device at a time, accumulation=8",
         "checkpoints    11.0 GiB each, up to 3 at a time",
-        "7,114 pairs per second (extrapolated from 4 GPUs): 12.8 hours",
+        "7,380 pairs per second (extrapolated from 4 GPUs): 12.3 hours",
     ):
         assert part in text, part
 

@@ -201,9 +201,9 @@ def compare(runs: list[dict], base: str) -> None:
 
 
 def p_value(pairs: list[float]) -> float:
-    """Two-sided p of the paired t-test; NaN for fewer than two pairs, and for equal ones, which have no spread.
+    """Two-sided p of the paired t-test; NaN for fewer than two pairs, and for equal differences.
 
-    Scores are multiples of one example's share, so a few pairs may all differ by the same amount.
+    Scores are multiples of one example's share, so the differences of a few pairs can be equal.
 
     >>> p_value([0.19, 0.19 + 1e-15, 0.19])
     nan

@@ -35,12 +35,13 @@ GPUS = {
 }
 # Training throughput in images per second on one GPU, at 224 pixels, with half of the patches dropped:
 # (no block recomputed, all blocks recomputed). These are the newest rows of train_step_matrix_h200.json,
-# train_step_h200.json and train_step_h100.json in benchmarks/results. None was not measured.
+# train_step_h200.json, train_step_h14_h200.json and train_step_h100.json in benchmarks/results. None was not
+# measured.
 RATES: dict[str, dict[tuple[str, str], tuple[int, int | None]]] = {
     "h200": {
-        ("vit_h14", "standard"): (767, 576),
-        ("vit_h14", "switchback"): (936, 781),
-        ("vit_h14", "switchback_hadamard"): (958, None),
+        ("vit_h14", "standard"): (788, 576),
+        ("vit_h14", "switchback"): (971, 781),
+        ("vit_h14", "switchback_hadamard"): (988, None),
         ("vit_h14", "fp8_switchback"): (900, 765),
         ("vit_l14", "standard"): (1644, 1261),
         ("vit_l14", "switchback"): (1965, 1682),
@@ -71,7 +72,7 @@ RATES: dict[str, dict[tuple[str, str], tuple[int, int | None]]] = {
     },
 }
 # Relative throughput per device, on one host of four H200; that of H100s was not measured.
-EFFICIENCY = {"one": 1.0, "fsdp": 0.95, "data": 0.91}
+EFFICIENCY = {"one": 1.0, "fsdp": 0.95, "data": 0.93}
 # Images per second of a loader process while all cores of its host load; JPEGs of 256 to 512 pixels,
 # benchmarks/notes/data.md: 330 to 430 in training on 32-core Xeons. A process on an idle host loads 900.
 IMAGES_PER_PROCESS = 350
