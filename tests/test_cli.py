@@ -10,6 +10,7 @@ import pytest
 import train
 from swjax import __main__ as swjax_commands
 from swjax.training import config as config_lib
+from swjax.training.checkpoint import lock
 
 ROOT = Path(__file__).resolve().parent.parent
 OPENMOJI = f"--config={ROOT}/configs/openmoji.py"
@@ -218,6 +219,14 @@ def test_a_workdir_that_cannot_be_made_is_one_line(make, tmp_path, capsys):
     assert train.main(["train.py", *flags]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "cannot be created" in error
+
+
+@pytest.mark.parametrize("name", ["lr[1]", "a*b", "back\\slash"])
+def test_a_workdir_that_orbax_reads_as_a_pattern_is_refused(name, tmp_path):
+    """Checkpoints in lr[1] were written without their arrays."""
+    with pytest.raises(config_lib.ConfigError, match="in its path, which Orbax reads as a pattern"):
+        lock(tmp_path / name / "run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_train_is_a_command_too(tmp_path):
