@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from micro_run import records, train
@@ -214,6 +216,19 @@ def test_replay_is_the_run_bit_for_bit(run, step, start):
         }  # the log rounds to float32
     assert found.examples == replay.batch_examples(run)(step)
     assert len(found.examples) == 8 and "pattern" in found.examples[0]
+
+
+def test_gradients_of_a_run_with_frozen_parameters(micro, monkeypatch):
+    blocks = {"w": jnp.array([[3.0, 4.0], [0.0, 1.0]])}
+    params = {"text": {"blocks": blocks, "b": jnp.ones(4)}, "vision": {"w": jnp.ones(3)}}
+
+    def loss_and_grad(trainable, *_):
+        return SimpleNamespace(grads=trainable)
+
+    monkeypatch.setattr(replay, "make_loss_and_grad", lambda *_: loss_and_grad)
+    state = {"params": params, "step": jnp.int32(0)}
+    found = replay._gradients(micro(optimizer__freeze="vision"), None, state, None)
+    assert found == {"text/blocks/w/0": (5, 4), "text/blocks/w/1": (1, 1), "text/b": (2, 1)}
 
 
 def test_replay_tells_what_differs():

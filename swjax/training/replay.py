@@ -217,10 +217,15 @@ def _gradients(
     def measure(state, batch):
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
         grads = loss_and_grad(trainable, frozen, batch, step_key(config, state["step"])).grads
-        stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=lambda axis: axis is None)
-        named = jax.tree_util.tree_leaves_with_path(grads)
+        is_none = lambda x: (
+            x is None
+        )  # the axis of a single tensor, and the gradient of a frozen one
+        stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=is_none)
+        named = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_none)
         norms, largest = {}, {}
         for (path, g), axis in zip(named, stacked, strict=True):
+            if g is None:
+                continue
             reduced = tuple(range(0 if axis is None else 1, g.ndim))
             magnitude, name = jnp.abs(g), path_name(path)
             norms[name] = jnp.sqrt(jnp.sum(jnp.square(magnitude), reduced))
