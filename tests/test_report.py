@@ -1,11 +1,13 @@
 """The report page: complete for a finished run; for any other it says what is missing."""
 
+import errno
 import itertools
 import json
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -179,6 +181,20 @@ def test_diverged_run_and_a_line_cut_off(workdir):
             file.write(json.dumps(record(step) | {"train/loss": None}) + "\n")
         file.write('{"step": 15, "train/lo')
     assert "Not finite in 2 of 14 steps, first at step 13" in Page(report.write(workdir)).text
+
+
+def test_a_full_disk_keeps_the_saved_scores(tmp_path, monkeypatch):
+    """A damaged file ended the run again, when it was resumed."""
+    report.write(tmp_path, results=SCORES)
+
+    def half(path, text, *_, **__):
+        path.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", half)
+        report.write(tmp_path, results={})
+    assert "Zero-shot top-1, emoji" in report.write(tmp_path).read_text()
 
 
 def test_making_the_page_again_keeps_scores_and_predictions(workdir):

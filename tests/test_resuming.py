@@ -1,6 +1,9 @@
 """Interrupted and resumed runs, and runs that start from another run."""
 
+import errno
+import io
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,8 @@ from swjax.training import config as config_lib
 from swjax.training import setup as setup_lib
 from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError
+from swjax.training.console import Console
+from swjax.training.results import record_setup
 
 
 def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
@@ -68,6 +73,21 @@ def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
     ) as error:
         train(config, tmp_path / "other")
     assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_keeps_the_config(micro, tmp_path, monkeypatch):
+    """A damaged config.json ended the command that resumes the run."""
+    console, before = Console(6, io.StringIO()), micro(train__steps=6)
+    record_setup(before, tmp_path, console, 0)
+
+    def half(path, text, *_):
+        path.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", half)
+        record_setup(micro(train__steps=7), tmp_path, console, 0)
+    assert config_lib.changes((tmp_path / "config.json").read_text(), before) == []
 
 
 def test_what_counts_as_another_config():

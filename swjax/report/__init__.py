@@ -113,7 +113,10 @@ def _remember(folder: Path, results, predictions, nearest_images, attribution) -
             }
             for i, each in enumerate(nearest_images)
         ]
-    path.write_text(json.dumps(final, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(final, indent=2, ensure_ascii=False) + "\n"
+    part = folder / "results.part"
+    part.write_text(text, encoding="utf-8")
+    part.rename(path)  # when complete: a damaged file would end the run again when it is resumed
     return final
 
 

@@ -29,7 +29,10 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
     if step and path.exists():
         for change in config_lib.changes(path.read_text(errors="replace"), config):
             console.say(f"the config has changed since this run began: {change}")
-    path.write_text(config_lib.to_json(config))
+    # Renamed when complete, so a full disk does not leave a damaged one.
+    unfinished = workdir / "config.part"
+    unfinished.write_text(config_lib.to_json(config))
+    unfinished.rename(path)
     (workdir / "env.txt").write_text(environment.describe(), "utf-8", "backslashreplace")
     console.say(
         f"{config.model.name} in {config.model.recipe} on {jax.device_count()} x "
