@@ -123,3 +123,14 @@ def test_a_workdir_that_is_a_file_is_told_before_the_work(tmp_path, capsys):
     assert compare_precision.main(["_", *FLAGS, f"--workdir={tmp_path}/file"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("swjax compare: ") and error.count("\n") == 1
+
+
+def test_results_that_cannot_be_written_are_one_line(tmp_path, capsys, monkeypatch):
+    """The summary is printed all the same."""
+    (tmp_path / "compare_precision.json").mkdir()
+    monkeypatch.setattr(compare_precision, "compare", lambda *_: {"layers": {}, "losses": {}})
+    monkeypatch.setattr("swjax.report.precision.summary", lambda _: ["the summary"])
+    assert compare_precision.main(["_", *FLAGS, f"--workdir={tmp_path}"]) == 2
+    out, error = capsys.readouterr()
+    assert out == "the summary\n"
+    assert error.startswith("swjax compare: ") and error.count("\n") == 1

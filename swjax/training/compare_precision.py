@@ -53,10 +53,15 @@ def main(argv: list[str]) -> int:
         return 2
     from swjax.report import precision  # matplotlib is slow to load
 
-    (workdir / "compare_precision.json").write_text(json.dumps(finite(result), indent=1) + "\n")
     for line in precision.summary(result):
         print(line)
-    print(precision.write(result, workdir))
+    try:
+        text = json.dumps(finite(result), indent=1) + "\n"
+        (workdir / "compare_precision.json").write_text(text)
+        print(precision.write(result, workdir))
+    except OSError as error:
+        print(f"swjax compare: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
