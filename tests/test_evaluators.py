@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from swjax import evaluators
+from swjax import data, evaluators
 from swjax.evaluators import embed, ranking, retrieval
 from swjax.models import sharding
 
@@ -250,6 +250,12 @@ def test_images_that_cannot_be_read_are_not_shown(source):
         for p in shown:
             label = source.labels[p.image[0, 0, 0]]
             assert p.name in (NAMES[label], *source.captions(label))
+
+
+def test_a_set_without_a_readable_image_is_bad_data():
+    for scorer in (zero_shot, lambda *args: evaluators.Retrieval(*args, **SIZES)):
+        with pytest.raises(data.BadData, match="^none of the 2 images to evaluate on can be read"):
+            scorer(Model(), WithUnreadable([0, 1])).run(np.float32(1))
 
 
 def evaluate_sharded(tensor=1):

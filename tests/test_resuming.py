@@ -84,9 +84,10 @@ def test_a_full_disk_keeps_the_config(micro, tmp_path, monkeypatch):
         path.write_bytes(text.encode()[: len(text) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
         record_setup(micro(train__steps=7), tmp_path, console, 0)
+    monkeypatch.undo()
     assert config_lib.changes((tmp_path / "config.json").read_text(), before) == []
 
 

@@ -118,7 +118,7 @@ def images(
       count: number of images whose pixels are kept, evenly spaced over the source.
 
     Raises:
-      ValueError: the source has no readable images.
+      ValueError: the source has no images, or, as `data.BadData`, none of them can be read.
     """
     if len(source) == 0:
         raise ValueError("the source to evaluate on has no images: choose another split")
@@ -145,6 +145,11 @@ def images(
             slots, rows = np.nonzero(wanted)
             kept[slots] = batch["image"][rows]
     embeddings, labels, index = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if not len(index):
+        raise data.BadData(
+            f"none of the {len(source)} images to evaluate on can be read: repair them, or choose "
+            f"another split"
+        )
     order = np.argsort(index)
     columns = embeddings[order], labels[order], index[order]
     if kept is None:
