@@ -419,6 +419,13 @@ def test_big_visions_layout_by_hand(tmp_path):
     np.savez(tmp_path / "other.npz", **{n: value for n, value in held.items() if n != lost})
     with pytest.raises(ValueError, match=f"lacks the array '{lost.removeprefix('params/')}'"):
         interop.load(tmp_path / "other.npz")
+    np.savez(tmp_path / "other.npz", **held | {lost: held[lost][1:]})
+    with pytest.raises(ValueError, match="other.npz has an array whose shape does not fit the oth"):
+        interop.load(tmp_path / "other.npz")
+    embedding = "params/img/embedding/kernel"
+    np.savez(tmp_path / "other.npz", **held | {embedding: held[embedding][..., 1:]})
+    with pytest.raises(ValueError, match="other.npz does not fit .* 'vision/patch_embed/kernel'"):
+        interop.load(tmp_path / "other.npz")
     (tmp_path / "cut.npz").write_bytes((tmp_path / "model.npz").read_bytes()[:1000])
     with pytest.raises(ValueError, match="is not a complete .npz"):
         interop.load(tmp_path / "cut.npz")
@@ -433,4 +440,5 @@ def test_a_siglip_has_no_place_in_a_clips_layout(tmp_path):
     with pytest.raises(
         ValueError, match="needs architecture='siglip' with gelu='tanh', got 'clip'"
     ):
-        interop.save(tmp_path, make(), "big_vision")
+        interop.save(tmp_path / "new", make(), "big_vision")
+    assert not (tmp_path / "new").exists()

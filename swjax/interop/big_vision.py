@@ -76,6 +76,11 @@ def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
         raise ValueError(
             f"{path} lacks the array {error}: give a SigLIP checkpoint of big_vision"
         ) from error
+    except (ValueError, IndexError) as error:
+        raise ValueError(
+            f"{path} has an array whose shape does not fit the others: {error}: give a SigLIP checkpoint of "
+            f"big_vision"
+        ) from error
     if held:
         raise ValueError(
             f"{path} has an unexpected array {min(held)!r}: give a SigLIP checkpoint with MAP pooling"
@@ -87,7 +92,7 @@ def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> 
     """Writes a checkpoint and replaces an existing one.
 
     Args:
-      path: path of the .npz.
+      path: path of the .npz; its folder is created.
       parameters: {swjax path: array}, for images normalized as in big_vision.
       cfg: the model configuration.
 
@@ -107,6 +112,7 @@ def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> 
             continue
         for block, part in enumerate(value):
             held[theirs.replace("/encoderblock/", f"/encoderblock_{block}/")] = part
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part.npz")
     arrays: dict[str, Any] = {f"params/{name}": value for name, value in held.items()}
     np.savez(part, **arrays)

@@ -82,7 +82,7 @@ def read(
         described, parameters = big_vision.read(Path(path))
         if cfg is not None:
             _check_heads(path, described, cfg)
-            _check_fit(path, parameters, _flat(nnx.state(_abstract(cfg))))
+        _check_fit(path, parameters, _flat(nnx.state(_abstract(cfg or described))))
         return cfg or described, for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
     path = _weights_file(Path(path))
     with tensor_files.open_file(path) as file:
@@ -132,7 +132,6 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
     if model.cfg.siglip:
         parameters = for_their_images(parameters, SIGLIP.mean, SIGLIP.std)
     if layout == "big_vision":
-        folder.mkdir(parents=True, exist_ok=True)
         big_vision.write(folder / "model.npz", parameters, model.cfg)
         return
     shapes = {name: value.shape for name, value in parameters.items()}

@@ -342,14 +342,14 @@ def lock(workdir: Path) -> IO:
       The open lock file. The caller must keep a reference, because closing it releases the lock.
 
     Raises:
-      ConfigError: another live process holds it, the file system has no locks, or Orbax would read its path as a
-        pattern, and not find the arrays that it has written.
+      ConfigError: another live process holds it, the file system has no locks, or Orbax would read
+        the path as a pattern, and not find the arrays that it has written.
     """
     path = str(workdir.absolute())
     if glob.has_magic(path) or "\\" in path:
         raise ConfigError(
-            f"workdir {path!r} must have no *, ?, [ or backslash in its path, which Orbax reads as a pattern: give "
-            f"another path"
+            f"workdir {path!r} must have no *, ?, [ or backslash in its path, which Orbax reads as a "
+            f"pattern: give another path"
         )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
