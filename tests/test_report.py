@@ -15,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from swjax import report
-from swjax.report import charts, page, records
+from swjax.report import charts, page, records, runs
 from swjax.report.__main__ import main as report_main
 
 SCORES = {
@@ -292,6 +292,20 @@ def two_runs(workdir, tmp_path):
 def runs_command(*arguments):
     command = [sys.executable, "-m", "swjax", "runs", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_run_of_one_step_without_a_split_to_score(tmp_path):
+    """It was listed as unfinished, with the throughput nan."""
+    line = {"step": 1, "train/loss": 0.5, "perf/samples_per_sec_per_device": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "config.json").write_text('{"train": {"steps": 1}}')
+    (tmp_path / "results.json").write_text('{"step": 1, "scores": {}}')
+    _, row = runs.table([runs.read(tmp_path, "r")])
+    assert row == ["r", "finished, 1", "0.500", "", ""]
+    metrics = records.read(tmp_path / "metrics.jsonl", report.METRICS)
+    assert "Throughput" not in "".join(page._tiles({}, metrics))
+    values = records.Series(np.arange(3), np.array([7.0, 8.0, np.nan]))
+    assert values.last_finite == 8
 
 
 def test_runs_are_listed_with_what_differs(two_runs):

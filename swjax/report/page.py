@@ -111,8 +111,10 @@ def _tiles(results: dict[str, float], metrics: Metrics) -> Iterable[str]:
                 chance = results.get(chance_name(name))
                 note = f"chance {percent(chance)}" if chance else ""
                 yield tile(label(name), percent(value), note)
-    if rate := metrics.get("perf/samples_per_sec_per_device"):
-        yield tile("Throughput", f"{rate.last:,.0f}", "samples per second and device")
+    rate = metrics.get("perf/samples_per_sec_per_device")
+    # The only step of a process has no throughput.
+    if rate and (newest := rate.last_finite) is not None:
+        yield tile("Throughput", f"{newest:,.0f}", "samples per second and device")
     if skipped := metrics.get("data/skipped"):
         note = "unreadable: see skipped.log" if skipped.last else "all were read"
         yield tile("Skipped examples", f"{skipped.last:,.0f}", note)

@@ -27,6 +27,12 @@ class Series:
     def last(self) -> float:
         return float(self.value[-1])
 
+    @property
+    def last_finite(self) -> float | None:
+        """The newest finite value, or None if no value is finite."""
+        finite = self.value[np.isfinite(self.value)]
+        return float(finite[-1]) if len(finite) else None
+
 
 def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
     """Reads the metrics whose names `wanted` matches at their start, and "time", into columns by name.

@@ -30,12 +30,14 @@ class Run:
       name: path of its folder relative to the common parent of all runs.
       config: {key: value}, such as {"train.steps": "20"}.
       metrics: columns of the log.
-      scores: {name: final score}; empty until the run has finished.
+      finished: whether the run has finished.
+      scores: {name: final score}; empty until the run has finished, or if its data have no split to score.
     """
 
     name: str
     config: dict[str, str]
     metrics: dict[str, Series]
+    finished: bool
     scores: dict[str, float]
 
     @property
@@ -44,7 +46,7 @@ class Run:
         loss = self.metrics.get("train/loss")
         if loss is None:
             return "no steps yet"
-        return f"finished, {loss.step[-1]:,}" if self.scores else f"at step {loss.step[-1]:,}"
+        return f"finished, {loss.step[-1]:,}" if self.finished else f"at step {loss.step[-1]:,}"
 
 
 def find(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -84,10 +86,10 @@ def read(path: Path, name: str) -> Run:
     """
     config = records.read_object(path / "config.json")
     final = path / "results.json"
-    scores = records.read_object(final, scores=dict)["scores"] if final.exists() else {}
-    return Run(
-        name, dict(page.flatten(config)), records.read(path / "metrics.jsonl", WANTED), scores
-    )
+    finished = final.exists()
+    scores = records.read_object(final, scores=dict)["scores"] if finished else {}
+    metrics = records.read(path / "metrics.jsonl", WANTED)
+    return Run(name, dict(page.flatten(config)), metrics, finished, scores)
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
@@ -129,7 +131,11 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
         )
         row = [run.name, run.state, f"{loss.last:.3f}" if loss else ""]
         row += [page.percent(run.scores.get(name)) for name in names]
-        row += [f"{rate.last:,.0f}" if rate else "", page.duration(time.last) if time else ""]
+        newest = rate.last_finite if rate else None
+        row += [
+            "" if newest is None else f"{newest:,.0f}",
+            page.duration(time.last) if time else "",
+        ]
         rows.append([*row, *(run.config[key] for key in differing)])
     return rows
 
@@ -168,7 +174,8 @@ def _draw(runs: Sequence[Run], figure, metrics, theme: charts.Theme) -> str:
         if loss is not None:
             mean = smooth(loss.value, window=max(5, len(loss.value) // 40))
             axes.plot(loss.step, mean, color=colors[number % len(colors)], label=run.name)
-    axes.legend(fontsize=7, frameon=False)
+    if axes.lines:
+        axes.legend(fontsize=7, frameon=False)
     return "Running means of the loss of every step."
 
 
