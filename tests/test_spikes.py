@@ -94,6 +94,12 @@ def test_what_follows_lies_one_to_eight_steps_later(step, follows):
     assert alignment.followed == follows
 
 
+def test_an_event_at_the_end_is_not_followed_by_a_spike_at_the_beginning():
+    """The shifts of the test wrap around the run, the observed events do not."""
+    found = align("w", [98], [2, 50], (1, 100), Rules())
+    assert (found.followed, found.p_value) == (0, 1.0)
+
+
 def test_the_beginning_is_ignored():
     step, loss, rms, _ = planted()
     loss[500:505] += 5

@@ -317,13 +317,15 @@ def align(
     first, last = steps
     length, rms, losses = last - first + 1, list(rms), list(losses)
     covered = np.zeros(max(length, 1), bool)
+    after: set[int] = set()  # unlike `covered`, does not continue at the first step after the last
     for lead in range(rules.lead[0], rules.lead[1] + 1):
         covered[[(step + lead - first) % length for step in rms]] = True
+        after.update(step + lead for step in rms)
     shifts = np.arange(len(covered))
     counts = sum(
         (covered[(step - first - shifts) % length].astype(int) for step in losses), 0 * shifts
     )
-    followed = int(counts[0])
+    followed = sum(step in after for step in losses)
     return Alignment(
         name=name,
         rms_events=len(rms),
