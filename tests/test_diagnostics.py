@@ -110,7 +110,7 @@ def test_a_recorder_takes_numbers_of_every_kind(tmp_path):
         recorder.add(jnp.int32(2), {})
         recorder.add(3, {})
         recorder.add(3, {"b": True})
-        for bad in ("x", None, 1j):
+        for bad in ("x", None, 1j, jnp.complex64(1j)):
             with pytest.raises(
                 TypeError, match="^metric 'a' must be a number or an array of numbers, "
             ):
@@ -121,6 +121,17 @@ def test_a_recorder_takes_numbers_of_every_kind(tmp_path):
     }  # fmt: skip
     assert rest == [{"step": 2}, {"step": 3, "b": 1}]
     assert '"step": 1,' in path.read_text()
+
+
+def test_a_recorder_refuses_what_it_could_not_write(tmp_path):
+    """A traced metric made every later flush fail; metrics after `close` were lost."""
+    with diagnostics.Recorder(tmp_path / "metrics.jsonl") as recorder:
+        with pytest.raises(TypeError, match="^metric 'a' must have a value, got a traced array"):
+            jax.jit(lambda x: recorder.add(1, {"a": x}))(1.0)
+        recorder.add(1, {"a": 2.0})
+    with pytest.raises(ValueError, match="closed before step 2: .* with last_step=1$"):
+        recorder.add(2, {"a": 2.0})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0}\n'
 
 
 def test_a_recorder_closes_its_file_if_the_disk_is_full(tmp_path, monkeypatch):

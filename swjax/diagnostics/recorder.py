@@ -130,11 +130,16 @@ class Recorder:
           metrics: arrays on the device, for which the call does not wait; or numbers and NumPy arrays.
 
         Raises:
-          TypeError: a metric is not a number or an array.
-          ValueError: the step is below 1, or already written; or two metrics of the step have the same
+          TypeError: a metric is not a number or an array, or is traced by a jitted function.
+          ValueError: the recorder is closed; the step is below 1, or already written; or two metrics of the step have the same
             name, or one is named "step".
         """
         step = operator.index(step)
+        if self._file.closed:
+            raise ValueError(
+                f"the recorder must be open, but was closed before step {step}: open the file again with "
+                f"last_step={self._last}"
+            )
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}: add 1 to a step that counts from 0")
         if step < self._last or (step == self._last and step not in self._pending):
@@ -198,7 +203,14 @@ def number(value: float | str | None) -> float | int | str | None:
 
 def _as_array(name: str, value: Any) -> Any:
     """Converts a number or a NumPy array of any dtype to float32; keeps arrays on the device."""
-    if isinstance(value, jax.Array | NamedIndex):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        raise TypeError(
+            f"metric {name!r} must have a value, got a traced array of a jitted function: return it from the "
+            "function and add it outside"
+        )
+    if isinstance(value, NamedIndex):
+        return value
+    if isinstance(value, jax.Array) and not jnp.iscomplexobj(value):
         return value
     try:
         with np.errstate(over="ignore"):  # an overflow is recorded as a value that is not finite
