@@ -131,8 +131,8 @@ class Recorder:
 
         Raises:
           TypeError: a metric is not a number or an array, or is traced by a jitted function.
-          ValueError: the recorder is closed; the step is below 1, or already written; or two metrics of the step have the same
-            name, or one is named "step".
+          ValueError: the recorder is closed; the step is below 1, or already written; or two metrics of the
+            step have the same name, or one is named "step".
         """
         step = operator.index(step)
         if self._file.closed:
