@@ -434,6 +434,20 @@ def test_every_dtype_goes_through_a_file_and_a_program(recipe, tmp_path):
     same_bits(program.call(load_file(path), x), expected)
 
 
+def test_a_float8_format_is_not_read_as_another(tmp_path):
+    """A file stores both as bytes, which decode to other weights in the other format."""
+
+    def make(dtype):
+        recipe = Recipe(fwd=Product(Quantizer(dtype, "row"), Quantizer(dtype, "tensor")))
+        return serving.prequantize(swjax.nnx.Linear(8, 4, recipe=recipe, rngs=nnx.Rngs(0)))
+
+    serving.save(tmp_path / "a", make("float8_e5m2"))
+    serving.load(tmp_path / "a", make("float8_e5m2"))
+    said = r"is float8_e5m2\[4, 8\] in the file and float8_e4m3fn\[4, 8\] here"
+    with pytest.raises(ValueError, match=said):
+        serving.load(tmp_path / "a", make("float8_e4m3fn"))
+
+
 def test_clip_through_orbax(encoder, tmp_path):
     """Orbax saves and restores QTensors as part of the tree."""
     with ocp.StandardCheckpointer() as checkpointer:

@@ -11,6 +11,7 @@ the originals. `save` and `load` write and read the result. `export` creates pro
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,6 +48,7 @@ NNXModel = TypeVar("NNXModel", bound=nnx.Module)
 AnyModel = TypeVar("AnyModel", bound=Model)
 
 _FORMAT = "swjax"  # format name in the metadata of swjax's files
+_FLOAT8 = "float8"  # entry of the metadata: {name of an array of 8-bit floats: its dtype}, as JSON
 _ARRAYS = nnx.Not(nnx.RngState)
 
 
@@ -259,10 +261,11 @@ def save(path: str | Path, model: Model, metadata: Mapping[str, str] | None = No
     Raises:
       ModuleNotFoundError: safetensors is not installed.
     """
-    arrays = {
-        name: np.asarray(array).view(_stored(array.dtype)) for name, array in weights(model).items()
-    }
-    tensor_files.write(Path(path), arrays, {"format": _FORMAT, **(metadata or {})})
+    found = weights(model)
+    arrays = {name: np.asarray(x).view(_stored(x.dtype)) for name, x in found.items()}
+    float8 = {name: str(x.dtype) for name, x in found.items() if x.dtype != _stored(x.dtype)}
+    own = {"format": _FORMAT, _FLOAT8: json.dumps(float8)}
+    tensor_files.write(Path(path), arrays, own | dict(metadata or {}))
 
 
 def _stored(dtype) -> np.dtype:
@@ -296,10 +299,14 @@ def load(path: str | Path, model: AnyModel) -> AnyModel:
     """
     with tensor_files.open_file(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}
+        # Files of earlier versions lack the entry.
+        float8 = json.loads((file.metadata() or {}).get(_FLOAT8, "{}"))
     expected = weights(model)
     for name in sorted(expected.keys() | arrays.keys()):
-        here = _kind(expected[name]) if name in expected else None
+        here = _kind(expected[name], name in float8) if name in expected else None
         there = _kind(arrays[name]) if name in arrays else None
+        if name in arrays and name in float8:
+            there = f"{float8[name]}{list(arrays[name].shape)}"
         if here != there:
             raise ValueError(
                 f"{path} belongs to another model: array {name!r} is {there} in the file and {here} here "
@@ -321,8 +328,9 @@ def _remedy(name: str, there, here) -> str:
     return "build the saved model"
 
 
-def _kind(array) -> str:
-    return f"{_stored(array.dtype)}{list(array.shape)}"
+def _kind(array, float8: bool = False) -> str:
+    """The dtype and the shape of an array in a file; with `float8`, an 8-bit float keeps its dtype."""
+    return f"{array.dtype if float8 else _stored(array.dtype)}{list(array.shape)}"
 
 
 def read_metadata(path: str | Path) -> dict[str, str] | None:
