@@ -41,6 +41,7 @@ def test_what_cannot_be_read_is_one_line(bad, weights, tmp_path, capsys):
     "names, message",
     [
         (["cat"], "leaves no choice"),
+        (["cat", "dog", " Cat"], "the name 'cat', given twice"),
         (
             ["cat", "dog", "cat"],
             "the name 'cat', given twice, shares its probability: give it once",

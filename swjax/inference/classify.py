@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.names:
         if not name.strip():
             parser.error(f"the name {name!r} is empty: give names of classes")
-        if options.names.count(name) > 1:
+        if [_read(other) for other in options.names].count(_read(name)) > 1:
             parser.error(f"the name {name!r}, given twice, shares its probability: give it once")
     try:
         model = load(options.model)
@@ -42,6 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         print(f"{share:7.2%}  {name}")
     return 0
+
+
+def _read(name: str) -> str:
+    """The name as the tokenizer reads it."""
+    return " ".join(name.lower().split())
 
 
 if __name__ == "__main__":
