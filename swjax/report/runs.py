@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -110,12 +111,17 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
     >>> short_names(["eval.every_steps", "train.every_steps", "model.recipe"])
     ['eval.every_steps', 'train.every_steps', 'recipe']
+    >>> short_names(["data.table.splits.val", "data.icons.splits.val"])
+    ['table.splits.val', 'icons.splits.val']
     """
-    last = [key.rpartition(".")[2] for key in keys]
-    return [
-        name if last.count(name) == 1 else ".".join(key.split(".")[-2:])
-        for key, name in zip(keys, last, strict=True)
-    ]
+    endings = Counter(ending for key in keys for ending in _endings(key))
+    return [next((ending for ending in _endings(key) if endings[ending] == 1), key) for key in keys]
+
+
+def _endings(key: str) -> list[str]:
+    """The last word of a dotted key, its last two words, and so on."""
+    words = key.split(".")
+    return [".".join(words[i:]) for i in reversed(range(len(words)))]
 
 
 def table(runs: Sequence[Run]) -> list[list[str]]:
