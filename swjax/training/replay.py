@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -217,9 +218,8 @@ def _gradients(
     def measure(state, batch):
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
         grads = loss_and_grad(trainable, frozen, batch, step_key(config, state["step"])).grads
-        is_none = lambda x: (
-            x is None
-        )  # the axis of a single tensor, and the gradient of a frozen one
+        # None is the block axis of a single tensor, and the gradient of a frozen one.
+        is_none = partial(operator.is_, None)
         stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=is_none)
         named = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_none)
         norms, largest = {}, {}
