@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from swjax.kernels.reference import LARGEST, round_to_fp8
 
+_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -26,7 +27,7 @@ def cast(x: jax.Array, fmt: str = "float8_e4m3fn", *, saturate: bool = True) -> 
       [...] in the dtype of `x`.
 
     Raises:
-      ValueError: `fmt` is not an fp8 format, or x has no floating dtype.
+      ValueError: `fmt` is not an fp8 format, or x has another dtype: float64 would be rounded twice.
 
     >>> cast(jnp.array([0.3, 100.0, 1000.0])).tolist()
     [0.3125, 96.0, 448.0]
@@ -37,7 +38,7 @@ def cast(x: jax.Array, fmt: str = "float8_e4m3fn", *, saturate: bool = True) -> 
     if fmt not in FORMATS:
         raise ValueError(f"fmt must be one of {', '.join(FORMATS)}, got {fmt!r}")
     x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if x.dtype not in _DTYPES:
         raise ValueError(f"x must be float16, bfloat16 or float32, got {x.dtype}: cast it first")
     return _cast(x, fmt, saturate)
 

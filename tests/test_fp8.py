@@ -77,3 +77,5 @@ def test_numbers_and_other_dtypes():
     assert float(jax.grad(fp8.cast)(0.3)) == 1 and float(fp8.cast(0.3)) == 0.3125
     with pytest.raises(ValueError, match="x must be float16, .* got complex64: cast it first"):
         fp8.cast(jnp.ones(2, jnp.complex64))
+    with jax.enable_x64(True), pytest.raises(ValueError, match="x must be float16, .* got float64"):
+        fp8.cast(jnp.asarray([1.0625 + 1e-12]))  # nearest is 1.125; through float32 it would be 1
