@@ -341,6 +341,15 @@ def test_schedule_is_read_before_the_count_increases():
         ({"b2": "0.99"}, r"b2 must be in \[0, 1\), got '0.99'"),
         ({"b2": jnp.float32(1.0)}, r"b2 must be in"),
         ({"eps": 0.0}, r"eps must be positive"),
+        ({"eps": 1e-40}, r"eps must be .* at least 2\^-126 .*, got 1e-40"),  # 0 to XLA: 0/0
+        (
+            {"mu_dtype": "int8"},
+            r"mu_dtype must be a floating dtype, got int8, which would truncate",
+        ),
+        (
+            {"mu_dtype": jnp.ones(())},
+            r"mu_dtype must be a dtype, got the array 1.0: .* static_args",
+        ),
         ({"weight_decay": -1.0}, r"weight_decay must be at least 0, got -1.0"),
         ({"clip_threshold": 0.0}, r"clip_threshold must be positive, got 0.0"),
         ({"clip_threshold": 11.0}, r"clip_threshold=11.0 never clips: at b2=0.99 .* below 10\. "),

@@ -20,6 +20,7 @@ from swjax.optax import (
     dynamic_loss_scale,
     from_adamw_state,
     per_tensor_guard,
+    power_decay,
     rms_by_path,
     scale_by_stable_adam,
     stable_adamw,
@@ -219,6 +220,17 @@ def test_inject_hyperparams_with_every_number_traced():
     want, _ = train(stable_adamw(rate, b2=0.9), params, grads)
     scheduled = optax.inject_hyperparams(stable_adamw)(rate, b2=optax.constant_schedule(0.9))
     assert_close(train(scheduled, params, grads)[0], want, rtol=1e-5)
+
+
+def test_inject_hyperparams_refuses_a_function_as_b2():
+    """optax calls it with the count from 0, and would pass c2 as if it were b2."""
+    optimizer = optax.inject_hyperparams(stable_adamw)(0.1, b2=power_decay(0.5))
+    with pytest.raises(
+        ValueError, match="a float, counted from 1, got int32: .* 'b2' to static_args"
+    ):
+        jax.eval_shape(optimizer.init, jnp.ones(2))
+    inject = optax.inject_hyperparams(stable_adamw, static_args=("b2",))
+    assert "b2" not in inject(0.1, b2=power_decay(0.5)).init(jnp.ones(2)).hyperparams
 
 
 def test_inject_hyperparams_refuses_what_rounds_out_of_range():
@@ -489,6 +501,8 @@ def test_conversion_needs_one_state_of_each_kind():
         from_adamw_state(ours, ours, b1=0.9, b2=0.99)
     with pytest.raises(ValueError, match="opt_state must contain one StableAdamWState, got 2"):
         from_adamw_state(adamw, (ours, ours), b1=0.9, b2=0.99)
+    with pytest.raises(ValueError, match=r"b1 must be .*, in \[0, 1\), got 1.0"):
+        from_adamw_state(adamw, ours, b1=1.0, b2=0.99)
     assert isinstance(from_adamw_state(adamw, ours, b1=0.9, b2=0.99), StableAdamWState)
 
 

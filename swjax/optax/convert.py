@@ -28,8 +28,8 @@ def from_adamw_state(
       `opt_state` with the count and the moments of `adamw_state`. RMS is 0 until the first step.
 
     Raises:
-      ValueError: one of the states does not contain exactly one state of its kind, their trees differ, or
-        AdamW counts the steps per tensor, as inside `per_tensor_guard`.
+      ValueError: b1 or b2 is out of range, one of the states does not contain exactly one state of its kind,
+        their trees differ, or AdamW counts the steps per tensor, as inside `per_tensor_guard`.
 
     >>> from swjax.optax import stable_adamw
     >>> params, gradient = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
@@ -39,6 +39,9 @@ def from_adamw_state(
     >>> state.mu.round(4)  # m of the first step is the gradient
     Array([0.5, 4. ], dtype=float32)
     """
+    for name, b in (("b1", b1), ("b2", b2)):
+        if not isinstance(b, jax.core.Tracer) and not 0 <= b < 1:
+            raise ValueError(f"{name} must be that of the AdamW optimizer, in [0, 1), got {b}")
     old = _only(optax.ScaleByAdamState, adamw_state, "adamw_state")
     new = _only(StableAdamWState, opt_state, "opt_state")
     if jnp.ndim(old.count):

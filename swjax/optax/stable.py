@@ -83,15 +83,15 @@ def stable_adamw(
     shard, and so its RMS would be local: update the parameters outside `jax.shard_map`.
 
     Under `optax.inject_hyperparams` every number may be traced. List the other arguments that you pass in
-    `static_args`: "mask", "mu_dtype", "block_axes". For parameters below float32 add
-    `hyperparam_dtype=jnp.float32`, because b2 = 0.999 rounds to 1 in bfloat16.
+    `static_args`: "mask", "mu_dtype", "block_axes", and "b2" if it is a function. For parameters below
+    float32 add `hyperparam_dtype=jnp.float32`, because b2 = 0.999 rounds to 1 in bfloat16.
 
     Args:
       learning_rate: a number, at least 0, or a schedule of the number of previous steps.
       b1: in [0, 1).
       b2: in [0, 1); a lower value is steadier and slower. Or a function from the step, [] float32 starting at
         1, to c2 itself, which must be 0 at step 1: see `power_decay`.
-      eps: above 0.
+      eps: at least 2^-126 = 1.2e-38, below which float32 is 0.
       weight_decay: at least 0; multiplied by the learning rate. Its default is that of `optax.adamw`, because
         the paper's 0.2 assumes a mask without decay of 1-D parameters. The other defaults are the paper's.
       mask: the decayed parameters: a tree of bools like the parameters, a prefix of it, or a function from
@@ -129,6 +129,7 @@ def stable_adamw(
       Shazeer and Stern, "Adafactor", 2018, https://arxiv.org/abs/1804.04235, section 6: update clipping.
     """
     _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold)
+    _check_mu_dtype(mu_dtype)
 
     def init(params):
         params = _inexact(params)
@@ -276,7 +277,16 @@ def power_decay(exponent: float) -> Callable[[jax.Array], jax.Array]:
     """
     if not 0 < exponent <= 1:
         raise ValueError(f"power_decay's exponent must be in (0, 1], got {exponent}")
-    return lambda t: 1 - t**-exponent
+
+    def schedule(t):
+        if isinstance(t, jax.Array) and jnp.issubdtype(t.dtype, jnp.integer):
+            raise ValueError(
+                f"power_decay's step must be a float, counted from 1, got {t.dtype}: under "
+                "optax.inject_hyperparams add 'b2' to static_args, or optax calls it as a schedule"
+            )
+        return 1 - t**-exponent
+
+    return schedule
 
 
 def _new_weight(b, count) -> jax.Array:
@@ -358,6 +368,19 @@ def _real(dtype):
     return jnp.finfo(dtype).dtype
 
 
+def _check_mu_dtype(mu_dtype):
+    if isinstance(mu_dtype, jax.Array):
+        raise ValueError(
+            f"stable_adamw's mu_dtype must be a dtype, got the array {mu_dtype}: under "
+            "optax.inject_hyperparams add 'mu_dtype' to static_args"
+        )
+    if mu_dtype is not None and not jnp.issubdtype(mu_dtype, jnp.inexact):
+        raise ValueError(
+            f"stable_adamw's mu_dtype must be a floating dtype, got {jnp.dtype(mu_dtype)}, which would "
+            "truncate the first moment: pass 'bfloat16', or None for that of the parameters"
+        )
+
+
 def _mu_dtype(p, mu_dtype):
     same_kind = mu_dtype and jnp.iscomplexobj(p) == jnp.issubdtype(mu_dtype, jnp.complexfloating)
     return mu_dtype if same_kind else p.dtype
@@ -380,7 +403,10 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
     require("b1", b1, lambda x: 0 <= x < 1, "in [0, 1)")
     if not callable(b2):
         require("b2", b2, lambda x: 0 <= x < 1, "in [0, 1)")
-    require("eps", eps, lambda x: x > 0, "positive, because a zero gradient would give 0/0")
+    rule = (
+        "positive and at least 2^-126 (1.2e-38, float32's), because a zero gradient would give 0/0"
+    )
+    require("eps", eps, lambda x: float(x) >= 2.0**-126, rule)
     require("weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
     require("clip_threshold", clip_threshold, lambda x: x > 0, "positive")
     if (
