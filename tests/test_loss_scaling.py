@@ -190,8 +190,23 @@ def test_dynamic_scaling_is_what_brings_a_small_gradient_back():
         (lambda: per_tensor_guard(optax.sgd(1.0), jnp.inf), "finite in float32, got inf"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), 0.5), "scale must be at least 1 .*, got 0.5"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), 1e39), "finite in float32, got 1e.39"),
-        (lambda: dynamic_loss_scale(optax.sgd(1.0), factor=1.0), "factor must be above 1, got 1.0"),
+        (
+            lambda: per_tensor_guard(optax.sgd(1.0), np.ones(2)),
+            "scale must be one number, got array",
+        ),
+        (lambda: per_tensor_guard(optax.sgd(1.0), "8"), "scale must be one number, got '8'"),
+        (
+            lambda: dynamic_loss_scale(optax.sgd(1.0), factor=1.0),
+            "factor must be above 1 .* got 1.0",
+        ),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), factor=1 + 1e-9), "in float32, got 1.00"),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), factor=jnp.inf), "in float32, got inf"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=0), "growth_steps .* got 0"),
+        (
+            lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=jnp.inf),
+            "growth_steps .* got inf",
+        ),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=1.5), "whole number .* got 1.5"),
         (lambda: loss_scale(optax.sgd(1.0).init({})), "wrap the optimizer"),
         (lambda: power_decay(1.5), "exponent must be in .0, 1., got 1.5"),
     ],
@@ -217,6 +232,10 @@ def test_a_missing_gradient_is_one_line(guard):
 def test_a_guard_of_no_optimizer_is_refused(guard):
     with pytest.raises(TypeError, match="inner must be an optax.GradientTransformation, got 0.001"):
         guard(1e-3)
+
+
+def test_unscale_takes_python_numbers():
+    assert unscale({"a": 4.0, "b": jnp.inf}, 2.0) == {"a": 2.0, "b": 0.0}
 
 
 @pytest.mark.parametrize("exponent", [0.45, 0.65])

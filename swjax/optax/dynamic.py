@@ -42,8 +42,8 @@ def dynamic_loss_scale(
     Args:
       inner: any transformation.
       scale: initial scale, at least 1 and finite; powers of two (also for `factor`) scale without rounding.
-      growth_steps: number of finite steps before the scale grows, at least 1.
-      factor: factor of a change of the scale, above 1.
+      growth_steps: number of finite steps before the scale grows, from 1 to 2^31 - 1.
+      factor: factor of a change of the scale, above 1 and finite in float32.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` from gradients of the *scaled* loss to updates in the
@@ -68,12 +68,7 @@ def dynamic_loss_scale(
     """
     overflow.require_transformation("dynamic_loss_scale", "inner", inner)
     overflow.require_scale("dynamic_loss_scale", scale, least=1)
-    if not isinstance(growth_steps, jax.core.Tracer) and not growth_steps >= 1:
-        raise ValueError(
-            f"dynamic_loss_scale's growth_steps must be at least 1, got {growth_steps}"
-        )
-    if not isinstance(factor, jax.core.Tracer) and not factor > 1:
-        raise ValueError(f"dynamic_loss_scale's factor must be above 1, got {factor}")
+    _check_growth(growth_steps, factor)
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
@@ -106,3 +101,18 @@ def dynamic_loss_scale(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_growth(growth_steps, factor) -> None:
+    """Checks the concrete values in the dtypes in which the state uses them; traced ones are not checked."""
+    if not isinstance(growth_steps, jax.core.Tracer):
+        if not 1 <= growth_steps < 2**31 or growth_steps != int(growth_steps):
+            raise ValueError(
+                "dynamic_loss_scale's growth_steps must be a whole number from 1 to 2147483647, got "
+                f"{growth_steps}: pass the largest for a scale that never grows"
+            )
+    above_1 = 1 + 2.0**-24  # rounds to 1
+    if not isinstance(factor, jax.core.Tracer) and not above_1 < factor <= overflow.LARGEST:
+        raise ValueError(
+            f"dynamic_loss_scale's factor must be above 1 and finite in float32, got {factor}: pass 2"
+        )

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from swjax.optax.tensors import path_name
+from swjax.optax.tensors import as_arrays, path_name
 
-_LEAST, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+_LEAST, LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 
 
 def unscale(grads: optax.Updates, scale: jax.typing.ArrayLike) -> optax.Updates:
@@ -27,7 +27,7 @@ def unscale(grads: optax.Updates, scale: jax.typing.ArrayLike) -> optax.Updates:
     >>> unscale(jnp.array([4.0, jnp.inf]), jnp.float32(2.0))
     Array([2., 0.], dtype=float32)
     """
-    return jax.tree.map(lambda g: divided(g, scale, jnp.isfinite(g)), grads)
+    return jax.tree.map(lambda g: divided(g, scale, jnp.isfinite(g)), as_arrays(grads))
 
 
 def divided(g: jax.Array, scale: jax.typing.ArrayLike, ok: jax.Array) -> jax.Array:
@@ -78,8 +78,12 @@ def require_scale(function: str, scale: jax.Array | float, least: float = 0.0) -
     """Checks a concrete scale, which a state stores in float32; a traced scale is not checked."""
     if isinstance(scale, jax.core.Tracer):
         return
+    if not isinstance(scale, int | float) and not (
+        hasattr(scale, "dtype") and jnp.ndim(scale) == 0
+    ):
+        raise ValueError(f"{function}'s scale must be one number, got {scale!r}: pass a float")
     number = float(scale)
-    if not max(least, _LEAST) <= number <= _LARGEST:
+    if not max(least, _LEAST) <= number <= LARGEST:
         rule = f"at least {least:g}" if least else "positive"
         raise ValueError(f"{function}'s scale must be {rule} and finite in float32, got {number}")
 
