@@ -84,8 +84,8 @@ def dot_product_attention(
       [b, t, h, d] in the dtype of q; zeros for padding.
 
     Raises:
-      ValueError: q, k and v differ in shape or dtype, `length` is no int or out of range, or the
-        implementation does not exist or cannot run (the message says why).
+      ValueError: q, k and v differ in shape or dtype, or are not floating; `length` is no int or out
+        of range; or the implementation does not exist or cannot run (the message says why).
 
     >>> x = jnp.ones((1, 2, 1, 4))
     >>> dot_product_attention(x, x, x).shape
@@ -97,6 +97,8 @@ def dot_product_attention(
             f"q, k and v must be [b, t, h, d] of one shape and dtype, got {', '.join(kinds)}: "
             "use jax.nn.dot_product_attention for other arrays"
         )
+    if not jnp.issubdtype(q.dtype, jnp.floating):  # an integer dtype would truncate the softmax
+        raise ValueError(f"q, k and v must have a floating dtype, got {q.dtype}: cast them first")
     tokens = q.shape[1]
     try:
         length = tokens if length is None else operator.index(length)

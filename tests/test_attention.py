@@ -173,6 +173,12 @@ def test_other_keys_are_refused(other):
         attention.dot_product_attention(q, other, other)
 
 
+def test_integers_are_refused():
+    x = jnp.ones((1, 2, 1, 4), jnp.int32)
+    with pytest.raises(ValueError, match="must have a floating dtype, got int32: cast them first"):
+        attention.dot_product_attention(x, x, x)
+
+
 @pytest.mark.parametrize("name", [None, "xla", "triton"])
 def test_padding_is_seen_by_nobody(name):
     q, k, v = (jnp.asarray(normal((2, 16, 3, 8), seed=seed)) for seed in range(3))
