@@ -446,6 +446,10 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             "out_dtype must be a floating dtype, got int32: cast y instead",
         ),
         (
+            lambda x, w: swjax.switchback(x, w, out_dtype=jnp.complex64),
+            "out_dtype must be a floating dtype, got complex64: cast y instead",
+        ),
+        (
             lambda x, w: swjax.quantize_weight(w[None]),
             r"quantize_weight needs w \[k, n\], got \(1, 3, 5\): use jax.vmap",
         ),

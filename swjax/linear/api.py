@@ -192,7 +192,8 @@ def mlp(
 
 def _settings(x, recipe, out_dtype, precision, implementation, plan) -> Settings:
     dispatch.check(implementation)
-    if out_dtype is not None and not jnp.issubdtype(out_dtype, jnp.inexact):
+    kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
+    if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
         raise ValueError(
             f"out_dtype must be a floating dtype, got {jnp.dtype(out_dtype)}: cast y instead"
         )

@@ -114,8 +114,12 @@ def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs:
             "image_emb and text_emb must both be [B, e] and not empty, "
             f"got {images.shape} and {texts.shape}"
         )
-    if labels is None:
-        labels = jnp.arange(images.shape[0])
+    if jnp.iscomplexobj(images) or jnp.iscomplexobj(texts):  # the cast would drop an imaginary part
+        raise ValueError(
+            f"image_emb and text_emb must be real, got {images.dtype} and {texts.dtype}: pass their parts as "
+            "features"
+        )
+    labels = jnp.arange(images.shape[0]) if labels is None else jnp.asarray(labels)
     if labels.shape != images.shape[:1]:
         raise ValueError(
             f"labels must be [B] with B={images.shape[0]} embeddings, got {labels.shape}"
