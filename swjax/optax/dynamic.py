@@ -104,15 +104,17 @@ def dynamic_loss_scale(
 
 
 def _check_growth(growth_steps, factor) -> None:
-    """Checks the concrete values in the dtypes in which the state uses them; traced ones are not checked."""
+    """Checks the concrete values in the dtypes that the state has; traced ones are not checked."""
     if not isinstance(growth_steps, jax.core.Tracer):
-        if not 1 <= growth_steps < 2**31 or growth_steps != int(growth_steps):
+        steps = float(growth_steps)  # under optax.inject_hyperparams an array, of a schedule or not
+        whole = isinstance(growth_steps, jax.Array) or steps.is_integer()
+        if not 1 <= steps < 2**31 or not whole:
             raise ValueError(
                 "dynamic_loss_scale's growth_steps must be a whole number from 1 to 2147483647, got "
                 f"{growth_steps}: pass the largest for a scale that never grows"
             )
     above_1 = 1 + 2.0**-24  # rounds to 1
-    if not isinstance(factor, jax.core.Tracer) and not above_1 < factor <= overflow.LARGEST:
+    if not isinstance(factor, jax.core.Tracer) and not above_1 < float(factor) <= overflow.LARGEST:
         raise ValueError(
             f"dynamic_loss_scale's factor must be above 1 and finite in float32, got {factor}: pass 2"
         )
