@@ -408,6 +408,21 @@ def test_a_mixture_counts_its_parts_through(tmp_path):
     np.testing.assert_array_equal(mixture[3]["image"], tars[1]["image"])
 
 
+def test_labels_of_a_mixture_do_not_overlap(tmp_path):
+    """Equal labels would match an image of one part with captions of another in the loss."""
+    for name in ("fox", "owl", "toad"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+    (tmp_path / "pets" / "toad" / "0.jpg").write_bytes(jpeg(0))
+    pets = data.source("labelled", f"folders:{tmp_path}/pets")  # one image, of label 2
+    tars = open_tars(write_tars(tmp_path / "tars", [3]), tmp_path)
+    mixture = data.Mixture({"pets": (pets, 1.0), "tars": (tars, 1.0)})
+    labels = [mixture[i]["label"] for i in range(len(mixture))]
+    assert labels == [2, 3, 4, 5]
+    assert [mixture.captions(label) for label in labels] == [
+        mixture[i]["captions"] for i in range(4)
+    ]
+
+
 def test_sources_and_loaders_refuse_what_is_none(tmp_path):
     (tmp_path / "0.jpg").write_bytes(jpeg(0))
     (tmp_path / "own.csv").write_text("image,caption\n0.jpg,mine\n")
@@ -431,6 +446,8 @@ def test_mixture_refuses(tmp_path):
         ),
         ({"a": (patterns,)}, r"part 'a' of a mixture must be \(source, weight\)"),
         ({"a": (tars, 1.0), "b": (tars, 0.0)}, "weight of 'b' is 0.0; weights must be positive"),
+        ({"a": (tars, float("inf"))}, "weight of 'a' is inf; weights must be positive and finite"),
+        ({"a": (tars, None)}, "weight of 'a' is None; weights must be positive and finite"),
         (
             {"a": (tars, 1.0), "b": (patterns, 1.0)},
             "same kind of images, got a: photographs, b: images of 3",

@@ -1,5 +1,8 @@
 """Combines several data sets into one, sampled in given proportions."""
 
+import math
+from numbers import Real
+
 import numpy as np
 
 from swjax.data.decoding import decode
@@ -41,8 +44,10 @@ class Mixture:
                 raise ValueError(
                     f"the part {name!r} of a mixture must be (source, weight), got {part!r}: add a weight"
                 )
-            if not part[1] > 0:
-                raise ValueError(f"the weight of {name!r} is {part[1]}; weights must be positive")
+            if not isinstance(part[1], Real) or not 0 < part[1] < math.inf:
+                raise ValueError(
+                    f"the weight of {name!r} is {part[1]!r}; weights must be positive and finite"
+                )
         self.names = tuple(parts)
         self.parts = tuple(part for part, _ in parts.values())
         self.weights = tuple(float(weight) for _, weight in parts.values())
@@ -54,6 +59,9 @@ class Mixture:
             )
         self.photographs = self.parts[0].photographs
         self.starts = np.cumsum([0, *(len(part) for part in self.parts)])
+        # A part may have more classes than examples.
+        labels = (max(len(part), len(part.class_names)) for part in self.parts)
+        self._labels = np.cumsum([0, *labels])
         damaged = [part for part in self.parts if getattr(part, "damage", ())]
         self.damage = tuple(file for part in damaged for file in part.damage)
         self.damaged_share = max((part.damaged_share for part in damaged), default=0.0)
@@ -64,10 +72,10 @@ class Mixture:
 
     def stored(self, index: int) -> dict:
         """Returns an example; the labels of the sources are concatenated in order."""
-        number, i = self._find(index)
+        number, i = _find(self.starts, index)
         part = self.parts[number]
         example = part.stored(i) if hasattr(part, "stored") else part[i]
-        return example | {"label": int(self.starts[number]) + example["label"]}
+        return example | {"label": int(self._labels[number]) + example["label"]}
 
     def __getitem__(self, index: int) -> dict:
         """Returns an example, with its image decoded."""
@@ -77,18 +85,20 @@ class Mixture:
 
     def key(self, index: int) -> str:
         """Returns the name of the source, and the source's key of the example."""
-        part, i = self._find(index)
+        part, i = _find(self.starts, index)
         key = self.parts[part].key(i) if hasattr(self.parts[part], "key") else i
         return f"{self.names[part]}: {key}"
 
     def captions(self, label: int) -> tuple[str, ...]:
         """Returns the captions of a label."""
-        part, i = self._find(label)
+        part, i = _find(self._labels, label)
         return self.parts[part].captions(i)
 
-    def _find(self, index: int) -> tuple[int, int]:
-        part = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return part, index - int(self.starts[part])
+
+def _find(starts: np.ndarray, number: int) -> tuple[int, int]:
+    """Returns the part that contains an index or a label, and its number within the part."""
+    part = int(np.searchsorted(starts, number, side="right")) - 1
+    return part, number - int(starts[part])
 
 
 def _kind(source) -> str:
