@@ -247,6 +247,13 @@ def test_exif_orientation_is_applied(file_format):
         np.testing.assert_array_equal(served, fit(pixels, 32))
 
 
+def test_orientation_in_xmp_is_applied():
+    """Pillow reads it, so the faster decoder must leave such files to Pillow."""
+    xmp = b'<x xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/>'
+    turned = encoded(halves("RGB", (200, 40, 20), (20, 40, 200)), "JPEG", xmp=xmp)
+    np.testing.assert_array_equal(decoding.decode(turned), decoding.decode_with_pillow(turned))
+
+
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_images_of_unknown_range_are_refused(mode):
     data = encoded(Image.new(mode, (48, 32), 1), "TIFF")

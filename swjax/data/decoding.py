@@ -117,8 +117,9 @@ def _from_16_bits(image: "Image.Image") -> "Image.Image":
 
 
 def _is_rotated(jpeg: bytes) -> bool:
-    """Whether the EXIF data of a JPEG declare a rotated or mirrored orientation."""
-    if b"Exif\0\0" not in jpeg:  # true for most files; the search takes microseconds
+    """Whether the EXIF or XMP data of a JPEG declare a rotated or mirrored orientation."""
+    # False for most files; the searches take microseconds.
+    if b"Exif\0\0" not in jpeg and b"tiff:Orientation" not in jpeg:
         return False
     from PIL import Image
 
