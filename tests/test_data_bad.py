@@ -185,6 +185,12 @@ def test_nothing_but_bad_examples_ends(tmp_path):
         take(spoiled(tmp_path, 4, every=1), 1, max_bad_share=0.5)
 
 
+def test_nothing_but_bad_examples_ends_even_if_all_may_be_bad(tmp_path, monkeypatch):
+    monkeypatch.setattr("swjax.data.batches.FIRST", 8)
+    with pytest.raises(data.BadData, match=r"none of the last \d+ examples can be read"):
+        take(spoiled(tmp_path, 4, every=1), 1, max_bad_share=1.0)
+
+
 @pytest.mark.parametrize("cut", [1, 3, 6])
 def test_the_end_comes_at_the_same_place_after_a_resumption(tmp_path, cut):
     source = spoiled(tmp_path, 30, every=6)

@@ -14,7 +14,7 @@ from swjax.data.memory import Memory
 from swjax.data.packages import require
 from swjax.data.processes import Processes
 from swjax.data.progress import Position, Progress
-from swjax.data.skipping import Skips, logger
+from swjax.data.skipping import FIRST, BadData, Skips, logger
 from swjax.data.sources import Source
 
 # Least values of arguments of `loader`, 0 for others; a caption has a start and an end token.
@@ -67,6 +67,7 @@ class TrainBatches(Batches):
     def __init__(self, chunks: Iterator, skips: Skips, batch_size: int, state: Progress):
         super().__init__(chunks, skips)
         self._state, self._taken = state, state.taken
+        self._unusable = 0  # examples since the last usable one
         self._ended = threading.Event()
         self._assembled = _assembled(chunks, batch_size, self._ended)
         self._thread = ThreadPoolExecutor(1, "swjax-batches")
@@ -81,6 +82,12 @@ class TrainBatches(Batches):
             batch, errors = coming.result()
             self._coming = None
             self._count(errors)
+            self._unusable = 0 if (errors == b"").any() else self._unusable + len(errors)
+            if self._unusable > max(self._state.examples, FIRST):
+                raise BadData(
+                    f"none of the last {self._unusable} examples can be read, more than the data set has: "
+                    "`swjax data check` lists the reasons"
+                )
             self._taken += len(errors)
         self._state = dataclasses.replace(
             self._state,
@@ -222,6 +229,7 @@ def loader(
         process_count=process_count,
         workers=workers,
         start_step=start_step,
+        seed=seed,
     )
     workers = _bounded(workers)
     share = process_index, process_count

@@ -7,7 +7,7 @@ from pathlib import Path
 
 POLICIES = ("skip", "stop")
 # Minimum denominator of the share, so that a bad tenth example does not count as 10 %.
-_FIRST = 1000
+FIRST = 1000
 # Number of bad examples to show one by one; after them, one is shown whenever the number has doubled.
 _SHOWN = 10
 
@@ -61,7 +61,7 @@ class Skips:
         )  # fmt: skip
         if self._policy == "stop":
             raise BadData(f"cannot read {reason}: repair it, or set the policy to skip")
-        if self.skipped > self._share * max(self.read, _FIRST):
+        if self.skipped > self._share * max(self.read, FIRST):
             raise BadData(
                 f"{self.skipped} of {self.read} examples cannot be read, more than the share of "
                 f"{self._share} that may be skipped; the last is {reason}"
