@@ -184,6 +184,7 @@ def test_memory_is_used_again_only_when_nobody_looks_at_it():
         ),
         ({"workers": -1}, "workers must be a whole number, at least 0, got -1"),
         ({"start_step": -1}, "start_step must be a whole number, at least 0, got -1"),
+        ({"seed": -1}, "seed must be a whole number, at least 0, got -1"),
     ],
 )
 def test_loader_refuses(options, message):
@@ -309,6 +310,12 @@ def test_fit_cuts_the_middle_of_the_longer_side():
     image[:, 8:22] = 100
     assert (pixels.fit(image, 10)[:, [0, -1]] == 100).all()
     np.testing.assert_array_equal(pixels.fit(fitted, 5), fitted)
+
+
+def test_fit_refuses_what_would_fill_the_memory():
+    line = np.zeros((1, 65_535, 3), np.uint8)  # a JPEG or PNG of some hundred bytes
+    with pytest.raises(ValueError, match="has 1 x 65535 pixels; with a shorter side of 224 it"):
+        pixels.fit(line, 224)
 
 
 def test_fit_is_antialiased_and_weighs_colours_by_opacity():

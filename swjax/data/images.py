@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swjax.data.decoding import resize_with_pillow
+from swjax.data.decoding import MOST_PIXELS, resize_with_pillow
+from swjax.data.skipping import BadExample
 
 # Mean and standard deviation of red, green and blue in the training images of OpenAI's CLIP.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -95,9 +96,17 @@ def fit(
 
     Returns:
       uint8 [size, size, 3 or 4].
+
+    Raises:
+      BadExample: one side is so much longer than the other that the resized image would not fit in memory.
     """
     sides = image.shape[:2]
     height, width = (int(size * side / min(sides)) for side in sides)
+    if height * width > MOST_PIXELS:
+        raise BadExample(
+            f"the image has {sides[0]} x {sides[1]} pixels; with a shorter side of {size} it would have more "
+            f"than {MOST_PIXELS}: crop it"
+        )
     scaled = resize(image, height, width)
     top, left = round((height - size) / 2), round((width - size) / 2)
     return scaled[top : top + size, left : left + size]
