@@ -44,7 +44,7 @@ class Mixture:
                 raise ValueError(
                     f"the part {name!r} of a mixture must be (source, weight), got {part!r}: add a weight"
                 )
-            if not isinstance(part[1], Real) or not 0 < part[1] < math.inf:
+            if not isinstance(part[1], Real) or not 0 < float(part[1]) < math.inf:
                 raise ValueError(
                     f"the weight of {name!r} is {part[1]!r}; weights must be positive and finite"
                 )
