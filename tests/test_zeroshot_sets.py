@@ -155,11 +155,62 @@ def test_a_column_of_numbers_needs_names(tmp_path):
         open_set(write_rows(tmp_path, ["", ""]), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "labels, names, message",
+    [
+        (
+            ["owl", "Toad"],
+            "toad\nowl",
+            "label 'Toad' of .*pets.csv' is not in classnames.txt, which",
+        ),
+        (["0.0", "10.0", "2.0"], "a\nb\nc", "label '0.0' of .* must be a whole number, as 0, or"),
+        ([1, 3, 2], "a\nb\nc", "labels of .*pets.csv' must be 0 to 2, and are 1 to 3: subtract 1"),
+        ([0, 1, 2], "a\n\nb\nc", "classnames.txt: line 2 is empty, and would move the names after"),
+        (
+            ["crane", "owl"],
+            "crane\nowl\ncrane",
+            "classnames.txt contains 'crane' twice, a label of",
+        ),
+    ],
+)
+def test_labels_that_would_have_names_of_other_classes(labels, names, message, tmp_path):
+    (tmp_path / "classnames.txt").write_text(names)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_set(write_rows(tmp_path, labels), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_of_folders_in_another_order(tmp_path):
+    text = write_folders(tmp_path / "pets", images=1)
+    (tmp_path / "pets" / "classnames.txt").write_text("toad\nred fox\nsnow owl\n")
+    with pytest.raises(ValueError, match="classnames.txt has .* order, .*beginning with 'red fox'"):
+        open_set(text, tmp_path)
+
+
+def test_negative_numbers_are_no_labels(tmp_path):
+    """Hugging Face writes -1. As a name, it would move the names of all others."""
+    names = {"label": {"names": ["owl", "fox"], "_type": "ClassLabel"}}
+    about = json.dumps({"info": {"features": names}})
+    write_parquet(tmp_path / "val.parquet", [-1, 0, 1], huggingface=about)
+    found = open_set(f"parquet:{tmp_path}/val.parquet", tmp_path)
+    assert found.class_names == ("owl", "fox") and found[1]["captions"] == ("owl",)
+    with pytest.raises(ValueError, match="the row has no label"):
+        found[0]
+    write_parquet(tmp_path / "nan.parquet", [float("nan")])
+    with pytest.raises(ValueError, match="no row of .* has a label"):
+        open_set(f"parquet:{tmp_path}/nan.parquet", tmp_path)
+    write_parquet(tmp_path / "bytes.parquet", [b"owl"])
+    assert open_set(f"parquet:{tmp_path}/bytes.parquet", tmp_path).class_names == ("owl",)
+
+
 def test_synsets_of_imagenet_get_its_names_and_prompts(tmp_path):
     text = write_labelled_tars(tmp_path / "x", [f"n{i:08d}" for i in range(1000)])
     found = open_set(text, tmp_path)
     assert found.class_names == imagenet.class_names()
     assert found.templates == imagenet.templates()
+    text = write_labelled_tars(tmp_path / "y", [f"n{i:08d}" for i in reversed(range(1000))])
+    with pytest.raises(ValueError, match="the synsets in .*classnames.txt are not sorted, as"):
+        open_set(text, tmp_path)
 
 
 def test_a_label_without_a_name_is_a_bad_example(tmp_path):

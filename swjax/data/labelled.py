@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from swjax.data import files, imagenet
 from swjax.data.parquet import Parquet
@@ -33,6 +33,8 @@ KINDS = ("folders", "webdataset", "table", "parquet", "tfds")
 TEMPLATES = ("a photo of a {}.",)  # for sets without prompts
 _NAMES, _PROMPTS = "classnames.txt", "zeroshot_classification_templates.txt"
 _SYNSET = re.compile(r"n\d{8}")
+_NEGATIVE = re.compile(r"-\d+")  # -1 is a missing label in data sets of Hugging Face
+_FRACTION = re.compile(r"\d+\.\d*")  # pandas writes 1.0 for 1 if a label is missing
 _LARGEST_IMAGE = 2**28  # bytes
 
 
@@ -118,11 +120,22 @@ class Labelled(Photographs):
                 f"the classes of {split!r} have no names: write them to {names_file}, one per line, in "
                 "the order of the labels"
             )
+        if isinstance(self._images, LabelledRows):
+            self._images.check_first_label(len(found))
         known = len(self._images.class_names)
         if known and len(found) != known:
             raise ValueError(f"{names_file} names {len(found)} of {known} classes: name each")
+        if kind == "folders" and sorted(found) == sorted(self._images.class_names) != list(found):
+            raise ValueError(
+                f"{names_file} has the names of the folders in another order, and labels follow the folders: "
+                f"sort it, beginning with {self._images.class_names[0]!r}"
+            )
         shipped = tuple(imagenet.class_names())
         if len(found) == len(shipped) and all(map(_SYNSET.fullmatch, found)):
+            if list(found) != sorted(found):
+                raise ValueError(
+                    f"the synsets in {names_file} are not sorted, as ImageNet's labels are: write names there"
+                )
             found = shipped  # sorted synsets have the order of ImageNet's labels
         self.class_names = found
         prompts = _lines(folder, _PROMPTS) or (
@@ -219,8 +232,8 @@ class ImageFolders(Photographs):
 class LabelledRows(Photographs):
     """Rows with the columns image and label; the caption of an image is the number of its label.
 
-    Numeric labels are used as they are. Other labels are names; their numbers follow the order of
-    `class_names` if it contains all names, and alphabetical order otherwise.
+    Numeric labels are used as they are; a negative number is no label. Other labels are names; their numbers
+    follow the order of `class_names` if it contains all names, and alphabetical order if it contains none.
     """
 
     def __init__(
@@ -241,7 +254,8 @@ class LabelledRows(Photographs):
             the Parquet files have it.
 
         Raises:
-          ValueError: see `swjax.data.table.Table` and `swjax.data.parquet.Parquet`; or no row has a label.
+          ValueError: see `swjax.data.table.Table` and `swjax.data.parquet.Parquet`; or no row has a label,
+            `class_names` contains only a part of the names or one of them twice, or a number is not whole.
         """
         self._arguments = split, kind, data_dir, class_names
         known: tuple[str, ...] = ()
@@ -251,11 +265,13 @@ class LabelledRows(Photographs):
         else:
             self._rows = Parquet(split, text_key="label")
             values, known = self._rows.values()
-            self._labels = ["" if value is None else str(value).strip() for value in values]
+            self._labels = [_text(value) for value in values]
+        self._labels = ["" if _NEGATIVE.fullmatch(label) else label for label in self._labels]
         names = sorted(set(self._labels) - {""})
         if not names:
             raise ValueError(f"no row of {split!r} has a label")
         if not all(name.isdecimal() for name in names):
+            _check_names(names, class_names, split)
             names = list(class_names) if set(names) <= set(class_names) else names
             self.class_names = tuple(names)
             number = {name: str(i) for i, name in enumerate(names)}
@@ -263,6 +279,19 @@ class LabelledRows(Photographs):
         elif known and not class_names:
             self.class_names = tuple(name.replace("_", " ") for name in known)
         self.damage, self.damaged_share = self._rows.damage, self._rows.damaged_share
+
+    def check_first_label(self, classes: int) -> None:
+        """Checks that labels count from 0.
+
+        Raises:
+          ValueError: the labels are from 1 to the number of classes, so that each would have the next name.
+        """
+        numbers = [int(label) for label in self._labels if label]
+        if min(numbers) > 0 and max(numbers) == classes:
+            raise ValueError(
+                f"the labels of {self._arguments[0]!r} must be 0 to {classes - 1}, and are {min(numbers)} to "
+                f"{classes}: subtract 1"
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -289,7 +318,34 @@ def _label(table: Table, index: int) -> str:
         value = table.value(index)
     except (OSError, ValueError):
         return ""
-    return str(value).strip() if isinstance(value, str | int) else ""
+    return _text(value) if isinstance(value, str | int) else ""
+
+
+def _text(value: Any) -> str:
+    """A label as text; "" for None and NaN."""
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    return "" if value is None or value != value else text.strip()
+
+
+def _check_names(labels: Sequence[str], class_names: Sequence[str], split: str) -> None:
+    """Raises an error if the number of a label would depend on a mistake in its spelling."""
+    unknown = [label for label in labels if label not in class_names]
+    number = next((label for label in unknown if _FRACTION.fullmatch(label)), None)
+    if number is not None:
+        raise ValueError(
+            f"the label {number!r} of {split!r} must be a whole number, as {number.partition('.')[0]}, or a "
+            f"name that {_NAMES} contains"
+        )
+    if 0 < len(unknown) < len(labels):
+        raise ValueError(
+            f"the label {unknown[0]!r} of {split!r} is not in {_NAMES}, which contains others of its labels: "
+            "write all as they are there"
+        )
+    twice = next((label for label in labels if class_names.count(label) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"{_NAMES} contains {twice!r} twice, a label of {split!r}: rename one, or use numbers as labels"
+        )
 
 
 def _lines(folder: Path | None, name: str) -> Sequence[str]:
@@ -302,4 +358,12 @@ def _lines(folder: Path | None, name: str) -> Sequence[str]:
         raise ValueError(
             f"{folder / name} is not UTF-8, {error.reason}: save it as UTF-8"
         ) from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    empty = next((number for number, line in enumerate(lines, 1) if not line.strip()), 0)
+    if empty and name == _NAMES:
+        raise ValueError(
+            f"{folder / name}: line {empty} is empty, and would move the names after it to other labels: "
+            "write a name there, or remove the line"
+        )
     return tuple(line.strip() for line in lines if line.strip())
