@@ -1,7 +1,9 @@
 """Folders of images, and Parquet files, as sources of image-text pairs."""
 
+import errno
 import functools
 import io
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -59,6 +61,36 @@ def test_endings_in_upper_case(tmp_path):
     assert data.source("folders", str(tmp_path)).captions(0) == ("a red fox",)
     table = data.source("table", str(tmp_path / "PAIRS.CSV"), data_dir=str(tmp_path / "index"))
     assert table.captions(0) == ("a fox",)
+
+
+def test_links_to_folders_are_followed(pictures, tmp_path):
+    (tmp_path / "more" / "toad").mkdir(parents=True)
+    (tmp_path / "more" / "toad" / "1.jpg").write_bytes(jpeg(4))
+    (tmp_path / "more" / "back").symlink_to(pictures)  # a cycle
+    (pictures / "more").symlink_to(tmp_path / "more")
+    source = data.source("folders", str(pictures))
+    assert source.class_names == ("owl", "red fox", "toad") and len(source) == 4
+
+
+def test_unreadable_folders_are_errors(pictures, monkeypatch):
+    """Without an error their pictures would be missing in silence."""
+    scan = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("owl"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError, match="Permission denied.*owl"):
+        data.source("folders", str(pictures))
+
+
+def test_a_pipe_is_no_picture(pictures):
+    os.mkfifo(pictures / "owl" / "pipe.jpg")  # reading it would wait for ever
+    source = data.source("folders", str(pictures))
+    with pytest.raises(OSError, match="Not a regular file: write its content to a file"):
+        source.record(1)
 
 
 def test_text_files_are_captions(pictures):

@@ -46,6 +46,7 @@ def below(folder: str, endings: tuple[str, ...]) -> list[str]:
     """Lists the files in a folder and its subfolders that have one of the given endings, ignoring case.
 
     Hidden files and folders, such as `.ipynb_checkpoints` and the `._*` files of macOS, are left out.
+    Links to folders are followed, except to a folder that contains the link.
 
     Args:
       folder: a local folder.
@@ -53,14 +54,26 @@ def below(folder: str, endings: tuple[str, ...]) -> list[str]:
 
     Returns:
       Their paths relative to the folder, sorted.
+
+    Raises:
+      OSError: a folder is unreadable.
     """
     found = []
-    for inside, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    # The real path of each folder that is still to be read, after those of the folders that contain it.
+    above: dict[str, tuple[str, ...]] = {os.fspath(folder): (os.path.realpath(folder),)}
+    for inside, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
+        reached = above.pop(inside)
+        real = {n: os.path.realpath(os.path.join(inside, n)) for n in folders if n[0] != "."}
+        folders[:] = [name for name in real if real[name] not in reached]
+        above |= {os.path.join(inside, name): (*reached, real[name]) for name in folders}
         where = os.path.relpath(inside, folder)
         shown = [name for name in names if not name.startswith(".")]
         found += [os.path.normpath(f"{where}/{n}") for n in shown if n.lower().endswith(endings)]
     return sorted(found)
+
+
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def _inside(braces: str) -> list[str]:
@@ -113,12 +126,14 @@ def size_and_version(path: str) -> tuple[int, str]:
     """Returns a file's size in bytes, and a text that changes whenever the file changes.
 
     Raises:
-      OSError: the file does not exist, or is a directory.
+      OSError: the file does not exist, or is a directory or a pipe.
     """
     if not is_remote(path):
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, "Is a directory: name the files in it", path)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file: write its content to a file", path)
         return status.st_size, f"{status.st_size} {status.st_mtime_ns}"
     fs, inside = _filesystem(path)
     return fs.size(inside), fs.ukey(inside)
@@ -145,12 +160,13 @@ def read_whole(path: str, most: int) -> bytes:
     """Returns all bytes of a file of at most `most` bytes.
 
     Raises:
-      OSError: the file is missing, unreadable or larger than `most`.
+      OSError: the file is missing, unreadable, no regular file or larger than `most`.
     """
     if is_remote(path):
         fs, inside = _filesystem(path)
         data = fs.cat_file(inside, 0, most + 1)
     else:
+        size_and_version(path)  # opening a pipe would wait for a writer
         with open(path, "rb") as file:
             data = file.read(most + 1)
     if len(data) > most:
