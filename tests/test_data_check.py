@@ -1,6 +1,7 @@
 """`swjax data check` reports what training would read and skip."""
 
 import gzip
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_what_is_good_and_what_is_bad(table, capsys):
     page = Path("page.html").read_text()
     assert page.count('src="data:image/jpeg;base64,') == 3 and "<td>3.jpg</td>" in page
     assert "&lt;html&gt;" in page and "<html>'" not in page
+
+
+def test_names_in_latin_1_are_on_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = os.fsencode(tmp_path) + b"/own/caf\xe9"
+    os.makedirs(folder)
+    Path(os.fsdecode(folder), "0.jpg").write_bytes(jpeg(0))
+    assert main(["check", "own", "--page=page.html"]) == 0
+    assert "caf\\udce9" in Path("page.html").read_text("utf-8")
 
 
 def test_a_good_set_ends_with_0(tmp_path, monkeypatch, capsys):

@@ -209,6 +209,14 @@ def test_making_the_page_again_keeps_scores_and_predictions(workdir):
     assert path.read_bytes() == before
 
 
+def test_names_that_are_not_utf_8(workdir):
+    """Python represents the bytes of such a file name by surrogates."""
+    foreign = prediction("caf\udce9", "cat", "dog", "owl")
+    path = report.write(workdir, predictions=[foreign])
+    assert "caf\\udce9" in path.read_text("utf-8")
+    assert report.write(workdir).read_text("utf-8").count("caf\\udce9") > 0
+
+
 @pytest.mark.parametrize(
     "file, text, said",
     [

@@ -179,7 +179,7 @@ def write_page(
     subtitle = "The nearest pictures, with cosine similarities"
     part = path.with_name(f"{path.name}.part")
     text = page.fill("search.html", title=title, subtitle=subtitle, tiles="", sections=sections)
-    part.write_text(text, encoding="utf-8")
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # of names in Latin-1
     part.replace(path)
 
 

@@ -71,7 +71,7 @@ def write(
         attribution=final["attribution"],
     )
     part = folder / "index.part"
-    part.write_text(text, encoding="utf-8")
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # of names in Latin-1
     return part.rename(folder / "index.html")
 
 
@@ -115,7 +115,7 @@ def _remember(folder: Path, results, predictions, nearest_images, attribution) -
         ]
     text = json.dumps(final, indent=2, ensure_ascii=False) + "\n"
     part = folder / "results.part"
-    part.write_text(text, encoding="utf-8")
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")
     part.rename(path)  # when complete: a damaged file would end the run again when it is resumed
     return final
 

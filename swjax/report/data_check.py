@@ -257,7 +257,7 @@ def write_page(path: Path, where: str, found: Check, context_length: int) -> Non
         bad=f"<table>{rows}</table>" if rows else "<p>No bad examples.</p>",
     )
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # of names in Latin-1
     part.replace(path)
 
 
