@@ -118,6 +118,20 @@ def test_samples_of_one_name_stay_apart(tmp_path):
         source.record(2)
 
 
+def test_an_archive_after_the_end_is_damage(tmp_path):
+    """Tars that `cat` joined: Python's tarfile and tar read only the first."""
+    write_tars(tmp_path, [2, 1])
+    first, second = (tmp_path / f"0000{n}.tar" for n in range(2))
+    (tmp_path / "x.tar").write_bytes(first.read_bytes() + second.read_bytes())
+    source = open_tars(tmp_path / "x.tar", tmp_path)
+    assert len(source) == 2 and source.damaged_share > 0.3
+    assert f"broken tar at byte {first.stat().st_size}: another archive" in source.damage[0][1]
+    with pytest.raises(data.BadData, match="join tars with tar -A, not cat"):
+        data.loader(source, batch_size=1)
+    (tmp_path / "y.tar").write_bytes(first.read_bytes() + b"written to the rest of a tape" * 99)
+    assert open_tars(tmp_path / "y.tar", tmp_path).damage == ()
+
+
 def test_names_lead_nowhere(tmp_path):
     """A member's name is only a label: no file with that path is read or written."""
     home = tmp_path / "home"
@@ -305,6 +319,12 @@ def test_rows_of_tsv_and_jsonl(tmp_path):
         ("t.csv", "image,caption".encode("utf-16"), "t.csv' has unreadable .* as in UTF-16: save"),
         ("t.csv", "image,caption\n", "the table .* has no rows"),
         ("t.csv", "image,caption,caption\na,b,c\n", "the table .* has several columns 'caption'"),
+        ("t.csv", "", "the table .* is empty: its first row names"),
+        (
+            "t.csv",
+            "image,caption\ra,b\r",
+            "t.csv: row at byte 0: new-line character seen in unquoted",
+        ),
         ("t.jsonl", "", "the table .* has no rows"),
         (".csv", None, "cannot open .*csv: Is a directory: name the files in it"),
         ("none/t.csv", None, "cannot open .*none/t.csv: it does not exist"),

@@ -75,7 +75,7 @@ class Index:
 
     def excuse(self) -> str:
         """Returns a suffix for messages that explains why there are fewer records than expected."""
-        return f": {self.damage[0][0]} is a {self.damage[0][1]}" if self.damage else ""
+        return f": {': '.join(self.damage[0])}" if self.damage else ""
 
     def __getitem__(self, index: int) -> tuple[str, int, int]:
         """Returns the path of a record's file, its first byte and the byte after its last."""

@@ -108,7 +108,8 @@ class Table(Photographs):
     def _header(self) -> tuple[list[str], int]:
         separator = self._separator or ","
         if not len(self._index):
-            raise ValueError(f"the table {self._path!r} is empty: its first row names the columns")
+            why = self._index.excuse() or ": its first row names the columns"
+            raise ValueError(f"the table {self._path!r} is empty{why}")
         row = files.read(*self._index[0])
         try:
             if b"\0" in row:

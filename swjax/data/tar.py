@@ -48,13 +48,18 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
       end: size of the file in bytes.
 
     Raises:
-      BrokenTar: a header is malformed, or data extend beyond the end of the file.
+      BrokenTar: a header is malformed, data extend beyond the end of the file, or another archive follows.
     """
     offset, first = 0, None
     extended: dict[str, Any] = {}
     while offset + _BLOCK <= end:
         header = read(offset, offset + _BLOCK)
         if header == _ZEROS:
+            following = _following(read, offset, end)
+            if following is not None:
+                raise BrokenTar(
+                    following, "another archive follows: join tars with tar -A, not cat"
+                )
             return
         first = offset if first is None else first
         kind, size = header[156:157], _size(header, offset)
@@ -77,6 +82,20 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
         offset = start + -(-(stop - start) // _BLOCK) * _BLOCK
     if first is not None or offset < end:
         raise BrokenTar(first if first is not None else offset, "the file ends within a header")
+
+
+def _following(read: Callable[[int, int], bytes], offset: int, end: int) -> int | None:
+    """The position of a header after the zeros that end an archive; None if other bytes or none follow."""
+    while offset + _BLOCK <= end:
+        header = read(offset, offset + _BLOCK)
+        if header != _ZEROS:
+            try:
+                _size(header, offset)
+            except BrokenTar:
+                return None
+            return offset
+        offset += _BLOCK
+    return None
 
 
 def split_name(name: str) -> tuple[str, str] | None:

@@ -54,7 +54,8 @@ class WebDataset(Photographs):
         self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
         self._split = split
         self._image_keys, self._text_keys = image_key.split(";"), text_key.split(";")
-        self._index = Index(files.expand(split), scan, kind="webdataset", data_dir=data_dir)
+        # The kind has the version of `scan`, because positions that another version stored differ.
+        self._index = Index(files.expand(split), scan, kind="webdataset 2", data_dir=data_dir)
         if not len(self._index):
             raise ValueError(f"the tars {split!r} have no samples{self._index.excuse()}")
         self.paths, self.shards = self._index.paths, self._index.lengths
