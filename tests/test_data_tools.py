@@ -56,6 +56,14 @@ def test_the_copy_holds_what_the_tars_do(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("all 3 tars of the split 'train' are converted\n")
 
 
+def test_other_keys_convert_again(tmp_path):
+    pattern = write_tars(tmp_path, [1])
+    for options, caption in (([], "picture 0"), (["--text_key=json/status"], "success")):
+        assert run(tmp_path, f"--tars={pattern}", *options) == 0
+        copy = data.source("tfds", "train", builder="pairs", data_dir=str(tmp_path / "data"))
+        assert copy[0]["captions"] == (caption,)
+
+
 def test_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     pattern, real, begun = write_tars(tmp_path, [3, 4, 5]), convert._write, []
 

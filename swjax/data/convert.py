@@ -224,7 +224,7 @@ def _shard(tars: WebDataset, out: Path, name: str, split: str, on_bad: str, done
     known = done.get(shard)
     counts = _counts(tars)
     file = f"{name}-{split}.array_record-{shard:05d}{_of(len(counts))}"
-    source = {"tar": path, "tar_version": files.size_and_version(path)[1]}
+    source = {"tar": path, "tar_version": files.size_and_version(path)[1], **tars.keys}
     if known and known["file"] == file and source.items() <= known.items():
         if (out / file).exists() and (out / file).stat().st_size == known["bytes"]:
             return known

@@ -30,6 +30,10 @@ class WebDataset(Photographs):
     behind an fsspec address needs one request per sample.
 
     The class extracts nothing to disk and unpickles nothing.
+
+    Attributes:
+      paths: the tars.
+      keys: the arguments image_key and text_key.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class WebDataset(Photographs):
         """
         self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
         self._split = split
+        self.keys = {"image_key": image_key, "text_key": text_key}
         self._image_keys, self._text_keys = image_key.split(";"), text_key.split(";")
         # The kind has the version of `scan`, because positions that another version stored differ.
         self._index = Index(files.expand(split), scan, kind="webdataset 2", data_dir=data_dir)
