@@ -221,6 +221,11 @@ def test_missing_packages_are_named(monkeypatch):
     )
     with pytest.raises(ModuleNotFoundError, match=r'needs grain: pip install "swjax\[train\]"'):
         data.loader(Photographs(), batch_size=2)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ftfy" else find(name)
+    )
+    with pytest.raises(ModuleNotFoundError, match="needs ftfy"):  # of captions that are not ASCII
+        data.loader(Photographs(), batch_size=2)
     require("json")
 
 

@@ -52,6 +52,23 @@ def test_what_lies_where_is_kept_until_a_tar_changes(tmp_path, monkeypatch):
     assert scanned[2:] == [f"{tmp_path}/00001.tar"]
 
 
+def test_damaged_positions_are_named(tmp_path):
+    pattern = write_tars(tmp_path, [2])
+    for ending in ("*.npy", "*.json", "files/*.npz"):
+        open_tars(pattern, tmp_path)
+        (path,) = (tmp_path / "data" / "index").glob(ending)
+        os.truncate(path, 9)
+        if ending == "files/*.npz":
+            (tmp_path / "more").mkdir()
+            pattern = f"{tmp_path}/{{00000,more/00000}}.tar"
+            write_tars(tmp_path / "more", [1])
+        with pytest.raises(ValueError, match=f"positions {path} are damaged: remove {path}, and"):
+            open_tars(pattern, tmp_path)
+        for damaged in path.parent.glob(f"{path.stem}.*"):
+            damaged.unlink()
+        assert len(open_tars(pattern, tmp_path)) >= 2
+
+
 def test_a_killed_preparation_goes_on(tmp_path, monkeypatch):
     pattern, replace = write_tars(tmp_path, [2, 2, 2]), os.replace
 

@@ -218,7 +218,8 @@ def loader(
     >>> [batch["index"][batch["mask"]].tolist() for batch in batches]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
-    require("grain", "PIL", *(["simplejpeg"] if hasattr(source, "stored") else []))
+    require("grain", "PIL", "ftfy", "regex")
+    require(*(["simplejpeg"] if hasattr(source, "stored") else []))
     sizes = {"context_length": context_length, "image_size": image_size}
     _check(
         source,

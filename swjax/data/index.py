@@ -1,9 +1,11 @@
 """Indexes the positions of the records in many files once, and stores the index with the data."""
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,8 +64,10 @@ class Index:
             with lock(folder / ".lock"):
                 if not Path(f"{prefix}.json").exists():
                     _make(prefix, paths, sizes, keys, scan)
-        meta = json.loads(Path(f"{prefix}.json").read_text())
-        self._bounds = np.load(f"{prefix}.npy", mmap_mode="r")
+        with _blame(Path(f"{prefix}.json")) as path:
+            meta = json.loads(path.read_text())
+        with _blame(Path(f"{prefix}.npy")) as path:
+            self._bounds = np.load(path, mmap_mode="r")
         self.lengths = np.asarray(meta["lengths"], np.int64)  # number of records per file
         self._ends = np.cumsum(self.lengths)
         self.damage = tuple((paths[i], reason) for i, reason, _ in meta["damage"])
@@ -104,12 +108,11 @@ def _make(prefix: str, paths: list, sizes: list, keys: list, scan) -> None:
             pass
     lengths, damage = [], []
     with open(f"{prefix}.part", "wb") as out:
-        total = sum(_bounds_in(part) for part in parts)
+        total = sum(len(_stored(part).bounds) for part in parts)
         header = {"descr": "<i8", "fortran_order": False, "shape": (total,)}
         np.lib.format.write_array_header_1_0(out, header)
         for i, part in enumerate(parts):
-            with np.load(part) as stored:
-                bounds, trouble = stored["bounds"], str(stored["trouble"])
+            bounds, trouble = _stored(part)
             out.write(bounds.astype("<i8").tobytes())
             lengths.append(len(bounds) - 1)
             if trouble:
@@ -125,9 +128,21 @@ def _store(part: Path, found: Scan) -> None:
     os.replace(f"{part}.part", part)
 
 
-def _bounds_in(part: Path) -> int:
-    with np.load(part) as stored:
-        return len(stored["bounds"])
+def _stored(part: Path) -> Scan:
+    with _blame(part), part.open("rb") as file, np.load(file) as stored:
+        return Scan(stored["bounds"], str(stored["trouble"]))
+
+
+@contextlib.contextmanager
+def _blame(path: Path) -> Iterator[Path]:
+    """Turns an error that a damaged file of an index causes into one that names the file."""
+    try:
+        yield path
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"the stored positions {path} are damaged: remove {path}, and those of the same name with other "
+            f"endings; they are made again ({error})"
+        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:
