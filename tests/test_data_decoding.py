@@ -114,19 +114,29 @@ def animation(file_format: str, **options) -> bytes:
     )
 
 
-def png_of_16_bits(colour_type: int, left: list[int], right: list[int]) -> bytes:
-    """Returns a PNG [32, 48] of 16-bit channels; Pillow cannot write these in colour."""
+def png(bits: int, colour_type: int, row: bytes, transparent: bytes = b"") -> bytes:
+    """Returns a PNG [32, 48] of equal rows, in kinds that Pillow cannot write."""
 
     def part(name: bytes, data: bytes) -> bytes:
         return (
             struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
         )
 
-    row = b"\0" + struct.pack(f">{len(left)}H", *left) * 24
-    row += struct.pack(f">{len(right)}H", *right) * 24
-    header = struct.pack(">IIBBBBB", 48, 32, 16, colour_type, 0, 0, 0)
-    parts = (b"IHDR", header), (b"IDAT", zlib.compress(row * 32)), (b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(part(*p) for p in parts)
+    header = struct.pack(">IIBBBBB", 48, 32, bits, colour_type, 0, 0, 0)
+    colour = part(b"tRNS", transparent) if transparent else b""
+    pixels = part(b"IDAT", zlib.compress((b"\0" + row) * 32))
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + colour + pixels + part(b"IEND", b"")
+
+
+def png_of_16_bits(colour_type: int, left: list[int], right: list[int], **options) -> bytes:
+    row = struct.pack(f">{len(left)}H", *left) * 24 + struct.pack(f">{len(right)}H", *right) * 24
+    return png(16, colour_type, row, **options)
+
+
+def tiff_of_white_0() -> bytes:
+    """Returns a 16-bit TIFF [32, 48] in which level 0 is white."""
+    levels = np.where(GREY_16 < 32768, 65535 - 25700, 65535 - 51400).astype(np.uint16)
+    return encoded(Image.fromarray(levels), "TIFF", tiffinfo={262: 0})
 
 
 # {kind: (file, the RGB colours of its halves after decoding, tolerance)}
@@ -179,6 +189,22 @@ KINDS = {
     "16-bit RGB PNG": (
         png_of_16_bits(2, [51400, 10280, 5140], [0, 25700, 65535]),
         ((200, 40, 20), (0, 100, 255)),
+        0,
+    ),
+    "16-bit grey TIFF whose 0 is white": (tiff_of_white_0(), ((100,) * 3, (200,) * 3), 0),
+    "16-bit RGB PNG with a transparent colour": (
+        png_of_16_bits(2, [51400, 10280, 5140], [1, 2, 3], transparent=struct.pack(">3H", 1, 2, 3)),
+        RED_AND,
+        0,
+    ),
+    "2-bit grey PNG with a transparent level": (
+        png(2, 0, b"\xaa" * 6 + b"\x55" * 6, b"\0\1"),
+        ((170,) * 3, (255,) * 3),
+        0,
+    ),
+    "4-bit grey PNG with a transparent level": (
+        png(4, 0, b"\xaa" * 12 + b"\x55" * 12, b"\0\5"),
+        ((170,) * 3, (255,) * 3),
         0,
     ),
     "16-bit RGBA PNG": (

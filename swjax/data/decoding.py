@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MOST_PIXELS = 2**26  # limit per image, because a small file can decode to any size
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow could parse many more formats
 _ORIENTATION = 0x0112  # EXIF tag
+_PHOTOMETRIC = 0x0106  # TIFF tag; 0 means that level 0 is white
 _local = threading.local()
 
 
@@ -88,10 +89,12 @@ def rgb(image: "Image.Image") -> np.ndarray:
     """
     from PIL import Image, ImageOps
 
+    image = _scale_transparency(image)
+    inverted = getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0  # Pillow inverts 8 bits alone
     if image.getexif().get(_ORIENTATION, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
-        image = _from_16_bits(image)
+        image = _from_16_bits(image, inverted)
     if image.mode in ("I", "F"):
         raise BadExample(
             f"an image must have 8 or 16 bits a channel, got 32 (mode {image.mode}), whose range is "
@@ -103,11 +106,28 @@ def rgb(image: "Image.Image") -> np.ndarray:
     return np.asarray(image.convert("RGB"))
 
 
-def _from_16_bits(image: "Image.Image") -> "Image.Image":
+def _scale_transparency(image: "Image.Image") -> "Image.Image":
+    """Scales the transparent color of a PNG of 2, 4 or 16 bits, whose pixels Pillow scales to 8 bits."""
+    tiles = getattr(image, "tile", ())  # of a file that is not loaded
+    stored = tiles[0][3] if tiles else ""
+    color = image.info.get("transparency")
+    if color is None or stored not in ("L;2", "L;4", "RGB;16B"):
+        return image
+    image = image.copy()
+    if stored == "RGB;16B":
+        color = tuple(level >> 8 for level in color)
+    else:
+        color *= {"L;2": 85, "L;4": 17}[stored]
+    image.info["transparency"] = color
+    return image
+
+
+def _from_16_bits(image: "Image.Image", inverted: bool) -> "Image.Image":
     """Converts 16-bit gray to 8 bits, with an opacity channel if a gray level is declared transparent."""
     from PIL import Image
 
     levels = np.asarray(image).astype(np.uint32)
+    levels = 65535 - levels if inverted else levels
     gray = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
     transparent = image.info.get("transparency")
     if transparent is None:
