@@ -252,10 +252,20 @@ def test_images_that_cannot_be_read_are_not_shown(source):
             assert p.name in (NAMES[label], *source.captions(label))
 
 
-def test_a_set_without_a_readable_image_is_bad_data():
-    for scorer in (zero_shot, lambda *args: evaluators.Retrieval(*args, **SIZES)):
-        with pytest.raises(data.BadData, match="^none of the 2 images to evaluate on can be read"):
-            scorer(Model(), WithUnreadable([0, 1])).run(np.float32(1))
+@pytest.mark.parametrize(
+    "labels, options, message",
+    [
+        ([0, 1, 2], {"on_bad": "stop"}, "cannot read example 0: OSError: no image"),
+        ([0, 1, 2], {"max_bad_share": 0.0}, "1 of 1 examples cannot be read, more than"),
+        ([0, 1], {}, "none of the 2 images to evaluate on can be read"),
+    ],
+)
+def test_too_many_unreadable_images_end_an_evaluation(labels, options, message):
+    unreadable = WithUnreadable(labels)
+    retrieval = evaluators.Retrieval(Model(), unreadable, **SIZES, **options)
+    for scorer in (zero_shot(Model(), unreadable, **options), retrieval):
+        with pytest.raises(data.BadData, match=message):
+            scorer.run(np.float32(1))
 
 
 def evaluate_sharded(tensor=1):

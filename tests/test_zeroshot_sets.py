@@ -280,8 +280,8 @@ def test_sets_are_scored_once_for_each_state(monkeypatch):
     runs = []
 
     class Scores:
-        def __init__(self, *_, **__):
-            pass
+        def __init__(self, *_, on_bad, max_bad_share, **__):
+            assert (on_bad, max_bad_share) == ("stop", 0.5)  # of the config
 
         def run(self, params):
             runs.append(params)
@@ -292,7 +292,8 @@ def test_sets_are_scored_once_for_each_state(monkeypatch):
     monkeypatch.setattr(evaluation, "open_source", lambda config, split: None)
     monkeypatch.setattr(evaluation.evaluators, "ZeroShot", Scores)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    evaluate = evaluation.make_evaluate(micro_config("cache"), None, mesh)
+    config = micro_config("cache", data__on_bad="stop", data__max_bad_share=0.5)
+    evaluate = evaluation.make_evaluate(config, None, mesh)
     for params in (0.1, 0.2):
         state = {"params": params, "step": jnp.int32(4)}
         for split in ("val", "test"):

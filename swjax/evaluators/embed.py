@@ -105,6 +105,8 @@ def images(
     image_size: int,
     share: Share = ALONE,
     count: int = 0,
+    on_bad: str = "skip",
+    max_bad_share: float = 0.01,
 ) -> Images:
     """Embeds every readable image of a source, in order.
 
@@ -116,9 +118,11 @@ def images(
       context_length, image_size: tokens per text and height = width in pixels, as in training.
       share: this process's share of each batch.
       count: number of images whose pixels are kept, evenly spaced over the source.
+      on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 
     Raises:
-      ValueError: the source has no images, or, as `data.BadData`, none of them can be read.
+      ValueError: the source has no images.
+      BadData: none is readable, or too many are unreadable.
     """
     if len(source) == 0:
         raise ValueError("the source to evaluate on has no images: choose another split")
@@ -131,6 +135,8 @@ def images(
         image_size=image_size,
         process_index=share.index,
         process_count=share.count,
+        on_bad=on_bad,
+        max_bad_share=max_bad_share,
     )
     parts, kept = [], None
     for batch in batches:

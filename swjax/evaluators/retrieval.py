@@ -46,6 +46,7 @@ class Retrieval:
       share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
       captions_per_image: largest number of captions per image; None uses all.
       name: name of the set, the prefix of the scores.
+      on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 
     References:
       Karpathy and Fei-Fei, "Deep visual-semantic alignments for generating image descriptions", 2015,
@@ -62,6 +63,8 @@ class Retrieval:
         image_size: int,
         share: Share = embed.ALONE,
         captions_per_image: int | None = None,
+        on_bad: str = "skip",
+        max_bad_share: float = 0.01,
         name: str = "val",
     ):
         self._predict, self._source, self._name = predict, source, name
@@ -71,7 +74,13 @@ class Retrieval:
             "share": share,
         }
         self._images: Callable[..., embed.Images] = functools.partial(
-            embed.images, predict, source=source, image_size=image_size, **self._sizes
+            embed.images,
+            predict,
+            source=source,
+            image_size=image_size,
+            on_bad=on_bad,
+            max_bad_share=max_bad_share,
+            **self._sizes,
         )
         self._example = EvalExample(source, context_length, image_size)
         self._captions_per_image = captions_per_image

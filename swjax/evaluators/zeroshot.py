@@ -44,6 +44,7 @@ class ZeroShot:
       context_length, image_size: tokens per text and height = width in pixels, as in training.
       share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
       name: name of the set, for the names of the scores.
+      on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 
     Raises:
       ValueError: a template has no "{}" for the name, or the source has no class names.
@@ -64,6 +65,8 @@ class ZeroShot:
         image_size: int,
         share: Share = embed.ALONE,
         name: str,
+        on_bad: str = "skip",
+        max_bad_share: float = 0.01,
     ):
         if not source.class_names:
             raise ValueError("the source has no class names: zero-shot classification needs them")
@@ -75,7 +78,13 @@ class ZeroShot:
             "share": share,
         }
         self._images: Callable[..., embed.Images] = functools.partial(
-            embed.images, predict, source=source, image_size=image_size, **self._sizes
+            embed.images,
+            predict,
+            source=source,
+            image_size=image_size,
+            on_bad=on_bad,
+            max_bad_share=max_bad_share,
+            **self._sizes,
         )
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:

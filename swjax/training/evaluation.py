@@ -54,6 +54,8 @@ def make_evaluate(
         "context_length": config.data.context_length,
         "image_size": config.data.image_size,
         "share": sharding.batch_share(mesh),
+        "on_bad": config.data.on_bad,
+        "max_bad_share": config.data.max_bad_share,
     }
 
     def predict(params, batch):
