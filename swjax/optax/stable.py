@@ -403,9 +403,7 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
     require("b1", b1, lambda x: 0 <= x < 1, "in [0, 1)")
     if not callable(b2):
         require("b2", b2, lambda x: 0 <= x < 1, "in [0, 1)")
-    rule = (
-        "positive and at least 2^-126 (1.2e-38, float32's), because a zero gradient would give 0/0"
-    )
+    rule = "at least 2^-126 (1.2e-38); below it float32 is 0, and a zero gradient gives 0/0"
     require("eps", eps, lambda x: float(x) >= 2.0**-126, rule)
     require("weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
     require("clip_threshold", clip_threshold, lambda x: x > 0, "positive")
