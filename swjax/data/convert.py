@@ -146,9 +146,7 @@ def expected(out: Path) -> dict[str, int]:
 
 
 def _expect(out: Path, split: str, shards: int) -> None:
-    part = out / f"{_EXPECTED}.part"
-    part.write_text(json.dumps(expected(out) | {split: shards}))
-    os.replace(part, out / _EXPECTED)
+    files.write_atomically(out / _EXPECTED, json.dumps(expected(out) | {split: shards}))
 
 
 def _drop_half_line(path: Path) -> None:

@@ -118,7 +118,8 @@ def _make(prefix: str, paths: list, sizes: list, keys: list, scan) -> None:
             if trouble:
                 damage.append((i, trouble, sizes[i] - int(bounds[-1])))
     os.replace(f"{prefix}.part", f"{prefix}.npy")
-    _write(Path(f"{prefix}.json"), json.dumps({"lengths": lengths, "damage": damage}).encode())
+    text = json.dumps({"lengths": lengths, "damage": damage})
+    files.write_atomically(Path(f"{prefix}.json"), text)
 
 
 def _store(part: Path, found: Scan) -> None:
@@ -143,12 +144,6 @@ def _blame(path: Path) -> Iterator[Path]:
             f"the stored positions {path} are damaged: remove {path}, and those of the same name with other "
             f"endings; they are made again ({error})"
         ) from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
-    os.replace(part, path)
 
 
 def _tell(done: Iterator, total: int) -> Iterator:

@@ -177,10 +177,8 @@ def write_page(
         for query, row in zip(queries, found, strict=True)
     )
     subtitle = "The nearest pictures, with cosine similarities"
-    part = path.with_name(f"{path.name}.part")
     text = page.fill("search.html", title=title, subtitle=subtitle, tiles="", sections=sections)
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # of names in Latin-1
-    part.replace(path)
+    files.write_atomically(path, text)
 
 
 def _thumbnail(image: Any) -> str:

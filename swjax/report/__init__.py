@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from swjax.data.files import write_atomically
 from swjax.report import charts, page, records
 
 __all__ = ["write"]
@@ -70,9 +71,7 @@ def write(
         ],
         attribution=final["attribution"],
     )
-    part = folder / "index.part"
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # of names in Latin-1
-    return part.rename(folder / "index.html")
+    return write_atomically(folder / "index.html", text)
 
 
 def _remember(folder: Path, results, predictions, nearest_images, attribution) -> dict:
@@ -113,10 +112,7 @@ def _remember(folder: Path, results, predictions, nearest_images, attribution) -
             }
             for i, each in enumerate(nearest_images)
         ]
-    text = json.dumps(final, indent=2, ensure_ascii=False) + "\n"
-    part = folder / "results.part"
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")
-    part.rename(path)  # when complete: a damaged file would end the run again when it is resumed
+    write_atomically(path, json.dumps(final, indent=2, ensure_ascii=False) + "\n")
     return final
 
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from swjax.data.decoding import decode
 from swjax.data.examples import reason
+from swjax.data.files import write_atomically
 from swjax.data.icons import shards
 from swjax.data.sources import Source, source
 from swjax.data.tokenizer import tokenize
@@ -256,9 +257,7 @@ def write_page(path: Path, where: str, found: Check, context_length: int) -> Non
         figures=figures or "<p>No example is usable.</p>",
         bad=f"<table>{rows}</table>" if rows else "<p>No bad examples.</p>",
     )
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # of names in Latin-1
-    part.replace(path)
+    write_atomically(path, text)
 
 
 def _verify(folder: Path) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from swjax.data.files import write_atomically
 from swjax.report import charts, page
 from swjax.report.charts import DARK, LIGHT, Chart, Theme
 
@@ -56,10 +57,7 @@ def write(result: dict, workdir: Path) -> Path:
         table=_rows(["", *result["layers"]], _all_rows(result)),
         environment="<pre>" + escape("\n".join(result["environment"])) + "</pre>",
     )
-    path = workdir / "compare_precision.html"
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    return part.rename(path)
+    return write_atomically(workdir / "compare_precision.html", text)
 
 
 def summary(result: dict) -> Iterable[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from swjax.data.files import write_atomically
 from swjax.diagnostics.names import RMS
 from swjax.diagnostics.spikes import Alignment, Analysis, Event, Rules, analyse
 from swjax.report import charts, page, records, spike_charts
@@ -65,9 +66,8 @@ def write(
     folder = workdir / "report"
     folder.mkdir(exist_ok=True)
     shown = spike_charts.Data(loss, rms, metrics, analysis)
-    part = folder / "spikes.part"
-    part.write_text(_render(workdir, folder / "spikes", shown, examples), encoding="utf-8")
-    return part.rename(folder / "spikes.html"), analysis
+    text = _render(workdir, folder / "spikes", shown, examples)
+    return write_atomically(folder / "spikes.html", text), analysis
 
 
 def summary(analysis: Analysis) -> list[str]:

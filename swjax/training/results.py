@@ -8,6 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from swjax import report
+from swjax.data.files import write_atomically
 from swjax.training import config as config_lib
 from swjax.training import environment
 from swjax.training.config import ConfigError
@@ -29,10 +30,7 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
     if step and path.exists():
         for change in config_lib.changes(path.read_text(errors="replace"), config):
             console.say(f"the config has changed since this run began: {change}")
-    # Renamed when complete, so a full disk does not leave a damaged one.
-    unfinished = workdir / "config.part"
-    unfinished.write_text(config_lib.to_json(config))
-    unfinished.rename(path)
+    write_atomically(path, config_lib.to_json(config))
     (workdir / "env.txt").write_text(environment.describe(), "utf-8", "backslashreplace")
     console.say(
         f"{config.model.name} in {config.model.recipe} on {jax.device_count()} x "
@@ -85,10 +83,7 @@ def write_results(
             attribution=parts.source.attribution,
         )
     results = {"step": step, "skipped": skipped, "scores": unseen.scores}
-    # Renamed when complete, so a kill leaves no partial results.json.
-    unfinished = workdir / "results.part"
-    unfinished.write_text(json.dumps(results, indent=2) + "\n")
-    unfinished.rename(workdir / "results.json")
+    write_atomically(workdir / "results.json", json.dumps(results, indent=2) + "\n")
 
 
 def tell_results(workdir: Path) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from swjax.data import drawing_processes
+from swjax.data.files import write_atomically
 from swjax.data.icons import drawings, sets
 from swjax.data.icons.sets import Icon, IconSet, concept_and_style, fold
 from swjax.data.packages import require
@@ -137,7 +138,8 @@ def _write(path: Path, icons: list[Icon], answers: Iterator[list]) -> None:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
     os.replace(part, path.with_suffix(".array_record"))
-    _write_json(path.with_suffix(".json"), Drawn(keys, digests, checksum)._asdict())
+    shard = Drawn(keys, digests, checksum)
+    write_atomically(path.with_suffix(".json"), json.dumps(shard._asdict()))
 
 
 def encode(icon: Icon, png: bytes) -> bytes:
@@ -154,12 +156,6 @@ def decode(record: bytes) -> tuple[str, str, bytes]:
     header, _, png = record.partition(b"\n")
     key, category = json.loads(header)
     return key, category, png
-
-
-def _write_json(path: Path, content: dict) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(content))
-    os.replace(part, path)
 
 
 # --- splits -------------------------------------------------------------------------------------------
@@ -207,7 +203,7 @@ def _assign(folder: Path, shards: list[Drawn], found: dict[str, IconSet]) -> Non
         label = {name: number for number, name in enumerate(names)}
         rows = np.array([chosen, [label[concepts[i]] for i in chosen]], np.int32).reshape(2, -1)
         np.save(folder / f"{split}.npy", rows)
-        _write_json(folder / f"{split}.names.json", {"names": names})
+        write_atomically(folder / f"{split}.names.json", json.dumps({"names": names}))
         counts[split] = {"drawings": len(chosen), "names": len(names)}
     _write_attribution(folder / "attribution.tsv", keys, found)
     duplicates = sum(
@@ -216,7 +212,7 @@ def _assign(folder: Path, shards: list[Drawn], found: dict[str, IconSet]) -> Non
     shard_lengths = [len(shard.keys) for shard in shards]
     colored = sorted(prefix for prefix, icon_set in found.items() if icon_set.colored)
     content = {"splits": counts, "duplicates_left_out": duplicates, "coloured_sets": colored}
-    _write_json(folder / COMPLETE, content | {"shards": shard_lengths})
+    write_atomically(folder / COMPLETE, json.dumps(content | {"shards": shard_lengths}))
 
 
 def _write_attribution(path: Path, keys: list[str], found: dict[str, IconSet]) -> None:
