@@ -176,7 +176,10 @@ def _missing_triton() -> str | None:
     """Names the missing packages of the "triton" modules, which are imported only if none is missing."""
     if importlib.util.find_spec("jax_triton") is None:
         return f"needs jax-triton, which is not installed: {INSTALL}"
-    version = importlib.metadata.version("triton")
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # builds under other names, as PyTorch's
+        return f"needs the package triton, which is not installed under this name: {INSTALL}"
     if tuple(int(part) for part in version.split(".")[:2]) < (3, 7):
         return f"needs Triton 3.7 or newer, got {version}: install it by {INSTALL}"
     return None

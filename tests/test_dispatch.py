@@ -227,11 +227,17 @@ def test_no_package_is_asked_for_where_the_kernels_cannot_run(gpu):
         (False, None, r"needs jax-triton, which is not installed: pip install 'swjax\[gpu\]'"),
         (True, "3.6.0", r"needs Triton 3.7 or newer, got 3.6.0: .*pip install 'swjax\[gpu\]'"),
         (True, "3.10.1", None),
+        (True, None, r"needs the package triton, .*pip install 'swjax\[gpu\]'"),
     ],
 )
 def test_what_is_missing_of_triton(monkeypatch, installed, version, message):
+    def version_of(name):
+        if version is None:
+            raise dispatch.importlib.metadata.PackageNotFoundError(name)
+        return version
+
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", version_of)
     missing = dispatch._missing_triton.__wrapped__()
     assert missing is None if message is None else re.match(message, missing)
 
