@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from swjax import Layout
+from swjax.linear.plans import vary_alike
 from swjax.models import sharding
 
 
@@ -39,6 +40,12 @@ def test_the_options_of_a_step_on_gpus_unless_told_otherwise(monkeypatch):
     assert options("gpu", 4) == {scatter: "134217728"}
     monkeypatch.setenv("XLA_FLAGS", f"--{gather}_of_another_option=1")
     assert options("gpu", 1) == {triton: "False"} and gather in options("gpu", 4)
+
+
+def test_a_jax_without_the_axes_that_arrays_vary_over_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "typeof", lambda x: SimpleNamespace(shape=x.shape))
+    with pytest.raises(NotImplementedError, match=f"support jax {jax.__version__}.*: install"):
+        vary_alike(np.ones(2))
 
 
 def test_layouts_refuse_other_specs_and_dtypes_of_sums():

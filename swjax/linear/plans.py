@@ -210,10 +210,21 @@ def vary_alike(*trees: Any) -> Any:
 
 
 def _varying(tree) -> Axes:
-    leaves = jax.tree.leaves(tree)
-    return union(tuple(sorted(jax.typeof(x).manual_axis_type.varying)) for x in leaves)
+    return union(tuple(sorted(_varying_axes(x))) for x in jax.tree.leaves(tree))
 
 
 def _vary(x: jax.Array, axes: Axes) -> jax.Array:
-    missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)
+    varying = _varying_axes(x)
+    missing = tuple(a for a in axes if a not in varying)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    """The manual axes that x varies over. JAX does not document this attribute of types."""
+    try:
+        return jax.typeof(x).manual_axis_type.varying
+    except AttributeError as error:
+        raise NotImplementedError(
+            f"this version of swjax does not support jax {jax.__version__}, whose types lack "
+            "manual_axis_type: install the jax of requirements/constraints.txt"
+        ) from error
