@@ -43,10 +43,13 @@ def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
     assert position_a == position_b and position_a["batches"] == 6
 
 
-def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path):
+def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path, monkeypatch):
     _, workdir = reference
     as_interrupted(workdir, tmp_path / "first")
+    close, closed = Checkpoints.close, []
+    monkeypatch.setattr(Checkpoints, "close", lambda self: (closed.append(self), close(self)))
     assert train(micro(checkpoint__resume=str(tmp_path / "first")), tmp_path / "second") == 0
+    assert [each.directory.parent.name for each in closed] == ["first", "second"]
     assert records(tmp_path / "second") == records(workdir)[4:]
 
 

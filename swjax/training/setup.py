@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,9 @@ def init_or_restore(
         with config_lib.blame_changes(checkpoints.directory.parent, config):
             return checkpoints.restore(like)
     if config.checkpoint.resume:
-        with config_lib.blame_changes(Path(config.checkpoint.resume), config):
-            return Checkpoints.of("checkpoint.resume", config.checkpoint.resume).restore(like)
+        other = Checkpoints.of("checkpoint.resume", config.checkpoint.resume)
+        with closing(other), config_lib.blame_changes(Path(config.checkpoint.resume), config):
+            return other.restore(like)
     return first_state(config, init, like), None
 
 
