@@ -22,6 +22,7 @@ import study  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, PEER, OURS_16_BIT, OTHER = "#2a6fbb", "#b8bec6", "#8fb6e0", "#c8571b"
+ROTATED = "#2e8b57"  # int8 weight gradients of rotated tokens
 
 # {implementation in the result: its label}, from top to bottom.
 TOWER = {
@@ -50,7 +51,7 @@ PAIRED = {
     "icons_pairs": "icons, ViT-B's width\n(sums of 67,584 tokens)",
     "icons_large_batch_shared_700": "icons, width 128\n(sums of 1,064,960 tokens)",
 }
-RECIPES = {"switchback": OURS, "switchback_hadamard": "#2e8b57", "llm_int8": OTHER}
+RECIPES = {"switchback": OURS, "switchback_hadamard": ROTATED, "llm_int8": OTHER}
 TOKENS = 65_536
 SCALED = {"vit_h14": "ViT-H/14, 256 pairs a GPU", "vit_b16": "ViT-B/16, 256 pairs a GPU"}
 TITLES = {"standard": "standard, fp32 (products in TF32)", "switchback": "switchback, int8"}
@@ -71,7 +72,7 @@ OPTIMIZERS = {
 ERRORS = {
     "switchback": ("switchback: dW's product exact, the others in int8", OURS),
     "llm_int8": ("llm_int8: dW's product alone in int8", OTHER),
-    "switchback_hadamard": ("switchback_hadamard: the same with rotated tokens", "#2e8b57"),
+    "switchback_hadamard": ("switchback_hadamard: the same with rotated tokens", ROTATED),
     "fp8_tensorwise": ("fp8_tensorwise: dW's product alone in fp8", PEER),
 }
 
@@ -330,7 +331,7 @@ def draw_icons(figure) -> None:
     arms = [arm for arm in dict.fromkeys(run["key"]["arm"] for run in runs) if arm != "standard"]
     labels = []
     for y, arm in enumerate(arms):
-        pairs = paired.less(runs, arm, paired.final_loss)
+        pairs = paired.minus(runs, arm, paired.final_loss)
         mean, half = study.interval(pairs)
         color = RECIPES.get(arm, "0.35")
         right.plot(pairs, [y - 0.25] * len(pairs), "o", color=PEER, markersize=3.5)
@@ -381,9 +382,9 @@ def draw_icons_h(figure) -> None:
     right.set_ylabel("training loss minus that of bf16,\neach pair of runs", fontsize=9)
     for axes in (left, right):
         axes.set_xlabel("step of 512 drawings; 800 are shared", fontsize=9)
-        axes.legend(fontsize=8, frameon=False)
         clear(axes)
     right.set_ylim(top=0.0056)
+    left.legend(fontsize=8, frameon=False)
     right.legend(fontsize=8, frameon=False, loc="upper left")
     say(figure, "ViT-H's width: llm_int8 ends further above bf16 than switchback, in all pairs")
 
@@ -436,7 +437,7 @@ def draw_loss_differences(figure) -> None:
     for axes, runs in ((left, pairs), (right, large)):
         key = runs[0]["key"]
         for arm, color in {**RECIPES, paired.CONTROL: "0.6"}.items():
-            gaps = paired.less(runs, arm, lambda result: np.asarray(result["loss"]))
+            gaps = paired.minus(runs, arm, lambda result: np.asarray(result["loss"]))
             if not gaps:
                 continue
             means = np.stack(gaps).reshape(len(gaps), -1, window).mean(2)
