@@ -1,9 +1,9 @@
-"""The CLIP train step on 1, 2, 4, ... devices: samples/s, collectives, memory, and loss curves.
+"""Measures the CLIP train step on 1, 2, 4, ... devices: samples/s, collectives, memory and loss curves.
 
   python benchmarks/scaling.py --out=scaling.json                          # everything, most important first
   python benchmarks/scaling.py --models vit_h14 --devices 1 4 --out=scaling.json
   python benchmarks/scaling.py --losses --out=scaling_losses.json          # one global batch for all
-  python benchmarks/scaling.py --plot=scaling.png --out=scaling.json       # of what the file holds
+  python benchmarks/scaling.py --plot=scaling.png --out=scaling.json       # draws the recorded rows
   python benchmarks/scaling.py --at_once 8 --timeout 600                   # eight compile, run one by one
   python benchmarks/scaling.py --smoke                                     # tiny, on eight CPU devices
 
@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
         return 0
     known = [row["case"] for row in found["rows"]]
     for case, row in measured([case for case in cases(args) if case not in known], args):
-        found |= {key: row.pop(key) for key in ("machine",) if key in row}
+        if "machine" in row:
+            found["machine"] = row.pop("machine")
         found["rows"].append({"case": case} | row)
         found["command"] = environment.command()
         if args.out:
@@ -61,17 +62,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=["switchback", "standard"])
     parser.add_argument("--layouts", nargs="+", default=["data", "fsdp"], choices=["data", "fsdp"])
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 4, 2])
-    parser.add_argument("--batch", type=int, default=256, help="pairs a device")
-    parser.add_argument("--remat", default="none", help="what blocks keep, see configs/common.py")
+    parser.add_argument("--batch", type=int, default=256, help="pairs per device")
+    parser.add_argument("--remat", default="none", help="see model.remat in configs/common.py")
     parser.add_argument("--scan", action="store_true", help="scan over layers: compiles faster")
     parser.add_argument(
         "--reduce_dtypes",
         nargs="+",
         default=["float32"],
         choices=["float32", "bfloat16"],
-        help="that devices add up kernels' gradients in",
+        help="dtypes in which devices all-reduce the gradients of kernels",
     )
-    text = "1: all layers' at once, after the backward pass"
+    text = "1: all-reduces the gradients of all layers at once, after the backward pass"
     parser.add_argument(
         "--reduce_once", nargs="+", type=int, default=[1], choices=[0, 1], help=text
     )
@@ -83,14 +84,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="compiler options for several devices, such as "
         "xla_gpu_disable_async_collectives=ALLCOLLECTIVES; again for another set, empty for none",
     )
-    parser.add_argument("--steps", type=int, default=20, help="timed; of --losses 200")
-    parser.add_argument("--losses", action="store_true", help="loss curves instead")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps; 200 with --losses")
+    parser.add_argument("--losses", action="store_true", help="records loss curves instead")
     parser.add_argument(
-        "--at_once", type=int, default=1, help="cases that compile, then run one by one"
+        "--at_once",
+        type=int,
+        default=1,
+        help="number of cases that compile together; they run one by one",
     )
-    parser.add_argument("--timeout", type=float, default=280, help="seconds a case")
+    parser.add_argument("--timeout", type=float, default=280, help="seconds per case")
     parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--plot", type=Path, help="only draw what --out holds")
+    parser.add_argument("--plot", type=Path, help="only draws the rows in --out")
     parser.add_argument("--smoke", action="store_true", help="tiny models on eight CPU devices")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)

@@ -222,7 +222,7 @@ def test_runs_of_the_same_seed_are_compared(study, capsys):
     assert paired.differences(some, "switchback", "test", "top1") == pytest.approx([1, 2, 3])
     paired.table(some)
     told = capsys.readouterr().out
-    assert "switchback less standard, points" in told
+    assert "switchback minus standard, points" in told
     assert "test top1: +2.00 +- 2.48 (3 pairs, 3 above, 0 below)" in told
     assert "final loss, nats: +0.0200 +- 0.0248" in told
     assert "val top1: 32.00" in told and "val top1: +" not in told

@@ -101,18 +101,18 @@ def make_trainer(
 
 
 def table(runs: list[dict]) -> None:
-    """Final losses, and differences from "standard" with their 95% intervals."""
+    """Prints final losses, and differences from "standard" with 95% intervals."""
     for (arm,), some in study.group(runs, "arm").items():
         mean, half = study.interval(run["result"]["final_loss"] for run in some)
         text = f"{arm:20} {len(some)} seeds: final loss {mean:.4f} +- {half:.4f}"
-        pairs = paired.less(runs, arm, paired.final_loss)
+        pairs = paired.minus(runs, arm, paired.final_loss)
         if arm != "standard" and pairs:
-            text += f"; less that of standard {paired.told(pairs, digits=4)}"
+            text += f"; minus that of standard {paired.told(pairs, digits=4)}"
         print(text)
 
 
 def draw(figure, runs: list[dict]) -> None:
-    """The losses less those of "standard", a line for each pair."""
+    """Draws the losses minus those of "standard", one line per pair."""
     axes = figure.subplots()
     for number, (arm,) in enumerate(study.group(runs, "arm")):
         if arm != "standard":

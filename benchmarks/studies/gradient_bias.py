@@ -188,7 +188,7 @@ def measures(p: Products) -> dict[str, float]:
       variance_ratio: error variance over gradient noise.
       bias_to_noise: bias over gradient noise. Over T steps a bias adds up to T^2 |E e|^2, and noise to T
         times its variance. They are equal after 1 / bias_to_noise steps, if the parameters stay the same.
-      added_noise: noise of g' over that of g, less 1. It differs from `variance_ratio` if g and e correlate.
+      added_noise: noise of g' over that of g, minus 1. It differs from `variance_ratio` if g and e correlate.
       along: <E e, E g> over the signal, -0.01 if g' is one percent too short.
       across: the part of `bias` that is orthogonal to E g.
       cosine: of E e and E g.

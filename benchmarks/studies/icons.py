@@ -1,21 +1,21 @@
-"""Does int8 cost accuracy? Paired runs on drawings of icon sets, at the width and depth of ViT-B, L and H.
+"""Measures whether int8 costs accuracy: paired runs on icons, with the width and depth of ViT-B, L and H.
 
 Command:  python benchmarks/studies/icons.py --archive=data/iconify-json-2.2.535.tgz \\
             --out=benchmarks/results/icons_accuracy.json --plot=benchmarks/notes/images/icons_accuracy.png
 
-Runs with one seed are a pair: they start from the same parameters and see the same pairs, augmentations and
-dropped patches, whatever their recipe. The learning rate is chosen for "standard", by the top-1 of the
-validation names, and then used for all. Images have 64 pixels and patches of 8. Half of the patches are
-dropped, so wgrad contracts 33 tokens an image; captions have 16 tokens.
+Runs with one seed are a pair: they start from the same parameters and see the same drawings, augmentations
+and dropped patches, whatever their recipe. The learning rate is tuned for "standard" on the top-1 of the
+validation names, and used for all recipes. Images have 64 x 64 pixels in patches of 8. Half of the patches
+are dropped, so wgrad sums 33 tokens per image; captions have 16 tokens.
 
-A deep CLIP stays near the loss of chance for some 100 to 400 steps, and small differences decide when it
-leaves it. --shared=600 takes this out of the comparison: the runs of a pair continue from the same 600 steps
-of "standard". The arm "control" is "standard" whose start is changed by one part in a million. Its
-differences from "standard" are those of any change of the rounding.
+For its first 100 to 400 steps, the loss of a deep CLIP stays near that of chance. Small differences determine
+when it begins to fall. --shared=600 excludes this from the comparison: the runs of a pair continue from the
+same 600 steps of "standard". The arm "control" is "standard" from a start that is changed by one part in a
+million. Its differences from "standard" are those of any change in rounding.
 
-Rounding errors show where gradients have little noise: in large batches. --set changes keys of the config,
-so that a narrower model leaves memory for them. With all 65 tokens of an image a batch of 16,384 gives K =
-1,064,960:
+Rounding errors are visible where gradients have little noise, as in large batches. --set changes keys of the
+config, so that a narrower model leaves memory for them. With all 65 tokens of an image, a batch of 16,384
+sums 1,064,960 tokens:
 
   python benchmarks/studies/icons.py --archive=data/iconify-json-2.2.535.tgz --batch=16384 \\
     --set model.patch_dropout=0 model.vision.width=128 model.vision.layers=4 model.vision.heads=2 \\
@@ -84,7 +84,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def runs(args: argparse.Namespace) -> Iterable[study.Run]:
-    """Every arm of a seed before the next seed, so that a study which is cut short has whole pairs."""
+    """Lists all arms of a seed before the next seed, so that an interrupted study has whole pairs."""
     settings = {
         name: getattr(args, name) for name in ("steps", "warmup", "shared", "batch", "source")
     }
@@ -99,7 +99,7 @@ def runs(args: argparse.Namespace) -> Iterable[study.Run]:
 
 
 def train(args: argparse.Namespace, key: dict) -> dict:
-    """One run: its losses, and its scores on the validation names and the three tests."""
+    """Trains one run; returns its losses, and its scores on the validation names and the three tests."""
     import engine
 
     files = args.source, args.data, args.archive
@@ -130,9 +130,10 @@ def train(args: argparse.Namespace, key: dict) -> dict:
 def make_trainer(
     files: tuple, size: str, arm: str, steps: int, warmup: int, batch: int, changes: tuple[str, ...]
 ):
-    """The trainer of a size and a recipe, with the paper's optimizer; changes are KEY=VALUE of the config.
+    """The trainer for a size and a recipe, with the paper's optimizer.
 
-    Synthetic patterns, which test the study itself, are learned by a small model.
+    `changes` are KEY=VALUE pairs of the config. The source "synthetic", which tests this study, uses a small
+    model.
     """
     import engine
 
@@ -162,7 +163,7 @@ def make_trainer(
 
 @functools.cache
 def read(source: str, directory: str, archive: str) -> dict:
-    """The corpora by split. Those of icons are kept in a file: all runs of a machine read it."""
+    """Reads the corpora by split. Decoded icons are stored in files, which all runs of a machine read."""
     import engine
 
     if source == "synthetic":
@@ -177,7 +178,7 @@ def read(source: str, directory: str, archive: str) -> dict:
 
 
 def load(pool: ProcessPoolExecutor, split: str, *files: str):
-    """The drawings of a split, decoded by a pool of processes. In training each has its own captions."""
+    """Decodes the drawings of a split in a pool of processes. In "train" each has its own captions."""
     import engine
 
     icons = _open(split, *files)
@@ -199,7 +200,7 @@ def _open(split: str, source: str, directory: str, archive: str):
 
 
 def _read(opened: tuple[str, ...], part: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Images, labels and captions of some drawings of a split."""
+    """Reads images, labels and captions of a part of a split."""
     from swjax.data.images import fit
 
     icons = _open(*opened)

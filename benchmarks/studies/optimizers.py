@@ -10,7 +10,7 @@ rate rises over a tenth of the run and falls to 0 as a cosine. Runs with one see
 
 Measured: top-1 of unseen drawings; the final loss; loss spikes by the paper's rules; OLMo's spike score of
 the loss and of the gradient norm; and the sensitivity to the learning rate, the mean over the rates of the
-final loss less the best one.
+final loss minus the best one.
 
 The settings and rules were committed before the runs that count.
 """

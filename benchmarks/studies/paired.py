@@ -1,14 +1,14 @@
-"""Paired runs: what the studies of accuracy record of a run, and its scores less those of another arm.
+"""Paired runs: the results that the accuracy studies record, and their differences from another arm.
 
   python benchmarks/studies/paired.py benchmarks/results/icons_h_h100.json --base=switchback
 
-prints the differences of every arm from one, with 95% intervals and p of the paired t-test. Pairs of all
-settings of the file are taken together.
+prints the difference of every arm from the base, with 95% intervals and p-values of the paired t-test. It
+pools the pairs of all settings in the file.
 
-Runs with one seed are a pair: they start from the same parameters and see the same batches and
-augmentations, whatever their arm. Runs are compared if their keys are equal but for "arm" and "seed". Pairs
-that share their first steps must continue from one computation of them: another machine may round
-differently.
+An arm is a variant under comparison, usually a recipe. Runs of two arms with the same seed are a pair: they
+start from the same parameters and see the same batches and augmentations. Runs are compared if their keys
+differ only in "arm" and "seed". Pairs that share their first steps must continue from the same stored state,
+because another machine may round differently.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SCORES = ("top1", "image_to_text_R@10", "text_to_image_R@10")
 
 
 def result(trainer, params, measured: dict, corpora: dict) -> dict:
-    """What is kept of a run: device, losses, and the scores on each of some corpora."""
+    """The recorded result of a run: device, losses, and the scores on each corpus."""
     import jax
 
     loss = measured["loss"]
@@ -47,12 +47,12 @@ def states_flag(flags: argparse.ArgumentParser) -> None:
         "--states",
         type=Path,
         metavar="FOLDER",
-        help="keeps the ends of shared steps, for other processes",
+        help="stores the states after shared steps, for other processes",
     )
 
 
 def state_file(args: argparse.Namespace, key: dict) -> Path | None:
-    """Where --states keeps the end of the shared steps of a run, whatever its arm."""
+    """The file in --states for the state after the shared steps of a run; all arms share it."""
     if not args.states:
         return None
     settings = json.dumps({name: value for name, value in key.items() if name != "arm"})
@@ -60,7 +60,7 @@ def state_file(args: argparse.Namespace, key: dict) -> Path | None:
 
 
 def fingerprint(params) -> str:
-    """A hash of parameters: runs of a pair that share their first steps record the same."""
+    """A hash of parameters, equal for runs of a pair that share their first steps."""
     import jax
 
     digest = hashlib.sha256()
@@ -70,7 +70,7 @@ def fingerprint(params) -> str:
 
 
 def scores(trainer, params, corpus) -> dict[str, float]:
-    """Top-1 among the names by the four templates; recall of the names, and of the images of a name."""
+    """Zero-shot top-1 with the first four captions as prompts, and recall in both directions."""
     from swjax.evaluators import embed, ranking
 
     prompted = corpus._replace(captions=corpus.captions[:, :4])
@@ -98,16 +98,18 @@ def scores(trainer, params, corpus) -> dict[str, float]:
 def differences(
     some: list[dict], arm: str, split: str, score: str, base: str = "standard"
 ) -> list[float]:
-    """An arm's score less that of `base`, in points, for each seed that both have."""
-    return less(some, arm, lambda result: 100 * result[split][score], base)
+    """An arm's score minus that of `base`, in percentage points, for each seed that both have."""
+    return minus(some, arm, lambda result: 100 * result[split][score], base)
 
 
 def final_loss(result: dict) -> float:
     return result["final_loss"]
 
 
-def less(some: list[dict], arm: str, value: Callable[[dict], T], base: str = "standard") -> list[T]:
-    """A value of an arm's result less that of `base`, for each seed that both have: numbers or arrays.
+def minus(
+    some: list[dict], arm: str, value: Callable[[dict], T], base: str = "standard"
+) -> list[T]:
+    """A value of an arm's result minus that of `base`, a number or an array, for each seed that both have.
 
     Raises:
       ValueError: two runs with one seed start from different parameters.
@@ -128,7 +130,7 @@ def less(some: list[dict], arm: str, value: Callable[[dict], T], base: str = "st
 
 
 def alike(runs: list[dict]) -> dict[str, list[dict]]:
-    """Runs by all of their keys but arm and seed; the name has the settings in which the groups differ."""
+    """Groups runs by all keys except arm and seed; a group is named by the settings that vary."""
     names = dict.fromkeys(n for run in runs for n in run["key"] if n not in ("arm", "seed"))
     groups = study.group(runs, *names)
     differ = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
@@ -139,7 +141,7 @@ def alike(runs: list[dict]) -> dict[str, list[dict]]:
 
 
 def compared(runs: list[dict]) -> Iterable[tuple[str, str, list[dict]]]:
-    """(settings, arm, runs with these settings) for each arm that has pairs."""
+    """Yields (settings, arm, runs with these settings) for each arm that has pairs."""
     for settings, some in alike(runs).items():
         for arm in dict.fromkeys(run["key"]["arm"] for run in some):
             if arm != "standard" and differences(some, arm, "test", "top1"):
@@ -156,7 +158,7 @@ def tests(runs: list[dict]) -> list[str]:
 
 
 def table(runs: list[dict]) -> None:
-    """Scores of each arm, and differences from "standard" with their 95% intervals."""
+    """Prints the scores of each arm, and their differences from "standard" with 95% intervals."""
     for settings, group in alike(runs).items():
         for (arm,), some in study.group(group, "arm").items():
             print(", ".join(filter(None, (settings, arm, f"{len(some)} seeds"))))
@@ -164,15 +166,15 @@ def table(runs: list[dict]) -> None:
                 mean, half = study.interval(100 * run["result"][split][score] for run in some)
                 print(f"  {split} {score}: {mean:.2f} +- {half:.2f}")
     for settings, arm, some in compared(runs):
-        print(", ".join(filter(None, (settings, f"{arm} less standard, points"))))
+        print(", ".join(filter(None, (settings, f"{arm} minus standard, points"))))
         for split, score in itertools.product(tests(some), SCORES):
             print(f"  {split} {score}: {told(differences(some, arm, split, score))}")
-        losses = less(some, arm, final_loss)
+        losses = minus(some, arm, final_loss)
         print(f"  final loss, nats: {told(losses, digits=4)}")
 
 
 def told(pairs: list[float], digits: int = 2) -> str:
-    """Mean, 95% interval and counts of some differences."""
+    """Formats the mean, the 95% interval and the signs of paired differences."""
     mean, half = study.interval(pairs)
     above, below = (sum(sign * pair > 0 for pair in pairs) for sign in (1, -1))
     counts = f"{len(pairs)} pairs, {above} above, {below} below"
@@ -183,10 +185,10 @@ def compare(runs: list[dict], base: str) -> None:
     """Prints the differences of every arm from `base`, over the pairs of all settings."""
     groups = alike(runs).values()
     for arm in dict.fromkeys(run["key"]["arm"] for run in runs):
-        losses = [pair for some in groups for pair in less(some, arm, final_loss, base)]
+        losses = [pair for some in groups for pair in minus(some, arm, final_loss, base)]
         if arm == base or not losses:
             continue
-        print(f"{arm} less {base}")
+        print(f"{arm} minus {base}")
         print(f"  final loss, nats: {told(losses, digits=4)}, p = {p_value(losses):.2g}")
         scores = {
             f"{split} {score}": [
@@ -201,7 +203,7 @@ def compare(runs: list[dict], base: str) -> None:
 
 
 def p_value(pairs: list[float]) -> float:
-    """Two-sided p of the paired t-test; NaN for fewer than two pairs, and for equal differences.
+    """Two-sided p-value of the paired t-test; NaN for fewer than two pairs, and for equal differences.
 
     Scores are multiples of one example's share, so the differences of a few pairs can be equal.
 
@@ -214,7 +216,7 @@ def p_value(pairs: list[float]) -> float:
 
 
 def holm(ps: list[float]) -> list[float]:
-    """The p of several tests, corrected for their number by the method of Holm. NaN stays NaN.
+    """The p-values of several tests with Holm's correction for multiple tests; NaN stays NaN.
 
     >>> holm([0.01, 0.04, math.nan, 0.03])
     [0.03, 0.06, nan, 0.06]
@@ -227,7 +229,7 @@ def holm(ps: list[float]) -> list[float]:
 
 
 def draw(figure, runs: list[dict]) -> None:
-    """Paired differences of top-1 with their intervals, the losses of one pair, and differences of losses."""
+    """Draws paired differences of top-1 with intervals, the losses of one pair, and loss differences."""
     arms = list(compared(runs))
     rows = [(*row, split) for row in arms for split in tests(row[-1])]
     figure.set_size_inches(11, 4.4 + 0.5 * len(rows))
@@ -242,12 +244,12 @@ def draw(figure, runs: list[dict]) -> None:
         scores.errorbar(mean, -i, xerr=error, fmt="o", markersize=5, capsize=3, color=color)
         if i == 0:
             told = f"{mean:+.2f} ± {half:.2f} points of top-1, {len(pairs)} pairs"
-            scores.set_title(f"{arm} less standard: {told}")
+            scores.set_title(f"{arm} minus standard: {told}")
     labels = [", ".join(filter(None, (settings, arm, split))) for settings, arm, _, split in rows]
     scores.set_yticks([-i for i in range(len(rows))], labels)
     scores.set_ylim(0.5 - max(1, len(rows)), 0.5)
     scores.axvline(0, color="0.5", linewidth=0.8)
-    scores.set(xlabel="top-1 less that of standard, points: mean, 95% interval, pairs")
+    scores.set(xlabel="top-1 minus that of standard, points: mean, 95% interval, pairs")
     for _, _, some in arms[:1]:
         first = min(run["key"]["seed"] for run in some)
         for run in some:
@@ -263,13 +265,13 @@ def draw(figure, runs: list[dict]) -> None:
 
 
 def draw_gaps(axes, some: list[dict], arm: str, color: str) -> None:
-    """The training losses of an arm less those of "standard" over the steps, a line for each pair."""
-    curves = less(some, arm, lambda result: np.asarray(result["loss"]))
+    """Draws the training losses of an arm minus those of "standard", one line per pair."""
+    curves = minus(some, arm, lambda result: np.asarray(result["loss"]))
     for pair, curve in enumerate(curves):
         label = None if pair else arm
         axes.plot(_steps(some[0]), curve, color=color, linewidth=0.9, label=label)
     axes.axhline(0, color="0.5", linewidth=0.8)
-    axes.set(xlabel="step", title="loss less that of standard, each pair")
+    axes.set(xlabel="step", title="loss minus that of standard, each pair")
 
 
 def _steps(run: dict) -> list[int]:

@@ -6,7 +6,7 @@ Command:  python benchmarks/studies/recipes.py --dtype=bfloat16 --minutes=30 \\
 Towers have the paper's depths (12, 24, 32 blocks of vision; 12, 12, 24 of text) and an eighth of its widths;
 emoji drawings of 32 pixels in patches of 8, so 17 tokens. wgrad contracts batch x 17.
 
-  accuracy     every recipe, three seeds: top-1 of naming unseen drawings, less that of "standard"
+  accuracy     every recipe, three seeds: top-1 of naming unseen drawings, minus that of "standard"
   wgrad        standard, switchback and llm_int8 of the first shape at other batches: wgrad's K grows
   layer_scale  fp8_tensorwise plain, with zero-initialised layer-scale, with QK-norm, with gradients clipped,
                and standard without and with it: mean |x| of each block's output at the start and the end
@@ -157,7 +157,7 @@ def table(runs) -> None:
 
 
 def pooled(runs) -> dict[str, list[float]]:
-    """top-1 of each recipe less that of "standard", of every shape and seed."""
+    """Top-1 of each recipe minus that of "standard", of every shape and seed."""
     accuracy = [run for run in runs if run["key"]["part"] == "accuracy"]
     by = {(run["key"]["arm"], run["key"]["shape"]): values(run, "top1") for run in accuracy}
     found: dict[str, list[float]] = {}

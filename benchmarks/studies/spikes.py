@@ -227,7 +227,7 @@ def table(runs) -> None:
 
 
 def against_standard(runs, recipe: str) -> str:
-    """The spikes and final losses of a recipe less those of "standard": means over the pairs of a seed.
+    """The spikes and final losses of a recipe minus those of "standard": means over the pairs of a seed.
 
     The intervals are over seeds, because the pairs of a seed share initial parameters and batches.
     """
@@ -251,7 +251,7 @@ def against_standard(runs, recipe: str) -> str:
 
 
 def after_surge(results: list[dict], control: list[dict]) -> str:
-    """The loss after the surge, and what runs of the same seeds and batches without it have less."""
+    """The loss after the surge, and its excess over runs of the same seeds and batches without it."""
     mean, _ = study.interval(r["after"] for r in results)
     text = f"  loss 1-8 steps after the surge {mean:.3f}"
     if len(control) == len(results):

@@ -1,10 +1,10 @@
-"""What the studies share: runs that are kept one by one in a JSON file, a time limit, intervals, plots.
+"""Code that all studies use: a JSON file of runs, a time limit, confidence intervals and plots.
 
-A study is a list of runs, each with a key (its settings) and a function that returns its result. The file
-is written after every run; a run whose key is in it already is not done again, so that a study which was
-interrupted, or is extended by more settings, resumes. `--merge` joins the files of a study whose parts
-ran in separate processes. With `--claims=FOLDER` the same command runs once for each GPU, with an `--out` of
-its own: each process does the runs that no other has claimed.
+A study is a list of runs. Each has a key (its settings) and a function that returns its result. The file is
+written after every run, and runs whose key it contains are skipped. So an interrupted study resumes, and more
+settings extend a finished one. `--merge` joins the files of a study whose parts ran in separate processes.
+With `--claims=FOLDER` the same command runs once for each GPU, each with its own `--out`; a process skips the
+runs that another has claimed.
 """
 
 import argparse
@@ -12,8 +12,10 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for configs/, from wherever the study is started
 
-THIN = 5  # steps of a point of a curve
+THIN = 5  # steps per point of a recorded curve
 
 Run = tuple[dict, Callable[[], dict]]
 
@@ -63,7 +65,7 @@ def training_parser(doc: str, *, seeds: int, steps: int) -> argparse.ArgumentPar
 
 
 def grid(measure: Callable[..., dict], **values: Iterable) -> list[Run]:
-    """A run of `measure` for each combination of the values, which are its arguments and the run's key.
+    """Returns a run of `measure` for each combination of values; they are its arguments and the run's key.
 
     >>> [(key, run()) for key, run in grid(lambda a, b: {"sum": a + b}, a=[1], b=[2, 3])]
     [({'a': 1, 'b': 2}, {'sum': 3}), ({'a': 1, 'b': 3}, {'sum': 4})]
@@ -73,7 +75,7 @@ def grid(measure: Callable[..., dict], **values: Iterable) -> list[Run]:
 
 
 def carry_out(args, runs: Iterable[Run], draw: Callable, table: Callable) -> dict:
-    """Does the runs that are not done yet, saves after each, draws and prints.
+    """Executes the runs that the file lacks, saves after each, then draws and prints the study.
 
     Args:
       args: of `parser`.
@@ -95,6 +97,7 @@ def carry_out(args, runs: Iterable[Run], draw: Callable, table: Callable) -> dic
 
 
 def do(args, runs: Iterable[Run]) -> dict:
+    """Executes runs until all are done or the time limit is reached; returns the study."""
     start, longest = time.perf_counter(), 0.0
     study = read(args.out)
     done = [run["key"] for run in study["runs"]]
@@ -120,24 +123,26 @@ def do(args, runs: Iterable[Run]) -> dict:
 
 
 def claim(folder: Path, out: Path, key: dict) -> bool:
-    """Whether the process that writes to `out` may do a run: the first that asks may, also when it resumes.
+    """Claims a run for the process that writes to `out`; False if another process has claimed it.
 
-    Runs that share their first steps are claimed together, since they continue from one computation of them.
+    Arms that share their first steps are claimed together, because they continue from the same state.
     """
     claimed = key | {"arm": ""} if key.get("shared") else key
     path = folder / hashlib.sha256(json.dumps(claimed).encode()).hexdigest()[:12]
     owner = str(out.resolve())
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x") as file:
-            file.write(owner)
-    except FileExistsError:
-        return path.read_text() == owner
+    with tempfile.NamedTemporaryFile("w", dir=folder) as file:
+        file.write(owner)
+        file.flush()
+        try:
+            os.link(file.name, path)  # a kill or a full disk leaves no claim without an owner
+        except FileExistsError:
+            return path.read_text() == owner
     return True
 
 
 def merge(paths: Iterable[Path]) -> dict:
-    """One study of several; a run that more than one holds is taken from the first."""
+    """Joins studies; a run that several contain is taken from the first."""
     studies = [load(path) for path in paths]
     runs = []
     for run in itertools.chain.from_iterable(study["runs"] for study in studies):
@@ -149,7 +154,7 @@ def merge(paths: Iterable[Path]) -> dict:
 
 
 def read(path: Path | None) -> dict:
-    """The study in a file, or a new one."""
+    """Reads a study, or returns a new one if the file does not exist."""
     return load(path) if path and path.exists() else new()
 
 
@@ -166,7 +171,7 @@ def load(path: Path) -> dict:
 
 
 def numbers(value):
-    """null, a number that was not finite, becomes NaN."""
+    """Converts null, which `dumps` writes for non-finite numbers, to NaN."""
     if isinstance(value, dict):
         return {name: numbers(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -197,7 +202,7 @@ def dumps(value) -> str:
 
 
 def write(path: Path | None, study: dict) -> None:
-    """In one piece: a study that is killed leaves the file of the run before."""
+    """Writes the file atomically, so that a kill leaves the previous version."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
@@ -220,7 +225,7 @@ def save(draw: Callable, study: dict, path: Path) -> None:
 
 @contextmanager
 def style():
-    """matplotlib's settings within."""
+    """Applies the report's style to figures drawn inside the context."""
     from matplotlib import rc_context
 
     from swjax.report.charts import LIGHT
@@ -258,7 +263,7 @@ def student(freedom: int) -> float:
 
 
 def thin(values, digits: int = 4, every: int = THIN) -> list[float]:
-    """A curve as means over so many steps each, in so many digits.
+    """Averages a curve over groups of `every` steps, and rounds to `digits` significant digits.
 
     >>> thin([1, 2, 3, 4, 5, 6])
     [3.0, 6.0]
@@ -268,12 +273,12 @@ def thin(values, digits: int = 4, every: int = THIN) -> list[float]:
 
 
 def thinned_steps(curve: list) -> range:
-    """The steps of the points of a thinned curve: the first of each group."""
+    """The first step of each group of a thinned curve."""
     return range(0, THIN * len(curve), THIN)
 
 
 def group(runs: Iterable[dict], *names: str) -> dict[tuple, list[dict]]:
-    """Runs by some of the settings in their keys, in the order in which they first come."""
+    """Groups runs by the named settings of their keys, in order of first occurrence."""
     groups: dict[tuple, list[dict]] = {}
     for run in runs:
         groups.setdefault(tuple(run["key"].get(name) for name in names), []).append(run)
