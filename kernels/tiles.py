@@ -186,9 +186,9 @@ def attention_tile(operation: str, tokens: int, width: int) -> AttentionTile:
 
     64 rows are 4 warps, few enough that another program computes while one waits. The forward pass always
     holds all scores of its rows, so it uses the largest products among those with the fewest idle columns.
-    With at most 168 registers a thread, three programs fit on a multiprocessor instead of two. More than 208
-    keys, or gradients of heads wider than 64, need more registers. Gradients of
-    short sequences are as fast without this limit.
+    With at most 168 registers per thread, three programs fit on a multiprocessor instead of two. More than
+    208 keys, or gradients of heads wider than 64, need more registers. Gradients of short sequences are as
+    fast without this limit.
     """
     widths = (256, 128, 64) if operation == "attention" else (64,)
 

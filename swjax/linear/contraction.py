@@ -45,12 +45,11 @@ class DotGeneral:
         *,
         out_sharding: NamedSharding | P | None = None,
     ) -> jax.Array:
-        """Like `jax.lax.dot_general`; `rhs` may also be a result of `swjax.quantize_weight`.
+        """Like `jax.lax.dot_general`; `rhs` may also be a QTensor, as `swjax.quantize_weight` returns it.
 
-        Without `preferred_element_type` the result has the dtype of `lhs`, whatever that of `rhs`.
-
-        The values of such an `rhs` are [*columns, *contracted], whichever of its axes `dimension_numbers`
-        contracts.
+        Without `preferred_element_type` the result has the dtype of `lhs`, whatever that of `rhs`. The values
+        of a QTensor must be [*columns, *contracted]; `dimension_numbers` gives the number of contracted
+        axes.
 
         Raises:
           ValueError: see `swjax.switchback`; or `rhs` is quantized, and the product has batch dimensions.

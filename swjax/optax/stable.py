@@ -407,11 +407,7 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
     require("eps", eps, lambda x: float(x) >= 2.0**-126, rule)
     require("weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
     require("clip_threshold", clip_threshold, lambda x: x > 0, "positive")
-    if (
-        callable(b2)
-        or isinstance(b2, jax.core.Tracer)
-        or isinstance(clip_threshold, jax.core.Tracer)
-    ):
+    if callable(b2) or any(isinstance(x, jax.core.Tracer) for x in (b2, clip_threshold)):
         return
     bound = math.sqrt(1 / (1 - b2))
     if bound * (1 + 1e-6) < clip_threshold < math.inf:

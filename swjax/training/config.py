@@ -228,7 +228,9 @@ def describe_keys(file: Path = COMMON) -> list[Description]:
     >>> key.name, key.default, key.type
     ('config.model.name', 'tiny', 'str')
     """
-    defaults, meanings, above = _flatten(load(str(file))), dict[str, str](), list[str]()
+    defaults = _flatten(load(str(file)))
+    meanings: dict[str, str] = {}
+    above: list[str] = []
     for line in file.read_text().splitlines():
         code, _, comment = line.strip().partition("# ")
         assigned = re.match(r"config\.([\w.]+) = ", code)
@@ -280,6 +282,7 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
     """Checks choices, ranges and divisibility, which need neither the model nor the data.
 
     Args:
+      config: the config of the run.
       batch_shards: number of devices that the batch is sharded over.
 
     Raises:
@@ -430,7 +433,7 @@ def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
 
 # The user chooses the names and keys of the parts of a mixture.
 CHOSEN = "data.mixture."
-# Keys that may change when a run resumes, because they change what it computes by rounding only, or not.
+# Keys that may change when a run resumes, because they affect no result, or only its rounding.
 UNCOUNTED = ("checkpoint.every_steps:", "checkpoint.keep:", "checkpoint.mirror:", "checkpoint.resume:",
              "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:", "train.concurrent_kernels:", "train.profile_steps:")  # fmt: skip

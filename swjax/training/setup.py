@@ -138,15 +138,7 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
         )
     if config.train.loss == "sigmoid":  # SigLIP's initial values
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
-    same = (
-        "recipe",
-        "dtype",
-        "remat",
-        "scan_layers",
-        "qk_norm",
-        "gelu",
-        "patch_dropout",
-    )
+    same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
     with blame("model"):
         return clip.config(
             c.name,
