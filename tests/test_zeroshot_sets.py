@@ -293,7 +293,7 @@ def test_sets_are_scored_once_for_each_state(monkeypatch):
     monkeypatch.setattr(evaluation.evaluators, "ZeroShot", Scores)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     config = micro_config("cache", data__on_bad="stop", data__max_bad_share=0.5)
-    evaluate = evaluation.make_evaluate(config, None, mesh)
+    evaluate = evaluation.Evaluator(config, None, mesh)
     for params in (0.1, 0.2):
         state = {"params": params, "step": jnp.int32(4)}
         for split in ("val", "test"):

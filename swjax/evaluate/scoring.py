@@ -14,7 +14,7 @@ from swjax.evaluators import embed
 from swjax.models import sharding
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
-from swjax.training.evaluation import make_evaluate
+from swjax.training.evaluation import Evaluator
 from swjax.training.inputs import open_source
 
 SPLITS = ("val", "test")
@@ -79,7 +79,7 @@ def score(
             )
     graph, params = nnx.split(model)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    evaluate = make_evaluate(config, graph, mesh)
+    evaluate = Evaluator(config, graph, mesh)
     state = {"params": params, "step": jnp.int32(0)}
     scores: dict[str, float] = {}
     for split in (SPLITS if splits is None else splits) or ("",):

@@ -1,6 +1,5 @@
 """The evaluation of a run: retrieval, and zero-shot classification if the data have classes."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,12 +32,10 @@ class Evaluation(NamedTuple):
     nearest_images: list[evaluators.NearestImages]
 
 
-def make_evaluate(
-    config: ConfigDict, graph: nnx.GraphDef, mesh: jax.sharding.Mesh
-) -> Callable[..., Evaluation]:
-    """Returns a function (state, split, examples=0) -> `Evaluation` with `examples` predictions.
+class Evaluator:
+    """Evaluates train states of a run; uses the average of the parameters if the run keeps one.
 
-    The function evaluates the average of the parameters if the run keeps one. All processes must call it.
+    All processes must create it and call it.
 
     Args:
       config: the config of the run.
@@ -48,69 +45,67 @@ def make_evaluate(
     Raises:
       ConfigError: a set of `eval.zeroshot` cannot be opened.
     """
-    embed = evaluators.predictor(graph, config.data.image_size)
-    sizes = {
-        "batch_size": config.eval.batch_size,
-        "context_length": config.data.context_length,
-        "image_size": config.data.image_size,
-        "share": sharding.batch_share(mesh),
-        "on_bad": config.data.on_bad,
-        "max_bad_share": config.data.max_bad_share,
-    }
 
-    def predict(params, batch):
-        return embed(params, sharding.shard_batch(batch, mesh))
+    def __init__(self, config: ConfigDict, graph: nnx.GraphDef, mesh: jax.sharding.Mesh):
+        self._config = config
+        embed = evaluators.predictor(graph, config.data.image_size)
+        self._predict = lambda params, batch: embed(params, sharding.shard_batch(batch, mesh))
+        self._sizes = {
+            "batch_size": config.eval.batch_size,
+            "context_length": config.data.context_length,
+            "image_size": config.data.image_size,
+            "share": sharding.batch_share(mesh),
+            "on_bad": config.data.on_bad,
+            "max_bad_share": config.data.max_bad_share,
+        }
+        self._labelled = [self._zero_shot(each, each.set_name) for each in open_labelled(config)]
+        # The scores of the labelled sets, and the array `state["step"]` of their state. The array identifies
+        # a state; its number does not, because a rollback repeats numbers with other parameters.
+        self._labelled_scores: dict[str, Any] = {}
+        self._scored: jax.Array | None = None
 
-    labelled = [
-        evaluators.ZeroShot(
-            predict, source, templates=source.templates, name=source.set_name, **sizes
-        )
-        for source in open_labelled(config)
-    ]
-    # The scores of the labelled sets, and the array `state["step"]` of their state. The array identifies a
-    # state; its number does not, because a rollback repeats numbers with other parameters.
-    labelled_scores: dict[str, Any] = {}
-    scored: jax.Array | None = None
+    def __call__(self, state: Any, split: str, examples: int = 0) -> Evaluation:
+        """Evaluates a split, and the sets of `eval.zeroshot` if they were not evaluated with this state.
 
-    def evaluate(state, split, examples=0):
-        nonlocal labelled_scores, scored
-        if state["step"] is not scored:
-            params = state.get("ema", state["params"])
-            labelled_scores = {k: x for one in labelled for k, x in one.run(params).items()}
-            scored = state["step"]
-        own = evaluate_split(state, split, examples)
-        return own._replace(scores=labelled_scores | own.scores)
+        Args:
+          state: the train state.
+          split: "train", "val" or "test"; "" evaluates only the sets of `eval.zeroshot`.
+          examples: number of predictions to return.
+        """
+        params = state.get("ema", state["params"])
+        if state["step"] is not self._scored:
+            self._labelled_scores = {
+                k: x for one in self._labelled for k, x in one.run(params).items()
+            }
+            self._scored = state["step"]
+        own = self._evaluate_split(params, split, examples)
+        return own._replace(scores=self._labelled_scores | own.scores)
 
-    def evaluate_split(state, split, examples):
-        source, params = open_source(config, split), state.get("ema", state["params"])
+    def _evaluate_split(self, params, split: str, examples: int) -> Evaluation:
+        config = self._config
+        source = open_source(config, split)
         if source is None:
             return Evaluation({}, [], [])
+        per_image = config.eval.captions_per_image or None
         retrieval = evaluators.Retrieval(
-            predict,
-            source,
-            name=split,
-            captions_per_image=config.eval.captions_per_image or None,
-            **sizes,
+            self._predict, source, name=split, captions_per_image=per_image, **self._sizes
         )
         images = retrieval.images(params, count=examples)  # one pass serves all scores
         shown = {"count": examples, "images": images}
         scores = retrieval.run(params, images)
-        if not source.class_names:
-            if not examples:
-                return Evaluation(scores, [], [])
-            nearest = retrieval.nearest_images(params, count=CAPTIONS, images=images)
-            return Evaluation(scores, retrieval.predictions(params, **shown), nearest)
-        zero_shot = evaluators.ZeroShot(
-            predict,
-            source,
-            templates=source.templates,
-            name=f"{config.eval.data or config.data.name}_{split}",
-            **sizes,
-        )
-        predictions = zero_shot.predictions(params, **shown) if examples else []
-        return Evaluation(zero_shot.run(params, images) | scores, predictions, [])
+        if source.class_names:
+            zero_shot = self._zero_shot(source, f"{config.eval.data or config.data.name}_{split}")
+            predictions = zero_shot.predictions(params, **shown) if examples else []
+            return Evaluation(zero_shot.run(params, images) | scores, predictions, [])
+        if not examples:
+            return Evaluation(scores, [], [])
+        nearest = retrieval.nearest_images(params, count=CAPTIONS, images=images)
+        return Evaluation(scores, retrieval.predictions(params, **shown), nearest)
 
-    return evaluate
+    def _zero_shot(self, source: Any, name: str) -> evaluators.ZeroShot:
+        return evaluators.ZeroShot(
+            self._predict, source, templates=source.templates, name=name, **self._sizes
+        )
 
 
 def open_labelled(config: ConfigDict) -> list[Labelled]:
@@ -134,11 +129,11 @@ def open_labelled(config: ConfigDict) -> list[Labelled]:
     return found
 
 
-def evaluate_unseen(evaluate: Callable[..., Evaluation], state: Any) -> Evaluation:
+def evaluate_unseen(evaluate: Evaluator, state: Any) -> Evaluation:
     """Evaluates a run after its last step, on its test split, or on its val split if it has no test split.
 
     Args:
-      evaluate: function from `make_evaluate`.
+      evaluate: the evaluator of the run.
       state: train state after the last step.
     """
     test = evaluate(state, "test", examples=PREDICTIONS)

@@ -16,7 +16,7 @@ from swjax.training import distributed
 from swjax.training.checkpoint import Checkpoints, check_shared, lock
 from swjax.training.console import Console
 from swjax.training.errors import ExitCode
-from swjax.training.evaluation import evaluate_unseen, make_evaluate
+from swjax.training.evaluation import Evaluator, evaluate_unseen
 from swjax.training.failures import blame_data, blame_disk
 from swjax.training.inputs import Feed, open_train_source
 from swjax.training.interrupt import Interrupt, catch
@@ -74,7 +74,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
     """Trains to the last step, or until a signal sets `interrupt.requested`; see `train_and_evaluate`."""
     # -------------------------------------------------------------------------------- Set up
     parts = assemble(config, open_train_source(config))
-    train_step, evaluate = parts.train_step(config), make_evaluate(config, *parts.placed)
+    train_step, evaluate = parts.train_step(config), Evaluator(config, *parts.placed)
 
     # -------------------------------------------------------------------------------- Restore
     checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
