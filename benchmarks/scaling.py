@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.scaling_case import run_case  # noqa: E402
 from benchmarks.scaling_tables import describe, plot, table  # noqa: E402
+from swjax.data.files import write_atomically  # noqa: E402
 from swjax.training import environment  # noqa: E402
 
 
@@ -50,7 +51,8 @@ def main(argv: list[str]) -> int:
         found["rows"].append({"case": case} | row)
         found["command"] = environment.command()
         if args.out:
-            write(args.out, json.dumps(found, indent=1) + "\n")
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(args.out, json.dumps(found, indent=1) + "\n")
         print(describe(case, row), flush=True)
     print(table(found["rows"]))
     return 0
@@ -186,14 +188,6 @@ def variables(case: dict) -> dict:
         }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(64)))
     return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
-
-
-def write(path: Path, text: str) -> None:
-    """Writes the file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -202,12 +202,12 @@ def dumps(value) -> str:
 
 
 def write(path: Path | None, study: dict) -> None:
-    """Writes the file atomically, so that a kill leaves the previous version."""
+    """Writes the study if there is a path; a kill leaves the previous file."""
+    from swjax.data.files import write_atomically
+
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(dumps(study) + "\n")
-        part.rename(path)
+        write_atomically(path, dumps(study) + "\n")
 
 
 def save(draw: Callable, study: dict, path: Path) -> None:
