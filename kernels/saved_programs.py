@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.extend
-from jax.interpreters import mlir
 
 from swjax.kernels import tiles
 from swjax.kernels.lowering_processes import Job, Queue, Settings, Task, most_processes
@@ -103,7 +101,7 @@ _QUEUE = Queue(most_processes() if sys.platform == "linux" else 0)
 
 def _submit(path: Path, kernel: tuple[Any, ...], like: tuple[Any, ...]) -> Job | None:
     """Submits the task of lowering a kernel; None if this process must do it at once."""
-    if not _QUEUE.processes or jax.default_backend() != "gpu":
+    if not _QUEUE.processes or jax.default_backend() != "gpu" or _deferred_primitive() is None:
         return None
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,13 +110,29 @@ def _submit(path: Path, kernel: tuple[Any, ...], like: tuple[Any, ...]) -> Job |
     return None
 
 
-_deferred_p = jax.extend.core.Primitive("swjax_deferred")
-_deferred_p.multiple_results = True
+@functools.cache
+def _deferred_primitive() -> Any:
+    """The primitive of `_deferred`, or None if this version of JAX lacks a part that it needs.
 
+    These parts of JAX may change. Only GPU hosts need them, so importing this module does not.
+    """
+    try:
+        import jax.extend
+        from jax.interpreters import mlir
 
-@_deferred_p.def_abstract_eval
-def _deferred_outputs(*_, out, **unused):
-    return out
+        primitive = jax.extend.core.Primitive("swjax_deferred")
+        primitive.multiple_results = True
+        primitive.def_abstract_eval(lambda *_, out, **unused: out)
+
+        def lower(*leaves, function, out):
+            return function(*leaves)
+
+        primitive.def_impl(lower)  # under jax.disable_jit
+        mlir.register_lowering(primitive, mlir.lower_fun(lower, multiple_results=True))
+    except (ImportError, AttributeError) as error:
+        warnings.warn(f"swjax: one process lowers all kernels: {error}", stacklevel=2)
+        return None
+    return primitive
 
 
 def _deferred(function: Callable, out: Any, *arrays: Any) -> Any:
@@ -127,6 +141,7 @@ def _deferred(function: Callable, out: Any, *arrays: Any) -> Any:
     Args:
       function: (*arrays) -> arrays.
       out: ShapeDtypeStructs of its outputs.
+      *arrays: its arguments.
     """
     leaves, structure = jax.tree.flatten(arrays)
     like, out_structure = jax.tree.flatten(out)
@@ -135,15 +150,8 @@ def _deferred(function: Callable, out: Any, *arrays: Any) -> Any:
         return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
 
     shapes = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in like)
-    return jax.tree.unflatten(out_structure, _deferred_p.bind(*leaves, function=flat, out=shapes))
-
-
-@_deferred_p.def_impl  # under jax.disable_jit
-def _lower_deferred(*leaves, function, out):
-    return function(*leaves)
-
-
-mlir.register_lowering(_deferred_p, mlir.lower_fun(_lower_deferred, multiple_results=True))
+    results = _deferred_primitive().bind(*leaves, function=flat, out=shapes)
+    return jax.tree.unflatten(out_structure, results)
 
 
 _gave_up = False

@@ -396,6 +396,20 @@ def test_without_jit_a_kernel_is_called_at_once(folder, monkeypatch):
         assert_equal(Kernel().process()(X)[0], reference.quantize(X))
 
 
+def test_a_jax_without_the_primitives_lowers_in_this_process(folder, monkeypatch):
+    use(monkeypatch, Queue(1))
+    saved_programs._deferred_primitive.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "jax.interpreters.mlir", None)
+        patch.delattr(jax.interpreters, "mlir")
+        kernel = Kernel()
+        with pytest.warns(UserWarning, match=r"one process lowers all kernels: .*mlir"):
+            lowered = kernel.process().lower(X)
+    saved_programs._deferred_primitive.cache_clear()
+    assert kernel.lowered == len(list(folder.iterdir())) == 1
+    assert_equal(lowered.compile()(X)[0], reference.quantize(X))
+
+
 def test_it_gives_up_once_for_all_kernels(folder, monkeypatch):
     use(monkeypatch, Queue(1))
 
