@@ -91,7 +91,7 @@ class Evaluator:
             self._predict, source, name=split, captions_per_image=per_image, **self._sizes
         )
         images = retrieval.images(params, count=examples)  # one pass serves all scores
-        shown = {"count": examples, "images": images}
+        shown: dict[str, Any] = {"count": examples, "images": images}
         scores = retrieval.run(params, images)
         if source.class_names:
             zero_shot = self._zero_shot(source, f"{config.eval.data or config.data.name}_{split}")
