@@ -1,15 +1,16 @@
-"""Does int8 cost accuracy on the default task? Paired runs of configs/openmoji.py in few programs.
+"""Measures whether int8 costs accuracy on the default task: paired runs of configs/openmoji.py.
 
 Command:  python benchmarks/studies/emoji.py --dtype=bfloat16 --seeds $(seq 0 39) \\
             --out=benchmarks/results/emoji_accuracy.json --plot=benchmarks/notes/images/emoji_accuracy.png
 
 Model, loss, optimizer, schedule, augmentation and first parameters are those of
 `train.py --config=configs/openmoji.py`, and scores are those of the trainer's evaluators on the test split,
-381 unseen names. What differs: batches are drawn with replacement; a label's 4 to 10 captions are repeated to
-24, so their frequencies differ by up to 2 in 24; blocks run in a scan, which compiles faster. The config's
-dtype is float32, for CPUs; --dtype=bfloat16 compares int8 with bf16.
+381 unseen names. The differences: batches are drawn with replacement; the 4 to 10 captions of a label are
+repeated to 24, so their frequencies differ by up to 2 in 24; blocks run in a scan, which compiles faster. The
+config's dtype is float32, for CPUs; --dtype=bfloat16 compares int8 with bf16.
 
-A run does not fill a GPU. Processes share it, one for each recipe, which compiles one program. On two GPUs:
+One run does not use a whole GPU, so several processes share it. Each has one recipe, and compiles one
+program. On two GPUs:
 
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   for gpu in 0 1; do for arm in standard switchback switchback_hadamard llm_int8; do
@@ -44,8 +45,8 @@ def parse(argv) -> argparse.Namespace:
     arms = ["standard", "switchback", "switchback_hadamard", "llm_int8"]
     flags.add_argument("--arms", nargs="+", default=arms, help="recipes")
     flags.add_argument("--seeds", nargs="+", type=int, default=list(range(20)))
-    flags.add_argument("--steps", type=int, default=750, help="two fifths of them warm up")
-    flags.add_argument("--dtype", default="float32", help="of what is not quantized")
+    flags.add_argument("--steps", type=int, default=750, help="two fifths are warm-up")
+    flags.add_argument("--dtype", default="float32", help="dtype of products without quantization")
     flags.add_argument("--source", default="emoji", help="or synthetic")
     flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
     args = flags.parse_args(argv)
@@ -55,7 +56,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def runs(args: argparse.Namespace) -> Iterable[study.Run]:
-    """Every arm of a seed before the next seed, so that a study which is cut short has whole pairs."""
+    """Lists all arms of a seed before the next seed, so that an interrupted study has whole pairs."""
     settings = {name: getattr(args, name) for name in ("steps", "dtype", "source")}
     for seed, arm in itertools.product(args.seeds, args.arms):
         key = {"seed": seed, "arm": arm, **settings}

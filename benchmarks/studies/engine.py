@@ -1,8 +1,8 @@
 """Many small training runs in few compiled programs: data on the device, steps in a scan, runs in a vmap.
 
-The loss and its gradient are those of the trainer (`swjax.training.step.make_loss_and_grad`), and so are the
-clamp of the logit scale and what decays. Batches are drawn with replacement, the same ones for the same seed
-whatever else differs. What may differ between the runs of one program is a `Hyper`.
+The loss and its gradient are those of the trainer (`swjax.training.step.make_loss_and_grad`), as are the
+clamp of the logit scale and the mask of the weight decay. Batches are drawn with replacement, and depend only
+on the seed. The runs of one program may differ in the fields of `Hyper`.
 """
 
 import functools
@@ -25,13 +25,13 @@ from swjax.training import config as config_lib
 from swjax.training.step import make_loss_and_grad
 
 CONTEXT = 12
-CAPTIONS = 8  # of a label, at most
-CHUNK = 50  # steps of one call
+CAPTIONS = 8  # per label, at most
+CHUNK = 50  # steps per call of the compiled program
 SURGE = 8.0
 
 
 class Hyper(NamedTuple):
-    """What differs between runs, a number each, or an array of them."""
+    """The settings that may differ between runs of a program: numbers, or arrays with one number per run."""
 
     seed: int = 0
     lr: float = 2e-3
@@ -63,9 +63,9 @@ class Corpus(NamedTuple):
 
 @functools.cache
 def corpora(name: str, side: int, directory: str) -> tuple[Corpus, Corpus, int]:
-    """(to train on, to name, vocabulary's size): train and test splits of the emoji, or synthetic ones.
+    """Loads (train split, test split, size of the vocabulary) of the emoji, or of synthetic data.
 
-    The ids are renumbered: the vocabulary has only what occurs.
+    Token ids are renumbered, so that the vocabulary has only the tokens that occur.
     """
     options = {"image_size": side, "classes": 30, "examples": 240} if name == "synthetic" else {}
     splits = [data.source(name, s, data_dir=directory, **options) for s in ("train", "test")]
@@ -74,11 +74,11 @@ def corpora(name: str, side: int, directory: str) -> tuple[Corpus, Corpus, int]:
     renamed = [
         c._replace(captions=np.searchsorted(ids, c.captions).astype(np.int32)) for c in loaded
     ]
-    return *renamed, len(ids)  # order is kept: padding is 0, end of text the largest
+    return *renamed, len(ids)  # in the same order: padding is 0, and end of text the largest
 
 
 def load(source, side: int, context: int = CONTEXT, captions: int = CAPTIONS) -> Corpus:
-    """Every image of a source; a label's captions are repeated where there are fewer than so many."""
+    """Loads every image of a source; labels with fewer than `captions` captions repeat them."""
     batches = data.loader(
         source, batch_size=64, train=False, image_size=side, context_length=context
     )
@@ -94,7 +94,7 @@ def load(source, side: int, context: int = CONTEXT, captions: int = CAPTIONS) ->
 
 
 def draw(corpus: Corpus, batch: int, key) -> dict:
-    """A batch of pairs, drawn with replacement."""
+    """Draws a batch of pairs with replacement."""
     rows_key, caption_key = jax.random.split(jax.random.fold_in(key, 1))
     rows = jax.random.randint(rows_key, (batch,), 0, len(corpus.label))
     which = jax.random.randint(caption_key, (batch,), 0, corpus.captions.shape[1])
@@ -105,7 +105,7 @@ def draw(corpus: Corpus, batch: int, key) -> dict:
 def kept(
     folder: Path, splits: Iterable[str], load: Callable[[str], Corpus], save: Callable = np.savez
 ) -> dict[str, Corpus]:
-    """The corpora by split, each made once and kept in a file: all runs of a machine read it."""
+    """Loads the corpora by split; each is stored in a file, which all runs of a machine read."""
     from swjax.data.preparation import lock
 
     paths = {split: folder / f"{split}.npz" for split in splits}
@@ -171,12 +171,11 @@ def rms_of(opt_state) -> dict:
 
 @functools.lru_cache(maxsize=1)  # the arms of a seed follow each other
 def begin(trainer: "Trainer", hyper: Hyper, steps: int, path: Path | None = None):
-    """What the runs of a pair start from, on the host: `Trainer.begin`.
+    """The state from which the runs of a pair continue, on the host; see `Trainer.begin`.
 
     Args:
-      trainer, hyper, steps: of the shared steps.
-      path: a file that keeps the result, so that other processes and machines continue from the same
-        parameters.
+      trainer, hyper, steps: trainer, settings and number of the shared steps.
+      path: a file for the result, so that other processes and machines continue from the same state.
     """
     from swjax.data.preparation import lock
 
@@ -193,7 +192,7 @@ def begin(trainer: "Trainer", hyper: Hyper, steps: int, path: Path | None = None
 
 
 def nudged(params, seed: int):
-    """Parameters with each element changed by one part in a million, up or down."""
+    """Changes each element of the parameters by one part in a million, up or down."""
     signs = np.random.default_rng(seed)
     return jax.tree.map(
         lambda p: p * (1 + np.float32(2**-20) * signs.choice(np.float32([-1, 1]), p.shape)), params
@@ -204,16 +203,16 @@ class Trainer:
     """Runs of one model, batch size and length.
 
     Args:
-      cfg: of the model.
-      corpus: to train on.
-      steps, warmup: of each run; the rate rises linearly, then falls as a cosine.
-      start, end: its share at the first step, and the share that is left at the end; 1: it stays.
-      batch: pairs a step.
+      cfg: model configuration.
+      corpus: training data.
+      steps, warmup: number of steps and of warm-up steps; the rate rises linearly, then falls as a cosine.
+      start, end: learning rate of the first and of the last step, relative to the peak.
+      batch: pairs per step.
       decay: weight decay.
-      shift: whether the model sees half of each patch's rows at first, and one more from each fifth of the
-        run on: weights of what it does not see are 0, and so are their gradients.
-      surge: a step from which on gradients are `SURGE` times as large; 0: none.
-      together: whether runs share a program, or follow each other.
+      shift: whether the model sees half of the rows of each patch at first, and one more row after each fifth
+        of the run. Weights of hidden rows, and their gradients, are 0.
+      surge: the step from which gradients are `SURGE` times as large; 0 for none.
+      together: whether runs share a program in a `jax.vmap`; otherwise they run one after the other.
       fixed: whether every step has the same pairs and augmentations, so that gradients have no noise.
       optimizer: (hyper, schedule, weight decay) -> the optimizer.
     """
@@ -250,7 +249,7 @@ class Trainer:
         self.chunk = jax.jit(wrap(self._chunk, (0, 0, None, None)), donate_argnums=0)
 
     def train(self, hypers: list[Hyper]) -> tuple[dict, list[dict]]:
-        """Trains a run for each.
+        """Trains a run for each of the settings.
 
         Returns:
           The parameters at the end, with a leading axis of runs, and for each run its measurements by name,
@@ -267,7 +266,7 @@ class Trainer:
         return jax.tree.map(lambda *x: jnp.stack(x), *(p for p, _ in done)), [m for _, m in done]
 
     def begin(self, hyper: Hyper, steps: int):
-        """The parameters and the optimizer's state after so many steps, on the host; not `together`.
+        """The parameters and the optimizer's state after `steps` steps, on the host; not with `together`.
 
         Raises:
           ValueError: the steps are not whole chunks.
@@ -278,7 +277,7 @@ class Trainer:
         return jax.device_get(state)
 
     def resume(self, hyper: Hyper, state, step: int) -> tuple[dict, dict]:
-        """Trains from what `begin` returned after so many steps to the end: (parameters, measurements)."""
+        """Trains from the state that `begin` returned for `step` to the end: (parameters, measurements)."""
         return self._train(hyper, jax.tree.map(jnp.array, state), step)
 
     def _train(self, hyper, state=None, first=0):
@@ -294,16 +293,15 @@ class Trainer:
     def _advance(self, state, hyper, first: int, last: int):
         """Trains whole chunks; returns the state and the measurements of each chunk, on the host.
 
-        Prints the loss, so that a run that does not train is seen before it ends.
+        Prints the loss, so that a run that does not train is visible early.
         """
         began, pieces = time.perf_counter(), []
         for start in range(first, last, CHUNK):
             state, measured = self.chunk(state, hyper, start, self.corpus)
             pieces.append(jax.device_get(measured))
             done = min(start + CHUNK, last)
-            if (
-                start == first or done == last or done % 200 == 0
-            ):  # the first tells how long compiling took
+            # The first line includes the time of compiling.
+            if start == first or done == last or done % 200 == 0:
                 seconds, loss = time.perf_counter() - began, pieces[-1]["loss"][..., -1].mean()
                 print(f"  {done} of {last} steps in {seconds:.0f} s, loss {loss:.3f}", flush=True)
         return state, pieces
@@ -351,7 +349,7 @@ class Trainer:
         return tree | {"vision": tree["vision"] | {"patch_embed": {"kernel": seen}}}
 
     def accuracy(self, params, corpus: Corpus) -> list[float]:
-        """Top-1 of naming images among their labels by the labels' first captions; one for each run."""
+        """Zero-shot top-1 of each run, with the first four captions of each label as prompts."""
         one = functools.partial(self._accuracy, corpus=jax.tree.map(jnp.asarray, corpus))
         return np.asarray(jax.jit(lambda p: jax.lax.map(one, p))(params)).tolist()
 

@@ -1,27 +1,26 @@
-"""Loss spikes: when they come, whether RMS foretells them, and what each optimizer makes of them.
+"""Loss spikes: when they occur, whether RMS events precede them, and how optimizers differ.
 
 Command:  python benchmarks/studies/spikes.py --dtype=bfloat16 --end=1 --minutes=8 \\
             --out=benchmarks/results/spikes_gpu.json --plot=benchmarks/notes/images/spikes_gpu.png
 
-Parts, all of emoji drawings at 32 pixels:
+Parts, all on emoji drawings of 32 x 32 pixels:
   optimizers  at one high rate: AdamW, lower b2, b2 = 1 - t^-x, gradient clipping, StableAdamW
-  surge       the same, with a signal that changes and nothing else: gradients 8 times as large from half
-              of the run on. The second moment is stuck in the past; the loss itself is as before: what
-              it has above that of "optimizers" comes from the steps taken.
-  shift       the same, with data that change: half of the rows of each patch are black for the model at
-              first, and one more begins to speak after each fifth of the run. The loss does not see the
-              change; their weights' second moment is 0, and only the patch embedding's.
-  sweep       AdamW of three b2 and StableAdamW over learning rate x batch x size: how many loss spikes,
-              where RMS events are. Small batches hide spikes in their noise; --end 1 keeps the rate high.
-  recipes     not among the defaults: the optimizers of --arms at each of --rates, in each of --recipes. Runs
-              with one seed are pairs: they start from the same parameters and see the same batches.
+  surge       the same, but gradients are 8 times as large from the middle of the run on, so the second
+              moment lags. The loss function is unchanged: any excess over "optimizers" comes from the steps.
+  shift       the same, but the model sees half of the rows of each patch at first, and one more row after
+              each fifth of the run. The weights of a new row have a second moment of 0; all others do not.
+  sweep       AdamW with three values of b2 and StableAdamW over learning rate x batch x size: number of loss
+              spikes, and their alignment with RMS events. The noise of small batches hides spikes; --end 1
+              keeps the rate high.
+  recipes     not a default: the optimizers of --arms at each of --rates, in each of --recipes. Runs with one
+              seed are pairs: they start from the same parameters and see the same batches.
 
   python benchmarks/studies/spikes.py --parts recipes --dtype=bfloat16 --end=1 --sizes m --batches 256 \\
     --rates 6e-3 8e-3 --arms "adamw 0.999" "stable 0.99" --seeds 24 \\
     --out=benchmarks/results/spikes_recipes.json
 
-Events are those of swjax.diagnostics.spikes, whose chance level is exact. Alignment is counted for the patch
-embedding and, for comparison, for an MLP in the middle of the vision tower.
+`swjax.diagnostics.spikes` detects the events and computes the exact chance level. Alignment is counted for
+the patch embedding and, for comparison, for an MLP in the middle of the vision tower.
 """
 
 import functools
@@ -52,7 +51,7 @@ ARMS = {
 }
 RECIPES = ("standard", "switchback")
 SWEPT = ("adamw 0.999", "adamw 0.99", "adamw 0.95", "stable 0.99")
-PARTS = ("surge", "optimizers", "shift", "sweep")  # what matters most comes first
+PARTS = ("surge", "optimizers", "shift", "sweep")  # most important first
 # The settings of a run that its compiled program depends on, apart from the corpus.
 PROGRAM = ("part", "size", "batch", "steps", "end", "dtype", "recipe")
 PATCH = "vision/patch_embed/kernel"
@@ -68,7 +67,12 @@ def parse(argv):
     flags.add_argument("--sizes", nargs="+", default=["m", "s"], choices=SIZES)
     flags.add_argument("--batches", nargs="+", type=int, default=[1024, 256, 64])
     flags.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3])
-    flags.add_argument("--rate", type=float, default=4e-3, help="at which optimizers compete")
+    flags.add_argument(
+        "--rate",
+        type=float,
+        default=4e-3,
+        help="of the parts with one rate",
+    )
     flags.add_argument("--end", type=float, default=0.1, help="share of the rate left at the end")
     flags.add_argument("--parts", nargs="+", default=PARTS, choices=(*PARTS, "recipes"))
     flags.add_argument("--recipes", nargs="+", default=RECIPES, help='of the part "recipes"')

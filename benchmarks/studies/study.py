@@ -58,7 +58,7 @@ def training_parser(doc: str, *, seeds: int, steps: int) -> argparse.ArgumentPar
     flags = parser(doc)
     flags.add_argument("--seeds", type=int, default=seeds)
     flags.add_argument("--steps", type=int, default=steps)
-    flags.add_argument("--dtype", default="float32", help="of what is not quantized")
+    flags.add_argument("--dtype", default="float32", help="dtype of products without quantization")
     flags.add_argument("--source", default="emoji", help="or synthetic")
     flags.add_argument("--data", default=str(ROOT / "data"), help="prepared data sets")
     return flags
