@@ -185,6 +185,8 @@ def test_processes_divide_the_runs(study, tmp_path):
     assert carry_out("y")["finished"] and carry_out("x")["finished"]
     assert done[3:7] == [("y", 1, shared, arm) for shared in (0, 5) for arm in "ab"]
     assert done[7:] == [("x", 0, 5, "b")]
+    owners = sorted(claim.read_text() for claim in (tmp_path / "claims").iterdir())
+    assert owners == [f"{tmp_path}/{name}.json" for name in "xxxyyy"]
     with pytest.raises(SystemExit, match="--claims needs --out"):
         study.carry_out(study.parser("").parse_args(["--claims=x"]), (), None, print)
 
