@@ -53,3 +53,10 @@ def test_names_that_leave_no_choice_are_refused(names, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["model", "picture.png", *names])
     assert message in capsys.readouterr().err
+
+
+def test_a_second_picture_is_not_a_name(tmp_path, capsys):
+    (tmp_path / "b.jpg").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main(["model", f"{tmp_path}/a.jpg", f"{tmp_path}/b.jpg", "cat"])
+    assert "b.jpg' is a file: give one picture, then names of classes" in capsys.readouterr().err

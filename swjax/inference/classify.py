@@ -4,6 +4,7 @@ python -m swjax classify runs/openmoji picture.png cat dog "red fox"
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.names:
         if not name.strip():
             parser.error(f"the name {name!r} is empty: give names of classes")
+        if os.path.splitext(name)[1] and os.path.isfile(name):  # as from a shell's *.jpg
+            parser.error(f"the name {name!r} is a file: give one picture, then names of classes")
         if [_read(other) for other in options.names].count(_read(name)) > 1:
             parser.error(f"the name {name!r}, given twice, shares its probability: give it once")
     try:
