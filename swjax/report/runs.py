@@ -113,15 +113,18 @@ def short_names(keys: Sequence[str]) -> list[str]:
     ['eval.every_steps', 'train.every_steps', 'recipe']
     >>> short_names(["data.table.splits.val", "data.icons.splits.val"])
     ['table.splits.val', 'icons.splits.val']
+    >>> short_names(["data.name", "model.recipe"])
+    ['data.name', 'recipe']
     """
     endings = Counter(ending for key in keys for ending in _endings(key))
     return [next((ending for ending in _endings(key) if endings[ending] == 1), key) for key in keys]
 
 
 def _endings(key: str) -> list[str]:
-    """The last word of a dotted key, its last two words, and so on."""
+    """The last word of a dotted key, its last two words, and so on; "name" alone would not say of what."""
     words = key.split(".")
-    return [".".join(words[i:]) for i in reversed(range(len(words)))]
+    endings = [".".join(words[i:]) for i in reversed(range(len(words)))]
+    return [ending for ending in endings if ending != "name"]
 
 
 def table(runs: Sequence[Run]) -> list[list[str]]:
