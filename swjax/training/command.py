@@ -53,14 +53,17 @@ def run(argv: list[str]) -> int:
 def plan(argv: list[str]) -> int:
     """`--plan`: prints a summary of the run."""
     from swjax.training import config as config_lib
-    from swjax.training import plan as plan_lib
 
     flag = "--hardware="
     hardware = next((a.removeprefix(flag) for a in reversed(argv) if a.startswith(flag)), "")
     others = [argument for argument in argv if not argument.startswith(flag)]
     if not any(argument.startswith("--workdir=") for argument in others):
         others.append("--workdir=none")  # `--plan` writes nothing
-    return plan_lib.show(config_lib.parse(others)[0], hardware)
+    config = config_lib.parse(others)[0]
+    # Imported after parsing, so that a typo is reported first, and warnings have no prefix of Orbax's logging.
+    from swjax.training import plan as plan_lib
+
+    return plan_lib.show(config, hardware)
 
 
 if __name__ == "__main__":

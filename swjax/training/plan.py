@@ -354,7 +354,10 @@ def _bytes(tree: Any) -> int:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= 0.95 * GIB else f"{size / 2**20:.0f} MiB"
+    if size >= 0.95 * GIB:
+        return f"{size / GIB:.1f} GiB"
+    mib = size / 2**20
+    return f"{mib:.0f} MiB" if mib >= 9.5 else f"{mib:.1f} MiB"
 
 
 def _line(subject: str, text: str) -> str:
