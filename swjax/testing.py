@@ -56,7 +56,9 @@ def assert_quantized(
 
     Args:
       fn: a function, jitted or not; it is compiled for `args`, but not run.
-      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s.
+      *args, **kwargs: arrays, `jax.ShapeDtypeStruct`s or NNX models. Pass a model as an argument, as in
+        `assert_quantized(lambda model, x: model(x), model, x)`: Flax refuses to change the random state of a
+        model that `fn` closes over.
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
       count: required number of such products; None requires at least one.
 
