@@ -87,12 +87,19 @@ def test_a_damaged_file_is_named(tmp_path, monkeypatch, capsys):
         (["pairs.tar.gz"], "pairs.tar.gz is compressed"),
         (["empty.csv"], "the table 'empty.csv' is empty"),
         (["pairs.csv", "--option=text_key=title"], "has no column 'title'"),
+        (["semicolons.csv"], "it has image;caption: separate columns by commas"),
+        (
+            ["names.csv"],
+            "has no column 'image'; it has file, caption: rename one, or set image_key",
+        ),
         (["x", "--source=nothing"], "there is no data set 'nothing'"),
     ],
 )
 def test_what_cannot_be_opened_is_one_line(arguments, message, table, capsys):
     Path("pairs.tar.gz").write_bytes(gzip.compress(b"tar"))
     Path("empty.csv").touch()
+    Path("semicolons.csv").write_text("image;caption\na.jpg;a\n")
+    Path("names.csv").write_text("file,caption\na.jpg,a\n")
     assert main(["check", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("swjax data check: ") and captured.err.count("\n") == 1

@@ -92,7 +92,11 @@ class Table(Photographs):
             return json_field(data, self._image_key), json_field(data, self._text_key)
         cells = _cells(data, self._separator)
         if len(cells) != len(self._columns):
-            raise BadExample(f"the row has {len(cells)} cells for {len(self._columns)} columns")
+            more = len(cells) > len(self._columns) and self._separator == ","
+            raise BadExample(
+                f"the row has {len(cells)} cells for {len(self._columns)} columns"
+                + ": put captions with commas in double quotes" * more
+            )
         row = dict(zip(self._columns, cells))
         return row[self._image_key], row[self._text_key]
 
@@ -119,10 +123,13 @@ class Table(Photographs):
             raise ValueError(
                 f"the table {self._path!r} has unreadable column names: {error}"
             ) from None
-        for key in (self._image_key, self._text_key):
+        for key, option in ((self._image_key, "image_key"), (self._text_key, "text_key")):
             if key not in columns:
+                remedy = f"rename one, or set {option}"
+                if len(columns) == 1:
+                    remedy = f"separate columns by {'tabs' if separator == chr(9) else 'commas'}"
                 raise ValueError(
-                    f"the table {self._path!r} has no column {key!r}; it has {', '.join(columns)}"
+                    f"the table {self._path!r} has no column {key!r}; it has {', '.join(columns)}: {remedy}"
                 )
             if columns.count(key) > 1:
                 raise ValueError(
