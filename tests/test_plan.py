@@ -12,7 +12,7 @@ from flax import nnx
 
 import train
 from swjax.models import clip
-from swjax.training import memory_model, plan
+from swjax.training import inputs, memory_model, plan
 from swjax.training.memory_model import GIB, Mesh, predict
 
 ROOT = Path(__file__).parents[1]
@@ -136,9 +136,9 @@ def drawings(monkeypatch):
     from swjax import data
 
     synthetic = data.source("synthetic", "train", image_size=8, classes=10, examples=8448)
-    opened = plan.open_source
+    opened = inputs.open_source
     monkeypatch.setattr(
-        plan, "open_source", lambda c, split: synthetic if c.data.name == "emoji" else opened(c, split)
+        inputs, "open_source", lambda c, split: synthetic if c.data.name == "emoji" else opened(c, split)
     )  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def test_loader_processes_follow_from_the_rate(capsys, tmp_path, monkeypatch):
         "--config.data.name=webdataset",
         f"--config.data.webdataset.splits.train={tmp_path}/t/{{00000..00001}}.tar",
         f"--config.data.dir={tmp_path}/data",
-        "--config.train.batch_size=4096",
+        "--config.train.batch_size=8",
     ]
     assert run("vitb32_int8", "h200:1", *flags) == 0
     assert "loader         40 processes over all hosts" in capsys.readouterr().out
@@ -222,6 +222,15 @@ def test_bad_hardware_is_one_line(hardware, message, capsys):
     assert run("vith_int8", hardware) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"train.py: {message}") and error.count("\n") == 1
+
+
+def test_data_that_a_run_would_refuse_are_refused(capsys, tmp_path):
+    flags = ["--config.data.name=synthetic", "--config.data.synthetic.examples=100"]
+    assert run("vitb32_int8", "h200:1", *flags) == 2
+    assert "a batch of 16384 is larger than the data set of 100" in capsys.readouterr().err
+    flags = ["--config.eval.data=table", f"--config.data.table.splits.val={tmp_path}/no.csv"]
+    assert run("vitb32_int8", "h200:1", *flags) == 2
+    assert "no.csv: it does not exist" in capsys.readouterr().err
 
 
 def test_a_plan_with_concurrent_kernels(capsys):

@@ -240,11 +240,7 @@ def loader(
         rows = _evaluation(source, batch_size, share, **sizes)[start_step * batch_size :]
         return Batches(_iterate(rows, batch_size, batch_size, workers), skips)
     whole = batch_size * process_count
-    if whole > len(source):
-        raise ValueError(
-            f"a batch of {whole} is larger than the data set of {len(source)} examples: lower the "
-            "batch size"
-        )
+    check_batch_size(whole, len(source))
     if position:
         state = Progress.of(position, len(source), *share)
     else:
@@ -276,6 +272,15 @@ def _check(source: Source, position: dict | None, **numbers: int) -> None:
         raise ValueError(f"position must come from position() of a loader, got {position!r}")
     if len(source) > _MOST_EXAMPLES:
         raise ValueError(f"the data set has {len(source)} examples; {_MOST_EXAMPLES} is the most")
+
+
+def check_batch_size(whole: int, examples: int) -> None:
+    """Raises a ValueError if a batch over all processes is larger than the data set."""
+    if whole > examples:
+        raise ValueError(
+            f"a batch of {whole} is larger than the data set of {examples} examples: lower the "
+            "batch size"
+        )
 
 
 def _bounded(workers: int) -> int:

@@ -13,11 +13,12 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from swjax.data.batches import check_batch_size
 from swjax.models import sharding
 from swjax.models.config import CLIPConfig
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame
-from swjax.training.inputs import open_source
+from swjax.training.inputs import open_train_source
 from swjax.training.memory_model import GIB, Memory, Mesh, most_pairs, predict
 from swjax.training.optimizer import make_optimizer, make_schedule
 from swjax.training.setup import make_init, model_config
@@ -166,7 +167,9 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     mesh = Mesh(*sizes)
     config_lib.validate(config, batch_shards=mesh.shards)
     model = model_config(config)
-    source = open_source(config, "train")
+    source = open_train_source(config)
+    with blame("data"):
+        check_batch_size(config.train.batch_size, len(source))
     counted = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     steps = config_lib.steps(config.train, "", **counted)
     warmup = config_lib.steps(config.schedule, "warmup_", **counted)
