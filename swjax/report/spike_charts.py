@@ -123,8 +123,8 @@ def draw_quantization(figure: "Figure", data: Data, theme: Theme) -> str:
         worst[operand] = own[int(np.nanargmin(values[:, -1]))].removeprefix(prefix)
     if axes is None:
         raise Missing(
-            "No quantization/ in metrics.jsonl: set config.diagnostics.every_steps, or record "
-            "swjax.diagnostics.measure(...)."
+            "No quantization/ in metrics.jsonl: set config.diagnostics.every_steps below the number of "
+            "steps, or record swjax.diagnostics.measure(...)."
         )
     axes.set_ylabel("dB")
     listed = ", ".join(worst.values())
