@@ -171,6 +171,7 @@ def write_stand_ins(config: ConfigDict) -> None:
     if c.tfds.builder:
         assert c.tfds.builder == "coco_captions"
         write_coco(Path(c.dir), c.tfds.splits.val)
+        c.tfds.splits.test = ""  # COCO has one, the stand-in has not
 
 
 def _next(number: str) -> str:

@@ -168,8 +168,6 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     config_lib.validate(config, batch_shards=mesh.shards)
     model = model_config(config)
     source = open_train_source(config)
-    with blame("data"):
-        check_batch_size(config.train.batch_size, len(source))
     counted = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     steps = config_lib.steps(config.train, "", **counted)
     warmup = config_lib.steps(config.schedule, "warmup_", **counted)
@@ -371,11 +369,14 @@ def show(config: ConfigDict, hardware: str) -> int:
     """Prints the plan of a run and returns exit code 0.
 
     Raises:
-      ConfigError: the config has a mistake, or, after the plan is printed, the run does not fit into memory.
+      ConfigError: the config has a mistake; or, after the plan is printed, the run does not fit into memory,
+        or its batch is larger than the data set.
     """
     plan = make(config, Hardware.parse(hardware))
     for line in lines(plan):
         print(line)
+    with blame("data"):
+        check_batch_size(config.train.batch_size, plan.examples)
     check(plan)
     return 0
 
