@@ -73,8 +73,10 @@ def assert_quantized(
     if seen != count if count is not None else seen == 0:
         found = ", ".join(f"{n} {lhs} x {rhs}" for (lhs, rhs), n in products.items()) or "none"
         wanted = "at least one" if count is None else str(count)
+        emulated = "; fp8 products are emulated where the hardware has none"
         raise AssertionError(
             f"the compiled function must have {wanted} {dtype} x {dtype} matrix product(s), found: {found}"
+            + emulated * dtype.startswith("float8")
         )
 
 

@@ -493,3 +493,9 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
 def test_errors_name_the_invariant_the_value_and_the_remedy(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call(jnp.ones((4, 3)), jnp.ones((3, 5)))
+
+
+def test_assert_quantized_says_that_fp8_may_be_emulated():
+    x, w = jnp.ones((8, 32)), jnp.ones((32, 16))
+    with pytest.raises(AssertionError, match="found: 1 f32 x f32; fp8 products are emulated where"):
+        assert_quantized(jnp.dot, x, w, dtype="float8_e4m3fn")
