@@ -346,7 +346,7 @@ def draw_icons(figure) -> None:
     right.set_xlabel("final training loss minus that of bf16", fontsize=9)
     for axes in (left, right):
         clear(axes)
-    say(figure, "ViT-B's width: llm_int8 ends above bf16, int8 SwitchBack does not")
+    say(figure, "ViT-B's width: llm_int8 ends above bf16; SwitchBack shows no difference")
 
 
 def draw_icons_h(figure) -> None:

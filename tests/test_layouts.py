@@ -44,7 +44,7 @@ def test_the_options_of_a_step_on_gpus_unless_told_otherwise(monkeypatch):
 
 def test_a_jax_without_the_axes_that_arrays_vary_over_is_named(monkeypatch):
     monkeypatch.setattr(jax, "typeof", lambda x: SimpleNamespace(shape=x.shape))
-    with pytest.raises(NotImplementedError, match=f"support jax {jax.__version__}.*: install"):
+    with pytest.raises(RuntimeError, match=f"manual_axis_type, got {jax.__version__}: install"):
         vary_alike(np.ones(2))
 
 

@@ -154,7 +154,7 @@ def images(
     if not len(index):
         raise data.BadData(
             f"none of the {len(source)} images to evaluate on can be read: repair them, or choose "
-            f"another split"
+            "another split"
         )
     order = np.argsort(index)
     columns = embeddings[order], labels[order], index[order]

@@ -73,14 +73,9 @@ class Retrieval:
             "context_length": context_length,
             "share": share,
         }
+        reading = {"image_size": image_size, "on_bad": on_bad, "max_bad_share": max_bad_share}
         self._images: Callable[..., embed.Images] = functools.partial(
-            embed.images,
-            predict,
-            source=source,
-            image_size=image_size,
-            on_bad=on_bad,
-            max_bad_share=max_bad_share,
-            **self._sizes,
+            embed.images, predict, source=source, **reading, **self._sizes
         )
         self._example = EvalExample(source, context_length, image_size)
         self._captions_per_image = captions_per_image

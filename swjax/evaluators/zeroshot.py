@@ -77,14 +77,9 @@ class ZeroShot:
             "context_length": context_length,
             "share": share,
         }
+        reading = {"image_size": image_size, "on_bad": on_bad, "max_bad_share": max_bad_share}
         self._images: Callable[..., embed.Images] = functools.partial(
-            embed.images,
-            predict,
-            source=source,
-            image_size=image_size,
-            on_bad=on_bad,
-            max_bad_share=max_bad_share,
-            **self._sizes,
+            embed.images, predict, source=source, **reading, **self._sizes
         )
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:

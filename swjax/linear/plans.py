@@ -224,7 +224,7 @@ def _varying_axes(x: jax.Array) -> frozenset[str]:
     try:
         return jax.typeof(x).manual_axis_type.varying
     except AttributeError as error:
-        raise NotImplementedError(
-            f"this version of swjax does not support jax {jax.__version__}, whose types lack "
-            "manual_axis_type: install the jax of requirements/constraints.txt"
+        raise RuntimeError(
+            f"swjax needs a jax whose array types have manual_axis_type, got {jax.__version__}: install "
+            "the jax of requirements/constraints.txt"
         ) from error
