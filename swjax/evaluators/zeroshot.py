@@ -77,7 +77,11 @@ class ZeroShot:
             "context_length": context_length,
             "share": share,
         }
-        reading = {"image_size": image_size, "on_bad": on_bad, "max_bad_share": max_bad_share}
+        reading: dict[str, Any] = {
+            "image_size": image_size,
+            "on_bad": on_bad,
+            "max_bad_share": max_bad_share,
+        }
         self._images: Callable[..., embed.Images] = functools.partial(
             embed.images, predict, source=source, **reading, **self._sizes
         )
