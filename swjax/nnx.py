@@ -75,10 +75,16 @@ class Linear(nnx.Linear):
         self.recipe, self.implementation = get(recipe), implementation
 
     def __call__(
-        self, inputs: jax.Array, out_sharding: Any = None, *, prologue: Prologue | None = None
+        self,
+        inputs: jax.Array,
+        out_sharding: Any = None,
+        *,
+        prologue: Prologue | None = None,
+        addend: jax.Array | None = None,
     ) -> jax.Array:
-        """``inputs w + bias``: [..., k] -> [..., n], after `prologue` is applied to the inputs."""
-        y = switchback(*self._operands(inputs), prologue=prologue, **self._options())
+        """``inputs w + bias + addend``: [..., k] -> [..., n], after `prologue` is applied to the inputs."""
+        options = {"prologue": prologue, "addend": addend} | self._options()
+        y = switchback(*self._operands(inputs), **options)
         assert isinstance(y, jax.Array), "one weight without residual has one output"
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
@@ -142,6 +148,7 @@ def mlp(
     prologue: Prologue | None = None,
     approximate: bool = False,
     residual: bool = False,
+    add_input: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``fc2(gelu(fc1(inputs)))``, where the pass of the GELU also quantizes; see `swjax.mlp`.
 
@@ -150,6 +157,7 @@ def mlp(
       inputs: [..., k].
       prologue, residual: see `linears`.
       approximate: whether to use the tanh form of the GELU.
+      add_input: whether to add the inputs to the output, see `swjax.mlp`.
 
     Returns:
       The output [..., n]; with `residual`: (output, inputs).
@@ -163,12 +171,14 @@ def mlp(
     (5, 2)
     """
     if not _alike(fc1, fc2, but="layout") or fc1.preferred_element_type is not None:
-        y = fc2(fc1(inputs, prologue=prologue), prologue=Gelu(approximate))
+        hidden = fc1(inputs, prologue=prologue)
+        y = fc2(hidden, prologue=Gelu(approximate), addend=inputs if add_input else None)
         return (y, inputs) if residual else y
     x, w1, b1 = fc1._operands(inputs)
     _, w2, b2 = fc2._operands(x)
     options: dict[str, Any] = fc1._options()
-    options |= {"prologue": prologue, "approximate": approximate, "residual": residual}
+    options |= {"prologue": prologue, "approximate": approximate}
+    options |= {"residual": residual, "add_input": add_input}
     del options["out_dtype"], options["layout"]
     return fused_mlp(x, w1, b1, w2, b2, layouts=(fc1.layout, fc2.layout), **options)
 

@@ -20,11 +20,11 @@ def quantize(x, axes=(-1,), dtype="int8", transpose=False):
     return (values.T, scale.T) if transpose else (values, scale)
 
 
-def matmul(a, b, bias=None):
-    """Returns a b^T + bias; a and b are pairs (values, scale)."""
+def matmul(a, b, bias=None, addend=None):
+    """Returns a b^T + bias + addend; a and b are pairs (values, scale)."""
     (a, a_scale), (b, b_scale) = ((wide(values), wide(scale)) for values, scale in (a, b))
     y = (a @ b.T) * (a_scale * b_scale.reshape(-1))
-    return y if bias is None else y + wide(bias)
+    return y + sum(wide(term) for term in (bias, addend) if term is not None)
 
 
 def weight_gradient(x, g):

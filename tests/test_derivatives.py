@@ -80,6 +80,18 @@ LAYERS = {
             + jnp.sum(a["x"], -1, keepdims=True)
         ),
     ),
+    "addend": (
+        lambda layer, _, a: layer(a["x"], a["w"], a["b"], addend=squares(a["x"])),
+        lambda a: dense(a["x"], a["w"], a["b"]) + squares(a["x"]),
+    ),
+    "mlp_and_input": (
+        lambda _, mlp, a: mlp_and_input(mlp, a),
+        lambda a: (
+            dense(exact_gelu(dense(exact_norm(a), a["w"], a["b"])), a["w2"], 0 * a["b2"])
+            @ jnp.eye(N, K)
+            + a["x"]
+        ),
+    ),
     "mlp": (
         lambda _, mlp, a: mlp_with_residual(mlp, a),
         lambda a: (
@@ -99,6 +111,15 @@ def several(layer, a):
 def mlp_with_residual(mlp, a):
     y, x = mlp(a["x"], a["w"], a["b"], a["w2"], a["b2"], prologue=norm(a), residual=True)
     return y + x[..., :N]
+
+
+def squares(x):
+    return jnp.concatenate([x**2, x**3], -1)
+
+
+def mlp_and_input(mlp, a):
+    w2 = a["w2"] @ jnp.eye(N, K)
+    return mlp(a["x"], a["w"], a["b"], w2, None, prologue=norm(a), add_input=True)
 
 
 def loss(layer, a):

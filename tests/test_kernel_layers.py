@@ -110,6 +110,33 @@ def one_by_one(x, w1, b1, w2, b2, norm, **options):
     return swjax.mlp(x, w1, b1, w2, b2, prologue=norm, **options) + x, z
 
 
+def added(x, w1, b1, w2, b2, norm, **options):
+    """A block whose residual additions are part of the layers."""
+    (y,), x = swjax.switchback(x, (w1,), (b1,), prologue=norm, residual=True, **options)
+    x = swjax.switchback(y, w2, b2, addend=x, **options)
+    return swjax.mlp(x, w1, b1, w2, b2, prologue=norm, add_input=True, **options)
+
+
+def added_outside(x, w1, b1, w2, b2, norm, **options):
+    """Computes what `added` does, with plain additions."""
+    y = swjax.switchback(x, w1, b1, prologue=norm, **options)
+    x = swjax.switchback(y, w2, b2, **options) + x
+    return swjax.mlp(x, w1, b1, w2, b2, prologue=norm, **options) + x
+
+
+@pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_that_add_the_residual_stream(recipe, implementation):
+    implementations.require(implementation)
+    arguments, g = layer_arguments()
+    got, want = (
+        results(arguments, g, block=block, recipe=recipe, implementation=implementation)
+        for block in (added, added_outside)
+    )
+    # One side rounds the sums of the first addition twice, and the next quantizer reads them.
+    assert_agree(got, want, AGREE_DB[recipe] - 3)
+
+
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_tensorwise"])
 def test_layers_that_share_an_input(recipe, implementation):

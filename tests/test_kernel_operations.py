@@ -267,6 +267,30 @@ def test_product_of_every_scope(operation, implementation, dtypes, scopes):
     check_product(implementation, *operands(shape, dtypes, *scopes), None, "bfloat16")
 
 
+# Whole tiles, whose addend the Mosaic kernel adds itself, with more tiles of rows than pairs; and other sizes.
+ADDENDS = {"compiled": [(1088, 1280, 512)], "interpreted": [(320, 128, 256)]}
+
+
+@pytest.mark.parametrize("whole_tiles", [True, False])
+@implementations.each("matmul", **ADDENDS)
+@pytest.mark.parametrize("dtypes", PRODUCTS[:2])
+@pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", "bfloat16"), ("float32", "float16")])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_addend_of_a_product(
+    operation, implementation, shape, dtypes, dtype, out_dtype, has_bias, whole_tiles
+):
+    m, k, n = shape if whole_tiles else (shape[0] + 8, shape[1], shape[2] - 96)
+    a, b = operands((m, k, n), dtypes)
+    bias, addend = (normal(n) if has_bias else None), 30 * normal((m, n), dtype)
+    y = run(operation, a, b, bias, addend, implementation=implementation, out_dtype=out_dtype)
+    assert y.dtype == out_dtype
+    assert snr_db(y, oracle.matmul(a, b, bias, addend)) > FLOOR_DB[out_dtype]
+    poisoned = addend.copy()
+    poisoned[70, 33] = np.nan
+    bad = run(operation, a, b, bias, poisoned, implementation=implementation, out_dtype=out_dtype)
+    assert np.argwhere(~np.isfinite(np.asarray(bad, np.float32))).tolist() == [[70, 33]]
+
+
 @implementations.each(
     "matmul", compiled=[(264, 5120, 320), (130, 1008, 256)], interpreted=SMALL_PRODUCTS
 )

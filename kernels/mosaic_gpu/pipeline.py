@@ -81,10 +81,11 @@ class Work(Protocol):
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
         """Adds the product of the operands in a slot, for one half of the rows of the tile."""
 
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
-        """Returns the sums of one half of a unit. Calls `sum_steps` for all of its steps, in order."""
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Any:
+        """Returns the sums of one half of a unit, as `store` needs them. Calls `sum_steps` for all of its
+        steps, in order."""
 
-    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
+    def store(self, unit: jax.Array, sums: Any, half: jax.Array) -> None:
         """Writes one half of the tile."""
 
 
@@ -188,8 +189,8 @@ def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
     return (total - block + blocks - 1) // blocks
 
 
-def load_registers(ref: Ref, index: slice | pl.Slice | jax.Array) -> jax.Array:
-    """Loads a vector from global or shared memory into registers."""
+def load_registers(ref: Ref, index: Any) -> jax.Array:
+    """Loads a vector or a matrix from global or shared memory into registers."""
     load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
     if jax.__version_info__ < (0, 11):
         return load(ref, index, optimized=False)

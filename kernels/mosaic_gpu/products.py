@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
       a_scale: [m], padded to whole tiles if m is not a multiple of HALF.
       b_scale: [1], or [n] padded to whole tiles.
       bias: [n] padded to whole tiles, or [1] if the product has no bias.
+      addend: [m, n], or [1] if the product has no addend.
     """
 
     a: Ref
@@ -33,6 +34,14 @@ class Inputs(NamedTuple):
     a_scale: Ref
     b_scale: Ref
     bias: Ref
+    addend: Ref
+
+
+class Sums(NamedTuple):
+    """The sums of products of half a tile, and its addend or None, in registers."""
+
+    products: jax.Array
+    addend: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class ProductSpec:
       out_dtype: dtype of the result.
       per_tensor: whether b has one scale.
       bias: whether a bias is added.
+      addend: whether an array [m, n] is added.
     """
 
     m: int
@@ -61,6 +71,7 @@ class ProductSpec:
     out_dtype: str
     per_tensor: bool
     bias: bool
+    addend: bool
 
     @property
     def ragged(self) -> bool:
@@ -124,11 +135,16 @@ class Product:
         a, b = self.scratch.a, self.scratch.b
         plgpu.wgmma(sums, a.at[slot, pl.ds(half * HALF, HALF)], b.at[slot].T)
 
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
-        del half
-        return sum_steps(0, self.span(unit)[1])
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Sums:
+        addend = None
+        if self.spec.addend:  # the loads run while the products are summed
+            row, column = self.corner(unit)
+            row = jnp.minimum(row + half * HALF, self.spec.m - HALF)
+            at = pl.ds(row, HALF), pl.ds(column, TILE_N)
+            addend = pipeline.load_registers(self.inputs.addend, at)
+        return Sums(sum_steps(0, self.span(unit)[1]), addend)
 
-    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
+    def store(self, unit: jax.Array, sums: Sums, half: jax.Array) -> None:
         spec, inputs, piece = self.spec, self.inputs, pipeline.piece_of(self.spec.out_dtype)
         row, column = self.corner(unit)
         row += half * HALF
@@ -137,16 +153,21 @@ class Product:
         a_scale = pipeline.load_registers(inputs.a_scale, pl.ds(first, HALF))
         if spec.per_tensor:
             a_scale = a_scale * inputs.b_scale[0]
+
+        def scaled(at):
+            part = Sums(*(None if of is None else of[:, at : at + piece] for of in sums))
+            return self.scaled(pl.ds(column + at, piece), part, a_scale)
+
         pipeline.store_tile(
-            lambda at: self.scaled(pl.ds(column + at, piece), sums[:, at : at + piece], a_scale),
+            scaled,
             self.scratch.out.at[half],
             self.out.at[pl.ds(row, HALF), pl.ds(column, TILE_N)],
             piece,
         )
 
-    def scaled(self, columns: slice | pl.Slice, sums: jax.Array, a_scale: jax.Array) -> jax.Array:
+    def scaled(self, columns: slice | pl.Slice, sums: Sums, a_scale: jax.Array) -> jax.Array:
         """Some columns of the result from their sums."""
-        y = sums.astype(jnp.float32)
+        y = sums.products.astype(jnp.float32)
         scale = lax.broadcast_in_dim(a_scale, y.shape, (0,))
         if not self.spec.per_tensor:
             b_scale = pipeline.load_registers(self.inputs.b_scale, columns)
@@ -155,6 +176,8 @@ class Product:
         if self.spec.bias:
             bias = pipeline.load_registers(self.inputs.bias, columns).astype(jnp.float32)
             y = y + lax.broadcast_in_dim(bias, y.shape, (1,))
+        if sums.addend is not None:
+            y = y + sums.addend.astype(jnp.float32)
         return y.astype(self.spec.out_dtype)
 
 
@@ -162,6 +185,7 @@ def matmul(
     a: QTensor,
     b: QTensor,
     bias: jax.Array | None = None,
+    addend: jax.Array | None = None,
     *,
     out_dtype: str,
     contract: tuple[int, int] = (-1, -1),
@@ -174,6 +198,8 @@ def matmul(
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     cluster = 2 if m > TILE_M else 1
+    # The kernel loads the addend without bounds checks.
+    fused = addend is not None and m % HALF == 0 and n % TILE_N == 0
     spec = ProductSpec(
         m=m,
         n=n,
@@ -185,6 +211,7 @@ def matmul(
         out_dtype=out_dtype,
         per_tensor=b.scale.size == 1,
         bias=bias is not None,
+        addend=fused,
     )
 
     def matmul_kernel(*refs):
@@ -201,11 +228,20 @@ def matmul(
         blocks=spec.blocks,
         cluster=cluster,
         interpret=interpret,
-    )(*_inputs(spec, a, b, bias))
-    return y.reshape(*a.values.shape[:-1], n)
+    )(*_inputs(spec, a, b, bias, addend))
+    y = y.reshape(*a.values.shape[:-1], n)
+    if addend is None or fused:
+        return y
+    return (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(out_dtype)
 
 
-def _inputs(spec: ProductSpec, a: QTensor, b: QTensor, bias: jax.Array | None) -> Inputs:
+def _inputs(
+    spec: ProductSpec,
+    a: QTensor,
+    b: QTensor,
+    bias: jax.Array | None,
+    addend: jax.Array | None,
+) -> Inputs:
     """Pads scales and bias to whole tiles, because registers are loaded without bounds checks."""
 
     def padded(vector, length):
@@ -219,6 +255,7 @@ def _inputs(spec: ProductSpec, a: QTensor, b: QTensor, bias: jax.Array | None) -
         a_scale=padded(a_scale, rows if spec.ragged else spec.m),
         b_scale=b.scale.reshape(-1) if spec.per_tensor else padded(b.scale, columns),
         bias=jnp.zeros(1) if bias is None else padded(bias, columns),
+        addend=addend.reshape(spec.m, spec.n) if spec.addend else jnp.zeros(1),
     )
 
 
@@ -226,6 +263,7 @@ def why_not(
     a: QTensor,
     b: QTensor,
     bias: jax.Array | None = None,
+    addend: jax.Array | None = None,
     *,
     out_dtype: str | None = None,
     contract: tuple[int, int] = (-1, -1),

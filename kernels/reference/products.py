@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from swjax.kernels.reference.numbers import to_float32
 from swjax.kernels.reference.quantizers import QTensor
 
 
@@ -42,20 +43,22 @@ def matmul(
     a: QTensor,
     b: QTensor,
     bias: jax.Array | None = None,
+    addend: jax.Array | None = None,
     *,
     out_dtype: str,
     contract: tuple[int, int] = (-1, -1),
 ) -> jax.Array:
-    """The product of two quantized arrays: int8 or fp8 products, then scales, bias and `out_dtype`.
+    """The product of two quantized arrays: int8 or fp8 products, then scales, sums and `out_dtype`.
 
-    ``a bT = (sum_k a.values * b.values) * (a.scale * b.scale) + bias``. int8 values are multiplied as int8
-    and summed in int32, which may overflow if k > 133,144. fp8 values are multiplied exactly and summed in
-    fp32.
+    ``a bT = (sum_k a.values * b.values) * (a.scale * b.scale) + bias + addend``. int8 values are multiplied
+    as int8 and summed in int32, which may overflow if k > 133,144. fp8 values are multiplied exactly and
+    summed in fp32.
 
     Args:
       a: values [..., k]; scale [..., 1], or with one element.
       b: values [n, k]; scale [n, 1], or with one element.
       bias: [n], or None.
+      addend: [..., n], or None; an array to add to the result, such as a residual stream.
       out_dtype: "float32", "bfloat16" or "float16".
       contract: the axes of a and b to sum over. Tensor cores read 8-bit matrices along -1, so an operand [k,
         ...] contracted along 0 is transposed first. XLA for CPUs supports both, but multiplies a previously
@@ -86,7 +89,8 @@ def matmul(
         )
     scale_a = jnp.expand_dims(lax.squeeze(a.scale, [axis_a]), -1)
     scale_b = b.scale.reshape((1,) * (scale_a.ndim - 1) + (-1,))
-    return _add_bias(accumulator * (scale_a * scale_b), bias).astype(out_dtype)
+    y = _add_bias(accumulator * (scale_a * scale_b), bias)
+    return (y if addend is None else y + to_float32(addend)).astype(out_dtype)
 
 
 def weight_gradient(

@@ -41,6 +41,7 @@ def _matmul_kernel(
     a_scale_ptr,  # [M] or [1]
     b_scale_ptr,  # [N] or [1]
     bias_ptr,  # [N]
+    addend_ptr,  # [M, N]
     out_ptr,  # [M, N]
     M: tl.constexpr,
     N: tl.constexpr,
@@ -48,12 +49,13 @@ def _matmul_kernel(
     A_ROWS: tl.constexpr,  # whether a has one scale per row, rather than one scale
     B_ROWS: tl.constexpr,
     BIAS: tl.constexpr,
+    ADDEND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,  # number of row blocks that share columns of b in the L2 cache
 ):
-    """Computes a block of a bT, scaled, plus bias."""
+    """Computes a block of a bT, scaled, plus bias and addend."""
     block_m, block_n = _program_block(M, N, BLOCK_M, BLOCK_N, GROUP)
     row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -84,6 +86,8 @@ def _matmul_kernel(
         out += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     inside = (row < M)[:, None] & (column < N)[None, :]
     at = row[:, None].to(tl.int64) * N + column[None, :]
+    if ADDEND:
+        out += tl.load(addend_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -91,6 +95,7 @@ def matmul(
     a: QTensor,
     b: QTensor,
     bias: jax.Array | None = None,
+    addend: jax.Array | None = None,
     *,
     out_dtype: str,
     contract: tuple[int, int] = (-1, -1),
@@ -106,7 +111,7 @@ def matmul(
         b.values,
         a.scale.reshape(-1),
         b.scale.reshape(-1),
-        jnp.zeros(1, jnp.float32) if bias is None else bias,
+        *(jnp.zeros(1, jnp.float32) if term is None else term for term in (bias, addend)),
         kernel=_matmul_kernel,
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),),
@@ -118,6 +123,7 @@ def matmul(
         A_ROWS=a.scale.size > 1,
         B_ROWS=b.scale.size > 1,
         BIAS=bias is not None,
+        ADDEND=addend is not None,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,

@@ -328,13 +328,14 @@ def _outliers(product: Product | None, x) -> jax.Array | None:
     return ~(features < product.outlier_threshold)
 
 
-def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
+def _call_linear(self, call: Callable, inputs, *args, prologue=None, addend=None, **kwargs):
     """Taps a `swjax.nnx.Linear`, which quantizes its kernel, and its inputs after the prologue."""
     y, kernel = call(self, inputs, *args, prologue=prologue, **kwargs), self.kernel[...]
     (x,) = self.promote_dtype((inputs,), dtype=self.dtype)
     if prologue is not None:
         x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
-    return _report_product(y, x, kernel, getattr(self, QUANTIZATION)[...], self.recipe, self.layout)
+    y = _report_product(y, x, kernel, getattr(self, QUANTIZATION)[...], self.recipe, self.layout)
+    return y if addend is None else y + addend
 
 
 def _call_product(self, call: Callable, *args, **kwargs):

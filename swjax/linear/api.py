@@ -11,6 +11,7 @@ from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear.arithmetic import Arithmetic
 from swjax.linear.checks import (
+    check_addend,
     check_dtypes,
     check_prologue,
     check_shapes,
@@ -33,6 +34,7 @@ def switchback(
     w: jax.Array | QTensor | tuple[jax.Array | QTensor, ...],
     bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
     *,
+    addend: jax.Array | None = None,
     recipe: str | Recipe = "switchback",
     prologue: Prologue | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -62,6 +64,8 @@ def switchback(
         layers with the same input, such as queries, keys and values, for which x is quantized once. A weight
         from `quantize_weight` has no gradient; y is the same, and so is dx if the recipe has one scale for w.
       bias: [n] or None; a tuple of these if w is one.
+      addend: [..., n] array to add to y, such as a residual stream, or None. The kernel of the product adds
+        it, which saves a pass over memory. Not for several weights.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to x first, fused with the quantizer.
       out_dtype: dtype of y; None uses the dtype of x.
@@ -98,6 +102,7 @@ def switchback(
     biases: Any = _biases(ws, bias) if several else (bias,)
     for each in zip(ws, biases, strict=True):
         check_shapes(x, *each, recipe)
+    check_addend(x, ws, addend)
     check_prologue(x, prologue)
     plans = [plan_layer(x, weight_array(w), layout) for w in ws]
     layers = tuple(
@@ -105,14 +110,15 @@ def switchback(
     )
     if _has_no_tokens(x, plans[0]):
         ys = tuple(_no_outputs(x, *each) for each in zip(ws, layers))
-    elif prologue is None and all(map(partial(is_plain, x), ws, biases, layers)):
-        ys = tuple(plain_output(x, *each, precision) for each in zip(ws, biases))
+    elif prologue is None and all(map(partial(is_plain, x, addend), ws, biases, layers)):
+        ys = tuple(plain_output(x, addend, *each, precision) for each in zip(ws, biases))
     else:
         for each in zip(ws, biases):
-            check_dtypes(x, *each)
+            check_dtypes(x, *each, addend)
         x = _place_input(x, prologue, layers[0])
         ws, biases = zip(*map(_place, ws, biases, plans))
-        ys, kept = linears(*vary_alike(x, ws, biases, prologue), layers, residual)
+        addends = (plans[0].place(addend, plans[0].y), *(None for _ in ws[1:]))
+        ys, kept = linears(*vary_alike(x, ws, biases, prologue, addends), layers, residual)
         x = x if kept is None else kept
     y = ys if several else ys[0]
     return (y, x) if residual else y
@@ -143,6 +149,7 @@ def mlp(
     approximate: bool = False,
     precision: jax.lax.PrecisionLike = None,
     residual: bool = False,
+    add_input: bool = False,
     implementation: str | None = None,
     layouts: tuple[Layout | None, Layout | None] = (None, None),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -156,6 +163,7 @@ def mlp(
       w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None; weights as in `switchback`.
       recipe, prologue, precision, residual, implementation: see `switchback`; they apply to both layers.
       approximate: whether to use the tanh form of the GELU.
+      add_input: whether to add x to y. The kernels of both passes add it, which saves two passes over memory.
       layouts: the layout of x and w1, and the layout of w2; see `swjax.Layout`.
 
     Returns:
@@ -172,6 +180,7 @@ def mlp(
     check_shapes(x, w1, b1, recipe)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], weight_array(w1).shape[1]), x.dtype)
     check_shapes(hidden, w2, b2, recipe)
+    check_addend(hidden, (w2,), x if add_input else None, "x (add_input=True)")
     check_prologue(x, prologue)
     check_dtypes(x, w1, b1)
     check_dtypes(hidden, w2, b2)
@@ -186,7 +195,7 @@ def mlp(
     x = _place_input(x, prologue, first)
     (w1, b1), (w2, b2) = _place(w1, b1, plan), _place(w2, b2, plan2)
     args = vary_alike(x, w1, b1, w2, b2, prologue)
-    y, kept = fused_mlp(*args, Gelu(approximate), first, second, residual)
+    y, kept = fused_mlp(*args, Gelu(approximate), first, second, residual, add_input)
     return y if kept is None else (y, kept)
 
 

@@ -40,16 +40,18 @@ class Arithmetic(NamedTuple):
         a: jax.Array | QTensor,
         b: jax.Array | QTensor,
         bias: jax.Array | None = None,
+        addend: jax.Array | None = None,
         *,
         axes: tuple[int, int],
         out_dtype: str,
     ) -> jax.Array:
-        """``a b + bias``, summed over `axes`.
+        """``a b + bias + addend``, summed over `axes`.
 
         Args:
           a: [..., k] array or QTensor, or [k, n] if its summed axis is 0.
           b: [k, n] or [n, k] array or QTensor; a and b are both quantized or both not.
           bias: [n] or None.
+          addend: [..., n] or None.
           axes: the summed axis of a and of b.
           out_dtype: dtype of the result.
 
@@ -61,15 +63,16 @@ class Arithmetic(NamedTuple):
             assert isinstance(a, QTensor) and isinstance(b, QTensor), (
                 "both are quantized, or neither"
             )
-            return self._quantized_product(a, b, bias, axes, out_dtype)
+            return self._quantized_product(a, b, bias, addend, axes, out_dtype)
         contract = (axes[0] % a.ndim,), (axes[1] % b.ndim,)
-        return reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
+        y = reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
+        return y if addend is None else y + addend.astype(out_dtype)
 
-    def _quantized_product(self, a: QTensor, b: QTensor, bias, axes, out_dtype) -> jax.Array:
+    def _quantized_product(self, a: QTensor, b: QTensor, bias, addend, axes, out_dtype):
         """Splits an int8 sum that could overflow int32, and adds the parts in float32."""
         length = a.values.shape[axes[0]]
         if a.values.dtype != jnp.int8 or length <= LONGEST_INT8_SUM:
-            return self.run("matmul", a, b, bias, out_dtype=out_dtype, contract=axes)
+            return self.run("matmul", a, b, bias, addend, out_dtype=out_dtype, contract=axes)
 
         def part(start: int) -> jax.Array:
             stop = min(start + LONGEST_INT8_SUM, length)
@@ -77,8 +80,8 @@ class Arithmetic(NamedTuple):
                 q._replace(values=lax.slice_in_dim(q.values, start, stop, axis=axis))
                 for q, axis in zip((a, b), axes)
             )
-            first = bias if start == 0 else None
-            return self.run("matmul", *operands, first, out_dtype="float32", contract=axes)
+            terms = (bias, addend) if start == 0 else ()
+            return self.run("matmul", *operands, *terms, out_dtype="float32", contract=axes)
 
         others = range(LONGEST_INT8_SUM, length, LONGEST_INT8_SUM)
         return sum(map(part, others), part(0)).astype(out_dtype)

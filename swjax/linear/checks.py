@@ -44,6 +44,25 @@ def check_shapes(
         raise ValueError(f"bias must have the shape {w.shape[1:]} of w's columns, got {bias.shape}")
 
 
+def check_addend(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    ws: tuple[jax.Array | QTensor, ...],
+    addend: jax.Array | None,
+    name: str = "addend",
+) -> None:
+    """Raises a ValueError if this is not an addend of the output of a layer with one weight."""
+    if addend is None:
+        return
+    if len(ws) > 1:
+        raise ValueError(
+            f"{name} is for one weight, got {len(ws)}: add arrays to the outputs instead"
+        )
+    shape = (*x.shape[:-1], weight_array(ws[0]).shape[1])
+    if getattr(addend, "shape", None) != shape:
+        got = getattr(addend, "shape", type(addend).__name__)
+        raise ValueError(f"{name} must be an array of the shape {shape} of y, got {got}")
+
+
 def check_prologue(x: jax.Array, prologue: Prologue | None) -> None:
     """Raises a ValueError if this is not a prologue of x [..., k]."""
     if not isinstance(prologue, Prologue | None):
@@ -63,13 +82,16 @@ def check_prologue(x: jax.Array, prologue: Prologue | None) -> None:
 
 
 def check_dtypes(
-    x: jax.Array | jax.ShapeDtypeStruct, w: jax.Array | QTensor, bias: jax.Array | None
+    x: jax.Array | jax.ShapeDtypeStruct,
+    w: jax.Array | QTensor,
+    bias: jax.Array | None,
+    addend: jax.Array | None = None,
 ) -> None:
     """Raises a ValueError if a layer cannot compute with these dtypes.
 
     The recipe "standard" supports more dtypes where `swjax.linear.plain.is_plain` is true.
     """
-    for name, array in {"x": x, "w": w, "bias": bias}.items():
+    for name, array in {"x": x, "w": w, "bias": bias, "addend": addend}.items():
         if array is None or isinstance(array, QTensor) or array.dtype in DTYPES:
             continue
         needs = f"{name} must be float16, bfloat16 or float32, got {array.dtype}: cast it first"

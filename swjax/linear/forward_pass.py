@@ -23,7 +23,10 @@ Layers = tuple[Settings, ...]  # one per weight; settings of the input come from
 
 
 class Operands(NamedTuple):
-    """The operands of layers that share an input; x and ws are None if `Saved` replaces them."""
+    """The operands of layers that share an input, except for the addends of their outputs.
+
+    x and ws are None if `Saved` replaces them.
+    """
 
     x: Any
     ws: tuple[Any, ...]
@@ -61,20 +64,27 @@ class Saved(NamedTuple):
     prologue: Prologue | None
 
 
-def forward(operands: Operands, layers: Layers) -> tuple[tuple[jax.Array, ...], Saved]:
+Addends = tuple[jax.Array | None, ...]  # one per layer: the array that is added to its output
+
+
+def forward(
+    operands: Operands, addends: Addends, layers: Layers
+) -> tuple[tuple[jax.Array, ...], Saved]:
     """Returns the output of each layer, and the arrays that the backward pass needs."""
-    ys, x, weights = outputs(lax.stop_gradient(operands), layers)
+    ys, x, weights = outputs(*lax.stop_gradient((operands, addends)), layers)
     return ys, _save(operands, x, weights, layers)
 
 
-def outputs(operands: Operands, layers: Layers) -> tuple[tuple[jax.Array, ...], Forms, tuple]:
+def outputs(
+    operands: Operands, addends: Addends, layers: Layers
+) -> tuple[tuple[jax.Array, ...], Forms, tuple]:
     """Returns the output of each layer, the forms of their input, and the forms of each weight."""
     x = _input_forms(operands.x, operands.prologue, layers[0])
     forms = tuple(
         Forms(transposed=w) if isinstance(w, QTensor) else weight_forms(w, layer)
         for w, layer in zip(operands.ws, layers)
     )
-    ys = tuple(output(x, *each) for each in zip(forms, operands.biases, layers))
+    ys = tuple(output(x, *each) for each in zip(forms, operands.biases, layers, addends))
     return ys, x, forms
 
 

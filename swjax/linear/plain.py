@@ -12,7 +12,13 @@ from swjax.linear.products import Settings
 _DTYPES = (jnp.float32, *PLAIN_DTYPES)
 
 
-def is_plain(x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None, layer: Settings) -> bool:
+def is_plain(
+    x: jax.Array,
+    addend: jax.Array | None,
+    w: jax.Array | QTensor,
+    bias: jax.Array | None,
+    layer: Settings,
+) -> bool:
     """Whether JAX's derivatives of the plain product equal those of `swjax.linear.vjp`.
 
     This holds if nothing is quantized or sharded by a plan, and all arrays have one dtype with at least 32
@@ -23,7 +29,7 @@ def is_plain(x: jax.Array, w: jax.Array | QTensor, bias: jax.Array | None, layer
     quantizes = any((recipe.fwd, recipe.dgrad, recipe.wgrad))
     if isinstance(w, QTensor) or quantizes or layer.plan.mesh is not None:
         return False
-    dtypes = {jnp.dtype(layer.out_dtype), *(a.dtype for a in (x, w, bias) if a is not None)}
+    dtypes = {jnp.dtype(layer.out_dtype), *(a.dtype for a in (x, w, bias, addend) if a is not None)}
     return len(dtypes) == 1 and x.dtype in _DTYPES
 
 
@@ -35,9 +41,13 @@ def plain_weight(w: jax.Array | QTensor, x: jax.Array) -> jax.Array | QTensor:
 
 
 def plain_output(
-    x: jax.Array, w: jax.Array, bias: jax.Array | None, precision: jax.lax.PrecisionLike
+    x: jax.Array,
+    addend: jax.Array | None,
+    w: jax.Array,
+    bias: jax.Array | None,
+    precision: jax.lax.PrecisionLike,
 ) -> jax.Array:
-    """``x w + bias`` for x [..., k] and w [k, n], in their dtype."""
+    """``x w + bias + addend`` for x [..., k] and w [k, n], in their dtype."""
     contract = ((x.ndim - 1,), (0,))
     y = reference.dot(x, w, contract, bias, out_dtype=x.dtype.name, precision=precision)
-    return checkpoint_name(y, "swjax_y")
+    return checkpoint_name(y if addend is None else y + addend, "swjax_y")

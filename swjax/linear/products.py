@@ -130,15 +130,22 @@ class Factor(NamedTuple):
     axis: int
 
 
-def output(x: Forms, w: Forms, bias: jax.Array | None, settings: Settings) -> jax.Array:
-    """y = x w + bias, in `settings.out_dtype`."""
+def output(
+    x: Forms,
+    w: Forms,
+    bias: jax.Array | None,
+    settings: Settings,
+    addend: jax.Array | None = None,
+) -> jax.Array:
+    """y = x w + bias + addend, in `settings.out_dtype`."""
     plan, sharded = settings.plan, settings.sharded
     names_weight = w.quantized is None  # `weight_forms` has named the form that it quantized
 
     def compute(x, w, out_dtype, *, first=True):
         if isinstance(w.value, QTensor) and names_weight:
             w = w._replace(value=named(w.value, "swjax_w"))
-        return sharded.output(x, w, bias if first else None, out_dtype=out_dtype)
+        terms = (bias, addend) if first else (None, None)
+        return sharded.output(x, w, *terms, out_dtype=out_dtype)
 
     factors = Factor(x, plan.x, -1), Factor(w, plan.w, 0)
     return _multiply(settings.recipe.fwd, *factors, compute, settings.out_dtype, settings)

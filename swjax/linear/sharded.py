@@ -42,18 +42,26 @@ class Sharded(NamedTuple):
     # --- products -------------------------------------------------------------------------------------
 
     def output(
-        self, x: Operand, w: Operand, bias: jax.Array | None, *, out_dtype: str
+        self,
+        x: Operand,
+        w: Operand,
+        bias: jax.Array | None,
+        addend: jax.Array | None = None,
+        *,
+        out_dtype: str,
     ) -> jax.Array:
-        """y = x w + bias, all-reduced where the plan splits k."""
+        """y = x w + bias + addend, where the product is all-reduced if the plan splits k."""
         plan = self.plan
+        later = addend is not None and bool(plan.splits(plan.k))
 
-        def step(x_value, w_value, bias):
+        def step(x_value, w_value, bias, addend):
             bias = None if bias is None else plan.once(bias, plan.k)
-            y = self._times_weight(x_value, w_value, bias, x, w, out_dtype)
-            return plan.sum(y, plan.k)
+            terms = bias, None if later else addend
+            y = plan.sum(self._times_weight(x_value, w_value, terms, x, w, out_dtype), plan.k)
+            return y + addend.astype(out_dtype) if later else y
 
-        arrays, in_specs = (x.value, w.value, bias), (x.spec, w.spec, Spec((plan.n,)))
-        return plan.run(step, arrays, in_specs, plan.y)
+        arrays = x.value, w.value, bias, addend
+        return plan.run(step, arrays, (x.spec, w.spec, Spec((plan.n,)), plan.y), plan.y)
 
     def input_gradient(self, g: Operand, w: Operand, *, out_dtype: str, summed: bool) -> jax.Array:
         """dx = g wT, all-reduced where the plan splits n.
@@ -63,16 +71,16 @@ class Sharded(NamedTuple):
         plan = self.plan
 
         def step(g_value, w_value):
-            dx = self._times_weight(g_value, w_value, None, g, w, out_dtype)
+            dx = self._times_weight(g_value, w_value, (), g, w, out_dtype)
             return plan.sum(dx, plan.n) if summed else dx[None]
 
         out_spec = plan.x if summed else self._partial_spec
         return plan.run(step, (g.value, w.value), (g.spec, w.spec), out_spec)
 
-    def _times_weight(self, value, w_value, bias, a: Operand, w: Operand, out_dtype):
+    def _times_weight(self, value, w_value, terms: tuple, a: Operand, w: Operand, out_dtype):
         w_value = self.plan.gather_weight(w_value, w.spec)
         axes = a.axis, w.axis
-        return self.arithmetic.product(value, w_value, bias, axes=axes, out_dtype=out_dtype)
+        return self.arithmetic.product(value, w_value, *terms, axes=axes, out_dtype=out_dtype)
 
     def sum_partial(self, dxs: tuple[jax.Array, ...]) -> jax.Array:
         """Sums the partial input gradients of several layers with one all-reduce."""

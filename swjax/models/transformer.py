@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,8 +117,10 @@ class Attention(nnx.Module):
         """The implementation of `swjax.attention` for x [b, t, w] with `length` tokens before the padding."""
         return attention.choose(x, self.heads, self.requested, length=length, layout=self.q.layout)
 
-    def __call__(self, x: jax.Array, norm: LayerNorm, length: int) -> tuple[jax.Array, jax.Array]:
-        """Returns (branch, residual x), see `residual` of `swjax.switchback`."""
+    def __call__(
+        self, x: jax.Array, norm: LayerNorm, scale: LayerScale | None, length: int
+    ) -> jax.Array:
+        """Returns x plus the scaled branch."""
         implementation = self.implementation(x, length)
         batch, tokens, width = x.shape
         heads = (batch, tokens, self.heads, width // self.heads)
@@ -138,7 +140,7 @@ class Attention(nnx.Module):
             implementation=implementation,
             layout=self.q.layout,
         )
-        return self.out(mixed.reshape(x.shape).astype(x.dtype)), x
+        return _add_to(x, self.out, mixed.reshape(x.shape).astype(x.dtype), scale)
 
 
 class Mlp(nnx.Module):
@@ -169,15 +171,22 @@ class Mlp(nnx.Module):
         self.fc2 = linear("mlp/fc2", cfg.mlp_width, cfg.width, init.fc2)
         self.gelu = options.gelu
 
-    def __call__(self, x: jax.Array, norm: LayerNorm) -> tuple[jax.Array, jax.Array]:
-        """Returns (branch, residual x), see `residual` of `swjax.switchback`."""
+    def __call__(self, x: jax.Array, norm: LayerNorm, scale: LayerScale | None) -> jax.Array:
+        """Returns x plus the scaled branch."""
         prologue = norm.prologue()
         if self.gelu == "quick":
             (hidden,), x = linears((self.fc1,), x, prologue=prologue, residual=True)
-            return self.fc2(_quick_gelu(hidden)), x
-        tanh = self.gelu == "tanh"
-        branch, x = mlp(self.fc1, self.fc2, x, approximate=tanh, prologue=prologue, residual=True)
-        return branch, x
+            return _add_to(x, self.fc2, _quick_gelu(hidden), scale)
+        options: dict[str, Any] = {"prologue": prologue, "approximate": self.gelu == "tanh"}
+        if scale is None:
+            return mlp(self.fc1, self.fc2, x, add_input=True, **options)
+        branch, x = mlp(self.fc1, self.fc2, x, residual=True, **options)
+        return x + scale(branch)
+
+
+def _add_to(x: jax.Array, layer: Linear, inputs: jax.Array, scale: LayerScale | None) -> jax.Array:
+    """``x + scale(layer(inputs))``; without scale, the layer's kernel adds x."""
+    return layer(inputs, addend=x) if scale is None else x + scale(layer(inputs))
 
 
 def gelu(x: jax.Array, form: str) -> jax.Array:
@@ -214,10 +223,8 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, length: int) -> jax.Array:
         """Maps x [b, t, w] to [b, t, w]; tokens from `length` on are padding, which no token attends to."""
-        branch, x = self.attn(x, self.ln_1, length)
-        x = x + (branch if self.ls_1 is None else self.ls_1(branch))
-        branch, x = self.mlp(x, self.ln_2)
-        return x + (branch if self.ls_2 is None else self.ls_2(branch))
+        x = self.attn(x, self.ln_1, self.ls_1, length)
+        return self.mlp(x, self.ln_2, self.ls_2)
 
 
 def stack_blocks(
