@@ -267,7 +267,7 @@ def test_product_of_every_scope(operation, implementation, dtypes, scopes):
     check_product(implementation, *operands(shape, dtypes, *scopes), None, "bfloat16")
 
 
-# Whole tiles, whose addend the Mosaic kernel adds itself, with more tiles of rows than pairs; and other sizes.
+# Whole tiles, whose addend the Mosaic kernel adds itself, with an odd number of rows of tiles; other sizes.
 ADDENDS = {"compiled": [(1088, 1280, 512)], "interpreted": [(320, 128, 256)]}
 
 

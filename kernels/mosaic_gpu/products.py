@@ -43,6 +43,10 @@ class Sums(NamedTuple):
     products: jax.Array
     addend: jax.Array | None
 
+    def columns(self, at: int, count: int) -> "Sums":
+        addend = None if self.addend is None else self.addend[:, at : at + count]
+        return Sums(self.products[:, at : at + count], addend)
+
 
 @dataclass(frozen=True)
 class ProductSpec:
@@ -154,12 +158,8 @@ class Product:
         if spec.per_tensor:
             a_scale = a_scale * inputs.b_scale[0]
 
-        def scaled(at):
-            part = Sums(*(None if of is None else of[:, at : at + piece] for of in sums))
-            return self.scaled(pl.ds(column + at, piece), part, a_scale)
-
         pipeline.store_tile(
-            scaled,
+            lambda at: self.scaled(pl.ds(column + at, piece), sums.columns(at, piece), a_scale),
             self.scratch.out.at[half],
             self.out.at[pl.ds(row, HALF), pl.ds(column, TILE_N)],
             piece,
@@ -199,7 +199,7 @@ def matmul(
     m, n = a.values.size // k, b.values.shape[0]
     cluster = 2 if m > TILE_M else 1
     # The kernel loads the addend without bounds checks.
-    fused = addend is not None and m % HALF == 0 and n % TILE_N == 0
+    fused = addend if m % HALF == 0 and n % TILE_N == 0 else None
     spec = ProductSpec(
         m=m,
         n=n,
@@ -211,7 +211,7 @@ def matmul(
         out_dtype=out_dtype,
         per_tensor=b.scale.size == 1,
         bias=bias is not None,
-        addend=fused,
+        addend=fused is not None,
     )
 
     def matmul_kernel(*refs):
@@ -228,9 +228,9 @@ def matmul(
         blocks=spec.blocks,
         cluster=cluster,
         interpret=interpret,
-    )(*_inputs(spec, a, b, bias, addend))
+    )(*_inputs(spec, a, b, bias, fused))
     y = y.reshape(*a.values.shape[:-1], n)
-    if addend is None or fused:
+    if addend is None or fused is not None:
         return y
     return (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(out_dtype)
 
@@ -255,7 +255,7 @@ def _inputs(
         a_scale=padded(a_scale, rows if spec.ragged else spec.m),
         b_scale=b.scale.reshape(-1) if spec.per_tensor else padded(b.scale, columns),
         bias=jnp.zeros(1) if bias is None else padded(bias, columns),
-        addend=addend.reshape(spec.m, spec.n) if spec.addend else jnp.zeros(1),
+        addend=jnp.zeros(1) if addend is None else addend.reshape(spec.m, spec.n),
     )
 
 

@@ -179,7 +179,9 @@ class Mlp(nnx.Module):
             return _add_to(x, self.fc2, _quick_gelu(hidden), scale)
         options: dict[str, Any] = {"prologue": prologue, "approximate": self.gelu == "tanh"}
         if scale is None:
-            return mlp(self.fc1, self.fc2, x, add_input=True, **options)
+            y = mlp(self.fc1, self.fc2, x, add_input=True, **options)
+            assert isinstance(y, jax.Array), "without residual there is one output"
+            return y
         branch, x = mlp(self.fc1, self.fc2, x, residual=True, **options)
         return x + scale(branch)
 
