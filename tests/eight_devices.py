@@ -125,9 +125,9 @@ def mlp_arguments(mesh=None, dtype="bfloat16"):
     return tuple(put(a, mesh, spec) for a, spec in zip(args, specs)), put(g, mesh, TOKENS)
 
 
-def mlp(layouts, x, w1, b1, w2, b2, scale, shift, recipe="switchback"):
+def mlp(layouts, x, w1, b1, w2, b2, scale, shift, **options):
     prologue = LayerNorm(scale, shift)
-    return swjax.mlp(x, w1, b1, w2, b2, prologue=prologue, layouts=layouts, recipe=recipe)
+    return swjax.mlp(x, w1, b1, w2, b2, prologue=prologue, layouts=layouts, **options)
 
 
 MLP_LAYOUTS = (Layout(P("fsdp", "tensor")), Layout(P("tensor", "fsdp")))

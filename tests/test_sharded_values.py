@@ -141,12 +141,30 @@ def test_values_after_a_prologue(name, prologue, case, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [slow((8, 1, 1)), slow((2, 4, 1)), (2, 2, 2)], ids=str)
-def test_values_of_an_mlp(sizes, kind):
-    mesh = make_mesh(sizes, KINDS[kind])
-    want = jax.jit(partial(gradients, partial(mlp, (None, None))))(*mlp_arguments())
+@pytest.mark.parametrize("case", ["fsdp_row", "fsdp_column"])
+@pytest.mark.parametrize("name", ["switchback", slow("standard")])
+def test_values_with_an_addend(name, case, kind):
+    mesh, layout, args, g = sharded(case, kind)
+    layer = lambda layout, x, w, bias, addend: swjax.switchback(
+        x, w, bias, addend=addend, recipe=name, layout=layout
+    )
+    (*plain, plain_g), addend = arrays(), draw(*g.shape, seed=9)
+    want = jax.jit(partial(gradients, partial(layer, None)))((*plain, addend), plain_g)
     with jax.set_mesh(mesh):
-        got = jax.jit(partial(gradients, partial(mlp, MLP_LAYOUTS)))(*mlp_arguments(mesh))
+        arguments = (*args, jax.device_put(addend, g.sharding))
+        got = jax.jit(partial(gradients, partial(layer, layout)))(arguments, g)
+    compare(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [slow((8, 1, 1)), slow((2, 4, 1)), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("add_input", [False, True])
+def test_values_of_an_mlp(add_input, sizes, kind):
+    mesh = make_mesh(sizes, KINDS[kind])
+    alone, whole = (partial(mlp, each, add_input=add_input) for each in ((None, None), MLP_LAYOUTS))
+    want = jax.jit(partial(gradients, alone))(*mlp_arguments())
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(gradients, whole))(*mlp_arguments(mesh))
     compare(got, want, "bfloat16")
 
 

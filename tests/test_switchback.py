@@ -389,6 +389,22 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
         (lambda x, w: swjax.switchback(x, None), "w must be an array, got a NoneType: pass"),
         (lambda x, w: swjax.switchback(x, w, jnp.ones(3)), r"bias must have the shape \(5,\)"),
         (
+            lambda x, w: swjax.switchback(x, w, addend=jnp.ones(5)),
+            r"addend must be an array of the shape \(.*, 5\) of y, got \(5,\)",
+        ),
+        (
+            lambda x, w: swjax.switchback(x, (w, w), addend=x),
+            "addend is for one weight, got 2: add arrays to the outputs instead",
+        ),
+        (
+            lambda x, w: swjax.switchback(x, w, addend=jnp.zeros((*x.shape[:-1], 5), int)),
+            "addend must be float16, bfloat16 or float32, got int32: cast it first",
+        ),
+        (
+            lambda x, w: swjax.mlp(x, w, None, w.T[:, :2], None, add_input=True),
+            r"x \(add_input=True\) must be an array of the shape \(.*, 2\) of y, got \(.*\)",
+        ),
+        (
             lambda x, w: swjax.switchback([[1.0, 2.0, 3.0]], w),
             r"x must be an array, got a list: pass jnp.asarray\(x\)",
         ),
