@@ -103,6 +103,15 @@ def test_products_run_on_tensor_cores_with_wide_loads(
     assert_no_spills(product, tmp_path)
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_products_add_an_array(compiled, capability, tmp_path):
+    a, b = quantized(FC1.tokens, FC1.k), quantized(FC1.n, FC1.k, scales=1)
+    addend = array((FC1.tokens, FC1.n), "bfloat16")
+    product = compiled(capability, triton_gpu.matmul, a, b, None, addend, out_dtype="bfloat16")
+    assert instructions(product, r"st\.global").keys() == {"st.global.v4.b32"}
+    assert_no_spills(product, tmp_path)
+
+
 def test_ragged_products(compiled):
     """Loads have 16 bytes if the tiles are ragged; the check fails for a K that does not allow it."""
     assert_wide_loads(compiled_product(compiled, 90, k=1008, n=264, m=257))
@@ -250,9 +259,11 @@ def lowered(function, *arrays, **options) -> str:
 def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
     if jax.__version_info__ < (0, 11) and dtypes[0] != dtypes[1]:
         pytest.skip("two fp8 formats in one product: needs jax 0.11, as dispatch says")
-    a, b = quantized(1000, 1280, dtypes[0]), quantized(2560, 1280, dtypes[1], scales)
-    for bias in (None, array((2560,))):
-        program = lowered(mosaic_gpu.matmul, a, b, bias, out_dtype=out_dtype)
+    a, b = quantized(1088, 1280, dtypes[0]), quantized(2560, 1280, dtypes[1], scales)
+    terms = {"bias": array((2560,)), "addend": array((1088, 2560), out_dtype)}
+    for names in ([], ["bias"], ["addend"]):
+        given = [terms[name] if name in names else None for name in terms]
+        program = lowered(mosaic_gpu.matmul, a, b, *given, out_dtype=out_dtype)
         assert "mosaic_gpu" in program
 
 
