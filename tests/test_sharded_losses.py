@@ -92,6 +92,21 @@ def test_losses_need_no_more_memory_on_more_devices(name):
     assert used[1] <= used[2] == used[8] < matrix / 4, used
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_for_several_scales_by_vmap(name, kind):
+    images, texts, _, bias, labels = args = loss_arguments()
+    scales = jnp.array([0.0, 1.0, 2.5])
+    mapped = lambda fn: jax.vmap(jax.value_and_grad(fn, (0, 2)), (None, None, 0, None, None))
+    want = mapped(partial(full_matrix, name))(images, texts, scales, bias, labels)
+    mesh = jax.make_mesh((2, 4, 1), AXES, axis_types=(KINDS[kind],) * 3)
+    with jax.set_mesh(mesh):
+        placed = [put(a, mesh, TOKENS if a.ndim else WHOLE) for a in args]
+        placed[2] = put(scales, mesh, WHOLE)
+        got = jax.jit(mapped(partial(contrast, name)))(*placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
+
+
 def test_losses_of_a_batch_that_devices_do_not_divide():
     args, mesh = loss_arguments(13), make_mesh((2, 4, 1))
     with jax.set_mesh(mesh):

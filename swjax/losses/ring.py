@@ -84,7 +84,9 @@ class Ring(NamedTuple):
         return own, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
 
     @property
-    def _groups(self) -> list[list[int]]:
+    def _groups(self) -> list[list[int]] | None:
+        if self.group == self.devices:
+            return None  # JAX cannot map an all-to-all within groups by `jax.vmap`
         starts = range(0, self.devices, self.group)
         return [list(range(start, start + self.group)) for start in starts]
 
