@@ -98,6 +98,24 @@ def test_parquet_without_labels(tmp_path):
         open_set(f"parquet:{tmp_path}/val.parquet", tmp_path)
 
 
+def test_parquet_with_several_labels_in_a_row(tmp_path):
+    """As names, the list [1, 2] would be the second of three classes."""
+    names = {"label": [{"names": ["owl", "fox", "toad"], "_type": "ClassLabel"}]}
+    about = json.dumps({"info": {"features": names}})
+    write_parquet(tmp_path / "val.parquet", [[0], [1, 2], [2]], huggingface=about)
+    (tmp_path / "classnames.txt").write_text("owl\nfox\ntoad")
+    with pytest.raises(ValueError, match=r"the label \[0\] of .* must be one number or text"):
+        open_set(f"parquet:{tmp_path}/val.parquet", tmp_path)
+
+
+def test_fractions_in_jsonl_are_named(tmp_path):
+    """pandas writes 1.0 for 1 if a label is missing; the rows had no label."""
+    rows = [{"image": "0.jpg", "label": label} for label in (0.0, 1.0, None)]
+    (tmp_path / "pets.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"the label '0.0' of .* must be a whole number, as 0"):
+        open_set(f"table:{tmp_path}/pets.jsonl", tmp_path)
+
+
 def test_tars_have_a_cls_file_and_names_and_prompts_beside_them(tmp_path):
     text = write_labelled_tars(tmp_path / "birds")
     (tmp_path / "birds" / "zeroshot_classification_templates.txt").write_text("a {c}\none {}\n")
@@ -163,6 +181,7 @@ def test_a_column_of_numbers_needs_names(tmp_path):
             "toad\nowl",
             "label 'Toad' of .*pets.csv' is not in classnames.txt, which",
         ),
+        (["1", "3", "?"], "a\nb\nc", "labels '1' and '\\?', and classnames.txt contains neither"),
         (["0.0", "10.0", "2.0"], "a\nb\nc", "label '0.0' of .* must be a whole number, as 0, or"),
         ([1, 3, 2], "a\nb\nc", "labels of .*pets.csv' must be 0 to 2, and are 1 to 3: subtract 1"),
         ([0, 1, 2], "a\n\nb\nc", "classnames.txt: line 2 is empty, and would move the names after"),

@@ -254,8 +254,9 @@ class LabelledRows(Photographs):
             the Parquet files have it.
 
         Raises:
-          ValueError: see `swjax.data.table.Table` and `swjax.data.parquet.Parquet`; or no row has a label,
-            `class_names` contains only a part of the names or one of them twice, or a number is not whole.
+          ValueError: see `swjax.data.table.Table` and `swjax.data.parquet.Parquet`; or no row has a label, a
+            row has several, `class_names` contains only a part of the names or one of them twice, a number
+            is not whole, or some labels are numbers, others names, and `class_names` contains neither.
         """
         self._arguments = split, kind, data_dir, class_names
         known: tuple[str, ...] = ()
@@ -265,6 +266,12 @@ class LabelledRows(Photographs):
         else:
             self._rows = Parquet(split, text_key="label")
             values, known = self._rows.values()
+            several = next((value for value in values if isinstance(value, list | dict)), None)
+            if several is not None:
+                raise ValueError(
+                    f"the label {several!r:.40} of {split!r} must be one number or text: a set has one class "
+                    "per image"
+                )
             self._labels = [_text(value) for value in values]
         self._labels = ["" if _NEGATIVE.fullmatch(label) else label for label in self._labels]
         names = sorted(set(self._labels) - {""})
@@ -318,7 +325,7 @@ def _label(table: Table, index: int) -> str:
         value = table.value(index)
     except (OSError, ValueError):
         return ""
-    return _text(value) if isinstance(value, str | int) else ""
+    return _text(value) if isinstance(value, str | int | float) else ""
 
 
 def _text(value: Any) -> str:
@@ -340,6 +347,13 @@ def _check_names(labels: Sequence[str], class_names: Sequence[str], split: str) 
         raise ValueError(
             f"the label {unknown[0]!r} of {split!r} is not in {_NAMES}, which contains others of its labels: "
             "write all as they are there"
+        )
+    number = next((label for label in labels if label.isdecimal()), None)
+    if class_names and unknown and number is not None:
+        name = next(label for label in labels if not label.isdecimal())
+        raise ValueError(
+            f"{split!r} has the labels {number!r} and {name!r}, and {_NAMES} contains neither: write all as "
+            "numbers, or all as they are there"
         )
     twice = next((label for label in labels if class_names.count(label) > 1), None)
     if twice is not None:

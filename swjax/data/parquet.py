@@ -127,7 +127,8 @@ class Parquet(Photographs):
         features = (
             json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         )
-        return values, tuple(features.get(column, {}).get("names", ()))
+        feature = features.get(column, {})  # a list for a column of lists
+        return values, tuple(feature.get("names", ())) if isinstance(feature, dict) else ()
 
     def _place(self, index: int) -> tuple[int, int]:
         """The index of the part that contains a row, and the row's position in the part."""
