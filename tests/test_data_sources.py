@@ -418,6 +418,20 @@ def test_hugging_face_data_set_on_disk(tmp_path):
         data.source("huggingface", str(tmp_path / "set"))
 
 
+def test_the_format_of_a_hugging_face_data_set_does_not_matter(tmp_path):
+    datasets = pytest.importorskip("datasets", reason='needs pip install "swjax[huggingface]"')
+    rows = {"image": [jpeg(0)], "caption": [["a", "b"]]}
+    split = datasets.Dataset.from_dict(rows)
+    formats = {
+        "numpy": {"type": "numpy"},
+        "arrow": {"type": "arrow"},
+        "one": {"columns": ["image"]},
+    }
+    for name, options in formats.items():
+        split.with_format(**options).save_to_disk(tmp_path / name)
+        assert data.source("huggingface", str(tmp_path / name))[0]["captions"] == ("a", "b")
+
+
 def test_hugging_face_needs_its_package(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(

@@ -38,7 +38,8 @@ class HuggingFace(Photographs):
                 f"{split!r} contains no Hugging Face data set: give a directory that save_to_disk "
                 "wrote; for a DatasetDict, the directory of a split"
             )
-        rows = datasets.Dataset.load_from_disk(split)
+        # A saved data set keeps its format, which may hide columns or return other types.
+        rows = datasets.Dataset.load_from_disk(split).with_format(None)
         for key in (image_key, text_key):
             if key not in rows.column_names:
                 raise ValueError(
