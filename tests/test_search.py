@@ -101,6 +101,25 @@ def test_the_pictures_of_a_run(weights, photos, tmp_path, monkeypatch):
         search_lib.Split(str(run), "val")
 
 
+def test_a_picture_of_a_run_that_cannot_be_read_is_skipped(weights, photos, tmp_path, capsys):
+    """Pillow's error for an image of too many pixels is neither an OSError nor a ValueError."""
+    table, bad = tmp_path / "pictures.csv", photos / "bad.bmp"
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "BMP")
+    width = (2**29).to_bytes(4, "little")
+    bad.write_bytes(file.getvalue()[:18] + width + file.getvalue()[22:])
+    good = sorted(photos.rglob("*.jpg"))[0]
+    table.write_text(f"image,caption\n{bad},bad\n{good},good")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(run_config(table, tmp_path))
+    pictures = search_lib.Split(str(run), "test")
+    (row,) = search(inference.load(weights), ["picture"], pictures)
+    assert [each.name for each in row] == ["good"]
+    error = capsys.readouterr().err
+    assert error.startswith(f"swjax search: skipped {bad}: ") and "DecompressionBombError" in error
+
+
 def run_config(table, tmp_path) -> str:
     from swjax.training import config as config_lib
 

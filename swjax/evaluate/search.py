@@ -17,6 +17,7 @@ import numpy as np
 
 from swjax.data import files
 from swjax.data.decoding import decode
+from swjax.data.examples import reason
 from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load, pixels
@@ -52,6 +53,9 @@ class Pictures(Protocol):
     def name(self, index: int) -> str:
         """Returns the name of a picture."""
 
+    def reason(self, index: int, error: Exception) -> str:
+        """Returns one line with the name of a picture and the reason why it cannot be read."""
+
 
 class Folder:
     """The image files in a folder and its subfolders, sorted by path.
@@ -78,6 +82,9 @@ class Folder:
 
     def name(self, index: int) -> str:
         return self._names[index]
+
+    def reason(self, index: int, error: Exception) -> str:
+        return " ".join(str(error).split())  # `pixels` names the file
 
 
 class Split:
@@ -111,6 +118,9 @@ class Split:
     def name(self, index: int) -> str:
         example = self._source[index]
         return example.get("key") or example["captions"][0]
+
+    def reason(self, index: int, error: Exception) -> str:
+        return reason(self._source, index, error)
 
 
 def search(
@@ -153,8 +163,8 @@ def _read(pictures: Pictures, size: int, numbers: list[int]) -> Iterator[np.ndar
             print(f"\rreading {index + 1} of {len(pictures)}", end="", file=sys.stderr)
         try:
             picture = pixels(pictures.image(index), size)
-        except (ValueError, OSError) as error:
-            print(f"swjax search: skipped {' '.join(str(error).split())}", file=sys.stderr)
+        except Exception as error:  # Pillow raises errors of many types for damaged files
+            print(f"swjax search: skipped {pictures.reason(index, error)}", file=sys.stderr)
             continue
         numbers.append(index)
         yield picture
