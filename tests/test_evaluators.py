@@ -119,6 +119,20 @@ def test_classes_with_one_name_are_one_class():
     assert scores["zeroshot/fake_chance_top1"] == pytest.approx(1 / 2)
 
 
+def test_texts_that_the_tokenizer_reads_as_one_are_one():
+    """Their embeddings are equal: as two candidates they would tie, and none would be the first."""
+    source = Source([0, 1, 2])
+    source.class_names = ("Red fox", "red\nfox", "owl")
+    source.captions = lambda label: (source.class_names[label],)
+    scores = zero_shot(Model(), source).run(np.float32(1))
+    assert scores["zeroshot/fake_chance_top1"] == pytest.approx(1 / 2)
+    scores = evaluators.Retrieval(Model(), source, **SIZES).run(np.float32(1))
+    assert scores["val/image_to_text_chance_R@1"] == pytest.approx(1 / 2)
+    captions, captions_of, images_of = retrieval.pair(np.array([0, 1, 2]), source.captions)
+    assert captions == ["Red fox", "owl"]
+    assert captions_of == [[0], [0], [1]] and images_of == [[0, 1], [2]]
+
+
 def test_retrieval_matches_brute_force(source):
     model = Model()
     scores = evaluators.Retrieval(model, source, name="val", **SIZES).run(np.float32(1))

@@ -9,6 +9,7 @@ import numpy as np
 
 from swjax import data
 from swjax.data.examples import EvalExample
+from swjax.data.tokenizer import encode
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.evaluators.zeroshot import Prediction
@@ -36,7 +37,8 @@ class Retrieval:
     """Recall at 1, 5 and 10, from images to texts and from texts to images.
 
     An image may have several captions, and a caption several images. A query is answered within the first k
-    if any correct candidate is among them. Equal texts count as one caption. Ties count against the model.
+    if any correct candidate is among them. Texts that the tokenizer reads as one, such as "A cat" and
+    "a cat", count as one caption. Ties count against the model.
 
     Args:
       predict: see `swjax.evaluators.embed`.
@@ -188,7 +190,8 @@ def pair(
       captions_of_label: label -> its captions.
 
     Returns:
-      (distinct captions, indices of the captions of each image, indices of the images of each caption).
+      (captions that the tokenizer distinguishes, indices of the captions of each image, indices of the images
+      of each caption).
 
     Raises:
       ValueError: an image has no caption.
@@ -196,16 +199,17 @@ def pair(
     >>> pair(np.array([7, 7, 8]), {7: ["a cat", "a pet"], 8: ["a dog", "a pet"]}.get)
     (['a cat', 'a pet', 'a dog'], [[0, 1], [0, 1], [2, 1]], [[0, 1], [0, 1, 2], [2]])
     """
-    position: dict[str, int] = {}
-    by_label = {}
+    position: dict[tuple[int, ...], int] = {}
+    distinct, by_label = [], {}
     for label in np.unique(labels).tolist():
-        captions = dict.fromkeys(captions_of_label(label))
+        captions = {tuple(encode(caption)): caption for caption in captions_of_label(label)}
         if not captions:
             raise ValueError(f"label {label} has no caption: retrieval needs one for every image")
-        by_label[label] = [position.setdefault(caption, len(position)) for caption in captions]
+        distinct += [caption for ids, caption in captions.items() if ids not in position]
+        by_label[label] = [position.setdefault(ids, len(position)) for ids in captions]
     captions_of = [by_label[label] for label in labels.tolist()]
     images_of: list[list[int]] = [[] for _ in position]
     for image, own in enumerate(captions_of):
         for caption in own:
             images_of[caption].append(image)
-    return list(position), captions_of, images_of
+    return distinct, captions_of, images_of

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from swjax import data
+from swjax.data.tokenizer import encode
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.models.sharding import Share
@@ -34,7 +35,8 @@ class ZeroShot:
     """Top-1 and top-5 accuracy over the names of the classes that occur in a set.
 
     The vector of a class is the normalized mean of the unit vectors of its prompts, one prompt per template.
-    Classes with equal names are one class, because no prompt separates them. Ties count against the model.
+    Classes whose names the tokenizer reads as one are one class, because no prompt separates them. Ties count
+    against the model.
 
     Args:
       predict: see `swjax.evaluators.embed`.
@@ -132,11 +134,14 @@ class ZeroShot:
         ]
 
     def _classes(self, labels: np.ndarray) -> tuple[list[str], list[list[int]]]:
-        """The distinct names that occur, and for each image the index of its name."""
+        """The names that occur, one per reading, and for each image the index of its name."""
         all_names = self._source.class_names
-        names = list(dict.fromkeys(all_names[label] for label in np.unique(labels)))
-        position = {name: i for i, name in enumerate(names)}
-        return names, [[position[all_names[label]]] for label in labels]
+        read = {label: tuple(encode(all_names[label])) for label in np.unique(labels).tolist()}
+        names: dict[tuple[int, ...], str] = {}
+        for label, ids in read.items():
+            names.setdefault(ids, all_names[label])
+        position = {ids: i for i, ids in enumerate(names)}
+        return list(names.values()), [[position[read[label]]] for label in labels.tolist()]
 
     def _classifier(self, params, names: list[str]) -> np.ndarray:
         return classifier(self._predict, params, names, self._templates, **self._sizes)
