@@ -99,6 +99,7 @@ def draw(losses: dict[str, np.ndarray], path: Path) -> None:
         for step in range(151, 602, 150):
             axes.axvline(step, color="tab:orange", linewidth=0.8, alpha=0.6, zorder=0)
     axes.set_xlabel("step; orange lines: eight more inputs become non-zero")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 
