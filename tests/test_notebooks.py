@@ -87,3 +87,14 @@ def test_the_first_cell_installs_what_is_here_and_never_from_an_index(
     with missing if where == "nowhere" else contextlib.nullcontext():
         exec(install_cell(NOTEBOOKS[0]), {})
     assert installed == expected
+
+
+def test_the_first_cell_asks_for_a_restart_if_another_jax_is_loaded(monkeypatch, tmp_path):
+    """Its modules would be mixed with those of the installed jax, as in an ImportError of Flax."""
+    (tmp_path / "swjax-0.1.0-py3-none-any.whl").touch()
+    monkeypatch.setattr(subprocess, "run", lambda command, check: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(jax, "__version__", "0.7.2")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="restart the runtime"):
+        exec(install_cell(NOTEBOOKS[0]), {})
