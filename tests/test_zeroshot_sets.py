@@ -199,6 +199,13 @@ def test_labels_that_would_have_names_of_other_classes(labels, names, message, t
     assert "\n" not in str(caught.value)
 
 
+def test_only_line_ends_separate_names(tmp_path):
+    """Python also splits text at U+2028 and form feeds; it moved the names after them to other labels."""
+    (tmp_path / "classnames.txt").write_text("owl\u2028barn\nfox\x0cred\r\ntoad", newline="")
+    found = open_set(write_rows(tmp_path, [0, 1, 2]), tmp_path)
+    assert found.class_names == ("owl\u2028barn", "fox\x0cred", "toad")
+
+
 def test_names_of_folders_in_another_order(tmp_path):
     text = write_folders(tmp_path / "pets", images=1)
     (tmp_path / "pets" / "classnames.txt").write_text("toad\nred fox\nsnow owl\n")

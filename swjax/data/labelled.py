@@ -367,7 +367,7 @@ def _lines(folder: Path | None, name: str) -> Sequence[str]:
     if folder is None or not (folder / name).is_file():
         return ()
     try:
-        lines = (folder / name).read_text(encoding="utf-8-sig").splitlines()
+        lines = (folder / name).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{folder / name} is not UTF-8, {error.reason}: save it as UTF-8"
