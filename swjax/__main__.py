@@ -19,6 +19,7 @@ import signal
 import sys
 from importlib.metadata import version
 
+from swjax.arguments import expand_home
 from swjax.training.errors import output_may_end
 
 COMMANDS = {
@@ -59,7 +60,7 @@ def run(name: str) -> int:
         hint = f"did you mean {known[near[0]]!r}?" if near else f"choose from {', '.join(COMMANDS)}"
         print(f"swjax: there is no command {name!r}: {hint}", file=sys.stderr)
         return 2
-    sys.argv = [f"swjax {name}", *sys.argv[2:]]
+    sys.argv = [f"swjax {name}", *expand_home(sys.argv[2:])]
     try:
         runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:

@@ -229,6 +229,25 @@ def test_a_workdir_that_orbax_reads_as_a_pattern_is_refused(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_home_is_expanded_after_an_equals_sign(tmp_path, monkeypatch, capsys):
+    """Shells leave ~ in --workdir=~/run, which made a folder named ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    flags = [OPENMOJI, "--workdir=~/file/run", "--config.data.name=synthetic"]
+    assert train.main(["train.py", *flags]) == 2
+    assert f"workdir '{tmp_path}/file/run' cannot be created" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["swjax", "runs", "--page=~/none/page.html"])
+    with pytest.raises(SystemExit):
+        swjax_commands.main()
+    assert f"the folder '{tmp_path}/none' does not exist" in capsys.readouterr().err
+
+
+def test_home_in_a_config_is_refused():
+    config = config_lib.load(f"{ROOT}/configs/openmoji.py", [("data.dir", "~/data")])
+    with pytest.raises(config_lib.ConfigError, match=r"^config.data.dir='~/data' must have no ~"):
+        config_lib.validate(config, batch_shards=1)
+
+
 def test_train_is_a_command_too(tmp_path):
     def swjax_train(*flags):
         command = [sys.executable, "-m", "swjax", "train", *flags]

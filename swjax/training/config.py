@@ -301,6 +301,8 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
         if "://" in address:  # as a path, "file:" would name a folder
             local_path(f"config.{key}", address)
             raise ConfigError(f"config.{key}={address!r} must be a path: leave out file://")
+        if address.split("/")[0] == "~":  # only command lines expand it
+            raise ConfigError(f"config.{key}={address!r} must have no ~: use os.path.expanduser")
     if config.checkpoint.resume and config.checkpoint.init_from:
         raise ConfigError(
             f"config.checkpoint.resume={config.checkpoint.resume!r} and "
