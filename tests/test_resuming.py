@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import multiprocessing
 from pathlib import Path
 
 import jax
@@ -51,6 +52,15 @@ def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path, mo
     assert train(micro(checkpoint__resume=str(tmp_path / "first")), tmp_path / "second") == 0
     assert [each.directory.parent.name for each in closed] == ["first", "second"]
     assert records(tmp_path / "second") == records(workdir)[4:]
+
+
+def test_a_run_that_fails_before_its_first_step_closes_what_it_opened(reference, micro, tmp_path):
+    """In a notebook, the processes that load data stayed."""
+    as_interrupted(reference[1], tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text("no record\n")
+    with pytest.raises(ConfigError, match="line 1, of this run is damaged") as error:
+        train(micro(data__workers=1), tmp_path / "run")
+    assert error.traceback and not multiprocessing.active_children()
 
 
 def test_init_from_takes_the_parameters_only(reference, micro, tmp_path):

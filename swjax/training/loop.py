@@ -76,18 +76,22 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
     parts = assemble(config, open_train_source(config))
     train_step, evaluate = parts.train_step(config), Evaluator(config, *parts.placed)
 
-    # -------------------------------------------------------------------------------- Restore
-    checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
-    state, position = init_or_restore(config, checkpoints, parts.init, parts.like)
-    step, stopping = int(state["step"]), False
-    console, timing = Console(parts.steps), Timing(config.train.batch_size, parts.model)
-    distributed.first_does(lambda: record_setup(config, workdir, console, step))
-    feed = Feed(config, parts, position, timing)
-    policy = NanPolicy(config, steps=parts.steps, position=position, console=console)
-    if policy.rolls_back and checkpoints.latest_step() is None:
-        checkpoints.save(step, state, feed.position() | policy.position())
-    log = StepLog(config, workdir, parts, step=step, feed=feed, timing=timing, console=console)
-    with closing(timing), closing(log), closing(feed), closing(checkpoints):
+    with ExitStack() as stack:
+        # ---------------------------------------------------------------------------- Restore
+        checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
+        stack.enter_context(closing(checkpoints))
+        state, position = init_or_restore(config, checkpoints, parts.init, parts.like)
+        step, stopping = int(state["step"]), False
+        console, timing = Console(parts.steps), Timing(config.train.batch_size, parts.model)
+        stack.enter_context(closing(timing))
+        distributed.first_does(lambda: record_setup(config, workdir, console, step))
+        feed = Feed(config, parts, position, timing)
+        stack.enter_context(closing(feed))
+        policy = NanPolicy(config, steps=parts.steps, position=position, console=console)
+        if policy.rolls_back and checkpoints.latest_step() is None:
+            checkpoints.save(step, state, feed.position() | policy.position())
+        log = StepLog(config, workdir, parts, step=step, feed=feed, timing=timing, console=console)
+        stack.enter_context(closing(log))
         while step < parts.steps and not stopping:
             # ------------------------------------------------------------------------ Step
             batch = next(feed)
