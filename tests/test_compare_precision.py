@@ -106,6 +106,13 @@ def test_arms_have_one_name():
     assert names == [compare_precision.REFERENCE, "switchback:bfloat16"]
 
 
+def test_a_comparison_has_no_profile():
+    """Its 20 steps may end before the steps that the config traces."""
+    config = config_lib.load(FLAGS[0].partition("=")[2], [("train.profile_steps", "100,105")])
+    prepared = compare_precision.prepare(config, compare_precision.parser().parse_args([]))
+    assert prepared.train.steps == 20 and not prepared.train.profile_steps
+
+
 def test_layers_start_from_the_weights_of_the_config(reference):
     config, workdir = reference
     cfg = model_config(config)

@@ -13,7 +13,7 @@ self-contained page, and compare_precision.json into the workdir:
   loss     some training steps: the difference between the arm's loss and the reference's, and the
            spread of the reference over seeds
 
-All config keys and --config.section.key=VALUE overrides apply, except durations and evaluation.
+All config keys and --config.section.key=VALUE overrides apply, except durations, evaluation and profile.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def prepare(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
     config = changed(config)
     with config.unlocked():
         config.train.batch_size = args.batch_size or config.train.batch_size
-        config.train.accumulation = 1
+        config.train.accumulation, config.train.profile_steps = 1, ()
         config.train.steps, config.train.epochs, config.train.examples = args.steps, 0.0, 0
         config.schedule.warmup_steps = args.steps // 5
         config.schedule.warmup_epochs, config.schedule.warmup_examples = 0.0, 0
