@@ -123,6 +123,20 @@ def test_a_recorder_takes_numbers_of_every_kind(tmp_path):
     assert '"step": 1,' in path.read_text()
 
 
+def test_a_recorder_keeps_integers_that_int32_holds(tmp_path):
+    """float32 rounds integers above 2^24, such as the number of examples seen."""
+    path, seen = tmp_path / "metrics.jsonl", 2**24 + 1
+    exact = {"device": jnp.array([seen, -1]), "host": seen, "bytes": np.uint8(255)}
+    with diagnostics.Recorder(path) as recorder:
+        recorder.add(1, exact | {"loss": jnp.float32(0.1), "large": 5 * 10**9})
+        recorder.add(2, {"host": 2**31 - 1})
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first == {
+        "step": 1, "device/0": seen, "device/1": -1, "host": seen, "bytes": 255, "loss": 0.1, "large": 5e9
+    }  # fmt: skip
+    assert second == {"step": 2, "host": 2**31 - 1}
+
+
 def test_a_recorder_refuses_what_it_could_not_write(tmp_path):
     """A traced metric made every later flush fail; metrics after `close` were lost."""
     with diagnostics.Recorder(tmp_path / "metrics.jsonl") as recorder:

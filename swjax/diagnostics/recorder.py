@@ -19,7 +19,10 @@ Metrics = Mapping[str, jax.Array | jax.ShapeDtypeStruct | NamedIndex]
 
 
 class Packer:
-    """Packs the metrics of one step into one float32 vector, so that one transfer fetches them.
+    """Packs the metrics of one step into one vector, so that one transfer fetches them.
+
+    The vector holds the bits of int32 and of float32 numbers. Integers that int32 holds stay exact; all other
+    numbers are float32.
 
     >>> def step(x):
     ...     return {"loss": jnp.sum(x), "rms": jnp.sqrt(x)}
@@ -31,8 +34,10 @@ class Packer:
     [{'step': 7, 'loss': 2.0, 'rms/0': 1.0, 'rms/1': 1.0}]
     """
 
-    def __init__(self, names: Sequence[str], choices: Mapping[str, Sequence[str]]) -> None:
-        self.names, self._choices = tuple(names), dict(choices)
+    def __init__(
+        self, names: Sequence[str], whole: Sequence[bool], choices: Mapping[str, Sequence[str]]
+    ) -> None:
+        self.names, self._whole, self._choices = tuple(names), tuple(whole), dict(choices)
 
     @classmethod
     def of(cls, metrics: Metrics) -> "Packer":
@@ -45,26 +50,29 @@ class Packer:
         Raises:
           ValueError: two values have the same name, or one is named "step", as the number of the step.
         """
-        names, choices = [], {}
+        names: list[str] = []
+        whole: list[bool] = []
+        choices = {}
         for name, value in sorted(metrics.items()):
             if isinstance(value, NamedIndex):
                 choices[name], value = value.names, value.index
             shape = np.shape(value)
             names += [f"{name}/{i}" for i in range(math.prod(shape))] if shape else [name]
+            whole += [_is_whole(value)] * math.prod(shape)
         repeated = [name for name, count in Counter(["step", *names]).items() if count > 1]
         if repeated:
             raise ValueError(
                 f"metrics must have different names, and none the name 'step' of the step's number, got "
                 f"{repeated[0]!r} twice: rename one or leave it out"
             )
-        return cls(names, choices)
+        return cls(names, whole, choices)
 
     def pack(self, metrics: Metrics) -> jax.Array:
-        """[len(names)] float32."""
+        """[len(names)] int32."""
         leaves = jax.tree.leaves(metrics)  # the leaves of a dict are sorted by name
         if not leaves:
-            return jnp.zeros(0, jnp.float32)
-        return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
+            return jnp.zeros(0, jnp.int32)
+        return jnp.concatenate([_bits(leaf) for leaf in leaves])
 
     def records(self, vectors: Mapping[int, np.ndarray]) -> list[dict[str, Any]]:
         """Returns one record {"step": int, name: number, ...} for the vector of each step.
@@ -73,11 +81,26 @@ class Packer:
         """
         records = []
         for step, vector in vectors.items():
-            record = {"step": step} | dict(zip(self.names, vector.tolist(), strict=True))
-            selected = {name: int(record.pop(name)) for name in self._choices}
+            pairs = zip(self._whole, vector.tolist(), vector.view(np.float32).tolist())
+            values = [bits if whole else real for whole, bits, real in pairs]
+            record = {"step": step} | dict(zip(self.names, values, strict=True))
+            selected = {name: record.pop(name) for name in self._choices}
             named = {name: self._choices[name][i] for name, i in selected.items() if i >= 0}
             records.append(record | named)
         return records
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether int32 holds all integers of a value's dtype."""
+    return np.can_cast(jnp.result_type(value), np.int32)
+
+
+def _bits(value: Any) -> jax.Array:
+    """The bits of a value as a flat int32 vector, see `Packer`."""
+    value = jnp.ravel(value)
+    if _is_whole(value):
+        return value.astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)
 
 
 class Recorder:
@@ -148,7 +171,8 @@ class Recorder:
                 f"again with last_step"
             )
         metrics = {name: _as_array(name, value) for name, value in metrics.items()}
-        structure = jax.tree.structure(metrics), *(np.shape(x) for x in jax.tree.leaves(metrics))
+        shapes = ((np.shape(x), x.dtype) for x in jax.tree.leaves(metrics))
+        structure = jax.tree.structure(metrics), *shapes
         if structure not in self._packers:
             packer = Packer.of(metrics)
             self._packers[structure] = packer, jax.jit(packer.pack)
@@ -202,7 +226,7 @@ def number(value: float | str | None) -> float | int | str | None:
 
 
 def _as_array(name: str, value: Any) -> Any:
-    """Converts a number or a NumPy array of any dtype to float32; keeps arrays on the device."""
+    """Converts a number or a NumPy array of any dtype to int32 or float32; keeps arrays on the device."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
         raise TypeError(
             f"metric {name!r} must have a value, got a traced array of a jitted function: return it from the "
@@ -213,8 +237,11 @@ def _as_array(name: str, value: Any) -> Any:
     if isinstance(value, jax.Array) and not jnp.iscomplexobj(value):
         return value
     try:
+        array = np.asarray(value)
+        if array.dtype.kind in "iu" and np.all(array == array.astype(np.int32)):
+            return array.astype(np.int32)
         with np.errstate(over="ignore"):  # an overflow is recorded as a value that is not finite
-            return np.asarray(value).astype(np.float32, casting="same_kind")
+            return array.astype(np.float32, casting="same_kind")
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"metric {name!r} must be a number or an array of numbers, got {type(value).__name__}: "

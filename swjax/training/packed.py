@@ -18,7 +18,7 @@ class PackedMetrics:
     A jitted function can return it, so names and values stay together without side effects during tracing.
 
     Attributes:
-      vector: [n] float32.
+      vector: [n] int32, from `Packer.pack`.
       packer: holds the names of the n values.
     """
 
