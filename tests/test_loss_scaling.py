@@ -1,5 +1,10 @@
 """Loss scaling: after an overflow, only the tensor concerned or the whole step is skipped."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -273,6 +278,24 @@ def test_noise_differs_between_tensors_and_blocks():
     after, _ = run(guarded, params, [params])
     rows = np.stack([*after["a"], after["b"]])
     assert len(np.unique(rows)) == rows.size
+
+
+def test_all_processes_have_the_same_program():
+    """The order of a set of paths differs between processes; another program is compiled again."""
+    code = """import jax, jax.numpy as jnp
+from swjax.optax import per_tensor_guard, stable_adamw
+params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+guard = per_tensor_guard(stable_adamw(1e-3))
+print(jax.make_jaxpr(guard.update)(params, guard.init(params), params))"""
+    programs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
+        ).stdout
+        for seed in "123"
+    }  # fmt: skip
+    assert len(programs) == 1
 
 
 def test_dynamic_scaling_takes_a_donated_state():

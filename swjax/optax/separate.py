@@ -83,11 +83,15 @@ class SeparateStates:
         whole = jax.eval_shape(init, params)
         self._paths = list(_by_path(whole)[0])
         self._structure: jax.tree_util.PyTreeDef = jax.tree.structure(whole)
-        self._flat = _paths_of_values(whole)
         self._blocks = blocks_by_name(params, axes)
         self.tensors = [
             self._tensor(init, i, p, kept) for i, (p, kept) in enumerate(zip(leaves, axes))
         ]
+        # Joined leaves that are a flat vector, rather than one entry of the leaf's shape per block.
+        self._raveled = _paths_of_values(whole)
+        for path in self._common:
+            if len({t.leaves[path].shape for t in self.tensors if path in t.leaves}) > 1:
+                self._raveled.add(path)
 
     def only(self, i: int, leaf: Any) -> Any:
         """The tree with one leaf, and None in place of the others, so that names are kept."""
@@ -111,7 +115,8 @@ class SeparateStates:
         for tensor, leaves in zip(self.tensors, named):
             for (path, leaf), shaped in zip(leaves.items(), tensor.shaped):
                 whole[path] = leaf if shaped else tensor.placed(leaf)
-        for path in self._common.keys() & set(self._paths):
+        # In the order of the state: the order of a set differs between processes, and so would the program.
+        for path in filter(self._common.__contains__, self._paths):
             whole[path] = self._join(path, [leaves[path] for leaves in named])
         state = self._structure.unflatten([whole[path] for path in self._paths])
         return jax.tree.map(self._with_names, state, is_leaf=_is_values)
@@ -135,16 +140,11 @@ class SeparateStates:
 
     def _entries(self, path: Path, leaf) -> int:
         """The number of entries that one block has in the joined leaf."""
-        return math.prod(leaf.shape) if self._raveled(path) else 1
-
-    def _raveled(self, path: Path) -> bool:
-        """Whether a joined leaf is a flat vector, rather than one entry of the leaf's shape per block."""
-        shapes = {tensor.leaves[path].shape for tensor in self.tensors}
-        return path in self._flat or len(shapes) > 1
+        return math.prod(leaf.shape) if path in self._raveled else 1
 
     def _join(self, path: Path, leaves: list[jax.Array]) -> jax.Array:
         like = self.tensors[0].leaves[path] if self.tensors else self._common[path]
-        return join(leaves, () if self._raveled(path) else like.shape, like.dtype)
+        return join(leaves, () if path in self._raveled else like.shape, like.dtype)
 
     def _with_names(self, node):
         if not _is_values(node):
