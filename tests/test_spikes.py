@@ -208,4 +208,4 @@ def test_watch_reads_records_of_a_log():
         record |= {"stability/rms/a": 3.0 if step == 47 else None}
         record |= {"train/loss": None} if step in (50, 51) else {}
         lines += watch.update([record])
-    assert lines == ["loss spike at step 50, up to inf; before it the RMS of a was 3 (step 47)"]
+    assert lines == ["loss spike at step 50, not finite; before it the RMS of a was 3 (step 47)"]

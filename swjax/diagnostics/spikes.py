@@ -178,7 +178,7 @@ class Watch:
 
         >>> watch = Watch(Rules(ignore=0, deviations=1))
         >>> watch.update([{"step": 1, "train/loss": 5.0}, {"step": 2, "train/loss": None}])
-        ['loss spike at step 2, up to inf']
+        ['loss spike at step 2, not finite']
         """
         lines = []
         for record in records:
@@ -195,7 +195,8 @@ def describe(event: Event) -> str:
     >>> describe(Event("loss", 512, 514, 6.25, [("vision/patch_embed/kernel", 4.1, 509)]))
     'loss spike at step 512, up to 6.25; before it the RMS of vision/patch_embed/kernel was 4.1 (step 509)'
     """
-    text = f"loss spike at step {event.start}, up to {event.peak:.3g}"
+    height = f"up to {event.peak:.3g}" if math.isfinite(event.peak) else "not finite"
+    text = f"loss spike at step {event.start}, {height}"
     for name, rms, step in event.leaders[:1]:
         text += f"; before it the RMS of {name} was {rms:.2g} (step {step})"
     return text
