@@ -88,6 +88,15 @@ def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_refused_command_keeps_the_config(reference, micro, tmp_path):
+    """config.json described other data than the run has seen."""
+    as_interrupted(reference[1], tmp_path / "run")
+    before = (tmp_path / "run" / "config.json").read_text()
+    with pytest.raises(ConfigError, match="when this run was saved, it had 40"):
+        train(micro(data__synthetic__examples=80), tmp_path / "run")
+    assert (tmp_path / "run" / "config.json").read_text() == before
+
+
 def test_a_full_disk_keeps_the_config(micro, tmp_path, monkeypatch):
     """A damaged config.json ended the command that resumes the run."""
     console, before = Console(6, io.StringIO()), micro(train__steps=6)

@@ -84,9 +84,9 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         step, stopping = int(state["step"]), False
         console, timing = Console(parts.steps), Timing(config.train.batch_size, parts.model)
         stack.enter_context(closing(timing))
-        distributed.first_does(lambda: record_setup(config, workdir, console, step))
         feed = Feed(config, parts, position, timing)
         stack.enter_context(closing(feed))
+        distributed.first_does(lambda: record_setup(config, workdir, console, step))
         policy = NanPolicy(config, steps=parts.steps, position=position, console=console)
         if policy.rolls_back and checkpoints.latest_step() is None:
             checkpoints.save(step, state, feed.position() | policy.position())
