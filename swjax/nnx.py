@@ -337,16 +337,25 @@ def describe_model(model: nnx.Module) -> Conversion:
     """Lists the recipe of every matrix of a model, as a printable table.
 
     Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves have no `dot_general`
-    or `einsum_op`, so recipes do not apply to them. See `quantize_model` for an example.
+    or `einsum_op`, so recipes do not apply to them. A prequantized kernel is listed with its stored shape,
+    the transpose. See `quantize_model` for an example.
 
     Args:
       model: any NNX model, converted or not.
     """
     conversion = Conversion()
     for path, module in _modules(model):
-        own = {name: v.shape for name, v in vars(module).items() if isinstance(v, nnx.Param)}
+        shapes = {name: _shape_of(value) for name, value in vars(module).items()}
+        own = {name: shape for name, shape in shapes.items() if shape is not None}
         conversion.note(path, type(module).__name__, own, *_recipe_of(module))
     return conversion
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    """The shape of a parameter or of the values of a prequantized kernel; None for other attributes."""
+    if isinstance(value, nnx.Variable) and isinstance(value.get_value(), QTensor):
+        return value.get_value().values.shape
+    return value.shape if isinstance(value, nnx.Param) else None
 
 
 def _recipe_of(module: nnx.Module) -> tuple[Recipe | None, str]:

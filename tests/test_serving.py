@@ -218,6 +218,17 @@ def test_a_prequantized_model_is_not_restored():
     assert jnp.array_equal(model(x), y)
 
 
+def test_prequantized_kernels_are_described():
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(fc=swjax.nnx.Linear(16, 8, rngs=rngs), plain=nnx.Linear(8, 4, rngs=rngs))
+    first, second, summary, _ = str(swjax.nnx.describe_model(serving.prequantize(model))).split(
+        "\n"
+    )
+    assert first.split() == "fc Linear.kernel 8 x 16 switchback".split()
+    assert second.split()[:2] == ["plain", "Linear.kernel"]
+    assert summary == "1 of 2 matrices converted, 128 of 160 elements (80%)"
+
+
 def test_a_model_is_prequantized_once():
     model = serving.prequantize(nnx.Dict(fc=swjax.nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
     with pytest.raises(ValueError, match="got none with float weights: choose their recipes"):
