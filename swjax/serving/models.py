@@ -101,6 +101,7 @@ def prequantize(model: NNXModel) -> NNXModel:
         if matrix.name == "kernel"
         and isinstance(module := modules[matrix.path], nnx.Linear | nnx.LinearGeneral)
         and not getattr(module, "batch_axis", None)
+        and isinstance(module.kernel, nnx.Param)  # not prequantized already
         and _can_be_quantized(matrix.recipe)
     ]
     if not layers:
