@@ -36,8 +36,10 @@ class Scratch(NamedTuple):
 
     Attributes:
       a, b: rings of operands, [stages, ...].
-      out: [2, 2, HALF, piece], two buffers of each compute warpgroup.
+      out: [2, 2, HALF, piece], two buffers of each compute warpgroup; four if an array is added to the tiles.
       full, empty: a barrier for each slot of the rings.
+      addend: a barrier for each compute warpgroup: its half of the array that is added has arrived. None if
+        no array is added.
     """
 
     a: Ref
@@ -45,10 +47,12 @@ class Scratch(NamedTuple):
     out: Ref
     full: Ref
     empty: Ref
+    addend: Ref = None
 
 
-# (first step of a unit, number of steps) -> their sums.
-SumSteps = Callable[[jax.Array | int, jax.Array | int], jax.Array]
+# (first step of a unit, number of steps, function to call in step DURING or None) -> their sums.
+SumSteps = Callable[..., jax.Array]
+DURING = 2  # copies of the unit before have probably ended
 
 
 class Work(Protocol):
@@ -81,11 +85,10 @@ class Work(Protocol):
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
         """Adds the product of the operands in a slot, for one half of the rows of the tile."""
 
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Any:
-        """Returns the sums of one half of a unit, as `store` needs them. Calls `sum_steps` for all of its
-        steps, in order."""
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        """Returns the sums of one half of a unit. Calls `sum_steps` for all of its steps, in order."""
 
-    def store(self, unit: jax.Array, sums: Any, half: jax.Array) -> None:
+    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         """Writes one half of the tile."""
 
 
@@ -149,8 +152,8 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     """Multiplies and writes one half of each unit: a compute warpgroup."""
 
     def multiply_unit(unit, used):
-        def sum_steps(first, count):
-            return _sum_steps(work, scratch, used + first, count, half)
+        def sum_steps(first, count, during=None):
+            return _sum_steps(work, scratch, used + first, count, half, during)
 
         work.store(unit, work.total(unit, half, sum_steps), half)
         return used + work.span(unit)[1]
@@ -160,7 +163,12 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
 
 
 def _sum_steps(
-    work: Work, scratch: Scratch, used: jax.Array, count: jax.Array | int, half: jax.Array
+    work: Work,
+    scratch: Scratch,
+    used: jax.Array,
+    count: jax.Array | int,
+    half: jax.Array,
+    during: Callable[[], None] | None,
 ) -> jax.Array:
     """Sums `count` steps from step `used` on; releases each slot once the next product is issued."""
 
@@ -174,6 +182,9 @@ def _sum_steps(
             @pl.when(s > 0)
             def release():
                 plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + s - 1, work.stages)])
+
+            if during:
+                pl.when(s == jnp.minimum(DURING, count - 1))(during)
 
         lax.fori_loop(0, count, step, None)
         plgpu.wgmma_wait(0)
@@ -189,32 +200,51 @@ def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
     return (total - block + blocks - 1) // blocks
 
 
-def load_registers(ref: Ref, index: Any) -> jax.Array:
-    """Loads a vector or a matrix from global or shared memory into registers."""
+def load_registers(ref: Ref, index: slice | pl.Slice | jax.Array) -> jax.Array:
+    """Loads a vector from global or shared memory into registers."""
     load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
     if jax.__version_info__ < (0, 11):
         return load(ref, index, optimized=False)
     return load(ref.at[index], optimized=False)
 
 
+def load_tile(tile: Ref, buffers: Ref, barrier: Ref) -> None:
+    """Starts the copies of one half of a tile from global memory to the buffers of `store_tile`."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+    count, _, piece = buffers.shape
+    for number in range(count):
+        columns = pl.ds(number * piece, piece)
+        plgpu.copy_gmem_to_smem(tile.at[:, columns], buffers.at[number], barrier)
+
+
 def store_tile(
-    values: Callable[[int], jax.Array], buffers: Ref, to: Ref, piece: int, **options: Any
+    values: Callable[[int], jax.Array],
+    buffers: Ref,
+    to: Ref,
+    piece: int,
+    *,
+    add: bool = False,
+    **options: Any,
 ) -> None:
-    """Copies one half of a tile to global memory, through two buffers.
+    """Copies one half of a tile to global memory, through buffers.
 
     Args:
       values: function (first column of a piece) -> the piece.
-      buffers: [2, HALF, piece] in shared memory.
+      buffers: [number, HALF, piece] in shared memory.
       to: [HALF, columns] in global memory.
       piece: number of columns written at a time.
+      add: whether to add what the buffers hold, one for each piece.
       **options: options of `plgpu.copy_smem_to_gmem`.
     """
     for number, at in enumerate(range(0, to.shape[1], piece)):
-        y = values(at)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        buffers[number % 2] = y
+        y, slot = values(at), number % buffers.shape[0]
+        if add:
+            y = y + buffers[slot].astype(jnp.float32)
+        else:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        buffers[slot] = y.astype(buffers.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffers.at[number % 2], to.at[:, pl.ds(at, piece)], **options)
+        plgpu.copy_smem_to_gmem(buffers.at[slot], to.at[:, pl.ds(at, piece)], **options)
 
 
 def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
@@ -237,6 +267,7 @@ def launch(
     stages: int,
     blocks: int,
     cluster: int,
+    addend: bool = False,
     interpret: Any,
 ) -> Callable:
     """Builds a product kernel of `blocks` clusters of blocks, as a function of its inputs.
@@ -248,6 +279,7 @@ def launch(
       stages: number of slots of the rings.
       blocks: number of clusters of blocks.
       cluster: number of blocks of a cluster.
+      addend: whether an array is added to the tiles.
       interpret: parameters of Pallas's interpreter, or None.
     """
     arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
@@ -257,8 +289,11 @@ def launch(
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
         in_clusters = dict(cluster=(cluster,), cluster_names=("cluster",))
     a, b = (buffer((stages, *shape), dtype) for shape, dtype in rings)
-    out_buffers = buffer((2, 2, HALF, piece_of(out.dtype)), out.dtype)
-    scratch = Scratch(a, b, out_buffers, plgpu.Barrier(**arrivals), empty)
+    pieces = TILE_N // piece_of(out.dtype)
+    out_buffers = buffer((2, pieces if addend else 2, HALF, piece_of(out.dtype)), out.dtype)
+    scratch: tuple = (a, b, out_buffers, plgpu.Barrier(**arrivals), empty)
+    if addend:
+        scratch += (plgpu.Barrier(num_arrivals=pieces, num_barriers=2),)
     return kernel(body, out, scratch, blocks=blocks, interpret=interpret, **in_clusters)
 
 

@@ -1,7 +1,7 @@
 """The quantized product."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -35,17 +35,6 @@ class Inputs(NamedTuple):
     b_scale: Ref
     bias: Ref
     addend: Ref
-
-
-class Sums(NamedTuple):
-    """The sums of products of half a tile, and its addend or None, in registers."""
-
-    products: jax.Array
-    addend: jax.Array | None
-
-    def columns(self, at: int, count: int) -> "Sums":
-        addend = None if self.addend is None else self.addend[:, at : at + count]
-        return Sums(self.products[:, at : at + count], addend)
 
 
 @dataclass(frozen=True)
@@ -139,16 +128,22 @@ class Product:
         a, b = self.scratch.a, self.scratch.b
         plgpu.wgmma(sums, a.at[slot, pl.ds(half * HALF, HALF)], b.at[slot].T)
 
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Sums:
-        addend = None
-        if self.spec.addend:  # the loads run while the products are summed
-            row, column = self.corner(unit)
-            row = jnp.minimum(row + half * HALF, self.spec.m - HALF)
-            at = pl.ds(row, HALF), pl.ds(column, TILE_N)
-            addend = pipeline.load_registers(self.inputs.addend, at)
-        return Sums(sum_steps(0, self.span(unit)[1]), addend)
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        def load_addend():
+            pipeline.load_tile(
+                self.inputs.addend.at[self.area(unit, half)],
+                self.scratch.out.at[half],
+                self.scratch.addend.at[half],
+            )
 
-    def store(self, unit: jax.Array, sums: Sums, half: jax.Array) -> None:
+        return sum_steps(0, self.span(unit)[1], load_addend if self.spec.addend else None)
+
+    def area(self, unit: jax.Array, half: jax.Array) -> tuple[pl.Slice, pl.Slice]:
+        """The rows and the columns of one half of a tile."""
+        row, column = self.corner(unit)
+        return pl.ds(row + half * HALF, HALF), pl.ds(column, TILE_N)
+
+    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         spec, inputs, piece = self.spec, self.inputs, pipeline.piece_of(self.spec.out_dtype)
         row, column = self.corner(unit)
         row += half * HALF
@@ -158,16 +153,19 @@ class Product:
         if spec.per_tensor:
             a_scale = a_scale * inputs.b_scale[0]
 
+        if spec.addend:
+            plgpu.barrier_wait(self.scratch.addend.at[half])
         pipeline.store_tile(
-            lambda at: self.scaled(pl.ds(column + at, piece), sums.columns(at, piece), a_scale),
+            lambda at: self.scaled(pl.ds(column + at, piece), sums[:, at : at + piece], a_scale),
             self.scratch.out.at[half],
-            self.out.at[pl.ds(row, HALF), pl.ds(column, TILE_N)],
+            self.out.at[self.area(unit, half)],
             piece,
+            add=spec.addend,
         )
 
-    def scaled(self, columns: slice | pl.Slice, sums: Sums, a_scale: jax.Array) -> jax.Array:
-        """Some columns of the result from their sums."""
-        y = sums.products.astype(jnp.float32)
+    def scaled(self, columns: slice | pl.Slice, sums: jax.Array, a_scale: jax.Array) -> jax.Array:
+        """Some columns of the product from their sums, in float32."""
+        y = sums.astype(jnp.float32)
         scale = lax.broadcast_in_dim(a_scale, y.shape, (0,))
         if not self.spec.per_tensor:
             b_scale = pipeline.load_registers(self.inputs.b_scale, columns)
@@ -176,9 +174,7 @@ class Product:
         if self.spec.bias:
             bias = pipeline.load_registers(self.inputs.bias, columns).astype(jnp.float32)
             y = y + lax.broadcast_in_dim(bias, y.shape, (1,))
-        if sums.addend is not None:
-            y = y + sums.addend.astype(jnp.float32)
-        return y.astype(self.spec.out_dtype)
+        return y
 
 
 def matmul(
@@ -198,8 +194,11 @@ def matmul(
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     cluster = 2 if m > TILE_M else 1
-    # The kernel loads the addend without bounds checks.
-    fused = addend if m % HALF == 0 and n % TILE_N == 0 else None
+    # The kernel adds arrays of 16 bits with the dtype of the result, through the same buffers.
+    fused = addend if addend is not None and _fits_buffers(addend, out_dtype) else None
+    tile = tile or tiles.mosaic_tile(n, k)
+    if fused is not None:  # memory of a slot serves the addend
+        tile = replace(tile, stages=min(tile.stages, 3))
     spec = ProductSpec(
         m=m,
         n=n,
@@ -207,7 +206,7 @@ def matmul(
         grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, TILE_N)),
         blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
         cluster=cluster,
-        tile=tile or tiles.mosaic_tile(n, k),
+        tile=tile,
         out_dtype=out_dtype,
         per_tensor=b.scale.size == 1,
         bias=bias is not None,
@@ -227,12 +226,17 @@ def matmul(
         stages=spec.tile.stages,
         blocks=spec.blocks,
         cluster=cluster,
+        addend=spec.addend,
         interpret=interpret,
     )(*_inputs(spec, a, b, bias, fused))
     y = y.reshape(*a.values.shape[:-1], n)
     if addend is None or fused is not None:
         return y
     return (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(out_dtype)
+
+
+def _fits_buffers(addend: jax.Array, out_dtype: str) -> bool:
+    return addend.dtype == out_dtype and addend.dtype.itemsize == 2
 
 
 def _inputs(
