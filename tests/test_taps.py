@@ -1,5 +1,7 @@
 """The measurements of taps, compared with NumPy, in models with and without stacked layers."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import optax
 import oracle
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import swjax
 import swjax.nnx
@@ -270,6 +274,49 @@ def test_fused_layers_are_measured_one_by_one():
     normalised = centred / np.sqrt(X.var(1, keepdims=True) + 1e-6)
     for name, value in by_hand(normalised, (1,)).items():
         np.testing.assert_allclose(found[f"quantization/{name}/k/x"], value, rtol=1e-2)
+
+
+class Residual(nnx.Module):
+    """Layers that add the residual stream."""
+
+    def __init__(self, dtype):
+        layer = partial(swjax.nnx.Linear, dtype=dtype)
+        self.out = layer(64, 64, rngs=nnx.Rngs(0))
+        self.fc1, self.fc2 = layer(64, 128, rngs=nnx.Rngs(1)), layer(128, 64, rngs=nnx.Rngs(2))
+
+    def __call__(self, x):
+        x = self.out(x, addend=x)
+        return swjax.nnx.mlp(self.fc1, self.fc2, x, add_input=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
+def test_outputs_of_layers_with_an_addend_stay_the_same(dtype):
+    """Sums outside of the layers would be rounded twice, and have the dtype of the residual stream."""
+    model = Residual(dtype and jnp.dtype(dtype))
+    want = model(X)
+    for which in ({}, {"features": "out|fc2"}):
+        got = taps.insert(nnx.clone(model), **which)(X)
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+def test_an_addend_of_another_sharding():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    layer = taps.insert(swjax.nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+        addend = jax.device_put(X, jax.NamedSharding(mesh, P(None, "data")))
+        np.testing.assert_array_equal(layer(x, addend=addend), layer(x, addend=x))
+
+
+def test_health_of_a_layer_does_not_depend_on_its_addend():
+    layer, direction = swjax.nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.cos(X)
+
+    def linear_loss(layer, x, addend):
+        return jnp.mean(layer(x, addend=addend) * direction)
+
+    alone, added = (measured(linear_loss, layer, X, addend) for addend in (None, 100 * X))
+    assert alone == added
 
 
 def test_weight_gradients_are_not_computed():

@@ -70,8 +70,8 @@ def measure(
         least that scales allow for. NaN if the operand is all zero or not finite.
       quantization/zeros/...: share of the nonzero elements that quantize to zero.
       quantization/saturated/...: share of the nonzero elements that quantize to the format's largest value.
-      stability/feature_mean_abs/<path>, stability/feature_max_abs/<path>: magnitudes of the module's output;
-        of a module that is called several times, the mean over the calls.
+      stability/feature_mean_abs/<path>, stability/feature_max_abs/<path>: magnitudes of the module's output,
+        including an `addend`; of a module that is called several times, the mean over the calls.
 
       x and w are operands of the forward product, and g is the gradient operand of the input gradient. A
       recipe that quantizes the weight gradient adds wgrad_x and wgrad_g. Blocks of rotated tokens are
@@ -328,14 +328,16 @@ def _outliers(product: Product | None, x) -> jax.Array | None:
     return ~(features < product.outlier_threshold)
 
 
-def _call_linear(self, call: Callable, inputs, *args, prologue=None, addend=None, **kwargs):
-    """Taps a `swjax.nnx.Linear`, which quantizes its kernel, and its inputs after the prologue."""
+def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
+    """Taps a `swjax.nnx.Linear`, which quantizes its kernel, and its inputs after the prologue.
+
+    The layer adds an `addend` itself: the sum has the gradient of the product.
+    """
     y, kernel = call(self, inputs, *args, prologue=prologue, **kwargs), self.kernel[...]
     (x,) = self.promote_dtype((inputs,), dtype=self.dtype)
     if prologue is not None:
         x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
-    y = _report_product(y, x, kernel, getattr(self, QUANTIZATION)[...], self.recipe, self.layout)
-    return y if addend is None else y + addend
+    return _report_product(y, x, kernel, getattr(self, QUANTIZATION)[...], self.recipe, self.layout)
 
 
 def _call_product(self, call: Callable, *args, **kwargs):
