@@ -156,6 +156,22 @@ def test_values_with_an_addend(name, case, kind):
     compare(got, want)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_an_mlp_whose_output_is_sharded_unlike_its_input(residual):
+    def loss(*args):
+        outputs = swjax.mlp(*args, add_input=True, residual=residual)
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs))
+
+    args = mlp_arguments(dtype="float32")[0][:5]
+    want = jax.jit(jax.value_and_grad(loss, range(5)))(*args)
+    mesh = make_mesh((2, 2, 2), KINDS["explicit"])
+    specs = (P("data", None, "tensor"), P("tensor"), P(), P(None, "fsdp"), P())
+    with jax.set_mesh(mesh):
+        args = [put(a, mesh, spec) for a, spec in zip(args, specs)]
+        got = jax.jit(jax.value_and_grad(loss, range(5)))(*args)
+    compare(got, want)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [slow((8, 1, 1)), slow((2, 4, 1)), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("add_input", [False, True])

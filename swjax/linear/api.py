@@ -115,7 +115,7 @@ def switchback(
     else:
         for each in zip(ws, biases):
             check_dtypes(x, *each, addend)
-        x = _place_input(x, prologue, layers[0])
+        x = layers[0].sharded.place_input(x, prologue)
         ws, biases = zip(*map(_place, ws, biases, plans))
         addends = (plans[0].place(addend, plans[0].y), *(None for _ in ws[1:]))
         ys, kept = linears(*vary_alike(x, ws, biases, prologue, addends), layers, residual)
@@ -192,7 +192,7 @@ def mlp(
     if _has_no_tokens(x, plan):
         y = _no_outputs(x, w2, second)
         return (y, x) if residual else y
-    x = _place_input(x, prologue, first)
+    x = first.sharded.place_input(x, prologue)
     (w1, b1), (w2, b2) = _place(w1, b1, plan), _place(w2, b2, plan2)
     args = vary_alike(x, w1, b1, w2, b2, prologue)
     y, kept = fused_mlp(*args, Gelu(approximate), first, second, residual, add_input)
@@ -224,11 +224,6 @@ def _no_outputs(x, w, settings) -> jax.Array:
 
 
 # Arguments are resharded to the plan outside of the `custom_vjp`, so that JAX reshards the gradients back.
-
-
-def _place_input(x, prologue, settings):
-    plan = settings.plan
-    return plan.place(x, plan.x if prologue is None else settings.sharded.prologue_spec(prologue))
 
 
 def _place(w, bias, plan):

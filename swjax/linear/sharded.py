@@ -39,6 +39,13 @@ class Sharded(NamedTuple):
     plan: Plan
     arithmetic: Arithmetic
 
+    def place_input(self, x: jax.Array, prologue: Prologue | None) -> jax.Array:
+        """Reshards x, or its gradient, as `Plan.place` does."""
+        spec = self.plan.x if prologue is None else self.prologue_spec(prologue)
+        placed = self.plan.place(x, spec)
+        assert placed is not None, "it is an array"
+        return placed
+
     # --- products -------------------------------------------------------------------------------------
 
     def output(

@@ -106,7 +106,9 @@ def _mlp_forward(x, w1, b1, w2, b2, prologue, gelu, first, second, residual, add
 def _mlp_backward(gelu, first, second, _, add_input, residuals, gradients):
     *saved, kept = residuals
     constants, (g, residual_gradient) = lax.stop_gradient((saved, gradients))
-    residual_gradient = add(g, residual_gradient) if add_input else residual_gradient
+    if add_input:  # the output may have another sharding than x
+        g_of_input = first.sharded.place_input(g, constants[0].prologue)
+        residual_gradient = add(g_of_input, residual_gradient)
     dgrad, plan = first.recipe.dgrad, second.plan
     quantizable = quantizes_rows(dgrad) and not plan.splits(plan.k)
     quantize_to = dgrad.lhs.dtype if quantizable else None
