@@ -160,7 +160,8 @@ def mlp(
       add_input: whether to add the inputs to the output, see `swjax.mlp`.
 
     Returns:
-      The output [..., n]; with `residual`: (output, inputs).
+      The output [..., n]; with `residual`: (output, inputs). The inputs, also those that `add_input` adds,
+      have the dtype of fc1's computation.
 
     Raises:
       TypeError: a layer is not a `Linear` of this module.
@@ -170,11 +171,12 @@ def mlp(
     >>> mlp(fc1, fc2, jnp.ones((5, 3))).shape
     (5, 2)
     """
-    if not _alike(fc1, fc2, but="layout") or fc1.preferred_element_type is not None:
-        hidden = fc1(inputs, prologue=prologue)
-        y = fc2(hidden, prologue=Gelu(approximate), addend=inputs if add_input else None)
-        return (y, inputs) if residual else y
+    fused = _alike(fc1, fc2, but="layout") and fc1.preferred_element_type is None
     x, w1, b1 = fc1._operands(inputs)
+    if not fused:
+        hidden = fc1(inputs, prologue=prologue)
+        y = fc2(hidden, prologue=Gelu(approximate), addend=x if add_input else None)
+        return (y, x) if residual else y
     _, w2, b2 = fc2._operands(x)
     options: dict[str, Any] = fc1._options()
     options |= {"prologue": prologue, "approximate": approximate}

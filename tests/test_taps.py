@@ -300,6 +300,19 @@ def test_outputs_of_layers_with_an_addend_stay_the_same(dtype):
         np.testing.assert_array_equal(got, want)
 
 
+def test_an_mlp_and_its_inputs_stay_the_same():
+    """The layers compute in bfloat16, and add and return the inputs in it."""
+    layer = partial(swjax.nnx.Linear, dtype=jnp.bfloat16)
+    layers = nnx.List([layer(64, 128, rngs=nnx.Rngs(0)), layer(128, 64, rngs=nnx.Rngs(1))])
+    tapped = taps.insert(nnx.clone(layers))
+    got, want = (
+        swjax.nnx.mlp(*each, 100 * X, add_input=True, residual=True) for each in (tapped, layers)
+    )
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
 def test_an_addend_of_another_sharding():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     layer = taps.insert(swjax.nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
