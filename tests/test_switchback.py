@@ -153,6 +153,19 @@ def test_dtypes_of_results_follow_the_arguments(x_dtype, w_dtype):
             assert (dx.dtype, dw.dtype, db.dtype) == (x.dtype, w.dtype, bias.dtype)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_addends_are_not_rounded_before_the_sum(name, devices):
+    """The addend is beyond the range of float16, the sum is not."""
+    x, w, addend = jnp.ones((8, 16)), jnp.full((16, 32), -625.0), jnp.full((8, 32), 7e4)
+    mesh = jax.make_mesh((1, devices), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    layout = swjax.Layout(PartitionSpec("tensor"))  # all-reduces products, and adds afterwards
+    options = {"recipe": name, "out_dtype": "float16", "layout": layout}
+    with jax.set_mesh(mesh):
+        y = jax.jit(partial(swjax.switchback, **options))(x, w, addend=addend)
+    np.testing.assert_allclose(np.asarray(y, np.float32), 6e4, rtol=1e-2)
+
+
 def test_scales_come_from_the_fp32_weight():
     x, w, _, _ = arrays((32, 64), 16)
     x = x.astype(jnp.bfloat16)

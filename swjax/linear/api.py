@@ -64,8 +64,9 @@ def switchback(
         layers with the same input, such as queries, keys and values, for which x is quantized once. A weight
         from `quantize_weight` has no gradient; y is the same, and so is dx if the recipe has one scale for w.
       bias: [n] or None; a tuple of these if w is one.
-      addend: [..., n] array to add to y, such as a residual stream, or None. The kernel of the product adds
-        it, which saves a pass over memory. Not for several weights.
+      addend: [..., n] float16, bfloat16 or float32 array to add to y, such as a residual stream, or None. The
+        kernel of a quantized product adds it in float32, which saves a pass over memory. Not for several
+        weights.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to x first, fused with the quantizer.
       out_dtype: dtype of y; None uses the dtype of x.
@@ -163,7 +164,8 @@ def mlp(
       w1: [k, h]; b1: [h] or None; w2: [h, n]; b2: [n] or None; weights as in `switchback`.
       recipe, prologue, precision, residual, implementation: see `switchback`; they apply to both layers.
       approximate: whether to use the tanh form of the GELU.
-      add_input: whether to add x to y. The kernels of both passes add it, which saves two passes over memory.
+      add_input: whether to add x to y. The kernel of the second product adds it; the prologue's backward
+        pass adds its gradient. Each saves a pass over memory.
       layouts: the layout of x and w1, and the layout of w2; see `swjax.Layout`.
 
     Returns:

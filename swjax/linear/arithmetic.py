@@ -9,6 +9,7 @@ from jax import lax
 
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
+from swjax.linear.prologues import add
 from swjax.recipes import LONGEST_INT8_SUM, Product
 
 
@@ -66,7 +67,7 @@ class Arithmetic(NamedTuple):
             return self._quantized_product(a, b, bias, addend, axes, out_dtype)
         contract = (axes[0] % a.ndim,), (axes[1] % b.ndim,)
         y = reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
-        return y if addend is None else y + addend.astype(out_dtype)
+        return y if addend is None else add(y, addend)
 
     def _quantized_product(self, a: QTensor, b: QTensor, bias, addend, axes, out_dtype):
         """Splits an int8 sum that could overflow int32, and adds the parts in float32."""

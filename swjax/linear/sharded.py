@@ -65,7 +65,7 @@ class Sharded(NamedTuple):
             bias = None if bias is None else plan.once(bias, plan.k)
             terms = bias, None if later else addend
             y = plan.sum(self._times_weight(x_value, w_value, terms, x, w, out_dtype), plan.k)
-            return y + addend.astype(out_dtype) if later else y
+            return add(y, addend) if later else y
 
         arrays = x.value, w.value, bias, addend
         return plan.run(step, arrays, (x.spec, w.spec, Spec((plan.n,)), plan.y), plan.y)
