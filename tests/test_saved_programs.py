@@ -20,6 +20,9 @@ from swjax.kernels import dispatch, lowering_processes, reference, saved_program
 from swjax.kernels.lowering_processes import Queue, Settings, Task
 from swjax.kernels.reference import QTensor
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="functions are lowered for CPUs: set JAX_PLATFORMS=cpu"
+)
 X = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
 
 

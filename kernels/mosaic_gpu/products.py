@@ -138,7 +138,7 @@ class Product:
 
         return sum_steps(0, self.span(unit)[1], load_addend if self.spec.addend else None)
 
-    def area(self, unit: jax.Array, half: jax.Array) -> tuple[pl.Slice, pl.Slice]:
+    def area(self, unit: jax.Array, half: jax.Array) -> tuple[Any, Any]:
         """The rows and the columns of one half of a tile."""
         row, column = self.corner(unit)
         return pl.ds(row + half * HALF, HALF), pl.ds(column, TILE_N)

@@ -67,7 +67,10 @@ class Arithmetic(NamedTuple):
             return self._quantized_product(a, b, bias, addend, axes, out_dtype)
         contract = (axes[0] % a.ndim,), (axes[1] % b.ndim,)
         y = reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
-        return y if addend is None else add(y, addend)
+        if addend is None:
+            return y
+        # XLA for GPUs adds an array of the product's dtype in the product's epilogue.
+        return y + addend if addend.dtype == y.dtype else add(y, addend)
 
     def _quantized_product(self, a: QTensor, b: QTensor, bias, addend, axes, out_dtype):
         """Splits an int8 sum that could overflow int32, and adds the parts in float32."""
