@@ -36,25 +36,24 @@ GPUS = {
 }
 # Training throughput in images per second on one GPU, at 224 pixels, with half of the patches dropped:
 # (no block recomputed, all blocks recomputed). These are the newest rows of train_step_matrix_h200.json,
-# train_step_h200.json, train_step_h14_h200.json and train_step_h100.json in benchmarks/results. None was not
-# measured.
+# train_step_h200.json and train_step_h100.json in benchmarks/results. None was not measured.
 RATES: dict[str, dict[tuple[str, str], tuple[int, int | None]]] = {
     "h200": {
-        ("vit_h14", "standard"): (788, 576),
-        ("vit_h14", "switchback"): (971, 781),
-        ("vit_h14", "switchback_hadamard"): (988, None),
+        ("vit_h14", "standard"): (774, 576),
+        ("vit_h14", "switchback"): (962, 781),
+        ("vit_h14", "switchback_hadamard"): (980, None),
         ("vit_h14", "fp8_switchback"): (900, 765),
-        ("vit_l14", "standard"): (1644, 1261),
-        ("vit_l14", "switchback"): (1965, 1682),
-        ("vit_l14", "switchback_hadamard"): (1909, None),
+        ("vit_l14", "standard"): (1682, 1261),
+        ("vit_l14", "switchback"): (2034, 1682),
+        ("vit_l14", "switchback_hadamard"): (1973, None),
         ("vit_l14", "fp8_switchback"): (1936, 1643),
-        ("vit_b16", "standard"): (5157, 3903),
-        ("vit_b16", "switchback"): (5675, 4808),
-        ("vit_b16", "switchback_hadamard"): (5423, None),
+        ("vit_b16", "standard"): (5170, 3903),
+        ("vit_b16", "switchback"): (5665, 4808),
+        ("vit_b16", "switchback_hadamard"): (5390, None),
         ("vit_b16", "fp8_switchback"): (5593, 4803),
-        ("vit_b32", "standard"): (12400, 9229),
-        ("vit_b32", "switchback"): (13890, 11640),
-        ("vit_b32", "switchback_hadamard"): (13030, None),
+        ("vit_b32", "standard"): (12430, 9229),
+        ("vit_b32", "switchback"): (13970, 11640),
+        ("vit_b32", "switchback_hadamard"): (13080, None),
         ("vit_b32", "fp8_switchback"): (13590, 11490),
     },
     "h100-80": {
