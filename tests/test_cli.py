@@ -239,6 +239,7 @@ def test_home_is_expanded_after_an_equals_sign(tmp_path, monkeypatch, capsys):
     assert train.main(["train.py", *flags]) == 2
     assert f"workdir '{tmp_path}/file/run' cannot be created" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["swjax", "runs", "--page=~/none/page.html"])
+    monkeypatch.delitem(sys.modules, "swjax.report.runs", raising=False)  # runpy warns of it
     with pytest.raises(SystemExit):
         swjax_commands.main()
     assert f"the folder '{tmp_path}/none' does not exist" in capsys.readouterr().err

@@ -17,9 +17,13 @@ from swjax.training.initialization import first_parameters
 PROBE = "probe"
 
 
-def _call(self, call: Callable, *args, **kwargs):
-    y = call(self, *args, **kwargs)
-    return taps.report(_output_and_gradient, y, getattr(self, PROBE)[...], jax.lax.stop_gradient(y))
+def _call(self, call: Callable, *args, addend: jax.Array | None = None, **kwargs):
+    """Reports the output of a `swjax.nnx.Linear` without its addend, which has the errors of other layers."""
+    product = y = call(self, *args, **kwargs)
+    if addend is not None:
+        y = call(self, *args, addend=addend, **kwargs)
+    product = jax.lax.stop_gradient(product)
+    return taps.report(_output_and_gradient, y, getattr(self, PROBE)[...], product)
 
 
 def _output_and_gradient(y, g):
