@@ -88,6 +88,8 @@ def product_cases(layer: LinearShape) -> Iterator[Case]:
         options = {"out_dtype": "bfloat16"}
         yield Case("matmul", "matmul", shape, (a, b, bias), options, peers, 2 * m * k * n)
         if dtype == "int8":
+            arrays = a, b, bias, timing.random(m, n)
+            yield Case("matmul, an addend", "matmul", shape, arrays, options, {}, 2 * m * k * n)
             b = jax.jit(partial(reference.quantize, axes=(0,), transpose=True))(w)
             name = "matmul, a scale a channel"
             yield Case(name, "matmul", shape, (a, b, bias), options, {}, 2 * m * k * n)

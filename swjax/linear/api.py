@@ -1,6 +1,5 @@
 """The public functions of the linear layer: `switchback`, `mlp`, and `quantize_weight` for inference."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -111,8 +110,8 @@ def switchback(
     )
     if _has_no_tokens(x, plans[0]):
         ys = tuple(_no_outputs(x, *each) for each in zip(ws, layers))
-    elif prologue is None and all(map(partial(is_plain, x, addend), ws, biases, layers)):
-        ys = tuple(plain_output(x, addend, *each, precision) for each in zip(ws, biases))
+    elif prologue is None and all(is_plain(x, *each, addend) for each in zip(ws, biases, layers)):
+        ys = tuple(plain_output(x, *each, addend, precision) for each in zip(ws, biases))
     else:
         for each in zip(ws, biases):
             check_dtypes(x, *each, addend)

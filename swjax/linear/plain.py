@@ -14,10 +14,10 @@ _DTYPES = (jnp.float32, *PLAIN_DTYPES)
 
 def is_plain(
     x: jax.Array,
-    addend: jax.Array | None,
     w: jax.Array | QTensor,
     bias: jax.Array | None,
     layer: Settings,
+    addend: jax.Array | None,
 ) -> bool:
     """Whether JAX's derivatives of the plain product equal those of `swjax.linear.vjp`.
 
@@ -42,9 +42,9 @@ def plain_weight(w: jax.Array | QTensor, x: jax.Array) -> jax.Array | QTensor:
 
 def plain_output(
     x: jax.Array,
-    addend: jax.Array | None,
     w: jax.Array,
     bias: jax.Array | None,
+    addend: jax.Array | None,
     precision: jax.lax.PrecisionLike,
 ) -> jax.Array:
     """``x w + bias + addend`` for x [..., k] and w [k, n], in their dtype."""

@@ -409,9 +409,18 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
     require("clip_threshold", clip_threshold, lambda x: x > 0, "positive")
     if callable(b2) or any(isinstance(x, jax.core.Tracer) for x in (b2, clip_threshold)):
         return
-    bound = math.sqrt(1 / (1 - b2))
-    if bound * (1 + 1e-6) < clip_threshold < math.inf:
+    if never_clips(clip_threshold, b2) and clip_threshold < math.inf:
         raise ValueError(
             f"stable_adamw's clip_threshold={clip_threshold} never clips: at b2={b2} the RMS stays below "
-            f"{bound:.4g}. Lower it, or pass math.inf for no clipping"
+            f"{largest_rms(b2):.4g}. Lower it, or pass math.inf for no clipping"
         )
+
+
+def largest_rms(b2: float) -> float:
+    """The bound of RMS at a constant b2."""
+    return math.sqrt(1 / (1 - b2))
+
+
+def never_clips(clip_threshold: float, b2: float) -> bool:
+    """Whether RMS never exceeds the threshold at a constant b2."""
+    return clip_threshold > largest_rms(b2) * (1 + 1e-6)

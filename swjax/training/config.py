@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -319,13 +318,15 @@ def _check_optimizer(config: ConfigDict) -> None:
             f"config.optimizer clips twice, grad_clip_norm={optimizer.grad_clip_norm} and "
             f"clip_threshold={optimizer.clip_threshold}: set one of them to 0"
         )
-    bound = math.sqrt(1 / (1 - optimizer.b2))  # of the RMS, as `stable_adamw` checks it
-    fixed = optimizer.name == "stable_adamw" and not optimizer.b2_power
-    if fixed and optimizer.clip_threshold > bound * (1 + 1e-6):
-        raise ConfigError(
-            f"config.optimizer.clip_threshold={optimizer.clip_threshold} never clips, because at "
-            f"b2={optimizer.b2} the RMS stays below {bound:.4g}: lower it, or set it to 0"
-        )
+    if optimizer.name == "stable_adamw" and not optimizer.b2_power:
+        from swjax.optax import stable  # JAX is slow to load
+
+        if stable.never_clips(optimizer.clip_threshold, optimizer.b2):
+            raise ConfigError(
+                f"config.optimizer.clip_threshold={optimizer.clip_threshold} never clips, because at "
+                f"b2={optimizer.b2} the RMS stays below {stable.largest_rms(optimizer.b2):.4g}: lower it, "
+                "or set it to 0"
+            )
     if optimizer.b2_power and optimizer.name != "stable_adamw":
         raise ConfigError(
             f"config.optimizer.b2_power={optimizer.b2_power} needs name='stable_adamw', not "

@@ -210,9 +210,8 @@ KEYS: dict[str, Key] = {
     "optimizer.b1": _number("[0, 1)"),
     "optimizer.b2": _number("[0, 1)"),
     "optimizer.b2_power": _number("[0, 1]"),
-    "optimizer.eps": _number(
-        "[1.2e-38, 1]"
-    ),  # below it float32 is 0, and a zero gradient gives 0/0
+    # Below 1.2e-38 eps is 0 in float32, and a zero gradient gives 0/0.
+    "optimizer.eps": _number("[1.2e-38, 1]"),
     "optimizer.weight_decay": _number("[0, 1e6]"),
     "optimizer.clip_threshold": _number("[0, inf)"),
     "optimizer.grad_clip_norm": _number("[0, inf)"),
