@@ -44,9 +44,11 @@ def _mosaic(operation, *arrays, **options):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from swjax.kernels import mosaic_gpu
+    from swjax.kernels.tiles import Slices
 
     if operation.endswith("weight_gradient"):
-        options["slices"] = 1  # the interpreter has no semaphores across blocks
+        # The interpreter has no semaphores across blocks.
+        options.setdefault("slices", Slices(0, 0.0, 1))
     options |= {"interpret": plgpu.InterpretGPUParams(), "multiprocessors": 4}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "wgmma", partial(_multiply, gpu_callbacks.wgmma))

@@ -144,7 +144,7 @@ def test_entries_are_read_by_the_kernels(table):
     for work, choice in (
         (row, row.candidates[0]),
         (product, product.candidates[0]),
-        (gradient, "xla"),
+        (gradient, "mosaic_gpu"),
     ):
         tune.enter(written, work, choice)
     table.write_text(json.dumps({"tiles": written}))
@@ -152,7 +152,7 @@ def test_entries_are_read_by_the_kernels(table):
     assert tiles.row_tile("gelu", 4096) == tiles.row_rule(4096)
     assert tiles.mosaic_tile(n=5120, k=1280) == product.candidates[0]
     key = dispatch.shape_key("weight_gradient", *gradient.arrays)
-    assert tiles.preferred_implementation("weight_gradient", key) == "xla"
+    assert tiles.preferred_implementation("weight_gradient", key) == "mosaic_gpu"
     for work in (row, product, gradient):
         tune.enter(written, work, None)
     assert not any(leaf for leaf in jax.tree.leaves(written))

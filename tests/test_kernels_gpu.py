@@ -14,6 +14,7 @@ from numeric import FLOOR_DB, snr_db
 import swjax
 from swjax.kernels import dispatch, reference, tiles
 from swjax.kernels.reference import QTensor
+from swjax.kernels.tiles import Slices
 
 pytestmark = pytest.mark.gpu
 IN_BLOCKS = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dtype": "float32"}
@@ -113,32 +114,43 @@ def check_by_xla(operation, implementation, arrays, options):
         assert error < 0.01, f"{operation} {a.dtype}{list(a.shape)}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("slices", [1, 2, 5, 7])
+def cuts(shape, columns):
+    """Slices of a weight gradient on 7 multiprocessors, with and without an early slice."""
+    _, k, n = shape
+    tile_count = -(-k // 128) * -(-n // columns)
+    whole = tile_count // 7 * 7
+    uncut = [Slices(0, 0.0, count) for count in (1, 2, 4)]
+    return [*uncut, Slices(whole, 0.4, 1), Slices(whole, 0.5, 3)]
+
+
+@pytest.mark.parametrize("cut", range(5))
 @pytest.mark.parametrize("shape", [(4104, 192, 320), (8192, 1280, 576), (1000, 768, 3072)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_slices_of_the_weight_gradient_add_up(slices, shape, dtype):
+def test_slices_of_the_weight_gradient_add_up(cut, shape, dtype):
     implementations.require("mosaic_gpu")
     from swjax.kernels import mosaic_gpu
 
     tokens, k, n = shape
     x, g = normal((tokens, k), dtype), normal((tokens, n), dtype, seed=1)
-    call = jax.jit(partial(mosaic_gpu.weight_gradient, slices=slices))
+    options = {"slices": cuts(shape, 256)[cut], "multiprocessors": 7}
+    call = jax.jit(partial(mosaic_gpu.weight_gradient, **options))
     dw = jax.device_get(call(x, g))
     assert snr_db(dw, oracle.weight_gradient(x, g)) > FLOOR_DB["float32"]
     poison(dw)
     np.testing.assert_array_equal(call(x, g), dw)
 
 
-@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize("cut", range(5))
 @pytest.mark.parametrize("shape", [(4104, 192, 320), (8192, 1280, 576)])
-def test_slices_of_the_int8_weight_gradient_add_up(slices, shape):
+def test_slices_of_the_int8_weight_gradient_add_up(cut, shape):
     implementations.require("mosaic_gpu")
     from swjax.kernels import mosaic_gpu
     from swjax.kernels.reference import block_weight_gradient
 
     tokens, k, n = shape
     x, g = normal((tokens, k), "bfloat16"), normal((tokens, n), "bfloat16", seed=1)
-    call = jax.jit(partial(mosaic_gpu.block_weight_gradient, slices=slices, **IN_BLOCKS))
+    options = {"slices": cuts(shape, 160)[cut], "multiprocessors": 7}
+    call = jax.jit(partial(mosaic_gpu.block_weight_gradient, **options, **IN_BLOCKS))
     dw = jax.device_get(call(x, g))
     assert snr_db(dw, block_weight_gradient(x, g, **IN_BLOCKS)) > 70
     poison(dw)

@@ -177,10 +177,8 @@ def quantized_product(name: str, tile) -> Callable:
 def implementation_work(operation: str, tokens: int, k: int, n: int) -> Work:
     shape = jax.ShapeDtypeStruct
     arrays = shape((tokens, k), jnp.bfloat16), shape((tokens, n), jnp.bfloat16)
-    names = [*dispatch.IMPLEMENTATIONS[operation], "xla"]
-    can = [
-        name for name in names if name == "xla" or not dispatch.why_not(name, operation, *arrays)
-    ]
+    names = dispatch.IMPLEMENTATIONS[operation]
+    can = ["xla", *(name for name in names if not dispatch.why_not(name, operation, *arrays))]
 
     def function(name):
         return partial(dispatch.run, operation, implementation=name, out_dtype="float32")

@@ -50,7 +50,7 @@ class BlockProduct(WeightGradient):
         return first * self.block_steps, count * self.block_steps
 
     def load(self, unit: jax.Array) -> Callable:
-        _, _, row, column = self.unit(unit)
+        *_, row, column = self.unit(unit)
 
         def load_step(step, slot, full):
             along = pl.ds(step * LINE, LINE)
@@ -68,7 +68,7 @@ class BlockProduct(WeightGradient):
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
         first, count = super().span(unit)
-        _, _, row, column = self.unit(unit)
+        *_, row, column = self.unit(unit)
 
         def add_block(i, total):
             # Scales are read before the sum, which hides their latency.
@@ -95,7 +95,7 @@ def block_weight_gradient(
     block: int,
     rotation: int,
     out_dtype: str,
-    slices: int | None = None,
+    slices: tiles.Slices | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -120,7 +120,7 @@ def block_product(
     g: jax.Array,
     g_scale: jax.Array,
     *,
-    slices: int | None = None,
+    slices: tiles.Slices | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -131,7 +131,7 @@ def block_product(
       x_scale: [blocks, k].
       g: [n, blocks * length] int8.
       g_scale: [blocks, n].
-      slices: number of parts that the blocks are cut into; None chooses.
+      slices: how the blocks are cut; None chooses.
       multiprocessors, interpret: for tests.
 
     Returns:
@@ -151,7 +151,7 @@ def block_product(
 
     def weight_gradient_blocks_kernel(x, g, x_scale, g_scale, out, *buffers):
         block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
-        if slices > 1:
+        if spec.chained:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.tile_count, 2)))
         work = BlockProduct(spec, x, g, out, scratch, block, done, x_scale, g_scale)
         pipeline.run(work, scratch)

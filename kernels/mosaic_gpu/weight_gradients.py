@@ -26,24 +26,51 @@ class WeightGradientSpec:
       blocks: number of blocks of threads that share the units.
       steps: number of steps along the tokens.
       step_tokens: number of tokens of a step.
-      slices: number of parts that the steps are cut into.
+      slices: how the steps are cut.
     """
 
     grid: tuple[int, int]
     blocks: int
     steps: int
     step_tokens: int
-    slices: int
+    slices: tiles.Slices
 
     @property
     def tile_count(self) -> int:
         return self.grid[0] * self.grid[1]
 
+    @property
+    def cut_count(self) -> int:
+        """Number of tiles that are cut."""
+        return self.tile_count - self.slices.whole
+
+    @property
+    def early_steps(self) -> int:
+        return min(round(self.slices.early * self.steps), self.steps - self.slices.count)
+
+    @property
+    def early_blocks(self) -> int:
+        return self.cut_count if self.early_steps else 0
+
+    @property
+    def chained(self) -> bool:
+        """Whether slices of a tile are added to each other."""
+        return self.slices.count > (0 if self.early_steps else 1)
+
 
 class Unit(NamedTuple):
-    """A slice of a tile: the numbers of both, and the first row and column of the tile."""
+    """A tile, or a slice of a tile.
+
+    Attributes:
+      slice: the number of the slice; 0 for a whole tile.
+      start, stop: its first step, and the step after its last one.
+      tile: the number of the tile.
+      row, column: the first row and column of the tile.
+    """
 
     slice: jax.Array
+    start: jax.Array
+    stop: jax.Array
     tile: jax.Array
     row: jax.Array
     column: jax.Array
@@ -54,7 +81,7 @@ class WeightGradient:
     """The `pipeline.Work` of one block of threads.
 
     Attributes:
-      done: [tiles, 2] semaphores that count the slices written of each half tile; None with one slice.
+      done: [tiles, 2] semaphores that count the slices written of each half tile; None without slices.
     """
 
     spec: WeightGradientSpec
@@ -70,25 +97,52 @@ class WeightGradient:
     sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.float32
 
     def units(self) -> jax.Array:
-        total = self.spec.tile_count * self.spec.slices
-        return pipeline.unit_count(total, self.block, self.spec.blocks)
+        spec, rounds = self.spec, self.spec.slices.whole // self.spec.blocks
+        late = pipeline.unit_count(
+            spec.cut_count * spec.slices.count,
+            self.block - spec.early_blocks,
+            spec.blocks - spec.early_blocks,
+        )
+        return rounds + jnp.where(self.block < spec.early_blocks, 1, late)
 
     def unit(self, i: jax.Array) -> Unit:
-        """Units are numbered slice by slice, so that blocks that run at the same time read the same tokens,
-        from the L2 cache."""
-        number = self.block + i * self.spec.blocks
-        slice_, tile = number // self.spec.tile_count, lax.rem(number, self.spec.tile_count)
-        row, column = plgpu.planar_snake(tile, self.spec.grid, 1, 4)
-        return Unit(slice_, tile, row * TILE_M, column * self.columns)
+        """The units of a block are::
+
+            early blocks    the early slice of a cut tile, whole tiles
+            other blocks    whole tiles, late slices of cut tiles
+
+        Late slices are numbered slice by slice. So blocks that run at the same time read the same tokens,
+        from the L2 cache, and slices of a tile seldom end at the same time.
+        """
+        spec, steps = self.spec, self.spec.steps
+        whole, _, count = spec.slices
+        is_early = self.block < spec.early_blocks
+        late_block, late_blocks = self.block - spec.early_blocks, spec.blocks - spec.early_blocks
+        round_ = i - is_early.astype(jnp.int32)
+        is_whole = (round_ >= 0) & (round_ < whole // spec.blocks)
+
+        cut_count = max(spec.cut_count, 1)
+        late = jnp.maximum(late_block + (i - whole // spec.blocks) * late_blocks, 0)
+        cut = jnp.where(is_early, self.block, lax.rem(late, cut_count))
+        tile = jnp.where(is_whole, self.block + round_ * spec.blocks, whole + cut)
+        row, column = plgpu.planar_snake(tile, spec.grid, 1, 4)
+
+        def late_start(number):
+            return spec.early_steps + number * (steps - spec.early_steps) // max(count, 1)
+
+        number = late // cut_count
+        start = jnp.where(is_whole | is_early, 0, late_start(number))
+        stop = jnp.where(is_early, spec.early_steps, late_start(number + 1))
+        slice_ = jnp.where(is_whole | is_early, 0, number + min(spec.early_blocks, 1))
+        stop = jnp.where(is_whole, steps, stop)
+        return Unit(slice_, start, stop, tile, row * TILE_M, column * self.columns)
 
     def span(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        steps, slices = self.spec.steps, self.spec.slices
-        number = self.unit(unit).slice
-        start = number * steps // slices
-        return start, (number + 1) * steps // slices - start
+        _, start, stop, *_ = self.unit(unit)
+        return start, stop - start
 
     def load(self, unit: jax.Array) -> Callable:
-        _, _, row, column = self.unit(unit)
+        *_, row, column = self.unit(unit)
 
         def load_step(step, slot, full):
             along = pl.ds(step * self.spec.step_tokens, self.spec.step_tokens)
@@ -113,12 +167,12 @@ class WeightGradient:
 
         Each slice waits for the slice before it, which has nearly always finished.
         """
-        number, tile, row, column = self.unit(unit)
+        number, _, _, tile, row, column = self.unit(unit)
         piece = pipeline.piece_of(self.out.dtype)
         to = self.out.at[pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)]
         pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
         write = partial(pipeline.store_tile, pieces, buffers, to, piece)
-        if self.spec.slices == 1:
+        if not self.spec.chained:
             write()
             return
 
@@ -131,8 +185,10 @@ class WeightGradient:
             pl.semaphore_wait(self.done.at[tile, half], number, decrement=False)
             write(reduction_op="add")
 
-        plgpu.wait_smem_to_gmem(0)
-        pl.semaphore_signal(self.done.at[tile, half])
+        @pl.when(tile >= self.spec.slices.whole)
+        def _():
+            plgpu.wait_smem_to_gmem(0)
+            pl.semaphore_signal(self.done.at[tile, half])
 
 
 def weight_gradient(
@@ -141,14 +197,15 @@ def weight_gradient(
     *,
     out_dtype: str = "float32",
     precision: lax.PrecisionLike = None,
-    slices: int | None = None,
+    slices: tiles.Slices | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """`reference.weight_gradient` of 16-bit operands, for tokens a multiple of 8, k and n of 64.
 
-    The output has few tiles: 1280 x 5120 has 200, and with 132 multiprocessors the last round of whole tiles
-    would be half empty. So tokens are cut into slices, and a unit of work is one slice of one tile.
+    The output has few tiles: 1280 x 5120 has 200, and with 132 multiprocessors the second round of whole
+    tiles would be half empty. So the tokens of its tiles are cut into slices, and a unit of work is a whole
+    tile or one slice of a tile.
     """
     del precision  # 16-bit products are exact in fp32
     (tokens, k), n = x.shape, g.shape[1]
@@ -167,7 +224,7 @@ def weight_gradient(
 
     def weight_gradient_kernel(x_ref, g_ref, out_ref, *buffers):
         block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
-        if slices > 1:
+        if spec.chained:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.tile_count, 2)))
         pipeline.run(WeightGradient(spec, x_ref, g_ref, out_ref, scratch, block, done), scratch)
 
