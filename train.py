@@ -34,11 +34,10 @@ def main(argv: list[str]) -> int:
         print(__doc__.strip())
         return 0 if len(argv) > 1 else 2
     # Not at the top: --help answers without loading jax.
-    from swjax.arguments import expand_home
     from swjax.training import command, errors
 
     with errors.output_may_end():
-        return command.main(["train.py", *expand_home(argv[1:])])
+        return command.main(["train.py", *argv[1:]])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import pytest
 
 import train
 from swjax import __main__ as swjax_commands
+from swjax.evaluate import __main__ as evaluate
 from swjax.training import config as config_lib
+from swjax.training import loop
 from swjax.training.checkpoint import lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -236,8 +238,14 @@ def test_home_is_expanded_after_an_equals_sign(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").write_text("")
     flags = [OPENMOJI, "--workdir=~/file/run", "--config.data.name=synthetic"]
+    refused = f"workdir '{tmp_path}/file/run' cannot be created"
     assert train.main(["train.py", *flags]) == 2
-    assert f"workdir '{tmp_path}/file/run' cannot be created" in capsys.readouterr().err
+    assert refused in capsys.readouterr().err
+    assert evaluate.main(["python -m swjax.evaluate", "--workdir=~/none"]) == 2
+    assert f"'{tmp_path}/none' is not a run" in capsys.readouterr().err
+    config, _ = config_lib.parse(["train.py", *flags])
+    with pytest.raises(config_lib.ConfigError, match=refused):
+        loop.train_and_evaluate(config, "~/file/run")
     monkeypatch.setattr(sys, "argv", ["swjax", "runs", "--page=~/none/page.html"])
     monkeypatch.delitem(sys.modules, "swjax.report.runs", raising=False)  # runpy warns of it
     with pytest.raises(SystemExit):

@@ -19,6 +19,7 @@ Exit codes: 0 scored, 2 wrong command line, data or weights.
 import json
 import sys
 
+from swjax.arguments import expand_home
 from swjax.training.errors import ConfigError, RunError
 
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
         print(__doc__.strip(), file=sys.stdout if len(argv) > 1 else sys.stderr)
         return 0 if len(argv) > 1 else 2
     try:
-        print(json.dumps(_score(argv[1:]), indent=2, sort_keys=True))
+        print(json.dumps(_score(expand_home(argv[1:])), indent=2, sort_keys=True))
     except (ConfigError, RunError) as error:
         print(f"swjax evaluate: {error}", file=sys.stderr)
         return error.exit_code

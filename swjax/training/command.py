@@ -13,6 +13,8 @@ the output or another machine failed; 130 Ctrl-C that ended it at once.
 import sys
 from collections.abc import Callable
 
+from swjax.arguments import expand_home
+
 
 def main(argv: list[str]) -> int:
     """Runs one command line and returns its exit code.
@@ -24,7 +26,7 @@ def main(argv: list[str]) -> int:
         print(__doc__.strip())
         return 0 if len(argv) > 1 else 2
     try:
-        return run(argv)
+        return run([argv[0], *expand_home(argv[1:])])
     except ModuleNotFoundError as error:
         print(f"{argv[0]}: {error}; training needs: pip install 'swjax[train]'", file=sys.stderr)
         return 2

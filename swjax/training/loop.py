@@ -34,7 +34,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
 
     Args:
       config: every key of configs/common.py.
-      workdir: directory of the run; created.
+      workdir: directory of the run; created. A leading ~ is the home directory.
 
     Returns:
       The exit code: 0 finished, or saved and interrupted; 1 diverged; 3 saved, because the output failed.
@@ -47,7 +47,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
     distributed.check_same_config(config)
     check_config(config)
     use_compilation_cache(config)
-    workdir = Path(workdir)
+    workdir = Path(workdir).expanduser()
     mirror = Mirror(config.checkpoint.mirror, workdir)
     suffix = "" if distributed.is_first() else f".{jax.process_index()}"
     bad_examples = data.log_to(workdir / f"skipped{suffix}.log")
