@@ -403,7 +403,7 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
         (lambda x, w: swjax.switchback(x, w, jnp.ones(3)), r"bias must have the shape \(5,\)"),
         (
             lambda x, w: swjax.switchback(x, w, addend=jnp.ones(5)),
-            r"addend must be an array of the shape \(.*, 5\) of y, got \(5,\)",
+            r"addend must be an array of the shape \(4, 5\) of y, got \(5,\): add other shapes to y instead",
         ),
         (
             lambda x, w: swjax.switchback(x, (w, w), addend=x),
@@ -415,7 +415,7 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
         ),
         (
             lambda x, w: swjax.mlp(x, w, None, w.T[:, :2], None, add_input=True),
-            r"x \(add_input=True\) must be an array of the shape \(.*, 2\) of y, got \(.*\)",
+            r"x \(add_input=True\) must be an array of the shape \(.*, 2\) of y, got .*: add other shapes",
         ),
         (
             lambda x, w: swjax.switchback([[1.0, 2.0, 3.0]], w),

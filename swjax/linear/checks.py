@@ -60,7 +60,9 @@ def check_addend(
     shape = (*x.shape[:-1], weight_array(ws[0]).shape[1])
     if getattr(addend, "shape", None) != shape:
         got = getattr(addend, "shape", type(addend).__name__)
-        raise ValueError(f"{name} must be an array of the shape {shape} of y, got {got}")
+        raise ValueError(
+            f"{name} must be an array of the shape {shape} of y, got {got}: add other shapes to y instead"
+        )
 
 
 def check_prologue(x: jax.Array, prologue: Prologue | None) -> None:
