@@ -198,6 +198,8 @@ def test_wrong_shapes_are_one_line():
         losses.sigmoid_contrastive(
             x, x, jnp.float32(0), jnp.float32(0), labels=jnp.zeros(3, jnp.int32)
         )
+    with pytest.raises(ValueError, match="labels must be integers, got float32: give each"):
+        losses.softmax_contrastive(x, x, jnp.float32(0), labels=jnp.full(4, jnp.nan))
     with pytest.raises(ValueError, match="must be real, got complex64 and float32"):
         losses.softmax_contrastive(x.astype(jnp.complex64), x, jnp.float32(0))
     losses.softmax_contrastive(x, x, jnp.float32(0), labels=[0, 1, 1, 2])

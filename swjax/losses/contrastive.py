@@ -53,7 +53,7 @@ def softmax_contrastive(
       with a candidate that does not match counts as wrong. Only the loss has a gradient.
 
     Raises:
-      ValueError: shapes do not fit each other.
+      ValueError: shapes or dtypes do not fit.
 
     >>> pairs = jnp.eye(2)
     >>> loss, metrics = softmax_contrastive(pairs, pairs, jnp.log(10.0))
@@ -92,7 +92,7 @@ def sigmoid_contrastive(
       The loss, and the metrics of `softmax_contrastive` and `logit_bias`.
 
     Raises:
-      ValueError: shapes do not fit each other.
+      ValueError: shapes or dtypes do not fit.
 
     >>> pairs = jnp.eye(2)
     >>> loss, _ = sigmoid_contrastive(pairs, pairs, jnp.log(20.0), jnp.float32(-10.0))
@@ -124,6 +124,8 @@ def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs:
         raise ValueError(
             f"labels must be [B] with B={images.shape[0]} embeddings, got {labels.shape}"
         )
+    if jnp.issubdtype(labels.dtype, jnp.inexact):  # a NaN matches nothing, not even its own pair
+        raise ValueError(f"labels must be integers, got {labels.dtype}: give each class an integer")
     scalars = tuple(map(jnp.asarray, scalars))
     if shapes := [x.shape for x in scalars if x.shape]:
         raise ValueError(f"logit_scale and logit_bias must be scalars, got the shape {shapes[0]}")
