@@ -89,6 +89,15 @@ def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_run_shortened_below_its_checkpoint_is_one_line(reference, micro, tmp_path):
+    """It ended as a finished run of more steps than its config has."""
+    as_interrupted(reference[1], tmp_path / "run")
+    with pytest.raises(ConfigError, match="is at step 4, beyond the run's last step 3: .*steps=4"):
+        train(micro(train__steps=3), tmp_path / "run")
+    assert train(micro(train__steps=4), tmp_path / "run") == 0
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 4
+
+
 def test_a_refused_command_keeps_the_config(reference, micro, tmp_path):
     """config.json described other data than the run has seen."""
     as_interrupted(reference[1], tmp_path / "run")

@@ -23,7 +23,13 @@ from swjax.training.interrupt import Interrupt, catch
 from swjax.training.mirror import Mirror
 from swjax.training.nan_policy import Action, NanPolicy
 from swjax.training.results import is_finished, record_setup, tell_results, write_results
-from swjax.training.setup import assemble, check_config, init_or_restore, use_compilation_cache
+from swjax.training.setup import (
+    assemble,
+    check_config,
+    finished_steps,
+    init_or_restore,
+    use_compilation_cache,
+)
 from swjax.training.step_clock import is_due
 from swjax.training.step_log import StepLog
 from swjax.training.timing import Timing
@@ -81,7 +87,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
         stack.enter_context(closing(checkpoints))
         state, position = init_or_restore(config, checkpoints, parts.init, parts.like)
-        step, stopping = int(state["step"]), False
+        step, stopping = finished_steps(state, parts.steps), False
         console, timing = Console(parts.steps), Timing(config.train.batch_size, parts.model)
         stack.enter_context(closing(timing))
         feed = Feed(config, parts, position, timing)

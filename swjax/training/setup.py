@@ -246,6 +246,21 @@ def init_or_restore(
     return first_state(config, init, like), None
 
 
+def finished_steps(state: State, steps: int) -> int:
+    """Returns how many of the run's steps are finished in a train state.
+
+    Raises:
+      ConfigError: the state is beyond the last step.
+    """
+    step = int(state["step"])
+    if step > steps:
+        raise ConfigError(
+            f"the checkpoint is at step {step}, beyond the run's last step {steps}: set "
+            f"config.train.steps={step} to score it, or more to train on, or use another --workdir"
+        )
+    return step
+
+
 def first_state(config: ConfigDict, init: Callable[[], State], like: State) -> State:
     """The train state of step 0, see `init_or_restore`."""
     state = compile_init(init, like)()
