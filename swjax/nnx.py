@@ -120,7 +120,8 @@ def linears(
       residual: whether to return the inputs as well, see `swjax.switchback`.
 
     Returns:
-      A tuple with the output [..., n] of each layer, equal to its call. With `residual`: (outputs, inputs).
+      A tuple with the output [..., n] of each layer, equal to its call. With `residual`: (outputs, inputs),
+      where the inputs have the dtype of the first layer's computation.
 
     Raises:
       TypeError: a layer is not a `Linear` of this module.
@@ -132,7 +133,7 @@ def linears(
     """
     if not _alike(*layers):
         ys = tuple(layer(inputs, prologue=prologue) for layer in layers)
-        return (ys, inputs) if residual else ys
+        return (ys, layers[0]._operands(inputs)[0]) if residual else ys
     (x, *_), ws, biases = zip(*(layer._operands(inputs) for layer in layers))
     options = {"prologue": prologue, "residual": residual} | layers[0]._options()
     outputs = switchback(x, ws, biases, **options)

@@ -313,6 +313,16 @@ def test_an_mlp_and_its_inputs_stay_the_same():
         np.testing.assert_array_equal(a, b)
 
 
+def test_layers_that_share_inputs_return_the_same_inputs():
+    """The layers compute in bfloat16, together and one by one, and return the inputs in it."""
+    layer = partial(swjax.nnx.Linear, 64, 64, dtype=jnp.bfloat16)
+    layers = nnx.List([layer(rngs=nnx.Rngs(i)) for i in range(2)])
+    tapped = taps.insert(nnx.clone(layers))
+    (_, got), (_, want) = (swjax.nnx.linears(each, X, residual=True) for each in (tapped, layers))
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got, want)
+
+
 def test_an_addend_of_another_sharding():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     layer = taps.insert(swjax.nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
