@@ -226,7 +226,7 @@ def test_no_package_is_asked_for_where_the_kernels_cannot_run(gpu):
     "installed, version, message",
     [
         (False, None, r"needs jax-triton, which is not installed: pip install 'swjax\[gpu\]'"),
-        (True, "3.6.0", r"needs Triton 3.7 or newer, got 3.6.0: .*pip install 'swjax\[gpu\]'"),
+        (True, "3.8.0", r"needs Triton 3.9 or newer, got 3.8.0: .*pip install 'swjax\[gpu\]'"),
         (True, "3.10.1", None),
         (True, None, r"needs the package triton, .*pip install 'swjax\[gpu\]'"),
     ],

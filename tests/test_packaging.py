@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from swjax.kernels import dispatch
+
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DATA = (
@@ -81,6 +83,15 @@ def test_wheel_installs_one_top_level_name(wheel):
     assert f"Version: {version()}\n" in metadata
     licences = {name.partition("/licenses/")[2] for name in names if "/licenses/" in name}
     assert licences == {"LICENSE", "THIRD_PARTY.md", "swjax/data/LICENSE-bpe_simple_vocab.txt"}
+
+
+def test_kernels_need_the_triton_that_the_extra_installs():
+    (needed,) = (
+        requirement.partition(";")[0]
+        for requirement in PYPROJECT["project"]["optional-dependencies"]["gpu"]
+        if requirement.startswith("triton")
+    )
+    assert needed == f"triton>={'.'.join(map(str, dispatch.OLDEST_TRITON))}"
 
 
 def test_sdist_is_a_checkout(dists):
