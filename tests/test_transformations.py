@@ -390,6 +390,38 @@ def test_outcome(transformation, recipe):
     assert error.type.__name__ == kind
 
 
+# Constraints with which `jax.export` takes gradients with a symbolic number of tokens.
+BOUNDS = {
+    "switchback_hadamard": ["b <= 1024", "b >= 1025"],
+    "llm_int8": ["b <= 131072"],
+    "llm_int8_outlier6": ["b <= 131072"],
+}
+
+
+def exported(recipe, *constraints):
+    """The gradients of w and x, exported for a symbolic number of tokens."""
+    (b,) = jax.export.symbolic_shape("b", constraints=constraints)
+    fn = jax.jit(jax.grad(partial(loss, recipe), (0, 1)))
+    return jax.export.export(fn)(W, jax.ShapeDtypeStruct((b, X.shape[-1]), X.dtype))
+
+
+@pytest.mark.parametrize("recipe, bound", [(r, b) for r in RECIPES for b in BOUNDS.get(r, [""])])
+def test_a_symbolic_number_of_tokens(recipe, bound):
+    x = jnp.tile(X[0], (300, 1)) if ">=" in bound else X[0]
+    want = jax.grad(partial(loss, recipe), (0, 1))(W, x)
+    got = exported(recipe, *[bound] * bool(bound)).call(W, x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+    if bound:
+        with pytest.raises(Exception, match="Symbolic dimension comparison .* is inconclusive"):
+            exported(recipe)
+
+
+def test_the_page_shows_the_bounds():
+    for recipe, bounds in BOUNDS.items():
+        (row,) = re.findall(rf"^\| .*`{recipe}`.* \| (.*b .*) \|$", PAGE.read_text(), re.MULTILINE)
+        assert re.findall(r"`(.*?)`", row) == bounds
+
+
 # --- the page -----------------------------------------------------------------------------------------
 
 BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
