@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -221,11 +222,14 @@ def _warn_of_split_sums():
 
     XLA splits their sums, and its Triton code generator may then count columns twice. With jax 0.11.2 on an
     H200, [256, 512] x [512, 128] was twice as large. Only `SAFE_XLA_FLAG` prevents that. On GPUs before
-    Ampere XLA multiplies with cuBLAS, which is correct.
+    Ampere XLA multiplies with cuBLAS, which is correct. The option may also be in the `compiler_options` of
+    `jax.jit`, which cannot be read during tracing.
     """
     if jax.default_backend() != "gpu" or tiles.compute_capability() < (8, 0):
         return
-    if SAFE_XLA_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    name = SAFE_XLA_FLAG.partition("=")[0]
+    values = re.findall(rf"{name}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    if not values or values[-1].lower() not in ("false", "0"):  # XLA reads the last one
         _warn_once(
             "swjax: an int8 product runs through XLA, which on GPUs may sum small ones wrongly: "
             f"set XLA_FLAGS={SAFE_XLA_FLAG} before JAX starts, or use {INSTALL}"

@@ -254,8 +254,13 @@ def test_int8_products_through_xla_on_a_gpu_are_warned_of(gpu, monkeypatch):
         run(a, b)
     dispatch._warn_once.cache_clear()
     run(*(reference.quantize(jnp.ones((2, 4)), dtype="float8_e4m3fn") for _ in range(2)))
-    monkeypatch.setenv("XLA_FLAGS", dispatch.SAFE_XLA_FLAG)
-    run(a, b)  # warnings are errors
+    for spelling in ("false", "False", "0", "true --xla_gpu_enable_triton_gemm=false"):  # as XLA's
+        monkeypatch.setenv("XLA_FLAGS", dispatch.SAFE_XLA_FLAG.replace("false", spelling, 1))
+        run(a, b)  # warnings are errors
+    monkeypatch.setenv("XLA_FLAGS", f"{dispatch.SAFE_XLA_FLAG} --xla_gpu_enable_triton_gemm=true")
+    with pytest.warns(UserWarning, match="sum small ones wrongly"):
+        run(a, b)
+    dispatch._warn_once.cache_clear()
     monkeypatch.setenv("XLA_FLAGS", "")
     gpu((7, 5))
     run(a, b)
