@@ -62,7 +62,7 @@ def works(tokens: int = shapes.TOKENS) -> dict[tuple[str, ...], Work]:
 
 
 def _works(tokens: int) -> Iterator[Work]:
-    """Yields the work for ViT-H, the other towers, their products in Triton, and the paper's grid."""
+    """Yields the work for ViT-H, other towers, products in Triton, larger ViTs, and the paper's grid."""
     for width in (1280, 1024, 768):
         for producer, widths in {
             "none": (width, 4 * width, 3 * width),
@@ -78,6 +78,9 @@ def _works(tokens: int) -> Iterator[Work]:
             yield mosaic_work(tokens, k, n)
     for k, n in product_shapes(1280) + product_shapes(1024) + product_shapes(768):
         yield triton_work(tokens, k, n)
+    for dim, hidden in ((1408, 6144), (1664, 8192)):  # ViT-g/14 and ViT-bigG/14
+        for k, n in ((dim, dim), (dim, hidden), (hidden, dim)):
+            yield implementation_work("weight_gradient", tokens, k, n)
     for dim in (4096, 2048):
         yield from (row_work("none", tokens, each) for each in (dim, 4 * dim))
         for k, n in ((dim, 4 * dim), (4 * dim, dim)):

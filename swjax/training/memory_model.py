@@ -1,5 +1,5 @@
 """Predicts the memory of a training step from the sizes of the model, by a fit to measured runs on H200s
-(concurrent kernels: on an H100).
+(concurrent kernels with quantized weight gradients: on an H100).
 
 A block keeps a number of *widths* for its backward pass. One width is an array of one number per token and
 feature. If the forward product has one scale per token, the block recomputes the outputs of LayerNorm and
@@ -19,7 +19,7 @@ WIDTHS_RECOMPUTED = 10  # per block that recomputes LayerNorm and GELU
 WORKING_WIDTHS = {True: 16, False: 12}  # keyed by whether the block recomputes
 # With concurrent kernels, whether or not a block recomputes; the arrays of running blocks are included. Keyed
 # by whether the recipe quantizes wgrad.
-WIDTHS_CONCURRENT = {False: 22, True: 27}
+WIDTHS_CONCURRENT = {False: 25, True: 27}
 # On several devices XLA delays weight gradients to overlap them with communication. The arrays that they
 # read stay in memory: three quarters of the widths that recomputation saves.
 DELAYED = 0.75
