@@ -160,65 +160,6 @@ def mosaic_tile(n: int, k: int) -> MosaicTile:
     return MosaicTile(**tuned) if tuned else MOSAIC_RULE
 
 
-class Slices(NamedTuple):
-    """How the tokens of a weight gradient are cut into slices.
-
-    Each block of threads computes some tiles of the output. Tiles that fill whole rounds of the blocks sum
-    all tokens at once; the others are cut.
-
-    Attributes:
-      whole: number of tiles that are not cut.
-      early: length of the first slice of each other tile, as a fraction of all tokens. As many blocks as
-        there are such tiles compute these slices before their whole tiles.
-      count: number of equal slices of the remaining tokens. The other blocks compute them after their whole
-        tiles.
-    """
-
-    whole: int
-    early: float
-    count: int
-
-
-def weight_gradient_slices(
-    tile_count: int, tokens: int, blocks: int, *, largest: int, write_tokens: int
-) -> Slices:
-    """The slices with the shortest predicted time.
-
-    The prediction counts the tokens that the busiest block multiplies, and its writes. Slices of a tile are
-    added in order, so those that end at the same time wait for each other's writes.
-
-    Args:
-      tile_count: number of output tiles.
-      tokens: length of the sum.
-      blocks: number of blocks that run at the same time.
-      largest: largest allowed number of slices.
-      write_tokens: number of tokens multiplied in the time of writing a slice.
-
-    >>> weight_gradient_slices(50, 32768, blocks=132, largest=16, write_tokens=600)
-    Slices(whole=0, early=0.0, count=5)
-    >>> weight_gradient_slices(150, 32768, blocks=132, largest=16, write_tokens=600)
-    Slices(whole=132, early=0.14285714285714285, count=6)
-    """
-    cut = tile_count % blocks
-    rounds = tile_count // blocks
-    if cut == 0:
-        return Slices(tile_count, 0.0, 0)
-
-    def candidate(count: int) -> tuple[float, Slices]:
-        late_blocks = blocks - cut if rounds else blocks
-        late_units = -(-cut * count // late_blocks)  # of the busiest block
-        # Both groups of blocks take equally long if early = (1 - early) * late_units / count.
-        early = late_units / (late_units + count) if rounds else 0.0
-        duration = rounds + (early or late_units / count)
-        writes = late_units
-        if rounds:
-            writes = rounds + max(late_units, min(count, -(-late_blocks // cut)))
-        slices = Slices(rounds * blocks, early, count)
-        return duration * tokens + writes * write_tokens, slices
-
-    return min(map(candidate, range(1, max(1, min(16, largest)) + 1)))[1]
-
-
 def attention_tile(operation: str, tokens: int, width: int) -> AttentionTile:
     """The tile of "attention" or "attention_backward" for heads of `width` features.
 

@@ -44,7 +44,7 @@ def _mosaic(operation, *arrays, **options):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from swjax.kernels import mosaic_gpu
-    from swjax.kernels.tiles import Slices
+    from swjax.kernels.mosaic_gpu.slices import Slices
 
     if operation.endswith("weight_gradient"):
         # The interpreter has no semaphores across blocks.

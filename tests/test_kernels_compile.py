@@ -16,8 +16,8 @@ import pytest
 from benchmarks import counters
 from benchmarks.kernels import shapes
 from swjax.kernels import mosaic_gpu, tiles
+from swjax.kernels.mosaic_gpu.slices import Slices
 from swjax.kernels.reference import QTensor
-from swjax.kernels.tiles import Slices
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
 triton_gpu = pytest.importorskip("swjax.kernels.triton_gpu")

@@ -13,8 +13,8 @@ from numeric import FLOOR_DB, snr_db
 
 import swjax
 from swjax.kernels import dispatch, reference, tiles
+from swjax.kernels.mosaic_gpu.slices import Slices
 from swjax.kernels.reference import QTensor
-from swjax.kernels.tiles import Slices
 
 pytestmark = pytest.mark.gpu
 IN_BLOCKS = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dtype": "float32"}

@@ -8,30 +8,27 @@ import numpy as np
 import pytest
 
 from swjax.kernels import tiles
-from swjax.kernels.mosaic_gpu.weight_gradients import Unit, WeightGradient, WeightGradientSpec
+from swjax.kernels.mosaic_gpu.slices import Part, Schedule, best_slices
 
 BLOCKS = 132  # multiprocessors of an H200
 
 
 def slices_of(tile_count, tokens, *, largest=16, write_tokens=tiles.WEIGHT_GRADIENT_WRITE_TOKENS):
-    return tiles.weight_gradient_slices(
-        tile_count, tokens, BLOCKS, largest=largest, write_tokens=write_tokens
-    )
+    return best_slices(tile_count, tokens, BLOCKS, largest=largest, write_tokens=write_tokens)
 
 
-def units_of(tile_count, slices, *, steps):
-    """Returns for each block its `Unit`s, of integers."""
-    spec = WeightGradientSpec((tile_count, 1), BLOCKS, steps, 64, slices)
+def parts_of(tile_count, slices, *, steps):
+    """Returns for each block its `Part`s, of integers."""
+    schedule = Schedule(tile_count, BLOCKS, steps, slices)
+    most = tile_count // BLOCKS + 1 + slices.late * BLOCKS
 
     @jax.jit
     def plan(block):
-        work = WeightGradient(spec, None, None, None, None, block, None)
-        most = -(-tile_count * (slices.count + 1) // BLOCKS) + slices.count * BLOCKS
-        return work.units(), jax.vmap(work.unit)(jnp.arange(min(most, tile_count * 17)))
+        parts = jax.vmap(lambda i: schedule.part(block, i))(jnp.arange(most))
+        return schedule.parts(block), jnp.stack(parts, axis=-1)
 
-    counts, units = jax.tree.map(np.asarray, jax.vmap(plan)(jnp.arange(BLOCKS)))
-    rows = np.stack(units, axis=-1)  # [blocks, units, fields]
-    return [[Unit(*unit) for unit in row[:count].tolist()] for count, row in zip(counts, rows)]
+    counts, rows = map(np.asarray, jax.vmap(plan)(jnp.arange(BLOCKS)))
+    return [[Part(*part) for part in row[:count].tolist()] for count, row in zip(counts, rows)]
 
 
 CASES = [(50, 514), (200, 514), (200, 1024), (150, 514), (132, 64), (264, 64), (131, 80), (7, 300)]
@@ -39,13 +36,15 @@ CASES = [(50, 514), (200, 514), (200, 1024), (150, 514), (132, 64), (264, 64), (
 
 @pytest.mark.parametrize("tile_count, steps", [*CASES, (263, 16), (263, 1), (200, 7), (50, 1)])
 def test_slices_cover_every_tile_once_and_in_order(tile_count, steps):
-    units = units_of(tile_count, slices_of(tile_count, 64 * steps, largest=steps // 8), steps=steps)
+    blocks = parts_of(
+        tile_count, slices_of(tile_count, 64 * steps, largest=steps // 8), steps=steps
+    )
     found = {}
-    for unit in itertools.chain(*units):
-        found.setdefault(unit.tile, []).append((unit.slice, unit.start, unit.stop))
+    for part in itertools.chain(*blocks):
+        found.setdefault(part.tile, []).append(part)
     assert sorted(found) == list(range(tile_count))
     for parts in found.values():
-        numbers, starts, stops = zip(*sorted(parts))
+        _, numbers, starts, stops = zip(*sorted(parts))
         assert numbers == tuple(range(len(parts)))
         assert (starts[0], stops[-1]) == (0, steps)
         assert starts[1:] == stops[:-1] and all(np.less(starts, stops))
@@ -53,28 +52,28 @@ def test_slices_cover_every_tile_once_and_in_order(tile_count, steps):
 
 @pytest.mark.parametrize("tile_count, steps", CASES)
 def test_no_slice_waits_forever(tile_count, steps):
-    """A slice is added after the slice before it; blocks compute their units in order."""
-    units = units_of(tile_count, slices_of(tile_count, 64 * steps), steps=steps)
+    """A slice is added after the slice before it; blocks compute their parts in order."""
+    blocks = parts_of(tile_count, slices_of(tile_count, 64 * steps), steps=steps)
     written, progress = dict.fromkeys(range(tile_count), 0), True
     while progress:
         progress = False
-        for block in units:
+        for block in blocks:
             while block and written[block[0].tile] == block[0].slice:
                 written[block.pop(0).tile] += 1
                 progress = True
-    assert not any(units)
+    assert not any(blocks)
 
 
 # Within 2% of the best on an H200, or of the load without rounding.
 @pytest.mark.parametrize(
-    "tile_count, count, load",
+    "tile_count, late, load",
     [(200, 5, 1.55), (50, 5, 0.405), (150, 6, 1.15), (132, 0, 1), (264, 0, 2), (131, 1, 1)],
 )
-def test_slices_fill_the_last_round(tile_count, count, load):
+def test_slices_fill_the_last_round(tile_count, late, load):
     slices = slices_of(tile_count, 65_536)
-    assert slices.count == count
-    units = units_of(tile_count, slices, steps=1024)
-    assert max(sum(unit.stop - unit.start for unit in block) for block in units) <= load * 1024
+    assert slices.late == late
+    blocks = parts_of(tile_count, slices, steps=1024)
+    assert max(sum(part.stop - part.start for part in block) for block in blocks) <= load * 1024
 
 
 # The best of 1 to 8 slices on an H200, within 2%.

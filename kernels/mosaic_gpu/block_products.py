@@ -1,5 +1,6 @@
 """The weight gradient in int8, of rotated tokens with a scale for each column and block of tokens."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline, rotations
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
+from swjax.kernels.mosaic_gpu.slices import Schedule, Slices, best_slices
 from swjax.kernels.mosaic_gpu.weight_gradients import WeightGradient, WeightGradientSpec
 from swjax.kernels.reference.blocks import cut_into_blocks
 
@@ -50,7 +52,7 @@ class BlockProduct(WeightGradient):
         return first * self.block_steps, count * self.block_steps
 
     def load(self, unit: jax.Array) -> Callable:
-        *_, row, column = self.unit(unit)
+        row, column = self.corner(unit)
 
         def load_step(step, slot, full):
             along = pl.ds(step * LINE, LINE)
@@ -68,7 +70,7 @@ class BlockProduct(WeightGradient):
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
         first, count = super().span(unit)
-        *_, row, column = self.unit(unit)
+        row, column = self.corner(unit)
 
         def add_block(i, total):
             # Scales are read before the sum, which hides their latency.
@@ -95,7 +97,7 @@ def block_weight_gradient(
     block: int,
     rotation: int,
     out_dtype: str,
-    slices: tiles.Slices | None = None,
+    slices: Slices | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -120,7 +122,7 @@ def block_product(
     g: jax.Array,
     g_scale: jax.Array,
     *,
-    slices: tiles.Slices | None = None,
+    slices: Slices | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -140,19 +142,20 @@ def block_product(
     (k, tokens), n, count = x.shape, len(g), len(x_scale)
     grid = pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)
     blocks = multiprocessors or tiles.multiprocessors()
-    slices = slices or tiles.weight_gradient_slices(
-        grid[0] * grid[1],
+    slices = slices or best_slices(
+        math.prod(grid),
         tokens,
         blocks,
         largest=count,
         write_tokens=tiles.BLOCK_PRODUCT_WRITE_TOKENS,
     )
-    spec = WeightGradientSpec(grid, blocks, count, tokens // count, slices)
+    schedule = Schedule(math.prod(grid), blocks, count, slices)
+    spec = WeightGradientSpec(grid, tokens // count, schedule)
 
     def weight_gradient_blocks_kernel(x, g, x_scale, g_scale, out, *buffers):
         block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
-        if spec.chained:
-            done = pl.get_global(plgpu.SemaphoreType.REGULAR((spec.tile_count, 2)))
+        if schedule.adds:
+            done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
         work = BlockProduct(spec, x, g, out, scratch, block, done, x_scale, g_scale)
         pipeline.run(work, scratch)
 
