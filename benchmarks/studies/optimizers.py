@@ -10,20 +10,26 @@ rate rises over a tenth of the run and falls to 0 as a cosine. Runs with one see
 
 Measured: top-1 of unseen drawings; the final loss; loss spikes by the paper's rules; OLMo's spike score of
 the loss and of the gradient norm; and the sensitivity to the learning rate, the mean over the rates of the
-final loss minus the best one.
+final loss minus the best one. The table also has the paired differences of each arm from --base, each at its
+best learning rate; Holm's correction is over the arms. This command prints them from a file:
+
+  python benchmarks/studies/optimizers.py --merge benchmarks/results/optimizers_gpu.json --base="stable 0.98"
 
 The settings and rules were committed before the runs that count.
 """
 
+import functools
 import itertools
 import math
 import sys
 
+import paired
 import spikes
 import study
 
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 NEVER = math.inf  # threshold of AdamW in the trainer's StableAdamW
+BASE = "adamw 0.999"  # arm that the others are compared with
 
 # {program: {arm: settings of its runs}}: the arms of a program share its optimizer and model.
 PROGRAMS = {
@@ -40,11 +46,21 @@ PROGRAMS = {
     "qk_norm": {"adamw 0.999, QK-norm": {"b2": 0.999, "threshold": NEVER}},
     "muon": {"muon": {"b2": 0.98}},
 }
+# {label in the chart: (colour, arms)}
+FAMILIES = {
+    "AdamW, three b2": ("0.55", ("adamw 0.999", "adamw 0.98", "adamw 0.95")),
+    "AdamW, clipped at norm 1": ("C0", ("adamw 0.999, clip 1",)),
+    "StableAdamW, two b2": ("C3", ("stable 0.999", "stable 0.98")),
+    "AdamW with AdaGC or ZClip": ("C2", ("adamw 0.999, AdaGC", "adamw 0.999, ZClip")),
+    "AdamW with QK-norm": ("C4", ("adamw 0.999, QK-norm",)),
+    "Muon": ("C1", ("muon",)),
+}
 
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    return study.carry_out(args, runs(args), draw, table)
+    tell = functools.partial(table, base=args.base)
+    return study.carry_out(args, runs(args), functools.partial(draw, base=args.base), tell)
 
 
 def parse(argv):
@@ -54,6 +70,7 @@ def parse(argv):
     flags.add_argument("--rates", nargs="+", type=float, default=RATES)
     flags.add_argument("--recipe", default="standard", help="of the linear layers")
     flags.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
+    flags.add_argument("--base", default=BASE, help="arm that the others are compared with")
     args = flags.parse_args(argv)
     if args.smoke:
         args.size, args.batch, args.rates, args.seeds = "xs", 8, [1e-3], 1
@@ -230,11 +247,26 @@ def sensitivity(losses: dict[float, float], worst: float) -> float:
     return sum(min(loss, worst) - best for loss in losses.values()) / len(losses)
 
 
-def table(runs) -> None:
+def best_rate(rates: dict[float, list[dict]]) -> float:
+    """The learning rate with the lowest mean final loss."""
+    losses = finals(rates)
+    return min(losses, key=lambda rate: losses[rate])
+
+
+def differences(arms: dict, arm: str, base: str, name: str) -> list[float]:
+    """A measurement of an arm minus that of `base`, each at its best rate, for each seed that both have."""
+    own, other = (
+        {result["seed"]: result[name] for result in arms[a][best_rate(arms[a])]}
+        for a in (arm, base)
+    )
+    return [own[seed] - other[seed] for seed in sorted(own) if seed in other]
+
+
+def table(runs, base: str = BASE) -> None:
     batch = runs[0]["key"]["batch"] if runs else 1
-    for arm, rates in by_arm(runs).items():
-        losses = finals(rates)
-        best = min(losses, key=lambda rate: losses[rate])
+    arms = by_arm(runs)
+    for arm, rates in arms.items():
+        losses, best = finals(rates), best_rate(rates)
         top1, half = study.interval(100 * r["top1"] for r in rates[best])
         every = [r for some in rates.values() for r in some]
         print(
@@ -244,23 +276,55 @@ def table(runs) -> None:
             f"spike score of loss {100 * mean(every, 'score_of_loss'):.2f} %, "
             f"of the gradient {100 * mean(every, 'score_of_gradient'):.2f} %"
         )
+    if base in arms:
+        print_differences(arms, base)
 
 
-def draw(figure, runs) -> None:
-    """Top-1, final loss and spikes by learning rate, a line for each arm."""
-    figure.set_size_inches(11, 3.8)
-    panels = {
-        "top-1 of unseen drawings (%)": lambda some: 100 * mean(some, "top1"),
-        "final loss": lambda some: mean(some, "final"),
-        "loss spikes a run": lambda some: mean(some, "spikes"),
-    }
-    for axes, (title, value) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        for i, (arm, rates) in enumerate(by_arm(runs).items()):
-            line = "-" if i < 6 else "--"
-            axes.semilogx(list(rates), list(map(value, rates.values())), line, color=f"C{i}", marker=".",
-                          linewidth=1, label=arm)  # fmt: skip
-        axes.set(title=title, xlabel="learning rate")
-    figure.axes[0].legend(fontsize=6)
+def print_differences(arms: dict, base: str) -> None:
+    """Prints the paired differences of all arms from `base`, each at its best rate."""
+    others = [arm for arm in arms if arm != base]
+    for name, unit, scale, digits in (("final", "loss", 1, 3), ("top1", "top-1, points", 100, 1)):
+        found = [[scale * d for d in differences(arms, arm, base, name)] for arm in others]
+        ps = [paired.p_value(pairs) for pairs in found]
+        print(f"{unit}, minus that of {base}")
+        for arm, pairs, p, corrected in zip(others, found, ps, paired.holm(ps), strict=True):
+            tail = f"p = {p:.2g}, corrected for {len(ps)} tests {corrected:.2g}"
+            print(f"  {arm:22} {paired.told(pairs, digits)}, {tail}")
+
+
+def draw(figure, runs, base: str = BASE) -> None:
+    """Final loss by learning rate, and each arm's loss and top-1 minus those of `base` at the best rates."""
+    from matplotlib.ticker import LogLocator
+
+    arms = by_arm(runs)
+    base = base if base in arms else next(iter(arms))
+    figure.set_size_inches(11, 4.2)
+    losses, *panels = figure.subplots(1, 3, width_ratios=(5, 4, 4))
+    colors = {arm: color for color, some in FAMILIES.values() for arm in some}
+    for label, (color, some) in FAMILIES.items():
+        for arm in filter(arms.__contains__, some):
+            values = finals(arms[arm])
+            losses.loglog(list(values), list(values.values()), color=color, marker=".", label=label)
+            label = ""  # an arm of a family has it
+    losses.set(title="final loss", xlabel="learning rate")
+    losses.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 4, 6)))
+    losses.yaxis.set_major_formatter("{x:g}")
+    losses.yaxis.set_minor_formatter("{x:g}")
+    losses.legend()
+    others = [arm for arm in arms if arm != base]
+    for axes, (title, name, scale) in zip(
+        panels, (("final loss", "final", 1), ("top-1 (points)", "top1", 100)), strict=True
+    ):
+        for y, arm in enumerate(others):
+            middle, half = study.interval(scale * d for d in differences(arms, arm, base, name))
+            error = None if math.isnan(half) else half
+            axes.errorbar(middle, y, xerr=error, fmt="o", capsize=3, color=colors[arm])
+        axes.axvline(0, color="0.5", linewidth=0.8)
+        axes.set(title=f"{title} at best rates", xlabel=f"minus {base}, 95% interval")
+        axes.set_ylim(len(others) - 0.5, -0.5)
+    names = [f"{arm} at {best_rate(arms[arm]):g}" for arm in others]
+    panels[0].set_yticks(range(len(others)), names)
+    panels[1].set_yticks(range(len(others)), [])
 
 
 if __name__ == "__main__":
