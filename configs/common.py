@@ -115,7 +115,9 @@ def get_config() -> ConfigDict:
     config.data.max_bad_share = 0.01  # skip: stop if a larger share is bad
 
     config.optimizer = ConfigDict()
-    config.optimizer.name = "stable_adamw"  # stable_adamw | adamw
+    # stable_adamw | adamw | muon: Muon for the matrices of the blocks, with a momentum of 0.95, and AdamW for
+    # the rest; a rate of AdamW serves both.
+    config.optimizer.name = "stable_adamw"
     config.optimizer.learning_rate = 2e-3  # peak of the schedule
     config.optimizer.b1 = 0.9  # decay of the first moment
     config.optimizer.b2 = 0.99  # decay of the second moment

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro_run import paths
+from micro_run import assert_same_bits, final_state, paths, records, train
 
 from swjax.training import optimizer as optimizer_lib
 from swjax.training.config import ConfigError
@@ -50,6 +50,48 @@ def test_gradient_clipping_is_the_other_arm(micro, name):
     norm = float(jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in first)))
     kept = {"adamw": 0.1, "stable_adamw": 1.0}[name]  # m / first gradient
     np.testing.assert_allclose(norm, kept * 1e-3, rtol=1e-5)
+
+
+def test_muon_orthogonalizes_the_matrices_of_blocks(micro):
+    """The other parameters have AdamW's updates."""
+    config = micro(optimizer__name="muon")
+    adamw = micro(optimizer__name="adamw")
+    shapes = {"blocks": {"kernel": (2, 6, 4), "bias": (2, 4)}, "embedding": (5, 3), "bias": (3,)}
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    is_shape = lambda x: isinstance(x, tuple)
+    params, grads = (
+        jax.tree.map(lambda shape: jax.random.normal(next(keys), shape), shapes, is_leaf=is_shape)
+        for _ in range(2)
+    )
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        got, want = (
+            optimizer.update(grads, optimizer.init(params), params)[0]
+            for optimizer in (
+                optimizer_lib.make_optimizer(c, lambda _: 1e-3) for c in (config, adamw)
+            )
+        )
+    decay = config.optimizer.weight_decay * params["blocks"]["kernel"]
+    step = got["blocks"].pop("kernel") + 1e-3 * decay
+    del want["blocks"]["kernel"]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    values = np.linalg.svd(step / (1e-3 * 0.2 * 6**0.5), compute_uv=False)
+    assert values.shape == (2, 4) and np.all((0.6 < values) & (values < 1.3))
+
+
+def test_a_run_with_muon(micro, tmp_path):
+    """It clips, freezes and resumes; the RMS that it records are those of AdamW's tensors."""
+    config = micro(
+        optimizer__name="muon", optimizer__grad_clip_norm=1.0, optimizer__freeze="^text/"
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        assert train(config, tmp_path / "whole") == 0
+        assert train(config, tmp_path / "parts", after=3) == train(config, tmp_path / "parts") == 0
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    (a, _), (b, _) = (final_state(config, tmp_path / each) for each in ("parts", "whole"))
+    assert_same_bits(a, b)
+    measured = {name for name in records(tmp_path / "whole")[-1] if "/rms/" in name}
+    assert any("vision/patch_embed" in name for name in measured)
+    assert not any("blocks" in name and "kernel" in name for name in measured)
 
 
 SCHEDULES = {  # {name: rates at steps 60, 99 and 110}; warm-up until 10, decay from 88

@@ -205,7 +205,7 @@ KEYS: dict[str, Key] = {
     "data.shuffle_shards": _whole(_FROM_1),
     "data.on_bad": _text("skip", "stop"),
     "data.max_bad_share": _number("[0, 1]"),
-    "optimizer.name": _text("stable_adamw", "adamw"),
+    "optimizer.name": _text("stable_adamw", "adamw", "muon"),
     "optimizer.learning_rate": _number("(0, 1e6]"),
     "optimizer.b1": _number("[0, 1)"),
     "optimizer.b2": _number("[0, 1)"),

@@ -20,7 +20,13 @@ from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, SKIPPED
 from swjax.models import clip, sharding
 from swjax.optax import loss_scale, path_name, skipped_by_path, unscale
 from swjax.training.accumulation import LossAndGrad, Seen, accumulated, at_once
-from swjax.training.optimizer import combine, ema_decay, split_frozen, updates_made
+from swjax.training.optimizer import (
+    combine,
+    ema_decay,
+    is_matrix_of_blocks,
+    split_frozen,
+    updates_made,
+)
 from swjax.training.packed import PackedMetrics, pack
 
 State = dict[str, Any]
@@ -152,7 +158,7 @@ def skipped_by_scaling(kind: str, before: Any, after: Any, params: Any) -> jax.A
 
 
 def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
-    """The RMS of every tensor's update, for StableAdamW or AdamW.
+    """The RMS of every tensor's update by StableAdamW or AdamW; not of the matrices that Muon updates.
 
     Args:
       c: the section config.optimizer.
@@ -169,6 +175,9 @@ def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
         return {}
     if c.grad_clip_norm:  # as in AdamW's chain; XLA deduplicates the two
         grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())
+    if c.name == "muon":
+        by_muon = is_matrix_of_blocks(grads)
+        grads = jax.tree.map(lambda g, is_matrix: None if is_matrix else g, grads, by_muon)
     return diagnostics.adamw_rms(opt_state, grads, b2=c.b2, eps=c.eps, block_axes=clip.block_axes)
 
 
