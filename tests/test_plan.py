@@ -237,6 +237,11 @@ def test_data_that_a_run_would_refuse_are_refused(capsys, tmp_path):
     assert "no.csv: it does not exist" in capsys.readouterr().err
 
 
+def test_the_speed_of_muon_was_not_measured(capsys):
+    assert run("vitb16_int8", "h200:1", "--config.optimizer.name=muon") == 0
+    assert "not measured" in capsys.readouterr().out.split("time")[-1]
+
+
 def test_a_plan_with_concurrent_kernels(capsys):
     concurrent = "--config.train.concurrent_kernels=True"
     assert run("vitb16_int8", "h200:8", concurrent) == 2

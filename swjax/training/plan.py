@@ -321,8 +321,8 @@ def _time(plan: Plan) -> Iterator[str]:
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
     rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, c.model.recipe))
     rate = rates[_REMATS.index(c.model.remat)] if rates and usual else None
-    if rate is None or c.train.concurrent_kernels:
-        yield _line("time", "not measured for this model, recipe, remat and hardware")
+    if rate is None or c.train.concurrent_kernels or c.optimizer.name == "muon":
+        yield _line("time", "not measured for this model, recipe, remat, optimizer and hardware")
         return
     kind = "one" if plan.hardware.devices == 1 else "fsdp" if plan.mesh.fsdp > 1 else "data"
     total = rate * plan.hardware.devices * EFFICIENCY[kind]
