@@ -28,8 +28,8 @@ COLUMNS = 160
 class BlockProduct(WeightGradient):
     """The `pipeline.Work` of one block of threads.
 
-    x and g are [features, tokens]. A step of the specification is a block of tokens; one of the pipeline is
-    LINE tokens.
+    x and g are [features, tokens]. A step of the schedule is a block of tokens, whose elements of a feature
+    share a scale. A step of the pipeline is LINE tokens.
 
     Attributes:
       x_scale, g_scale: [blocks of tokens, features], padded to whole tiles.
@@ -44,7 +44,7 @@ class BlockProduct(WeightGradient):
 
     @property
     def block_steps(self) -> int:
-        """Steps of the pipeline in a block of tokens."""
+        """Number of the pipeline's steps in a block of tokens."""
         return self.spec.step_tokens // LINE
 
     def span(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +133,7 @@ def block_product(
       x_scale: [blocks, k].
       g: [n, blocks * length] int8.
       g_scale: [blocks, n].
-      slices: how the blocks are cut; None chooses.
+      slices: how the blocks of tokens are cut into slices; None chooses.
       multiprocessors, interpret: for tests.
 
     Returns:
@@ -154,7 +154,7 @@ def block_product(
 
     def weight_gradient_blocks_kernel(x, g, x_scale, g_scale, out, *buffers):
         block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
-        if schedule.adds:
+        if schedule.adds_slices:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
         work = BlockProduct(spec, x, g, out, scratch, block, done, x_scale, g_scale)
         pipeline.run(work, scratch)

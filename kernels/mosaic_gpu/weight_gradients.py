@@ -39,7 +39,8 @@ class WeightGradient:
     """The `pipeline.Work` of one block of threads.
 
     Attributes:
-      done: [tiles, 2] semaphores that count the slices written of each half tile; None without slices.
+      done: [tiles, 2] semaphores that count the written slices of each half of a tile; None if no tile has
+        several slices.
     """
 
     spec: WeightGradientSpec
@@ -55,7 +56,7 @@ class WeightGradient:
     sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.float32
 
     def units(self) -> jax.Array:
-        return self.spec.schedule.parts(self.block)
+        return self.spec.schedule.part_count(self.block)
 
     def part(self, unit: jax.Array) -> Part:
         return self.spec.schedule.part(self.block, unit)
@@ -91,9 +92,9 @@ class WeightGradient:
         return sum_steps(0, self.span(unit)[1])
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
-        """Writes the first slice and adds the others in order, so that every run computes the same sum.
+        """Writes the first slice of a tile and adds the others in order, so every run computes the same sum.
 
-        Each slice waits for the slice before it, which has nearly always finished.
+        A slice waits until the slice before it is written. Most slices do not have to wait, see `Schedule`.
         """
         part, schedule = self.part(unit), self.spec.schedule
         row, column = self.corner(unit)
@@ -101,7 +102,7 @@ class WeightGradient:
         to = self.out.at[pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)]
         pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
         write = partial(pipeline.store_tile, pieces, buffers, to, piece)
-        if not schedule.adds:
+        if not schedule.adds_slices:
             write()
             return
 
@@ -132,9 +133,17 @@ def weight_gradient(
 ) -> jax.Array:
     """`reference.weight_gradient` of 16-bit operands, for tokens a multiple of 8, k and n of 64.
 
-    A unit of work is a whole tile, or one slice of a tile; see `slices`.
+    A unit of work is a `Part`: a whole tile, or one slice of a tile.
+
+    Args:
+      x: [tokens, k].
+      g: [tokens, n].
+      out_dtype: dtype of the result. Sums are in float32.
+      precision: has no effect, because 16-bit products are exact in float32.
+      slices: how the tokens are cut; None chooses.
+      multiprocessors, interpret: for tests.
     """
-    del precision  # 16-bit products are exact in fp32
+    del precision
     (tokens, k), n = x.shape, g.shape[1]
     grid = pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N)
     blocks = multiprocessors or tiles.multiprocessors()
@@ -144,7 +153,7 @@ def weight_gradient(
         math.prod(grid),
         tokens,
         blocks,
-        largest=steps // 8,
+        largest=steps // 8,  # a slice has at least about 8 steps
         write_tokens=tiles.WEIGHT_GRADIENT_WRITE_TOKENS,
     )
     schedule = Schedule(math.prod(grid), blocks, steps, slices)
@@ -152,7 +161,7 @@ def weight_gradient(
 
     def weight_gradient_kernel(x_ref, g_ref, out_ref, *buffers):
         block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
-        if schedule.adds:
+        if schedule.adds_slices:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
         pipeline.run(WeightGradient(spec, x_ref, g_ref, out_ref, scratch, block, done), scratch)
 
