@@ -238,7 +238,8 @@ def test_data_that_a_run_would_refuse_are_refused(capsys, tmp_path):
 
 
 def test_the_speed_of_muon_was_not_measured(capsys):
-    assert run("vitb16_int8", "h200:1", "--config.optimizer.name=muon") == 0
+    flags = "--config.train.accumulation=8", "--config.optimizer.name=muon"
+    assert run("vith_int8", "h200:8", *flags) == 0
     assert "not measured" in capsys.readouterr().out.split("time")[-1]
 
 
