@@ -1,7 +1,7 @@
 """Which optimizer trains a small CLIP best, over two decades of learning rates, and which have loss spikes.
 
 Command:  python benchmarks/studies/optimizers.py --dtype=bfloat16 \\
-            --out=benchmarks/results/optimizers_gpu.json --plot=benchmarks/notes/images/optimizers_gpu.png
+            --out=benchmarks/results/optimizers_gpu.json --plot=docs/images/optimizers_gpu.png
 
 Arms: AdamW with three b2, AdamW with gradient clipping, StableAdamW with two b2, AdaGC and ZClip (adaptive
 clipping), QK-norm, and Muon for the matrices of the blocks (optax.contrib, scaled so that learning rates
