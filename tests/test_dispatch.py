@@ -406,4 +406,6 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     )
     text = str(traced)
     assert ("triton_kernel_call" in text) == (implementation != "mosaic_gpu")
-    assert ("mpmd_map" in text) == (implementation != "triton")  # the primitive of Pallas's kernels
+    # Without a tuned table, the only Mosaic kernels that nobody names multiply quantized matrices.
+    mosaic = implementation == "mosaic_gpu" or (implementation is None and recipe != "standard")
+    assert ("mpmd_map" in text) == mosaic  # the primitive of Pallas's kernels
