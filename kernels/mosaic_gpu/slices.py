@@ -2,7 +2,8 @@
 
 A weight gradient has few tiles: 1280 x 5120 has 200. With 132 multiprocessors and whole tiles only, half of
 the multiprocessors would be idle in the second round. So the tiles that fill whole rounds are computed whole.
-The tokens of the other tiles are cut into slices, of which all multiprocessors compute equal shares.
+The other tiles are cut along the tokens into slices, which keep all multiprocessors busy for about equally
+long.
 """
 
 from dataclasses import dataclass

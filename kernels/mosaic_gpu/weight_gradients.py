@@ -26,7 +26,7 @@ class WeightGradientSpec:
     Attributes:
       grid: rows and columns of tiles in the output [k, n].
       step_tokens: number of tokens of a step.
-      schedule: which block of threads computes which slice of which tile.
+      schedule: assigns tiles, and slices of tiles, to blocks of threads.
     """
 
     grid: tuple[int, int]

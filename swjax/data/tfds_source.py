@@ -47,7 +47,7 @@ class TFDS(Photographs):
         self._split, self._image_key, self._text_key = split, image_key, text_key
         try:
             self._records = opened.as_data_source(split=split, decoders=_undecoded(image_key))
-        except NotImplementedError:  # raised by TFDS for formats without random access
+        except NotImplementedError:  # TFDS raises it for formats without random access
             raise ValueError(
                 f"{builder!r} was prepared in the format {opened.info.file_format.value}, which "
                 'has no random access: prepare it again with file_format="array_record"'
