@@ -29,6 +29,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "quantize_both": ("triton",),
     "quantize_and_sum": ("triton",),
     "matmul": ("mosaic_gpu", "triton"),
+    "matmul_sum": ("mosaic_gpu",),
     "weight_gradient": ("mosaic_gpu",),
     "block_weight_gradient": ("mosaic_gpu", "triton"),
     "layer_norm": ("triton",),
@@ -214,7 +215,9 @@ SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
 def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
     if operation == "block_weight_gradient":
         return "int8" in options["dtypes"]
-    return operation == "matmul" and arrays[0].values.dtype == jnp.int8
+    if not operation.startswith("matmul"):
+        return False
+    return jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
 
 
 def _warn_of_split_sums():
@@ -248,7 +251,7 @@ def module_of(name: str) -> ModuleType:
 
 def shape_key(operation: str, *arrays: Any) -> str:
     """The key of a shape in the tuned table, without the number of tokens; for a product it is "{n}x{k}"."""
-    if operation == "matmul":
-        return "x".join(map(str, arrays[1].values.shape))
+    if operation.startswith("matmul"):
+        return "x".join(map(str, jax.tree.leaves(arrays[1])[0].shape))
     width = arrays[0].shape[-1]
     return f"{arrays[1].shape[-1]}x{width}" if operation.endswith("weight_gradient") else str(width)

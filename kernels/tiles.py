@@ -154,6 +154,10 @@ def triton_rule(m: int) -> TritonTile:
 MOSAIC_RULE = MosaicTile(stages=4, width=8)
 
 
+# Five stages of 36 KiB.
+PRODUCT_SUM_TILE = MosaicTile(stages=5, width=8)
+
+
 def mosaic_tile(n: int, k: int) -> MosaicTile:
     """The tile of Mosaic's product [m, k] [n, k]T."""
     tuned = _tuned("mosaic_gpu", f"{n}x{k}")

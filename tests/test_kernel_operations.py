@@ -291,6 +291,30 @@ def test_addend_of_a_product(
     assert np.argwhere(~np.isfinite(np.asarray(bad, np.float32))).tolist() == [[70, 33]]
 
 
+# Rows and columns that tiles do not divide; a narrow result; a single step.
+SUMS = [(520, 256, 512), (200, 384, 128), (1, 128, 256)]
+
+
+@implementations.each("matmul_sum", compiled=[(1000, 1280, 576), *SUMS], interpreted=SUMS)
+@pytest.mark.parametrize("dtypes", PRODUCTS)
+@pytest.mark.parametrize("count, out_dtype", [(2, "bfloat16"), (3, "bfloat16"), (3, "float32")])
+def test_sum_of_products(operation, implementation, shape, dtypes, count, out_dtype):
+    m, k, n = shape
+    if "mosaic" in implementation:
+        m = -(-m // 8) * 8
+    pairs = [operands((m, k, n), dtypes, seed=seed) for seed in range(count)]
+    # The largest scale is that of another product in each row.
+    pairs = [(a._replace(scale=a.scale * 10.0**i), b) for i, (a, b) in enumerate(pairs)]
+    a, b = zip(*pairs)
+    y = run(operation, a, b, implementation=implementation, out_dtype=out_dtype)
+    assert y.dtype == out_dtype and y.shape == (m, n)
+    floor = FLOOR_DB[out_dtype]
+    if dtypes[0] != "int8" and jax.default_backend() == "gpu":
+        floor = min(floor, FP8_SUM_DB)
+    want = sum(oracle.matmul(*pair, None) for pair in pairs)
+    assert snr_db(y, want) > floor
+
+
 @implementations.each(
     "matmul", compiled=[(264, 5120, 320), (130, 1008, 256)], interpreted=SMALL_PRODUCTS
 )

@@ -1,7 +1,7 @@
-"""Pallas Mosaic GPU kernels for Hopper: the quantized product, weight gradients, and attention.
+"""Pallas Mosaic GPU kernels for Hopper: quantized products, weight gradients, and attention.
 
-`pipeline` is what the products share; `products`, `weight_gradients` and `block_products` are what each
-computes. `rotations` quantizes the operands of the int8 weight gradient. `attention_forward` is the forward
+`pipeline` is what the products share; `products`, `product_sums`, `weight_gradients` and `block_products` are
+what each computes. `rotations` quantizes the operands of the int8 weight gradient. `attention_forward` is the forward
 pass of attention, and `attention_memory` its heads in shared memory. `attention_gradients` is the backward
 pass: `attention_copies` fills shared memory with `attention_heads`, and `attention_products` multiplies.
 """
@@ -17,12 +17,14 @@ from swjax.kernels.mosaic_gpu import (
     attention_forward,
     attention_gradients,
     block_products,
+    product_sums,
     products,
     weight_gradients,
 )
 from swjax.kernels.mosaic_gpu.attention_forward import attention
 from swjax.kernels.mosaic_gpu.attention_gradients import attention_backward
 from swjax.kernels.mosaic_gpu.block_products import block_weight_gradient
+from swjax.kernels.mosaic_gpu.product_sums import matmul_sum
 from swjax.kernels.mosaic_gpu.products import matmul
 from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient
 
@@ -31,6 +33,7 @@ __all__ = [
     "attention_backward",
     "block_weight_gradient",
     "matmul",
+    "matmul_sum",
     "weight_gradient",
     "why_not",
 ]
@@ -38,6 +41,7 @@ __all__ = [
 # Each has the signature of its operation.
 _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
     "matmul": products.why_not,
+    "matmul_sum": product_sums.why_not,
     "weight_gradient": weight_gradients.why_not,
     "block_weight_gradient": block_products.why_not,
     "attention": attention_forward.why_not,
@@ -49,7 +53,8 @@ def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
     """Why these kernels cannot compute an operation on this GPU; None: they can.
 
     Args:
-      operation: "matmul", "weight_gradient", "block_weight_gradient", "attention" or "attention_backward".
+      operation: "matmul", "matmul_sum", "weight_gradient", "block_weight_gradient", "attention" or
+        "attention_backward".
       *arrays, **options: its arguments.
     """
     capability = tiles.compute_capability()

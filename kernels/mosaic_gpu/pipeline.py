@@ -85,10 +85,10 @@ class Work(Protocol):
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
         """Adds the product of the operands in a slot, for one half of the rows of the tile."""
 
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
-        """Returns the sums of one half of a unit. Calls `sum_steps` for all of its steps, in order."""
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Any:
+        """Returns what `store` needs of one half of a unit. Calls `sum_steps` for all of its steps, in order."""
 
-    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
+    def store(self, unit: jax.Array, total: Any, half: jax.Array) -> None:
         """Writes one half of the tile."""
 
 
@@ -248,10 +248,17 @@ def store_tile(
 
 
 def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    """Shared memory whose rows are LINE bytes, or pieces of LINE bytes, swizzled."""
+    """Shared memory whose rows have at most LINE bytes, or pieces of LINE bytes, swizzled."""
     tiling: Callable = plgpu.TilingTransform  # jax 0.12 types these two as abstract
     swizzle: Callable = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, piece_of(dtype))), swizzle(LINE)))
+    piece = min(shape[-1], piece_of(dtype))
+    line = piece * jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, piece)), swizzle(line)))
+
+
+def sum_dtype(operand: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """The dtype of the sums of products of 8-bit operands."""
+    return jnp.int32 if operand == jnp.int8 else jnp.float32
 
 
 def piece_of(dtype: jax.typing.DTypeLike) -> int:
@@ -268,6 +275,7 @@ def launch(
     blocks: int,
     cluster: int,
     addend: bool = False,
+    piece: int | None = None,
     interpret: Any,
 ) -> Callable:
     """Builds a product kernel of `blocks` clusters of blocks, as a function of its inputs.
@@ -280,6 +288,7 @@ def launch(
       blocks: number of clusters of blocks.
       cluster: number of blocks of a cluster.
       addend: whether an array is added to the tiles.
+      piece: number of columns written at a time; None: they fill a line.
       interpret: parameters of Pallas's interpreter, or None.
     """
     arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
@@ -289,8 +298,9 @@ def launch(
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
         in_clusters = dict(cluster=(cluster,), cluster_names=("cluster",))
     a, b = (buffer((stages, *shape), dtype) for shape, dtype in rings)
-    pieces = TILE_N // piece_of(out.dtype)
-    out_buffers = buffer((2, pieces if addend else 2, HALF, piece_of(out.dtype)), out.dtype)
+    piece = piece or piece_of(out.dtype)
+    pieces = TILE_N // piece
+    out_buffers = buffer((2, pieces if addend else 2, HALF, piece), out.dtype)
     scratch: tuple = (a, b, out_buffers, plgpu.Barrier(**arrivals), empty)
     if addend:
         scratch += (plgpu.Barrier(num_arrivals=pieces, num_barriers=2),)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -66,14 +67,84 @@ class ProductSpec:
     bias: bool
     addend: bool
 
+
+class Tiles:
+    """What `Product` and `product_sums.ProductSum` share: the tiles, and the copies and products of a step."""
+
+    spec: Any
+    scratch: Scratch
+    block: jax.Array
+    columns: ClassVar[int]
+
     @property
-    def ragged(self) -> bool:
-        """Whether a half tile ends past the last row."""
-        return self.m % HALF > 0
+    def stages(self) -> int:
+        return self.spec.tile.stages
+
+    def units(self) -> jax.Array:
+        rows, columns = self.spec.grid
+        return pipeline.unit_count(rows * columns, self.block, self.spec.blocks)
+
+    def corner(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first row and column of a tile."""
+        spec = self.spec
+        row, column = plgpu.planar_snake(
+            self.block + unit * spec.blocks, spec.grid, 1, spec.tile.width
+        )
+        rank = lax.axis_index("cluster") if spec.cluster > 1 else 0
+        return (row * spec.cluster + rank) * TILE_M, column * self.columns
+
+    def half_corner(self, unit: jax.Array, half: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first row and column of one half of a tile."""
+        row, column = self.corner(unit)
+        return row + half * HALF, column
+
+    def area(self, unit: jax.Array, half: jax.Array) -> tuple[Any, Any]:
+        """The rows and the columns of one half of a tile."""
+        row, column = self.half_corner(unit, half)
+        return pl.ds(row, HALF), pl.ds(column, self.columns)
+
+    def scale_rows(self, row: jax.Array) -> pl.Slice:
+        """The rows of one half of a tile, as an index of their scales.
+
+        Rows past the edge are not written, so their scale does not matter.
+        """
+        padded = self.spec.m % HALF > 0
+        return pl.ds(row if padded else jnp.minimum(row, self.spec.m - HALF), HALF)
+
+    def copy_operands(
+        self, a: Ref, b: Ref, corner: tuple[Any, Any], step: jax.Array, slot: jax.Array, full: Ref
+    ) -> None:
+        """Starts the copies of a step of the product a bT."""
+        (row, column), along = corner, pl.ds(step * LINE, LINE)
+        plgpu.copy_gmem_to_smem(a.at[pl.ds(row, TILE_M), along], self.scratch.a.at[slot], full)
+        plgpu.copy_gmem_to_smem(
+            b.at[pl.ds(column, self.columns), along],
+            self.scratch.b.at[slot],
+            full,
+            collective_axes="cluster" if self.spec.cluster > 1 else None,
+        )
+
+    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
+        a, b = self.scratch.a, self.scratch.b
+        plgpu.wgmma(sums, a.at[slot, pl.ds(half * HALF, HALF)], b.at[slot].T)
+
+
+class Sums(NamedTuple):
+    """The sums of one half of a tile, and vectors that were read before them, which hides their latency.
+
+    Attributes:
+      sums: [HALF, TILE_N] int32 or float32.
+      row_scale: [HALF], the scales of a, times that of b if it has one.
+      bias: one vector for each written piece; None if there is no bias, or if `store` reads it.
+    """
+
+    sums: jax.Array
+    row_scale: jax.Array
+    bias: list[jax.Array] | None
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(Tiles):
     """The `pipeline.Work` of one block of threads."""
 
     spec: ProductSpec
@@ -84,96 +155,73 @@ class Product:
     columns: ClassVar[int] = TILE_N
 
     @property
-    def stages(self) -> int:
-        return self.spec.tile.stages
+    def sum_dtype(self) -> jax.typing.DTypeLike:
+        return pipeline.sum_dtype(self.inputs.a.dtype)
 
     @property
-    def sum_dtype(self) -> jax.typing.DTypeLike:
-        return jnp.int32 if self.inputs.a.dtype == jnp.int8 else jnp.float32
-
-    def units(self) -> jax.Array:
-        rows, columns = self.spec.grid
-        return pipeline.unit_count(rows * columns, self.block, self.spec.blocks)
+    def piece(self) -> int:
+        """Number of columns that are written at a time."""
+        return pipeline.piece_of(self.spec.out_dtype)
 
     def span(self, unit: jax.Array) -> tuple[int, int]:
         del unit
         return 0, pl.cdiv(self.spec.k, LINE)
 
-    def corner(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first row and column of a tile."""
-        spec = self.spec
-        row, column = plgpu.planar_snake(
-            self.block + unit * spec.blocks, spec.grid, 1, spec.tile.width
-        )
-        rank = lax.axis_index("cluster") if spec.cluster > 1 else 0
-        return (row * spec.cluster + rank) * TILE_M, column * TILE_N
-
     def load(self, unit: jax.Array) -> Callable:
-        row, column = self.corner(unit)
-        a, b = self.inputs.a, self.inputs.b
+        return partial(self.copy_operands, self.inputs.a, self.inputs.b, self.corner(unit))
 
-        def load_step(step, slot, full):
-            along = pl.ds(step * LINE, LINE)
-            plgpu.copy_gmem_to_smem(a.at[pl.ds(row, TILE_M), along], self.scratch.a.at[slot], full)
-            plgpu.copy_gmem_to_smem(
-                b.at[pl.ds(column, TILE_N), along],
-                self.scratch.b.at[slot],
-                full,
-                collective_axes="cluster" if self.spec.cluster > 1 else None,
-            )
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Sums:
+        spec, inputs = self.spec, self.inputs
+        row, column = self.half_corner(unit, half)
+        row_scale, bias = pipeline.load_registers(inputs.a_scale, self.scale_rows(row)), None
+        if spec.per_tensor:
+            row_scale = row_scale * inputs.b_scale[0]
+            if spec.bias:
+                bias = [self.columns_of(inputs.bias, column + at) for at in self.pieces()]
 
-        return load_step
-
-    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
-        a, b = self.scratch.a, self.scratch.b
-        plgpu.wgmma(sums, a.at[slot, pl.ds(half * HALF, HALF)], b.at[slot].T)
-
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
         def load_addend():
             pipeline.load_tile(
-                self.inputs.addend.at[self.area(unit, half)],
+                inputs.addend.at[self.area(unit, half)],
                 self.scratch.out.at[half],
                 self.scratch.addend.at[half],
             )
 
-        return sum_steps(0, self.span(unit)[1], load_addend if self.spec.addend else None)
+        sums = sum_steps(0, self.span(unit)[1], load_addend if spec.addend else None)
+        return Sums(sums, row_scale, bias)
 
-    def area(self, unit: jax.Array, half: jax.Array) -> tuple[Any, Any]:
-        """The rows and the columns of one half of a tile."""
-        row, column = self.corner(unit)
-        return pl.ds(row + half * HALF, HALF), pl.ds(column, TILE_N)
+    def pieces(self) -> range:
+        return range(0, self.columns, self.piece)
 
-    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
-        spec, inputs, piece = self.spec, self.inputs, pipeline.piece_of(self.spec.out_dtype)
-        row, column = self.corner(unit)
-        row += half * HALF
-        # Rows past the edge are not written, so their scale does not matter.
-        first = row if spec.ragged else jnp.minimum(row, spec.m - HALF)
-        a_scale = pipeline.load_registers(inputs.a_scale, pl.ds(first, HALF))
-        if spec.per_tensor:
-            a_scale = a_scale * inputs.b_scale[0]
+    def columns_of(self, vector: Ref, column: jax.Array) -> jax.Array:
+        """The elements of a vector for the columns of a written piece."""
+        return pipeline.load_registers(vector, pl.ds(column, self.piece))
 
-        if spec.addend:
+    def store(self, unit: jax.Array, total: Sums, half: jax.Array) -> None:
+        if self.spec.addend:
             plgpu.barrier_wait(self.scratch.addend.at[half])
         pipeline.store_tile(
-            lambda at: self.scaled(pl.ds(column + at, piece), sums[:, at : at + piece], a_scale),
+            partial(self.scaled, unit, total),
             self.scratch.out.at[half],
             self.out.at[self.area(unit, half)],
-            piece,
-            add=spec.addend,
+            self.piece,
+            add=self.spec.addend,
         )
 
-    def scaled(self, columns: slice | pl.Slice, sums: jax.Array, a_scale: jax.Array) -> jax.Array:
-        """Some columns of the product from their sums, in float32."""
-        y = sums.astype(jnp.float32)
-        scale = lax.broadcast_in_dim(a_scale, y.shape, (0,))
+    def scaled(self, unit: jax.Array, total: Sums, at: int) -> jax.Array:
+        """The columns of the product from column `at` of the tile on, in float32."""
+        _, column = self.corner(unit)
+        y = total.sums[:, at : at + self.piece].astype(jnp.float32)
+        scale = lax.broadcast_in_dim(total.row_scale, y.shape, (0,))
         if not self.spec.per_tensor:
-            b_scale = pipeline.load_registers(self.inputs.b_scale, columns)
+            b_scale = self.columns_of(self.inputs.b_scale, column + at)
             scale = scale * lax.broadcast_in_dim(b_scale, y.shape, (1,))
         y = y * scale
         if self.spec.bias:
-            bias = pipeline.load_registers(self.inputs.bias, columns).astype(jnp.float32)
-            y = y + lax.broadcast_in_dim(bias, y.shape, (1,))
+            if total.bias is None:
+                bias = self.columns_of(self.inputs.bias, column + at)
+            else:
+                bias = total.bias[at // self.piece]
+            y = y + lax.broadcast_in_dim(bias.astype(jnp.float32), y.shape, (1,))
         return y
 
 
@@ -256,7 +304,7 @@ def _inputs(
     return Inputs(
         a=a.values.reshape(spec.m, spec.k),
         b=b.values,
-        a_scale=padded(a_scale, rows if spec.ragged else spec.m),
+        a_scale=padded(a_scale, rows if spec.m % HALF else spec.m),
         b_scale=b.scale.reshape(-1) if spec.per_tensor else padded(b.scale, columns),
         bias=jnp.zeros(1) if bias is None else padded(bias, columns),
         addend=jnp.zeros(1) if addend is None else addend.reshape(spec.m, spec.n),

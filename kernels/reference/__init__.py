@@ -16,7 +16,7 @@ from swjax.kernels.reference.numbers import (
     round_to_fp8,
     scale_of,
 )
-from swjax.kernels.reference.products import dot, matmul, weight_gradient
+from swjax.kernels.reference.products import dot, matmul, matmul_sum, weight_gradient
 from swjax.kernels.reference.quantizers import (
     QTensor,
     dequantize,
@@ -44,6 +44,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "matmul",
+    "matmul_sum",
     "quantize",
     "quantize_and_sum",
     "quantize_both",

@@ -1,5 +1,7 @@
 """Products of two matrices: quantized, or in the dtype of the operands."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -91,6 +93,33 @@ def matmul(
     scale_b = b.scale.reshape((1,) * (scale_a.ndim - 1) + (-1,))
     y = _add_bias(accumulator * (scale_a * scale_b), bias)
     return (y if addend is None else y + to_float32(addend)).astype(out_dtype)
+
+
+def matmul_sum(
+    a: tuple[QTensor, ...],
+    b: tuple[QTensor, ...],
+    *,
+    out_dtype: str,
+    contract: tuple[int, int] = (-1, -1),
+) -> jax.Array:
+    """The sum of the products ``a[i] b[i]T``, such as the input gradient of layers that share their input.
+
+    Args:
+      a: the left operands, see `matmul`.
+      b: the right operands, one for each left operand.
+      out_dtype: dtype of the result. The sum is in float32.
+      contract: the axes to sum over, see `matmul`.
+
+    Returns:
+      [..., n] in `out_dtype`.
+
+    >>> one = jnp.ones((1, 1))
+    >>> a = QTensor(jnp.array([[100, 100]], jnp.int8), one)
+    >>> matmul_sum((a, a), (a, a), out_dtype="float32").tolist()
+    [[40000.0]]
+    """
+    ys = (matmul(*pair, out_dtype="float32", contract=contract) for pair in zip(a, b))
+    return functools.reduce(jnp.add, ys).astype(out_dtype)
 
 
 def weight_gradient(

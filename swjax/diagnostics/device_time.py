@@ -20,7 +20,7 @@ import jax
 KINDS = {
     "collectives": r"nccl|all[-_](reduce|gather|to[-_]all)|reduce[-_]scatter|collective|psum|ppermute",
     "attention": r"cudnn|flash|fmha|sdpa|attention",
-    "quantized products": r"matmul_kernel|_matmul",
+    "quantized products": r"matmul_(sum_)?kernel|_matmul",
     "weight gradients": r"weight_gradient",
     "quantizers and norms": r"_quantize_\w+_kernel|_gelu_\w*kernel|layer_norm",
     "products": r"nvjet|gemm|cutlass|xmma|cublas|splitk|^dot|ynn_fusion|^convolution",

@@ -1,6 +1,7 @@
 """The arithmetic of a linear layer on one device: the only calls of `swjax.kernels.dispatch` by the layer."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,7 +76,7 @@ class Arithmetic(NamedTuple):
     def _quantized_product(self, a: QTensor, b: QTensor, bias, addend, axes, out_dtype):
         """Splits an int8 sum that could overflow int32, and adds the parts in float32."""
         length = a.values.shape[axes[0]]
-        if a.values.dtype != jnp.int8 or length <= LONGEST_INT8_SUM:
+        if _fits_int32(a, b, axes):
             return self.run("matmul", a, b, bias, addend, out_dtype=out_dtype, contract=axes)
 
         def part(start: int) -> jax.Array:
@@ -89,6 +90,31 @@ class Arithmetic(NamedTuple):
 
         others = range(LONGEST_INT8_SUM, length, LONGEST_INT8_SUM)
         return sum(map(part, others), part(0)).astype(out_dtype)
+
+    def products_or_sum(
+        self,
+        pairs: Sequence[tuple[jax.Array | QTensor, jax.Array | QTensor]],
+        *,
+        axes: Sequence[tuple[int, int]],
+        out_dtype: str,
+    ) -> tuple[jax.Array, ...]:
+        """The product of each pair; or, if a kernel adds the products, one array: their sum.
+
+        Args:
+          pairs: a and b of each product, see `product`.
+          axes: the summed axes of each pair.
+          out_dtype: dtype of the results.
+        """
+        if len(pairs) > 1 and len(set(axes)) == 1 and all(_fits_int32(*p, axes[0]) for p in pairs):
+            # Also if "mosaic_gpu" is named, because it has separate products as well.
+            name = None if self.implementation == "mosaic_gpu" else self.implementation
+            operands: Any = tuple(zip(*pairs))
+            options: dict[str, Any] = {"out_dtype": out_dtype, "contract": axes[0]}
+            if dispatch.choose("matmul_sum", *operands, implementation=name, **options) != "xla":
+                return (dispatch.run("matmul_sum", *operands, implementation=name, **options),)
+        return tuple(
+            self.product(*pair, axes=each, out_dtype=out_dtype) for pair, each in zip(pairs, axes)
+        )
 
     def weight_gradient(
         self,
@@ -123,6 +149,13 @@ class Arithmetic(NamedTuple):
             rotation=product.lhs.rotation,
             out_dtype=out_dtype,
         )
+
+
+def _fits_int32(a, b, axes: tuple[int, int]) -> bool:
+    """Whether the operands are quantized, and int32 holds every sum of products of int8 values."""
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
+        return False
+    return a.values.dtype != jnp.int8 or a.values.shape[axes[0]] <= LONGEST_INT8_SUM
 
 
 def as_rows(x: jax.Array) -> jax.Array:

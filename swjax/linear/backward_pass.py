@@ -13,7 +13,7 @@ from swjax.linear.products import (
     Settings,
     as_array,
     from_bytes,
-    input_gradient,
+    input_gradients,
     quantizes_rows,
     weight_gradient,
 )
@@ -110,7 +110,7 @@ def _bias_gradient(gradient: Gradient, weight: SavedWeight, layer: Settings):
 
 
 def _input_gradients(gradients, weights, layers: Layers) -> tuple[jax.Array, ...]:
-    """The gradient of the input through each layer, or their sum.
+    """Arrays whose sum is the gradient of the input: one for each layer, or one in all.
 
     For layers with equal plans whose sums are sharded, each device adds the gradients; one all-reduce
     follows.
@@ -118,10 +118,9 @@ def _input_gradients(gradients, weights, layers: Layers) -> tuple[jax.Array, ...
     plan = layers[0].plan
     together = len(layers) > 1 and len({layer.plan for layer in layers}) == 1
     together = together and bool(plan.splits(plan.n))
-    dxs = tuple(
-        input_gradient(Forms(g.array, g.quantized), weight.forms, layer, summed=not together)
-        for g, weight, layer in zip(gradients, weights, layers)
-    )
+    gs = tuple(Forms(g.array, g.quantized) for g in gradients)
+    ws = tuple(weight.forms for weight in weights)
+    dxs = input_gradients(gs, ws, layers, summed=not together)
     return (layers[0].sharded.sum_partial(dxs),) if together else dxs
 
 

@@ -162,6 +162,29 @@ def input_gradient(g: Forms, w: Forms, settings: Settings, *, summed: bool = Tru
     return _multiply(settings.recipe.dgrad, *factors, compute, settings.dtype, settings)
 
 
+def input_gradients(
+    gs: tuple[Forms, ...], ws: tuple[Forms, ...], layers: tuple[Settings, ...], *, summed: bool
+) -> tuple[jax.Array, ...]:
+    """Arrays whose sum is the gradient of the input that layers share, in their dtype.
+
+    There is one array for each layer, or one array in all if a kernel adds the products.
+    """
+    first, product = layers[0], layers[0].recipe.dgrad
+    alike = {(layer.recipe.dgrad, layer.dtype, layer.sharded) for layer in layers}
+    if product is None or product.outlier_threshold or len(alike) > 1:
+        return tuple(input_gradient(*each, summed=summed) for each in zip(gs, ws, layers))
+
+    def operands(quantizer, forms, spec):
+        return tuple(_quantized(quantizer, Factor(each, spec, -1), first) for each in forms)
+
+    return first.sharded.input_gradients(
+        operands(product.lhs, gs, first.plan.y),
+        operands(product.rhs, ws, first.plan.w),
+        out_dtype=first.dtype,
+        summed=summed,
+    )
+
+
 def weight_gradient(x: Forms, g: Forms, settings: Settings, *, out_dtype: str) -> jax.Array:
     """dw = xT g, in `out_dtype`."""
     plan, sharded, product = settings.plan, settings.sharded, settings.recipe.wgrad

@@ -58,36 +58,54 @@ class Sharded(NamedTuple):
         out_dtype: str,
     ) -> jax.Array:
         """y = x w + bias + addend, where the product is all-reduced if the plan splits k."""
-        plan = self.plan
+        plan, arithmetic = self.plan, self.arithmetic
         later = addend is not None and bool(plan.splits(plan.k))
 
         def step(x_value, w_value, bias, addend):
             bias = None if bias is None else plan.once(bias, plan.k)
             terms = bias, None if later else addend
-            y = plan.sum(self._times_weight(x_value, w_value, terms, x, w, out_dtype), plan.k)
+            w_value = plan.gather_weight(w_value, w.spec)
+            axes = x.axis, w.axis
+            y = arithmetic.product(x_value, w_value, *terms, axes=axes, out_dtype=out_dtype)
+            y = plan.sum(y, plan.k)
             return add(y, addend) if later else y
 
         arrays = x.value, w.value, bias, addend
         return plan.run(step, arrays, (x.spec, w.spec, Spec((plan.n,)), plan.y), plan.y)
 
     def input_gradient(self, g: Operand, w: Operand, *, out_dtype: str, summed: bool) -> jax.Array:
-        """dx = g wT, all-reduced where the plan splits n.
+        """dx = g wT of one layer; see `input_gradients`."""
+        return self.input_gradients((g,), (w,), out_dtype=out_dtype, summed=summed)[0]
 
-        If `summed=False`, returns per-device partial sums along a new leading axis, for `sum_partial`.
+    def input_gradients(
+        self,
+        gs: tuple[Operand, ...],
+        ws: tuple[Operand, ...],
+        *,
+        out_dtype: str,
+        summed: bool,
+    ) -> tuple[jax.Array, ...]:
+        """dx = g wT of each layer; or, if a kernel adds them, one array: their sum.
+
+        They are all-reduced where the plan splits n. If `summed=False`, they are per-device partial sums
+        along a new leading axis, for `sum_partial`.
         """
         plan = self.plan
 
-        def step(g_value, w_value):
-            dx = self._times_weight(g_value, w_value, (), g, w, out_dtype)
-            return plan.sum(dx, plan.n) if summed else dx[None]
+        def step(g_values, w_values):
+            gathered = (plan.gather_weight(value, w.spec) for value, w in zip(w_values, ws))
+            dxs = self.arithmetic.products_or_sum(
+                list(zip(g_values, gathered)),
+                axes=[(g.axis, w.axis) for g, w in zip(gs, ws)],
+                out_dtype=out_dtype,
+            )
+            return plan.sum(dxs, plan.n) if summed else tuple(dx[None] for dx in dxs)
 
-        out_spec = plan.x if summed else self._partial_spec
-        return plan.run(step, (g.value, w.value), (g.spec, w.spec), out_spec)
-
-    def _times_weight(self, value, w_value, terms: tuple, a: Operand, w: Operand, out_dtype):
-        w_value = self.plan.gather_weight(w_value, w.spec)
-        axes = a.axis, w.axis
-        return self.arithmetic.product(value, w_value, *terms, axes=axes, out_dtype=out_dtype)
+        values, specs = (
+            tuple(tuple(getattr(operand, name) for operand in operands) for operands in (gs, ws))
+            for name in ("value", "spec")
+        )
+        return plan.run(step, values, specs, plan.x if summed else self._partial_spec)
 
     def sum_partial(self, dxs: tuple[jax.Array, ...]) -> jax.Array:
         """Sums the partial input gradients of several layers with one all-reduce."""
