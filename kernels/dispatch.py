@@ -31,6 +31,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "matmul": ("mosaic_gpu", "triton"),
     "matmul_sum": ("mosaic_gpu",),
     "weight_gradient": ("mosaic_gpu",),
+    "weight_gradient_group": ("mosaic_gpu",),
     "block_weight_gradient": ("mosaic_gpu", "triton"),
     "layer_norm": ("triton",),
     "layer_norm_backward": ("triton",),
@@ -254,4 +255,8 @@ def shape_key(operation: str, *arrays: Any) -> str:
     if operation.startswith("matmul"):
         return "x".join(map(str, jax.tree.leaves(arrays[1])[0].shape))
     width = arrays[0].shape[-1]
-    return f"{arrays[1].shape[-1]}x{width}" if operation.endswith("weight_gradient") else str(width)
+    if "weight_gradient" not in operation:
+        return str(width)
+    gs = jax.tree.leaves(arrays[1])
+    key = f"{gs[0].shape[-1]}x{width}"
+    return key if operation != "weight_gradient_group" else f"{key}x{len(gs)}"

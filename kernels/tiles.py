@@ -97,7 +97,7 @@ SHORT_SEQUENCE = 144
 
 # The implementation of shapes without a measurement. cuBLAS, which XLA calls, multiplies most 16-bit matrices
 # faster than our kernel.
-FASTEST = {"weight_gradient": "xla"}
+FASTEST = {"weight_gradient": "xla", "weight_gradient_group": "xla"}
 
 # Slots of the rings of both weight gradients, and the time of writing a slice, measured on an H200.
 WEIGHT_GRADIENT_STAGES, WEIGHT_GRADIENT_WRITE_TOKENS = 4, 600

@@ -47,6 +47,7 @@ def gpu(monkeypatch):
 
 
 X, A, B = array((128, 256)), quantized(128, 256), quantized(128, 256)
+ONE = QTensor(array((128, 256), "int8"), array((1, 1), "float32"))
 GRADIENTS = heads(3, 257, 80) * 2
 E5M2 = quantized(128, 256, "float8_e5m2")
 E4M3 = quantized(128, 256, "float8_e4m3fn")
@@ -56,7 +57,8 @@ ATTENTION = "mosaic_gpu" if (0, 11) <= jax.__version_info__[:2] <= (0, 12) else 
 
 @pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)
 def test_without_a_gpu_everything_is_xla(operation):
-    arrays = {"matmul": (A, B)}.get(operation, (X,))
+    several = {"matmul_sum": ((A, A), (B, B)), "weight_gradient_group": (X, (X, X))}
+    arrays = ({"matmul": (A, B)} | several).get(operation, (X,))
     arrays = (X, X) if operation.endswith("weight_gradient") else arrays
     arrays = heads(2, 77, 64) * 2 if operation.startswith("attention") else arrays
     assert dispatch.choose(operation, *arrays) == "xla"
@@ -89,6 +91,11 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "weight_gradient", (array((128, 40)), X), {}, "xla"),
         ((9, 0), "weight_gradient", (array((100, 64)),) * 2, {}, "xla"),
         ((9, 0), "matmul", (quantized(100, 256), B), {}, "triton"),
+        ((9, 0), "matmul_sum", ((A, A), (ONE, ONE)), {}, "mosaic_gpu"),
+        ((9, 0), "matmul_sum", ((A, E4M3), (ONE, ONE)), {}, "xla"),
+        ((9, 0), "matmul_sum", ((A, A), (B, B)), {}, "xla"),
+        ((8, 0), "matmul_sum", ((A, A), (ONE, ONE)), {}, "xla"),
+        ((9, 0), "weight_gradient_group", (X, (X, X)), {}, "xla"),
         ((8, 0), "weight_gradient", (X, X), {}, "xla"),
         ((8, 0), "quantize", (X,), {"dtype": "int8"}, "triton"),
         ((8, 6), "quantize", (X,), {"dtype": "float8_e4m3fn"}, "xla"),

@@ -38,7 +38,7 @@ def test_arithmetic_of_arrays():
     np.testing.assert_allclose(y, X @ W + 1, rtol=1e-5, atol=1e-5)
     dx = arithmetic.product(G, W, axes=(-1, 1), out_dtype="float32")
     np.testing.assert_allclose(dx, G @ W.T, rtol=1e-5, atol=1e-5)
-    dw = arithmetic.weight_gradient(X, G, axes=(0, 0), out_dtype="bfloat16")
+    (dw,) = arithmetic.weight_gradients(X, (G,), axes=[(0, 0)], out_dtype="bfloat16")
     assert dw.dtype == jnp.bfloat16
     assert snr_db(dw, jnp.einsum("bti,btj->ij", X, G)) > 45
 

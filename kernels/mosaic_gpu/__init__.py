@@ -26,7 +26,7 @@ from swjax.kernels.mosaic_gpu.attention_gradients import attention_backward
 from swjax.kernels.mosaic_gpu.block_products import block_weight_gradient
 from swjax.kernels.mosaic_gpu.product_sums import matmul_sum
 from swjax.kernels.mosaic_gpu.products import matmul
-from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient
+from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient, weight_gradient_group
 
 __all__ = [
     "attention",
@@ -35,6 +35,7 @@ __all__ = [
     "matmul",
     "matmul_sum",
     "weight_gradient",
+    "weight_gradient_group",
     "why_not",
 ]
 
@@ -43,6 +44,7 @@ _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
     "matmul": products.why_not,
     "matmul_sum": product_sums.why_not,
     "weight_gradient": weight_gradients.why_not,
+    "weight_gradient_group": weight_gradients.why_not_group,
     "block_weight_gradient": block_products.why_not,
     "attention": attention_forward.why_not,
     "attention_backward": attention_gradients.why_not,
@@ -53,8 +55,7 @@ def why_not(operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
     """Why these kernels cannot compute an operation on this GPU; None: they can.
 
     Args:
-      operation: "matmul", "matmul_sum", "weight_gradient", "block_weight_gradient", "attention" or
-        "attention_backward".
+      operation: one of the functions above.
       *arrays, **options: its arguments.
     """
     capability = tiles.compute_capability()

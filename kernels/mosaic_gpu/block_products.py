@@ -58,7 +58,7 @@ class BlockProduct(WeightGradient):
             along = pl.ds(step * LINE, LINE)
             for source, features, ring in (
                 (self.x, pl.ds(row, TILE_M), self.scratch.a),
-                (self.g, pl.ds(column, COLUMNS), self.scratch.b),
+                (self.gs[0], pl.ds(column, COLUMNS), self.scratch.b),
             ):
                 plgpu.copy_gmem_to_smem(source.at[features, along], ring.at[slot], full)
 
@@ -156,7 +156,7 @@ def block_product(
         block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
         if schedule.adds_slices:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
-        work = BlockProduct(spec, x, g, out, scratch, block, done, x_scale, g_scale)
+        work = BlockProduct(spec, x, (g,), (out,), scratch, block, done, x_scale, g_scale)
         pipeline.run(work, scratch)
 
     def padded(scale, length):

@@ -268,7 +268,7 @@ def piece_of(dtype: jax.typing.DTypeLike) -> int:
 
 def launch(
     body: Callable,
-    out: jax.ShapeDtypeStruct,
+    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
     *,
     rings: list[tuple[tuple[int, int], jnp.dtype]],
     stages: int,
@@ -281,8 +281,8 @@ def launch(
     """Builds a product kernel of `blocks` clusters of blocks, as a function of its inputs.
 
     Args:
-      body: function of the refs of the inputs, of the output and of a `Scratch`.
-      out: shape and dtype of the output.
+      body: function of the refs of the inputs, of the outputs and of a `Scratch`.
+      out: shape and dtype of the output, or of outputs of one dtype.
       rings: shape and dtype of a slot of each ring.
       stages: number of slots of the rings.
       blocks: number of clusters of blocks.
@@ -298,9 +298,10 @@ def launch(
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
         in_clusters = dict(cluster=(cluster,), cluster_names=("cluster",))
     a, b = (buffer((stages, *shape), dtype) for shape, dtype in rings)
-    piece = piece or piece_of(out.dtype)
+    dtype = jax.tree.leaves(out)[0].dtype
+    piece = piece or piece_of(dtype)
     pieces = TILE_N // piece
-    out_buffers = buffer((2, pieces if addend else 2, HALF, piece), out.dtype)
+    out_buffers = buffer((2, pieces if addend else 2, HALF, piece), dtype)
     scratch: tuple = (a, b, out_buffers, plgpu.Barrier(**arrivals), empty)
     if addend:
         scratch += (plgpu.Barrier(num_arrivals=pieces, num_barriers=2),)

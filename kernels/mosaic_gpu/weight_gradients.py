@@ -1,4 +1,4 @@
-"""The weight gradient in 16 bits."""
+"""Weight gradients in 16 bits, of one layer or of several layers that share their input."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class WeightGradientSpec:
     """The sizes of a weight gradient.
 
     Attributes:
-      grid: rows and columns of tiles in the output [k, n].
+      grid: rows and columns of tiles, where the outputs [k, n] of all layers are side by side.
       step_tokens: number of tokens of a step.
       schedule: assigns tiles, and slices of tiles, to blocks of threads.
     """
@@ -39,14 +39,15 @@ class WeightGradient:
     """The `pipeline.Work` of one block of threads.
 
     Attributes:
+      gs, outs: the output gradient of each layer, and its weight gradient.
       done: [tiles, 2] semaphores that count the written slices of each half of a tile; None if no tile has
         several slices.
     """
 
     spec: WeightGradientSpec
     x: Ref
-    g: Ref
-    out: Ref
+    gs: tuple[Ref, ...]
+    outs: tuple[Ref, ...]
     scratch: Scratch
     block: jax.Array
     done: Ref
@@ -62,9 +63,24 @@ class WeightGradient:
         return self.spec.schedule.part(self.block, unit)
 
     def corner(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first row and column of a tile."""
-        row, column = plgpu.planar_snake(self.part(unit).tile, self.spec.grid, 1, 4)
+        """The first row and column of a tile in its layer's gradient."""
+        row, column, _ = self._tile(unit)
         return row * TILE_M, column * self.columns
+
+    def _tile(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The row and the column of a tile in its layer's gradient, and the number of the layer."""
+        row, column = plgpu.planar_snake(self.part(unit).tile, self.spec.grid, 1, 4)
+        columns = self.spec.grid[1] // len(self.outs)
+        return row, lax.rem(column, columns), column // columns
+
+    def for_layer(self, unit: jax.Array, function: Callable[[Ref, Ref], None]) -> None:
+        """Calls ``function(g, out)`` with the arrays of a tile's layer."""
+        if len(self.outs) == 1:
+            function(self.gs[0], self.outs[0])
+            return
+        _, _, layer = self._tile(unit)
+        for number, arrays in enumerate(zip(self.gs, self.outs)):
+            pl.when(layer == number)(partial(function, *arrays))
 
     def span(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         part = self.part(unit)
@@ -75,11 +91,14 @@ class WeightGradient:
 
         def load_step(step, slot, full):
             along = pl.ds(step * self.spec.step_tokens, self.spec.step_tokens)
-            for source, columns, ring in (
-                (self.x, pl.ds(row, TILE_M), self.scratch.a),
-                (self.g, pl.ds(column, TILE_N), self.scratch.b),
-            ):
-                plgpu.copy_gmem_to_smem(source.at[along, columns], ring.at[slot], full)
+
+            def load_gradient(g, _):
+                part = g.at[along, pl.ds(column, self.columns)]
+                plgpu.copy_gmem_to_smem(part, self.scratch.b.at[slot], full)
+
+            part = self.x.at[along, pl.ds(row, TILE_M)]
+            plgpu.copy_gmem_to_smem(part, self.scratch.a.at[slot], full)
+            self.for_layer(unit, load_gradient)
 
         return load_step
 
@@ -98,10 +117,14 @@ class WeightGradient:
         """
         part, schedule = self.part(unit), self.spec.schedule
         row, column = self.corner(unit)
-        piece = pipeline.piece_of(self.out.dtype)
-        to = self.out.at[pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)]
+        piece = pipeline.piece_of(self.outs[0].dtype)
+        area = pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)
         pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
-        write = partial(pipeline.store_tile, pieces, buffers, to, piece)
+
+        def write(**options):
+            store = partial(pipeline.store_tile, pieces, buffers, piece=piece, **options)
+            self.for_layer(unit, lambda _, out: store(out.at[area]))
+
         if not schedule.adds_slices:
             write()
             return
@@ -121,31 +144,37 @@ class WeightGradient:
             pl.semaphore_signal(self.done.at[part.tile, half])
 
 
-def weight_gradient(
+def weight_gradient(x: jax.Array, g: jax.Array, **options: Any) -> jax.Array:
+    """`reference.weight_gradient` of 16-bit operands; see `weight_gradient_group`."""
+    return weight_gradient_group(x, (g,), **options)[0]
+
+
+def weight_gradient_group(
     x: jax.Array,
-    g: jax.Array,
+    gs: tuple[jax.Array, ...],
     *,
     out_dtype: str = "float32",
     precision: lax.PrecisionLike = None,
     slices: Slices | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
-) -> jax.Array:
-    """`reference.weight_gradient` of 16-bit operands, for tokens a multiple of 8, k and n of 64.
+) -> tuple[jax.Array, ...]:
+    """`reference.weight_gradient_group` of 16-bit operands, for tokens a multiple of 8, k and n of 64.
 
-    A unit of work is a `Part`: a whole tile, or one slice of a tile.
+    A unit of work is a `Part`: a whole tile, or one slice of a tile. The layers share one schedule, so fewer
+    tiles are cut than by one kernel for each layer.
 
     Args:
       x: [tokens, k].
-      g: [tokens, n].
+      gs: [tokens, n] each.
       out_dtype: dtype of the result. Sums are in float32.
       precision: has no effect, because 16-bit products are exact in float32.
       slices: how the tokens are cut; None chooses.
       multiprocessors, interpret: for tests.
     """
     del precision
-    (tokens, k), n = x.shape, g.shape[1]
-    grid = pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N)
+    (tokens, k), n, layers = x.shape, gs[0].shape[1], len(gs)
+    grid = pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N) * layers
     blocks = multiprocessors or tiles.multiprocessors()
     step_tokens = LINE // x.dtype.itemsize
     steps = pl.cdiv(tokens, step_tokens)
@@ -159,22 +188,30 @@ def weight_gradient(
     schedule = Schedule(math.prod(grid), blocks, steps, slices)
     spec = WeightGradientSpec(grid, step_tokens, schedule)
 
-    def weight_gradient_kernel(x_ref, g_ref, out_ref, *buffers):
-        block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
+    def weight_gradient_kernel(x_ref, *refs):
+        g_refs, out_refs = refs[:layers], refs[layers : 2 * layers]
+        block, done, scratch = lax.axis_index("block"), None, Scratch(*refs[2 * layers :])
         if schedule.adds_slices:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
-        pipeline.run(WeightGradient(spec, x_ref, g_ref, out_ref, scratch, block, done), scratch)
+        pipeline.run(WeightGradient(spec, x_ref, g_refs, out_refs, scratch, block, done), scratch)
 
-    dw = pipeline.launch(
+    dws = pipeline.launch(
         weight_gradient_kernel,
-        jax.ShapeDtypeStruct((k, n), jnp.float32),
-        rings=[((step_tokens, TILE_M), x.dtype), ((step_tokens, TILE_N), g.dtype)],
+        (jax.ShapeDtypeStruct((k, n), jnp.float32),) * layers,
+        rings=[((step_tokens, TILE_M), x.dtype), ((step_tokens, TILE_N), x.dtype)],
         stages=WeightGradient.stages,
         blocks=blocks,
         cluster=1,
         interpret=interpret,
-    )(x, g)
-    return dw.astype(out_dtype)
+    )(x, *gs)
+    return tuple(dw.astype(out_dtype) for dw in dws)
+
+
+def why_not_group(x: jax.Array, gs: tuple[jax.Array, ...], **_: Any) -> Unavailable | None:
+    """Why `weight_gradient_group` cannot multiply these; None: it can."""
+    if len(widths := {g.shape[1] for g in gs}) > 1:
+        return Unavailable(f"needs equal widths n, got {sorted(widths)}: use 'xla'")
+    return why_not(x, gs[0])
 
 
 def why_not(x: jax.Array, g: jax.Array, **_: Any) -> Unavailable | None:

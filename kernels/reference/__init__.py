@@ -16,7 +16,13 @@ from swjax.kernels.reference.numbers import (
     round_to_fp8,
     scale_of,
 )
-from swjax.kernels.reference.products import dot, matmul, matmul_sum, weight_gradient
+from swjax.kernels.reference.products import (
+    dot,
+    matmul,
+    matmul_sum,
+    weight_gradient,
+    weight_gradient_group,
+)
 from swjax.kernels.reference.quantizers import (
     QTensor,
     dequantize,
@@ -52,4 +58,5 @@ __all__ = [
     "round_to_fp8",
     "scale_of",
     "weight_gradient",
+    "weight_gradient_group",
 ]

@@ -142,6 +142,17 @@ def weight_gradient(
     return dot(x, g, ((0,), (0,)), out_dtype=out_dtype, precision=precision)
 
 
+def weight_gradient_group(
+    x: jax.Array,
+    gs: tuple[jax.Array, ...],
+    *,
+    out_dtype: str,
+    precision: lax.PrecisionLike = None,
+) -> tuple[jax.Array, ...]:
+    """``xT g`` for each g: the weight gradients of layers that share their input; see `weight_gradient`."""
+    return tuple(weight_gradient(x, g, out_dtype=out_dtype, precision=precision) for g in gs)
+
+
 def _add_bias(product: jax.Array, bias: jax.Array | None) -> jax.Array:
     if bias is None:
         return product

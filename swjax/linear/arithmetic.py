@@ -106,32 +106,40 @@ class Arithmetic(NamedTuple):
           out_dtype: dtype of the results.
         """
         if len(pairs) > 1 and len(set(axes)) == 1 and all(_fits_int32(*p, axes[0]) for p in pairs):
-            # Also if "mosaic_gpu" is named, because it has separate products as well.
-            name = None if self.implementation == "mosaic_gpu" else self.implementation
             operands: Any = tuple(zip(*pairs))
             options: dict[str, Any] = {"out_dtype": out_dtype, "contract": axes[0]}
-            if dispatch.choose("matmul_sum", *operands, implementation=name, **options) != "xla":
-                return (dispatch.run("matmul_sum", *operands, implementation=name, **options),)
+            if self._has_kernel("matmul_sum", *operands, **options):
+                return (dispatch.run("matmul_sum", *operands, **options),)
         return tuple(
             self.product(*pair, axes=each, out_dtype=out_dtype) for pair, each in zip(pairs, axes)
         )
 
-    def weight_gradient(
+    def weight_gradients(
         self,
         x: jax.Array | QTensor,
-        g: jax.Array | QTensor,
+        gs: Sequence[jax.Array | QTensor],
         *,
-        axes: tuple[int, int],
+        axes: Sequence[tuple[int, int]],
         out_dtype: str,
-    ) -> jax.Array:
-        """``xT g``, [k, n], summed over all tokens of x [..., k] and g [..., n].
+    ) -> tuple[jax.Array, ...]:
+        """``xT g`` for each g, [k, n], summed over all tokens of x [..., k] and g [..., n].
 
-        QTensors are already matrices, and `axes` gives their token axes.
+        QTensors are already matrices, and `axes` gives the token axes of x and each g.
         """
-        if isinstance(x, QTensor) or isinstance(g, QTensor):
-            return self.product(x, g, axes=axes, out_dtype=out_dtype)
+        if isinstance(x, QTensor):
+            each = zip(gs, axes)
+            return tuple(self.product(x, g, axes=of, out_dtype=out_dtype) for g, of in each)
+        rows: Any = as_rows(x), tuple(as_rows(g) for g in gs if isinstance(g, jax.Array))
         options = {"out_dtype": out_dtype, "precision": self.precision}
-        return self.run("weight_gradient", as_rows(x), as_rows(g), **options)
+        if len(gs) > 1 and self._has_kernel("weight_gradient_group", *rows, **options):
+            return dispatch.run("weight_gradient_group", *rows, **options)
+        return tuple(self.run("weight_gradient", rows[0], g, **options) for g in rows[1])
+
+    def _has_kernel(self, operation: str, *arrays: Any, **options: Any) -> bool:
+        """Whether a kernel computes an operation of several layers faster than one operation for each layer."""
+        # Each layer's own operation also has the implementation "mosaic_gpu", so None serves both.
+        name = None if self.implementation == "mosaic_gpu" else self.implementation
+        return dispatch.choose(operation, *arrays, implementation=name, **options) != "xla"
 
     def block_weight_gradient(
         self, x: jax.Array, g: jax.Array, product: Product, *, out_dtype: str

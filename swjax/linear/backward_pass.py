@@ -15,7 +15,7 @@ from swjax.linear.products import (
     from_bytes,
     input_gradients,
     quantizes_rows,
-    weight_gradient,
+    weight_gradients,
 )
 from swjax.linear.prologues import Gradient, Prologue, add
 
@@ -60,8 +60,7 @@ def backward(
             prologue, inputs, dxs, residual_gradient, quantize_to=quantize_to, recompute=recompute
         )
         x = Forms(recomputed) if recompute else x
-    dws = tuple(_weight_gradient(x, *each) for each in zip(gradients, weights, layers))
-    return Gradients(dx, dws, biases, dprologue)
+    return Gradients(dx, _weight_gradients(x, gradients, weights, layers), biases, dprologue)
 
 
 def operands_from(saved: Saved, biases: tuple, layers: Layers) -> Operands:
@@ -124,8 +123,11 @@ def _input_gradients(gradients, weights, layers: Layers) -> tuple[jax.Array, ...
     return (layers[0].sharded.sum_partial(dxs),) if together else dxs
 
 
-def _weight_gradient(x: Forms, gradient: Gradient, weight: SavedWeight, layer: Settings):
-    if weight.like is None:
-        return None
-    g, out_dtype = Forms(gradient.array), weight.like.dtype.name
-    return weight_gradient(x, g, layer, out_dtype=out_dtype)
+def _weight_gradients(x: Forms, gradients, weights, layers: Layers) -> tuple[jax.Array | None, ...]:
+    """The gradient of each weight; None for a quantized weight."""
+    trained = [i for i, weight in enumerate(weights) if weight.like is not None]
+    gs = tuple(Forms(gradients[i].array) for i in trained)
+    dtypes = tuple(weights[i].like.dtype.name for i in trained)
+    computed = weight_gradients(x, gs, tuple(layers[i] for i in trained), dtypes) if trained else ()
+    dws = dict(zip(trained, computed))
+    return tuple(map(dws.get, range(len(weights))))

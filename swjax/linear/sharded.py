@@ -123,23 +123,39 @@ class Sharded(NamedTuple):
     def weight_gradient(
         self, x: Operand, g: Operand, *, out_dtype: str, blocks: Product | None = None
     ) -> jax.Array:
-        """dw = xT g, reduce-scattered over the axes that shard tokens and w, all-reduced over the others.
+        """dw = xT g of one layer; see `weight_gradients`."""
+        return self.weight_gradients(x, (g,), out_dtype=out_dtype, blocks=blocks)[0]
 
-        With `blocks`, each device quantizes its own tokens in the blocks of that product.
+    def weight_gradients(
+        self,
+        x: Operand,
+        gs: tuple[Operand, ...],
+        *,
+        out_dtype: str,
+        blocks: Product | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """dw = xT g of each layer.
+
+        They are reduce-scattered over the axes that shard tokens and w, and all-reduced over the others. With
+        `blocks`, each device quantizes its own tokens in the blocks of that product.
         """
         plan, arithmetic = self.plan, self.arithmetic
         reduce_dtype = plan.reduce_dtype if plan.splits(plan.token_axes) else None
 
-        def step(x_value, g_value):
+        def step(x_value, g_values):
             dtype = reduce_dtype or out_dtype
             if blocks:
-                dw = arithmetic.block_weight_gradient(x_value, g_value, blocks, out_dtype=dtype)
+                dws = [
+                    arithmetic.block_weight_gradient(x_value, g_value, blocks, out_dtype=dtype)
+                    for g_value in g_values
+                ]
             else:
-                axes = x.axis, g.axis
-                dw = arithmetic.weight_gradient(x_value, g_value, axes=axes, out_dtype=dtype)
-            return plan.scatter_sum(dw).astype(out_dtype)
+                axes = [(x.axis, g.axis) for g in gs]
+                dws = arithmetic.weight_gradients(x_value, g_values, axes=axes, out_dtype=dtype)
+            return tuple(plan.scatter_sum(dw).astype(out_dtype) for dw in dws)
 
-        return plan.run(step, (x.value, g.value), (x.spec, g.spec), plan.w)
+        values, specs = tuple(g.value for g in gs), tuple(g.spec for g in gs)
+        return plan.run(step, (x.value, values), (x.spec, specs), plan.w)
 
     # --- quantizers -----------------------------------------------------------------------------------
 
