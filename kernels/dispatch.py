@@ -33,6 +33,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "weight_gradient": ("mosaic_gpu",),
     "weight_gradient_group": ("mosaic_gpu",),
     "block_weight_gradient": ("mosaic_gpu", "triton"),
+    "block_weight_gradient_group": ("mosaic_gpu",),
     "layer_norm": ("triton",),
     "layer_norm_backward": ("triton",),
     "gelu": ("triton",),
@@ -214,7 +215,7 @@ SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
 
 
 def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
-    if operation == "block_weight_gradient":
+    if operation.startswith("block_weight_gradient"):
         return "int8" in options["dtypes"]
     if not operation.startswith("matmul"):
         return False
@@ -259,4 +260,4 @@ def shape_key(operation: str, *arrays: Any) -> str:
         return str(width)
     gs = jax.tree.leaves(arrays[1])
     key = f"{gs[0].shape[-1]}x{width}"
-    return key if operation != "weight_gradient_group" else f"{key}x{len(gs)}"
+    return f"{key}x{len(gs)}" if operation.endswith("_group") else key

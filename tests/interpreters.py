@@ -46,7 +46,7 @@ def _mosaic(operation, *arrays, **options):
     from swjax.kernels import mosaic_gpu
     from swjax.kernels.mosaic_gpu.slices import Slices
 
-    if operation.endswith("weight_gradient"):
+    if "weight_gradient" in operation:
         # The interpreter has no semaphores across blocks.
         options.setdefault("slices", Slices(0, 0.0, 1))
     options |= {"interpret": plgpu.InterpretGPUParams(), "multiprocessors": 4}

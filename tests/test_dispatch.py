@@ -57,9 +57,9 @@ ATTENTION = "mosaic_gpu" if (0, 11) <= jax.__version_info__[:2] <= (0, 12) else 
 
 @pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)
 def test_without_a_gpu_everything_is_xla(operation):
-    several = {"matmul_sum": ((A, A), (B, B)), "weight_gradient_group": (X, (X, X))}
-    arrays = ({"matmul": (A, B)} | several).get(operation, (X,))
+    arrays = {"matmul": (A, B), "matmul_sum": ((A, A), (B, B))}.get(operation, (X,))
     arrays = (X, X) if operation.endswith("weight_gradient") else arrays
+    arrays = (X, (X, X)) if operation.endswith("_group") else arrays
     arrays = heads(2, 77, 64) * 2 if operation.startswith("attention") else arrays
     assert dispatch.choose(operation, *arrays) == "xla"
     for name in dispatch.IMPLEMENTATIONS[operation]:
@@ -95,7 +95,9 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "matmul_sum", ((A, E4M3), (ONE, ONE)), {}, "xla"),
         ((9, 0), "matmul_sum", ((A, A), (B, B)), {}, "xla"),
         ((8, 0), "matmul_sum", ((A, A), (ONE, ONE)), {}, "xla"),
-        ((9, 0), "weight_gradient_group", (X, (X, X)), {}, "xla"),
+        ((9, 0), "weight_gradient_group", (X, (X, X)), {}, "mosaic_gpu"),
+        ((9, 0), "weight_gradient_group", (X, (X, array((128, 64)))), {}, "xla"),
+        ((8, 0), "weight_gradient_group", (X, (X, X)), {}, "xla"),
         ((8, 0), "weight_gradient", (X, X), {}, "xla"),
         ((8, 0), "quantize", (X,), {"dtype": "int8"}, "triton"),
         ((8, 6), "quantize", (X,), {"dtype": "float8_e4m3fn"}, "xla"),

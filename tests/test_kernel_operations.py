@@ -358,6 +358,25 @@ def test_weight_gradient_in_every_format(operation, implementation, shape, dtype
     assert snr_db(dw, oracle.weight_gradient(x, g)) > FLOOR_DB["float32"]
 
 
+GROUPS = {"compiled": [(2056, 256, 576)], "interpreted": [(320, 136, 328), (200, 128, 264)]}
+
+
+@implementations.each("weight_gradient_group", "block_weight_gradient_group", **GROUPS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_weight_gradients_of_a_group(operation, implementation, shape, count):
+    tokens, k, n = shape
+    x = normal((tokens, k), "bfloat16")
+    gs = tuple(normal((tokens, n), "bfloat16", seed=1 + i) for i in range(count))
+    options = {"implementation": implementation, "out_dtype": "float32"}
+    if operation.startswith("block"):
+        options |= {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128}
+    dws = run(operation, x, gs, **options)
+    alone = [run(operation.removesuffix("_group"), x, g, **options) for g in gs]
+    assert [dw.shape for dw in dws] == [(k, n)] * count
+    for dw, want in zip(dws, alone):
+        assert snr_db(dw, np.asarray(want, np.float64)) > FLOOR_DB["float32"]
+
+
 # --- extreme values -----------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ def calls():
     cases["weight_gradient"] = ((x, g), {"out_dtype": "float32"})
     cases["weight_gradient_group"] = ((x, (g, g, g)), {"out_dtype": "float32"})
     cases["block_weight_gradient"] = ((x, g), IN_BLOCKS)
+    cases["block_weight_gradient_group"] = ((x, (g, g, g)), IN_BLOCKS)
     cases["attention"] = (attention_arguments("attention", (16, 257, 4, 80)), {})
     cases["attention_backward"] = (attention_arguments("attention_backward", (16, 257, 4, 80)), {})
     return cases

@@ -1,9 +1,10 @@
 """Pallas Mosaic GPU kernels for Hopper: quantized products, weight gradients, and attention.
 
 `pipeline` is what the products share; `products`, `product_sums`, `weight_gradients` and `block_products` are
-what each computes. `rotations` quantizes the operands of the int8 weight gradient. `attention_forward` is the forward
-pass of attention, and `attention_memory` its heads in shared memory. `attention_gradients` is the backward
-pass: `attention_copies` fills shared memory with `attention_heads`, and `attention_products` multiplies.
+what each computes. `rotations` quantizes the operands of the int8 weight gradient. `attention_forward` is the
+forward pass of attention, and `attention_memory` its heads in shared memory. `attention_gradients` is the
+backward pass: `attention_copies` fills shared memory with `attention_heads`, and `attention_products`
+multiplies.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from swjax.kernels.mosaic_gpu import (
 )
 from swjax.kernels.mosaic_gpu.attention_forward import attention
 from swjax.kernels.mosaic_gpu.attention_gradients import attention_backward
-from swjax.kernels.mosaic_gpu.block_products import block_weight_gradient
+from swjax.kernels.mosaic_gpu.block_products import block_weight_gradient, block_weight_gradient_group
 from swjax.kernels.mosaic_gpu.product_sums import matmul_sum
 from swjax.kernels.mosaic_gpu.products import matmul
 from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient, weight_gradient_group
@@ -32,6 +33,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "block_weight_gradient",
+    "block_weight_gradient_group",
     "matmul",
     "matmul_sum",
     "weight_gradient",
@@ -46,6 +48,7 @@ _WHY_NOT: dict[str, Callable[..., Unavailable | None]] = {
     "weight_gradient": weight_gradients.why_not,
     "weight_gradient_group": weight_gradients.why_not_group,
     "block_weight_gradient": block_products.why_not,
+    "block_weight_gradient_group": block_products.why_not_group,
     "attention": attention_forward.why_not,
     "attention_backward": attention_gradients.why_not,
 }

@@ -1,4 +1,4 @@
-"""The weight gradient in int8, of rotated tokens with a scale for each column and block of tokens."""
+"""Weight gradients in int8, of rotated tokens with a scale for each column and block of tokens."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.mosaic_gpu import pipeline, rotations
+from swjax.kernels.mosaic_gpu import pipeline, rotations, weight_gradients
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
 from swjax.kernels.mosaic_gpu.slices import Schedule, Slices, best_slices
 from swjax.kernels.mosaic_gpu.weight_gradients import WeightGradient, WeightGradientSpec
@@ -32,7 +32,8 @@ class BlockProduct(WeightGradient):
     share a scale. A step of the pipeline is LINE tokens.
 
     Attributes:
-      x_scale, g_scale: [blocks of tokens, features], padded to whole tiles.
+      x_scale: [blocks of tokens, features], padded to whole tiles.
+      g_scale: the same for the g of all layers, side by side.
     """
 
     x_scale: Ref
@@ -56,11 +57,14 @@ class BlockProduct(WeightGradient):
 
         def load_step(step, slot, full):
             along = pl.ds(step * LINE, LINE)
-            for source, features, ring in (
-                (self.x, pl.ds(row, TILE_M), self.scratch.a),
-                (self.gs[0], pl.ds(column, COLUMNS), self.scratch.b),
-            ):
-                plgpu.copy_gmem_to_smem(source.at[features, along], ring.at[slot], full)
+
+            def load_gradient(g, _):
+                part = g.at[pl.ds(column, COLUMNS), along]
+                plgpu.copy_gmem_to_smem(part, self.scratch.b.at[slot], full)
+
+            part = self.x.at[pl.ds(row, TILE_M), along]
+            plgpu.copy_gmem_to_smem(part, self.scratch.a.at[slot], full)
+            self.for_layer(unit, load_gradient)
 
         return load_step
 
@@ -70,7 +74,8 @@ class BlockProduct(WeightGradient):
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
         first, count = super().span(unit)
-        row, column = self.corner(unit)
+        row, column, layer = self.tile(unit)
+        row, column = row * TILE_M, (column + layer * self.layer_columns) * COLUMNS
 
         def add_block(i, total):
             # Scales are read before the sum, which hides their latency.
@@ -89,9 +94,14 @@ class BlockProduct(WeightGradient):
         return lax.fori_loop(0, count, add_block, nothing)
 
 
-def block_weight_gradient(
+def block_weight_gradient(x: jax.Array, g: jax.Array, **options: Any) -> jax.Array:
+    """`reference.block_weight_gradient`; see `block_weight_gradient_group`."""
+    return block_weight_gradient_group(x, (g,), **options)[0]
+
+
+def block_weight_gradient_group(
     x: jax.Array,
-    g: jax.Array,
+    gs: tuple[jax.Array, ...],
     *,
     dtypes: tuple[str, str],
     block: int,
@@ -100,47 +110,49 @@ def block_weight_gradient(
     slices: Slices | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
-) -> jax.Array:
-    """`reference.block_weight_gradient` of 16-bit operands in int8, for rotations of 128 tokens.
+) -> tuple[jax.Array, ...]:
+    """`reference.block_weight_gradient_group` of 16-bit operands in int8, for rotations of 128 tokens.
 
     Tokens are a multiple of 8, k and n of 64.
     """
     del dtypes  # int8
     launch: dict[str, Any] = dict(multiprocessors=multiprocessors, interpret=interpret)
     count, length = cut_into_blocks(x.shape[0], block, rotation)
-    (x, x_scale), (g, g_scale) = (
+    (x, x_scale), *of_gs = (
         rotations.quantize_blocks(operand, count=count, length=length, **launch)
-        for operand in (x, g)
+        for operand in (x, *gs)
     )
     x_scale /= rotation  # exact: both operands are sqrt(rotation) too large
-    return block_product(x, x_scale, g, g_scale, slices=slices, **launch).astype(out_dtype)
+    dws = block_products(x, x_scale, *zip(*of_gs), slices=slices, **launch)
+    return tuple(dw.astype(out_dtype) for dw in dws)
 
 
-def block_product(
+def block_products(
     x: jax.Array,
     x_scale: jax.Array,
-    g: jax.Array,
-    g_scale: jax.Array,
+    gs: tuple[jax.Array, ...],
+    g_scales: tuple[jax.Array, ...],
     *,
     slices: Slices | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
-) -> jax.Array:
-    """Multiplies int8 operands: the sum of the scaled products of their blocks of tokens.
+) -> tuple[jax.Array, ...]:
+    """Multiplies int8 operands: for each g, the sum of the scaled products of the blocks of tokens.
 
     Args:
       x: [k, blocks * length] int8; the length is a multiple of LINE.
       x_scale: [blocks, k].
-      g: [n, blocks * length] int8.
-      g_scale: [blocks, n].
+      gs: [n, blocks * length] int8 each.
+      g_scales: [blocks, n] each.
       slices: how the blocks of tokens are cut into slices; None chooses.
       multiprocessors, interpret: for tests.
 
     Returns:
-      float32 [k, n].
+      float32 [k, n] for each g.
     """
-    (k, tokens), n, count = x.shape, len(g), len(x_scale)
-    grid = pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)
+    (k, tokens), n, count, layers = x.shape, len(gs[0]), len(x_scale), len(gs)
+    columns = pl.cdiv(n, COLUMNS)
+    grid = pl.cdiv(k, TILE_M), columns * layers
     blocks = multiprocessors or tiles.multiprocessors()
     slices = slices or best_slices(
         math.prod(grid),
@@ -152,11 +164,13 @@ def block_product(
     schedule = Schedule(math.prod(grid), blocks, count, slices)
     spec = WeightGradientSpec(grid, tokens // count, schedule)
 
-    def weight_gradient_blocks_kernel(x, g, x_scale, g_scale, out, *buffers):
-        block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
+    def weight_gradient_blocks_kernel(x, *refs):
+        g_refs, (x_scale, g_scale), refs = refs[:layers], refs[layers:][:2], refs[layers + 2 :]
+        block, done, scratch = lax.axis_index("block"), None, Scratch(*refs[layers:])
         if schedule.adds_slices:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
-        work = BlockProduct(spec, x, (g,), (out,), scratch, block, done, x_scale, g_scale)
+        outs = refs[:layers]
+        work = BlockProduct(spec, x, g_refs, outs, scratch, block, done, x_scale, g_scale)
         pipeline.run(work, scratch)
 
     def padded(scale, length):
@@ -164,13 +178,23 @@ def block_product(
 
     return pipeline.launch(
         weight_gradient_blocks_kernel,
-        jax.ShapeDtypeStruct((k, n), jnp.float32),
-        rings=[((TILE_M, LINE), x.dtype), ((COLUMNS, LINE), g.dtype)],
+        (jax.ShapeDtypeStruct((k, n), jnp.float32),) * layers,
+        rings=[((TILE_M, LINE), x.dtype), ((COLUMNS, LINE), x.dtype)],
         stages=BlockProduct.stages,
         blocks=blocks,
         cluster=1,
         interpret=interpret,
-    )(x, g, padded(x_scale, grid[0] * TILE_M), padded(g_scale, grid[1] * COLUMNS))
+    )(
+        x,
+        *gs,
+        padded(x_scale, grid[0] * TILE_M),
+        jnp.concatenate([padded(scale, columns * COLUMNS) for scale in g_scales], axis=1),
+    )
+
+
+def why_not_group(x: jax.Array, gs: tuple[jax.Array, ...], **options: Any) -> Unavailable | None:
+    """Why `block_weight_gradient_group` cannot multiply these; None: it can."""
+    return weight_gradients.why_not_widths(gs) or why_not(x, gs[0], **options)
 
 
 def why_not(

@@ -174,8 +174,8 @@ def why_not(
     for operands in (a, b):
         kinds = {(q.values.shape, str(q.values.dtype)) for q in operands}
         if len(kinds) > 1:
-            kinds = ", ".join(sorted(f"{dtype}{list(shape)}" for shape, dtype in kinds))
-            return Unavailable(f"needs operands of one shape and dtype, got {kinds}: use 'xla'")
+            got = ", ".join(sorted(f"{dtype}{list(shape)}" for shape, dtype in kinds))
+            return Unavailable(f"needs operands of one shape and dtype, got {got}: use 'xla'")
     for q in b:
         if q.scale.size > 1:
             return Unavailable(f"needs one scale for each b, got {q.scale.size}: use 'xla'")

@@ -103,7 +103,7 @@ class Tiles:
         row, column = self.half_corner(unit, half)
         return pl.ds(row, HALF), pl.ds(column, self.columns)
 
-    def scale_rows(self, row: jax.Array) -> pl.Slice:
+    def scale_rows(self, row: jax.Array) -> Any:
         """The rows of one half of a tile, as an index of their scales.
 
         Rows past the edge are not written, so their scale does not matter.

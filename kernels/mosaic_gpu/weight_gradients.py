@@ -64,21 +64,25 @@ class WeightGradient:
 
     def corner(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first row and column of a tile in its layer's gradient."""
-        row, column, _ = self._tile(unit)
+        row, column, _ = self.tile(unit)
         return row * TILE_M, column * self.columns
 
-    def _tile(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    @property
+    def layer_columns(self) -> int:
+        """Number of columns of tiles in the gradient of one layer."""
+        return self.spec.grid[1] // len(self.outs)
+
+    def tile(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The row and the column of a tile in its layer's gradient, and the number of the layer."""
         row, column = plgpu.planar_snake(self.part(unit).tile, self.spec.grid, 1, 4)
-        columns = self.spec.grid[1] // len(self.outs)
-        return row, lax.rem(column, columns), column // columns
+        return row, lax.rem(column, self.layer_columns), column // self.layer_columns
 
     def for_layer(self, unit: jax.Array, function: Callable[[Ref, Ref], None]) -> None:
         """Calls ``function(g, out)`` with the arrays of a tile's layer."""
         if len(self.outs) == 1:
             function(self.gs[0], self.outs[0])
             return
-        _, _, layer = self._tile(unit)
+        _, _, layer = self.tile(unit)
         for number, arrays in enumerate(zip(self.gs, self.outs)):
             pl.when(layer == number)(partial(function, *arrays))
 
@@ -122,8 +126,10 @@ class WeightGradient:
         pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
 
         def write(**options):
-            store = partial(pipeline.store_tile, pieces, buffers, piece=piece, **options)
-            self.for_layer(unit, lambda _, out: store(out.at[area]))
+            def store(_, out):
+                pipeline.store_tile(pieces, buffers, out.at[area], piece, **options)
+
+            self.for_layer(unit, store)
 
         if not schedule.adds_slices:
             write()
@@ -209,9 +215,13 @@ def weight_gradient_group(
 
 def why_not_group(x: jax.Array, gs: tuple[jax.Array, ...], **_: Any) -> Unavailable | None:
     """Why `weight_gradient_group` cannot multiply these; None: it can."""
-    if len(widths := {g.shape[1] for g in gs}) > 1:
-        return Unavailable(f"needs equal widths n, got {sorted(widths)}: use 'xla'")
-    return why_not(x, gs[0])
+    return why_not_widths(gs) or why_not(x, gs[0])
+
+
+def why_not_widths(gs: tuple[jax.Array, ...]) -> Unavailable | None:
+    """Why a kernel for a group of layers cannot take gradients of these widths; None: it can."""
+    widths = sorted({g.shape[1] for g in gs})
+    return None if len(widths) == 1 else Unavailable(f"needs equal n, got {widths}: use 'xla'")
 
 
 def why_not(x: jax.Array, g: jax.Array, **_: Any) -> Unavailable | None:

@@ -5,7 +5,7 @@ A scale spans an operand's *contracted* axes, or the whole tensor, so that it fa
 ``(a . b)[i, j] = scale_a[i] * scale_b[j] * sum_k a.values[i, k] * b.values[k, j]``.
 """
 
-from swjax.kernels.reference.blocks import block_weight_gradient
+from swjax.kernels.reference.blocks import block_weight_gradient, block_weight_gradient_group
 from swjax.kernels.reference.heads import attention, attention_backward
 from swjax.kernels.reference.numbers import (
     INVERSE,
@@ -42,6 +42,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "block_weight_gradient",
+    "block_weight_gradient_group",
     "dequantize",
     "divide",
     "dot",

@@ -1,6 +1,7 @@
 """The 8-bit weight gradient: tokens are rotated, and each column and block of tokens has a scale."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,13 @@ def block_weight_gradient(
     )
     total, _ = jax.lax.scan(add, product(first), others)
     return (total / rotation).astype(out_dtype)  # exact: each operand has a factor sqrt(rotation)
+
+
+def block_weight_gradient_group(
+    x: jax.Array, gs: tuple[jax.Array, ...], **options: Any
+) -> tuple[jax.Array, ...]:
+    """The gradients of layers that share their input; see `block_weight_gradient`."""
+    return tuple(block_weight_gradient(x, g, **options) for g in gs)
 
 
 def cut_into_blocks(tokens: int, block: int, rotation: int) -> tuple[int, int]:

@@ -129,11 +129,8 @@ class Arithmetic(NamedTuple):
         if isinstance(x, QTensor):
             each = zip(gs, axes)
             return tuple(self.product(x, g, axes=of, out_dtype=out_dtype) for g, of in each)
-        rows: Any = as_rows(x), tuple(as_rows(g) for g in gs if isinstance(g, jax.Array))
         options = {"out_dtype": out_dtype, "precision": self.precision}
-        if len(gs) > 1 and self._has_kernel("weight_gradient_group", *rows, **options):
-            return dispatch.run("weight_gradient_group", *rows, **options)
-        return tuple(self.run("weight_gradient", rows[0], g, **options) for g in rows[1])
+        return self._weight_gradients("weight_gradient", x, gs, options)
 
     def _has_kernel(self, operation: str, *arrays: Any, **options: Any) -> bool:
         """Whether a kernel computes an operation of several layers faster than one operation for each layer."""
@@ -141,22 +138,30 @@ class Arithmetic(NamedTuple):
         name = None if self.implementation == "mosaic_gpu" else self.implementation
         return dispatch.choose(operation, *arrays, implementation=name, **options) != "xla"
 
-    def block_weight_gradient(
-        self, x: jax.Array, g: jax.Array, product: Product, *, out_dtype: str
-    ) -> jax.Array:
-        """``xT g``, [k, n], for x [..., k] and g [..., n], quantized in blocks of tokens.
+    def block_weight_gradients(
+        self, x: jax.Array, gs: Sequence[jax.Array], product: Product, *, out_dtype: str
+    ) -> tuple[jax.Array, ...]:
+        """``xT g`` for each g, [k, n], for x [..., k] and g [..., n], quantized in blocks of tokens.
 
         `product` has equal blocks and rotations on both sides, which `swjax.recipes.Recipe` checks.
         """
-        return self.run(
-            "block_weight_gradient",
-            as_rows(x),
-            as_rows(g),
-            dtypes=(product.lhs.dtype, product.rhs.dtype),
-            block=product.lhs.block,
-            rotation=product.lhs.rotation,
-            out_dtype=out_dtype,
-        )
+        options = {
+            "dtypes": (product.lhs.dtype, product.rhs.dtype),
+            "block": product.lhs.block,
+            "rotation": product.lhs.rotation,
+            "out_dtype": out_dtype,
+        }
+        return self._weight_gradients("block_weight_gradient", x, gs, options)
+
+    def _weight_gradients(
+        self, operation: str, x, gs: Sequence, options: dict[str, Any]
+    ) -> tuple[jax.Array, ...]:
+        """Calls an operation for each g, or once for all if there is a kernel for a group."""
+        rows: Any = as_rows(x), tuple(map(as_rows, gs))
+        group = f"{operation}_group"
+        if len(gs) > 1 and self._has_kernel(group, *rows, **options):
+            return dispatch.run(group, *rows, **options)
+        return tuple(self.run(operation, rows[0], g, **options) for g in rows[1])
 
 
 def _fits_int32(a, b, axes: tuple[int, int]) -> bool:

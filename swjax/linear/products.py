@@ -203,16 +203,18 @@ def weight_gradients(
     x: Forms, gs: tuple[Forms, ...], layers: tuple[Settings, ...], out_dtypes: tuple[str, ...]
 ) -> tuple[jax.Array, ...]:
     """dw = xT g of each layer, in its dtype of `out_dtypes`."""
-    first = layers[0]
+    first, product = layers[0], layers[0].recipe.wgrad
+    blocks = product if product is not None and product.lhs.scope == "block" else None
     alike = {(layer.recipe.wgrad, layer.dtype, layer.sharded) for layer in layers}
-    if first.recipe.wgrad is not None or len(alike) > 1 or len(set(out_dtypes)) > 1:
+    if product != blocks or len(alike) > 1 or len(set(out_dtypes)) > 1:
         return tuple(
             weight_gradient(x, g, layer, out_dtype=dtype)
             for g, layer, dtype in zip(gs, layers, out_dtypes)
         )
     operands = tuple(_high_precision(Factor(g, first.plan.y, 0), first) for g in gs)
     x_operand = _high_precision(Factor(x, first.plan.x, 0), first)
-    return first.sharded.weight_gradients(x_operand, operands, out_dtype=out_dtypes[0])
+    (dtype,) = set(out_dtypes)
+    return first.sharded.weight_gradients(x_operand, operands, out_dtype=dtype, blocks=blocks)
 
 
 def _multiply(

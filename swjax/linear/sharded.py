@@ -145,10 +145,7 @@ class Sharded(NamedTuple):
         def step(x_value, g_values):
             dtype = reduce_dtype or out_dtype
             if blocks:
-                dws = [
-                    arithmetic.block_weight_gradient(x_value, g_value, blocks, out_dtype=dtype)
-                    for g_value in g_values
-                ]
+                dws = arithmetic.block_weight_gradients(x_value, g_values, blocks, out_dtype=dtype)
             else:
                 axes = [(x.axis, g.axis) for g in gs]
                 dws = arithmetic.weight_gradients(x_value, g_values, axes=axes, out_dtype=dtype)
