@@ -31,7 +31,8 @@ def test_operations(tmp_path):
     assert written["versions"]["jax"] and "--smoke" in written["command"]
     rows = written["rows"]
     measured = [row for row in rows if row.get("us")]
-    assert {"copy", "matmul", "weight_gradient", "quantize rows"} <= {row["op"] for row in measured}
+    operations = {"copy", "matmul", "matmul_sum", "weight_gradient", "quantize rows"}
+    assert operations <= {row["op"] for row in measured}
     assert all(
         row["snr_db"] == 200
         for row in measured

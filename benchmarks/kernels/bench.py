@@ -113,6 +113,49 @@ def weight_gradient_cases(layer: LinearShape) -> Iterator[Case]:
     yield Case(name, name, shape, arrays, options, peers, 2 * m * k * n)
 
 
+def group_cases(layer: LinearShape) -> Iterator[Case]:
+    """Yields the backward pass of queries, keys and values: three square layers of one input.
+
+    Peers are the automatic choices for each layer.
+    """
+    m, k, n = layer
+    if k != n:
+        return
+    group = range(3)
+    gs = tuple(timing.random(m, n) for _ in group)
+    to_int8 = jax.jit(reference.quantize)
+    w_to_int8 = jax.jit(partial(reference.quantize, axes=(0, 1)))
+    quantized = (
+        tuple(map(to_int8, gs)),
+        tuple(w_to_int8(timing.random(n, k, scale=k**-0.5)) for _ in group),
+    )
+    blocks = recipes.RECIPES["switchback_hadamard"].wgrad.lhs
+    in_int8 = {"dtypes": ("int8", "int8"), "block": blocks.block, "rotation": blocks.rotation}
+    single, arrays = {"out_dtype": "float32"}, (timing.random(m, k), gs)
+    for name, run, operands, options in (
+        ("matmul_sum", _added, quantized, {"out_dtype": "bfloat16"}),
+        ("weight_gradient_group", partial(_each, "weight_gradient"), arrays, single),
+        (
+            "block_weight_gradient_group",
+            partial(_each, "block_weight_gradient"),
+            arrays,
+            single | in_int8,
+        ),
+    ):
+        peers = {"a kernel each": (partial(run, **options), operands)}
+        work = 2 * len(group) * m * k * n
+        yield Case(name, name, f"3 x {m}x{k}->{n}", operands, options, peers, work)
+
+
+def _added(a, b, *, out_dtype):
+    ys = [dispatch.run("matmul", *pair, out_dtype=out_dtype) for pair in zip(a, b)]
+    return sum(y.astype(jnp.float32) for y in ys).astype(out_dtype)
+
+
+def _each(operation, x, gs, **options):
+    return tuple(dispatch.run(operation, x, g, **options) for g in gs)
+
+
 def _xla_fp8(a, b, a_scale=None, b_scale=None, bias=None):
     """XLA's native fp8 product; the specification multiplies fp8 values as bf16."""
     y = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
@@ -178,6 +221,7 @@ def producers(m: int, k: int, n: int) -> Iterator[Case]:
 CASES = {
     "products": product_cases,
     "weight_gradients": weight_gradient_cases,
+    "groups": group_cases,
     "passes": pass_cases,
 }
 

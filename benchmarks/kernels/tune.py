@@ -74,6 +74,7 @@ def _works(tokens: int) -> Iterator[Work]:
             yield from (row_work(producer, tokens, each) for each in widths)
         for _, k, n in shapes.block(width).values():
             yield implementation_work("weight_gradient", tokens, k, n)
+        yield implementation_work("weight_gradient_group", tokens, width, width)
         for k, n in product_shapes(width):
             yield mosaic_work(tokens, k, n)
     for k, n in product_shapes(1280) + product_shapes(1024) + product_shapes(768):
@@ -179,14 +180,16 @@ def quantized_product(name: str, tile) -> Callable:
 
 def implementation_work(operation: str, tokens: int, k: int, n: int) -> Work:
     shape = jax.ShapeDtypeStruct
-    arrays = shape((tokens, k), jnp.bfloat16), shape((tokens, n), jnp.bfloat16)
+    x, g = shape((tokens, k), jnp.bfloat16), shape((tokens, n), jnp.bfloat16)
+    arrays: tuple = (x, (g, g, g)) if operation.endswith("_group") else (x, g)
     names = dispatch.IMPLEMENTATIONS[operation]
     can = ["xla", *(name for name in names if not dispatch.why_not(name, operation, *arrays))]
+    can.sort(key=lambda name: name != (tiles.FASTEST.get(operation) or names[0]))
 
     def function(name):
         return partial(dispatch.run, operation, implementation=name, out_dtype="float32")
 
-    path = ("implementation", operation, f"{n}x{k}")
+    path = ("implementation", operation, dispatch.shape_key(operation, *arrays))
     return Work(path, can[0], can[1:], function, arrays)
 
 

@@ -24,7 +24,10 @@ from swjax.kernels.mosaic_gpu import (
 )
 from swjax.kernels.mosaic_gpu.attention_forward import attention
 from swjax.kernels.mosaic_gpu.attention_gradients import attention_backward
-from swjax.kernels.mosaic_gpu.block_products import block_weight_gradient, block_weight_gradient_group
+from swjax.kernels.mosaic_gpu.block_products import (
+    block_weight_gradient,
+    block_weight_gradient_group,
+)
 from swjax.kernels.mosaic_gpu.product_sums import matmul_sum
 from swjax.kernels.mosaic_gpu.products import matmul
 from swjax.kernels.mosaic_gpu.weight_gradients import weight_gradient, weight_gradient_group

@@ -86,7 +86,7 @@ class Work(Protocol):
         """Adds the product of the operands in a slot, for one half of the rows of the tile."""
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Any:
-        """Returns what `store` needs of one half of a unit. Calls `sum_steps` for all of its steps, in order."""
+        """Returns what `store` needs of one half of a unit. Calls `sum_steps` for all steps, in order."""
 
     def store(self, unit: jax.Array, total: Any, half: jax.Array) -> None:
         """Writes one half of the tile."""

@@ -59,7 +59,10 @@ class ProductSumSpec:
 
 @dataclass(frozen=True)
 class ProductSum(products.Tiles):
-    """The `pipeline.Work` of one block of threads. The steps of a unit are those of one product after another."""
+    """The `pipeline.Work` of one block of threads.
+
+    A unit is a tile, and its steps are those of one product after another.
+    """
 
     spec: ProductSumSpec
     inputs: Inputs
@@ -126,8 +129,7 @@ def matmul_sum(
       tile, multiprocessors, interpret: for tests.
     """
     a, b = (
-        tuple(q.T if axis == 0 else q for q in operands)
-        for operands, axis in zip((a, b), contract)
+        tuple(q.T if axis == 0 else q for q in operands) for operands, axis in zip((a, b), contract)
     )
     shape, k = a[0].values.shape[:-1], a[0].values.shape[-1]
     m, n = math.prod(shape), b[0].values.shape[0]

@@ -69,7 +69,12 @@ class ProductSpec:
 
 
 class Tiles:
-    """What `Product` and `product_sums.ProductSum` share: the tiles, and the copies and products of a step."""
+    """What `Product` and `product_sums.ProductSum` share: tiles, and the copies and products of a step.
+
+    Attributes:
+      spec: sizes, with the attributes `m`, `grid`, `blocks`, `cluster` and `tile` of `ProductSpec`.
+      columns: number of columns of a tile.
+    """
 
     spec: Any
     scratch: Scratch

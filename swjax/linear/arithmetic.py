@@ -133,7 +133,7 @@ class Arithmetic(NamedTuple):
         return self._weight_gradients("weight_gradient", x, gs, options)
 
     def _has_kernel(self, operation: str, *arrays: Any, **options: Any) -> bool:
-        """Whether a kernel computes an operation of several layers faster than one operation for each layer."""
+        """Whether one kernel computes an operation of several layers, and is expected to be faster."""
         # Each layer's own operation also has the implementation "mosaic_gpu", so None serves both.
         name = None if self.implementation == "mosaic_gpu" else self.implementation
         return dispatch.choose(operation, *arrays, implementation=name, **options) != "xla"
