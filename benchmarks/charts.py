@@ -41,9 +41,9 @@ STEPS = {
 }
 # Panels of the chart of training steps: (kind, model, title).
 STEP_PANELS = (
-    ("encoder", "vit_h14", "ViT-H/14's image tower, forward and backward, batch 128 (timm: another H200)"),
-    ("step", "vit_h14", "ViT-H/14, whole CLIP step, batch 256 (open_clip: another H200)"),
-    ("step", "vit_l14", "ViT-L/14, whole CLIP step, batch 256 (open_clip: another H200)"),
+    ("encoder", "vit_h14", "ViT-H/14's image tower, forward and backward, batch 128"),
+    ("step", "vit_h14", "ViT-H/14, whole CLIP step, batch 256"),
+    ("step", "vit_l14", "ViT-L/14, whole CLIP step, batch 256"),
 )
 # Studies of paired runs, from top to bottom, and the recipes that they compare with bf16.
 PAIRED = {
@@ -125,7 +125,7 @@ def draw_steps(figure) -> None:
             rates |= {STEPS[name] + note: found[name] for name in STEPS if name in found}
         draw_bars(axes, rates, "{:,.0f}")
         axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xlabel("images per second, one H200 (recomputed blocks: another H200)", fontsize=9)
+    axes.set_xlabel("images per second, one H200 (PyTorch, recomputed blocks: other H200s)", fontsize=8)
 
 
 def say(figure, answer: str) -> None:
