@@ -47,6 +47,7 @@ def gpu(monkeypatch):
 
 
 X, A, B = array((128, 256)), quantized(128, 256), quantized(128, 256)
+X128 = array((1024, 128))
 ONE = QTensor(array((128, 256), "int8"), array((1, 1), "float32"))
 GRADIENTS = heads(3, 257, 80) * 2
 E5M2 = quantized(128, 256, "float8_e5m2")
@@ -418,3 +419,27 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     # Without a tuned table, the only Mosaic kernels that nobody names multiply quantized matrices.
     mosaic = implementation == "mosaic_gpu" or (implementation is None and recipe != "standard")
     assert ("mpmd_map" in text) == mosaic  # the primitive of Pallas's kernels
+
+
+@pytest.mark.parametrize("implementation", [None, "triton", "mosaic_gpu", "xla"])
+@pytest.mark.parametrize(
+    "recipe", ["standard", "switchback", "switchback_q", "switchback_hadamard"]
+)
+def test_layers_of_one_input_share_kernels(gpu, recipe, implementation):
+    """Queries, keys and values have one kernel each for their input's gradient and their weight gradients."""
+    pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
+    gpu()
+
+    def loss(x, *ws):
+        ys = swjax.switchback(x, ws, recipe=recipe, implementation=implementation)
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in ys)
+
+    weight = array((128, 128), "float32")
+    traced = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3)))(X128, *(weight,) * 3))
+    mosaic = implementation in (None, "mosaic_gpu")
+    # `switchback_q` has several scales for a weight.
+    per_tensor = recipe in ("switchback", "switchback_hadamard")
+    assert ("name=swjax_matmul_sum" in traced) == (mosaic and per_tensor)
+    in_blocks = recipe == "switchback_hadamard"
+    assert ("name=swjax_weight_gradient_group" in traced) == (mosaic and not in_blocks)
+    assert ("name=swjax_block_weight_gradient_group" in traced) == (mosaic and in_blocks)
