@@ -125,7 +125,9 @@ def draw_steps(figure) -> None:
             rates |= {STEPS[name] + note: found[name] for name in STEPS if name in found}
         draw_bars(axes, rates, "{:,.0f}")
         axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xlabel("images per second, one H200 (PyTorch, recomputed blocks: other H200s)", fontsize=8)
+    axes.set_xlabel(
+        "images per second, one H200 (PyTorch, recomputed blocks: other H200s)", fontsize=8
+    )
 
 
 def say(figure, answer: str) -> None:

@@ -112,7 +112,8 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
 
     On an NVIDIA GPU, None chooses the fastest implementation for the shape in the device's tuned table, or
     else the first of `IMPLEMENTATIONS` that can run. If an operation lacks the named implementation, it runs
-    through XLA.
+    through XLA. For an operation of several layers, "xla" in the tuned table means that the operation of each
+    layer is faster; see `has_kernel`.
 
     >>> choose("quantize", jnp.ones((1, 2)), implementation="mosaic_gpu")
     'xla'
@@ -138,6 +139,24 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
         if reason.missing_package:
             _warn_once(f"swjax: {operation} runs through XLA, slowly: {name!r} {reason}")
     return "xla"
+
+
+def has_kernel(
+    operation: str, *arrays: Any, implementation: str | None = None, **options: Any
+) -> bool:
+    """Whether a kernel computes an operation of several layers, and is expected to be the fastest choice.
+
+    The alternative is the operation of a single layer, called for each layer. It also has the implementation
+    "mosaic_gpu", so this name does not require that such a kernel exists.
+
+    >>> x = jnp.ones((8, 64))
+    >>> has_kernel("weight_gradient_group", x, (x, x), implementation="mosaic_gpu")
+    False
+    """
+    if implementation != "mosaic_gpu":
+        return choose(operation, *arrays, implementation=implementation, **options) != "xla"
+    preferred = tiles.preferred_implementation(operation, shape_key(operation, *arrays))
+    return preferred != "xla" and why_not("mosaic_gpu", operation, *arrays, **options) is None
 
 
 def check(implementation: str | None) -> None:

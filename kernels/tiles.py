@@ -95,9 +95,8 @@ LONGEST_SEQUENCE = 320
 # Tokens of the longest sequence whose attention is differentiated in one pass; longer ones take two.
 SHORT_SEQUENCE = 144
 
-# The implementation of shapes without a measurement. cuBLAS, which XLA calls, computes the weight gradient of
-# most layers faster than our kernel. For several layers one kernel is faster.
-FASTEST = {"weight_gradient": "xla"}
+# A weight of this size has enough tiles for a GPU, so one kernel for several weight gradients gains nothing.
+LARGE_WEIGHT = 2048 * 2048
 
 # Slots of the rings of both weight gradients, and the time of writing a slice, measured on an H200.
 WEIGHT_GRADIENT_STAGES, WEIGHT_GRADIENT_WRITE_TOKENS = 4, 600
@@ -154,7 +153,7 @@ def triton_rule(m: int) -> TritonTile:
 MOSAIC_RULE = MosaicTile(stages=4, width=8)
 
 
-# Five stages of 36 KiB.
+# Five stages of 36 KiB. Four were as fast: benchmarks/notes/speed.md.
 PRODUCT_SUM_TILE = MosaicTile(stages=5, width=8)
 
 
@@ -253,7 +252,21 @@ def preferred_implementation(operation: str, key: str) -> str | None:
 
     `key`: see `dispatch.shape_key`.
     """
-    return _tuned("implementation", operation, key) or FASTEST.get(operation)
+    return _tuned("implementation", operation, key) or rule_of_implementation(operation, key)
+
+
+def rule_of_implementation(operation: str, key: str) -> str | None:
+    """The implementation of a shape without a measurement; None for the first that can run.
+
+    cuBLAS, which XLA calls, computes the weight gradient of most layers faster than our kernel. For several
+    small weights of one input our kernel is faster.
+    """
+    if operation == "weight_gradient":
+        return "xla"
+    if operation.endswith("_group"):
+        n, k, _ = map(int, key.split("x"))
+        return "xla" if n * k >= LARGE_WEIGHT else None
+    return None
 
 
 def _tuned(*path):

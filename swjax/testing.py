@@ -12,9 +12,10 @@ _INSTRUCTION = re.compile(
     re.MULTILINE,
 )
 _OPERAND = re.compile(r"%([\w.-]+)")
-# A library's product, or one of swjax's kernels, which `swjax.kernels.dispatch` marks with a named scope.
+# A library's product, or one of swjax's kernels: functions named by `swjax.kernels.dispatch`.
 _CALLED_PRODUCT = re.compile(
-    r'custom_call_target="[^"]*(gemm|matmul)|op_name="[^"]*swjax_(matmul|weight_gradient)/'
+    r'custom_call_target="[^"]*(gemm|matmul)'
+    r'|op_name="[^"]*swjax_(matmul|weight_gradient)(_sum|_group)?\b'
 )
 _HLO_TYPES = {"int8": ("s8", "s32"), "float8_e4m3fn": ("f8e4m3fn",), "float8_e5m2": ("f8e5m2",)}
 
@@ -28,7 +29,7 @@ def matrix_products(fn: Callable, *args: Any, **kwargs: Any) -> Counter:
 
     Returns:
       Counter of (left, right) HLO types, such as ("s8", "s8"). XLA for CPUs converts some int8 products to
-      ("s32", "s32").
+      ("s32", "s32"). A kernel that computes several products, on Hopper, counts as one.
 
     >>> import jax.numpy as jnp, swjax
     >>> matrix_products(swjax.switchback, jnp.ones((8, 32)), jnp.ones((32, 16)))

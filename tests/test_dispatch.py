@@ -98,6 +98,7 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((8, 0), "matmul_sum", ((A, A), (ONE, ONE)), {}, "xla"),
         ((9, 0), "weight_gradient_group", (X, (X, X)), {}, "mosaic_gpu"),
         ((9, 0), "weight_gradient_group", (X, (X, array((128, 64)))), {}, "xla"),
+        ((9, 0), "weight_gradient_group", (array((8, 2048)), (array((8, 2048)),) * 2), {}, "xla"),
         ((8, 0), "weight_gradient_group", (X, (X, X)), {}, "xla"),
         ((8, 0), "weight_gradient", (X, X), {}, "xla"),
         ((8, 0), "quantize", (X,), {"dtype": "int8"}, "triton"),

@@ -150,6 +150,36 @@ def test_layers_that_share_an_input(recipe, implementation):
     assert_agree(got, want, AGREE_DB[recipe])
 
 
+def group(x, w1, b1, w2, b2, norm, **options):
+    """Computes layers of one width, which share kernels in the backward pass, and then a narrower layer."""
+    ws, biases = (w1, w1[::-1], 2 * w1), (b1, None, -b1)
+    ys = swjax.switchback(x, ws, biases, prologue=norm, **options)
+    return (*ys, *swjax.switchback(x, (w1[:, ::2], w1), prologue=norm, **options))
+
+
+def each_layer(x, w1, b1, w2, b2, norm, **options):
+    """Computes what `group` does, one layer a call."""
+    ws, biases = (w1, w1[::-1], 2 * w1, w1[:, ::2], w1), (b1, None, -b1, None, None)
+    return tuple(
+        swjax.switchback(x, w, bias, prologue=norm, **options) for w, bias in zip(ws, biases)
+    )
+
+
+@pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_of_one_width_share_an_input(recipe, implementation):
+    implementations.require(implementation)
+    arguments, _ = layer_arguments()
+    wide, narrow = ((*TOKENS, width * WIDTH) for width in (4, 2))
+    gradients = tuple(arrays(wide, wide, wide, narrow, wide, dtype="bfloat16"))
+    got, want = (
+        results(arguments, gradients, block=block, recipe=recipe, implementation=implementation)
+        for block in (group, each_layer)
+    )
+    # One side adds the gradients of x in float32, the other in bfloat16.
+    assert_agree(got, want, AGREE_DB[recipe])
+
+
 # --- transformations ----------------------------------------------------------------------------------
 
 
@@ -182,6 +212,22 @@ def test_vmap_over_layers(gradients, square):
     got = jax.jit(jax.vmap(gradients, (None, 0, 0, None)))(x, stack, biases, g)
     one = jax.jit(gradients)
     each = [one(x, w, bias, g) for w, bias in zip(stack, biases)]
+    assert_agree(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each), FLOOR_DB["bfloat16"])
+
+
+@pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
+def test_vmap_over_layers_of_one_input(implementation, square):
+    implementations.require(implementation)
+    x, w, _, g = square
+
+    def loss(x, *ws):
+        ys = swjax.switchback(x, ws, implementation=implementation)
+        return sum(jnp.sum(y.astype(jnp.float32) * g) for y in ys)
+
+    run = jax.grad(loss, (0, 1, 2))
+    stack = jnp.stack([w, 2 * w[::-1], w.T])
+    got = jax.jit(jax.vmap(run, (None, 0, 0)))(x, stack, -stack)
+    each = [run(x, w, -w) for w in stack]
     assert_agree(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each), FLOOR_DB["bfloat16"])
 
 

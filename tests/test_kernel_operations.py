@@ -358,7 +358,10 @@ def test_weight_gradient_in_every_format(operation, implementation, shape, dtype
     assert snr_db(dw, oracle.weight_gradient(x, g)) > FLOOR_DB["float32"]
 
 
-GROUPS = {"compiled": [(2056, 256, 576)], "interpreted": [(320, 136, 328), (200, 128, 264)]}
+GROUPS = {
+    "compiled": [(2056, 256, 576), (2056, 1280, 1280)],
+    "interpreted": [(320, 136, 328), (200, 128, 264)],
+}
 
 
 @implementations.each("weight_gradient_group", "block_weight_gradient_group", **GROUPS)

@@ -115,6 +115,23 @@ def test_attention_takes_dot_general():
     assert matrix_products(lambda x: quantized(x), X)["s8", "s8"] == 4
 
 
+def test_kernels_count_as_products(monkeypatch):
+    """A program for GPUs, with the names that JAX gives the calls of our kernels."""
+    program = """
+ENTRY %main {
+  %a = s8[8,32]{1,0} parameter(0)
+  %b = s8[16,32]{1,0} parameter(1)
+  %x = bf16[8,32]{1,0} parameter(2)
+  %q = s8[8,32]{1,0} custom-call(%x), custom_call_target="t", metadata={op_name="jit(f)/jit(swjax_quantize)/c"}
+  %y = bf16[8,16]{1,0} custom-call(%q, %b), custom_call_target="t", metadata={op_name="jit(f)/jit(swjax_matmul)/c"}
+  %z = bf16[8,16]{1,0} custom-call(%a, %q, %b, %b), metadata={op_name="jit(f)/jit(swjax_matmul_sum)/c"}
+  %w = (f32[32,32]) custom-call(%x, %x), metadata={op_name="jit(f)/jit(swjax_weight_gradient_group)/c"}
+}
+"""
+    monkeypatch.setattr(swjax.testing, "_compiled", lambda *_: program)
+    assert matrix_products(None) == {("s8", "s8"): 2, ("bf16", "bf16"): 1}
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.attn = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)

@@ -18,6 +18,7 @@ NAMES = {
     "attention_forward_kernel_mosaic_gpu_kernel": "attention",
     "attention_backward_kernel_mosaic_gpu_kernel": "attention",
     "matmul_kernel_mosaic_gpu_kernel": "quantized products",
+    "matmul_sum_kernel_mosaic_gpu_kernel": "quantized products",
     "_matmul_kernel": "quantized products",
     "weight_gradient_kernel_mosaic_gpu_kernel": "weight gradients",
     "_layer_norm_backward_kernel": "quantizers and norms",

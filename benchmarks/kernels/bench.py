@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import layers, shapes, timing
 from benchmarks.kernels.shapes import LinearShape
+from benchmarks.kernels.tune import each_alone
 from swjax import attention, recipes
 from swjax.kernels import dispatch, reference
 
@@ -131,18 +132,18 @@ def group_cases(layer: LinearShape) -> Iterator[Case]:
     )
     blocks = recipes.RECIPES["switchback_hadamard"].wgrad.lhs
     in_int8 = {"dtypes": ("int8", "int8"), "block": blocks.block, "rotation": blocks.rotation}
-    single, arrays = {"out_dtype": "float32"}, (timing.random(m, k), gs)
+    shared, arrays = {"out_dtype": "float32"}, (timing.random(m, k), gs)
     for name, run, operands, options in (
         ("matmul_sum", _added, quantized, {"out_dtype": "bfloat16"}),
-        ("weight_gradient_group", partial(_each, "weight_gradient"), arrays, single),
+        ("weight_gradient_group", each_alone("weight_gradient_group"), arrays, shared),
         (
             "block_weight_gradient_group",
-            partial(_each, "block_weight_gradient"),
+            each_alone("block_weight_gradient_group"),
             arrays,
-            single | in_int8,
+            shared | in_int8,
         ),
     ):
-        peers = {"a kernel each": (partial(run, **options), operands)}
+        peers = {"each layer alone": (partial(run, **options), operands)}
         work = 2 * len(group) * m * k * n
         yield Case(name, name, f"3 x {m}x{k}->{n}", operands, options, peers, work)
 
@@ -150,10 +151,6 @@ def group_cases(layer: LinearShape) -> Iterator[Case]:
 def _added(a, b, *, out_dtype):
     ys = [dispatch.run("matmul", *pair, out_dtype=out_dtype) for pair in zip(a, b)]
     return sum(y.astype(jnp.float32) for y in ys).astype(out_dtype)
-
-
-def _each(operation, x, gs, **options):
-    return tuple(dispatch.run(operation, x, g, **options) for g in gs)
 
 
 def _xla_fp8(a, b, a_scale=None, b_scale=None, bias=None):

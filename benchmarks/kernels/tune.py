@@ -79,10 +79,13 @@ def _works(tokens: int) -> Iterator[Work]:
             yield mosaic_work(tokens, k, n)
     for k, n in product_shapes(1280) + product_shapes(1024) + product_shapes(768):
         yield triton_work(tokens, k, n)
-    for dim, hidden in ((1408, 6144), (1664, 8192)):  # ViT-g/14 and ViT-bigG/14
+    # ViT-g/14 and ViT-bigG/14
+    for dim, hidden in ((1408, 6144), (1664, 8192)):
+        yield implementation_work("weight_gradient_group", tokens, dim, dim)
         for k, n in ((dim, dim), (dim, hidden), (hidden, dim)):
             yield implementation_work("weight_gradient", tokens, k, n)
     for dim in (4096, 2048):
+        yield implementation_work("weight_gradient_group", tokens, dim, dim)
         yield from (row_work("none", tokens, each) for each in (dim, 4 * dim))
         for k, n in ((dim, 4 * dim), (4 * dim, dim)):
             yield implementation_work("weight_gradient", tokens, k, n)
@@ -184,13 +187,30 @@ def implementation_work(operation: str, tokens: int, k: int, n: int) -> Work:
     arrays: tuple = (x, (g, g, g)) if operation.endswith("_group") else (x, g)
     names = dispatch.IMPLEMENTATIONS[operation]
     can = ["xla", *(name for name in names if not dispatch.why_not(name, operation, *arrays))]
-    can.sort(key=lambda name: name != (tiles.FASTEST.get(operation) or names[0]))
+    key = dispatch.shape_key(operation, *arrays)
+    rule = tiles.rule_of_implementation(operation, key) or names[0]
+    can.sort(key=lambda name: name != rule)
 
     def function(name):
+        if name == "xla" and operation.endswith("_group"):
+            return partial(each_alone(operation), out_dtype="float32")
         return partial(dispatch.run, operation, implementation=name, out_dtype="float32")
 
-    path = ("implementation", operation, dispatch.shape_key(operation, *arrays))
+    path = ("implementation", operation, key)
     return Work(path, can[0], can[1:], function, arrays)
+
+
+def each_alone(group: str) -> Callable:
+    """The operation of a group as the operations of its layers, with the automatic choice for each.
+
+    In the tuned table "xla" stands for this alternative, see `dispatch.choose`.
+    """
+
+    def function(x, gs, **options):
+        operation = group.removesuffix("_group")
+        return tuple(dispatch.run(operation, x, g, **options) for g in gs)
+
+    return function
 
 
 # --- measuring ----------------------------------------------------------------------------------------

@@ -53,18 +53,19 @@ class BlockProduct(WeightGradient):
         return first * self.block_steps, count * self.block_steps
 
     def load(self, unit: jax.Array) -> Callable:
-        row, column = self.corner(unit)
+        (row, column), layer = self.corner(unit), self.position(unit)[2]
 
         def load_step(step, slot, full):
             along = pl.ds(step * LINE, LINE)
 
-            def load_gradient(g, _):
+            def load_gradient(g: Ref, out: Ref) -> None:
+                del out
                 part = g.at[pl.ds(column, COLUMNS), along]
                 plgpu.copy_gmem_to_smem(part, self.scratch.b.at[slot], full)
 
             part = self.x.at[pl.ds(row, TILE_M), along]
             plgpu.copy_gmem_to_smem(part, self.scratch.a.at[slot], full)
-            self.for_layer(unit, load_gradient)
+            self.for_layer(layer, load_gradient)
 
         return load_step
 
@@ -74,7 +75,7 @@ class BlockProduct(WeightGradient):
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
         first, count = super().span(unit)
-        row, column, layer = self.tile(unit)
+        row, column, layer = self.position(unit)
         row, column = row * TILE_M, (column + layer * self.layer_columns) * COLUMNS
 
         def add_block(i, total):
@@ -165,11 +166,11 @@ def block_products(
     spec = WeightGradientSpec(grid, tokens // count, schedule)
 
     def weight_gradient_blocks_kernel(x, *refs):
-        g_refs, (x_scale, g_scale), refs = refs[:layers], refs[layers:][:2], refs[layers + 2 :]
-        block, done, scratch = lax.axis_index("block"), None, Scratch(*refs[layers:])
+        g_refs, (x_scale, g_scale) = refs[:layers], refs[layers : layers + 2]
+        outs, buffers = refs[layers + 2 : 2 * layers + 2], refs[2 * layers + 2 :]
+        block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
         if schedule.adds_slices:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
-        outs = refs[:layers]
         work = BlockProduct(spec, x, g_refs, outs, scratch, block, done, x_scale, g_scale)
         pipeline.run(work, scratch)
 
@@ -194,7 +195,7 @@ def block_products(
 
 def why_not_group(x: jax.Array, gs: tuple[jax.Array, ...], **options: Any) -> Unavailable | None:
     """Why `block_weight_gradient_group` cannot multiply these; None: it can."""
-    return weight_gradients.why_not_widths(gs) or why_not(x, gs[0], **options)
+    return weight_gradients.why_not_alike(x, gs) or why_not(x, gs[0], **options)
 
 
 def why_not(

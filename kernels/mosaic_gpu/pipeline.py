@@ -248,7 +248,7 @@ def store_tile(
 
 
 def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    """Shared memory whose rows have at most LINE bytes, or pieces of LINE bytes, swizzled."""
+    """Swizzled shared memory whose rows have at most LINE bytes, or are cut into pieces of LINE bytes."""
     tiling: Callable = plgpu.TilingTransform  # jax 0.12 types these two as abstract
     swizzle: Callable = plgpu.SwizzleTransform
     piece = min(shape[-1], piece_of(dtype))
@@ -298,6 +298,7 @@ def launch(
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
         in_clusters = dict(cluster=(cluster,), cluster_names=("cluster",))
     a, b = (buffer((stages, *shape), dtype) for shape, dtype in rings)
+    assert not (addend and piece), "the buffers of an addend are those of a tile of TILE_N columns"
     dtype = jax.tree.leaves(out)[0].dtype
     piece = piece or piece_of(dtype)
     pieces = TILE_N // piece

@@ -24,7 +24,7 @@ PIECE = 32  # columns that are written at a time; they divide COLUMNS
 
 
 class Inputs(NamedTuple):
-    """Refs to the arrays of the sum: of a[i] b[i]T.
+    """Refs to the operands and scales of the sum of the products a[i] b[i]T.
 
     Attributes:
       a: for each product, [m, k] int8 or fp8.
@@ -58,7 +58,7 @@ class ProductSumSpec:
 
 
 @dataclass(frozen=True)
-class ProductSum(products.Tiles):
+class ProductSum(products.TiledProduct):
     """The `pipeline.Work` of one block of threads.
 
     A unit is a tile, and its steps are those of one product after another.
@@ -119,7 +119,7 @@ def matmul_sum(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """`reference.matmul_sum`, for rows a multiple of 8, k of 128, and n of 64.
+    """`reference.matmul_sum`, for rows a multiple of 8, k of 128, and n of 64 and above 64 (32 in float32).
 
     Args:
       a: [..., k] each, of equal shapes.

@@ -68,8 +68,8 @@ class ProductSpec:
     addend: bool
 
 
-class Tiles:
-    """What `Product` and `product_sums.ProductSum` share: tiles, and the copies and products of a step.
+class TiledProduct:
+    """The base of `Product` and `product_sums.ProductSum`: finds tiles, copies their operands, multiplies.
 
     Attributes:
       spec: sizes, with the attributes `m`, `grid`, `blocks`, `cluster` and `tile` of `ProductSpec`.
@@ -139,7 +139,7 @@ class Sums(NamedTuple):
 
     Attributes:
       sums: [HALF, TILE_N] int32 or float32.
-      row_scale: [HALF], the scales of a, times that of b if it has one.
+      row_scale: [HALF], the scales of a, times the scale of b if b has one scale.
       bias: one vector for each written piece; None if there is no bias, or if `store` reads it.
     """
 
@@ -149,7 +149,7 @@ class Sums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Product(Tiles):
+class Product(TiledProduct):
     """The `pipeline.Work` of one block of threads."""
 
     spec: ProductSpec

@@ -64,7 +64,7 @@ class WeightGradient:
 
     def corner(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first row and column of a tile in its layer's gradient."""
-        row, column, _ = self.tile(unit)
+        row, column, _ = self.position(unit)
         return row * TILE_M, column * self.columns
 
     @property
@@ -72,17 +72,16 @@ class WeightGradient:
         """Number of columns of tiles in the gradient of one layer."""
         return self.spec.grid[1] // len(self.outs)
 
-    def tile(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def position(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The row and the column of a tile in its layer's gradient, and the number of the layer."""
         row, column = plgpu.planar_snake(self.part(unit).tile, self.spec.grid, 1, 4)
         return row, lax.rem(column, self.layer_columns), column // self.layer_columns
 
-    def for_layer(self, unit: jax.Array, function: Callable[[Ref, Ref], None]) -> None:
-        """Calls ``function(g, out)`` with the arrays of a tile's layer."""
+    def for_layer(self, layer: jax.Array, function: Callable[[Ref, Ref], None]) -> None:
+        """Calls ``function(g, out)`` with the arrays of a layer."""
         if len(self.outs) == 1:
             function(self.gs[0], self.outs[0])
             return
-        _, _, layer = self.tile(unit)
         for number, arrays in enumerate(zip(self.gs, self.outs)):
             pl.when(layer == number)(partial(function, *arrays))
 
@@ -91,18 +90,19 @@ class WeightGradient:
         return part.start, part.stop - part.start
 
     def load(self, unit: jax.Array) -> Callable:
-        row, column = self.corner(unit)
+        (row, column), layer = self.corner(unit), self.position(unit)[2]
 
         def load_step(step, slot, full):
             along = pl.ds(step * self.spec.step_tokens, self.spec.step_tokens)
 
-            def load_gradient(g, _):
+            def load_gradient(g: Ref, out: Ref) -> None:
+                del out
                 part = g.at[along, pl.ds(column, self.columns)]
                 plgpu.copy_gmem_to_smem(part, self.scratch.b.at[slot], full)
 
             part = self.x.at[along, pl.ds(row, TILE_M)]
             plgpu.copy_gmem_to_smem(part, self.scratch.a.at[slot], full)
-            self.for_layer(unit, load_gradient)
+            self.for_layer(layer, load_gradient)
 
         return load_step
 
@@ -120,16 +120,17 @@ class WeightGradient:
         A slice waits until the slice before it is written. Most slices do not have to wait, see `Schedule`.
         """
         part, schedule = self.part(unit), self.spec.schedule
-        row, column = self.corner(unit)
+        (row, column), layer = self.corner(unit), self.position(unit)[2]
         piece = pipeline.piece_of(self.outs[0].dtype)
         area = pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)
         pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
 
         def write(**options):
-            def store(_, out):
+            def store(g: Ref, out: Ref) -> None:
+                del g
                 pipeline.store_tile(pieces, buffers, out.at[area], piece, **options)
 
-            self.for_layer(unit, store)
+            self.for_layer(layer, store)
 
         if not schedule.adds_slices:
             write()
@@ -215,13 +216,16 @@ def weight_gradient_group(
 
 def why_not_group(x: jax.Array, gs: tuple[jax.Array, ...], **_: Any) -> Unavailable | None:
     """Why `weight_gradient_group` cannot multiply these; None: it can."""
-    return why_not_widths(gs) or why_not(x, gs[0])
+    return why_not_alike(x, gs) or why_not(x, gs[0])
 
 
-def why_not_widths(gs: tuple[jax.Array, ...]) -> Unavailable | None:
-    """Why a kernel for a group of layers cannot take gradients of these widths; None: it can."""
-    widths = sorted({g.shape[1] for g in gs})
-    return None if len(widths) == 1 else Unavailable(f"needs equal n, got {widths}: use 'xla'")
+def why_not_alike(x: jax.Array, gs: tuple[jax.Array, ...]) -> Unavailable | None:
+    """Why a kernel for a group of layers cannot take these arrays together; None: it can."""
+    if len(widths := sorted({g.shape[1] for g in gs})) > 1:
+        return Unavailable(f"needs equal n, got {widths}: use 'xla'")
+    if len(dtypes := sorted({str(array.dtype) for array in (x, *gs)})) > 1:
+        return Unavailable(f"needs x and g of one dtype, got {', '.join(dtypes)}: use 'xla'")
+    return None
 
 
 def why_not(x: jax.Array, g: jax.Array, **_: Any) -> Unavailable | None:

@@ -80,9 +80,32 @@ def block_weight_gradient(
 
 
 def block_weight_gradient_group(
-    x: jax.Array, gs: tuple[jax.Array, ...], **options: Any
+    x: jax.Array,
+    gs: tuple[jax.Array, ...],
+    *,
+    dtypes: tuple[str, str],
+    block: int,
+    rotation: int,
+    out_dtype: str,
 ) -> tuple[jax.Array, ...]:
-    """The gradients of layers that share their input; see `block_weight_gradient`."""
+    """``xT g`` for each g: the weight gradients of layers that share their input.
+
+    Args:
+      x: [tokens, k].
+      gs: [tokens, n] each, in the dtype of x.
+      dtypes, block, rotation, out_dtype: see `block_weight_gradient`.
+
+    Returns:
+      [k, n] in `out_dtype` for each g.
+
+    >>> x, options = jnp.ones((2, 1)), {"block": 2, "rotation": 1, "out_dtype": "float32"}
+    >>> [dw] = block_weight_gradient_group(x, (x,), dtypes=("int8", "int8"), **options)
+    >>> dw.tolist()
+    [[2.0]]
+    """
+    options: dict[str, Any] = dict(
+        dtypes=dtypes, block=block, rotation=rotation, out_dtype=out_dtype
+    )
     return tuple(block_weight_gradient(x, g, **options) for g in gs)
 
 

@@ -118,7 +118,7 @@ def matmul_sum(
     >>> matmul_sum((a, a), (a, a), out_dtype="float32").tolist()
     [[40000.0]]
     """
-    ys = (matmul(*pair, out_dtype="float32", contract=contract) for pair in zip(a, b))
+    ys = (matmul(*pair, out_dtype="float32", contract=contract) for pair in zip(a, b, strict=True))
     return functools.reduce(jnp.add, ys).astype(out_dtype)
 
 
@@ -149,7 +149,20 @@ def weight_gradient_group(
     out_dtype: str,
     precision: lax.PrecisionLike = None,
 ) -> tuple[jax.Array, ...]:
-    """``xT g`` for each g: the weight gradients of layers that share their input; see `weight_gradient`."""
+    """``xT g`` for each g: the weight gradients of layers that share their input.
+
+    Args:
+      x: [tokens, k].
+      gs: [tokens, n] each, with the same floating dtype.
+      out_dtype, precision: see `weight_gradient`.
+
+    Returns:
+      [k, n] in `out_dtype` for each g.
+
+    >>> x, g = jnp.ones((3, 1)), jnp.ones((3, 2))
+    >>> [dw.tolist() for dw in weight_gradient_group(x, (g, 2 * g), out_dtype="float32")]
+    [[[3.0, 3.0]], [[6.0, 6.0]]]
+    """
     return tuple(weight_gradient(x, g, out_dtype=out_dtype, precision=precision) for g in gs)
 
 

@@ -29,6 +29,12 @@ class Arithmetic(NamedTuple):
         """Calls `dispatch.run` with this implementation."""
         return dispatch.run(operation, *arrays, implementation=self.implementation, **options)
 
+    def _has_kernel(self, operation: str, *arrays: Any, **options: Any) -> bool:
+        """Calls `dispatch.has_kernel` with this implementation."""
+        return dispatch.has_kernel(
+            operation, *arrays, implementation=self.implementation, **options
+        )
+
     @property
     def reads_last_axis(self) -> bool:
         """Whether quantized operands are transposed, so that products sum over their last axis.
@@ -61,11 +67,9 @@ class Arithmetic(NamedTuple):
         >>> Arithmetic().product(ones((2, 3)), ones((3, 4)), axes=(-1, 0), out_dtype="float32").shape
         (2, 4)
         """
-        if isinstance(a, QTensor) or isinstance(b, QTensor):
-            assert isinstance(a, QTensor) and isinstance(b, QTensor), (
-                "both are quantized, or neither"
-            )
+        if _quantized(a, b):
             return self._quantized_product(a, b, bias, addend, axes, out_dtype)
+        assert not (isinstance(a, QTensor) or isinstance(b, QTensor)), "neither is quantized"
         contract = (axes[0] % a.ndim,), (axes[1] % b.ndim,)
         y = reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
         if addend is None:
@@ -73,10 +77,10 @@ class Arithmetic(NamedTuple):
         # XLA for GPUs adds an array of the product's dtype in the product's epilogue.
         return y + addend if addend.dtype == y.dtype else add(y, addend)
 
-    def _quantized_product(self, a: QTensor, b: QTensor, bias, addend, axes, out_dtype):
+    def _quantized_product(self, a: Any, b: Any, bias, addend, axes, out_dtype):
         """Splits an int8 sum that could overflow int32, and adds the parts in float32."""
         length = a.values.shape[axes[0]]
-        if _fits_int32(a, b, axes):
+        if _sum_fits_int32(a, axes[0]):
             return self.run("matmul", a, b, bias, addend, out_dtype=out_dtype, contract=axes)
 
         def part(start: int) -> jax.Array:
@@ -98,17 +102,21 @@ class Arithmetic(NamedTuple):
         axes: Sequence[tuple[int, int]],
         out_dtype: str,
     ) -> tuple[jax.Array, ...]:
-        """The product of each pair; or, if a kernel adds the products, one array: their sum.
+        """The product of each pair; or, if a kernel adds the products, their sum.
 
         Args:
           pairs: a and b of each product, see `product`.
           axes: the summed axes of each pair.
           out_dtype: dtype of the results.
+
+        Returns:
+          A tuple with one array for each pair, or with one array: the sum.
         """
-        if len(pairs) > 1 and len(set(axes)) == 1 and all(_fits_int32(*p, axes[0]) for p in pairs):
+        if len(pairs) > 1 and len(set(axes)) == 1 and all(_quantized(*pair) for pair in pairs):
             operands: Any = tuple(zip(*pairs))
             options: dict[str, Any] = {"out_dtype": out_dtype, "contract": axes[0]}
-            if self._has_kernel("matmul_sum", *operands, **options):
+            short = all(_sum_fits_int32(a, axes[0][0]) for a in operands[0])
+            if short and self._has_kernel("matmul_sum", *operands, **options):
                 return (dispatch.run("matmul_sum", *operands, **options),)
         return tuple(
             self.product(*pair, axes=each, out_dtype=out_dtype) for pair, each in zip(pairs, axes)
@@ -122,28 +130,36 @@ class Arithmetic(NamedTuple):
         axes: Sequence[tuple[int, int]],
         out_dtype: str,
     ) -> tuple[jax.Array, ...]:
-        """``xT g`` for each g, [k, n], summed over all tokens of x [..., k] and g [..., n].
+        """``xT g`` for each g, summed over all tokens.
 
-        QTensors are already matrices, and `axes` gives the token axes of x and each g.
+        Args:
+          x: [..., k]; a QTensor is already a matrix. x and every g are quantized, or none is.
+          gs: [..., n] each.
+          axes: the token axes of QTensors x and each g.
+          out_dtype: dtype of the results.
+
+        Returns:
+          [k, n] for each g.
         """
-        if isinstance(x, QTensor):
+        if any(_quantized(x, g) for g in gs):
             each = zip(gs, axes)
             return tuple(self.product(x, g, axes=of, out_dtype=out_dtype) for g, of in each)
         options = {"out_dtype": out_dtype, "precision": self.precision}
         return self._weight_gradients("weight_gradient", x, gs, options)
 
-    def _has_kernel(self, operation: str, *arrays: Any, **options: Any) -> bool:
-        """Whether one kernel computes an operation of several layers, and is expected to be faster."""
-        # Each layer's own operation also has the implementation "mosaic_gpu", so None serves both.
-        name = None if self.implementation == "mosaic_gpu" else self.implementation
-        return dispatch.choose(operation, *arrays, implementation=name, **options) != "xla"
-
     def block_weight_gradients(
         self, x: jax.Array, gs: Sequence[jax.Array], product: Product, *, out_dtype: str
     ) -> tuple[jax.Array, ...]:
-        """``xT g`` for each g, [k, n], for x [..., k] and g [..., n], quantized in blocks of tokens.
+        """``xT g`` for each g, from operands that are quantized here, in blocks of tokens.
 
-        `product` has equal blocks and rotations on both sides, which `swjax.recipes.Recipe` checks.
+        Args:
+          x: [..., k].
+          gs: [..., n] each.
+          product: its two sides have equal blocks and rotations, which `swjax.recipes.Recipe` checks.
+          out_dtype: dtype of the results.
+
+        Returns:
+          [k, n] for each g.
         """
         options = {
             "dtypes": (product.lhs.dtype, product.rhs.dtype),
@@ -164,11 +180,16 @@ class Arithmetic(NamedTuple):
         return tuple(self.run(operation, rows[0], g, **options) for g in rows[1])
 
 
-def _fits_int32(a, b, axes: tuple[int, int]) -> bool:
-    """Whether the operands are quantized, and int32 holds every sum of products of int8 values."""
-    if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
-        return False
-    return a.values.dtype != jnp.int8 or a.values.shape[axes[0]] <= LONGEST_INT8_SUM
+def _quantized(a: jax.Array | QTensor, b: jax.Array | QTensor) -> bool:
+    """Whether both operands are quantized; False: neither is."""
+    kinds = {isinstance(a, QTensor), isinstance(b, QTensor)}
+    assert len(kinds) == 1, "both are quantized, or neither"
+    return True in kinds
+
+
+def _sum_fits_int32(a: QTensor, axis: int) -> bool:
+    """Whether int32 holds every sum of products of int8 values along an axis; fp8 is summed in float32."""
+    return a.values.dtype != jnp.int8 or a.values.shape[axis] <= LONGEST_INT8_SUM
 
 
 def as_rows(x: jax.Array) -> jax.Array:

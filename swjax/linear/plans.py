@@ -17,7 +17,9 @@ dw                  reduce-scattered over it          stays sharded
 
 An axis that shards only tokens, "data", adds only the all-reduce of dw and of the bias gradient. Scales equal
 those on one device, because absolute maxima are maxima over devices: one scalar for a tensor-wise scale. So
-int8 values equal those on one device, and so do products whose sum no axis shards.
+int8 values equal those on one device, and so do products whose sum no axis shards. One exception: a kernel
+that adds the input gradients of several layers rounds their sum once, and it may run for the rows of one
+device but not for all rows.
 """
 
 from collections.abc import Callable

@@ -204,9 +204,10 @@ def weight_gradients(
 ) -> tuple[jax.Array, ...]:
     """dw = xT g of each layer, in its dtype of `out_dtypes`."""
     first, product = layers[0], layers[0].recipe.wgrad
-    blocks = product if product is not None and product.lhs.scope == "block" else None
+    in_blocks = product is not None and product.lhs.scope == "block"
     alike = {(layer.recipe.wgrad, layer.dtype, layer.sharded) for layer in layers}
-    if product != blocks or len(alike) > 1 or len(set(out_dtypes)) > 1:
+    quantized_here = product is not None and not in_blocks
+    if quantized_here or len(alike) > 1 or len(set(out_dtypes)) > 1:
         return tuple(
             weight_gradient(x, g, layer, out_dtype=dtype)
             for g, layer, dtype in zip(gs, layers, out_dtypes)
@@ -214,7 +215,7 @@ def weight_gradients(
     operands = tuple(_high_precision(Factor(g, first.plan.y, 0), first) for g in gs)
     x_operand = _high_precision(Factor(x, first.plan.x, 0), first)
     (dtype,) = set(out_dtypes)
-    return first.sharded.weight_gradients(x_operand, operands, out_dtype=dtype, blocks=blocks)
+    return first.sharded.weight_gradients(x_operand, operands, out_dtype=dtype, blocks=product)
 
 
 def _multiply(

@@ -101,10 +101,8 @@ class Sharded(NamedTuple):
             )
             return plan.sum(dxs, plan.n) if summed else tuple(dx[None] for dx in dxs)
 
-        values, specs = (
-            tuple(tuple(getattr(operand, name) for operand in operands) for operands in (gs, ws))
-            for name in ("value", "spec")
-        )
+        values = tuple(g.value for g in gs), tuple(w.value for w in ws)
+        specs = tuple(g.spec for g in gs), tuple(w.spec for w in ws)
         return plan.run(step, values, specs, plan.x if summed else self._partial_spec)
 
     def sum_partial(self, dxs: tuple[jax.Array, ...]) -> jax.Array:
