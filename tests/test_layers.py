@@ -122,8 +122,8 @@ ENTRY %main {
   %a = s8[8,32]{1,0} parameter(0)
   %b = s8[16,32]{1,0} parameter(1)
   %x = bf16[8,32]{1,0} parameter(2)
-  %q = s8[8,32]{1,0} custom-call(%x), custom_call_target="t", metadata={op_name="jit(f)/jit(swjax_quantize)/c"}
-  %y = bf16[8,16]{1,0} custom-call(%q, %b), custom_call_target="t", metadata={op_name="jit(f)/jit(swjax_matmul)/c"}
+  %q = s8[8,32]{1,0} custom-call(%x), metadata={op_name="jit(f)/jit(swjax_quantize)/c"}
+  %y = bf16[8,16]{1,0} custom-call(%q, %b), metadata={op_name="jit(f)/jit(swjax_matmul)/c"}
   %z = bf16[8,16]{1,0} custom-call(%a, %q, %b, %b), metadata={op_name="jit(f)/jit(swjax_matmul_sum)/c"}
   %w = (f32[32,32]) custom-call(%x, %x), metadata={op_name="jit(f)/jit(swjax_weight_gradient_group)/c"}
 }
