@@ -144,10 +144,19 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
 def has_kernel(
     operation: str, *arrays: Any, implementation: str | None = None, **options: Any
 ) -> bool:
-    """Whether a kernel computes an operation of several layers, and is expected to be the fastest choice.
+    """Whether one kernel should compute an operation of several layers, such as "matmul_sum".
 
-    The alternative is the operation of a single layer, called for each layer. It also has the implementation
-    "mosaic_gpu", so this name does not require that such a kernel exists.
+    If not, callers run the operation of a single layer for each layer.
+
+    Args:
+      operation: a key of `IMPLEMENTATIONS`.
+      *arrays, **options: its arguments.
+      implementation: the implementation that the layers name, or None. With "mosaic_gpu", unlike
+        `choose`, this raises no error if the kernel cannot run: a single layer's operation has it too.
+
+    Returns:
+      True if the implementation allows the kernel, it can run, and the tuned table or the rule in `tiles`
+      does not prefer single layers.
 
     >>> x = jnp.ones((8, 64))
     >>> has_kernel("weight_gradient_group", x, (x, x), implementation="mosaic_gpu")
@@ -236,9 +245,7 @@ SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
 def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
     if operation.startswith("block_weight_gradient"):
         return "int8" in options["dtypes"]
-    if not operation.startswith("matmul"):
-        return False
-    return jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
+    return operation.startswith("matmul") and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
 
 
 def _warn_of_split_sums():

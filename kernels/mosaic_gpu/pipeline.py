@@ -256,11 +256,6 @@ def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling((8, piece)), swizzle(line)))
 
 
-def sum_dtype(operand: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    """The dtype of the sums of products of 8-bit operands."""
-    return jnp.int32 if operand == jnp.int8 else jnp.float32
-
-
 def piece_of(dtype: jax.typing.DTypeLike) -> int:
     """Returns the number of columns of a written piece, which fill a line."""
     return LINE // jnp.dtype(dtype).itemsize

@@ -71,10 +71,6 @@ class ProductSum(products.TiledProduct):
     block: jax.Array
     columns: ClassVar[int] = COLUMNS
 
-    @property
-    def sum_dtype(self) -> jax.typing.DTypeLike:
-        return pipeline.sum_dtype(self.inputs.a[0].dtype)
-
     def span(self, unit: jax.Array) -> tuple[int, int]:
         del unit
         return 0, len(self.inputs.a) * self.spec.steps
@@ -181,4 +177,4 @@ def why_not(
     for q in b:
         if q.scale.size > 1:
             return Unavailable(f"needs one scale for each b, got {q.scale.size}: use 'xla'")
-    return products.why_not(a[0], b[0], out_dtype=out_dtype, contract=contract)
+    return products.why_not(a[0], b[0], out_dtype=out_dtype, contract=contract, remedy="xla")

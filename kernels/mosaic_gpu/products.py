@@ -85,6 +85,10 @@ class TiledProduct:
     def stages(self) -> int:
         return self.spec.tile.stages
 
+    @property
+    def sum_dtype(self) -> jax.typing.DTypeLike:
+        return jnp.int32 if self.scratch.a.dtype == jnp.int8 else jnp.float32
+
     def units(self) -> jax.Array:
         rows, columns = self.spec.grid
         return pipeline.unit_count(rows * columns, self.block, self.spec.blocks)
@@ -158,10 +162,6 @@ class Product(TiledProduct):
     scratch: Scratch
     block: jax.Array
     columns: ClassVar[int] = TILE_N
-
-    @property
-    def sum_dtype(self) -> jax.typing.DTypeLike:
-        return pipeline.sum_dtype(self.inputs.a.dtype)
 
     @property
     def piece(self) -> int:
@@ -324,18 +324,19 @@ def why_not(
     *,
     out_dtype: str | None = None,
     contract: tuple[int, int] = (-1, -1),
+    remedy: str = "triton",
 ) -> Unavailable | None:
-    """Why `matmul` cannot multiply these; None: it can."""
+    """Why `matmul` cannot multiply these; None: it can. `remedy` is the implementation to name instead."""
     if a.values.dtype != b.values.dtype and jax.__version_info__ < (0, 11):
         return Unavailable(
             f"needs jax 0.11 for operands of two types, got {a.values.dtype} and "
-            f"{b.values.dtype} with jax {jax.__version__}: update jax, or use 'triton'"
+            f"{b.values.dtype} with jax {jax.__version__}: update jax, or use {remedy!r}"
         )
     k, n = a.values.shape[contract[0]], b.values.size // b.values.shape[contract[1]]
     piece = pipeline.piece_of(out_dtype or "bfloat16")
     lengths = {"rows": (a.values.size // k, 8), "k": (k, 128), "n": (n, piece)}
-    if reason := pipeline.why_not_multiples(lengths, remedy="triton"):
+    if reason := pipeline.why_not_multiples(lengths, remedy=remedy):
         return reason
     # A tile is written in pieces. Mosaic drops dimensions of size 1 from a copy, with their index. So if the
     # result has one piece, those past its edge would overwrite it instead of being clipped.
-    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use 'triton'")
+    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use {remedy!r}")

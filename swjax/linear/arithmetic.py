@@ -67,9 +67,11 @@ class Arithmetic(NamedTuple):
         >>> Arithmetic().product(ones((2, 3)), ones((3, 4)), axes=(-1, 0), out_dtype="float32").shape
         (2, 4)
         """
-        if _quantized(a, b):
+        if isinstance(a, QTensor) and isinstance(b, QTensor):
             return self._quantized_product(a, b, bias, addend, axes, out_dtype)
-        assert not (isinstance(a, QTensor) or isinstance(b, QTensor)), "neither is quantized"
+        assert not (isinstance(a, QTensor) or isinstance(b, QTensor)), (
+            "both are quantized, or neither"
+        )
         contract = (axes[0] % a.ndim,), (axes[1] % b.ndim,)
         y = reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=self.precision)
         if addend is None:
@@ -77,7 +79,7 @@ class Arithmetic(NamedTuple):
         # XLA for GPUs adds an array of the product's dtype in the product's epilogue.
         return y + addend if addend.dtype == y.dtype else add(y, addend)
 
-    def _quantized_product(self, a: Any, b: Any, bias, addend, axes, out_dtype):
+    def _quantized_product(self, a: QTensor, b: QTensor, bias, addend, axes, out_dtype):
         """Splits an int8 sum that could overflow int32, and adds the parts in float32."""
         length = a.values.shape[axes[0]]
         if _sum_fits_int32(a, axes[0]):
@@ -112,12 +114,15 @@ class Arithmetic(NamedTuple):
         Returns:
           A tuple with one array for each pair, or with one array: the sum.
         """
-        if len(pairs) > 1 and len(set(axes)) == 1 and all(_quantized(*pair) for pair in pairs):
-            operands: Any = tuple(zip(*pairs))
-            options: dict[str, Any] = {"out_dtype": out_dtype, "contract": axes[0]}
-            short = all(_sum_fits_int32(a, axes[0][0]) for a in operands[0])
-            if short and self._has_kernel("matmul_sum", *operands, **options):
-                return (dispatch.run("matmul_sum", *operands, **options),)
+        operands: Any = tuple(zip(*pairs))
+        options: dict[str, Any] = {"out_dtype": out_dtype, "contract": axes[0]}
+        fit = len(pairs) > 1 and len(set(axes)) == 1
+        fit = fit and all(
+            isinstance(a, QTensor) and isinstance(b, QTensor) and _sum_fits_int32(a, axes[0][0])
+            for a, b in pairs
+        )
+        if fit and self._has_kernel("matmul_sum", *operands, **options):
+            return (dispatch.run("matmul_sum", *operands, **options),)
         return tuple(
             self.product(*pair, axes=each, out_dtype=out_dtype) for pair, each in zip(pairs, axes)
         )
@@ -141,7 +146,7 @@ class Arithmetic(NamedTuple):
         Returns:
           [k, n] for each g.
         """
-        if any(_quantized(x, g) for g in gs):
+        if any(isinstance(operand, QTensor) for operand in (x, *gs)):
             each = zip(gs, axes)
             return tuple(self.product(x, g, axes=of, out_dtype=out_dtype) for g, of in each)
         options = {"out_dtype": out_dtype, "precision": self.precision}
@@ -178,13 +183,6 @@ class Arithmetic(NamedTuple):
         if len(gs) > 1 and self._has_kernel(group, *rows, **options):
             return dispatch.run(group, *rows, **options)
         return tuple(self.run(operation, rows[0], g, **options) for g in rows[1])
-
-
-def _quantized(a: jax.Array | QTensor, b: jax.Array | QTensor) -> bool:
-    """Whether both operands are quantized; False: neither is."""
-    kinds = {isinstance(a, QTensor), isinstance(b, QTensor)}
-    assert len(kinds) == 1, "both are quantized, or neither"
-    return True in kinds
 
 
 def _sum_fits_int32(a: QTensor, axis: int) -> bool:
