@@ -3,7 +3,7 @@
   python -m benchmarks.reliability kills --out=benchmarks/results/reliability_kills.json
   python -m benchmarks.reliability disk | fuzz | soak | peers ...
 
-Runs on a CPU with a tiny model; exits with 1 if a check fails.
+Runs on a CPU with a tiny model, unless JAX_PLATFORMS names others; exits with 1 if a check fails.
 """
 
 import os
@@ -50,12 +50,21 @@ def main(argv: list[str]) -> int:
 
 def machine() -> dict:
     """Returns the machine, versions and date of this measurement."""
+    import jax
+
     from swjax.training import environment
 
     packages = {name: environment.version(name) for name in environment.PACKAGES}
     date = time.strftime("%Y-%m-%d", time.gmtime())
     cores = len(os.sched_getaffinity(0))
-    return {"date": date, "cores": cores, "python": platform.python_version(), **packages}
+    device = jax.devices()[0].device_kind
+    return {
+        "date": date,
+        "device": device,
+        "cores": cores,
+        "python": platform.python_version(),
+        **packages,
+    }
 
 
 if __name__ == "__main__":

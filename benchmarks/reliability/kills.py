@@ -4,7 +4,9 @@ A run is killed and restarted until it has finished. Then every bit of its last 
 moments), its position in the data, and every metric of every step except times are compared, and another run
 starts. Half of the moments are drawn from the whole life of a process, including its start. The others are
 drawn from its training, which spends much of its time on checkpoints. With --workers the killed runs have
-loader processes, and none may remain at the end. The uninterrupted run has no loader processes.
+loader processes, and none may remain at the end. The uninterrupted run has no loader processes. On a GPU:
+
+  JAX_PLATFORMS=cuda,cpu python -m benchmarks.reliability kills --wide=1 --kills=20 --terms=4
 """
 
 import contextlib
@@ -17,6 +19,12 @@ from pathlib import Path
 
 from benchmarks.reliability.runs import Run, compare, finished_checkpoints, is_saving, records
 
+# In bf16, and large enough for the kernels that larger models run on a GPU.
+WIDE = """
+  data.image_size=64 data.context_length=16 data.synthetic.classes=200 data.synthetic.examples=2048
+  model.vision.width=256 model.vision.layers=4 model.vision.heads=4 model.text.width=256
+  model.text.layers=2 model.text.heads=4 model.embed_dim=128 model.dtype=bfloat16 train.batch_size=256
+""".split()
 _MARK = "SWJAX_KILLED"  # environment variable that marks the processes of a run
 
 
@@ -27,6 +35,7 @@ def measure(
     steps: int = 300,
     seed: int = 0,
     workers: int = 0,
+    wide: int = 0,
 ) -> dict:
     """Sends SIGKILLs and SIGTERMs.
 
@@ -36,10 +45,11 @@ def measure(
       steps: steps of each run, with a checkpoint every five.
       seed: of the moments.
       workers: loader processes of each run that is killed.
+      wide: 1 trains a model of width 256 in bf16; 0 a tiny one.
     """
     rng = random.Random(seed)
     keys = (f"train.steps={steps}", "checkpoint.every_steps=5", "log.every_steps=5",
-            f"train.compilation_cache={folder / 'cache'}")  # fmt: skip
+            f"train.compilation_cache={folder / 'cache'}", *(WIDE if wide else ()))  # fmt: skip
     alone = folder / "alone"
     for workdir in (folder / "compiling", alone):
         start = time.perf_counter()
@@ -72,6 +82,7 @@ def measure(
         "terms": terms,
         "steps_of_a_run": steps,
         "loader_processes": workers,
+        "wide": bool(wide),
         "processes_left": left,
         "runs_compared": len(compared),
         "runs_identical": identical,

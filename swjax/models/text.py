@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from swjax.models.config import CLIPConfig, TextConfig
+from swjax.models.embeddings import lookup
 from swjax.models.transformer import BlockInit, LayerNorm, apply_blocks, stack_blocks
 
 
@@ -57,9 +58,11 @@ class TextTransformer(nnx.Module):
           ValueError: tokens have another shape or dtype.
         """
         self._check(tokens)
-        # The lookup precedes the cast, so that its gradient is summed in float32.
-        x = self.token_embedding(tokens) + self.position_embedding[None, : tokens.shape[1]]
-        x, magnitudes = apply_blocks(self.blocks, x.astype(self.cfg.dtype), self.cfg)
+        dtype = self.cfg.dtype
+        x = lookup(self.token_embedding.embedding[...], tokens, gradient_dtype=dtype)
+        # The sum precedes the cast, so that the gradient of the positions is summed in float32.
+        x = (x + self.position_embedding[None, : tokens.shape[1]]).astype(dtype)
+        x, magnitudes = apply_blocks(self.blocks, x, self.cfg)
         if self.cfg.siglip:
             x = x[:, -1]
         else:

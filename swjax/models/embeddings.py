@@ -1,0 +1,114 @@
+"""The lookup of token embeddings. On GPUs its gradient is the same in every run.
+
+There XLA sums the gradients of equal tokens by atomic additions. Their order varies, and with it the last bits
+of the sums. Here tokens are sorted, so that equal tokens are neighbours. Matrix products add the gradients of
+128 neighbours at a time.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from swjax.linear.layouts import TOKENS, Spec
+from swjax.linear.planning import plan_batch
+from swjax.linear.plans import Plan, vary_alike
+
+CHUNK = 128  # sorted tokens whose gradients one product adds
+
+
+def lookup(table: jax.Array, tokens: jax.Array, gradient_dtype: str) -> jax.Array:
+    """The rows of a table, as `jnp.take` returns them.
+
+    Args:
+      table: [v, w] float32.
+      tokens: integers [b, ...].
+      gradient_dtype: on GPUs, the incoming gradient is rounded to this dtype. The gradient of the table is
+        summed in float32. A NaN or an infinity in the gradient of one token may reach up to 127 other tokens.
+
+    Returns:
+      [b, ..., w] float32.
+
+    >>> lookup(jnp.eye(3), jnp.array([2, 0]), "bfloat16")
+    Array([[0., 0., 1.],
+           [1., 0., 0.]], dtype=float32)
+    """
+    if jax.default_backend() != "gpu":
+        return jnp.take(table, tokens, axis=0)
+    plan = plan_batch(TOKENS, tokens, table)
+    return _lookup(plan, gradient_dtype, *vary_alike(table, tokens))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _lookup(plan: Plan, gradient_dtype: str, table, tokens):
+    return jnp.take(table, tokens, axis=0)
+
+
+def _forward(plan, gradient_dtype, table, tokens):
+    return _lookup(plan, gradient_dtype, table, tokens), (tokens, table.shape[0])
+
+
+def _backward(plan, gradient_dtype, saved, g):
+    tokens, count = saved
+
+    def step(tokens, g):
+        rows = g.reshape(-1, g.shape[-1]).astype(gradient_dtype)
+        return plan.sum(sum_by_token(rows, tokens.reshape(-1), count), *plan.tokens)
+
+    rest = ((),) * (tokens.ndim - len(plan.tokens))
+    shards = Spec((*plan.tokens, *rest))
+    specs = shards, Spec((*shards, ()))
+    return plan.run(step, (tokens, g), specs, Spec(((), ()))), None
+
+
+_lookup.defvjp(_forward, _backward)
+
+
+def sum_by_token(rows: jax.Array, tokens: jax.Array, count: int) -> jax.Array:
+    """Sums the rows of equal tokens in float32, in an order that depends on the tokens only.
+
+    Args:
+      rows: [n, w].
+      tokens: integers [n], from -count to count - 1; negative ones count from the end, and rows of others are
+        dropped.
+      count: number of different tokens, v.
+
+    Returns:
+      [v, w] float32, with zeros for missing tokens.
+
+    >>> sum_by_token(jnp.array([[1.], [2.], [4.]]), jnp.array([1, 0, 1]), 3)
+    Array([[2.],
+           [5.],
+           [0.]], dtype=float32)
+    """
+    n, w = rows.shape
+    tokens = jnp.where(tokens < 0, tokens + count, tokens)
+    order = jnp.argsort(tokens)
+    padding = -n % CHUNK
+    ids = jnp.pad(tokens[order], (0, padding), constant_values=count).reshape(-1, CHUNK)
+    neighbours = jnp.pad(rows[order], ((0, padding), (0, 0))).reshape(-1, CHUNK, w)
+
+    # Each row becomes the sum over the equal tokens of its chunk.
+    equal = ids[:, :, None] == ids[:, None, :]
+    sums = _product("cij,cjw->ciw", equal.astype(rows.dtype), neighbours)
+
+    # Only the first token of a chunk can have equal tokens in earlier chunks, and these chunks end with it.
+    continued = ids[:, :1] == ids[None, :, -1]
+    earlier = jnp.tril(continued, -1).astype(jnp.float32)
+    carried = _product("ca,aw->cw", earlier, sums[:, -1])
+    sums += jnp.where((ids == ids[:, :1])[:, :, None], carried[:, None, :], 0)
+
+    # The last of equal tokens has the sum over all of them.
+    flat = ids.reshape(-1)
+    position = jnp.arange(flat.size)
+    is_last = flat != jnp.append(flat[1:], -1)
+    place = jnp.where(is_last & (flat >= 0) & (flat < count), flat, count + position)
+    last = jnp.full(count, -1).at[place].set(position, mode="drop", unique_indices=True)
+    return jnp.where(last[:, None] < 0, 0, sums.reshape(-1, w)[last])
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product with a matrix of zeros and ones, which is exact except for the float32 sums."""
+    return jnp.einsum(
+        equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,84 @@
+"""The lookup of token embeddings and its gradient on GPUs, which the CPU computes here."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numeric import snr_db
+
+from swjax.models.embeddings import CHUNK, lookup, sum_by_token
+
+COUNT, WIDTH = 40, 6
+
+
+@pytest.fixture
+def as_on_gpus(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def captions(*shape, seed=0):
+    """Tokens of which most are padding, as in captions."""
+    tokens = jax.random.randint(jax.random.key(seed), shape, 1, COUNT)
+    return tokens.at[..., shape[-1] // 3 :].set(0)
+
+
+def weighted(look, table, tokens):
+    return jnp.sum(jnp.sin(look(table, tokens)) ** 2)
+
+
+TABLE = jax.random.normal(jax.random.key(9), (COUNT, WIDTH))
+EXACT = partial(weighted, lambda table, tokens: jnp.take(table, tokens, axis=0))
+OURS = partial(weighted, partial(lookup, gradient_dtype="float32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("n", [1, CHUNK, 5 * CHUNK + 1, 2000])
+def test_sums_are_those_of_each_token(n, dtype):
+    rows = jax.random.normal(jax.random.key(n), (n, WIDTH)).astype(dtype)
+    got = jax.jit(partial(sum_by_token, count=COUNT))(rows, captions(n))
+    want = np.zeros((COUNT, WIDTH))
+    np.add.at(want, np.asarray(captions(n)), np.asarray(rows, np.float64))
+    assert got.dtype == jnp.float32
+    assert snr_db(got, want) > 120
+
+
+def test_tokens_count_from_the_end_and_unknown_tokens_are_dropped():
+    rows = jnp.arange(1.0, 7.0)[:, None]
+    got = sum_by_token(rows, jnp.array([-1, 2, 3, -4, 0, -2]), 3)
+    np.testing.assert_array_equal(got, [[5.0], [6.0], [3.0]])
+
+
+@pytest.mark.parametrize("tokens", [captions(7, 9), captions(300, 3)])
+def test_derivatives_are_those_of_take(as_on_gpus, tokens):
+    first = jax.jit(jax.grad(OURS))(TABLE, tokens)
+    np.testing.assert_allclose(first, jax.grad(EXACT)(TABLE, tokens), rtol=1e-5, atol=1e-5)
+    for transform in (
+        lambda loss: jax.grad(lambda table: jnp.sum(jax.grad(loss)(table, tokens) ** 2)),
+        lambda loss: lambda t: jax.vmap(jax.grad(loss), (None, 0))(t, tokens[:, None]),
+        lambda loss: lambda t: jax.vmap(jax.grad(loss), (0, None))(jnp.stack([t, 2 * t]), tokens),
+    ):
+        got, want = transform(OURS)(TABLE), transform(EXACT)(TABLE)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_rounded_to_the_dtype(as_on_gpus):
+    look = partial(lookup, gradient_dtype="bfloat16")
+    gradient = jax.grad(lambda table: jnp.sum(look(table, jnp.zeros(1, int)) * 1.001))(TABLE)
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient[0], np.ones(WIDTH))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_the_same_in_every_run(dtype):
+    tokens, table = captions(512, 77), jnp.zeros((COUNT, 512))
+    g = jax.random.normal(jax.random.key(1), (*tokens.shape, 512)).astype(dtype)
+    look = partial(lookup, gradient_dtype=dtype)
+    gradient = jax.jit(jax.grad(lambda table: jnp.sum(look(table, tokens) * g)))
+    first = gradient(table)
+    assert all(jnp.array_equal(gradient(table), first) for _ in range(5))
+    want = np.zeros(table.shape)
+    np.add.at(want, np.asarray(tokens), np.asarray(g, np.float64))
+    assert snr_db(first, want) > 100

@@ -1,0 +1,47 @@
+"""The gradient of token embeddings on GPUs, for captions that are sharded over devices."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eight_devices import TOKENS, WHOLE, compiled, draw, make_mesh, put
+
+from swjax.models.embeddings import lookup
+from swjax.testing import collectives
+
+pytestmark = pytest.mark.eight_devices
+
+
+@pytest.fixture(autouse=True)
+def as_on_gpus(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def loss(look, table, tokens):
+    return jnp.sum(jnp.sin(look(table, tokens)) ** 2)
+
+
+OURS = partial(loss, partial(lookup, gradient_dtype="float32"))
+ARGUMENTS = draw(40, 6), np.random.default_rng(0).integers(0, 40, (16, 9), np.int32)
+WANT = jax.grad(partial(loss, lambda table, tokens: table[tokens]))(*ARGUMENTS)
+
+
+def test_each_device_sums_its_own_tokens():
+    mesh = make_mesh((4, 2, 1))
+    with jax.set_mesh(mesh):
+        placed = [put(a, mesh, spec) for a, spec in zip(ARGUMENTS, (WHOLE, TOKENS))]
+        fn = compiled(jax.grad(OURS), *placed)
+        np.testing.assert_allclose(fn(*placed), WANT, rtol=1e-5, atol=1e-5)
+        found = {op for op, _, _ in collectives(fn)}
+    assert found == {"all-reduce"}, "tokens and their gradients are not gathered"
+
+
+def test_a_users_shard_map_sums_over_devices():
+    mesh = make_mesh((8, 1, 1))
+    summed = lambda *args: jax.lax.psum(OURS(*args), "data")
+    each = jax.shard_map(summed, mesh=mesh, in_specs=(WHOLE, jax.P("data")), out_specs=WHOLE)
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.grad(each))(*ARGUMENTS)
+    np.testing.assert_allclose(got, WANT, rtol=1e-5, atol=1e-5)
