@@ -1,4 +1,4 @@
-"""The lookup of token embeddings and its gradient on GPUs, which the CPU computes here."""
+"""Lookups in tables, and their gradients on GPUs, which the CPU computes here."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numeric import snr_db
 
-from swjax.models.embeddings import CHUNK, lookup, sum_by_token
+from swjax.models.embeddings import CHUNK, first_rows, lookup, sum_by_token
 
 COUNT, WIDTH = 40, 6
 
@@ -70,13 +70,32 @@ def test_gradients_are_rounded_to_the_dtype(as_on_gpus):
     np.testing.assert_array_equal(gradient[0], np.ones(WIDTH))
 
 
+@pytest.mark.parametrize("count", [1, 5, 9])
+def test_gradients_of_first_rows(as_on_gpus, count):
+    order = jnp.argsort(jax.random.uniform(jax.random.key(0), (4, 9)), axis=1)
+    table = TABLE[:9]
+
+    def weighted(first, table, order):
+        return jnp.sum(jnp.sin(first(table, order)) ** 2)
+
+    exact = partial(weighted, lambda table, order: table[order[:, :count]])
+    ours = partial(weighted, lambda table, order: first_rows(table, order, count))
+    for transform in (
+        lambda loss: lambda t: jax.jit(jax.grad(loss))(t, order),
+        lambda loss: jax.grad(lambda t: jnp.sum(jax.grad(loss)(t, order) ** 2)),
+        lambda loss: lambda t: jax.vmap(jax.grad(loss), (None, 0))(t, order[:, None]),
+    ):
+        got, want = transform(ours)(table), transform(exact)(table)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_the_same_in_every_run(dtype):
     tokens, table = captions(512, 77), jnp.zeros((COUNT, 512))
     g = jax.random.normal(jax.random.key(1), (*tokens.shape, 512)).astype(dtype)
     look = partial(lookup, gradient_dtype=dtype)
-    gradient = jax.jit(jax.grad(lambda table: jnp.sum(look(table, tokens) * g)))
+    gradient = jax.jit(jax.grad(lambda table: jnp.sum(look(table, tokens) * g.astype("float32"))))
     first = gradient(table)
     assert all(jnp.array_equal(gradient(table), first) for _ in range(5))
     want = np.zeros(table.shape)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from functools import partial
 
 import implementations
 import jax
@@ -25,7 +26,8 @@ from jax.sharding import PartitionSpec as P
 from numeric import snr_db
 
 from swjax.models import clip
-from swjax.models.vit import drop_patches
+from swjax.models.embeddings import first_rows
+from swjax.models.vit import random_order
 from swjax.recipes import RECIPES
 from swjax.testing import matrix_products
 
@@ -203,17 +205,41 @@ def test_causal_text_ignores_what_follows_the_end():
 
 
 def test_patch_dropout_is_a_random_subset():
-    x = jnp.arange(2 * 16.0).reshape(2, 16, 1)
-    draws = [drop_patches(x, 8, jax.random.key(seed))[..., 0] for seed in range(64)]
-    for kept in draws:
-        for row in range(2):
-            assert len(np.unique(kept[row])) == 8 and set(np.asarray(kept[row])) <= set(
-                range(16 * row, 16 * row + 16)
-            )
-    counts = np.bincount(np.concatenate([np.asarray(kept).ravel() for kept in draws]).astype(int))
+    draws = [np.asarray(random_order(jax.random.key(seed), 2, 16)) for seed in range(64)]
+    for order in draws:
+        np.testing.assert_array_equal(np.sort(order), [range(16)] * 2)
+    counts = [np.bincount(np.concatenate([order[row, :8] for order in draws])) for row in (0, 1)]
     # each patch is kept with probability 1/2: within five standard deviations
-    assert len(counts) == 32 and np.all(np.abs(counts - 32) < 5 * math.sqrt(64 / 4))
-    assert np.any(draws[0][0] != draws[0][1] - 16), "both images drop the same patches"
+    assert np.all(np.abs(np.array(counts) - 32) < 5 * math.sqrt(64 / 4))
+    assert np.any(draws[0][0] != draws[0][1]), "both images drop the same patches"
+
+
+@pytest.mark.parametrize("like_gpus", [False, True])
+def test_dropped_patches_are_not_embedded(monkeypatch, like_gpus):
+    if like_gpus:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    cfg = small_config(patch_dropout=0.5)
+    graph, params = random_model(cfg)
+    images, _ = inputs(cfg)
+    key, keep = jax.random.key(5), cfg.vision.kept_patches(0.5)
+    order = random_order(key, images.shape[0], cfg.vision.patches)
+
+    def embed(params, images, order):
+        vision = nnx.merge(graph, params).vision
+        positions = vision.position_embedding[...][1:]
+        x = vision.patch_embed(images) + positions[None]
+        x = jnp.take_along_axis(x, order[:, :keep, None], axis=1)
+        kept = vision.patch_embed(images, order[:, :keep]) + first_rows(positions, order, keep)
+        return x, kept
+
+    def weighted(params, i):
+        x = embed(params, images, order)[i]
+        return jnp.sum(jnp.sin(x) ** 2)
+
+    x, kept = embed(params, images, order)
+    np.testing.assert_allclose(kept, x, rtol=1e-5, atol=1e-5)
+    of_x, of_kept = (jax.jit(jax.grad(partial(weighted, i=i)))(params) for i in (0, 1))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), of_kept, of_x)
 
 
 def test_patch_dropout_is_for_training_only():

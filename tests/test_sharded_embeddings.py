@@ -1,4 +1,4 @@
-"""The gradient of token embeddings on GPUs, for captions that are sharded over devices."""
+"""The gradients of lookups on GPUs, for batches that are sharded over devices."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from eight_devices import TOKENS, WHOLE, compiled, draw, make_mesh, put
 
-from swjax.models.embeddings import lookup
+from swjax.models.embeddings import first_rows, lookup
 from swjax.testing import collectives
 
 pytestmark = pytest.mark.eight_devices
@@ -28,14 +28,26 @@ ARGUMENTS = draw(40, 6), np.random.default_rng(0).integers(0, 40, (16, 9), np.in
 WANT = jax.grad(partial(loss, lambda table, tokens: table[tokens]))(*ARGUMENTS)
 
 
-def test_each_device_sums_its_own_tokens():
+def check(gradient, arguments, want):
     mesh = make_mesh((4, 2, 1))
     with jax.set_mesh(mesh):
-        placed = [put(a, mesh, spec) for a, spec in zip(ARGUMENTS, (WHOLE, TOKENS))]
-        fn = compiled(jax.grad(OURS), *placed)
-        np.testing.assert_allclose(fn(*placed), WANT, rtol=1e-5, atol=1e-5)
+        placed = [put(a, mesh, spec) for a, spec in zip(arguments, (WHOLE, TOKENS))]
+        fn = compiled(gradient, *placed)
+        np.testing.assert_allclose(fn(*placed), want, rtol=1e-5, atol=1e-5)
         found = {op for op, _, _ in collectives(fn)}
-    assert found == {"all-reduce"}, "tokens and their gradients are not gathered"
+    assert found == {"all-reduce"}, "rows and their gradients are not gathered"
+
+
+def test_each_device_sums_its_own_tokens():
+    check(jax.grad(OURS), ARGUMENTS, WANT)
+
+
+def test_each_device_sums_its_own_rows():
+    order = np.argsort(np.random.default_rng(1).random((16, 9)), axis=1)
+    exact = partial(loss, lambda table, order: table[order[:, :4]])
+    ours = partial(loss, lambda table, order: first_rows(table, order, 4))
+    arguments = draw(9, 6), order
+    check(jax.grad(ours), arguments, jax.grad(exact)(*arguments))
 
 
 def test_a_users_shard_map_sums_over_devices():

@@ -50,9 +50,11 @@ def absolute_maximum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     [[3.0]]
     """
     # The maximum compares integers, whose order is that of positive floats with NaN on top. XLA for CPUs
-    # drops NaN from a maximum of floats, so that a gradient of NaN would become zeros.
-    bits = lax.bitcast_convert_type(jnp.abs(to_float32(x)), jnp.int32)
-    largest = jnp.max(bits, axis=axes, keepdims=True, initial=0)
+    # drops NaN from a maximum of floats, so that a gradient of NaN would become zeros. The smallest unsigned
+    # integer is 0, so an empty x needs no operation of its own.
+    bits = lax.bitcast_convert_type(jnp.abs(to_float32(x)), jnp.uint32)
+    axes = tuple(axis % x.ndim for axis in axes)
+    largest = lax.expand_dims(lax.reduce_max(bits, axes), sorted(axes))
     return lax.bitcast_convert_type(largest, jnp.float32)
 
 

@@ -148,7 +148,7 @@ def flops_per_example(cfg: CLIPConfig, *, training: bool = True) -> int:
     """
     vision, text = cfg.vision, cfg.text
     patches = vision.kept_patches(cfg.patch_dropout) if training else vision.patches
-    embed_patches = 2 * vision.patches * 3 * vision.patch_size**2 * vision.width
+    embed_patches = 2 * patches * 3 * vision.patch_size**2 * vision.width
     project = 2 * (vision.width * (not cfg.siglip) + text.width) * cfg.embed_dim
     if cfg.siglip:
         project += _pool_flops(vision, patches)

@@ -1,8 +1,7 @@
-"""The lookup of token embeddings. On GPUs its gradient is the same in every run.
+"""Lookups in tables of parameters whose gradients are the same in every run.
 
-There XLA sums the gradients of equal tokens by atomic additions. Their order varies, and with it the last bits
-of the sums. Here tokens are sorted, so that equal tokens are neighbours. Matrix products add the gradients of
-128 neighbours at a time.
+For rows that are read several times, XLA for GPUs sums gradients by atomic additions. Their order varies, and
+with it the last bits of the sums. On GPUs the functions here have gradients without atomic additions.
 """
 
 from functools import partial
@@ -19,6 +18,9 @@ CHUNK = 128  # sorted tokens whose gradients one product adds
 
 def lookup(table: jax.Array, tokens: jax.Array, gradient_dtype: str) -> jax.Array:
     """The rows of a table, as `jnp.take` returns them.
+
+    On GPUs the gradient sorts the tokens, so that equal tokens are neighbours, and adds the gradients of 128
+    neighbours at a time by a matrix product.
 
     Args:
       table: [v, w] float32.
@@ -112,3 +114,41 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(
         equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
+
+
+def first_rows(table: jax.Array, order: jax.Array, count: int) -> jax.Array:
+    """The first `count` rows of a table in the given orders.
+
+    Args:
+      table: [n, w].
+      order: integers [b, n], permutations of 0 to n - 1.
+      count: number of rows, static.
+
+    Returns:
+      [b, count, w].
+
+    >>> first_rows(jnp.array([[1.], [2.], [3.]]), jnp.array([[2, 0, 1]]), 2)
+    Array([[[3.],
+            [1.]]], dtype=float32)
+    """
+    if jax.default_backend() != "gpu":
+        return table[order[:, :count]]
+    return _first_rows(count, *vary_alike(table, order))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _first_rows(count: int, table, order):
+    return table[order[:, :count]]
+
+
+def _first_rows_forward(count, table, order):
+    return _first_rows(count, table, order), order
+
+
+def _first_rows_backward(count, order, g):
+    place = jnp.argsort(order, axis=1)  # of each row in its order
+    of_rows = jnp.take_along_axis(g, jnp.minimum(place, count - 1)[..., None], axis=1)
+    return jnp.sum(jnp.where((place < count)[..., None], of_rows, 0), axis=0), None
+
+
+_first_rows.defvjp(_first_rows_forward, _first_rows_backward)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from swjax.models.config import CLIPConfig, VisionConfig
+from swjax.models.embeddings import first_rows
 from swjax.models.transformer import (
     BlockInit,
     LayerNorm,
@@ -28,13 +29,18 @@ class PatchEmbed(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(cfg.width, jnp.float32)) if use_bias else None
         self.dtype = dtype
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Maps [b, h, w, 3] to [b, patches, width] float32, with patches in row-major order."""
+    def __call__(self, images: jax.Array, chosen: jax.Array | None = None) -> jax.Array:
+        """Maps [b, h, w, 3] to [b, patches, width] float32, with patches in row-major order.
+
+        With `chosen`, integers [b, n], it maps only these patches of each image, to [b, n, width].
+        """
         kernel = self.kernel[...].astype(self.dtype)
         patch, _, channels, width = kernel.shape
         batch, rows, columns = (images.shape[0], *(side // patch for side in images.shape[1:3]))
         x = images.astype(self.dtype).reshape(batch, rows, patch, columns, patch, channels)
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, rows * columns, -1)
+        if chosen is not None:
+            x = jnp.take_along_axis(x, chosen[..., None], axis=1)
         y = (x @ kernel.reshape(-1, width)).astype(jnp.float32)
         return y if self.bias is None else y + self.bias[...][None, None]
 
@@ -92,11 +98,13 @@ class VisionTransformer(nnx.Module):
         # Sums with parameters are in float32, so that their gradients are summed over the batch in float32.
         position = self.position_embedding[...]
         patches = position[-self.cfg.vision.patches :]
-        x = self.patch_embed(images) + patches[None]
-        x = x.astype(self.cfg.dtype)
         if self.cfg.patch_dropout > 0 and not deterministic:
             keep = self.cfg.vision.kept_patches(self.cfg.patch_dropout)
-            x = drop_patches(x, keep, dropout_key)
+            order = random_order(dropout_key, images.shape[0], self.cfg.vision.patches)
+            x = self.patch_embed(images, order[:, :keep]) + first_rows(patches, order, keep)
+        else:
+            x = self.patch_embed(images) + patches[None]
+        x = x.astype(self.cfg.dtype)
         if self.cfg.siglip:
             x, magnitudes = apply_blocks(self.blocks, x, self.cfg)
             pooled = self.pool(self.ln_post(x))
@@ -160,16 +168,8 @@ class AttentionPool(nnx.Module):
         return y + self.fc2(gelu(self.fc1(self.ln(y)), self.gelu))
 
 
-def drop_patches(x: jax.Array, keep: int, key: jax.Array | None) -> jax.Array:
-    """Selects a uniformly random subset of each image's patches.
-
-    Args:
-      x: [b, patches, width].
-      keep: number of patches to keep, static.
-      key: PRNG key.
-
-    Returns:
-      [b, keep, width].
+def random_order(key: jax.Array | None, batch: int, patches: int) -> jax.Array:
+    """Returns a random permutation of the patches for each image, [batch, patches].
 
     Raises:
       ValueError: the key is missing.
@@ -178,8 +178,7 @@ def drop_patches(x: jax.Array, keep: int, key: jax.Array | None) -> jax.Array:
         raise ValueError(
             "patch dropout needs dropout_key in training: pass one, or deterministic=True"
         )
-    chosen = jnp.argsort(jax.random.uniform(key, x.shape[:2]), axis=1)[:, :keep]
-    return jnp.take_along_axis(x, chosen[..., None], axis=1)
+    return jnp.argsort(jax.random.uniform(key, (batch, patches)), axis=1)
 
 
 def block_init(cfg: VisionConfig) -> BlockInit:
