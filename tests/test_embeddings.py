@@ -79,7 +79,7 @@ def test_gradients_of_first_rows(as_on_gpus, count):
         return jnp.sum(jnp.sin(first(table, order)) ** 2)
 
     exact = partial(weighted, lambda table, order: table[order[:, :count]])
-    ours = partial(weighted, lambda table, order: first_rows(table, order, count))
+    ours = partial(weighted, lambda table, order: first_rows(table, order, count, "float32"))
     for transform in (
         lambda loss: lambda t: jax.jit(jax.grad(loss))(t, order),
         lambda loss: jax.grad(lambda t: jnp.sum(jax.grad(loss)(t, order) ** 2)),

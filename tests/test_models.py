@@ -229,7 +229,9 @@ def test_dropped_patches_are_not_embedded(monkeypatch, like_gpus):
         positions = vision.position_embedding[...][1:]
         x = vision.patch_embed(images) + positions[None]
         x = jnp.take_along_axis(x, order[:, :keep, None], axis=1)
-        kept = vision.patch_embed(images, order[:, :keep]) + first_rows(positions, order, keep)
+        kept = vision.patch_embed(images, order[:, :keep]) + first_rows(
+            positions, order, keep, "float32"
+        )
         return x, kept
 
     def weighted(params, i):

@@ -90,10 +90,22 @@ def zero_sums(CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def store_sum(y_ptr, total, i: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes a chunk to this program's row of y [programs, WIDTH]; XLA adds the rows in a fixed order."""
+def store_sum(
+    y_ptr,
+    total,
+    i: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SUM: tl.constexpr = 0,
+    SUMS: tl.constexpr = 1,
+):
+    """Writes a chunk of one of SUMS rows of this program in y [programs, SUMS, WIDTH].
+
+    XLA adds the rows of all programs in a fixed order.
+    """
     column = i * CHUNK + tl.arange(0, CHUNK)
-    tl.store(y_ptr + tl.program_id(0) * WIDTH + column, total, mask=column < WIDTH)
+    row = tl.program_id(0) * SUMS + SUM
+    tl.store(y_ptr + row * WIDTH + column, total, mask=column < WIDTH)
 
 
 @triton.jit

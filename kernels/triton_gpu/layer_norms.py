@@ -167,8 +167,7 @@ def _layer_norm_backward_kernel(
     gamma_ptr,  # [WIDTH]
     beta_ptr,  # [WIDTH]
     dx_ptr,  # [M, WIDTH]
-    gamma_sums_ptr,  # [programs, WIDTH]
-    beta_sums_ptr,  # [programs, WIDTH]
+    sums_ptr,  # [programs, 2, WIDTH]: gamma's and beta's
     y_ptr,  # [M, WIDTH], LayerNorm's output
     M: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -206,8 +205,8 @@ def _layer_norm_backward_kernel(
         )  # fmt: skip
 
     for i in tl.static_range(CHUNKS):
-        store_sum(gamma_sums_ptr, gamma_sums[i], i, WIDTH, CHUNK)
-        store_sum(beta_sums_ptr, beta_sums[i], i, WIDTH, CHUNK)
+        store_sum(sums_ptr, gamma_sums[i], i, WIDTH, CHUNK, 0, 2)
+        store_sum(sums_ptr, beta_sums[i], i, WIDTH, CHUNK, 1, 2)
 
 
 def layer_norm_backward(
@@ -227,9 +226,9 @@ def layer_norm_backward(
         gradients = (*gradients[:2], rest.astype(x.dtype))
     tile = tile or tiles.row_tile("layer_norm_backward", x.shape[-1])
     programs = chunks.program_count(x, tile, persistent=True, sums=2)
-    partial_sums = jax.ShapeDtypeStruct((programs, x.shape[-1]), jnp.float32)
+    partial_sums = jax.ShapeDtypeStruct((programs, 2, x.shape[-1]), jnp.float32)
     rows = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    dx, gamma_sums, beta_sums, y = launcher.call(
+    dx, sums, y = launcher.call(
         x,
         *(gradients * 3)[:3],  # unread arguments still need an address
         x if residual is None else residual,
@@ -238,7 +237,6 @@ def layer_norm_backward(
         kernel=_layer_norm_backward_kernel,
         out_type=(
             rows,
-            partial_sums,
             partial_sums,
             jax.ShapeDtypeStruct((1,), x.dtype) if beta is None else rows,
         ),
@@ -250,5 +248,5 @@ def layer_norm_backward(
         RECOMPUTE=beta is not None,
         **chunks.row_constants(x, tile, persistent=True),
     )
-    dgamma, dbeta = (jnp.sum(sums, axis=0) for sums in (gamma_sums, beta_sums))
+    dgamma, dbeta = jnp.sum(sums, axis=0)  # one kernel for both
     return dx, dgamma, dbeta, None if beta is None else y

@@ -118,7 +118,14 @@ def magnitudes(x: jax.Array) -> dict[str, jax.Array]:
     {'feature_mean_abs': Array(2., dtype=float32), 'feature_max_abs': Array(3., dtype=float32)}
     """
     absolute = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
-    return {FEATURE_MEAN: jnp.mean(absolute), FEATURE_MAX: jnp.max(absolute)}
+    # One reduction with two results, because XLA for GPUs would read x for each of two reductions.
+    sums, maxima = jax.lax.reduce(
+        (absolute, absolute),
+        (jnp.float32(0), jnp.float32(0)),
+        lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])),
+        (x.ndim - 1,),
+    )
+    return {FEATURE_MEAN: jnp.sum(sums) / x.size, FEATURE_MAX: jnp.max(maxima)}
 
 
 def feature_magnitude(outs: dict[str, dict]) -> dict[str, jax.Array]:

@@ -98,57 +98,59 @@ def sum_by_token(rows: jax.Array, tokens: jax.Array, count: int) -> jax.Array:
     continued = ids[:, :1] == ids[None, :, -1]
     earlier = jnp.tril(continued, -1).astype(jnp.float32)
     carried = _product("ca,aw->cw", earlier, sums[:, -1])
-    sums += jnp.where((ids == ids[:, :1])[:, :, None], carried[:, None, :], 0)
 
-    # The last of equal tokens has the sum over all of them.
+    # The last of equal tokens, with the sum over its chunk and those carried from earlier chunks, has all.
     flat = ids.reshape(-1)
     position = jnp.arange(flat.size)
     is_last = flat != jnp.append(flat[1:], -1)
     place = jnp.where(is_last & (flat >= 0) & (flat < count), flat, count + position)
     last = jnp.full(count, -1).at[place].set(position, mode="drop", unique_indices=True)
-    return jnp.where(last[:, None] < 0, 0, sums.reshape(-1, w)[last])
+    exists, is_first = last >= 0, ids[last // CHUNK, 0] == jnp.arange(count)
+    own = jnp.where(exists[:, None], sums.reshape(-1, w)[last], 0)
+    return own + jnp.where((exists & is_first)[:, None], carried[last // CHUNK], 0)
 
 
-def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """A product with a matrix of zeros and ones, which is exact except for the float32 sums."""
-    return jnp.einsum(
-        equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-
-
-def first_rows(table: jax.Array, order: jax.Array, count: int) -> jax.Array:
+def first_rows(table: jax.Array, order: jax.Array, count: int, gradient_dtype: str) -> jax.Array:
     """The first `count` rows of a table in the given orders.
 
     Args:
-      table: [n, w].
+      table: [n, w] float32.
       order: integers [b, n], permutations of 0 to n - 1.
       count: number of rows, static.
+      gradient_dtype: as for `lookup`.
 
     Returns:
-      [b, count, w].
+      [b, count, w] float32.
 
-    >>> first_rows(jnp.array([[1.], [2.], [3.]]), jnp.array([[2, 0, 1]]), 2)
+    >>> first_rows(jnp.array([[1.], [2.], [3.]]), jnp.array([[2, 0, 1]]), 2, "float32")
     Array([[[3.],
             [1.]]], dtype=float32)
     """
     if jax.default_backend() != "gpu":
         return table[order[:, :count]]
-    return _first_rows(count, *vary_alike(table, order))
+    return _rows(gradient_dtype, *vary_alike(table, order[:, :count]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _first_rows(count: int, table, order):
-    return table[order[:, :count]]
+def _rows(gradient_dtype: str, table, chosen):
+    return table[chosen]
 
 
-def _first_rows_forward(count, table, order):
-    return _first_rows(count, table, order), order
+def _rows_forward(gradient_dtype, table, chosen):
+    return table[chosen], (chosen, table.shape[0])
 
 
-def _first_rows_backward(count, order, g):
-    place = jnp.argsort(order, axis=1)  # of each row in its order
-    of_rows = jnp.take_along_axis(g, jnp.minimum(place, count - 1)[..., None], axis=1)
-    return jnp.sum(jnp.where((place < count)[..., None], of_rows, 0), axis=0), None
+def _rows_backward(gradient_dtype, saved, g):
+    chosen, count = saved
+    equal = chosen[:, :, None] == jnp.arange(count)[None, None]
+    return _product("bkn,bkw->nw", equal.astype(gradient_dtype), g.astype(gradient_dtype)), None
 
 
-_first_rows.defvjp(_first_rows_forward, _first_rows_backward)
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product with a matrix of zeros and ones: it is exact except for the float32 sums."""
+    return jnp.einsum(
+        equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )

@@ -101,7 +101,8 @@ class VisionTransformer(nnx.Module):
         if self.cfg.patch_dropout > 0 and not deterministic:
             keep = self.cfg.vision.kept_patches(self.cfg.patch_dropout)
             order = random_order(dropout_key, images.shape[0], self.cfg.vision.patches)
-            x = self.patch_embed(images, order[:, :keep]) + first_rows(patches, order, keep)
+            x = self.patch_embed(images, order[:, :keep])
+            x = x + first_rows(patches, order, keep, gradient_dtype=self.cfg.dtype)
         else:
             x = self.patch_embed(images) + patches[None]
         x = x.astype(self.cfg.dtype)
