@@ -1,7 +1,8 @@
 """Lookups in tables of parameters whose gradients are the same in every run.
 
 For rows that are read several times, XLA for GPUs sums gradients by atomic additions. Their order varies, and
-with it the last bits of the sums. On GPUs the functions here have gradients without atomic additions.
+with it the last bits of the sums. On GPUs the functions here have gradients without atomic additions, and no
+forward-mode derivatives.
 """
 
 from functools import partial
