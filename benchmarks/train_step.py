@@ -46,6 +46,7 @@ KINDS = ("encoder", "step")
 MODELS = ("vit_h14", "vit_l14", "vit_b16", "vit_b32")
 RECIPES = ("standard", "switchback", "fp8_switchback")  # switchback_m is switchback in these models
 REMATS = ("none", "full")
+DEFAULT_OPTIMIZER = "stable_adamw"
 MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
 REPEATS = 3
 BATCHES = {"encoder": dict.fromkeys(MODELS, 128), "step": dict.fromkeys(MODELS, 256)}
@@ -60,14 +61,18 @@ class Case(NamedTuple):
     recipe: str
     remat: str
     batch: int
+    optimizer: str = DEFAULT_OPTIMIZER  # of steps
 
     @property
     def row(self) -> dict:
-        fields = self._asdict()
+        other = "" if self.optimizer == DEFAULT_OPTIMIZER else f", {self.optimizer}"
         return {
-            "kind": fields.pop("kind"),
-            "implementation": f"swjax {fields.pop('recipe')}",
-        } | fields
+            "kind": self.kind,
+            "implementation": f"swjax {self.recipe}{other}",
+            "model": self.model,
+            "remat": self.remat,
+            "batch": self.batch,
+        }
 
 
 class Program(NamedTuple):
@@ -109,6 +114,9 @@ def parse(argv):
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--remats", nargs="+", default=REMATS)
     parser.add_argument("--batch", type=int, help="in place of each model's")
+    parser.add_argument(
+        "--optimizer", default=DEFAULT_OPTIMIZER, help="config.optimizer.name of steps"
+    )
     parser.add_argument("--peers", action="store_true", help="timm and open_clip first")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:1], help="of --peers")
     parser.add_argument("--torchao", action="store_true", help="with --peers, timm by torchao too")
@@ -133,14 +141,15 @@ def parse(argv):
 def cases(args):
     """Yields every combination, kind by kind; each model without and with recomputation."""
     if args.smoke:
-        yield from (Case(kind, "tiny", "switchback", "none", 4) for kind in args.kinds)
+        for kind in args.kinds:
+            yield Case(kind, "tiny", "switchback", "none", 4, args.optimizer)
         return
     for model in args.models:
         for kind in args.kinds:
             for remat in args.remats:
                 for recipe in args.recipes:
                     batch = args.batch or BATCHES[kind][model]
-                    yield Case(kind, model, recipe, remat, batch)
+                    yield Case(kind, model, recipe, remat, batch, args.optimizer)
 
 
 def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
@@ -240,6 +249,7 @@ def step(case: Case) -> Program:
     """Runs a whole training step; each call continues from the state of the one before."""
     config = common.get_config() if case.model == "tiny" else common.paper(case.model, case.recipe)
     config.model.recipe, config.model.remat = case.recipe, case.remat
+    config.optimizer.name = case.optimizer
     config.train.batch_size = case.batch
     config.data.augment = False
     cfg = setup.model_config(config)
@@ -275,7 +285,8 @@ def bench_peers(records: timing.Records, args):
     """Returns PyTorch's rows from another process, which frees its GPU memory when it ends."""
     # -E: ignores PYTHONPATH, which may have a Triton that PyTorch cannot use.
     command = [sys.executable, "-E", str(Path(__file__).with_name("train_step_torch.py"))]
-    theirs = [{k: v for k, v in case._asdict().items() if k != "recipe"} for case in cases(args)]
+    ours = ("recipe", "optimizer")
+    theirs = [{k: v for k, v in case._asdict().items() if k not in ours} for case in cases(args)]
     asked = {"torchao": args.torchao, "modes": args.modes}
     theirs = [case | asked for case in theirs if case["remat"] in REMATS]
     command += dict.fromkeys(map(json.dumps, theirs))
