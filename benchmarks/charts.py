@@ -100,7 +100,7 @@ def draw_tower(figure) -> None:
     axes = figure.subplots()
     rates = {label: row["images_per_second"] for label, row in rows.items()}
     draw_bars(axes, rates, "{:,.0f}")
-    axes.set_xlabel("images per second, one H200, batch 128 (timm: another H200)", fontsize=9)
+    axes.set_xlabel("images per second, one H200, batch 128", fontsize=9)
     ratio = rows[TOWER["swjax switchback"]]["ratio_to_torch"]
     say(figure, f"int8 trains ViT-H/14's image tower at {ratio:.2f} times the rate of timm in bf16")
 
@@ -125,9 +125,7 @@ def draw_steps(figure) -> None:
             rates |= {STEPS[name] + note: found[name] for name in STEPS if name in found}
         draw_bars(axes, rates, "{:,.0f}")
         axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xlabel(
-        "images per second, one H200 (PyTorch, recomputed blocks: other H200s)", fontsize=8
-    )
+    axes.set_xlabel("images per second, H200 (the bars 605 and 2,015: another card)", fontsize=8)
 
 
 def say(figure, answer: str) -> None:

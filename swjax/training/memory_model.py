@@ -19,7 +19,7 @@ WIDTHS_RECOMPUTED = 10  # per block that recomputes LayerNorm and GELU
 WORKING_WIDTHS = {True: 16, False: 12}  # keyed by whether the block recomputes
 # With concurrent kernels, whether or not a block recomputes; the arrays of running blocks are included. Keyed
 # by whether the recipe quantizes wgrad.
-WIDTHS_CONCURRENT = {False: 25, True: 27}
+WIDTHS_CONCURRENT = {False: 22, True: 27}
 # On several devices XLA delays weight gradients to overlap them with communication. The arrays that they
 # read stay in memory: three quarters of the widths that recomputation saves.
 DELAYED = 0.75
