@@ -65,7 +65,8 @@ class Case(NamedTuple):
 
     @property
     def row(self) -> dict:
-        other = "" if self.optimizer == DEFAULT_OPTIMIZER else f", {self.optimizer}"
+        is_default = self.kind == "encoder" or self.optimizer == DEFAULT_OPTIMIZER
+        other = "" if is_default else f", {self.optimizer}"
         return {
             "kind": self.kind,
             "implementation": f"swjax {self.recipe}{other}",
@@ -206,7 +207,8 @@ def top_kernels(launches, count: int = 25) -> dict[str, list]:
 def against(rows: list[dict], row: dict) -> dict:
     """Returns the speed-ups over swjax's bf16 and over PyTorch."""
     others = [r for r in rows if r.get("ms") and same(r) == same(row)]
-    own = [r for r in others if r["implementation"] == "swjax standard"]
+    _, comma, optimizer = row["implementation"].partition(",")
+    own = [r for r in others if r["implementation"] == f"swjax standard{comma}{optimizer}"]
     torch = [r for r in others if not r["implementation"].startswith("swjax")]
     ratios = {"ratio": own, "ratio_to_torch": torch}
     return {k: min(r["ms"] for r in rs) / row["ms"] for k, rs in ratios.items() if rs}

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from swjax import diagnostics
+from swjax.diagnostics.values import magnitudes
 from swjax.models import clip
 from swjax.optax import stable_adamw
 from swjax.report import charts
@@ -223,3 +224,9 @@ def test_names_come_from_the_structure_of_the_metrics(tmp_path):
         recorder.add(1, jax.jit(step)(jnp.float32([1, np.nan])))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["train/nonfinite"] == "batch image" and line["a"] is None
+
+
+def test_magnitudes_of_more_than_2_to_the_31_numbers():
+    outputs = jax.ShapeDtypeStruct((16384, 129, 1280), jnp.bfloat16)
+    found = jax.eval_shape(magnitudes, outputs)
+    assert {(x.shape, x.dtype.name) for x in found.values()} == {((), "float32")}

@@ -50,6 +50,13 @@ def test_tokens_count_from_the_end_and_unknown_tokens_are_dropped():
     np.testing.assert_array_equal(got, [[5.0], [6.0], [3.0]])
 
 
+def test_small_integers_and_no_tokens():
+    tokens = jnp.array([44, 255, 44], jnp.uint8)
+    got = sum_by_token(jnp.ones((3, 1)), tokens, 300)
+    assert got[44] == 2 and got[255] == 1 and jnp.sum(got) == 3
+    assert not jnp.any(sum_by_token(jnp.ones((0, 2)), tokens[:0], 3))
+
+
 @pytest.mark.parametrize("tokens", [captions(7, 9), captions(300, 3)])
 def test_derivatives_are_those_of_take(as_on_gpus, tokens):
     first = jax.jit(jax.grad(OURS))(TABLE, tokens)

@@ -32,6 +32,18 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch, sha
     assert result["compared"][0]["steps_recorded"] == [20, 20]
 
 
+def test_where_a_run_resumes_is_read_from_its_output(reference, tmp_path, capsys):
+    from micro_run import as_interrupted, train
+
+    from benchmarks.reliability.runs import resumed_at
+
+    config, finished = reference
+    as_interrupted(finished, tmp_path / "run")
+    assert train(config, tmp_path / "run") == 0
+    assert resumed_at(capsys.readouterr().out) == 4
+    assert resumed_at("step 1 took 3 s") is None
+
+
 @pytest.fixture
 def collect():
     """Collects garbage, so that a warning about objects that Orbax leaked is raised in this test."""

@@ -9,7 +9,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.reliability.runs import Run, compare, finished_checkpoints
+from benchmarks.reliability.runs import Run, compare, finished_checkpoints, resumed_at
 
 SMALL = 10  # MiB; a checkpoint of the tiny run takes 6 MiB
 
@@ -46,7 +46,7 @@ def measure(folder: Path, flips: int = 200, seed: int = 0) -> dict:
         subprocess.run(["umount", disk], check=True)
     good = all(set(ends) <= {"as it was", "the one before"} for ends in found.values())
     return {
-        "ok": good and kept == [2] and same and f"going on at step {kept[0]}" in again,
+        "ok": good and kept == [2] and same and resumed_at(again) == kept[0],
         **found,
         "full_disk": [line for line in said if line.startswith("train.py:")],
         "lines_in_all": len(said),

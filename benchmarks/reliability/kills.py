@@ -17,13 +17,21 @@ import signal
 import time
 from pathlib import Path
 
-from benchmarks.reliability.runs import Run, compare, finished_checkpoints, is_saving, records
+from benchmarks.reliability.runs import (
+    Run,
+    compare,
+    finished_checkpoints,
+    is_saving,
+    records,
+    resumed_at,
+)
 
-# In bf16, and large enough for the kernels that larger models run on a GPU.
+# With bf16 activations, patch dropout, and layers for which the kernels run that larger models use on a GPU.
 WIDE = """
   data.image_size=64 data.context_length=16 data.synthetic.classes=200 data.synthetic.examples=2048
   model.vision.width=256 model.vision.layers=4 model.vision.heads=4 model.text.width=256
-  model.text.layers=2 model.text.heads=4 model.embed_dim=128 model.dtype=bfloat16 train.batch_size=256
+  model.text.layers=2 model.text.heads=4 model.embed_dim=128 model.patch_dropout=0.5
+  model.dtype=bfloat16 train.batch_size=256
 """.split()
 _MARK = "SWJAX_KILLED"  # environment variable that marks the processes of a run
 
@@ -45,7 +53,7 @@ def measure(
       steps: steps of each run, with a checkpoint every five.
       seed: of the moments.
       workers: loader processes of each run that is killed.
-      wide: 1 trains a model of width 256 in bf16; 0 a tiny one.
+      wide: 1 trains a model of width 256 with bf16 activations; 0 a tiny one.
     """
     rng = random.Random(seed)
     keys = (f"train.steps={steps}", "checkpoint.every_steps=5", "log.every_steps=5",
@@ -131,9 +139,8 @@ def stop(run: Run, workdir: Path, signum: int) -> dict | None:
     run.process.send_signal(signal.SIGCONT)
     seen["exit_code"] = run.process.wait()
     said = run.said()
-    resumed = re.search(r"going on at step (\d+)", said)
     saved = re.search(r"interrupted: step (\d+) is saved", said)
-    seen["resumed_at"] = int(resumed[1]) if resumed else 0 if "step 1 took" in said else None
+    seen["resumed_at"] = resumed_at(said) or (0 if "step 1 took" in said else None)
     if saved:
         seen["last_finished_checkpoint"] = int(saved[1])
     seen["trouble"] = "Traceback" in said or "damaged" in said

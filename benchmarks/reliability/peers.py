@@ -1,13 +1,12 @@
 """Kills one of two processes of a run: the other must end within a minute with the reason; both resume."""
 
 import os
-import re
 import signal
 import socket
 import time
 from pathlib import Path
 
-from benchmarks.reliability.runs import Run, finished_checkpoints, records
+from benchmarks.reliability.runs import Run, finished_checkpoints, records, resumed_at
 
 MINUTE = 60.0
 
@@ -34,14 +33,13 @@ def measure(folder: Path, rounds: int = 2) -> dict:
         seconds = time.perf_counter() - start
         said = [line for run in both for line in run.said().splitlines()]
         lines = [line for line in said if line.startswith("train.py: ")]
-        resumed = re.search(r"going on at step (\d+)", "\n".join(said))
         ends.append({
             "killed": victim,
             "seconds_until_the_other_ended": round(seconds, 1),
             "exit_code": code,
             "said": lines,
             "lines_in_all": len(both[1 - victim].said().splitlines()),
-            "went_on_at": int(resumed[1]) if resumed else 0,
+            "went_on_at": resumed_at("\n".join(said)) or 0,
             "last_checkpoint_before": before,
         })  # fmt: skip
     last = max(finished_checkpoints(workdir))

@@ -1,6 +1,7 @@
 """A run of a tiny CLIP in a separate process, and the comparison of two runs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,14 @@ class Run:
         if self.process.wait(timeout) != code:
             raise RuntimeError(f"exit code {self.process.returncode}: {self.said()[-2000:]}")
         return self.said()
+
+
+def resumed_at(said: str) -> int | None:
+    """Returns the step at which a process resumed its run, from its output; None: it did not say so."""
+    from swjax.training.results import RESUMING
+
+    found = re.search(rf"{RESUMING} (\d+)", said)
+    return int(found[1]) if found else None
 
 
 def records(workdir: Path) -> list[dict]:

@@ -50,8 +50,8 @@ def absolute_maximum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     [[3.0]]
     """
     # The maximum compares integers, whose order is that of positive floats with NaN on top. XLA for CPUs
-    # drops NaN from a maximum of floats, so that a gradient of NaN would become zeros. The smallest unsigned
-    # integer is 0, so an empty x needs no operation of its own.
+    # drops NaN from a maximum of floats, so that a gradient of NaN would become zeros. The maximum of no
+    # unsigned integers is 0, so an empty x needs no `initial=`, for which XLA would add a kernel.
     bits = lax.bitcast_convert_type(jnp.abs(to_float32(x)), jnp.uint32)
     axes = tuple(axis % x.ndim for axis in axes)
     largest = lax.expand_dims(lax.reduce_max(bits, axes), sorted(axes))

@@ -99,9 +99,9 @@ def store_sum(
     SUM: tl.constexpr = 0,
     SUMS: tl.constexpr = 1,
 ):
-    """Writes a chunk of one of SUMS rows of this program in y [programs, SUMS, WIDTH].
+    """Writes a chunk of sum number SUM, of the SUMS sums of this program, to y [programs, SUMS, WIDTH].
 
-    XLA adds the rows of all programs in a fixed order.
+    XLA adds the sums of all programs in a fixed order.
     """
     column = i * CHUNK + tl.arange(0, CHUNK)
     row = tl.program_id(0) * SUMS + SUM

@@ -205,8 +205,8 @@ def _layer_norm_backward_kernel(
         )  # fmt: skip
 
     for i in tl.static_range(CHUNKS):
-        store_sum(sums_ptr, gamma_sums[i], i, WIDTH, CHUNK, 0, 2)
-        store_sum(sums_ptr, beta_sums[i], i, WIDTH, CHUNK, 1, 2)
+        store_sum(sums_ptr, gamma_sums[i], i, WIDTH, CHUNK, SUM=0, SUMS=2)
+        store_sum(sums_ptr, beta_sums[i], i, WIDTH, CHUNK, SUM=1, SUMS=2)
 
 
 def layer_norm_backward(

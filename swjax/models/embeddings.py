@@ -1,8 +1,8 @@
-"""Lookups in tables of parameters whose gradients are the same in every run.
+"""Table lookups with deterministic gradients.
 
-For rows that are read several times, XLA for GPUs sums gradients by atomic additions. Their order varies, and
-with it the last bits of the sums. On GPUs the functions here have gradients without atomic additions, and no
-forward-mode derivatives.
+The gradient of a lookup adds the gradients of equal indices. XLA for GPUs does so by atomic additions. Their
+order varies, and with it the last bits of the sums. On GPUs the functions here sort and multiply matrices
+instead, and do not support forward-mode differentiation.
 """
 
 from functools import partial
@@ -21,16 +21,16 @@ def lookup(table: jax.Array, tokens: jax.Array, gradient_dtype: str) -> jax.Arra
     """The rows of a table, as `jnp.take` returns them.
 
     On GPUs the gradient sorts the tokens, so that equal tokens are neighbours, and adds the gradients of 128
-    neighbours at a time by a matrix product.
+    neighbours at a time by a matrix product. So a NaN or an infinity in the gradient of one token makes the
+    gradients of other tokens NaN too.
 
     Args:
-      table: [v, w] float32.
-      tokens: integers [b, ...].
-      gradient_dtype: on GPUs, the incoming gradient is rounded to this dtype. The gradient of the table is
-        summed in float32. A NaN or an infinity in the gradient of one token may reach up to 127 other tokens.
+      table: [v, w].
+      tokens: integers [b, ...]. Negative tokens count from the end; tokens out of range give rows of NaN.
+      gradient_dtype: on GPUs, the incoming gradient is rounded to this dtype, and summed in float32.
 
     Returns:
-      [b, ..., w] float32.
+      [b, ..., w], in the dtype of the table.
 
     >>> lookup(jnp.eye(3), jnp.array([2, 0]), "bfloat16")
     Array([[0., 0., 1.],
@@ -39,24 +39,24 @@ def lookup(table: jax.Array, tokens: jax.Array, gradient_dtype: str) -> jax.Arra
     if jax.default_backend() != "gpu":
         return jnp.take(table, tokens, axis=0)
     plan = plan_batch(TOKENS, tokens, table)
-    return _lookup(plan, gradient_dtype, *vary_alike(table, tokens))
+    like = jax.ShapeDtypeStruct(table.shape, table.dtype)
+    return _lookup(plan, gradient_dtype, like, *vary_alike(table, tokens))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _lookup(plan: Plan, gradient_dtype: str, table, tokens):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _lookup(plan: Plan, gradient_dtype: str, like: jax.ShapeDtypeStruct, table, tokens):
     return jnp.take(table, tokens, axis=0)
 
 
-def _forward(plan, gradient_dtype, table, tokens):
-    return _lookup(plan, gradient_dtype, table, tokens), (tokens, table.shape[0])
+def _forward(plan, gradient_dtype, like, table, tokens):
+    return jnp.take(table, tokens, axis=0), tokens
 
 
-def _backward(plan, gradient_dtype, saved, g):
-    tokens, count = saved
-
+def _backward(plan, gradient_dtype, like, tokens, g):
     def step(tokens, g):
         rows = g.reshape(-1, g.shape[-1]).astype(gradient_dtype)
-        return plan.sum(sum_by_token(rows, tokens.reshape(-1), count), *plan.tokens)
+        sums = sum_by_token(rows, tokens.reshape(-1), like.shape[0])
+        return plan.sum(sums, *plan.tokens).astype(like.dtype)
 
     rest = ((),) * (tokens.ndim - len(plan.tokens))
     shards = Spec((*plan.tokens, *rest))
@@ -85,9 +85,10 @@ def sum_by_token(rows: jax.Array, tokens: jax.Array, count: int) -> jax.Array:
            [0.]], dtype=float32)
     """
     n, w = rows.shape
+    tokens = tokens.astype(jnp.int32)
     tokens = jnp.where(tokens < 0, tokens + count, tokens)
     order = jnp.argsort(tokens)
-    padding = -n % CHUNK
+    padding = -n % CHUNK if n else CHUNK
     ids = jnp.pad(tokens[order], (0, padding), constant_values=count).reshape(-1, CHUNK)
     neighbours = jnp.pad(rows[order], ((0, padding), (0, 0))).reshape(-1, CHUNK, w)
 
@@ -95,12 +96,14 @@ def sum_by_token(rows: jax.Array, tokens: jax.Array, count: int) -> jax.Array:
     equal = ids[:, :, None] == ids[:, None, :]
     sums = _product("cij,cjw->ciw", equal.astype(rows.dtype), neighbours)
 
-    # Only the first token of a chunk can have equal tokens in earlier chunks, and these chunks end with it.
+    # Equal tokens of earlier chunks continue only in the first tokens of a chunk. Each of the earlier chunks
+    # ends with them, so its last row has its sum.
     continued = ids[:, :1] == ids[None, :, -1]
     earlier = jnp.tril(continued, -1).astype(jnp.float32)
     carried = _product("ca,aw->cw", earlier, sums[:, -1])
 
-    # The last of equal tokens, with the sum over its chunk and those carried from earlier chunks, has all.
+    # The total of a token is at its last position: the sum over that chunk, and over earlier chunks if the
+    # chunk starts with the token.
     flat = ids.reshape(-1)
     position = jnp.arange(flat.size)
     is_last = flat != jnp.append(flat[1:], -1)
@@ -112,16 +115,18 @@ def sum_by_token(rows: jax.Array, tokens: jax.Array, count: int) -> jax.Array:
 
 
 def first_rows(table: jax.Array, order: jax.Array, count: int, gradient_dtype: str) -> jax.Array:
-    """The first `count` rows of a table in the given orders.
+    """Returns ``table[order[:, :count]]``.
+
+    On GPUs a NaN or an infinity in the gradient makes the gradient of every row NaN.
 
     Args:
-      table: [n, w] float32.
+      table: [n, w].
       order: integers [b, n], permutations of 0 to n - 1.
       count: number of rows, static.
       gradient_dtype: as for `lookup`.
 
     Returns:
-      [b, count, w] float32.
+      [b, count, w], in the dtype of the table.
 
     >>> first_rows(jnp.array([[1.], [2.], [3.]]), jnp.array([[2, 0, 1]]), 2, "float32")
     Array([[[3.],
@@ -129,22 +134,23 @@ def first_rows(table: jax.Array, order: jax.Array, count: int, gradient_dtype: s
     """
     if jax.default_backend() != "gpu":
         return table[order[:, :count]]
-    return _rows(gradient_dtype, *vary_alike(table, order[:, :count]))
+    like = jax.ShapeDtypeStruct(table.shape, table.dtype)
+    return _rows(gradient_dtype, like, *vary_alike(table, order[:, :count]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rows(gradient_dtype: str, table, chosen):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rows(gradient_dtype: str, like: jax.ShapeDtypeStruct, table, chosen):
     return table[chosen]
 
 
-def _rows_forward(gradient_dtype, table, chosen):
-    return table[chosen], (chosen, table.shape[0])
+def _rows_forward(gradient_dtype, like, table, chosen):
+    return table[chosen], chosen
 
 
-def _rows_backward(gradient_dtype, saved, g):
-    chosen, count = saved
-    equal = chosen[:, :, None] == jnp.arange(count)[None, None]
-    return _product("bkn,bkw->nw", equal.astype(gradient_dtype), g.astype(gradient_dtype)), None
+def _rows_backward(gradient_dtype, like, chosen, g):
+    equal = chosen[:, :, None] == jnp.arange(like.shape[0])[None, None]
+    sums = _product("bkn,bkw->nw", equal.astype(gradient_dtype), g.astype(gradient_dtype))
+    return sums.astype(like.dtype), None
 
 
 _rows.defvjp(_rows_forward, _rows_backward)

@@ -48,9 +48,9 @@ class PatchEmbed(nnx.Module):
 class VisionTransformer(nnx.Module):
     """Computes the embedding of an image, not yet normalized.
 
-    Patches -> class token + positions -> patch dropout -> LayerNorm -> blocks -> LayerNorm of the class token
-    -> projection. SigLIP's tower has no class token, no LayerNorm before the blocks and no projection; it
-    pools the patches by attention.
+    Patch dropout in training -> patch embedding + positions -> class token -> LayerNorm -> blocks ->
+    LayerNorm of the class token -> projection. SigLIP's tower has no class token, no LayerNorm before the
+    blocks and no projection; it pools the patches by attention.
 
     Args:
       cfg: the configuration of the whole model.
@@ -170,7 +170,15 @@ class AttentionPool(nnx.Module):
 
 
 def random_order(key: jax.Array | None, batch: int, patches: int) -> jax.Array:
-    """Returns a random permutation of the patches for each image, [batch, patches].
+    """Returns a random permutation of the patches for each image.
+
+    Args:
+      key: PRNG key.
+      batch: number of images.
+      patches: number of patches of an image.
+
+    Returns:
+      Integers [batch, patches].
 
     Raises:
       ValueError: the key is missing.

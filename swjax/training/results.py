@@ -16,6 +16,8 @@ from swjax.training.console import Console
 from swjax.training.evaluation import Evaluation
 from swjax.training.setup import Parts
 
+RESUMING = "resuming at step"  # before the number of the step; the reliability tests read it
+
 
 def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int) -> None:
     """Writes config.json and env.txt; prints the run's setup and the config changes since the run began.
@@ -35,7 +37,7 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
     console.say(
         f"{config.model.name} in {config.model.recipe} on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, {config.data.name}, {workdir}"
-        + (f": resuming at step {step}" if step else "")
+        + (f": {RESUMING} {step}" if step else "")
     )
 
 
