@@ -127,7 +127,8 @@ def draw_steps(figure) -> None:
         axes.set_title(title, loc="left", fontsize=9)
     steps = [r for r in rows if r["kind"] == "step" and r["model"] in ("vit_h14", "vit_l14")]
     others = " and ".join(f"{r['images_per_second']:,.0f}" for r in steps if "from" in r)
-    axes.set_xlabel(f"images per second, H200 (another card: the bars {others})", fontsize=8)
+    cards = f"image tower on one card, steps on another; {others} on a third"
+    axes.set_xlabel(f"images per second, H200s ({cards})", fontsize=8, x=0.2)
 
 
 def say(figure, answer: str) -> None:

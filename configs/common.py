@@ -162,8 +162,8 @@ def get_config() -> ConfigDict:
     config.train.nan_policy = "stop"
     config.train.seed = 0  # of parameters, data order, augmentation and dropout
     # Whether independent kernels of a step run at the same time on a GPU. A step of ViT-B in `switchback` was
-    # 6 to 13 % faster on an H100 and 1 to 4 % on an H200, with older kernels. It needs about twice the
-    # memory, and model.remat='none'.
+    # 6 to 13 % faster on an H100, and 0 to 6 % on an H200. It needs about twice the memory, and
+    # model.remat='none'.
     config.train.concurrent_kernels = False
     config.train.compilation_cache = ".cache/jax"  # directory; "": compile every time
     # First and last step to trace into WORKDIR/profile, such as 100,105; (): no trace.
