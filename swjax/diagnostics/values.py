@@ -125,7 +125,7 @@ def magnitudes(x: jax.Array) -> dict[str, jax.Array]:
         lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])),
         (x.ndim - 1,),
     )
-    return {FEATURE_MEAN: jnp.sum(sums) / float(x.size), FEATURE_MAX: jnp.max(maxima)}
+    return {FEATURE_MEAN: jnp.mean(sums) / x.shape[-1], FEATURE_MAX: jnp.max(maxima)}
 
 
 def feature_magnitude(outs: dict[str, dict]) -> dict[str, jax.Array]:
