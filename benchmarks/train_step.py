@@ -116,7 +116,10 @@ def parse(argv):
     parser.add_argument("--remats", nargs="+", default=REMATS)
     parser.add_argument("--batch", type=int, help="in place of each model's")
     parser.add_argument(
-        "--optimizer", default=DEFAULT_OPTIMIZER, help="config.optimizer.name of steps"
+        "--optimizer",
+        choices=(DEFAULT_OPTIMIZER, "adamw", "muon"),
+        default=DEFAULT_OPTIMIZER,
+        help="config.optimizer.name of steps",
     )
     parser.add_argument("--peers", action="store_true", help="timm and open_clip first")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:1], help="of --peers")

@@ -19,7 +19,7 @@ def as_on_gpus(monkeypatch):
 
 
 def captions(*shape, seed=0):
-    """Tokens of which most are padding, as in captions."""
+    """Returns random tokens. The last two thirds of each row are padding, as in captions."""
     tokens = jax.random.randint(jax.random.key(seed), shape, 1, COUNT)
     return tokens.at[..., shape[-1] // 3 :].set(0)
 

@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec as P
 from numeric import snr_db
 
 from swjax.models import clip
-from swjax.models.embeddings import first_rows
 from swjax.models.vit import random_order
 from swjax.recipes import RECIPES
 from swjax.testing import matrix_products
@@ -215,33 +214,33 @@ def test_patch_dropout_is_a_random_subset():
 
 
 @pytest.mark.parametrize("like_gpus", [False, True])
-def test_dropped_patches_are_not_embedded(monkeypatch, like_gpus):
+def test_kept_patches_enter_the_blocks_as_without_dropout(monkeypatch, like_gpus):
+    """Compares the tokens that the blocks read, and their gradients, with a choice from all tokens."""
     if like_gpus:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("swjax.models.vit.apply_blocks", lambda blocks, x, cfg: (x, {"tokens": x}))
     cfg = small_config(patch_dropout=0.5)
     graph, params = random_model(cfg)
     images, _ = inputs(cfg)
     key, keep = jax.random.key(5), cfg.vision.kept_patches(0.5)
-    order = random_order(key, images.shape[0], cfg.vision.patches)
+    chosen = random_order(key, images.shape[0], cfg.vision.patches)[:, :keep, None]
 
-    def embed(params, images, order):
-        vision = nnx.merge(graph, params).vision
-        positions = vision.position_embedding[...][1:]
-        x = vision.patch_embed(images) + positions[None]
-        x = jnp.take_along_axis(x, order[:, :keep, None], axis=1)
-        kept = vision.patch_embed(images, order[:, :keep]) + first_rows(
-            positions, order, keep, "float32"
-        )
-        return x, kept
+    def tokens(params, **options):
+        return nnx.merge(graph, params).vision(images, **options)[1]["blocks"]["tokens"]
 
-    def weighted(params, i):
-        x = embed(params, images, order)[i]
-        return jnp.sum(jnp.sin(x) ** 2)
+    def dropped(params):
+        return tokens(params, deterministic=False, dropout_key=key)
 
-    x, kept = embed(params, images, order)
-    np.testing.assert_allclose(kept, x, rtol=1e-5, atol=1e-5)
-    of_x, of_kept = (jax.jit(jax.grad(partial(weighted, i=i)))(params) for i in (0, 1))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), of_kept, of_x)
+    def selected(params):
+        x = tokens(params)
+        return jnp.concatenate([x[:, :1], jnp.take_along_axis(x[:, 1:], chosen, axis=1)], axis=1)
+
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda p, f=f: jnp.sum(jnp.sin(f(p)) ** 2)))(params)
+        for f in (dropped, selected)
+    )
+    np.testing.assert_allclose(dropped(params), selected(params), rtol=1e-5, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 
 def test_patch_dropout_is_for_training_only():

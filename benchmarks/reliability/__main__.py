@@ -3,7 +3,7 @@
   python -m benchmarks.reliability kills --out=benchmarks/results/reliability_kills.json
   python -m benchmarks.reliability disk | fuzz | soak | peers ...
 
-Runs on a CPU with a tiny model, unless JAX_PLATFORMS names others; exits with 1 if a check fails.
+Trains a tiny model on a CPU, unless JAX_PLATFORMS names another platform. Exits with 1 if a check fails.
 """
 
 import os
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import get_args
 
 NAMES = ("kills", "disk", "fuzz", "soak", "peers")
 
@@ -32,7 +33,11 @@ def main(argv: list[str]) -> int:
         command = commands.add_parser(name, help=measure.__doc__.splitlines()[0])
         command.add_argument("--out", type=Path, help="JSON file for the result")
         for option, parameter in list(inspect.signature(measure).parameters.items())[1:]:
-            command.add_argument(f"--{option}", type=int, default=parameter.default)
+            choices = get_args(parameter.annotation)  # of a Literal
+            kind = type(parameter.default)
+            command.add_argument(
+                f"--{option}", type=kind, choices=choices or None, default=parameter.default
+            )
     args = vars(parser.parse_args(argv))
     name, out = args.pop("name"), args.pop("out")
     start = time.perf_counter()

@@ -4,9 +4,11 @@ A run is killed and restarted until it has finished. Then every bit of its last 
 moments), its position in the data, and every metric of every step except times are compared, and another run
 starts. Half of the moments are drawn from the whole life of a process, including its start. The others are
 drawn from its training, which spends much of its time on checkpoints. With --workers the killed runs have
-loader processes, and none may remain at the end. The uninterrupted run has no loader processes. On a GPU:
+loader processes, and none may remain at the end. The uninterrupted run has no loader processes.
 
-  JAX_PLATFORMS=cuda,cpu python -m benchmarks.reliability kills --wide=1 --kills=20 --terms=4
+This command runs on a GPU. It trains a model whose layers are large enough for the GPU kernels:
+
+  JAX_PLATFORMS=cuda,cpu python -m benchmarks.reliability kills --model=small --kills=20 --terms=4
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.reliability.runs import (
     Run,
@@ -26,13 +29,13 @@ from benchmarks.reliability.runs import (
     resumed_at,
 )
 
-# With bf16 activations, patch dropout, and layers for which the kernels run that larger models use on a GPU.
-WIDE = """
+# {name of a model: keys of the config that differ from `runs.TINY`}.
+MODELS = {"tiny": (), "small": """
   data.image_size=64 data.context_length=16 data.synthetic.classes=200 data.synthetic.examples=2048
   model.vision.width=256 model.vision.layers=4 model.vision.heads=4 model.text.width=256
   model.text.layers=2 model.text.heads=4 model.embed_dim=128 model.patch_dropout=0.5
   model.dtype=bfloat16 train.batch_size=256
-""".split()
+""".split()}  # fmt: skip
 _MARK = "SWJAX_KILLED"  # environment variable that marks the processes of a run
 
 
@@ -43,7 +46,7 @@ def measure(
     steps: int = 300,
     seed: int = 0,
     workers: int = 0,
-    wide: int = 0,
+    model: Literal["tiny", "small"] = "tiny",
 ) -> dict:
     """Sends SIGKILLs and SIGTERMs.
 
@@ -53,11 +56,12 @@ def measure(
       steps: steps of each run, with a checkpoint every five.
       seed: of the moments.
       workers: loader processes of each run that is killed.
-      wide: 1 trains a model of width 256 with bf16 activations; 0 a tiny one.
+      model: "tiny" has a width of 32 and float32 activations; "small" has a width of 256, bfloat16
+        activations and patch dropout.
     """
     rng = random.Random(seed)
     keys = (f"train.steps={steps}", "checkpoint.every_steps=5", "log.every_steps=5",
-            f"train.compilation_cache={folder / 'cache'}", *(WIDE if wide else ()))  # fmt: skip
+            f"train.compilation_cache={folder / 'cache'}", *MODELS[model])  # fmt: skip
     alone = folder / "alone"
     for workdir in (folder / "compiling", alone):
         start = time.perf_counter()
@@ -90,7 +94,7 @@ def measure(
         "terms": terms,
         "steps_of_a_run": steps,
         "loader_processes": workers,
-        "wide": bool(wide),
+        "model": model,
         "processes_left": left,
         "runs_compared": len(compared),
         "runs_identical": identical,

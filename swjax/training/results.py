@@ -16,7 +16,7 @@ from swjax.training.console import Console
 from swjax.training.evaluation import Evaluation
 from swjax.training.setup import Parts
 
-RESUMING = "resuming at step"  # before the number of the step; the reliability tests read it
+RESUMING = "resuming at step"  # precedes the step in the message; benchmarks.reliability reads it
 
 
 def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int) -> None:
