@@ -104,7 +104,7 @@ slow = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in (
         *("spikes", "optimizers", "recipes", "weight_gradients", "gradient_bias", "fixed_batch"),
-        *("icons", "emoji"),
+        *("icons", "icons_optimizers", "emoji"),
     )
 ]
 

@@ -72,15 +72,19 @@ def parse(argv) -> argparse.Namespace:
     flags.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of configs/icons.py"
     )
-    flags.add_argument("--source", default="full", help="of the icons: full or slice; or synthetic")
-    flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
-    flags.add_argument("--archive", default="", help="path of the npm package")
+    corpus_flags(flags)
     args = flags.parse_args(argv)
     if args.smoke:
         args.source, args.batch, args.seeds = "synthetic", 8, [0, 1]
         args.steps, args.warmup, args.shared = 100, 10, 50
         args.arms = [*args.arms, paired.CONTROL]
     return args
+
+
+def corpus_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("--source", default="full", help="of the icons: full or slice; or synthetic")
+    flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
+    flags.add_argument("--archive", default="", help="path of the npm package")
 
 
 def runs(args: argparse.Namespace) -> Iterable[study.Run]:
@@ -128,14 +132,23 @@ def train(args: argparse.Namespace, key: dict) -> dict:
 
 @functools.cache  # seeds and rates share compiled programs
 def make_trainer(
-    files: tuple, size: str, arm: str, steps: int, warmup: int, batch: int, changes: tuple[str, ...]
+    files: tuple,
+    size: str,
+    arm: str,
+    steps: int,
+    warmup: int,
+    batch: int,
+    changes: tuple[str, ...],
+    program: str = "adamw",
 ):
-    """The trainer for a size and a recipe, with the paper's optimizer.
+    """The trainer for a size and a recipe.
 
-    `changes` are KEY=VALUE pairs of the config. The source "synthetic", which tests this study, uses a small
-    model.
+    `changes` are KEY=VALUE pairs of the config. `program` names an optimizer of optimizers.py; "adamw" is the
+    paper's, StableAdamW, if `Hyper.threshold` is finite. The source "synthetic", which tests this study, uses
+    a small model.
     """
     import engine
+    import optimizers
 
     from swjax.training import config as config_lib
     from swjax.training import setup
@@ -155,6 +168,7 @@ def make_trainer(
         batch=batch,
         decay=0.2,
         together=False,
+        optimizer=optimizers.optimizer(program),
     )
 
 
