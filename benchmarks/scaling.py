@@ -187,7 +187,12 @@ def variables(case: dict) -> dict:
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(64)))
-    return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
+    # Cases that compile together share the memory of the GPUs.
+    return (
+        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        | os.environ
+        | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
+    )
 
 
 if __name__ == "__main__":

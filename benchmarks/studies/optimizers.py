@@ -48,9 +48,9 @@ PROGRAMS = {
 }
 # {label in the chart: (colour, arms)}
 FAMILIES = {
-    "AdamW, three b2": ("0.55", ("adamw 0.999", "adamw 0.98", "adamw 0.95")),
+    "AdamW": ("0.55", ("adamw 0.999", "adamw 0.98", "adamw 0.95")),
     "AdamW, clipped at norm 1": ("C0", ("adamw 0.999, clip 1",)),
-    "StableAdamW, two b2": ("C3", ("stable 0.999", "stable 0.98")),
+    "StableAdamW": ("C3", ("stable 0.999", "stable 0.98")),
     "AdamW with AdaGC or ZClip": ("C2", ("adamw 0.999, AdaGC", "adamw 0.999, ZClip")),
     "AdamW with QK-norm": ("C4", ("adamw 0.999, QK-norm",)),
     "Muon": ("C1", ("muon",)),
@@ -232,8 +232,8 @@ def mean(results: list[dict], name: str) -> float:
 
 
 def finals(rates: dict[float, list[dict]]) -> dict[float, float]:
-    """The mean final loss by rate; a loss that is not finite is infinite."""
-    losses = {rate: mean(some, "final") for rate, some in rates.items()}
+    """The mean final loss by rate, in order; a loss that is not finite is infinite."""
+    losses = {rate: mean(some, "final") for rate, some in sorted(rates.items())}
     return {rate: loss if math.isfinite(loss) else math.inf for rate, loss in losses.items()}
 
 
@@ -262,6 +262,11 @@ def differences(arms: dict, arm: str, base: str, name: str) -> list[float]:
     return [own[seed] - other[seed] for seed in sorted(own) if seed in other]
 
 
+def compared(arms: dict, base: str) -> list[str]:
+    """The arms that share a seed with `base`, each at its best rate; an unfinished study has others."""
+    return [arm for arm in arms if arm != base and differences(arms, arm, base, "final")]
+
+
 def table(runs, base: str = BASE) -> None:
     batch = runs[0]["key"]["batch"] if runs else 1
     arms = by_arm(runs)
@@ -282,7 +287,7 @@ def table(runs, base: str = BASE) -> None:
 
 def print_differences(arms: dict, base: str) -> None:
     """Prints the paired differences of all arms from `base`, each at its best rate."""
-    others = [arm for arm in arms if arm != base]
+    others = compared(arms, base)
     for name, unit, scale, digits in (("final", "loss", 1, 3), ("top1", "top-1, points", 100, 1)):
         found = [[scale * d for d in differences(arms, arm, base, name)] for arm in others]
         ps = [paired.p_value(pairs) for pairs in found]
@@ -294,7 +299,7 @@ def print_differences(arms: dict, base: str) -> None:
 
 def draw(figure, runs, base: str = BASE) -> None:
     """Final loss by learning rate, and each arm's loss and top-1 minus those of `base` at the best rates."""
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     arms = by_arm(runs)
     base = base if base in arms else next(iter(arms))
@@ -310,8 +315,11 @@ def draw(figure, runs, base: str = BASE) -> None:
     losses.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 4, 6)))
     losses.yaxis.set_major_formatter("{x:g}")
     losses.yaxis.set_minor_formatter("{x:g}")
+    rates = sorted({rate for results in arms.values() for rate in results})
+    losses.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    losses.xaxis.set_minor_locator(NullLocator())
     losses.legend()
-    others = [arm for arm in arms if arm != base]
+    others = compared(arms, base)
     for axes, (title, name, scale) in zip(
         panels, (("final loss", "final", 1), ("top-1 (points)", "top1", 100)), strict=True
     ):
