@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from eight_devices import (
@@ -38,6 +39,7 @@ from swjax import Layout
 from swjax.optax import path_name
 from swjax.recipes import RECIPES
 from swjax.testing import assert_quantized_gathers, collectives
+from swjax.training.muon import orthogonalize
 
 pytestmark = pytest.mark.eight_devices
 
@@ -176,6 +178,38 @@ def test_collectives_of_a_train_step_that_reduces_once(accumulation):
     assert sums[0] - sums[1] == {2: 24} and sums[1][3] == 12
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")])
+def test_devices_share_the_layers_that_muon_orthogonalizes(spec):
+    mesh, x = make_mesh((2, 2, 2)), jax.random.normal(jax.random.key(0), (16, 32, 64))
+    coefficients = jnp.asarray([3.4445, -4.775, 2.0315])
+    run = jax.jit(partial(orthogonalize, coefficients=coefficients))
+    placed = jax.device_put(x, NamedSharding(mesh, spec))
+    np.testing.assert_allclose(run(placed), run(x), atol=1e-5)
+    one, eight = (run.lower(a).compile().cost_analysis()["flops"] for a in (x, placed))
+    assert eight < one / 7
+    gathered = [shape for op, _, shape in collectives(run, placed) if op == "all-gather"]
+    # The first gather is one along each axis of the mesh that divides the matrices.
+    assert len(gathered) == (3 if any(spec) else 1) and gathered.count(x.shape) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"mesh.data": 8}, {"mesh.data": 2, "mesh.fsdp": 4}])
+def test_collectives_of_a_train_step_with_muon(mesh):
+    """Each kernel's stack is gathered once or twice, and no product of the iterations."""
+    layers = {"model.vision.layers": 8, "model.text.layers": 8, "model.scan_layers": True}
+    muon = {"optimizer.name": "muon"}
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        _, _, step, like, state, batch = train_program(**mesh, **layers, **UNDIAGNOSED, **muon)
+        after, _ = step(state(), batch)
+    kernels, _ = shapes_of(like["params"])
+    shapes = [shape for op, _, shape in collectives(step) if op == "all-gather"]
+    found = Counter(shape[1:] for shape in shapes if shape[0] == 8 and shape[1:] in kernels)
+    each = 1 if mesh.get("mesh.fsdp", 1) == 1 else 2
+    # Each of two towers has q, k, v and out of one shape.
+    assert found == {shape: each * (8 if shape == (32, 32) else 2) for shape in kernels}
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
 
 
 def test_collectives_check_can_fail():

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
-from optax import contrib
 
 from swjax.models import clip
 from swjax.optax import (
@@ -22,6 +21,7 @@ from swjax.optax import (
     stable_adamw,
 )
 from swjax.training.config import ConfigError
+from swjax.training.muon import muon
 
 
 def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule:
@@ -100,7 +100,8 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     shared = {"b1": c.b1, "eps": c.eps, "weight_decay": c.weight_decay}
     shared["mask"] = decay_of_blocks if guarded else clip.weight_decay_mask
     if c.name == "muon":
-        update = muon(schedule, b2=c.b2, **shared)
+        dtype = jnp.bfloat16 if config.model.dtype == "bfloat16" else jnp.float32
+        update = muon(schedule, b2=c.b2, dtype=dtype, **shared)
     elif c.name == "adamw":
         update = optax.adamw(schedule, b2=c.b2, **shared)
     else:
@@ -119,48 +120,6 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     if c.loss_scaling == "dynamic":
         return dynamic_loss_scale(update, c.loss_scale, growth_steps=c.loss_scale_growth_steps)
     return update
-
-
-def muon(
-    schedule: optax.Schedule, *, weight_decay: float, mask: Callable[[Any], Any], **adam: float
-) -> optax.GradientTransformation:
-    """Muon for the matrices of the blocks (Jordan et al., 2024), and AdamW for the other parameters.
-
-    An update of Muon has orthogonal rows or columns. It is scaled to the RMS of AdamW's updates (Liu et al.,
-    2025, https://arxiv.org/abs/2502.16982), so both parts use one learning rate. Muon's momentum is 0.95.
-
-    Args:
-      schedule: step -> learning rate.
-      weight_decay: decoupled weight decay of both parts.
-      mask: parameters -> a tree of bools, which parameters decay.
-      **adam: b1, b2 and eps of AdamW.
-    """
-    axes = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)  # axis 0 enumerates blocks
-
-    def labels(params):
-        is_matrix = is_matrix_of_blocks(params)
-        return jax.tree.map(lambda found: "muon" if found else "adamw", is_matrix)
-
-    def scaled(updates, _):
-        return jax.tree.map(lambda x: x * (0.2 * math.sqrt(max(x.shape[1:]))), updates)
-
-    matrices = optax.chain(
-        contrib.scale_by_muon(
-            weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: axes, updates)
-        ),
-        optax.stateless(scaled),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(schedule),
-    )
-    others = optax.adamw(schedule, weight_decay=weight_decay, mask=mask, **adam)
-    return optax.partition({"muon": matrices, "adamw": others}, labels)
-
-
-def is_matrix_of_blocks(params: Any) -> Any:
-    """A tree of bools with the structure of `params`: which parameters `muon` orthogonalizes."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x.ndim == 3 and "blocks" in path_name(path).split("/"), params
-    )
 
 
 def updates_made(opt_state: Any) -> jax.Array:
