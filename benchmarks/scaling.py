@@ -44,6 +44,8 @@ def main(argv: list[str]) -> int:
     if args.plot:
         plot(found["rows"], args.plot)
         return 0
+    if args.at_once > 1:  # cases that compile together share the memory of the GPUs
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     known = [row["case"] for row in found["rows"]]
     for case, row in measured([case for case in cases(args) if case not in known], args):
         if "machine" in row:
@@ -187,12 +189,7 @@ def variables(case: dict) -> dict:
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(64)))
-    # Cases that compile together share the memory of the GPUs.
-    return (
-        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        | os.environ
-        | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
-    )
+    return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
 
 
 if __name__ == "__main__":

@@ -116,8 +116,8 @@ def get_config() -> ConfigDict:
 
     config.optimizer = ConfigDict()
     # stable_adamw | adamw | muon: Muon for the matrices of the blocks, with a momentum of 0.95, and AdamW for
-    # the rest. Both use learning_rate, whose scale is that of AdamW. Muon's products have the dtype of the
-    # model, but float32 with float16.
+    # the rest. Both use learning_rate, whose scale is that of AdamW. Muon's products are in
+    # bfloat16 if model.dtype is, and in float32 otherwise.
     config.optimizer.name = "stable_adamw"
     config.optimizer.learning_rate = 2e-3  # peak of the schedule
     config.optimizer.b1 = 0.9  # decay of the first moment

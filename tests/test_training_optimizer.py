@@ -1,5 +1,6 @@
 """The optimizer of a config: schedule, clipping, loss scale, frozen parameters."""
 
+import re
 from functools import partial
 
 import jax
@@ -98,6 +99,16 @@ def test_muon_is_that_of_optax(dtype, atol):
             want, other = theirs.update(grads, other)
             assert_close = partial(np.testing.assert_allclose, atol=atol)
             jax.tree.map(assert_close, (got, own), (want, other))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_dtype_of_muons_products(micro, dtype):
+    config = micro(optimizer__name="muon", model__dtype=dtype)
+    optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
+    params = {"blocks": {"kernel": jnp.ones((2, 6, 4))}}
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        program = str(jax.make_jaxpr(optimizer.update)(params, optimizer.init(params), params))
+    assert set(re.findall(r"\bb?f16\b", program)) == ({"bf16"} if dtype == "bfloat16" else set())
 
 
 def test_a_run_with_muon(micro, tmp_path):

@@ -1,13 +1,16 @@
 """Which optimizer trains a CLIP with the width and depth of ViT-B best, by learning rate, and which spike.
 
 Command:  python benchmarks/studies/icons_optimizers.py --archive=data/iconify-json-2.2.535.tgz \\
-            --out=benchmarks/results/icons_optimizers.json --plot=benchmarks/notes/images/icons_optimizers.png
+            --out=benchmarks/results/icons_optimizers_h100.json --plot=docs/images/optimizers_vit_b.png
 
 The models, the drawings and the augmentations are those of icons.py, the optimizers and the measurements
 those of optimizers.py. All runs of a seed start from the same parameters, those after 600 steps of
 StableAdamW in bf16, because a deep CLIP collapses at the start if its learning rate rises fast (see
 icons.py). The state of the optimizer is new in every run. The rate rises for a sixth of the run and falls to
 0 as a cosine. Runs with one seed see the same batches.
+
+On several GPUs the command runs once for each, with a common --states and --claims folder and an --out of its
+own; --merge joins the files.
 
 The table has the paired differences of each arm from --base, each at the rate with its lowest mean final
 loss; Holm's correction is over the arms. --merge and --base print them from a file.
@@ -60,6 +63,8 @@ def parse(argv) -> argparse.Namespace:
     paired.states_flag(flags)
     icons.corpus_flags(flags)
     args = flags.parse_args(argv)
+    if args.claims and not args.states:
+        flags.error("--claims needs --states: the runs of a seed start from the same parameters")
     if args.smoke:
         args.source, args.batch, args.steps, args.first = "synthetic", 8, 100, 50
         args.arms, args.rates, args.seeds = ["adamw 0.999", "muon"], [1e-3], [0, 1]
@@ -84,14 +89,17 @@ def train(args: argparse.Namespace, key: dict) -> dict:
     program, settings = ARMS[key["arm"]]
     steps = args.steps, args.steps // 6, args.batch
     trainer = icons.make_trainer(files, args.size, args.recipe, *steps, (), program)
-    before = engine.Hyper(seed=key["seed"], lr=START["rate"], b2=B2).typed()
-    shared = {"size": args.size, "seed": key["seed"], "first": args.first, **START}
+    start_hyper = engine.Hyper(seed=key["seed"], lr=START["rate"], b2=B2).typed()
     batch = args.batch if args.smoke else START["batch"]
-    first = icons.make_trainer(
+    shared = {name: key[name] for name in ("size", "seed", "first", "source")}
+    shared |= START | {"batch": batch}
+    start_trainer = icons.make_trainer(
         files, args.size, "standard", START["steps"], START["warmup"], batch, ()
     )
-    params, _ = engine.begin(first, before, args.first, paired.state_file(args, shared))
+    path = paired.state_file(args, shared)
+    params, _ = engine.begin(start_trainer, start_hyper, args.first, path)
     start = paired.fingerprint(params)
+    # Another seed than that of the start, so that its batches do not come again.
     hyper = engine.Hyper(seed=1000 + key["seed"], lr=key["rate"], **settings).typed()
     _, new = trainer.init(hyper)
     params, measured = trainer.resume(hyper, (params, jax.device_get(new)), 0)

@@ -182,7 +182,7 @@ def judge(measured: dict) -> dict:
     return {
         "final": float(np.mean(loss[-steps // 10 :])),
         "spikes": len(found.loss),
-        "patch": spikes.aligned(found, spikes.PATCH),
+        "patch": spikes.aligned(found, spikes.PATCH) if rms else None,
         "score_of_loss": spike_score(loss),
         "score_of_gradient": spike_score(measured["grad_norm"]),
         "loss": study.thin(loss),
@@ -255,22 +255,33 @@ def best_rate(rates: dict[float, list[dict]]) -> float:
 
 def differences(arms: dict, arm: str, base: str, name: str) -> list[float]:
     """A measurement of an arm minus that of `base`, each at its best rate, for each seed that both have."""
+    means = whole_seeds(arms)
     own, other = (
-        {result["seed"]: result[name] for result in arms[a][best_rate(arms[a])]}
+        {result["seed"]: result[name] for result in arms[a][best_rate(means[a])]}
         for a in (arm, base)
     )
     return [own[seed] - other[seed] for seed in sorted(own) if seed in other]
 
 
-def compared(arms: dict, base: str) -> list[str]:
+def with_base(arms: dict, base: str) -> list[str]:
     """The arms that share a seed with `base`, each at its best rate; an unfinished study has others."""
     return [arm for arm in arms if arm != base and differences(arms, arm, base, "final")]
+
+
+def whole_seeds(arms: dict) -> dict[str, dict[float, list[dict]]]:
+    """The results of the seeds that have all arms and rates, whose means compare; if none has, all."""
+    cells = [{r["seed"] for r in some} for rates in arms.values() for some in rates.values()]
+    whole = set.intersection(*cells) or set.union(*cells)
+    return {
+        arm: {rate: [r for r in some if r["seed"] in whole] for rate, some in rates.items()}
+        for arm, rates in arms.items()
+    }
 
 
 def table(runs, base: str = BASE) -> None:
     batch = runs[0]["key"]["batch"] if runs else 1
     arms = by_arm(runs)
-    for arm, rates in arms.items():
+    for arm, rates in whole_seeds(arms).items():
         losses, best = finals(rates), best_rate(rates)
         top1, half = study.interval(100 * r["top1"] for r in rates[best])
         every = [r for some in rates.values() for r in some]
@@ -287,7 +298,7 @@ def table(runs, base: str = BASE) -> None:
 
 def print_differences(arms: dict, base: str) -> None:
     """Prints the paired differences of all arms from `base`, each at its best rate."""
-    others = compared(arms, base)
+    others = with_base(arms, base)
     for name, unit, scale, digits in (("final", "loss", 1, 3), ("top1", "top-1, points", 100, 1)):
         found = [[scale * d for d in differences(arms, arm, base, name)] for arm in others]
         ps = [paired.p_value(pairs) for pairs in found]
@@ -306,9 +317,10 @@ def draw(figure, runs, base: str = BASE) -> None:
     figure.set_size_inches(11, 4.2)
     losses, *panels = figure.subplots(1, 3, width_ratios=(5, 4, 4))
     colors = {arm: color for color, some in FAMILIES.values() for arm in some}
+    means = whole_seeds(arms)
     for label, (color, some) in FAMILIES.items():
         for arm in filter(arms.__contains__, some):
-            values = finals(arms[arm])
+            values = finals(means[arm])
             losses.loglog(list(values), list(values.values()), color=color, marker=".", label=label)
             label = ""  # an arm of a family has it
     losses.set(title="final loss", xlabel="learning rate")
@@ -319,7 +331,7 @@ def draw(figure, runs, base: str = BASE) -> None:
     losses.set_xticks(rates, [f"{rate:g}" for rate in rates])
     losses.xaxis.set_minor_locator(NullLocator())
     losses.legend()
-    others = compared(arms, base)
+    others = with_base(arms, base)
     for axes, (title, name, scale) in zip(
         panels, (("final loss", "final", 1), ("top-1 (points)", "top1", 100)), strict=True
     ):
@@ -330,7 +342,7 @@ def draw(figure, runs, base: str = BASE) -> None:
         axes.axvline(0, color="0.5", linewidth=0.8)
         axes.set(title=f"{title} at best rates", xlabel=f"minus {base}, 95% interval")
         axes.set_ylim(len(others) - 0.5, -0.5)
-    names = [f"{arm} at {best_rate(arms[arm]):g}" for arm in others]
+    names = [f"{arm} at {best_rate(means[arm]):g}" for arm in others]
     panels[0].set_yticks(range(len(others)), names)
     panels[1].set_yticks(range(len(others)), [])
 

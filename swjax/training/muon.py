@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks, which devices share among each other."""
+"""Muon for the weight matrices of the blocks. On a mesh each device orthogonalizes some of the layers."""
 
 import functools
 import math
@@ -14,14 +14,14 @@ from optax import contrib
 
 from swjax.optax import path_name
 
-Layout = Callable[[jax.Array], jax.Array]
+Reshard = Callable[[jax.Array], jax.Array]
 
 MOMENTUM = 0.95
 ITERATIONS = 5
-SCALE = 0.2  # RMS of an update whose singular values are 1, as AdamW's is
+SCALE = 0.2  # RMS of AdamW's updates, to which those of Muon are scaled
 
 
-def muon(
+def muon_and_adamw(
     schedule: optax.Schedule,
     *,
     weight_decay: float,
@@ -31,8 +31,9 @@ def muon(
 ) -> optax.GradientTransformation:
     """Muon for the matrices of the blocks (Jordan et al., 2024), and AdamW for the other parameters.
 
-    An update of Muon has orthogonal rows or columns. It is scaled to the RMS of AdamW's updates (Liu et al.,
-    2025, https://arxiv.org/abs/2502.16982), so both parts use one learning rate. Muon's momentum is 0.95.
+    The rows or the columns of an update of Muon are nearly orthonormal. The update is scaled to the RMS of
+    AdamW's updates (Liu et al., 2025, https://arxiv.org/abs/2502.16982), so both parts use one learning rate.
+    Muon's momentum is 0.95.
 
     Args:
       schedule: step -> learning rate.
@@ -60,7 +61,7 @@ def muon(
 
 
 def is_matrix_of_blocks(params: Any) -> Any:
-    """A tree of bools with the structure of `params`: which parameters `muon` orthogonalizes."""
+    """A tree of bools with the structure of `params`: which parameters Muon updates."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: x.ndim == 3 and "blocks" in path_name(path).split("/"), params
     )
@@ -69,15 +70,15 @@ def is_matrix_of_blocks(params: Any) -> Any:
 def scale_by_muon(dtype: jax.typing.DTypeLike) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon` for stacks of matrices, [layers, m, n].
 
-    It differs in two ways. The products of the orthogonalization have operands of `dtype`. On a mesh each
-    device orthogonalizes some of the layers, whole; optax's divides the matrices as the parameters are
-    sharded. Data parallelism would repeat all products on every device, and FSDP would gather the
-    intermediate results of each iteration.
+    It differs in two ways. The operands of its products are of `dtype`. On a mesh with automatic axes the
+    layers are sharded over all devices, so each device orthogonalizes whole matrices. optax's function keeps
+    the sharding of the parameters: with data parallelism every device would repeat all products, and with
+    FSDP XLA would gather the intermediate results of each iteration.
 
     Args:
       dtype: of the operands; sums are in float32. Jordan et al. use bfloat16.
     """
-    optaxs = contrib.scale_by_muon(beta=MOMENTUM)
+    reference = contrib.scale_by_muon(beta=MOMENTUM)
 
     def update(grads, state, params=None):
         del params
@@ -89,7 +90,7 @@ def scale_by_muon(dtype: jax.typing.DTypeLike) -> optax.GradientTransformation:
         orthogonal = functools.partial(orthogonalize, coefficients=state.ns_coeffs, dtype=dtype)
         return jax.tree.map(orthogonal, nesterov), state._replace(count=count, mu=mu)
 
-    return optax.GradientTransformation(optaxs.init, update)
+    return optax.GradientTransformation(reference.init, update)
 
 
 def orthogonalize(
@@ -97,7 +98,8 @@ def orthogonalize(
 ) -> jax.Array:
     """Moves the singular values of each matrix near 1, by five Newton-Schulz iterations.
 
-    With optax's coefficients they end between 0.7 and 1.2, unless they are far below the largest one.
+    With optax's coefficients, singular values of at least 0.2 % of the Frobenius norm end between 0.68 and
+    1.2.
 
     Args:
       x: [layers, m, n].
@@ -111,29 +113,31 @@ def orthogonalize(
     linear, cubic, quintic = coefficients
     is_wide = x.shape[1] <= x.shape[2]
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-8)
-    whole, by_layers = _layouts(x)
-    x = by_layers(whole(x.astype(dtype)))
+    replicate, shard = _resharding(x)
+    x = shard(replicate(x.astype(dtype)))
     for _ in range(ITERATIONS):
         transposed = x.mT
         gram = product(x, transposed) if is_wide else product(transposed, x)
-        narrow = gram.astype(dtype)
-        factor = (cubic * gram + quintic * product(narrow, narrow)).astype(dtype)
+        operand = gram.astype(dtype)
+        factor = (cubic * gram + quintic * product(operand, operand)).astype(dtype)
         added = product(factor, x) if is_wide else product(x, factor)
         x = (linear * x.astype(jnp.float32) + added).astype(dtype)
-    return whole(x).astype(jnp.float32)
+    return replicate(x).astype(jnp.float32)
 
 
-def _layouts(x: jax.Array) -> tuple[Layout, Layout]:
-    """Functions that gather an array like `x`, and that divide its layers among all devices.
+def _resharding(x: jax.Array) -> tuple[Reshard, Reshard]:
+    """Functions that gather an array like `x` on every device, and that shard its layers over all devices.
 
-    Gathering first avoids XLA's slow path between two ways to divide an array.
+    An array is gathered before its layers are sharded, because XLA moves from one sharded axis to another by
+    several gathers in float32.
     """
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty or mesh.size == 1:
         return lambda x: x, lambda x: x
-    specs = P(), P(mesh.axis_names)
-    whole, by_layers = (
-        functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, spec))
-        for spec in specs
-    )
-    return whole, by_layers
+    replicated, by_layers = (NamedSharding(mesh, spec) for spec in (P(), P(mesh.axis_names)))
+
+    def replicate(x: jax.Array) -> jax.Array:
+        # Without the barrier, XLA gathers the array before it is converted to `dtype`.
+        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(x), replicated)
+
+    return replicate, lambda x: jax.lax.with_sharding_constraint(x, by_layers)

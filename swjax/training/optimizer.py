@@ -21,7 +21,7 @@ from swjax.optax import (
     stable_adamw,
 )
 from swjax.training.config import ConfigError
-from swjax.training.muon import muon
+from swjax.training.muon import muon_and_adamw
 
 
 def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule:
@@ -101,7 +101,7 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     shared["mask"] = decay_of_blocks if guarded else clip.weight_decay_mask
     if c.name == "muon":
         dtype = jnp.bfloat16 if config.model.dtype == "bfloat16" else jnp.float32
-        update = muon(schedule, b2=c.b2, dtype=dtype, **shared)
+        update = muon_and_adamw(schedule, b2=c.b2, dtype=dtype, **shared)
     elif c.name == "adamw":
         update = optax.adamw(schedule, b2=c.b2, **shared)
     else:
