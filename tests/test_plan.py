@@ -12,6 +12,7 @@ from flax import nnx
 
 import train
 from swjax.models import clip
+from swjax.training import config as config_lib
 from swjax.training import inputs, memory_model, plan
 from swjax.training.memory_model import GIB, Mesh, predict
 
@@ -243,6 +244,19 @@ def test_the_speed_of_muon_was_not_measured(capsys):
     flags = "--config.train.accumulation=8", "--config.optimizer.name=muon"
     assert run("vith_int8", "h200:8", *flags) == 0
     assert "not measured" in capsys.readouterr().out.split("time")[-1]
+
+
+def test_micro_batches_are_summed_in_the_gradients_of_trained_parameters():
+    """Their bytes do not depend on the moments that the optimizer keeps."""
+
+    def gradients(**optimizer):
+        config = config_lib.load(f"{ROOT}/configs/vitb16_int8.py", [("data.name", "synthetic")])
+        config.data.synthetic.examples = config.train.batch_size
+        config.optimizer.update(optimizer)
+        made = plan.make(config, plan.Hardware.parse("h200:8"))
+        return made.gradient_bytes / made.parameters
+
+    assert gradients() == gradients(name="muon") == 4 > gradients(freeze=("^text/",)) > 2
 
 
 def test_a_plan_with_concurrent_kernels(capsys):

@@ -7,7 +7,7 @@ GELU, which leaves 10 of 16 widths. `tests/test_plan.py` compares the prediction
 with other runs. The model was not compared with GPUs other than Hopper.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from swjax import recipes
 from swjax.models.config import CLIPConfig, TowerConfig
@@ -74,6 +74,7 @@ def predict(
     mesh: Mesh = ONE_DEVICE,
     *,
     accumulation: int = 1,
+    gradient_bytes: int | None = None,
     concurrent: bool = False,
 ) -> Memory:
     """Predicts the memory of a step.
@@ -84,6 +85,8 @@ def predict(
       pairs: pairs per device and micro-batch.
       mesh: number of devices along each axis.
       accumulation: micro-batches per step.
+      gradient_bytes: bytes of the float32 gradients of all trained parameters, which several micro-batches
+        are summed in; by default a third of the state, as with Adam's two moments.
       concurrent: whether independent kernels run at the same time.
 
     Returns:
@@ -111,7 +114,8 @@ def predict(
     number = 4 if model.dtype == "float32" else 2
     one = [pairs * tokens * tower.width * number / mesh.tensor for tower, tokens in towers]
     blocks = sum(map(_block_parameters, (model.vision, model.text))) / mesh.tensor
-    gradients = state_bytes / 3 / mesh.fsdp if accumulation > 1 else 0
+    gradient_bytes = state_bytes // 3 if gradient_bytes is None else gradient_bytes
+    gradients = gradient_bytes / mesh.fsdp if accumulation > 1 else 0
     return Memory(
         state=state_bytes / mesh.fsdp / mesh.tensor,
         weights=kept * blocks + gradients,
@@ -139,17 +143,15 @@ def most_pairs(
     state_bytes: int,
     limit: float,
     mesh: Mesh = ONE_DEVICE,
-    *,
-    accumulation: int = 1,
-    concurrent: bool = False,
+    **options: Any,
 ) -> int:
-    """The most pairs per device and micro-batch whose memory fits into `limit` bytes; 0 if none fits."""
+    """The most pairs per device and micro-batch whose memory fits into `limit` bytes; 0 if none fits.
+
+    `options` are those of `predict`.
+    """
 
     def fits(pairs: int) -> bool:
-        needed = predict(
-            model, state_bytes, pairs, mesh, accumulation=accumulation, concurrent=concurrent
-        )
-        return needed.total <= limit
+        return predict(model, state_bytes, pairs, mesh, **options).total <= limit
 
     low, high = 0, 1
     while fits(high) and high < 2**20:

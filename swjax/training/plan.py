@@ -20,7 +20,7 @@ from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame
 from swjax.training.inputs import open_train_source
 from swjax.training.memory_model import GIB, Memory, Mesh, most_pairs, predict
-from swjax.training.optimizer import make_optimizer, make_schedule
+from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.setup import make_init, model_config
 
 # Memory of a GPU in GiB, as its driver reports it.
@@ -127,6 +127,7 @@ class Plan:
       mesh: number of devices along each axis.
       parameters: number of model parameters.
       state_bytes: bytes of the train state, which are also the bytes of a checkpoint.
+      gradient_bytes: bytes of the gradients of the trained parameters.
       steps, warmup: number of steps of the run and of its warm-up.
       examples: number of examples of the data set.
       shown: the first captions.
@@ -139,6 +140,7 @@ class Plan:
     mesh: Mesh
     parameters: int
     state_bytes: int
+    gradient_bytes: int
     steps: int
     warmup: int
     examples: int
@@ -174,6 +176,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     init, _ = make_init(config, model, optimizer)
     state = jax.eval_shape(init)
     state_bytes = _bytes(state)
+    gradient_bytes = _bytes(split_frozen(state["params"], config.optimizer.freeze)[0])
     accumulation = config.train.accumulation
     pairs = config.train.batch_size // mesh.shards // accumulation
     return Plan(
@@ -183,6 +186,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         mesh=mesh,
         parameters=sum(x.size for x in jax.tree.leaves(state["params"])),
         state_bytes=state_bytes,
+        gradient_bytes=gradient_bytes,
         steps=steps,
         warmup=warmup,
         examples=len(source),
@@ -193,6 +197,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
             pairs,
             mesh,
             accumulation=accumulation,
+            gradient_bytes=gradient_bytes,
             concurrent=config.train.concurrent_kernels,
         ),
     )
@@ -250,10 +255,8 @@ def check(plan: Plan) -> None:
     remat = plan.config.model.remat
     remedies = []
     if plan.config.train.concurrent_kernels:
-        accumulation = plan.config.train.accumulation
-        less = predict(
-            plan.model, plan.state_bytes, plan.pairs, plan.mesh, accumulation=accumulation
-        )
+        options = _options(plan) | {"concurrent": False}
+        less = predict(plan.model, plan.state_bytes, plan.pairs, plan.mesh, **options)
         if less.total <= (plan.hardware.limit or 0):
             remedies.append("--config.train.concurrent_kernels=False")
     for other in dict.fromkeys((remat, _remats(plan)[-1])):
@@ -292,12 +295,20 @@ def _remats(plan: Plan) -> tuple[str, ...]:
     return _REMATS[:1] if plan.config.train.concurrent_kernels else _REMATS
 
 
+def _options(plan: Plan) -> dict[str, Any]:
+    """The options of `predict` for the plan."""
+    train = plan.config.train
+    return {
+        "accumulation": train.accumulation,
+        "gradient_bytes": plan.gradient_bytes,
+        "concurrent": train.concurrent_kernels,
+    }
+
+
 def _most(plan: Plan, remat: str) -> int:
     assert plan.hardware.limit is not None, "callers check the limit"
     model = dataclasses.replace(plan.model, remat=remat)
-    train = plan.config.train
-    micro = {"accumulation": train.accumulation, "concurrent": train.concurrent_kernels}
-    return most_pairs(model, plan.state_bytes, plan.hardware.limit, plan.mesh, **micro)
+    return most_pairs(model, plan.state_bytes, plan.hardware.limit, plan.mesh, **_options(plan))
 
 
 def _accumulation(plan: Plan, remat: str) -> int:
@@ -308,8 +319,8 @@ def _accumulation(plan: Plan, remat: str) -> int:
     for count in range(1, whole + 1):
         if whole % count:
             continue
-        micro = {"accumulation": count, "concurrent": plan.config.train.concurrent_kernels}
-        need = predict(model, plan.state_bytes, whole // count, plan.mesh, **micro)
+        options = _options(plan) | {"accumulation": count}
+        need = predict(model, plan.state_bytes, whole // count, plan.mesh, **options)
         if need.total <= plan.hardware.limit:
             return count
     return 0
