@@ -24,7 +24,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax import checkpoint as orbax
 
-from swjax.optax import dynamic_loss_scale, from_adamw_state, per_tensor_guard, stable_adamw
+from swjax.optax import dynamic_loss_scale, from_adamw_state, muon, per_tensor_guard, stable_adamw
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 
@@ -36,6 +36,10 @@ def layers(params):
 
 def matrices(params):
     return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def layers_only(params):
+    return jax.tree.map(lambda p: p.ndim == 3, params)
 
 
 def converted(learning_rate):
@@ -56,6 +60,7 @@ OPTIMIZERS = {
         decoupled_lr=True,
     ),
     "from_adamw_state": partial(converted, 1e-2),
+    "muon": partial(muon, 1e-2, layers_only, mask=matrices),
     "per_tensor_guard(stable_adamw)": partial(
         per_tensor_guard,
         stable_adamw(1e-2),
@@ -81,6 +86,11 @@ def params_of(dtype="float32"):
         "blocks": {"w": jnp.asarray(rng.normal(size=(2, 4, 2)), dtype)},
         "head": {"b": jnp.asarray(0.5, dtype), "w": jnp.asarray(rng.normal(size=4), dtype)},
     }
+
+
+def is_masked(x):
+    """Whether a node of a state stands for a parameter that `optax.masked` or `partition` leaves out."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def types(tree):
@@ -181,11 +191,12 @@ def map_params(optimizer):
     same(optax.tree.map_params(optimizer, lambda x: x, state), state)
 
     def check(x, p):
-        assert x.shape == p.shape
+        assert is_masked(x) or x.shape == p.shape
         return x
 
+    zeros = lambda x: jnp.zeros(x.shape)
     mapped = optax.tree.map_params(
-        optimizer, check, state, params, transform_non_params=lambda x: jnp.zeros(x.shape)
+        optimizer, check, state, params, transform_non_params=zeros, is_leaf=is_masked
     )
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
 
@@ -267,11 +278,11 @@ def sharded(optimizer, kind):
             assert types(updates) == types(params) and types(after) == types(state)
 
         def like(x, p):
-            assert x.sharding.is_equivalent_to(p.sharding, p.ndim)
+            assert is_masked(x) or x.sharding.is_equivalent_to(p.sharding, p.ndim)
             return x
 
         jax.tree.map(like, updates, params)
-        optax.tree.map_params(optimizer, like, after, params)
+        optax.tree.map_params(optimizer, like, after, params, is_leaf=is_masked)
 
 
 def sharded_automatically(optimizer):
@@ -314,14 +325,22 @@ def wrapped(wrap, moves=True):
 
 def maps(optimizer):
     state = jax.eval_shape(optimizer.init, params_of())
-    is_leaf = lambda x: isinstance(x, optax.MaskedNode)
-    mapped = optax.tree.map_params(optimizer, lambda x: x, state, is_leaf=is_leaf)
+    mapped = optax.tree.map_params(optimizer, lambda x: x, state, is_leaf=is_masked)
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
 
 
 def injected(make):
     """All numeric hyperparameters are traced, and `init` can be compiled."""
-    static = {"inner", "across", "mask", "mu_dtype", "block_axes", "decoupled_lr"}
+    static = {
+        "inner",
+        "across",
+        "mask",
+        "mu_dtype",
+        "block_axes",
+        "decoupled_lr",
+        "matrices",
+        "dtype",
+    }
     static &= set(inspect.signature(make.func).parameters)
     inject = optax.inject_hyperparams(make.func, static_args=static)
     outer = inject(*make.args, **make.keywords)

@@ -27,7 +27,7 @@ from eight_devices import (
     slow,
     train_program,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from micro_run import UNDIAGNOSED
 
@@ -36,9 +36,9 @@ import swjax.losses
 import swjax.nnx
 from swjax import Layout
 from swjax.optax import path_name
+from swjax.optax.orthogonal import orthogonalize
 from swjax.recipes import RECIPES
 from swjax.testing import assert_quantized_gathers, collectives
-from swjax.training.muon import orthogonalize
 
 pytestmark = pytest.mark.eight_devices
 
@@ -199,15 +199,29 @@ def test_devices_share_the_layers_that_muon_orthogonalizes(spec, tmp_path):
     assert gathered == ["bf16"] * (3 if any(spec) else 1)
 
 
+@pytest.mark.parametrize("layers", [16, 12])
+def test_muon_on_a_mesh_with_explicit_axes(layers):
+    mesh, x = (
+        make_mesh((2, 2, 2), AxisType.Explicit),
+        jax.random.normal(jax.random.key(0), (layers, 32, 64)),
+    )
+    run = jax.jit(partial(orthogonalize, coefficients=COEFFICIENTS))
+    want = run(x)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P(None, "fsdp", "tensor")))
+        got = run(placed)
+    assert jax.typeof(got) == jax.typeof(placed)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"mesh.data": 8}, {"mesh.data": 2, "mesh.fsdp": 4}])
 def test_collectives_of_a_train_step_with_muon(mesh):
     """Each kernel's stack is gathered once or twice, and no product of the iterations."""
     layers = {"model.vision.layers": 8, "model.text.layers": 8, "model.scan_layers": True}
     muon = {"optimizer.name": "muon"}
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        _, _, step, like, state, batch = train_program(**mesh, **layers, **UNDIAGNOSED, **muon)
-        after, _ = step(state(), batch)
+    _, _, step, like, state, batch = train_program(**mesh, **layers, **UNDIAGNOSED, **muon)
+    after, _ = step(state(), batch)
     kernels, _ = shapes_of(like["params"])
     shapes = [shape for op, _, shape in collectives(step) if op == "all-gather"]
     found = Counter(shape[1:] for shape in shapes if shape[0] == 8 and shape[1:] in kernels)

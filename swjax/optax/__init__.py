@@ -7,6 +7,7 @@
 from swjax.optax.convert import from_adamw_state
 from swjax.optax.dynamic import DynamicLossScaleState, dynamic_loss_scale
 from swjax.optax.guard import PerTensorGuardState, per_tensor_guard
+from swjax.optax.orthogonal import muon
 from swjax.optax.overflow import unscale
 from swjax.optax.rms import adamw_rms_by_path, rms_by_path
 from swjax.optax.scaling import loss_scale, skipped_by_path
@@ -22,6 +23,7 @@ __all__ = [
     "dynamic_loss_scale",
     "from_adamw_state",
     "loss_scale",
+    "muon",
     "path_name",
     "per_tensor_guard",
     "power_decay",

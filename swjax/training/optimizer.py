@@ -15,13 +15,13 @@ from swjax.models import clip
 from swjax.optax import (
     StableAdamWState,
     dynamic_loss_scale,
+    muon,
     path_name,
     per_tensor_guard,
     power_decay,
     stable_adamw,
 )
 from swjax.training.config import ConfigError
-from swjax.training.muon import muon_and_adamw
 
 
 def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule:
@@ -101,7 +101,7 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     shared["mask"] = decay_of_blocks if guarded else clip.weight_decay_mask
     if c.name == "muon":
         dtype = jnp.bfloat16 if config.model.dtype == "bfloat16" else jnp.float32
-        update = muon_and_adamw(schedule, b2=c.b2, dtype=dtype, **shared)
+        update = muon(schedule, is_matrix_of_blocks, b2=c.b2, dtype=dtype, **shared)
     elif c.name == "adamw":
         update = optax.adamw(schedule, b2=c.b2, **shared)
     else:
@@ -120,6 +120,13 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     if c.loss_scaling == "dynamic":
         return dynamic_loss_scale(update, c.loss_scale, growth_steps=c.loss_scale_growth_steps)
     return update
+
+
+def is_matrix_of_blocks(params: Any) -> Any:
+    """A tree of bools with the structure of `params`: which parameters Muon updates."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x.ndim == 3 and "blocks" in path_name(path).split("/"), params
+    )
 
 
 def updates_made(opt_state: Any) -> jax.Array:

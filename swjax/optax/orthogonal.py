@@ -1,0 +1,203 @@
+"""Muon for the weight matrices of hidden layers, and AdamW for the other parameters."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+
+from swjax.optax.tensors import path_name
+
+Reshard = Callable[[jax.Array], jax.Array]
+
+ITERATIONS = 5
+SCALE = 0.2  # RMS of AdamW's updates, to which those of Muon are scaled
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    matrices: Any | Callable[[optax.Params], Any],
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.99,
+    eps: jax.typing.ArrayLike = 1e-6,
+    weight_decay: jax.typing.ArrayLike = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    momentum: jax.typing.ArrayLike = 0.95,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon for the weight matrices of hidden layers, and AdamW for the other parameters.
+
+    The rows or the columns of an update of Muon are nearly orthonormal. The update is scaled to the RMS of
+    AdamW's updates, 0.2 for every shape, so both parts use one learning rate. The best rate of Muon was three
+    to four times that of AdamW in our comparisons.
+
+    It differs from `optax.contrib.muon` in two ways: the operands of the products are of `dtype`, and on a
+    mesh the matrices of a stack are sharded over all devices, so each device orthogonalizes whole matrices.
+    optax's function keeps the sharding of the parameters: with data parallelism every device repeats all
+    products, and with FSDP XLA gathers the intermediate results of each iteration.
+
+    Args:
+      learning_rate: a number or a schedule of the number of previous steps.
+      matrices: the parameters that Muon updates: a tree of bools like the parameters, or a function from the
+        parameters to such a tree. They are matrices, [m, n], or stacks of matrices, [layers, m, n]. Leave out
+        embeddings and the last layer.
+      b1, b2, eps: of AdamW.
+      weight_decay: decoupled weight decay of both parts; multiplied by the learning rate.
+      mask: the decayed parameters, as in `optax.adamw`. Default: all parameters.
+      momentum: of Muon, with Nesterov's correction.
+      dtype: of the operands of Muon's products; sums are in float32. Jordan et al. use bfloat16.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
+
+    Raises:
+      ValueError: an array in `matrices` has neither two nor three axes.
+
+    >>> params = {"hidden": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+    >>> optimizer = muon(0.1, matrices={"hidden": True, "bias": False}, weight_decay=0.0)
+    >>> grads = {"hidden": 5 * jnp.eye(4, 3), "bias": jnp.ones(3)}
+    >>> updates, state = optimizer.update(grads, optimizer.init(params), params)
+    >>> print(-updates["hidden"].round(3))
+    [[0.027 0.    0.   ]
+     [0.    0.027 0.   ]
+     [0.    0.    0.027]
+     [0.    0.    0.   ]]
+
+    References:
+      Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
+      https://kellerjordan.github.io/posts/muon/.
+      Liu et al., "Muon is scalable for LLM training", 2025, https://arxiv.org/abs/2502.16982: the scale.
+    """
+
+    def labels(params):
+        found = matrices(params) if callable(matrices) else matrices
+        check = functools.partial(jax.tree_util.tree_map_with_path, _label)
+        return check(found, params)
+
+    def scaled(updates, _):
+        return jax.tree.map(
+            lambda x: x * jnp.asarray(SCALE * math.sqrt(max(x.shape[-2:])), x.dtype), updates
+        )
+
+    of_matrices = optax.chain(
+        scale_by_muon(momentum, dtype),
+        optax.stateless(scaled),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    others = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
+    both = optax.partition({"muon": of_matrices, "adamw": others}, labels)
+
+    def update(grads, state, params=None, **extra_args):
+        with jax.numpy_dtype_promotion("standard"):  # optax's AdamW mixes int32 and float32
+            return both.update(grads, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(both.init, update)
+
+
+def _label(path: tuple, is_matrix: bool, x: jax.Array) -> str:
+    if not is_matrix:
+        return "adamw"
+    if x.ndim not in (2, 3):
+        raise ValueError(
+            f"muon needs matrices [m, n] or stacks [layers, m, n], got {path_name(path)} of shape {x.shape}: "
+            "set it to False in `matrices`"
+        )
+    return "muon"
+
+
+def scale_by_muon(
+    momentum: jax.typing.ArrayLike = 0.95, dtype: jax.typing.DTypeLike = jnp.float32
+) -> optax.GradientTransformation:
+    """`optax.contrib.scale_by_muon` for matrices and stacks of matrices; see `muon`."""
+    reference = contrib.scale_by_muon(beta=momentum)
+
+    def update(grads, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        step, beta = count.astype(jnp.float32), jnp.asarray(momentum, jnp.float32)
+
+        def nesterov(g, m):
+            ahead = m.astype(jnp.float32) / (1 - beta ** (step + 1))
+            now = g.astype(jnp.float32) / (1 - beta**step)
+            return orthogonalize(beta * ahead + (1 - beta) * now, state.ns_coeffs, dtype)
+
+        mu = jax.tree.map(
+            lambda g, m: (beta * m.astype(jnp.float32) + (1 - beta) * g).astype(m.dtype),
+            jax.tree.map(lambda g: g.astype(jnp.float32), grads),
+            state.mu,
+        )
+        updates = jax.tree.map(lambda g, m: nesterov(g, m).astype(g.dtype), grads, mu)
+        return updates, state._replace(count=count, mu=mu)
+
+    return optax.GradientTransformation(reference.init, update)
+
+
+def orthogonalize(
+    x: jax.Array, coefficients: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    """Moves the singular values of each matrix near 1, by five Newton-Schulz iterations.
+
+    With optax's coefficients, singular values of at least 0.2 % of the Frobenius norm end between 0.68 and
+    1.2.
+
+    Args:
+      x: [m, n] or [layers, m, n].
+      coefficients: of the terms of degree 1, 3 and 5, [3] float32.
+      dtype: of the operands of the products.
+
+    Returns:
+      float32, with the shape of x.
+    """
+    if x.ndim == 2:
+        return orthogonalize(x[None], coefficients, dtype)[0]
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    linear, cubic, quintic = coefficients.astype(jnp.float32)
+    is_wide = x.shape[1] <= x.shape[2]
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-8)
+    replicate, shard, restore = _resharding(x)
+    x = shard(replicate(x.astype(dtype)))
+    for _ in range(ITERATIONS):
+        transposed = x.mT
+        gram = product(x, transposed) if is_wide else product(transposed, x)
+        operand = gram.astype(dtype)
+        factor = (cubic * gram + quintic * product(operand, operand)).astype(dtype)
+        added = product(factor, x) if is_wide else product(x, factor)
+        x = (linear * x.astype(jnp.float32) + added).astype(dtype)
+    return restore(replicate(x)).astype(jnp.float32)
+
+
+def _resharding(x: jax.Array) -> tuple[Reshard, Reshard, Reshard]:
+    """Functions that replicate an array like `x`, shard its layers over all devices, and shard it like `x`.
+
+    An array is replicated before its layers are sharded, because XLA moves from one sharded axis to another
+    by several gathers in float32.
+    """
+    mesh, layers = jax.typeof(x).sharding.mesh, len(x)
+    same: Reshard = lambda x: x
+    if mesh.empty or mesh.size == 1 or layers == 1:
+        return same, same, same
+    replicated, by_layers = (NamedSharding(mesh, spec) for spec in (P(), P(mesh.axis_names)))
+    # Without the barrier, XLA gathers the array before it is converted to another dtype.
+    barrier = jax.lax.optimization_barrier
+    if AxisType.Explicit in mesh.axis_types:
+        before = jax.typeof(x).sharding
+        shard = (lambda x: jax.reshard(x, by_layers)) if layers % mesh.size == 0 else same
+        return (
+            lambda x: jax.reshard(barrier(x), replicated),
+            shard,
+            lambda x: jax.reshard(x, before),
+        )
+    constrain = jax.lax.with_sharding_constraint
+    return (
+        lambda x: constrain(barrier(x), replicated),
+        lambda x: constrain(x, by_layers),
+        same,
+    )
