@@ -331,16 +331,7 @@ def maps(optimizer):
 
 def injected(make):
     """All numeric hyperparameters are traced, and `init` can be compiled."""
-    static = {
-        "inner",
-        "across",
-        "mask",
-        "mu_dtype",
-        "block_axes",
-        "decoupled_lr",
-        "matrices",
-        "dtype",
-    }
+    static = {"inner", "across", "mask", "mu_dtype", "block_axes", "decoupled_lr", "matrices"}
     static &= set(inspect.signature(make.func).parameters)
     inject = optax.inject_hyperparams(make.func, static_args=static)
     outer = inject(*make.args, **make.keywords)

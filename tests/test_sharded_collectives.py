@@ -199,19 +199,30 @@ def test_devices_share_the_layers_that_muon_orthogonalizes(spec, tmp_path):
     assert gathered == ["bf16"] * (3 if any(spec) else 1)
 
 
-@pytest.mark.parametrize("layers", [16, 12])
-def test_muon_on_a_mesh_with_explicit_axes(layers):
-    mesh, x = (
-        make_mesh((2, 2, 2), AxisType.Explicit),
-        jax.random.normal(jax.random.key(0), (layers, 32, 64)),
-    )
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+@pytest.mark.parametrize("shape", [(16, 32, 64), (12, 32, 64), (1, 64, 32), (64, 32)])
+@pytest.mark.parametrize("kinds", [(EXPLICIT,) * 3, (AUTO, EXPLICIT, AUTO)])
+def test_muon_on_a_mesh_with_explicit_axes(kinds, shape):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=kinds)
+    x = jax.random.normal(jax.random.key(0), shape)
     run = jax.jit(partial(orthogonalize, coefficients=COEFFICIENTS))
-    want = run(x)
+    want, spec = run(x), P(*[None] * (len(shape) - 2), "fsdp", "tensor")
     with jax.set_mesh(mesh):
-        placed = jax.device_put(x, NamedSharding(mesh, P(None, "fsdp", "tensor")))
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
         got = run(placed)
     assert jax.typeof(got) == jax.typeof(placed)
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_muon_outside_jit_and_inside_shard_map():
+    mesh, x = make_mesh((2, 2, 2)), jax.random.normal(jax.random.key(0), (12, 32, 64))
+    run = partial(orthogonalize, coefficients=COEFFICIENTS)
+    want, placed = run(x), jax.device_put(x, NamedSharding(mesh, P(None, "fsdp")))
+    np.testing.assert_allclose(run(placed), want, atol=1e-5)
+    local = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    np.testing.assert_allclose(jax.jit(local)(x), want, atol=1e-5)
 
 
 @pytest.mark.slow

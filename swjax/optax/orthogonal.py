@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
+from swjax.optax.stable import require_learning_rate, require_number
 from swjax.optax.tensors import path_name
 
 Reshard = Callable[[jax.Array], jax.Array]
@@ -30,35 +31,44 @@ def muon(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     momentum: jax.typing.ArrayLike = 0.95,
-    dtype: jax.typing.DTypeLike = jnp.float32,
+    dtype: jax.typing.DTypeLike = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for the weight matrices of hidden layers, and AdamW for the other parameters.
 
-    The rows or the columns of an update of Muon are nearly orthonormal. The update is scaled to the RMS of
-    AdamW's updates, 0.2 for every shape, so both parts use one learning rate. The best rate of Muon was three
-    to four times that of AdamW in our comparisons.
+    The rows or the columns of an update of Muon are nearly orthonormal. The update is scaled to an RMS of
+    about 0.2, that of AdamW's updates, if the gradient has full rank. So both parts use one learning rate.
+    The best rate of Muon was three to four times that of AdamW in our comparisons.
 
-    It differs from `optax.contrib.muon` in two ways: the operands of the products are of `dtype`, and on a
-    mesh the matrices of a stack are sharded over all devices, so each device orthogonalizes whole matrices.
-    optax's function keeps the sharding of the parameters: with data parallelism every device repeats all
-    products, and with FSDP XLA gathers the intermediate results of each iteration.
+    The Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`, apart from rounding. It differs
+    in two ways. The operands of its products are of `dtype`. On a mesh the matrices of a stack are sharded
+    over all devices under `jax.jit`, so each device orthogonalizes whole matrices; with explicit axes this
+    needs a number of matrices that the devices divide. optax's function keeps the sharding of the parameters:
+    with data parallelism every device repeats all products, and with FSDP XLA gathers the intermediate
+    results of each iteration. Single matrices keep their sharding here too.
+
+    Muon computes in float32. Under `optax.inject_hyperparams` every number may be traced. List "matrices" and
+    "mask" in `static_args` if they are functions.
 
     Args:
-      learning_rate: a number or a schedule of the number of previous steps.
-      matrices: the parameters that Muon updates: a tree of bools like the parameters, or a function from the
-        parameters to such a tree. They are matrices, [m, n], or stacks of matrices, [layers, m, n]. Leave out
-        embeddings and the last layer.
-      b1, b2, eps: of AdamW.
-      weight_decay: decoupled weight decay of both parts; multiplied by the learning rate.
+      learning_rate: a number, at least 0, or a schedule of the number of previous steps.
+      matrices: the parameters that Muon updates: a tree of bools like the parameters, a prefix of it, or a
+        function from the parameters to such a tree, which `flax.nnx.Optimizer` needs. They are matrices,
+        [m, n], or stacks of matrices, [layers, m, n]. Leave out embeddings and the last layer.
+      b1, b2: of AdamW, in [0, 1).
+      eps: of AdamW, above 0.
+      weight_decay: at least 0; decoupled weight decay of both parts, multiplied by the learning rate.
       mask: the decayed parameters, as in `optax.adamw`. Default: all parameters.
-      momentum: of Muon, with Nesterov's correction.
+      momentum: of Muon, in [0, 1), with Nesterov's correction.
       dtype: of the operands of Muon's products; sums are in float32. Jordan et al. use bfloat16.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
 
     Raises:
-      ValueError: an array in `matrices` has neither two nor three axes.
+      ValueError: a hyper-parameter is not a scalar or out of range (unless traced), `matrices` is a single
+        bool for a tree of parameters, or names an array that is no matrix, no stack of matrices, or neither
+        real nor floating-point, an update receives no parameters, or a gradient has another shape than its
+        parameter.
 
     >>> params = {"hidden": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     >>> optimizer = muon(0.1, matrices={"hidden": True, "bias": False}, weight_decay=0.0)
@@ -75,11 +85,7 @@ def muon(
       https://kellerjordan.github.io/posts/muon/.
       Liu et al., "Muon is scalable for LLM training", 2025, https://arxiv.org/abs/2502.16982: the scale.
     """
-
-    def labels(params):
-        found = matrices(params) if callable(matrices) else matrices
-        check = functools.partial(jax.tree_util.tree_map_with_path, _label)
-        return check(found, params)
+    _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype)
 
     def scaled(updates, _):
         return jax.tree.map(
@@ -93,24 +99,67 @@ def muon(
         optax.scale_by_learning_rate(learning_rate),
     )
     others = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
-    both = optax.partition({"muon": of_matrices, "adamw": others}, labels)
+    both = optax.partition(
+        {"muon": of_matrices, "adamw": others}, functools.partial(_labels, matrices)
+    )
 
     def update(grads, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError("muon needs the parameters: call update(grads, state, params)")
+        jax.tree_util.tree_map_with_path(_check_shape, params, grads)
         with jax.numpy_dtype_promotion("standard"):  # optax's AdamW mixes int32 and float32
-            return both.update(grads, state, params, **extra_args)
+            updates, state = both.update(grads, state, params, **extra_args)
+        return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params), state
 
     return optax.GradientTransformationExtraArgs(both.init, update)
+
+
+def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
+    require_learning_rate("muon", learning_rate)
+    for name, value in (("b1", b1), ("b2", b2), ("momentum", momentum)):
+        require_number("muon", name, value, lambda x: 0 <= x < 1, "in [0, 1)")
+    require_number("muon", "eps", eps, lambda x: x > 0, "positive")
+    require_number("muon", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"muon's dtype must be a floating-point dtype, got {dtype!r}")
+
+
+def _labels(matrices, params):
+    """The name of each parameter's optimizer."""
+    found = matrices(params) if callable(matrices) else matrices
+    is_leaf = jax.tree_util.all_leaves
+    if is_leaf([found]) and not is_leaf([params]):
+        raise ValueError(
+            f"matrices must be a tree of bools like the parameters, or a function, got {found}: under "
+            "optax.inject_hyperparams add 'matrices' to static_args, or optax calls it as a schedule"
+        )
+    found = jax.tree.broadcast(found, params)
+    return jax.tree_util.tree_map_with_path(_label, found, params)
 
 
 def _label(path: tuple, is_matrix: bool, x: jax.Array) -> str:
     if not is_matrix:
         return "adamw"
-    if x.ndim not in (2, 3):
+    if jnp.ndim(x) not in (2, 3):
         raise ValueError(
-            f"muon needs matrices [m, n] or stacks [layers, m, n], got {path_name(path)} of shape {x.shape}: "
-            "set it to False in `matrices`"
+            f"muon needs matrices [m, n] or stacks [layers, m, n], got {path_name(path)} of shape "
+            f"{jnp.shape(x)}: set it to False in `matrices`"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"muon needs real floating-point matrices, {path_name(path)} is {x.dtype}: cast it, or set it to "
+            "False in `matrices`"
         )
     return "muon"
+
+
+def _check_shape(path: tuple, parameter: jax.Array, gradient: jax.Array) -> None:
+    """Raises an error for shapes that differ, because arithmetic would broadcast them."""
+    if jnp.shape(gradient) != jnp.shape(parameter):
+        raise ValueError(
+            f"muon needs a gradient of shape {jnp.shape(parameter)} for parameter {path_name(path)!r}, got "
+            f"{jnp.shape(gradient)}: pass the gradients of these parameters"
+        )
 
 
 def scale_by_muon(
@@ -161,6 +210,8 @@ def orthogonalize(
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     linear, cubic, quintic = coefficients.astype(jnp.float32)
     is_wide = x.shape[1] <= x.shape[2]
+    largest = jnp.max(jnp.abs(x), axis=(1, 2), keepdims=True)
+    x = x / jnp.where(largest > 0, largest, 1)  # so that no square overflows or underflows
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-8)
     replicate, shard, restore = _resharding(x)
     x = shard(replicate(x.astype(dtype)))
@@ -180,24 +231,29 @@ def _resharding(x: jax.Array) -> tuple[Reshard, Reshard, Reshard]:
     An array is replicated before its layers are sharded, because XLA moves from one sharded axis to another
     by several gathers in float32.
     """
-    mesh, layers = jax.typeof(x).sharding.mesh, len(x)
     same: Reshard = lambda x: x
-    if mesh.empty or mesh.size == 1 or layers == 1:
-        return same, same, same
-    replicated, by_layers = (NamedSharding(mesh, spec) for spec in (P(), P(mesh.axis_names)))
+    before, layers = jax.typeof(x).sharding, len(x)
+    mesh = before.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit, auto = (
+        tuple(name for name, kind in kinds.items() if kind == wanted and mesh.shape[name] > 1)
+        for wanted in (AxisType.Explicit, AxisType.Auto)
+    )
     # Without the barrier, XLA gathers the array before it is converted to another dtype.
     barrier = jax.lax.optimization_barrier
-    if AxisType.Explicit in mesh.axis_types:
-        before = jax.typeof(x).sharding
-        shard = (lambda x: jax.reshard(x, by_layers)) if layers % mesh.size == 0 else same
+    if explicit:
+        replicated, by_layers = (NamedSharding(mesh, spec) for spec in (P(), P(explicit)))
+        divides = layers % math.prod(mesh.shape[name] for name in explicit) == 0
         return (
             lambda x: jax.reshard(barrier(x), replicated),
-            shard,
+            (lambda x: jax.reshard(x, by_layers)) if divides else same,
             lambda x: jax.reshard(x, before),
         )
+    # Constraints are for jax.jit, and have no meaning inside jax.shard_map, where arrays are local.
+    if not auto or layers == 1 or AxisType.Manual in mesh.axis_types:
+        return same, same, same
+    if not isinstance(x, jax.core.Tracer):
+        return same, same, same
+    replicated, by_layers = (NamedSharding(mesh, spec) for spec in (P(), P(auto)))
     constrain = jax.lax.with_sharding_constraint
-    return (
-        lambda x: constrain(barrier(x), replicated),
-        lambda x: constrain(x, by_layers),
-        same,
-    )
+    return lambda x: constrain(barrier(x), replicated), lambda x: constrain(x, by_layers), same

@@ -1,5 +1,6 @@
 """StableAdamW: AdamW that lowers the learning rate of each tensor whose second moment lags."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -388,18 +389,8 @@ def _mu_dtype(p, mu_dtype):
 
 def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
     """Checks the concrete values; traced values and functions of the step are not checked."""
-
-    def require(name, value, holds, rule):
-        if isinstance(value, jax.core.Tracer):
-            return
-        number = isinstance(value, int | float) or (hasattr(value, "dtype") and np.ndim(value) == 0)
-        if not number or not holds(value):
-            raise ValueError(f"stable_adamw's {name} must be {rule}, got {value!r}")
-
-    # Under optax.inject_hyperparams an array may be the value of a schedule, rounded below 0.
-    if not callable(learning_rate) and not isinstance(learning_rate, jax.Array):
-        rule = "a schedule, or a finite number that is at least 0"
-        require("learning_rate", learning_rate, lambda x: 0 <= x < math.inf, rule)
+    require = functools.partial(require_number, "stable_adamw")
+    require_learning_rate("stable_adamw", learning_rate)
     require("b1", b1, lambda x: 0 <= x < 1, "in [0, 1)")
     if not callable(b2):
         require("b2", b2, lambda x: 0 <= x < 1, "in [0, 1)")
@@ -414,6 +405,26 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
             f"stable_adamw's clip_threshold={clip_threshold} never clips: at b2={b2} the RMS stays below "
             f"{largest_rms(b2):.4g}. Lower it, or pass math.inf for no clipping"
         )
+
+
+def require_number(
+    optimizer: str, name: str, value: Any, holds: Callable[[Any], bool], rule: str
+) -> None:
+    """Raises a ValueError unless a hyper-parameter is traced, or a number for which `holds` is true."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = isinstance(value, int | float) or (hasattr(value, "dtype") and np.ndim(value) == 0)
+    if not number or not holds(value):
+        raise ValueError(f"{optimizer}'s {name} must be {rule}, got {value!r}")
+
+
+def require_learning_rate(optimizer: str, learning_rate: Any) -> None:
+    """Raises a ValueError unless the learning rate is a schedule, an array or a number of at least 0."""
+    # Under optax.inject_hyperparams an array may be the value of a schedule, rounded below 0.
+    if not callable(learning_rate) and not isinstance(learning_rate, jax.Array):
+        rule = "a schedule, or a finite number that is at least 0"
+        holds = lambda x: 0 <= x < math.inf
+        require_number(optimizer, "learning_rate", learning_rate, holds, rule)
 
 
 def largest_rms(b2: float) -> float:
