@@ -16,7 +16,7 @@ from swjax.optax.orthogonal import scale_by_muon
 @pytest.mark.parametrize("dtype, atol", [("float32", 5e-6), ("bfloat16", 0.03)])
 def test_muon_is_that_of_optax(dtype, atol):
     axes = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-    params = {"wide": jnp.zeros((3, 16, 24)), "tall": jnp.zeros((3, 40, 16))}
+    params = {"fewer_rows": jnp.zeros((3, 16, 24)), "more_rows": jnp.zeros((3, 40, 16))}
     ours = scale_by_muon(dtype=dtype)
     theirs = contrib.scale_by_muon(
         weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: axes, updates)

@@ -14,6 +14,8 @@ from swjax.optax.tensors import (
     TensorValues,
     as_arrays,
     blocks_by_name,
+    bools_like,
+    cast_like,
     path_name,
     resolve_block_axes,
 )
@@ -172,7 +174,7 @@ def stable_adamw(
         ]
         updates, mu, nu, rms = zip(*steps) if steps else ((), (), (), ())
         updates, mu, nu = (treedef.unflatten(column) for column in (updates, mu, nu))
-        updates, mu = _cast_like(updates, params), _cast_like(mu, state.mu)
+        updates, mu = cast_like(updates, params), cast_like(mu, state.mu)
         rms = TensorValues.of(blocks_by_name(params, axes), rms, state.rms.values.dtype)
         return updates, StableAdamWState(count, mu, nu, rms)
 
@@ -323,13 +325,7 @@ def _decays(mask, params) -> list[bool]:
     """Whether each leaf decays."""
     if mask is None:
         return [True] * len(jax.tree.leaves(params))
-    is_leaf = jax.tree_util.all_leaves
-    if not callable(mask) and is_leaf([mask]) and not is_leaf([params]):
-        raise ValueError(
-            f"mask must be a tree of bools like the parameters, or a function, got {mask}: under "
-            "optax.inject_hyperparams add 'mask' to static_args, or optax calls it as a schedule"
-        )
-    return jax.tree.leaves(jax.tree.broadcast(mask(params) if callable(mask) else mask, params))
+    return jax.tree.leaves(bools_like("mask", mask, params))
 
 
 def _inexact(params):
@@ -355,10 +351,6 @@ def _check_shapes(params, grads, mu, nu):
                     f"stable_adamw needs a {kind} of shape {p.shape} for parameter {path_name(path)!r}, "
                     f"got {shape}: pass the gradients and the state of these parameters"
                 )
-
-
-def _cast_like(tree, other):
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), tree, other)
 
 
 def _compute_dtype(p):

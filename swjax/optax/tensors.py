@@ -33,6 +33,33 @@ def as_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
+def bools_like(name: str, tree: Any, params: Any) -> Any:
+    """Returns a tree of bools like the parameters.
+
+    Args:
+      name: of the argument, for the error.
+      tree: such a tree, a prefix of it, or a function from the parameters to one of these.
+      params: the parameters.
+
+    Raises:
+      ValueError: the tree is a single bool, and the parameters are more than one array.
+    """
+    is_leaf = jax.tree_util.all_leaves
+    if callable(tree):
+        tree = tree(params)
+    elif is_leaf([tree]) and not is_leaf([params]):
+        raise ValueError(
+            f"{name} must be a tree of bools like the parameters, or a function, got {tree}: under "
+            f"optax.inject_hyperparams add {name!r} to static_args, or optax calls it as a schedule"
+        )
+    return jax.tree.broadcast(tree, params)
+
+
+def cast_like(tree: Any, other: Any) -> Any:
+    """Casts each array of a tree to the dtype of the array in the same place of another tree."""
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), tree, other)
+
+
 def resolve_block_axes(
     block_axes: Any | Callable[[Any], Any] | None, params: Any
 ) -> list[tuple[int, ...]]:

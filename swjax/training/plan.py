@@ -131,7 +131,6 @@ class Plan:
       steps, warmup: number of steps of the run and of its warm-up.
       examples: number of examples of the data set.
       shown: the first captions.
-      memory: memory of one device at the peak of a step.
     """
 
     config: ConfigDict
@@ -145,12 +144,16 @@ class Plan:
     warmup: int
     examples: int
     shown: tuple[str, ...]
-    memory: Memory
 
     @property
     def pairs(self) -> int:
         """Pairs per device and micro-batch."""
         return self.config.train.batch_size // self.mesh.shards // self.config.train.accumulation
+
+    @property
+    def memory(self) -> Memory:
+        """Memory of one device at the peak of a step."""
+        return predict(self.model, self.state_bytes, self.pairs, self.mesh, **_options(self))
 
     @property
     def fits(self) -> bool:
@@ -177,8 +180,6 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     state = jax.eval_shape(init)
     state_bytes = _bytes(state)
     gradient_bytes = _bytes(split_frozen(state["params"], config.optimizer.freeze)[0])
-    accumulation = config.train.accumulation
-    pairs = config.train.batch_size // mesh.shards // accumulation
     return Plan(
         config=config,
         model=model,
@@ -191,15 +192,6 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         warmup=warmup,
         examples=len(source),
         shown=tuple(source[0]["captions"][:2]),
-        memory=predict(
-            model,
-            state_bytes,
-            pairs,
-            mesh,
-            accumulation=accumulation,
-            gradient_bytes=gradient_bytes,
-            concurrent=config.train.concurrent_kernels,
-        ),
     )
 
 
