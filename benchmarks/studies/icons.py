@@ -82,6 +82,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def corpus_flags(flags: argparse.ArgumentParser) -> None:
+    """Adds the flags that name the icons and where they are."""
     flags.add_argument("--source", default="full", help="of the icons: full or slice; or synthetic")
     flags.add_argument("--data", default=str(study.ROOT / "data"), help="prepared data sets")
     flags.add_argument("--archive", default="", help="path of the npm package")
