@@ -182,7 +182,7 @@ def judge(measured: dict) -> dict:
     return {
         "final": float(np.mean(loss[-steps // 10 :])),
         "spikes": len(found.loss),
-        "patch": spikes.aligned(found, spikes.PATCH) if rms else None,
+        "patch": spikes.aligned(found, spikes.PATCH) if rms else math.nan,
         "score_of_loss": spike_score(loss),
         "score_of_gradient": spike_score(measured["grad_norm"]),
         "loss": study.thin(loss),
