@@ -5,11 +5,15 @@
   python benchmarks/scaling.py --losses --out=scaling_losses.json          # one global batch for all
   python benchmarks/scaling.py --plot=scaling.png --out=scaling.json       # draws the recorded rows
   python benchmarks/scaling.py --at_once 8 --timeout 600                   # eight compile, run one by one
+  python benchmarks/scaling.py --layouts alone data                        # each GPU by itself, all together
   python benchmarks/scaling.py --smoke                                     # tiny, on eight CPU devices
 
 Every case runs in a separate process, so that a case that hangs or does not fit into memory ends alone. The
 file is complete after every case; recorded cases are not run again. Weak scaling: the batch per device is
 constant. Images and captions are random and on the devices: no loader is timed.
+
+With the layout "alone" each device trains its own model at the same time, in its own process. Its row is that
+of the slowest device: as fast as several devices could train if communication took no time.
 """
 
 import argparse
@@ -22,13 +26,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+DEFAULT_OPTIMIZER = "stable_adamw"
+LAYOUTS = ["data", "fsdp", "alone"]
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.kernels.timing import wait_for  # noqa: E402
 from benchmarks.scaling_case import run_case  # noqa: E402
 from benchmarks.scaling_tables import describe, plot, table  # noqa: E402
 from swjax.data.files import write_atomically  # noqa: E402
@@ -64,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["vit_h14", "vit_b16"])
     parser.add_argument("--recipes", nargs="+", default=["switchback", "standard"])
-    parser.add_argument("--layouts", nargs="+", default=["data", "fsdp"], choices=["data", "fsdp"])
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS[:2], choices=LAYOUTS)
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 4, 2])
     parser.add_argument("--batch", type=int, default=256, help="pairs per device")
     parser.add_argument("--remat", default="none", help="see model.remat in configs/common.py")
@@ -88,7 +95,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="compiler options for several devices, such as "
         "xla_gpu_disable_async_collectives=ALLCOLLECTIVES; again for another set, empty for none",
     )
-    parser.add_argument("--steps", type=int, default=20, help="timed steps; 200 with --losses")
+    parser.add_argument("--optimizer", default=DEFAULT_OPTIMIZER, help="config.optimizer.name")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="steps of the first timed run, a third of the second's; 200 in all with --losses",
+    )
     parser.add_argument("--losses", action="store_true", help="records loss curves instead")
     parser.add_argument(
         "--at_once",
@@ -119,6 +132,8 @@ def cases(args) -> list[dict]:
     else:
         kinds = [{"model": model} for model in args.models]
         shared |= {"batch": args.batch, "remat": args.remat, "scan": args.scan}
+        if args.optimizer != DEFAULT_OPTIMIZER:
+            shared["optimizer"] = args.optimizer
     variants = [dict(option.split("=", 1) for option in options) for options in args.xla or [[]]]
     found = []
     for kind, devices in itertools.product(kinds, args.devices):
@@ -128,7 +143,7 @@ def cases(args) -> list[dict]:
                 args.reduce_dtypes, args.reduce_once, variants
             ):
                 case = kind | {"recipe": recipe, "layout": layout, "devices": devices} | shared
-                if devices > 1:  # one device all-reduces nothing
+                if layout not in ("one", "alone"):  # these all-reduce nothing
                     case |= {"reduce_dtype": dtype} if dtype != "float32" else {}
                     case |= {"reduce_once": True} if once and layout == "data" else {}
                     case |= {"xla": options} if options else {}
@@ -143,13 +158,39 @@ def measured(todo: list[dict], args) -> Iterator[tuple[dict, dict]]:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(group)) as pool:
             turns = [Path(folder) / str(i) for i in range(len(group))]
             seconds = [args.timeout] * len(group)
-            jobs = list(map(partial(pool.submit, in_a_process), group, seconds, turns))
-            for job, turn in zip(jobs, turns):
-                while not (job.done() or Path(f"{turn}.compiled").exists()):
-                    time.sleep(0.1)
+            jobs = list(map(partial(pool.submit, run), group, seconds, turns))
+            wait_until_compiled(jobs, turns)
             for case, job, turn in zip(group, jobs, turns):
                 turn.touch()
                 yield case, job.result()
+
+
+def wait_until_compiled(jobs: list[Future], turns: list[Path]) -> None:
+    for job, turn in zip(jobs, turns):
+        while not (job.done() or Path(f"{turn}.compiled").exists()):
+            time.sleep(0.1)
+
+
+def run(case: dict, seconds: float, turn: Path) -> dict:
+    """Runs a case in one process, or in one for each device if they train alone; returns its row."""
+    if case["layout"] != "alone":
+        return in_a_process(case, seconds, turn)
+    count = case["devices"]
+    alone = [case | {"layout": "one", "devices": 1, "number": number} for number in range(count)]
+    turns = [turn.with_name(f"{turn.name}.{number}") for number in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        jobs = list(map(partial(pool.submit, in_a_process), alone, [seconds] * count, turns))
+        wait_until_compiled(jobs, turns)
+        wait_for(turn)
+        for of_one in turns:
+            of_one.touch()
+        rows = [job.result() for job in jobs]
+    for row in rows:
+        if "error" in row:
+            return row
+    slowest = max(rows, key=lambda row: row["step_ms"])
+    each = {key: [row[key] for row in rows] for key in ("step_ms", "clocks") if key in slowest}
+    return slowest | {"samples_per_s": count * slowest["samples_per_s"], "each": each}
 
 
 def in_a_process(case: dict, seconds: float, turn: Path) -> dict:
@@ -189,7 +230,9 @@ def variables(case: dict) -> dict:
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(64)))
-    return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
+    first = case.get("number", 0)
+    devices = visible.split(",")[first : first + count]
+    return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
 if __name__ == "__main__":

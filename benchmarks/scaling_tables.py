@@ -12,6 +12,7 @@ def describe(case: dict, row: dict) -> str:
         "compile_s",
         "samples_per_s",
         "step_ms",
+        "first_run_ms",
         "collective_ms",
         "exposed_collective_ms",
         "peak_gib",

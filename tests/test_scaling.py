@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import scaling, scaling_model, scaling_tables
+from benchmarks import scaling, scaling_model, scaling_profile, scaling_tables
+from benchmarks.kernels.timing import wait_for
 from swjax.testing import _collectives
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +26,42 @@ def test_cases_of_several_settings():
         (1, None, None),
         *((4, once, xla) for once in (None, True) for xla in (None, options)),
     ]
+
+
+def test_devices_that_train_alone_give_the_row_of_the_slowest(monkeypatch):
+    """Each is a process that sees one device; all have compiled before one starts."""
+    seen = []
+
+    def one(case, seconds, turn):
+        wait_for(turn)
+        seen.append(scaling.variables(case)["CUDA_VISIBLE_DEVICES"])
+        ms = 10.0 + case["number"]
+        return {"step_ms": ms, "samples_per_s": 1e3 / ms, "clocks": {"mhz": [ms]}}
+
+    monkeypatch.setattr(scaling, "in_a_process", one)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    args = scaling.parse(
+        ["--layouts=alone", "--devices=4", "--models=vit_h14", "--recipes=standard"]
+    )
+    ((case, row),) = scaling.measured(scaling.cases(args), args)
+    assert sorted(seen) == ["4", "5", "6", "7"] and case["layout"] == "alone"
+    assert row["step_ms"] == 13.0 and row["samples_per_s"] == 4 * 1e3 / 13.0
+    assert row["each"]["step_ms"] == [10.0, 11.0, 12.0, 13.0]
+    monkeypatch.setattr(scaling, "in_a_process", lambda *_: {"error": "out of memory"})
+    assert list(scaling.measured([case], args)) == [(case, {"error": "out of memory"})]
+
+
+@pytest.mark.parametrize("cut", ["", "3, 1"])
+def test_clocks_are_means_of_each_gpu(cut, monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    lines = f"0, 1800, 690.5\n1, 1700, 600.0\n0, 1900, 700.5\n1, [N/A], 1\n{cut}"
+    tool.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(scaling_profile.jax, "default_backend", lambda: "gpu")
+    with scaling_profile.clocks() as found:
+        time.sleep(0.2)
+    assert found == {"mhz": [1850.0, 1700.0], "watts": [695.5, 600.0]}
 
 
 @pytest.mark.slow

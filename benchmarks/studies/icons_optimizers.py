@@ -67,7 +67,7 @@ def parse(argv) -> argparse.Namespace:
         flags.error("--claims needs --states: the runs of a seed start from the same parameters")
     if args.smoke:
         args.source, args.batch, args.steps, args.first = "synthetic", 8, 100, 50
-        args.arms, args.rates, args.seeds = ["adamw 0.999", "muon"], [1e-3], [0, 1]
+        args.arms, args.rates, args.seeds = ["adamw 0.999", "muon", "muon, bf16"], [1e-3], [0]
     return args
 
 

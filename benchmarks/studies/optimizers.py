@@ -4,9 +4,9 @@ Command:  python benchmarks/studies/optimizers.py --dtype=bfloat16 \\
             --out=benchmarks/results/optimizers_gpu.json --plot=docs/images/optimizers_gpu.png
 
 Arms: AdamW with three b2, AdamW with gradient clipping, StableAdamW with two b2, AdaGC and ZClip (adaptive
-clipping), QK-norm, and Muon for the matrices of the blocks (optax.contrib, scaled so that learning rates
-compare with AdamW's). The drawings are emoji of 32 pixels. The
-rate rises over a tenth of the run and falls to 0 as a cosine. Runs with one seed see the same batches.
+clipping), QK-norm, and Muon for the matrices of the blocks, scaled so that learning rates compare with
+AdamW's: optax's, and that of the trainer, whose products are in bf16. The drawings are emoji of 32 pixels.
+The rate rises over a tenth of the run and falls to 0 as a cosine. Runs with one seed see the same batches.
 
 Measured: top-1 of unseen drawings; the final loss; loss spikes by the paper's rules; OLMo's spike score of
 the loss and of the gradient norm; and the sensitivity to the learning rate, the mean over the rates of the
@@ -18,6 +18,7 @@ best learning rate; Holm's correction is over the arms. This command prints them
 The settings and rules were committed before the runs that count.
 """
 
+import collections
 import functools
 import itertools
 import math
@@ -45,6 +46,7 @@ PROGRAMS = {
     "zclip": {"adamw 0.999, ZClip": {"b2": 0.999, "threshold": NEVER}},
     "qk_norm": {"adamw 0.999, QK-norm": {"b2": 0.999, "threshold": NEVER}},
     "muon": {"muon": {"b2": 0.98}},
+    "muon_of_swjax": {"muon, bf16": {"b2": 0.98}},
 }
 # {label in the chart: (colour, arms)}
 FAMILIES = {
@@ -74,7 +76,7 @@ def parse(argv):
     args = flags.parse_args(argv)
     if args.smoke:
         args.size, args.batch, args.rates, args.seeds = "xs", 8, [1e-3], 1
-        args.steps, args.source, args.programs = 50, "synthetic", ["adagc", "muon"]
+        args.steps, args.source, args.programs = 50, "synthetic", ["adagc", "muon_of_swjax"]
     return args
 
 
@@ -129,6 +131,8 @@ def optimizer(program: str):
 
     if program == "muon":
         return muon
+    if program == "muon_of_swjax":
+        return muon_of_swjax
     if program == "adagc":
         before = clipping.adagc(block_axes=clip.block_axes)
     elif program == "zclip":
@@ -139,7 +143,7 @@ def optimizer(program: str):
 
 
 def muon(hyper, schedule, decay: float):
-    """Muon for the matrices of the blocks, AdamW for the rest."""
+    """optax's Muon for the matrices of the blocks, AdamW for the rest."""
     import jax
     from optax import contrib
 
@@ -162,6 +166,22 @@ def muon(hyper, schedule, decay: float):
         adam_weight_decay=decay,
         muon_weight_dimension_numbers=matrices,
         consistent_rms=0.2,
+    )
+
+
+def muon_of_swjax(hyper, schedule, decay: float):
+    """`swjax.optax.muon` as the trainer calls it in bf16."""
+    import swjax.optax
+    from swjax.models import clip
+    from swjax.training.optimizer import is_matrix_of_blocks
+
+    return swjax.optax.muon(
+        schedule,
+        is_matrix_of_blocks,
+        b2=hyper.b2,
+        weight_decay=decay,
+        mask=clip.weight_decay_mask,
+        dtype="bfloat16",
     )
 
 
@@ -269,13 +289,23 @@ def with_base(arms: dict, base: str) -> list[str]:
 
 
 def whole_seeds(arms: dict) -> dict[str, dict[float, list[dict]]]:
-    """The results of the seeds that have all arms and rates, whose means compare; if none has, all."""
-    cells = [{r["seed"] for r in some} for rates in arms.values() for some in rates.values()]
-    whole = set.intersection(*cells) or set.union(*cells)
-    return {
-        arm: {rate: [r for r in some if r["seed"] in whole] for rate, some in rates.items()}
-        for arm, rates in arms.items()
-    }
+    """The results of the seeds that have most arms and rates, whose means compare.
+
+    An arm without results of these seeds keeps its own.
+    """
+    count = collections.Counter(
+        seed
+        for rates in arms.values()
+        for some in rates.values()
+        for seed in {result["seed"] for result in some}
+    )
+    whole = {seed for seed, cells in count.items() if cells == max(count.values())}
+
+    def results(rates):
+        found = {rate: [r for r in some if r["seed"] in whole] for rate, some in rates.items()}
+        return {rate: some for rate, some in found.items() if some} or rates
+
+    return {arm: results(rates) for arm, rates in arms.items()}
 
 
 def table(runs, base: str = BASE) -> None:
