@@ -10,7 +10,7 @@ import pytest
 from optax import contrib
 
 from swjax.optax import muon
-from swjax.optax.orthogonal import scale_by_muon
+from swjax.optax.orthogonal import orthogonalize, scale_by_muon
 
 
 @pytest.mark.parametrize("dtype, atol", [("float32", 5e-6), ("bfloat16", 0.03)])
@@ -29,6 +29,22 @@ def test_muon_is_that_of_optax(dtype, atol):
             want, other = theirs.update(grads, other)
             assert_close = partial(np.testing.assert_allclose, atol=atol)
             jax.tree.map(assert_close, (got, own), (want, other))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype, bound", [("float32", 0.003), ("bfloat16", 0.03)])
+def test_orthogonalized_matrices_are_near_those_of_float64(device, dtype, bound):
+    """In float32 too, whose products a GPU rounds to TF32."""
+    x = np.random.default_rng(0).normal(size=(3, 96, 256))
+    coefficients = scale_by_muon().init({}).ns_coeffs
+    a, b, c = np.asarray(coefficients, np.float64)
+    want = x / np.linalg.norm(x, axis=(1, 2), keepdims=True)
+    for _ in range(5):
+        gram = want @ want.mT
+        want = a * want + (b * gram + c * gram @ gram) @ want
+    x, coefficients = jax.device_put((x.astype("float32"), coefficients), jax.devices(device)[0])
+    got = jax.jit(orthogonalize, static_argnums=2)(x, coefficients, dtype)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < bound
 
 
 def test_a_matrix_is_a_stack_of_one():
