@@ -1,5 +1,6 @@
 """The pages' Python blocks run, and the errors that they explain occur in the code."""
 
+import importlib
 import json
 import re
 import runpy
@@ -64,3 +65,30 @@ def test_a_notebook_becomes_a_page(tmp_path):
     page, figures = notebooks["execute"](path)
     assert "[next](other.md)" in page and "```text\ndrawn\n4\n```" in page
     assert "(small_0.png)" in page and figures["small_0.png"].startswith(b"\x89PNG")
+
+
+PACKAGES = ["swjax"] + [
+    f"swjax.{name}"
+    for name in ("optax", "losses", "data", "inference", "serving", "interop", "evaluators")
+]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_exported_names_are_in_the_api_reference(package):
+    """Either their module is listed whole, or they are among its listed members."""
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    found = re.findall(
+        r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?$", pages, re.MULTILINE
+    )
+    listed = {module: members.split(", ") if members else None for module, members in found}
+    exported = importlib.import_module(package)
+    for name in exported.__all__:
+        value = getattr(exported, name)
+        module = getattr(value, "__module__", None) or getattr(value, "__name__", "swjax.recipes")
+        pages_of = [
+            members for home, members in listed.items() if f"{module}.".startswith(f"{home}.")
+        ]
+        assert any(members is None or name in members for members in pages_of), (name, module)
+    for module, members in listed.items():
+        for name in members or ():
+            assert hasattr(importlib.import_module(module), name), f"{name} of {module}"

@@ -36,7 +36,7 @@ import swjax.losses
 import swjax.nnx
 from swjax import Layout
 from swjax.optax import path_name
-from swjax.optax.orthogonal import orthogonalize
+from swjax.optax.orthogonal import orthogonalize, orthogonalize_all
 from swjax.recipes import RECIPES
 from swjax.testing import assert_quantized_gathers, collectives
 
@@ -214,6 +214,36 @@ def test_muon_on_a_mesh_with_explicit_axes(kinds, shape):
         got = run(placed)
     assert jax.typeof(got) == jax.typeof(placed)
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, spec", [(AUTO, P("fsdp", "tensor")), (EXPLICIT, P())])
+def test_devices_share_single_matrices(kind, spec):
+    """8 and 4 more for 8 devices, so each computes 2 of 12; all compute a matrix of another shape."""
+    shapes = {f"layer{i}": (32, 64) for i in range(12)} | {
+        "wide": (32, 128),
+        "tall0": (64, 32),
+        "tall1": (64, 32),
+        "stack": (8, 32, 64),
+    }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    tree = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+    run = jax.jit(partial(orthogonalize_all, coefficients=COEFFICIENTS))
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        placed = {
+            n: jax.device_put(x, NamedSharding(mesh, P(*[None] * (x.ndim - 2), *spec)))
+            for n, x in tree.items()
+        }
+        got, flops = run(placed), run.lower(placed).compile().cost_analysis()["flops"]
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), got, run(tree))
+    if kind == EXPLICIT:
+        assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, placed)
+    matrix, wide = (
+        run.lower(tree[n]).compile().cost_analysis()["flops"] for n in ("layer0", "wide")
+    )
+    # One of the stack, two of 12, at most both of two: with explicit axes no device has one alone. With FSDP
+    # the devices divide `wide`. Without sharing there are 22.
+    assert 3 * matrix < flops < 1.25 * (5 * matrix + wide)
 
 
 def test_muon_outside_jit_and_inside_shard_map():

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,11 @@ def muon(
     In two comparisons the best rate of Muon was three to four times that of AdamW.
 
     The Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`, apart from rounding. It differs
-    in two ways. The operands of its products are of `dtype`. On a mesh the matrices of a stack are sharded
-    over all devices under `jax.jit`, so each device orthogonalizes whole matrices; with explicit axes this
-    needs a number of matrices that the devices divide. optax's function keeps the sharding of the parameters:
-    with data parallelism every device repeats all products, and with FSDP XLA gathers the intermediate
-    results of each iteration. Single matrices keep their sharding here too.
+    in two ways. The operands of its products are of `dtype`. On a mesh the devices share the matrices under
+    `jax.jit`: each orthogonalizes whole matrices of a stack, or of single matrices with one shape and
+    sharding. With explicit axes a stack needs a number of matrices that the devices divide. optax's function
+    keeps the sharding of the parameters: with data parallelism every device repeats all products, and with
+    FSDP XLA gathers the intermediate results of each iteration.
 
     Muon computes in float32. Under `optax.inject_hyperparams` every number may be traced. List "matrices" and
     "mask" in `static_args` if they are functions.
@@ -171,13 +171,43 @@ def scale_by_muon(
 
         def nesterov(g, m):
             ahead, now = m / (1 - beta ** (step + 1)), g / (1 - beta**step)
-            return orthogonalize(beta * ahead + (1 - beta) * now, state.ns_coeffs, dtype)
+            return beta * ahead + (1 - beta) * now
 
         mu = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, float32(grads), float32(state.mu))
-        updates = cast_like(jax.tree.map(nesterov, float32(grads), mu), grads)
+        directions = jax.tree.map(nesterov, float32(grads), mu)
+        updates = cast_like(orthogonalize_all(directions, state.ns_coeffs, dtype), grads)
         return updates, state._replace(count=count, mu=cast_like(mu, state.mu))
 
     return optax.GradientTransformation(reference.init, update)
+
+
+def orthogonalize_all(
+    tree: Any, coefficients: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Any:
+    """`orthogonalize` for each array of a tree.
+
+    If several devices share the work, single matrices of one shape and sharding are stacked, as many as there
+    are devices at a time. So each device computes one of them, and has memory for few.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    run = functools.partial(orthogonalize, coefficients=coefficients, dtype=dtype)
+    alike: dict[Any, list[int]] = {}  # by type, the numbers of matrices
+    for number, x in enumerate(leaves):
+        kind = jax.typeof(x) if x.ndim == 2 and _sharing(x).devices > 1 else number
+        alike.setdefault(kind, []).append(number)
+    for numbers in alike.values():
+        first = leaves[numbers[0]]
+        if len(numbers) == 1:
+            leaves[numbers[0]] = run(first)
+            continue
+        size = min(len(numbers), _sharing(first).devices)
+        for start in range(0, len(numbers), size):
+            some = numbers[start : start + size]
+            padding = [jnp.zeros_like(first)] * (size - len(some))
+            stacked = run(jnp.stack([*(leaves[i] for i in some), *padding]))
+            for i, number in enumerate(some):
+                leaves[number] = stacked[i]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def orthogonalize(
@@ -216,35 +246,58 @@ def orthogonalize(
     return restore(replicate(x)).astype(jnp.float32)
 
 
+class _Sharing(NamedTuple):
+    """How devices share the matrices of a stack.
+
+    Attributes:
+      axes: the axes of the mesh along which the layers of a stack are sharded.
+      devices: number of devices along these axes.
+      is_explicit: whether the axes are explicit.
+    """
+
+    axes: tuple[str, ...] = ()
+    devices: int = 1
+    is_explicit: bool = False
+
+
+def _sharing(x: jax.Array) -> _Sharing:
+    mesh = jax.typeof(x).sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        axes = tuple(a for a, found in kinds.items() if found == kind and mesh.shape[a] > 1)
+        if axes:
+            break
+    else:
+        return _Sharing()
+    # Constraints are for jax.jit, and have no meaning inside jax.shard_map, where arrays are local.
+    usable = AxisType.Manual not in mesh.axis_types and isinstance(x, jax.core.Tracer)
+    if kind == AxisType.Auto and not usable:
+        return _Sharing()
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    return _Sharing(axes, devices, kind == AxisType.Explicit)
+
+
 def _resharding(x: jax.Array) -> tuple[Reshard, Reshard, Reshard]:
-    """Functions that replicate an array like `x`, shard its layers over all devices, and shard it like `x`.
+    """Functions that replicate an array like `x`, shard its layers over devices, and shard it like `x`.
 
     An array is replicated before its layers are sharded, because XLA moves from one sharded axis to another
     by several gathers in float32.
     """
     same: Reshard = lambda x: x
-    before, layers = jax.typeof(x).sharding, len(x)
-    mesh = before.mesh
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit, auto = (
-        tuple(name for name, kind in kinds.items() if kind == wanted and mesh.shape[name] > 1)
-        for wanted in (AxisType.Explicit, AxisType.Auto)
+    sharing, before, layers = _sharing(x), jax.typeof(x).sharding, len(x)
+    replicated, by_layers = (
+        NamedSharding(before.mesh, spec) for spec in (P(), P(sharing.axes or None))
     )
     # Without the barrier, XLA gathers the array before it is converted to another dtype.
     barrier = jax.lax.optimization_barrier
-    if explicit:
-        replicated, by_layers = (NamedSharding(mesh, spec) for spec in (P(), P(explicit)))
-        divides = layers % math.prod(mesh.shape[name] for name in explicit) == 0
+    if sharing.is_explicit:
+        divides = layers % sharing.devices == 0
         return (
             lambda x: jax.reshard(barrier(x), replicated),
             (lambda x: jax.reshard(x, by_layers)) if divides else same,
             lambda x: jax.reshard(x, before),
         )
-    # Constraints are for jax.jit, and have no meaning inside jax.shard_map, where arrays are local.
-    if not auto or layers == 1 or AxisType.Manual in mesh.axis_types:
+    if sharing.devices == 1 or layers == 1:
         return same, same, same
-    if not isinstance(x, jax.core.Tracer):
-        return same, same, same
-    replicated, by_layers = (NamedSharding(mesh, spec) for spec in (P(), P(auto)))
     constrain = jax.lax.with_sharding_constraint
     return lambda x: constrain(barrier(x), replicated), lambda x: constrain(x, by_layers), same
