@@ -7,6 +7,7 @@ import ast
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -26,6 +27,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for name, png in figures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=png))
     return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Links to notebooks in the repository become links to their pages."""
+    return re.sub(r"\(\.\./examples/notebooks/(\w+)\.ipynb\)", r"(notebooks/\1.md)", markdown)
 
 
 def execute(path: Path) -> tuple[str, dict[str, bytes]]:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 from optax import contrib
 
-from swjax.optax import muon
+from swjax.optax import muon, rms_by_path
 from swjax.optax.orthogonal import orthogonalize, scale_by_muon
 
 
@@ -85,7 +86,10 @@ BAD = {
     r"momentum must be in \[0, 1\), got 1.5": {"momentum": 1.5},
     "eps must be positive": {"eps": 0.0},
     "weight_decay must be at least 0": {"weight_decay": -1},
-    "dtype must be a floating-point dtype, got 'int8'": {"dtype": "int8"},
+    "dtype must be a floating-point dtype of at least 16 bits, got 'int8'": {"dtype": "int8"},
+    "dtype must be a floating-point dtype of at least 16 bits, got": {"dtype": jnp.float8_e4m3fn},
+    r"learning_rate must be a scalar, got the shape \(10,\)": {"learning_rate": jnp.ones(10)},
+    "dtype must be a dtype, got the array .* add 'dtype' to static_args": {"dtype": jnp.ones(())},
 }
 
 
@@ -165,3 +169,87 @@ def test_it_minimizes():
 
     (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), length=100)
     assert loss(params) < 0.01 * loss({"w": 0 * target})
+
+
+MASKS = {
+    "dict": lambda params: {name: x.ndim > 1 for name, x in params.items()},
+    "paths": lambda params: traverse_util.path_aware_map(lambda path, x: x.ndim > 1, params),
+    "tree": {"w": True, "embedding": True, "bias": False},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_sees_all_parameters(name):
+    """Not those of one part, with placeholders for the other."""
+    params = {"w": jnp.ones((4, 3)), "embedding": jnp.ones((5, 3)), "bias": jnp.ones(3)}
+    kinds = {"w": True, "embedding": False, "bias": False}
+    optimizer = muon(0.1, kinds, weight_decay=0.5, mask=MASKS[name])
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    decay = {name: round(float(u.mean()), 6) for name, u in updates.items()}
+    assert decay == {"w": -0.05, "embedding": -0.05, "bias": 0.0}
+
+
+def test_a_mask_of_one_bool_is_one_line():
+    """Under optax.inject_hyperparams a mask function that is not static becomes such a bool."""
+    params = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
+    kinds, mask = {"w": True, "b": False}, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    injected = optax.inject_hyperparams(muon, static_args=("matrices",))
+    for optimizer in (muon(0.1, kinds, mask=False), injected(0.1, kinds, mask=mask)):
+        with pytest.raises(
+            ValueError, match="mask must be a tree of bools .* add 'mask' to static"
+        ):
+            optimizer.init(params)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("float16",) * 2, ("float32", "float16"), ("bfloat16", "float32")]
+)
+@pytest.mark.parametrize("size", [1e-4, 300.0])
+def test_16_bits_give_the_steps_of_float32(dtypes, size):
+    """The second moment of AdamW would underflow or overflow in float16. Stored dtypes do not change."""
+    params, grads = ({"w": jnp.ones((4, 3), d), "b": jnp.ones(3, d)} for d in dtypes)
+    grads = jax.tree.map(lambda g: g * jnp.asarray(size, g.dtype), grads)
+    optimizer = muon(1e-2, {"w": True, "b": False}, weight_decay=0.0)
+    wide = partial(jax.tree.map, lambda x: x.astype("float32"))
+    state, other = optimizer.init(params), optimizer.init(wide(params))
+    for _ in range(4):
+        before = jax.tree.map(lambda x: x.dtype, state)
+        updates, state = optimizer.update(grads, state, params)
+        assert jax.tree.map(lambda x: x.dtype, state) == before
+        want, other = optimizer.update(wide(grads), other, wide(params))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=0.02), wide(updates), want)
+
+
+def test_what_fits_in_shape_only_by_broadcasting_is_one_line():
+    params, kinds = {"w": jnp.ones((6, 10)), "b": jnp.ones(10)}, {"w": True, "b": False}
+    optimizer = muon(0.1, kinds)
+    state = optimizer.init(params)
+    with pytest.raises(
+        ValueError, match="momentum of shape .6, 10. for parameter 'w', got .1, 10."
+    ):
+        optimizer.update(params, optimizer.init(params | {"w": jnp.ones((1, 10))}), params)
+    with pytest.raises(ValueError, match="moment of shape .10,. for parameter 'b', got .1,."):
+        optimizer.update(params, optimizer.init(params | {"b": jnp.ones(1)}), params)
+    with pytest.raises(ValueError, match="learning_rate must be a scalar, got the shape .10,."):
+        muon(lambda step: jnp.ones(10), kinds).update(params, state, params)
+    with pytest.raises(ValueError, match="needs a floating gradient for parameter '.', got int32"):
+        optimizer.update(jax.tree.map(jnp.int32, params), state, params)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 4, 4), (2, 0, 3)])
+def test_empty_matrices(shape):
+    params = {"w": jnp.ones(shape)}
+    optimizer = muon(0.1, {"w": True})
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert updates["w"].shape == shape
+
+
+def test_the_rms_of_the_other_parameters():
+    params = {"w": jnp.ones((4, 3)), "blocks": {"bias": jnp.ones((2, 3))}}
+    axes = lambda params: {"w": None, "blocks": {"bias": 0}}
+    optimizer = muon(0.1, {"w": True, "blocks": False}, block_axes=axes)
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    assert {name: rms.tolist() for name, rms in rms_by_path(state).items()} == {
+        "blocks/bias": [1.0, 1.0]
+    }

@@ -73,6 +73,8 @@ OPTIMIZERS = {
     "per_tensor_guard(noisy_sgd)": partial(
         per_tensor_guard, optax.noisy_sgd(1e-2, key=jax.random.key(0)), 8.0, block_axes=layers
     ),
+    "per_tensor_guard(muon)": partial(per_tensor_guard, muon(1e-2, layers_only), 8.0),
+    "dynamic_loss_scale(muon)": partial(dynamic_loss_scale, muon(1e-2, layers_only), 8.0),
     "dynamic_loss_scale(stable_adamw)": partial(dynamic_loss_scale, stable_adamw(1e-2), 8.0),
     "dynamic_loss_scale(adamw)": partial(dynamic_loss_scale, optax.adamw(1e-2), 8.0),
     "dynamic_loss_scale(sgd)": partial(dynamic_loss_scale, optax.sgd(1e-2), 8.0),

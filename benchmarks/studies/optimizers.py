@@ -56,6 +56,7 @@ FAMILIES = {
     "AdamW with AdaGC or ZClip": ("C2", ("adamw 0.999, AdaGC", "adamw 0.999, ZClip")),
     "AdamW with QK-norm": ("C4", ("adamw 0.999, QK-norm",)),
     "Muon": ("C1", ("muon",)),
+    "Muon with bf16 products": ("C5", ("muon, bf16",)),
 }
 
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from swjax.optax.overflow import require_gradients
-from swjax.optax.stable import require_learning_rate, require_number
-from swjax.optax.tensors import bools_like, cast_like, path_name
+from swjax.optax.stable import require_learning_rate, require_number, stable_adamw
+from swjax.optax.tensors import as_arrays, bools_like, cast_like, path_name, resolve_block_axes
 
 Reshard = Callable[[jax.Array], jax.Array]
 
@@ -33,6 +33,7 @@ def muon(
     *,
     momentum: jax.typing.ArrayLike = 0.95,
     dtype: jax.typing.DTypeLike = "float32",
+    block_axes: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for the weight matrices of hidden layers, and AdamW for the other parameters.
 
@@ -45,31 +46,39 @@ def muon(
     `jax.jit`: each orthogonalizes whole matrices of a stack, or of single matrices with one shape and
     sharding. With explicit axes a stack needs a number of matrices that the devices divide. optax's function
     keeps the sharding of the parameters: with data parallelism every device repeats all products, and with
-    FSDP XLA gathers the intermediate results of each iteration.
+    FSDP XLA gathers the intermediate results of each iteration. Inside `jax.shard_map` a matrix is the local
+    shard: update the parameters outside `jax.shard_map`.
 
-    Muon computes in float32. Under `optax.inject_hyperparams` every number may be traced. List "matrices" and
-    "mask" in `static_args` if they are functions.
+    The AdamW part is `stable_adamw` without clipping. That of `optax.contrib.muon` has Nesterov momentum and
+    a weight decay of its own.
+
+    Muon computes in float32, AdamW in at least float32. Under `optax.inject_hyperparams` every number may be
+    traced. List the other arguments that you pass in `static_args`: "matrices", "mask", "dtype" and
+    "block_axes".
 
     Args:
       learning_rate: a number, at least 0, or a schedule of the number of previous steps.
       matrices: the parameters that Muon updates: a tree of bools like the parameters, a prefix of it, or a
         function from the parameters to such a tree, which `flax.nnx.Optimizer` needs. They are matrices,
-        [m, n], or stacks of matrices, [layers, m, n]. Leave out embeddings and the last layer.
+        [m, n], or stacks of matrices, [layers, m, n]. Leave out embeddings and the last layer, and arrays of
+        three axes that are no stack, such as the kernels of `flax.nnx.MultiHeadAttention`.
       b1, b2: of AdamW, in [0, 1).
       eps: of AdamW, above 0.
       weight_decay: at least 0; decoupled weight decay of both parts, multiplied by the learning rate.
-      mask: the decayed parameters, as in `optax.adamw`. Default: all parameters.
+      mask: the decayed parameters, as in `stable_adamw`. Default: all parameters.
       momentum: of Muon, in [0, 1), with Nesterov's correction.
-      dtype: of the operands of Muon's products; sums are in float32. Jordan et al. use bfloat16.
+      dtype: of the operands of Muon's products, of at least 16 bits; sums are in float32. Jordan et al. use
+        bfloat16.
+      block_axes: of parameters that AdamW updates, as in `stable_adamw`, for the RMS of `rms_by_path`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
 
     Raises:
-      ValueError: a hyper-parameter is not a scalar or out of range (unless traced), `matrices` is a single
-        bool for a tree of parameters, or names an array that is no matrix, no stack of matrices, or neither
-        real nor floating-point, an update receives no parameters, or a gradient has another shape than its
-        parameter.
+      ValueError: a hyper-parameter is not a scalar or out of range (unless traced), `matrices` or `mask` is a
+        single bool for a tree of parameters, `matrices` names an array that is no matrix, no stack of
+        matrices, or not real, an update receives no parameters, a gradient is an integer, or a gradient or a
+        moment has another shape than its parameter.
 
     >>> params = {"hidden": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     >>> optimizer = muon(0.1, matrices={"hidden": True, "bias": False}, weight_decay=0.0)
@@ -87,33 +96,52 @@ def muon(
       Liu et al., "Muon is scalable for LLM training", 2025, https://arxiv.org/abs/2502.16982: the scale.
     """
     _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype)
+    rate = _scalar(learning_rate)
 
     def scaled(updates, _):
-        return jax.tree.map(
-            lambda x: x * jnp.asarray(SCALE * math.sqrt(max(x.shape[-2:])), x.dtype), updates
-        )
+        return jax.tree.map(lambda x: x * (SCALE * math.sqrt(max(x.shape[-2:]))), updates)
 
-    of_matrices = optax.chain(
-        scale_by_muon(momentum, dtype),
-        optax.stateless(scaled),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    others = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
-    both = optax.partition(
-        {"muon": of_matrices, "adamw": others}, functools.partial(_labels, matrices)
-    )
+    def both(params) -> optax.GradientTransformationExtraArgs:
+        """The optimizers of both parts, with trees that have placeholders for the parameters of the other."""
+        by_muon = bools_like("matrices", matrices, params)
+        names = jax.tree_util.tree_map_with_path(_name_of_optimizer, by_muon, params)
+        part = lambda name, tree: jax.tree.map(
+            lambda own, x: x if own == name else optax.MaskedNode(), names, tree
+        )
+        decays = jax.tree.map(lambda _: True, params)
+        if mask is not None:
+            decays = bools_like("mask", mask, params)
+        blocks = resolve_block_axes(block_axes, params)
+        axes = jax.tree.unflatten(jax.tree.structure(params), blocks)
+        of_matrices = optax.chain(
+            scale_by_muon(momentum, dtype),
+            optax.stateless(scaled),
+            optax.add_decayed_weights(weight_decay, part("muon", decays)),
+            optax.scale_by_learning_rate(rate),
+        )
+        others = stable_adamw(
+            rate,
+            b1,
+            b2,
+            eps,
+            weight_decay,
+            part("adamw", decays),
+            clip_threshold=math.inf,
+            block_axes=part("adamw", axes),
+        )
+        return optax.partition({"muon": of_matrices, "adamw": others}, names)
 
     def update(grads, state, params=None, **extra_args):
         if params is None:
             raise ValueError("muon needs the parameters: call update(grads, state, params)")
+        grads = as_arrays(grads)
         require_gradients("muon", grads, params)
-        jax.tree_util.tree_map_with_path(_check_shape, params, grads)
-        with jax.numpy_dtype_promotion("standard"):  # optax's AdamW mixes int32 and float32
-            updates, state = both.update(grads, state, params, **extra_args)
+        jax.tree_util.tree_map_with_path(_check_gradient, params, grads)
+        with jax.numpy_dtype_promotion("standard"):  # optax adds arrays of different dtypes
+            updates, state = both(params).update(grads, state, params, **extra_args)
         return cast_like(updates, params), state
 
-    return optax.GradientTransformationExtraArgs(both.init, update)
+    return optax.GradientTransformationExtraArgs(lambda params: both(params).init(params), update)
 
 
 def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
@@ -122,18 +150,34 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
         require_number("muon", name, value, lambda x: 0 <= x < 1, "in [0, 1)")
     require_number("muon", "eps", eps, lambda x: x > 0, "positive")
     require_number("muon", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"muon's dtype must be a floating-point dtype, got {dtype!r}")
+    if isinstance(dtype, jax.Array):
+        raise ValueError(
+            f"muon's dtype must be a dtype, got the array {dtype}: under optax.inject_hyperparams add "
+            "'dtype' to static_args"
+        )
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"muon's dtype must be a floating-point dtype of at least 16 bits, got {dtype!r}"
+        )
 
 
-def _labels(matrices, params):
-    """The name of each parameter's optimizer."""
-    found = bools_like("matrices", matrices, params)
-    return jax.tree_util.tree_map_with_path(_label, found, params)
+def _scalar(learning_rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+    """The learning rate, with an error if it is not a scalar: it would broadcast to each parameter."""
+
+    def checked(rate):
+        if jnp.ndim(rate):
+            raise ValueError(
+                f"muon's learning_rate must be a scalar, got the shape {jnp.shape(rate)}"
+            )
+        return rate
+
+    if not callable(learning_rate):
+        return checked(learning_rate)
+    return lambda count: checked(learning_rate(count))
 
 
-def _label(path: tuple, is_matrix: bool, x: jax.Array) -> str:
-    if not is_matrix:
+def _name_of_optimizer(path: tuple, by_muon: bool, x: jax.Array) -> str:
+    if not by_muon:
         return "adamw"
     if jnp.ndim(x) not in (2, 3):
         raise ValueError(
@@ -148,12 +192,18 @@ def _label(path: tuple, is_matrix: bool, x: jax.Array) -> str:
     return "muon"
 
 
-def _check_shape(path: tuple, parameter: jax.Array, gradient: jax.Array) -> None:
-    """Raises an error for shapes that differ, because arithmetic would broadcast them."""
+def _check_gradient(path: tuple, parameter: jax.Array, gradient: jax.Array) -> None:
+    """Raises an error for shapes that differ, because arithmetic would broadcast them, and for integers."""
     if jnp.shape(gradient) != jnp.shape(parameter):
         raise ValueError(
             f"muon needs a gradient of shape {jnp.shape(parameter)} for parameter {path_name(path)!r}, got "
             f"{jnp.shape(gradient)}: pass the gradients of these parameters"
+        )
+    kind = jnp.inexact if jnp.iscomplexobj(parameter) else jnp.floating
+    if not jnp.issubdtype(gradient.dtype, kind):
+        raise ValueError(
+            f"muon needs a {kind.__name__} gradient for parameter {path_name(path)!r}, got {gradient.dtype}: "
+            "pass gradients of jax.grad"
         )
 
 
@@ -165,6 +215,7 @@ def scale_by_muon(
 
     def update(grads, state, params=None):
         del params
+        jax.tree_util.tree_map_with_path(_check_momentum, grads, state.mu)
         count = optax.safe_increment(state.count)
         step, beta = count.astype(jnp.float32), jnp.asarray(momentum, jnp.float32)
         float32 = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
@@ -175,10 +226,18 @@ def scale_by_muon(
 
         mu = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, float32(grads), float32(state.mu))
         directions = jax.tree.map(nesterov, float32(grads), mu)
-        updates = cast_like(orthogonalize_all(directions, state.ns_coeffs, dtype), grads)
+        updates = orthogonalize_all(directions, state.ns_coeffs, dtype)
         return updates, state._replace(count=count, mu=cast_like(mu, state.mu))
 
     return optax.GradientTransformation(reference.init, update)
+
+
+def _check_momentum(path: tuple, gradient: jax.Array, momentum: jax.Array) -> None:
+    if momentum.shape != gradient.shape:
+        raise ValueError(
+            f"muon needs a momentum of shape {gradient.shape} for parameter {path_name(path)!r}, got "
+            f"{momentum.shape}: pass the state of these parameters"
+        )
 
 
 def orthogonalize_all(
@@ -226,6 +285,8 @@ def orthogonalize(
     Returns:
       float32, with the shape of x.
     """
+    if not x.size:
+        return x.astype(jnp.float32)
     if x.ndim == 2:
         return orthogonalize(x[None], coefficients, dtype)[0]
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)

@@ -101,6 +101,7 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     shared["mask"] = decay_of_blocks if guarded else clip.weight_decay_mask
     if c.name == "muon":
         dtype = jnp.bfloat16 if config.model.dtype == "bfloat16" else jnp.float32
+        shared["block_axes"] = clip.block_axes
         update = muon(schedule, is_matrix_of_blocks, b2=c.b2, dtype=dtype, **shared)
     elif c.name == "adamw":
         update = optax.adamw(schedule, b2=c.b2, **shared)

@@ -23,7 +23,6 @@ from swjax.training.accumulation import LossAndGrad, Seen, accumulated, at_once
 from swjax.training.optimizer import (
     combine,
     ema_decay,
-    is_matrix_of_blocks,
     split_frozen,
     updates_made,
 )
@@ -168,16 +167,13 @@ def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
     Returns:
       {"stability/rms/<path>": [] or [blocks]}.
     """
-    if c.name == "stable_adamw":
+    if c.name != "adamw":
         return diagnostics.rms(opt_state)
     if c.loss_scaling == "per_tensor":
         # Each tensor has its own Adam; stable_adamw with clip_threshold=0 measures the RMS instead.
         return {}
     if c.grad_clip_norm:  # as in AdamW's chain; XLA deduplicates the two
         grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())
-    if c.name == "muon":
-        by_muon = is_matrix_of_blocks(grads)
-        grads = jax.tree.map(lambda g, is_matrix: None if is_matrix else g, grads, by_muon)
     return diagnostics.adamw_rms(opt_state, grads, b2=c.b2, eps=c.eps, block_axes=clip.block_axes)
 
 
