@@ -43,16 +43,20 @@ def one_device() -> list[tuple]:
 
 
 def several_devices(*files: str) -> list[tuple]:
-    """Returns the same for two and four H200s, without rows that set XLA options."""
+    """Returns the same for two and four H200s, for StableAdamW and XLA's default options."""
     found = []
     for row in itertools.chain.from_iterable(map(rows, files)):
         case = row["case"]
-        if case["devices"] > 1 and "xla" not in case and "peak_gib" in row:
+        is_usual = not {"xla", "optimizer"} & case.keys() and case["layout"] in ("data", "fsdp")
+        if case["devices"] > 1 and is_usual and "peak_gib" in row:
             mesh = Mesh(**{case["layout"]: case["devices"]})
             found.append(
                 (case["model"], case["recipe"], "none", case["batch"], mesh, row["peak_gib"])
             )
     return found
+
+
+FILES = "scaling_sums_h200", "scaling_once_h200", "scaling_four_h200", "scaling_alone_h200"
 
 
 def held_out() -> list[tuple]:
@@ -69,7 +73,7 @@ def held_out() -> list[tuple]:
         for row in rows("train_step_h200")
         if row["kind"] == "step" and row["implementation"].startswith("swjax")
     ]
-    return whole + several_devices("scaling_sums_h200", "scaling_once_h200", "scaling_four_h200")
+    return whole + several_devices(*FILES)
 
 
 FITTED = one_device() + several_devices("scaling_h200")

@@ -340,7 +340,10 @@ def print_differences(arms: dict, base: str) -> None:
 
 
 def draw(figure, runs, base: str = BASE) -> None:
-    """Final loss by learning rate, and each arm's loss and top-1 minus those of `base` at the best rates."""
+    """Final loss by learning rate, and each arm's loss and top-1 minus those of `base` at the best rates.
+
+    Arms whose means are of other seeds than those of `base` do not compare, and are not drawn.
+    """
     from matplotlib.ticker import LogLocator, NullLocator
 
     arms = by_arm(runs)
@@ -349,6 +352,8 @@ def draw(figure, runs, base: str = BASE) -> None:
     losses, *panels = figure.subplots(1, 3, width_ratios=(5, 4, 4))
     colors = {arm: color for color, some in FAMILIES.values() for arm in some}
     means = whole_seeds(arms)
+    seeds = {arm: {r["seed"] for some in means[arm].values() for r in some} for arm in arms}
+    arms = {arm: rates for arm, rates in arms.items() if seeds[arm] == seeds[base]}
     for label, (color, some) in FAMILIES.items():
         for arm in filter(arms.__contains__, some):
             values = finals(means[arm])
