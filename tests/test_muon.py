@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import traverse_util
+from flax import nnx, traverse_util
 from optax import contrib
 
 from swjax.optax import muon, rms_by_path
@@ -75,7 +75,7 @@ def test_an_array_that_is_no_matrix_is_one_line():
     params = {"attention": {"kernel": jnp.ones((2, 3, 4, 5))}}
     optimizer = muon(0.1, lambda params: jax.tree.map(lambda _: True, params))
     with pytest.raises(
-        ValueError, match=r"got attention/kernel of shape \(2, 3, 4, 5\): set it to False"
+        ValueError, match=r"got 'attention/kernel' of shape \(2, 3, 4, 5\): set it to False"
     ):
         optimizer.init(params)
 
@@ -84,11 +84,12 @@ BAD = {
     "learning_rate must be a schedule, or a finite": {"learning_rate": -0.1},
     r"b2 must be in \[0, 1\), got 1.0": {"b2": 1.0},
     r"momentum must be in \[0, 1\), got 1.5": {"momentum": 1.5},
-    "eps must be positive": {"eps": 0.0},
+    "eps must be at least 2": {"eps": 0.0},
     "weight_decay must be at least 0": {"weight_decay": -1},
     "dtype must be a floating-point dtype of at least 16 bits, got 'int8'": {"dtype": "int8"},
     "dtype must be a floating-point dtype of at least 16 bits, got": {"dtype": jnp.float8_e4m3fn},
     r"learning_rate must be a scalar, got the shape \(10,\)": {"learning_rate": jnp.ones(10)},
+    "dtype must be a floating-point dtype of at least 16 bits, got None": {"dtype": None},
     "dtype must be a dtype, got the array .* add 'dtype' to static_args": {"dtype": jnp.ones(())},
 }
 
@@ -112,7 +113,7 @@ def test_bad_trees_and_arrays_are_one_line():
         injected.init(params)
     for dtype in ("int32", "complex64"):
         with pytest.raises(
-            ValueError, match=f"real floating-point matrices, w is {dtype}: cast it"
+            ValueError, match=f"real floating-point matrices, 'w' is {dtype}: cast it"
         ):
             muon(0.1, {"w": True}).init({"w": jnp.ones((4, 3), dtype)})
     optimizer = muon(0.1, {"w": True, "b": False})
@@ -205,7 +206,7 @@ def test_a_mask_of_one_bool_is_one_line():
 @pytest.mark.parametrize(
     "dtypes", [("float16",) * 2, ("float32", "float16"), ("bfloat16", "float32")]
 )
-@pytest.mark.parametrize("size", [1e-4, 300.0])
+@pytest.mark.parametrize("size", [1e-7, 1e-4, 300.0])
 def test_16_bits_give_the_steps_of_float32(dtypes, size):
     """The second moment of AdamW would underflow or overflow in float16. Stored dtypes do not change."""
     params, grads = ({"w": jnp.ones((4, 3), d), "b": jnp.ones(3, d)} for d in dtypes)
@@ -229,6 +230,8 @@ def test_what_fits_in_shape_only_by_broadcasting_is_one_line():
         ValueError, match="momentum of shape .6, 10. for parameter 'w', got .1, 10."
     ):
         optimizer.update(params, optimizer.init(params | {"w": jnp.ones((1, 10))}), params)
+    with pytest.raises(ValueError, match="momentum of shape .6, 10. for parameter 'w', got None"):
+        optimizer.update(params, muon(0.1, {"w": False, "b": False}).init(params), params)
     with pytest.raises(ValueError, match="moment of shape .10,. for parameter 'b', got .1,."):
         optimizer.update(params, optimizer.init(params | {"b": jnp.ones(1)}), params)
     with pytest.raises(ValueError, match="learning_rate must be a scalar, got the shape .10,."):
@@ -253,3 +256,45 @@ def test_the_rms_of_the_other_parameters():
     assert {name: rms.tolist() for name, rms in rms_by_path(state).items()} == {
         "blocks/bias": [1.0, 1.0]
     }
+
+
+def test_large_gradients_have_the_steps_of_small_ones():
+    params, small = {"w": jnp.ones((4, 3))}, jax.random.normal(jax.random.key(0), (4, 3))
+    optimizer = muon(0.1, {"w": True})
+    want, got = (
+        optimizer.update({"w": g}, optimizer.init(params), params)[0] for g in (small, 5e37 * small)
+    )
+    np.testing.assert_allclose(got["w"], want["w"], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["matrices", "mask"])
+def test_leaves_that_are_no_bools_are_one_line(name):
+    """Every string counts as true."""
+    options = {"matrices": {"w": True, "b": False}} | {name: {"w": "muon", "b": "adamw"}}
+    with pytest.raises(
+        ValueError, match=f"{name} must be a tree of bools .*, got the leaf 'adamw'"
+    ):
+        muon(0.1, **options).init({"w": jnp.ones((4, 3)), "b": jnp.ones(3)})
+
+
+def test_a_module_is_a_tree_of_parameters():
+    """It is callable, which does not make it a function of the parameters."""
+    layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = muon(0.1, lambda layer: jax.tree.map(lambda x: x.ndim == 2, layer))
+    updates, _ = optimizer.update(layer, optimizer.init(layer), layer)
+    assert isinstance(updates, nnx.Linear) and updates.kernel.shape == (4, 3)
+
+
+def test_a_state_with_trees_of_bools_is_mapped():
+    params, kinds = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, {"w": True, "b": False}
+    optimizer = muon(
+        0.1, kinds, mask=lambda params: {name: x.ndim > 1 for name, x in params.items()}
+    )
+    state = optimizer.init(params)
+    doubled = optax.tree.map_params(optimizer, lambda x: x + 1, state)
+    want = jax.tree.map(
+        lambda x: x + 1 if x.ndim else x, state.inner_states["muon"].inner_state[0].mu
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, doubled.inner_states["muon"].inner_state[0].mu, want
+    )

@@ -246,6 +246,29 @@ def test_devices_share_single_matrices(kind, spec):
     assert 3 * matrix < flops < 1.25 * (5 * matrix + wide)
 
 
+@pytest.mark.parametrize("number", [3, 7])
+def test_few_single_matrices_on_explicit_axes(number):
+    """7 of 8 devices compute one each; with 3 every device computes all, instead of a stack of 8."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(EXPLICIT,))
+    run = jax.jit(partial(orthogonalize_all, coefficients=COEFFICIENTS))
+    tree = list(jax.random.normal(jax.random.key(0), (number, 32, 64)))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(tree, NamedSharding(mesh, P()))
+        got, flops = run(placed), run.lower(placed).compile().cost_analysis()["flops"]
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), got, run(tree))
+    one = run.lower(tree[:1]).compile().cost_analysis()["flops"]
+    computed = {3: 3, 7: 1}[number]
+    assert 0.9 * computed < flops / one < 1.3 * computed
+
+
+def test_the_gradient_of_muon_outside_jit():
+    mesh, x = make_mesh((2, 2, 2)), jax.random.normal(jax.random.key(0), (3, 4, 2))
+    loss = lambda x: orthogonalize(x, coefficients=COEFFICIENTS)[:, 0].sum()
+    want = jax.grad(loss)(x)
+    got = jax.grad(loss)(jax.device_put(x, NamedSharding(mesh, P())))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_muon_outside_jit_and_inside_shard_map():
     mesh, x = make_mesh((2, 2, 2)), jax.random.normal(jax.random.key(0), (12, 32, 64))
     run = partial(orthogonalize, coefficients=COEFFICIENTS)

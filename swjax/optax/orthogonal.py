@@ -41,20 +41,23 @@ def muon(
     about 0.2, that of AdamW's updates, if the gradient has full rank. So both parts use one learning rate.
     In two comparisons the best rate of Muon was three to four times that of AdamW.
 
-    The Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`, apart from rounding. It differs
-    in two ways. The operands of its products are of `dtype`. On a mesh the devices share the matrices under
-    `jax.jit`: each orthogonalizes whole matrices of a stack, or of single matrices with one shape and
-    sharding. With explicit axes a stack needs a number of matrices that the devices divide. optax's function
-    keeps the sharding of the parameters: with data parallelism every device repeats all products, and with
-    FSDP XLA gathers the intermediate results of each iteration. Inside `jax.shard_map` a matrix is the local
-    shard: update the parameters outside `jax.shard_map`.
+    The Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`, apart from rounding and from
+    matrices whose gradients are near 0, below 1e-7. The operands of its products are of `dtype`.
+
+    On a mesh the devices share the matrices under `jax.jit`. Each device gathers a whole stack, in `dtype`,
+    and orthogonalizes a part of its matrices. Single matrices of one shape and sharding are stacked for this.
+    With explicit axes, every device computes a whole stack if the devices do not divide its matrices.
+    optax's function keeps the sharding of the parameters: with data parallelism every device repeats all
+    products, and with FSDP XLA gathers the intermediate results of each iteration. Inside `jax.shard_map` a
+    matrix is the local shard: update the parameters outside `jax.shard_map`. On a mesh with automatic axes
+    `jax.vmap` works without `spmd_axis_name`.
 
     The AdamW part is `stable_adamw` without clipping. That of `optax.contrib.muon` has Nesterov momentum and
     a weight decay of its own.
 
-    Muon computes in float32, AdamW in at least float32. Under `optax.inject_hyperparams` every number may be
-    traced. List the other arguments that you pass in `static_args`: "matrices", "mask", "dtype" and
-    "block_axes".
+    Under `optax.inject_hyperparams` every number may be traced. List the other arguments that you pass in
+    `static_args`: "matrices", "mask", "dtype" and "block_axes". For parameters below float32 add
+    `hyperparam_dtype=jnp.float32`, because b2 = 0.999 rounds to 1 in bfloat16.
 
     Args:
       learning_rate: a number, at least 0, or a schedule of the number of previous steps.
@@ -63,7 +66,7 @@ def muon(
         [m, n], or stacks of matrices, [layers, m, n]. Leave out embeddings and the last layer, and arrays of
         three axes that are no stack, such as the kernels of `flax.nnx.MultiHeadAttention`.
       b1, b2: of AdamW, in [0, 1).
-      eps: of AdamW, above 0.
+      eps: of AdamW, at least 2^-126 = 1.2e-38.
       weight_decay: at least 0; decoupled weight decay of both parts, multiplied by the learning rate.
       mask: the decayed parameters, as in `stable_adamw`. Default: all parameters.
       momentum: of Muon, in [0, 1), with Nesterov's correction.
@@ -105,9 +108,13 @@ def muon(
         """The optimizers of both parts, with trees that have placeholders for the parameters of the other."""
         by_muon = bools_like("matrices", matrices, params)
         names = jax.tree_util.tree_map_with_path(_name_of_optimizer, by_muon, params)
-        part = lambda name, tree: jax.tree.map(
-            lambda own, x: x if own == name else optax.MaskedNode(), names, tree
-        )
+
+        def part(name, tree):  # a function, because optax would call a tree that is callable
+            tree = jax.tree.map(
+                lambda own, x: x if own == name else optax.MaskedNode(), names, tree
+            )
+            return lambda _: tree
+
         decays = jax.tree.map(lambda _: True, params)
         if mask is not None:
             decays = bools_like("mask", mask, params)
@@ -129,33 +136,37 @@ def muon(
             clip_threshold=math.inf,
             block_axes=part("adamw", axes),
         )
-        return optax.partition({"muon": of_matrices, "adamw": others}, names)
+        return optax.partition({"muon": of_matrices, "adamw": others}, lambda _: names)
+
+    def init(params):
+        params = as_arrays(params)
+        return both(params).init(params)
 
     def update(grads, state, params=None, **extra_args):
         if params is None:
             raise ValueError("muon needs the parameters: call update(grads, state, params)")
-        grads = as_arrays(grads)
+        grads, params = as_arrays(grads), as_arrays(params)
         require_gradients("muon", grads, params)
         jax.tree_util.tree_map_with_path(_check_gradient, params, grads)
         with jax.numpy_dtype_promotion("standard"):  # optax adds arrays of different dtypes
             updates, state = both(params).update(grads, state, params, **extra_args)
         return cast_like(updates, params), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: both(params).init(params), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
     require_learning_rate("muon", learning_rate)
     for name, value in (("b1", b1), ("b2", b2), ("momentum", momentum)):
         require_number("muon", name, value, lambda x: 0 <= x < 1, "in [0, 1)")
-    require_number("muon", "eps", eps, lambda x: x > 0, "positive")
+    require_number("muon", "eps", eps, lambda x: float(x) >= 2.0**-126, "at least 2^-126 (1.2e-38)")
     require_number("muon", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
     if isinstance(dtype, jax.Array):
         raise ValueError(
             f"muon's dtype must be a dtype, got the array {dtype}: under optax.inject_hyperparams add "
             "'dtype' to static_args"
         )
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
         raise ValueError(
             f"muon's dtype must be a floating-point dtype of at least 16 bits, got {dtype!r}"
         )
@@ -181,13 +192,13 @@ def _name_of_optimizer(path: tuple, by_muon: bool, x: jax.Array) -> str:
         return "adamw"
     if jnp.ndim(x) not in (2, 3):
         raise ValueError(
-            f"muon needs matrices [m, n] or stacks [layers, m, n], got {path_name(path)} of shape "
+            f"muon needs matrices [m, n] or stacks [layers, m, n], got {path_name(path)!r} of shape "
             f"{jnp.shape(x)}: set it to False in `matrices`"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
-            f"muon needs real floating-point matrices, {path_name(path)} is {x.dtype}: cast it, or set it to "
-            "False in `matrices`"
+            f"muon needs real floating-point matrices, {path_name(path)!r} is {x.dtype}: cast it, or set it "
+            "to False in `matrices`"
         )
     return "muon"
 
@@ -213,6 +224,11 @@ def scale_by_muon(
     """`optax.contrib.scale_by_muon` for matrices and stacks of matrices; see `muon`."""
     reference = contrib.scale_by_muon(beta=momentum)
 
+    def init(params):
+        state = reference.init(params)
+        wide = lambda m: m.astype(jnp.float32) if m.dtype == jnp.float16 else m  # for its range
+        return state._replace(mu=jax.tree.map(wide, state.mu))
+
     def update(grads, state, params=None):
         del params
         jax.tree_util.tree_map_with_path(_check_momentum, grads, state.mu)
@@ -221,7 +237,11 @@ def scale_by_muon(
         float32 = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
 
         def nesterov(g, m):
-            ahead, now = m / (1 - beta ** (step + 1)), g / (1 - beta**step)
+            """Of both terms without bias, times a number, which `orthogonalize` ignores.
+
+            m / (1 - beta^(step + 1)) and g / (1 - beta^step) would overflow for large gradients.
+            """
+            ahead, now = m * (1 - beta**step), g * (1 - beta ** (step + 1))
             return beta * ahead + (1 - beta) * now
 
         mu = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, float32(grads), float32(state.mu))
@@ -229,14 +249,15 @@ def scale_by_muon(
         updates = orthogonalize_all(directions, state.ns_coeffs, dtype)
         return updates, state._replace(count=count, mu=cast_like(mu, state.mu))
 
-    return optax.GradientTransformation(reference.init, update)
+    return optax.GradientTransformation(init, update)
 
 
 def _check_momentum(path: tuple, gradient: jax.Array, momentum: jax.Array) -> None:
-    if momentum.shape != gradient.shape:
+    shape = getattr(momentum, "shape", None)  # of a state for other `matrices` it is a placeholder
+    if shape != gradient.shape:
         raise ValueError(
             f"muon needs a momentum of shape {gradient.shape} for parameter {path_name(path)!r}, got "
-            f"{momentum.shape}: pass the state of these parameters"
+            f"{shape}: pass the state of these parameters"
         )
 
 
@@ -259,7 +280,11 @@ def orthogonalize_all(
         if len(numbers) == 1:
             leaves[numbers[0]] = run(first)
             continue
-        size = min(len(numbers), _sharing(first).devices)
+        sharing, size = _sharing(first), len(numbers)
+        if size > sharing.devices or (sharing.is_explicit and size > sharing.devices // 2):
+            size = (
+                sharing.devices
+            )  # explicit axes must divide the stack, and fewer are not worth the memory
         for start in range(0, len(numbers), size):
             some = numbers[start : start + size]
             padding = [jnp.zeros_like(first)] * (size - len(some))
@@ -269,6 +294,9 @@ def orthogonalize_all(
     return jax.tree.unflatten(structure, leaves)
 
 
+@functools.partial(
+    jax.jit, static_argnames="dtype"
+)  # the constraints of `_resharding` are for jax.jit
 def orthogonalize(
     x: jax.Array, coefficients: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
@@ -330,7 +358,7 @@ def _sharing(x: jax.Array) -> _Sharing:
             break
     else:
         return _Sharing()
-    # Constraints are for jax.jit, and have no meaning inside jax.shard_map, where arrays are local.
+    # Constraints have no meaning inside jax.shard_map, where arrays are local.
     usable = AxisType.Manual not in mesh.axis_types and isinstance(x, jax.core.Tracer)
     if kind == AxisType.Auto and not usable:
         return _Sharing()

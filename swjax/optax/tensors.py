@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # {name of a tensor: sizes of its axes that enumerate blocks, () for a single block}. A size is the length
 # of a tuple: code that traverses named tuples itself, as in big_vision, would take an int for a leaf.
@@ -42,17 +43,30 @@ def bools_like(name: str, tree: Any, params: Any) -> Any:
       params: the parameters.
 
     Raises:
-      ValueError: the tree is a single bool, and the parameters are more than one array.
+      ValueError: the tree is a single bool, and the parameters are more than one array; or it has other
+        leaves than bools.
     """
+    if not jax.tree.leaves(params):  # as the placeholders of optax.tree.map_params
+        return params
     is_leaf = jax.tree_util.all_leaves
-    if callable(tree):
+    if _is_function(tree):
         tree = tree(params)
     elif is_leaf([tree]) and not is_leaf([params]):
         raise ValueError(
             f"{name} must be a tree of bools like the parameters, or a function, got {tree}: under "
             f"optax.inject_hyperparams add {name!r} to static_args, or optax calls it as a schedule"
         )
+    for leaf in jax.tree.leaves(tree):
+        if not isinstance(leaf, bool) and getattr(leaf, "dtype", None) != np.bool_:
+            raise ValueError(
+                f"{name} must be a tree of bools like the parameters, got the leaf {leaf!r}"
+            )
     return jax.tree.broadcast(tree, params)
+
+
+def _is_function(tree: Any) -> bool:
+    """Whether it is a function of the parameters; a tree may be callable too, such as a flax.nnx.Module."""
+    return callable(tree) and jax.tree_util.all_leaves([tree])
 
 
 def cast_like(tree: Any, other: Any) -> Any:
@@ -93,7 +107,7 @@ def resolve_block_axes(
             )
         return frozenset(() if axes is None else axes if isinstance(axes, tuple) else (axes,))
 
-    tree = block_axes(params) if callable(block_axes) else block_axes
+    tree = block_axes(params) if _is_function(block_axes) else block_axes
     sets = jax.tree.broadcast(jax.tree.map(as_set, tree, is_leaf=is_axes), params)
     return [_ascending(s, path, p) for s, (path, p) in zip(jax.tree.leaves(sets), named)]
 
