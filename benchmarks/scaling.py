@@ -13,7 +13,7 @@ file is complete after every case; recorded cases are not run again. Weak scalin
 constant. Images and captions are random and on the devices: no loader is timed.
 
 With the layout "alone" each device trains its own model at the same time, in its own process. Its row is that
-of the slowest device: as fast as several devices could train if communication took no time.
+of the slowest device: as fast as data parallelism would be if communication took no time.
 """
 
 import argparse

@@ -153,7 +153,9 @@ def pytest_runtest_protocol(item, nextitem):
     for report in device_process.run(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    item.session._setupstate.teardown_exact(nextitem)  # of modules and folders, as pytest's own protocol does
+    item.session._setupstate.teardown_exact(
+        nextitem
+    )  # of modules and folders, as pytest's own protocol does
     return True
 
 

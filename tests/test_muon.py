@@ -88,7 +88,6 @@ BAD = {
     "weight_decay must be at least 0": {"weight_decay": -1},
     "dtype must be a floating-point dtype of at least 16 bits, got 'int8'": {"dtype": "int8"},
     "dtype must be a floating-point dtype of at least 16 bits, got": {"dtype": jnp.float8_e4m3fn},
-    r"learning_rate must be a scalar, got the shape \(10,\)": {"learning_rate": jnp.ones(10)},
     "dtype must be a floating-point dtype of at least 16 bits, got None": {"dtype": None},
     "dtype must be a dtype, got the array .* add 'dtype' to static_args": {"dtype": jnp.ones(())},
 }
@@ -212,14 +211,14 @@ def test_16_bits_give_the_steps_of_float32(dtypes, size):
     params, grads = ({"w": jnp.ones((4, 3), d), "b": jnp.ones(3, d)} for d in dtypes)
     grads = jax.tree.map(lambda g: g * jnp.asarray(size, g.dtype), grads)
     optimizer = muon(1e-2, {"w": True, "b": False}, weight_decay=0.0)
-    wide = partial(jax.tree.map, lambda x: x.astype("float32"))
-    state, other = optimizer.init(params), optimizer.init(wide(params))
+    float32 = partial(jax.tree.map, lambda x: x.astype("float32"))
+    state, other = optimizer.init(params), optimizer.init(float32(params))
     for _ in range(4):
         before = jax.tree.map(lambda x: x.dtype, state)
         updates, state = optimizer.update(grads, state, params)
         assert jax.tree.map(lambda x: x.dtype, state) == before
-        want, other = optimizer.update(wide(grads), other, wide(params))
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=0.02), wide(updates), want)
+        want, other = optimizer.update(float32(grads), other, float32(params))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=0.02), float32(updates), want)
 
 
 def test_what_fits_in_shape_only_by_broadcasting_is_one_line():
@@ -230,12 +229,17 @@ def test_what_fits_in_shape_only_by_broadcasting_is_one_line():
         ValueError, match="momentum of shape .6, 10. for parameter 'w', got .1, 10."
     ):
         optimizer.update(params, optimizer.init(params | {"w": jnp.ones((1, 10))}), params)
-    with pytest.raises(ValueError, match="momentum of shape .6, 10. for parameter 'w', got None"):
+    with pytest.raises(
+        ValueError, match="momentum of shape .6, 10. for parameter 'w', got MaskedNode"
+    ):
         optimizer.update(params, muon(0.1, {"w": False, "b": False}).init(params), params)
     with pytest.raises(ValueError, match="moment of shape .10,. for parameter 'b', got .1,."):
         optimizer.update(params, optimizer.init(params | {"b": jnp.ones(1)}), params)
-    with pytest.raises(ValueError, match="learning_rate must be a scalar, got the shape .10,."):
-        muon(lambda step: jnp.ones(10), kinds).update(params, state, params)
+    for rate in (jnp.ones(10), lambda step: jnp.ones(10)):
+        with pytest.raises(
+            ValueError, match="muon's learning_rate must be a scalar, got the shape"
+        ):
+            muon(rate, kinds).update(params, muon(rate, kinds).init(params), params)
     with pytest.raises(ValueError, match="needs a floating gradient for parameter '.', got int32"):
         optimizer.update(jax.tree.map(jnp.int32, params), state, params)
 

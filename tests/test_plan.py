@@ -56,9 +56,6 @@ def several_devices(*files: str) -> list[tuple]:
     return found
 
 
-FILES = "scaling_sums_h200", "scaling_once_h200", "scaling_four_h200", "scaling_alone_h200"
-
-
 def held_out() -> list[tuple]:
     """Returns runs that the memory model was not fitted to: other days, cards and reductions of gradients."""
     whole = [
@@ -73,7 +70,9 @@ def held_out() -> list[tuple]:
         for row in rows("train_step_h200")
         if row["kind"] == "step" and row["implementation"].startswith("swjax")
     ]
-    return whole + several_devices(*FILES)
+    return whole + several_devices(
+        "scaling_sums_h200", "scaling_once_h200", "scaling_four_h200", "scaling_alone_h200"
+    )
 
 
 FITTED = one_device() + several_devices("scaling_h200")

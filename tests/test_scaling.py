@@ -55,12 +55,14 @@ def test_devices_that_train_alone_give_the_row_of_the_slowest(monkeypatch):
 def test_clocks_are_means_of_each_gpu(cut, monkeypatch, tmp_path):
     tool = tmp_path / "nvidia-smi"
     lines = f"0, 1800, 690.5\n1, 1700, 600.0\n0, 1900, 700.5\n1, [N/A], 1\n{cut}"
-    tool.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    done = tmp_path / "done"
+    tool.write_text(f"#!/bin/sh\nprintf '{lines}'\ntouch {done}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(scaling_profile.jax, "default_backend", lambda: "gpu")
     with scaling_profile.clocks() as found:
-        time.sleep(0.2)
+        while not done.exists():
+            time.sleep(0.01)
     assert found == {"mhz": [1850.0, 1700.0], "watts": [695.5, 600.0]}
 
 

@@ -220,7 +220,7 @@ def test_muon_on_a_mesh_with_explicit_axes(kinds, shape):
 def test_devices_share_single_matrices(kind, spec):
     """8 and 4 more for 8 devices, so each computes 2 of 12; all compute a matrix of another shape."""
     shapes = {f"layer{i}": (32, 64) for i in range(12)} | {
-        "wide": (32, 128),
+        "single": (32, 128),
         "tall0": (64, 32),
         "tall1": (64, 32),
         "stack": (8, 32, 64),
@@ -238,12 +238,12 @@ def test_devices_share_single_matrices(kind, spec):
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), got, run(tree))
     if kind == EXPLICIT:
         assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, placed)
-    matrix, wide = (
-        run.lower(tree[n]).compile().cost_analysis()["flops"] for n in ("layer0", "wide")
+    matrix, single = (
+        run.lower(tree[n]).compile().cost_analysis()["flops"] for n in ("layer0", "single")
     )
     # One of the stack, two of 12, at most both of two: with explicit axes no device has one alone. With FSDP
-    # the devices divide `wide`. Without sharing there are 22.
-    assert 3 * matrix < flops < 1.25 * (5 * matrix + wide)
+    # the devices share the products of `single`. Without sharing there are 22.
+    assert 3 * matrix < flops < 1.25 * (5 * matrix + single)
 
 
 @pytest.mark.parametrize("number", [3, 7])

@@ -183,6 +183,7 @@ def muon_of_swjax(hyper, schedule, decay: float):
         weight_decay=decay,
         mask=clip.weight_decay_mask,
         dtype="bfloat16",
+        block_axes=clip.block_axes,
     )
 
 

@@ -13,8 +13,16 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from swjax.optax.overflow import require_gradients
-from swjax.optax.stable import require_learning_rate, require_number, stable_adamw
-from swjax.optax.tensors import as_arrays, bools_like, cast_like, path_name, resolve_block_axes
+from swjax.optax.stable import rate_at, require_learning_rate, require_number, stable_adamw
+from swjax.optax.tensors import (
+    as_arrays,
+    bools_like,
+    cast_like,
+    path_name,
+    require_shapes,
+    resolve_block_axes,
+    resolve_mask,
+)
 
 Reshard = Callable[[jax.Array], jax.Array]
 
@@ -99,27 +107,26 @@ def muon(
       Liu et al., "Muon is scalable for LLM training", 2025, https://arxiv.org/abs/2502.16982: the scale.
     """
     _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype)
-    rate = _scalar(learning_rate)
+    rate = functools.partial(rate_at, "muon", learning_rate)
 
     def scaled(updates, _):
         return jax.tree.map(lambda x: x * (SCALE * math.sqrt(max(x.shape[-2:]))), updates)
 
     def both(params) -> optax.GradientTransformationExtraArgs:
-        """The optimizers of both parts, with trees that have placeholders for the parameters of the other."""
+        """The optimizer of both parts."""
         by_muon = bools_like("matrices", matrices, params)
         names = jax.tree_util.tree_map_with_path(_name_of_optimizer, by_muon, params)
 
-        def part(name, tree):  # a function, because optax would call a tree that is callable
-            tree = jax.tree.map(
-                lambda own, x: x if own == name else optax.MaskedNode(), names, tree
-            )
-            return lambda _: tree
+        def part(name, values):
+            """The values of one part, one for each parameter, with placeholders for the other part.
 
-        decays = jax.tree.map(lambda _: True, params)
-        if mask is not None:
-            decays = bools_like("mask", mask, params)
-        blocks = resolve_block_axes(block_axes, params)
-        axes = jax.tree.unflatten(jax.tree.structure(params), blocks)
+            They are a function's result, because optax would call a tree that is callable.
+            """
+            tree = jax.tree.unflatten(jax.tree.structure(params), values)
+            choose = lambda own, value: value if own == name else optax.MaskedNode()
+            return lambda _: jax.tree.map(choose, names, tree)
+
+        decays, axes = resolve_mask(mask, params), resolve_block_axes(block_axes, params)
         of_matrices = optax.chain(
             scale_by_muon(momentum, dtype),
             optax.stateless(scaled),
@@ -147,7 +154,8 @@ def muon(
             raise ValueError("muon needs the parameters: call update(grads, state, params)")
         grads, params = as_arrays(grads), as_arrays(params)
         require_gradients("muon", grads, params)
-        jax.tree_util.tree_map_with_path(_check_gradient, params, grads)
+        require_shapes("muon", params, {"gradient": grads})
+        jax.tree_util.tree_map_with_path(_require_floating, params, grads)
         with jax.numpy_dtype_promotion("standard"):  # optax adds arrays of different dtypes
             updates, state = both(params).update(grads, state, params, **extra_args)
         return cast_like(updates, params), state
@@ -172,21 +180,6 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
         )
 
 
-def _scalar(learning_rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
-    """The learning rate, with an error if it is not a scalar: it would broadcast to each parameter."""
-
-    def checked(rate):
-        if jnp.ndim(rate):
-            raise ValueError(
-                f"muon's learning_rate must be a scalar, got the shape {jnp.shape(rate)}"
-            )
-        return rate
-
-    if not callable(learning_rate):
-        return checked(learning_rate)
-    return lambda count: checked(learning_rate(count))
-
-
 def _name_of_optimizer(path: tuple, by_muon: bool, x: jax.Array) -> str:
     if not by_muon:
         return "adamw"
@@ -203,13 +196,7 @@ def _name_of_optimizer(path: tuple, by_muon: bool, x: jax.Array) -> str:
     return "muon"
 
 
-def _check_gradient(path: tuple, parameter: jax.Array, gradient: jax.Array) -> None:
-    """Raises an error for shapes that differ, because arithmetic would broadcast them, and for integers."""
-    if jnp.shape(gradient) != jnp.shape(parameter):
-        raise ValueError(
-            f"muon needs a gradient of shape {jnp.shape(parameter)} for parameter {path_name(path)!r}, got "
-            f"{jnp.shape(gradient)}: pass the gradients of these parameters"
-        )
+def _require_floating(path: tuple, parameter: jax.Array, gradient: jax.Array) -> None:
     kind = jnp.inexact if jnp.iscomplexobj(parameter) else jnp.floating
     if not jnp.issubdtype(gradient.dtype, kind):
         raise ValueError(
@@ -226,20 +213,21 @@ def scale_by_muon(
 
     def init(params):
         state = reference.init(params)
-        wide = lambda m: m.astype(jnp.float32) if m.dtype == jnp.float16 else m  # for its range
-        return state._replace(mu=jax.tree.map(wide, state.mu))
+        # The range of float16 is too small for the momentum of small gradients.
+        stored = lambda m: m.astype(jnp.float32) if m.dtype == jnp.float16 else m
+        return state._replace(mu=jax.tree.map(stored, state.mu))
 
     def update(grads, state, params=None):
         del params
-        jax.tree_util.tree_map_with_path(_check_momentum, grads, state.mu)
+        require_shapes("muon", grads, {"momentum": state.mu})
         count = optax.safe_increment(state.count)
         step, beta = count.astype(jnp.float32), jnp.asarray(momentum, jnp.float32)
         float32 = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
 
         def nesterov(g, m):
-            """Of both terms without bias, times a number, which `orthogonalize` ignores.
+            """The debiased average of Nesterov's method, times (1 - beta^step) (1 - beta^(step + 1)).
 
-            m / (1 - beta^(step + 1)) and g / (1 - beta^step) would overflow for large gradients.
+            `orthogonalize` ignores such a factor. A division would overflow for large gradients.
             """
             ahead, now = m * (1 - beta**step), g * (1 - beta ** (step + 1))
             return beta * ahead + (1 - beta) * now
@@ -250,15 +238,6 @@ def scale_by_muon(
         return updates, state._replace(count=count, mu=cast_like(mu, state.mu))
 
     return optax.GradientTransformation(init, update)
-
-
-def _check_momentum(path: tuple, gradient: jax.Array, momentum: jax.Array) -> None:
-    shape = getattr(momentum, "shape", None)  # of a state for other `matrices` it is a placeholder
-    if shape != gradient.shape:
-        raise ValueError(
-            f"muon needs a momentum of shape {gradient.shape} for parameter {path_name(path)!r}, got "
-            f"{shape}: pass the state of these parameters"
-        )
 
 
 def orthogonalize_all(
@@ -281,10 +260,9 @@ def orthogonalize_all(
             leaves[numbers[0]] = run(first)
             continue
         sharing, size = _sharing(first), len(numbers)
+        # Explicit axes must divide the stack. Padding few matrices would need much memory.
         if size > sharing.devices or (sharing.is_explicit and size > sharing.devices // 2):
-            size = (
-                sharing.devices
-            )  # explicit axes must divide the stack, and fewer are not worth the memory
+            size = sharing.devices
         for start in range(0, len(numbers), size):
             some = numbers[start : start + size]
             padding = [jnp.zeros_like(first)] * (size - len(some))
@@ -294,9 +272,8 @@ def orthogonalize_all(
     return jax.tree.unflatten(structure, leaves)
 
 
-@functools.partial(
-    jax.jit, static_argnames="dtype"
-)  # the constraints of `_resharding` are for jax.jit
+# Compiled, because the constraints of `_resharding` need jax.jit.
+@functools.partial(jax.jit, static_argnames="dtype")
 def orthogonalize(
     x: jax.Array, coefficients: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
@@ -352,18 +329,16 @@ class _Sharing(NamedTuple):
 def _sharing(x: jax.Array) -> _Sharing:
     mesh = jax.typeof(x).sharding.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    for kind in (AxisType.Explicit, AxisType.Auto):
-        axes = tuple(a for a, found in kinds.items() if found == kind and mesh.shape[a] > 1)
-        if axes:
-            break
-    else:
-        return _Sharing()
-    # Constraints have no meaning inside jax.shard_map, where arrays are local.
-    usable = AxisType.Manual not in mesh.axis_types and isinstance(x, jax.core.Tracer)
-    if kind == AxisType.Auto and not usable:
-        return _Sharing()
-    devices = math.prod(mesh.shape[axis] for axis in axes)
-    return _Sharing(axes, devices, kind == AxisType.Explicit)
+    kinds = {axis: kind for axis, kind in kinds.items() if mesh.shape[axis] > 1}
+    is_explicit = AxisType.Explicit in kinds.values()
+    wanted = AxisType.Explicit if is_explicit else AxisType.Auto
+    axes = tuple(axis for axis, kind in kinds.items() if kind == wanted)
+    # Constraints on automatic axes need jax.jit. They have no meaning inside jax.shard_map, where arrays are
+    # local.
+    is_local = AxisType.Manual in mesh.axis_types or not isinstance(x, jax.core.Tracer)
+    if is_local and not is_explicit:
+        axes = ()
+    return _Sharing(axes, math.prod(mesh.shape[axis] for axis in axes), is_explicit)
 
 
 def _resharding(x: jax.Array) -> tuple[Reshard, Reshard, Reshard]:

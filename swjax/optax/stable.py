@@ -14,10 +14,11 @@ from swjax.optax.tensors import (
     TensorValues,
     as_arrays,
     blocks_by_name,
-    bools_like,
     cast_like,
     path_name,
+    require_shapes,
     resolve_block_axes,
+    resolve_mask,
 )
 
 
@@ -153,23 +154,20 @@ def stable_adamw(
             )
         grads, params = as_arrays(grads), _inexact(params)
         count = optax.safe_increment(state.count)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        if jnp.ndim(rate):  # it would broadcast along the last axes of each parameter
-            raise ValueError(
-                f"stable_adamw's learning_rate must be a scalar, got the shape {jnp.shape(rate)}"
-            )
+        rate = rate_at("stable_adamw", learning_rate, state.count)
         new1, new2 = (_new_weight(b, count) for b in (b1, b2))
         scalars = Scalars.of(rate, new1, new2, eps, weight_decay, clip_threshold)
 
         treedef: jax.tree_util.PyTreeDef
         leaves, treedef = jax.tree.flatten(params)
+        moments = {"first moment": state.mu, "second moment": state.nu}
+        require_shapes("stable_adamw", params, {"gradient": grads, **moments})
         trees = [treedef.flatten_up_to(tree) for tree in (grads, state.mu, state.nu)]
-        _check_shapes(params, *trees)
         axes = resolve_block_axes(block_axes, params)
         steps = [
             _step(p, g, m, v, scalars, decays, kept, decoupled_lr)
             for p, g, m, v, decays, kept in zip(
-                leaves, *trees, _decays(mask, params), axes, strict=True
+                leaves, *trees, resolve_mask(mask, params), axes, strict=True
             )
         ]
         updates, mu, nu, rms = zip(*steps) if steps else ((), (), (), ())
@@ -321,13 +319,6 @@ def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Arr
     return -jnp.expm1(jnp.asarray(t, dtype) * log_b)
 
 
-def _decays(mask, params) -> list[bool]:
-    """Whether each leaf decays."""
-    if mask is None:
-        return [True] * len(jax.tree.leaves(params))
-    return jax.tree.leaves(bools_like("mask", mask, params))
-
-
 def _inexact(params):
     """The parameters as arrays; raises an error for integer arrays."""
     params = as_arrays(params)
@@ -338,19 +329,6 @@ def _inexact(params):
                 f"cast it, or exclude it with optax.masked"
             )
     return params
-
-
-def _check_shapes(params, grads, mu, nu):
-    """Raises an error for shapes that differ, because arithmetic would broadcast them."""
-    named = jax.tree_util.tree_leaves_with_path(params)
-    for kind, arrays in (("gradient", grads), ("first moment", mu), ("second moment", nu)):
-        for (path, p), x in zip(named, arrays, strict=True):
-            shape = getattr(x, "shape", x)  # None stays None
-            if shape != p.shape:
-                raise ValueError(
-                    f"stable_adamw needs a {kind} of shape {p.shape} for parameter {path_name(path)!r}, "
-                    f"got {shape}: pass the gradients and the state of these parameters"
-                )
 
 
 def _compute_dtype(p):
@@ -408,6 +386,22 @@ def require_number(
     number = isinstance(value, int | float) or (hasattr(value, "dtype") and np.ndim(value) == 0)
     if not number or not holds(value):
         raise ValueError(f"{optimizer}'s {name} must be {rule}, got {value!r}")
+
+
+def rate_at(
+    optimizer: str, learning_rate: optax.ScalarOrSchedule, count: jax.Array
+) -> jax.typing.ArrayLike:
+    """Returns the learning rate after `count` steps.
+
+    Raises:
+      ValueError: it is not a scalar, and would broadcast along the last axes of each parameter.
+    """
+    rate = learning_rate(count) if callable(learning_rate) else learning_rate
+    if jnp.ndim(rate):
+        raise ValueError(
+            f"{optimizer}'s learning_rate must be a scalar, got the shape {jnp.shape(rate)}"
+        )
+    return rate
 
 
 def require_learning_rate(optimizer: str, learning_rate: Any) -> None:

@@ -64,6 +64,33 @@ def bools_like(name: str, tree: Any, params: Any) -> Any:
     return jax.tree.broadcast(tree, params)
 
 
+def resolve_mask(mask: Any | Callable[[Any], Any] | None, params: Any) -> list[bool]:
+    """Whether each parameter decays: one bool per leaf; see `bools_like`. None means all."""
+    if mask is None:
+        return [True] * len(jax.tree.leaves(params))
+    return jax.tree.leaves(bools_like("mask", mask, params))
+
+
+def require_shapes(optimizer: str, params: Any, trees: dict[str, Any]) -> None:
+    """Raises an error for arrays that differ in shape from their parameter, because arithmetic broadcasts.
+
+    Args:
+      optimizer: name of the optimizer, for the error.
+      params: the parameters.
+      trees: {what the arrays are: a tree like the parameters}.
+    """
+    named = jax.tree_util.tree_leaves_with_path(params)
+    structure: jax.tree_util.PyTreeDef = jax.tree.structure(params)
+    for kind, tree in trees.items():
+        for (path, p), x in zip(named, structure.flatten_up_to(tree), strict=True):
+            shape = getattr(x, "shape", x)  # None and placeholders stay
+            if shape != p.shape:
+                raise ValueError(
+                    f"{optimizer} needs a {kind} of shape {p.shape} for parameter {path_name(path)!r}, got "
+                    f"{shape}: pass the gradients and the state of these parameters"
+                )
+
+
 def _is_function(tree: Any) -> bool:
     """Whether it is a function of the parameters; a tree may be callable too, such as a flax.nnx.Module."""
     return callable(tree) and jax.tree_util.all_leaves([tree])
