@@ -321,9 +321,9 @@ class _Sharing(NamedTuple):
       is_explicit: whether the axes are explicit.
     """
 
-    axes: tuple[str, ...] = ()
-    devices: int = 1
-    is_explicit: bool = False
+    axes: tuple[str, ...]
+    devices: int
+    is_explicit: bool
 
 
 def _sharing(x: jax.Array) -> _Sharing:
