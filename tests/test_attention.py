@@ -41,6 +41,15 @@ CASES = [
     ((2, 256, 3, 64), False, "bfloat16"),
     ((70, 144, 4, 64), False, "bfloat16"),
     ((2, 131, 5, 80), False, "bfloat16"),
+    # The last tile of 64 tokens begins in the one before.
+    ((40, 99, 12, 64), False, "bfloat16"),
+    ((3, 77, 5, 80), False, "bfloat16"),
+    ((2, 165, 3, 80), False, "float16"),
+    ((8, 65, 1, 64), False, "float16"),
+    ((2, 127, 1, 80), False, "bfloat16"),
+    ((32, 77, 12, 64), True, "bfloat16"),
+    ((8, 131, 3, 80), True, "float16"),
+    ((8, 200, 2, 64), True, "bfloat16"),
 ]
 XLA_CASES = CASES[:15:2]  # XLA has no tiles, so every other of the general cases suffices
 # Smaller, for interpreters: with and without tokens and features that do not fill a tile. Sequences of more
@@ -55,13 +64,25 @@ SMALL_CASES = [
     ((2, 1, 1, 24), False, "float16"),
 ]
 # The first token of an example has every remainder by 8. Four blocks of threads process several heads each.
-SMALL_MOSAIC_CASES = [((8, 129, 2, 80), False, "bfloat16"), ((4, 194, 2, 64), False, "float16")]
-# Four whole tiles and a token, one and more heads for each block; whole tiles only; 16 tokens beyond them.
+SMALL_MOSAIC_CASES = [
+    ((8, 129, 2, 80), False, "bfloat16"),
+    ((4, 194, 2, 64), False, "float16"),
+    ((8, 65, 2, 64), False, "bfloat16"),
+    ((8, 77, 3, 64), True, "float16"),
+]
+# Four whole tiles and a token, one and more heads for each block; whole tiles only; 16 tokens beyond them; two
+# and three tiles, of which the last begins in the one before.
 SMALL_MOSAIC_GRADIENT_CASES = [
     ((5, 257, 1, 80), False, "bfloat16"),
     ((1, 256, 3, 64), False, "float16"),
     ((1, 144, 1, 80), False, "bfloat16"),
     ((2, 197, 3, 64), False, "bfloat16"),
+    ((5, 99, 2, 64), False, "bfloat16"),
+    ((2, 77, 3, 80), False, "float16"),
+    ((3, 165, 2, 64), False, "bfloat16"),
+    # Causal: with a last tile that begins in the one before, and with a rest.
+    ((5, 77, 1, 64), True, "bfloat16"),
+    ((2, 130, 2, 80), True, "float16"),
 ]
 
 

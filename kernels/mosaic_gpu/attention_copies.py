@@ -56,7 +56,7 @@ def allocate(tokens: int, width: int, slots: int, dtype: jax.typing.DTypeLike) -
     """Describes the buffers."""
     span, padded = attention_heads.span(tokens), attention_heads.padded(tokens)
     line = attention_heads.line(width)
-    whole, rest = divmod(tokens, ROWS)
+    whole, rest = attention_heads.cut(tokens)
     tiles = slots * (whole + (rest > 0))
     operand = attention_heads.swizzled((slots, span, width), attention_heads.GROUP, line, dtype)
     strips = attention_heads.swizzled((COMPUTE, width, ROWS), attention_heads.GROUP, line, dtype)
@@ -88,7 +88,7 @@ def shared_memory(tokens: int, width: int, slots: int) -> int:
     """The size of the buffers in bytes. Every buffer starts at a multiple of 1024 bytes."""
     span, padded = attention_heads.span(tokens), attention_heads.padded(tokens)
     halves = [slots * span * width] * 4 + [COMPUTE * ROWS * width] * 2
-    floats = [(slots + 1) * padded, 2 * padded, COMPUTE * 3 * (tokens % ROWS) * width]
+    floats = [(slots + 1) * padded, 2 * padded, COMPUTE * 3 * attention_heads.cut(tokens)[1] * width]
     sizes = [2 * n for n in halves] + [4 * n for n in floats]
     barriers = 512  # at most
     return sum(-(-size // 1024) * 1024 for size in sizes) + barriers
@@ -122,6 +122,7 @@ class Memory:
       lse: [b, h, padded], times LOG2_E; infinite past the end of the sequence.
       buffers: shared memory.
       slots: number of heads in shared memory.
+      causal: whether a query sees only its own key and those before it.
     """
 
     heads: Heads
@@ -136,6 +137,7 @@ class Memory:
     dv: Ref
     buffers: Buffers
     slots: int
+    causal: bool
 
     def copy(self) -> None:
         """Copies all heads, in the order in which tiles become free: the memory warpgroup."""

@@ -40,7 +40,7 @@ from swjax.kernels.mosaic_gpu.pipeline import Ref
 
 # The kernel was measured at 129 to 257 tokens. For 265 tokens it copies 272 keys: the most whose scores fit
 # into registers, and whose buffers fit into shared memory.
-WIDTHS, SHORTEST_SEQUENCE, LONGEST_SEQUENCE = (64, 80), 129, 265
+WIDTHS, SHORTEST_SEQUENCE, LONGEST_SEQUENCE = (64, 80), 65, 265
 LOG2_E = math.log2(math.e)
 
 
@@ -74,6 +74,7 @@ class Attention:
       block: number of this block of threads.
       blocks: number of blocks of threads that share the units.
       buffers: its shared memory.
+      causal: whether a query sees only its own key and those before it.
     """
 
     q: Ref
@@ -85,6 +86,7 @@ class Attention:
     block: jax.Array
     blocks: int
     buffers: Buffers
+    causal: bool
 
     @property
     def tokens(self) -> int:
@@ -204,7 +206,7 @@ class Attention:
 
         example, _ = self.place(tile.unit)
         weights, largest, total = self.softmax(
-            lax.optimization_barrier(scores), self.shift(example)
+            lax.optimization_barrier(scores), self.shift(example), tile.number * ROWS
         )
         out = self.weighted_values(tile, weights, 1.0 / total)
         self.store(tile, out, largest * self.width**-0.5 + jnp.log(total))
@@ -228,19 +230,20 @@ class Attention:
         return pl.run_scoped(multiply, *accumulators)
 
     def softmax(
-        self, scores: list[jax.Array], shift: jax.Array | int
+        self, scores: list[jax.Array], shift: jax.Array | int, row: jax.Array
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
         """Returns unnormalized weights, and for each row the largest score and the sum of weights.
 
         Args:
           scores: unscaled scores, float32 [ROWS, keys] for each of `products`.
           shift: see `shift`.
+          row: number of the first query.
 
         Returns:
           (weights [ROWS, keys] in the dtype of v for each of `products`, largest unscaled score [ROWS], sum
           of the float32 weights [ROWS]).
         """
-        scores = [self.mask(s, first, shift) for s, (first, _) in zip(scores, self.products)]
+        scores = [self.mask(s, first, shift, row) for s, (first, _) in zip(scores, self.products)]
         largest = jnp.maximum(*(jnp.max(s, axis=1) for s in scores))
         scale = self.width**-0.5 * LOG2_E
         most = largest * scale
@@ -248,15 +251,18 @@ class Attention:
         total = jnp.sum(weights[0], axis=1) + jnp.sum(weights[1], axis=1)
         return lax.optimization_barrier(([w.astype(self.v.dtype) for w in weights], largest, total))
 
-    def mask(self, scores: jax.Array, first: int, shift: jax.Array | int) -> jax.Array:
-        """Replaces the scores of other examples' tokens by minus infinity.
+    def mask(
+        self, scores: jax.Array, first: int, shift: jax.Array | int, row: jax.Array
+    ) -> jax.Array:
+        """Replaces the scores of keys that a query does not see by minus infinity.
 
-        Such tokens can be among the first SWIZZLE_TOKENS copied keys, and among the last ones.
+        Tokens of other examples can be among the first SWIZZLE_TOKENS copied keys, and among the last ones.
 
         Args:
           scores: of one product, [ROWS, keys].
           first: number of its first key among the copied keys.
           shift: see `shift`.
+          row: number of the first query.
         """
         columns = scores.shape[1]
         before = SWIZZLE_TOKENS if first == 0 and self.tokens % SWIZZLE_TOKENS else 0
@@ -264,10 +270,13 @@ class Attention:
 
         def visible(start, stop, condition):
             shape = (ROWS, stop - start)
-            key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            key = iota(shape, 1) + (first + start)
             hidden = jnp.full(shape, -jnp.inf, jnp.float32)
-            return jnp.where(condition(key + (first + start)), scores[:, start:stop], hidden)
+            return jnp.where(condition(key), scores[:, start:stop], hidden)
 
+        if self.causal:
+            query = iota(scores.shape, 0) + (row + shift)
+            return visible(0, columns, lambda key: (key >= shift) & (key <= query))
         pieces = []
         if before:
             pieces.append(visible(0, before, lambda key: key >= shift))
@@ -332,6 +341,10 @@ class Attention:
                 lax.fori_loop(0, rest, write, None)
 
 
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -341,27 +354,26 @@ def attention(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `reference.attention`, not causal, for the arrays that `why_not` accepts.
+    """Computes `reference.attention` for the arrays that `why_not` accepts.
 
     An infinity or NaN in v can also make outputs of the examples before and after its own NaN: see
     `attention_memory`.
 
     Args:
       q, k, v: [b, t, h, d] in bfloat16 or float16.
-      causal: must be False.
+      causal: as in the operation.
       multiprocessors: number of blocks of threads, for tests; None: the GPU's number of multiprocessors.
       interpret: parameters of Pallas's interpreter, for tests, or None.
 
     Returns:
       (out [b, t, h, d] in the dtype of q, lse float32 [b, h, t]).
     """
-    assert not causal
     batch, tokens, heads, width = q.shape
     blocks = multiprocessors or tiles.multiprocessors()
 
     def attention_forward_kernel(q, k, v, out, lse, *buffers):
         block = lax.axis_index("block")
-        work = Attention(q, k, v, out, lse, heads, block, blocks, Buffers(*buffers))
+        work = Attention(q, k, v, out, lse, heads, block, blocks, Buffers(*buffers), causal)
         pipeline.specialize(work.copy, work.compute)
 
     buffers = memory.allocate(tokens, width, q.dtype)
@@ -376,18 +388,9 @@ def attention(
     return out.reshape(q.shape), lse.reshape(batch, heads, tokens)
 
 
-def why_not(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False
-) -> Unavailable | None:
-    """Why the kernel does not compute attention of these arrays; None: it does.
-
-    Args:
-      q, k, v: [b, t, h, d].
-      causal: as in `reference.attention`.
-    """
+def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
+    """Why the kernel does not compute attention of these queries, [b, t, h, d]; None: it does."""
     batch, tokens, heads, width = q.shape
-    if causal:
-        return Unavailable("is not causal: use 'triton'")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
     if width not in WIDTHS:

@@ -9,7 +9,7 @@ a fixed order::
     keys       the same, transposed; dv += exp(s - lse)^T g, dk += ds^T q
 
 A sequence of 257 tokens has four whole tiles and a rest of one token, whose gradients are products of
-transposed tiles. One warpgroup copies (`attention_copies`). Two compute, each every second tile
+transposed tiles. One of 99 tokens has two whole tiles, and the second one begins in the first. One warpgroup copies (`attention_copies`). Two compute, each every second tile
 (`attention_products`)::
 
     keys_full[tile], queries_full[tile]      copies have arrived           memory -> compute warpgroups
@@ -29,7 +29,7 @@ from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import attention_heads
 from swjax.kernels.mosaic_gpu.attention_copies import Buffers, allocate, shared_memory
-from swjax.kernels.mosaic_gpu.attention_heads import COMPUTE, ROWS, STEP, Heads
+from swjax.kernels.mosaic_gpu.attention_heads import ROWS, Heads
 from swjax.kernels.mosaic_gpu.attention_products import Backward
 
 WIDTHS = (64, 80)  # others were not measured
@@ -48,14 +48,12 @@ def attention_backward(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_backward`, not causal, for the arrays that `why_not` accepts.
+    """`reference.attention_backward`, for the arrays that `why_not` accepts.
 
     Args:
-      q, k, v, out, lse, gradient: of the operation.
-      causal: must be False.
+      q, k, v, out, lse, gradient, causal: of the operation.
       multiprocessors, interpret: for tests.
     """
-    assert not causal
     _, tokens, _, width = q.shape
     blocks = multiprocessors or tiles.multiprocessors()
     slots = 2 if shared_memory(tokens, width, 2) <= SHARED_MEMORY else 1
@@ -64,7 +62,7 @@ def attention_backward(
     def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, *buffers):
         block = lax.axis_index("block")
         heads = Heads(q.shape, blocks, block, interpret is not None)
-        work = Backward(heads, q, k, v, out, g, lse, dq, dk, dv, Buffers(*buffers), slots)
+        work = Backward(heads, q, k, v, out, g, lse, dq, dk, dv, Buffers(*buffers), slots, causal)
         attention_heads.specialize(work.copy, work.compute)
 
     like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
@@ -80,20 +78,18 @@ def attention_backward(
     return run(q, k, v, out, gradient, lse)
 
 
-def why_not(q: jax.Array, *_: Any, causal: bool = False, **__: Any) -> Unavailable | None:
+def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Why `attention_backward` cannot differentiate attention of these queries; None: it can."""
-    tokens, width = q.shape[1], q.shape[3]
+    _, tokens, heads, width = q.shape
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
-    if causal:
-        return Unavailable("has no causal mask: use 'triton'")
     if width not in WIDTHS:
         return Unavailable(f"supports heads of {WIDTHS} features, got {width}: use 'triton'")
-    if tokens < COMPUTE * ROWS or tokens % ROWS > STEP:
-        return Unavailable(
-            f"cuts sequences into at least 2 tiles of 64 tokens, and up to 16 tokens more, got {tokens}: "
-            "use 'triton'"
-        )
+    if tokens <= ROWS:
+        return Unavailable(f"supports sequences of more than {ROWS} tokens, got {tokens}: use 'triton'")
+    beyond = attention_heads.cut(tokens)[0] * ROWS > tokens  # the last tile ends past the sequence
+    if heads == 1 and width != attention_heads.line(width) and beyond:
+        return Unavailable(f"supports several heads of {width} features, got one: use 'triton'")
     if tokens > tiles.LONGEST_SEQUENCE or shared_memory(tokens, width, 1) > SHARED_MEMORY:
         return Unavailable(
             f"keeps a head in shared memory, which {tokens} tokens of {width} features exceed: "

@@ -1,8 +1,10 @@
 """The heads of attention backward: their places in shared and in global memory.
 
-A head has `whole` tiles of ROWS tokens, and a rest of at most STEP tokens. Copies into shared memory read
-zeros past the end of a sequence. Only whole tiles are copied back, because Mosaic clips a copy to contiguous
-memory at the end of the array, not of the sequence.
+A head has `whole` tiles of ROWS tokens, and a rest of at most STEP tokens. If more than STEP tokens remain,
+they are the last whole tile, which begins in the tile before: its rows are the last ROWS tokens, and its
+columns the tokens that no other tile has. Copies into shared memory read zeros past the end of a sequence,
+and copies back write nothing there. Only copies to contiguous memory do: Mosaic clips these at the end of the
+array, not of the sequence.
 """
 
 import dataclasses
@@ -57,16 +59,21 @@ class Heads:
 
     @property
     def whole(self) -> int:
-        return self.tokens // ROWS
+        return cut(self.tokens)[0]
 
     @property
     def rest(self) -> int:
-        return self.tokens % ROWS
+        return cut(self.tokens)[1]
 
     @property
     def tiles(self) -> int:
         """Number of tiles, with that of the rest."""
         return self.whole + (self.rest > 0)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the last whole tile begins in the tile before."""
+        return self.whole * ROWS > self.span
 
     @property
     def line(self) -> int:
@@ -75,6 +82,10 @@ class Heads:
     def rows(self, tile: jax.Array | int) -> Rows:
         """The rows of a tile. That of the rest has ROWS rows too: it begins in the tile before."""
         return pl.ds(jnp.minimum(tile * ROWS, self.span - ROWS), ROWS)
+
+    def columns(self, tile: int) -> tuple[int, int]:
+        """The first column of a tile, and the number of its columns."""
+        return tile * ROWS, min(ROWS, self.span - tile * ROWS)
 
     def count(self) -> jax.Array:
         """The number of heads of this block."""
@@ -107,7 +118,7 @@ class Heads:
             plgpu.copy_gmem_to_smem(source.at[example, tokens, number], view, full)
 
         first = tile * (ROWS // GROUP) + 0 * head
-        groups = (ROWS if tile < self.whole else STEP) // GROUP
+        groups = self.columns(tile)[1] // GROUP
         if self.line == self.width:
             copy(first, groups)
             return
@@ -180,6 +191,16 @@ def store(ref: Ref, value: jax.Array) -> None:
         write(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def cut(tokens: int) -> tuple[int, int]:
+    """The number of whole tiles of a head, at least COMPUTE, and the number of tokens of its rest.
+
+    >>> cut(257), cut(99), cut(160)
+    ((4, 1), (2, 0), (3, 0))
+    """
+    whole, rest = divmod(tokens, ROWS)
+    return (whole, rest) if whole >= COMPUTE and rest <= STEP else (-(-tokens // ROWS), 0)
 
 
 def span(tokens: int) -> int:

@@ -69,14 +69,21 @@ class Backward(Memory):
             lax.fori_loop(waited, tile + 1, wait_queries, None)
             return tile + 1, self.query_rows(head, tile, warpgroup, sums)
 
+        def is_mine(tile):  # as rows of keys
+            return (lax.rem(tile, COMPUTE) == first) & (tile < whole)
+
         def free_others(tile, _):
-            mine = (lax.rem(tile, COMPUTE) == first) & (tile < whole)
-            pl.when(jnp.logical_not(mine))(lambda: free_keys(tile, None))
+            needed = is_mine(tile)
+            if heads.overlap:  # the last tile begins in the one before
+                needed |= is_mine(tile + 1) & (tile + 1 == whole - 1)
+            pl.when(jnp.logical_not(needed))(lambda: free_keys(tile, None))
 
         def key_tile(i, sums):
             tile = first + COMPUTE * i
             sums = self.key_rows(head, tile, warpgroup, sums)
             free_keys(tile, None)
+            if heads.overlap:
+                pl.when(tile == whole - 1)(lambda: free_keys(tile - 1, None))
             return sums
 
         plgpu.barrier_wait(b.lse_full.at[lax.rem(head, self.slots + 1)])
@@ -152,8 +159,11 @@ class Backward(Memory):
             plgpu.wgmma(s, slot.q.at[rows], slot.k.at[pl.ds(*block)].T)
             plgpu.wgmma(dp, slot.g.at[rows], slot.v.at[pl.ds(*block)].T)
             weights = self.weights(plgpu.wgmma_accumulator_load(s, wait_n=1), lse, 0)
-            if sum(block) > self.heads.tokens:
-                weights = jnp.where(iota(weights.shape, 1) < self.heads.rest, weights, 0.0)
+            key = block[0] + iota(weights.shape, 1)
+            if self.causal:
+                weights = jnp.where(key <= start(rows) + iota(weights.shape, 0), weights, 0.0)
+            elif sum(block) > self.heads.tokens:
+                weights = jnp.where(key < self.heads.tokens, weights, 0.0)
             dp = plgpu.wgmma_accumulator_load(dp, wait_n=0)
             return weights, self.slopes(weights, dp, delta, 0)
 
@@ -215,6 +225,9 @@ class Backward(Memory):
                 load(x.at[columns], plgpu.Layout.WGMMA.reduce(0)) for x in (slot.lse, slot.delta)
             )
             weights = self.weights(plgpu.wgmma_accumulator_load(s, wait_n=1), lse, 1)
+            if self.causal:
+                query = block[0] + iota(weights.shape, 1)
+                weights = jnp.where(start(rows) + iota(weights.shape, 0) <= query, weights, 0.0)
             if use_weights:
                 use_weights(weights)
             dp = plgpu.wgmma_accumulator_load(dp, wait_n=1 if use_weights else 0)
@@ -301,9 +314,8 @@ class Backward(Memory):
         return delta
 
     def column_blocks(self) -> list[Block]:
-        """(first column, number of columns) of each product; the last is the rest."""
-        blocks = [(tile * ROWS, ROWS) for tile in range(self.heads.whole)]
-        return blocks + [(self.heads.whole * ROWS, STEP)] * (self.heads.rest > 0)
+        """(first column, number of columns) of each product, tile by tile."""
+        return [self.heads.columns(tile) for tile in range(self.heads.tiles)]
 
     @property
     def scale(self) -> float:
@@ -353,6 +365,11 @@ def zeros(count: int) -> Sums:
 
 def plus(sums: Sums, more: Sums) -> Sums:
     return tuple(x + y for x, y in zip(sums, more)) if more else sums
+
+
+def start(rows: Rows) -> jax.Array | int:
+    assert rows.start is not None
+    return rows.start
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
