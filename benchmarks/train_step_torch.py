@@ -3,10 +3,11 @@
     python benchmarks/train_step_torch.py '{"kind": "step", "model": "vit_h14", "remat": "none", "batch": 64}'
 
 prints a line of JSON for each case and mode of torch.compile. "modes" in a case lists the modes; the default
-is ["default"]. "reduce-overhead" replays CUDA graphs; "max-autotune" also tunes products. With "torchao":
-true, timm's tower also runs with the linear layers of its blocks in torchao's int8 and float8, as its
-documentation describes: all three products, bf16 parameters. A library that is not installed or fails gives
-a row with the error. Times come from CUDA events: the median of REPEATS measurements of STEPS steps each.
+is ["default"]. "reduce-overhead" replays CUDA graphs; "max-autotune" also tunes products. With "turn": FILE
+in a case it compiles, creates FILE.compiled, and measures when there is FILE. With "torchao": true, timm's
+tower also runs with the linear layers of its blocks in torchao's int8 and float8, as its documentation
+describes: all three products, bf16 parameters. A library that is not installed or fails gives a row with the
+error. Times come from CUDA events: the median of REPEATS measurements of STEPS steps each.
 """
 
 import itertools
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 TIMM = {
     "vit_h14": "vit_huge_patch14_clip_224",
@@ -35,6 +37,7 @@ EMBED = {"vit_h14": 1024, "vit_l14": 768, "vit_b16": 512, "vit_b32": 512}
 def main(cases: list[str]) -> int:
     for case in map(json.loads, cases):
         torchao, modes = case.pop("torchao", False), case.pop("modes", ["default"])
+        wait = partial(wait_for, case.pop("turn", None))
         runs = {"encoder": {"timm": encoder}, "step": {"open_clip": step}}[case["kind"]]
         if torchao and case["kind"] == "encoder":
             runs |= {f"timm torchao {name}": partial(encoder, convert=convert)
@@ -43,14 +46,14 @@ def main(cases: list[str]) -> int:
             compiled = "torch.compile" if mode == "default" else f"torch.compile {mode}"
             row = case | {"implementation": f"{name} {compiled}", "is_peer": True}
             try:
-                row |= run(case["model"], case["remat"] == "full", case["batch"], mode)
+                row |= run(case["model"], case["remat"] == "full", case["batch"], mode, wait)
             except Exception as error:  # a failing case must not end the run
                 row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             print(json.dumps(row), flush=True)
     return 0
 
 
-def encoder(name: str, remat: bool, batch: int, mode: str, convert=None) -> dict:
+def encoder(name: str, remat: bool, batch: int, mode: str, wait, convert=None) -> dict:
     """Times timm's tower: fp32 parameters under autocast, or bf16 parameters with `convert`ed layers."""
     import timm
     import torch
@@ -71,7 +74,7 @@ def encoder(name: str, remat: bool, batch: int, mode: str, convert=None) -> dict
         torch.sum(y.float() * g).backward()
         model.zero_grad(set_to_none=True)
 
-    return measure(torch, run, batch)
+    return measure(torch, run, batch, wait)
 
 
 def to_int8(model):
@@ -95,7 +98,7 @@ def in_blocks(module, path: str) -> bool:
 TORCHAO = {"int8": to_int8, "float8": to_float8}
 
 
-def step(name: str, remat: bool, batch: int, mode: str) -> dict:
+def step(name: str, remat: bool, batch: int, mode: str, wait) -> dict:
     import open_clip
     import torch
 
@@ -116,15 +119,16 @@ def step(name: str, remat: bool, batch: int, mode: str) -> dict:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return measure(torch, run, batch)
+    return measure(torch, run, batch, wait)
 
 
-def measure(torch, run, batch: int) -> dict:
+def measure(torch, run, batch: int, wait) -> dict:
     began = time.perf_counter()
     for _ in range(3):
         run()
     torch.cuda.synchronize()
     compiling = time.perf_counter() - began
+    wait()
     torch.cuda.reset_peak_memory_stats()
     repeats = [milliseconds(torch, run) for _ in range(REPEATS)]
     ms = statistics.median(repeats)
@@ -136,6 +140,14 @@ def measure(torch, run, batch: int) -> dict:
         "memory_gib": memory,
         "compile_seconds": round(compiling),
     }
+
+
+def wait_for(turn: str | None) -> None:
+    """Does what `timing.wait_for` does, without JAX, which this process cannot import."""
+    if turn:
+        Path(f"{turn}.compiled").touch()
+        while not Path(turn).exists():
+            time.sleep(0.1)
 
 
 def milliseconds(torch, run) -> float:

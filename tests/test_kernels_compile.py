@@ -286,20 +286,41 @@ def test_mosaic_int8_weight_gradients_lower_for_hopper(slices, dtype):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("tokens, width", [(257, 80), (257, 64), (197, 64), (129, 80), (264, 80)])
-def test_mosaic_attention_lowers_for_hopper(tokens, width, dtype):
+@pytest.mark.parametrize(
+    "tokens, width, causal",
+    [
+        (257, 80, False),
+        (257, 64, True),
+        (197, 64, False),
+        (129, 80, False),
+        (264, 80, False),
+        (99, 64, False),
+    ],
+)
+def test_mosaic_attention_lowers_for_hopper(tokens, width, causal, dtype):
     q = array((128, tokens, 16, width), dtype)
-    assert "mosaic_gpu" in lowered(mosaic_gpu.attention, q, q, q)
+    assert "mosaic_gpu" in lowered(mosaic_gpu.attention, q, q, q, causal=causal)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "tokens, width", [(257, 80), (257, 64), (197, 64), (129, 80), (260, 80), (320, 64)]
+    "tokens, width, causal",
+    [
+        (257, 80, False),
+        (257, 64, False),
+        (197, 64, False),
+        (129, 80, True),
+        (260, 80, False),
+        (320, 64, False),
+        (99, 64, False),
+        (77, 64, True),
+    ],
 )
-def test_mosaic_attention_backward_lowers_for_hopper(tokens, width, dtype):
+def test_mosaic_attention_backward_lowers_for_hopper(tokens, width, causal, dtype):
     q, lse = array((128, tokens, 16, width), dtype), array((128, 16, tokens))
-    assert "mosaic_gpu" in lowered(mosaic_gpu.attention_backward, q, q, q, q, lse, q)
+    backward = lowered(mosaic_gpu.attention_backward, q, q, q, q, lse, q, causal=causal)
+    assert "mosaic_gpu" in backward
 
 
 @pytest.mark.parametrize("name", counters.CALLS)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.bench --out=bench.json                # everything, most important first
     python -m benchmarks.kernels.bench --ops products --seconds=300    # by every implementation, and by XLA
-    python -m benchmarks.kernels.bench --attention                     # and cuDNN's
+    python -m benchmarks.kernels.bench --attention                     # as layers call it, and cuDNN's
     python -m benchmarks.kernels.bench --peers                        # products and layers of torch libraries
     python -m benchmarks.kernels.bench --layer plain fused --recipes switchback   # see layers.py
     python -m benchmarks.kernels.bench --smoke                         # tiny, on any machine, in seconds
@@ -35,6 +35,7 @@ COLUMNS = {"op": -33, "shape": -17, "dtype": -13, "implementation": -27, "us": 9
 COLUMNS |= {"gbs": 6, "copy_share": 10, "ratio": 6, "peer": -22, "snr_db": 6, "identical": 9}
 COLUMNS |= {"error": -1}
 SMOKE = {"fc1": LinearShape(256, 64, 256), "out": LinearShape(256, 64, 64)}
+SMOKE_HEADS = {"": ((2, 24, 2, 16), True)}
 # Arrays of fewer bytes stay in the L2 cache between runs, so their rows have no share of the copy bandwidth.
 CACHED = 128 * 2**20
 # int8 reaches more than 30 dB and e5m2 more than 20; a result below this is wrong.
@@ -178,6 +179,22 @@ def pass_cases(layer: LinearShape) -> Iterator[Case]:
     yield Case("quantize weight, both, maxima known", "quantize_both", f"{k}x{n}", arrays, {})
 
 
+def attention_cases(layer: LinearShape) -> Iterator[Case]:
+    """Yields both passes of attention in towers and at other numbers of tokens; once for a block."""
+    if layer.k != layer.n:
+        return
+    others = [((256, tokens, 12, 64), causal) for tokens, causal in shapes.TOKENS_OF_HEADS]
+    heads = [*shapes.HEADS.values(), *others]
+    for shape, causal in SMOKE_HEADS.values() if layer == SMOKE["out"] else heads:
+        suffix, options = ", causal" * causal, {"causal": causal}
+        case = partial(Case, shape="x".join(map(str, shape)), options=options)
+        q, k, v, gradient = (timing.random(*shape) for _ in range(4))
+        yield case(f"attention{suffix}", "attention", arrays=(q, k, v))
+        out, lse = jax.jit(partial(reference.attention, **options))(q, k, v)
+        arrays = q, k, v, out, lse, gradient
+        yield case(f"attention_backward{suffix}", "attention_backward", arrays=arrays)
+
+
 def row_quantizers(m: int, width: int) -> Iterator[Case]:
     x = timing.random(m, width)
     case = partial(Case, shape=f"{m}x{width}", arrays=(x,))
@@ -220,6 +237,7 @@ CASES = {
     "weight_gradients": weight_gradient_cases,
     "groups": group_cases,
     "passes": pass_cases,
+    "attention": attention_cases,
 }
 
 
@@ -386,8 +404,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.ops is not None:
         bench_operations(records, linears, args.ops or CASES)
     if args.attention:
-        smoke = {"": ((2, 24, 2, 16), True)}
-        bench_attention(records, smoke if args.smoke else shapes.HEADS)
+        bench_attention(records, SMOKE_HEADS if args.smoke else shapes.HEADS)
     if records.rows:
         print("\n" + timing.table(records.rows, COLUMNS))
     if args.layer is not None:

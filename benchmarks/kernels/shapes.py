@@ -22,9 +22,16 @@ HEADS = {
     "ViT-H/14, patch dropout": ((256, 129, 16, 80), False),
     "ViT-L/14": ((128, 257, 16, 64), False),
     "ViT-B/16": ((256, 197, 12, 64), False),
+    "ViT-B/16, patch dropout": ((256, 99, 12, 64), False),
     "ViT-B/32": ((1024, 50, 12, 64), False),
     "text of ViT-H/14": ((256, 77, 16, 64), True),
 }
+
+# (tokens, causal) of sequences that no tower has; 12 heads of 64 features.
+TOKENS_OF_HEADS = [
+    *((tokens, False) for tokens in (65, 77, 112, 128, 160, 176, 240)),
+    *((tokens, True) for tokens in (99, 128, 160, 197, 257)),
+]
 
 # Shapes that tiles do not divide.
 RAGGED = {

@@ -9,8 +9,8 @@ a fixed order::
     keys       the same, transposed; dv += exp(s - lse)^T g, dk += ds^T q
 
 A sequence of 257 tokens has four whole tiles and a rest of one token, whose gradients are products of
-transposed tiles. One of 99 tokens has two whole tiles, and the second one begins in the first. One warpgroup copies (`attention_copies`). Two compute, each every second tile
-(`attention_products`)::
+transposed tiles. One of 99 tokens has two whole tiles, and the second one begins in the first. One warpgroup
+copies (`attention_copies`). Two compute, each every second tile (`attention_products`)::
 
     keys_full[tile], queries_full[tile]      copies have arrived           memory -> compute warpgroups
     keys_empty[tile], queries_empty[tile]    all have read the tile        compute -> memory warpgroup
@@ -86,7 +86,9 @@ def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     if width not in WIDTHS:
         return Unavailable(f"supports heads of {WIDTHS} features, got {width}: use 'triton'")
     if tokens <= ROWS:
-        return Unavailable(f"supports sequences of more than {ROWS} tokens, got {tokens}: use 'triton'")
+        return Unavailable(
+            f"supports sequences of more than {ROWS} tokens, got {tokens}: use 'triton'"
+        )
     beyond = attention_heads.cut(tokens)[0] * ROWS > tokens  # the last tile ends past the sequence
     if heads == 1 and width != attention_heads.line(width) and beyond:
         return Unavailable(f"supports several heads of {width} features, got one: use 'triton'")
