@@ -70,8 +70,8 @@ SMALL_MOSAIC_CASES = [
     ((8, 65, 2, 64), False, "bfloat16"),
     ((8, 77, 3, 64), True, "float16"),
 ]
-# Four whole tiles and a token, one and more heads for each block; whole tiles only; 16 tokens beyond them; two
-# and three tiles, of which the last begins in the one before.
+# Four whole tiles and a token, one and more heads for each block; whole tiles only; 16 tokens beyond them;
+# two and three tiles, of which the last begins in the one before.
 SMALL_MOSAIC_GRADIENT_CASES = [
     ((5, 257, 1, 80), False, "bfloat16"),
     ((1, 256, 3, 64), False, "float16"),

@@ -38,9 +38,11 @@ from swjax.kernels.mosaic_gpu.attention_memory import (
 )
 from swjax.kernels.mosaic_gpu.pipeline import Ref
 
-# The kernel was measured at 129 to 257 tokens. For 265 tokens it copies 272 keys: the most whose scores fit
-# into registers, and whose buffers fit into shared memory.
-WIDTHS, SHORTEST_SEQUENCE, LONGEST_SEQUENCE = (64, 80), 65, 265
+# For 265 tokens the kernel copies 272 keys: the most whose scores fit into registers, and whose buffers fit
+# into shared memory. It computes all scores of a tile, also if they are hidden by a causal mask, so for short
+# causal sequences Triton's kernel is faster.
+WIDTHS, LONGEST_SEQUENCE = (64, 80), 265
+SHORTEST_SEQUENCE, SHORTEST_CAUSAL_SEQUENCE = 65, 128
 LOG2_E = math.log2(math.e)
 
 
@@ -388,17 +390,18 @@ def attention(
     return out.reshape(q.shape), lse.reshape(batch, heads, tokens)
 
 
-def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
+def why_not(q: jax.Array, *_: Any, causal: bool = False, **__: Any) -> Unavailable | None:
     """Why the kernel does not compute attention of these queries, [b, t, h, d]; None: it does."""
     batch, tokens, heads, width = q.shape
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
     if width not in WIDTHS:
         return Unavailable(f"supports heads of {WIDTHS} features, got {width}: use 'triton'")
-    if not SHORTEST_SEQUENCE <= tokens <= LONGEST_SEQUENCE:
+    shortest = SHORTEST_CAUSAL_SEQUENCE if causal else SHORTEST_SEQUENCE
+    if not shortest <= tokens <= LONGEST_SEQUENCE:
         return Unavailable(
-            f"supports sequences of {SHORTEST_SEQUENCE} to {LONGEST_SEQUENCE} tokens, got {tokens}: "
-            "use 'triton'"
+            f"supports {'causal ' * causal}sequences of {shortest} to {LONGEST_SEQUENCE} tokens, got "
+            f"{tokens}: use 'triton'"
         )
     if heads == 1 and width != memory.line(width) and tokens % ROWS:
         return Unavailable(f"supports several heads of {width} features, got one: use 'triton'")
