@@ -19,6 +19,7 @@ from swjax.optax import (
     dynamic_loss_scale,
     from_adamw_state,
     loss_scale,
+    muon,
     per_tensor_guard,
     power_decay,
     rms_by_path,
@@ -231,6 +232,63 @@ def test_a_missing_gradient_is_one_line(guard):
     ) as error:
         optimizer.update({"a": jnp.ones(2), "b": None}, optimizer.init(params), params)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
+@pytest.mark.parametrize(
+    "grads, message",
+    [
+        ({"a": jnp.ones(2), "b": jnp.ones(2)}, "a parameter for each gradient, got none for 'b'"),
+        ({"a": jnp.ones((2, 1)), "b": None}, r"of shape \(2,\) for parameter 'a', got \(2, 1\)"),
+    ],
+)
+def test_gradients_of_other_parameters_are_one_line(guard, grads, message):
+    optimizer, params = guard(optax.adam(1.0)), {"a": jnp.ones(2), "b": None}
+    with pytest.raises(ValueError, match=message) as error:
+        optimizer.update(grads, optimizer.init(params), params)
+    assert "\n" not in str(error.value)
+
+
+def test_an_inner_optimizer_that_treats_blocks_unlike_their_stack_is_one_line():
+    params = {"stack": jnp.ones((3, 4, 5)), "head": jnp.ones((4, 4))}
+    by_shape = muon(0.1, lambda params: jax.tree.map(lambda x: x.ndim == 3, params))
+    with pytest.raises(ValueError, match="the same state for a block .* 'head'|'stack'") as error:
+        per_tensor_guard(by_shape, block_axes={"stack": 0, "head": None}).init(params)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.1, 0.9), stable_adamw(0.1)], ids=["sgd", "stable"])
+def test_states_on_the_host_are_read_and_updated(inner):
+    """As those that flax.serialization.from_bytes restores."""
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    optimizer = per_tensor_guard(inner)
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    on_host = jax.device_get(state)
+    assert_close(skipped_by_path(on_host), skipped_by_path(state))
+    got, want = (optimizer.update(params, each, params)[0] for each in (on_host, state))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
+def test_a_program_may_contain_init_and_update_on_an_explicit_mesh(guard):
+    optimizer = guard(stable_adamw(0.1))  # its count is created without a mesh
+
+    def two_steps(params):
+        def step(carry, _):
+            updates, state = optimizer.update(carry[0], carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), None, length=2)[0][0]
+
+    params = {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
+    want = jax.jit(two_steps)(params)
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        specs = {"w": jax.P("x"), "b": jax.P()}
+        put = {
+            name: jax.device_put(p, NamedSharding(mesh, specs[name])) for name, p in params.items()
+        }
+        assert_close(jax.jit(two_steps)(put), want)
 
 
 @pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])

@@ -207,5 +207,5 @@ def test_watch_reads_records_of_a_log():
         record = {"step": step, "train/loss": 1.0, "train/grad_norm": 9.0, "train/nonfinite": "w"}
         record |= {"stability/rms/a": 3.0 if step == 47 else None}
         record |= {"train/loss": None} if step in (50, 51) else {}
-        lines += watch.update([record])
+        lines += watch.update([record, {"step": step, "quantization/sqnr": 40.0}])
     assert lines == ["loss spike at step 50, not finite; before it the RMS of a was 3 (step 47)"]

@@ -416,6 +416,12 @@ def test_rms_by_path_inside_jit_and_scan():
     assert_close({k: x[-1] for k, x in history.items()}, want, rtol=1e-5)
 
 
+def test_rms_by_path_of_a_state_on_the_host():
+    params, grads = problem()
+    _, state = train(stable_adamw(0.05), params, grads)
+    assert_close(rms_by_path(jax.device_get(state)), rms_by_path(state))
+
+
 # -------------------------------------------------------------------------------------
 # Sharding
 # -------------------------------------------------------------------------------------
@@ -503,6 +509,13 @@ def test_conversion_needs_one_state_of_each_kind():
         from_adamw_state(adamw, (ours, ours), b1=0.9, b2=0.99)
     with pytest.raises(ValueError, match=r"b1 must be .*, in \[0, 1\), got 1.0"):
         from_adamw_state(adamw, ours, b1=1.0, b2=0.99)
+    other = stable_adamw(0.1).init(jnp.ones((1, 2)))
+    with pytest.raises(ValueError, match=r"of the same parameters, .* \(2,\) and \(1, 2\): mask"):
+        from_adamw_state(adamw, other, b1=0.9, b2=0.99)
+    params = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    masked = optax.masked(stable_adamw(0.1), {"w": True, "b": False}).init(params)
+    with pytest.raises(ValueError, match=r"got 'b' of the shapes \(3,\) and None: mask"):
+        from_adamw_state(optax.adamw(0.1).init(params), masked, b1=0.9, b2=0.99)
     assert isinstance(from_adamw_state(adamw, ours, b1=0.9, b2=0.99), StableAdamWState)
 
 

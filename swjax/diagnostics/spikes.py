@@ -174,7 +174,7 @@ class Watch:
     def update(self, records: Iterable[Mapping[str, Any]]) -> list[str]:
         """Adds records {"step", "train/loss", "stability/rms/<tensor>", ...}; returns a line per event.
 
-        A value that is not finite may be None, as in metrics.jsonl.
+        A value that is not finite may be None, as in metrics.jsonl. Records without a loss are skipped.
 
         >>> watch = Watch(Rules(ignore=0, deviations=1))
         >>> watch.update([{"step": 1, "train/loss": 5.0}, {"step": 2, "train/loss": None}])
@@ -182,6 +182,8 @@ class Watch:
         """
         lines = []
         for record in records:
+            if "train/loss" not in record:  # as of a step that was only measured
+                continue
             values = {name: math.nan if x is None else x for name, x in record.items()}
             rms = {name.removeprefix(RMS): x for name, x in values.items() if name.startswith(RMS)}
             found = self._detector.update(record["step"], values["train/loss"], rms)

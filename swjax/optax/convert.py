@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from swjax.optax.stable import StableAdamWState, one_minus_power
+from swjax.optax.tensors import path_name
 
 
 def from_adamw_state(
@@ -29,7 +30,7 @@ def from_adamw_state(
 
     Raises:
       ValueError: b1 or b2 is out of range, one of the states does not contain exactly one state of its kind,
-        their trees differ, or AdamW counts the steps per tensor, as inside `per_tensor_guard`.
+        they are of other parameters, or AdamW counts the steps per tensor, as inside `per_tensor_guard`.
 
     >>> from swjax.optax import stable_adamw
     >>> params, gradient = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
@@ -49,6 +50,7 @@ def from_adamw_state(
             f"adamw_state must have a single step count, got {jnp.shape(old.count)}: "
             f"pass a state from outside per_tensor_guard"
         )
+    _require_alike(old.mu, new.mu)
     steps = jnp.maximum(old.count, 1)  # before the first step all moments are 0
 
     def debias(moment, like, b):
@@ -69,6 +71,21 @@ def from_adamw_state(
         opt_state,
         is_leaf=lambda x: isinstance(x, StableAdamWState),
     )
+
+
+def _require_alike(old, new):
+    """Raises an error unless the moments of both states are those of the same parameters."""
+    shapes = [
+        {path_name(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(mu)}
+        for mu in (old, new)
+    ]
+    for name in shapes[0] | shapes[1]:
+        a, b = (each.get(name) for each in shapes)
+        if a != b:
+            raise ValueError(
+                f"adamw_state and opt_state must have moments of the same parameters, got {name!r} of "
+                f"the shapes {a} and {b}: mask both optimizers in the same way, and take states of one model"
+            )
 
 
 def _only(kind, tree, name):

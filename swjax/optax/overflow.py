@@ -53,7 +53,8 @@ def kept_where(ok: jax.Array, new: Any, old: Any) -> Any:
     def leaf(new, old):
         new = new if new.dtype == old.dtype else new.astype(old.dtype)
         sharding = jax.typeof(old).sharding
-        if jax.typeof(new).sharding != sharding:  # differs only on an explicit mesh
+        # They differ only on an explicit mesh. An array that the same program created has no mesh.
+        if not sharding.mesh.empty and jax.typeof(new).sharding != sharding:
             new = jax.reshard(new, sharding)
         return jnp.where(ok, new, old)
 
@@ -89,13 +90,26 @@ def require_scale(function: str, scale: jax.Array | float, least: float = 0.0) -
 
 
 def require_gradients(function: str, grads: optax.Updates, params: optax.Params | None) -> None:
-    """Raises an error if a parameter has no gradient."""
-    if params is None or len(jax.tree.leaves(grads)) == len(jax.tree.leaves(params)):
+    """Raises an error unless each parameter has a gradient of its shape, and each gradient a parameter."""
+    if params is None:
         return
-    given = {path for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
-    for path, _ in jax.tree_util.tree_leaves_with_path(params):
-        if path not in given:
+    given, known = (
+        [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (grads, params)
+    )
+    if missing := [name for name in known if name not in set(given)]:
+        raise ValueError(
+            f"{function} needs a gradient for each parameter, got none for {missing[0]!r}: "
+            "pass zeros, or exclude the parameter with optax.masked"
+        )
+    if extra := [name for name in given if name not in set(known)]:
+        raise ValueError(
+            f"{function} needs a parameter for each gradient, got none for {extra[0]!r}: "
+            "pass the gradients of these parameters"
+        )
+    for name, g, p in zip(known, jax.tree.leaves(grads), jax.tree.leaves(params)):
+        if given == known and jnp.shape(g) != jnp.shape(p):
             raise ValueError(
-                f"{function} needs a gradient for each parameter, got none for {path_name(path)!r}: "
-                "pass zeros, or exclude the parameter with optax.masked"
+                f"{function} needs a gradient of shape {jnp.shape(p)} for parameter {name!r}, got "
+                f"{jnp.shape(g)}: pass the gradients of these parameters"
             )

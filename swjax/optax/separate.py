@@ -87,6 +87,14 @@ class SeparateStates:
         self.tensors = [
             self._tensor(init, i, p, kept) for i, (p, kept) in enumerate(zip(leaves, axes))
         ]
+        for tensor in self.tensors:
+            for path in tensor.leaves:
+                if path not in self._common and path not in self._paths:
+                    raise ValueError(
+                        "per_tensor_guard's inner optimizer must have the same state for a block as for its "
+                        f"stack, got {jax.tree_util.keystr(path)} for a block alone: a function that chooses "
+                        "parameters by shape sees blocks; choose by name, or pass a tree of bools"
+                    )
         # Joined leaves that are a flat vector, rather than one entry of the leaf's shape per block.
         self._raveled = _paths_of_values(whole)
         for path in self._common:
@@ -133,7 +141,7 @@ class SeparateStates:
                 if path in self._common:
                     start = ends[path]
                     ends[path] += math.prod(tensor.blocks) * self._entries(path, leaf)
-                    x = x[start : ends[path]].reshape(*tensor.blocks, *leaf.shape)
+                    x = x[start : ends[path]].reshape((*tensor.blocks, *leaf.shape))
                 leaves.append(x if shaped else tensor.placed(x))
             states.append(leaves)
         return states

@@ -102,7 +102,8 @@ def stable_adamw(
         the parameters to such a tree. A single bool is refused. Default: all parameters.
       clip_threshold: above 0. `math.inf` turns clipping off, which gives AdamW; any other value above the
         bound of RMS would never clip, and raises an error.
-      mu_dtype: dtype of the stored m; default the parameter's dtype. A complex parameter keeps a complex m.
+      mu_dtype: dtype of the stored m; default the parameter's dtype, and float32 for float16, whose range
+        is too small for the m of small gradients. A complex parameter keeps a complex m.
       block_axes: for parameters that stack several tensors, such as the layers of a scanned model, the
         axis or axes that enumerate them: None, an int or a tuple of ints, as a tree like `mask`. Each
         block has its own RMS and rate. A tuple of ints always means axes, never a node of the tree.
@@ -354,7 +355,9 @@ def _check_mu_dtype(mu_dtype):
 
 def _mu_dtype(p, mu_dtype):
     same_kind = mu_dtype and jnp.iscomplexobj(p) == jnp.issubdtype(mu_dtype, jnp.complexfloating)
-    return mu_dtype if same_kind else p.dtype
+    if same_kind:
+        return mu_dtype
+    return jnp.dtype(jnp.float32) if p.dtype == jnp.float16 else p.dtype
 
 
 def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):

@@ -196,7 +196,7 @@ class TensorValues(NamedTuple):
         for path, sizes in self.blocks.items():
             shape = tuple(map(len, sizes))
             stop = start + math.prod(shape)
-            named[path] = self.values[..., start:stop].reshape(*self.values.shape[:-1], *shape)
+            named[path] = self.values[..., start:stop].reshape((*self.values.shape[:-1], *shape))
             start = stop
         return named
 

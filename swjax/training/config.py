@@ -334,8 +334,8 @@ def _check_optimizer(config: ConfigDict) -> None:
         )
     if optimizer.name == "muon" and optimizer.loss_scaling == "per_tensor":
         raise ConfigError(
-            "config.optimizer.loss_scaling='per_tensor' gives each tensor an optimizer of its own, which "
-            "name='muon' does not support: set loss_scaling='dynamic'"
+            "config.optimizer.loss_scaling='per_tensor' gives each tensor an optimizer of its own, and "
+            "name='muon' updates stacks of matrices together: set loss_scaling='dynamic'"
         )
     if config.model.dtype == "float16" and not optimizer.loss_scaling:
         raise ConfigError(
