@@ -112,6 +112,8 @@ def dot_product_attention(
     implementation = _choose((q.shape[0], length, *q.shape[2:]), q, implementation, layout)
     if implementation == "triton":
         return with_kernels(q, k, v, causal=causal, length=length, layout=layout)
+    # Padding may hold anything: a weight of 0 times NaN is NaN.
+    q, k, v = (x[:, :length] for x in (q, k, v))
     if implementation == "cudnn":
         q, k, v = (pad_tokens(x) for x in (q, k, v))
     lengths = None
@@ -128,7 +130,7 @@ def dot_product_attention(
             key_value_seq_lengths=lengths,
             implementation="cudnn" if implementation == "cudnn" else "xla",
         )
-    return out[:, :tokens]
+    return _pad_to(tokens, out[:, :length])
 
 
 def with_kernels(
@@ -144,7 +146,12 @@ def with_kernels(
     plan = plan_heads(q, layout)
     arrays = (plan.place(x[:, :length], _heads(plan)) for x in vary_alike(q, k, v))
     out = _attention(*arrays, causal, plan)
-    return jnp.pad(out, ((0, 0), (0, q.shape[1] - out.shape[1]), (0, 0), (0, 0)))
+    return _pad_to(q.shape[1], out)
+
+
+def _pad_to(tokens: int, x: jax.Array) -> jax.Array:
+    """Adds tokens of zeros at the end: [b, t, h, d] -> [b, tokens, h, d]."""
+    return jnp.pad(x, ((0, 0), (0, tokens - x.shape[1]), (0, 0), (0, 0)))
 
 
 def pad_tokens(x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """SwitchBack for Flax Linen: a drop-in `Dense`, and a context for existing models."""
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ def quantized(
     A linear layer is a `Dense`, `DenseGeneral` or `Einsum`. The projections of attention modules are
     `DenseGeneral` layers. Parameters and checkpoints do not change; outside the context the model computes as
     before. The recipes are part of the key of JAX's caches: a function under `jax.jit` or `nn.jit` is traced
-    once with them and once without. Contexts do not nest.
+    once with them and once without. Contexts do not nest. A context holds for the thread that opens it.
 
     Args:
       recipes: {regular expression: recipe}. An expression must match a module's whole path, such as
@@ -166,7 +167,7 @@ class _Interceptor:
             return call(*args, **kwargs)
         is_outermost, self._is_within = not self._is_within, True
         try:
-            result = self._run(module, method, call, args, kwargs)
+            result = self._run(module, method, call, args, kwargs, _is_of_flax(context))
             if is_outermost:
                 self._note_calls(module)
         finally:
@@ -174,8 +175,13 @@ class _Interceptor:
                 self._calls, self._is_within = [], False
         return result
 
-    def _run(self, module, method: str, call: Callable, args: tuple, kwargs: dict) -> Any:
-        """Calls a method of a bound module: with a recipe, if an expression matches this linear layer."""
+    def _run(
+        self, module, method: str, call: Callable, args: tuple, kwargs: dict, is_of_flax: bool
+    ) -> Any:
+        """Calls a method of a bound module: with a recipe, if an expression matches this linear layer.
+
+        A subclass may have code of its own, which calls that of Flax. Only the code of Flax is replaced.
+        """
         path = "/".join(module.path)
         recipe, reason = None, "takes no dot_general"
         if method != "__call__":
@@ -184,11 +190,12 @@ class _Interceptor:
             matched = self._match(path)
             recipe = matched or _recipe_given(module)
             reason = "" if recipe else UNMATCHED
-            result = self._run_linear(module, path, matched, call, args, kwargs)
+            result = self._run_linear(module, path, matched, call, args, kwargs, is_of_flax)
         elif isinstance(module, nn.Einsum):
             recipe = self._match(path)
             reason = "" if recipe else UNMATCHED
-            result = self._run_einsum(module, recipe, call, args, kwargs)
+            replaced = recipe if is_of_flax else None
+            result = self._run_einsum(module, replaced, call, args, kwargs)
         else:
             result = call(*args, **kwargs)
         kind = type(module).__name__
@@ -219,11 +226,14 @@ class _Interceptor:
         """The recipe of the first expression that matches the path."""
         self._paths.add(path)
         matching = [pattern for pattern in self.recipes if re.fullmatch(pattern, path)]
-        self._unmatched.difference_update(matching[:1])
+        self._unmatched.difference_update(matching)
         return self.recipes[matching[0]] if matching else None
 
-    def _run_linear(self, module, path: str, recipe: Recipe | None, call, args, kwargs):
-        kernel = None if isinstance(module, Dense) else _quantized_kernel(module)
+    def _run_linear(
+        self, module, path: str, recipe: Recipe | None, call, args, kwargs, is_of_flax: bool
+    ):
+        reads_it = isinstance(module, Dense) or not is_of_flax
+        kernel = None if reads_it else _quantized_kernel(module)
         if kernel is None:
             with _computing_as(module, path, recipe, self._implementation):
                 return call(*args, **kwargs)
@@ -253,6 +263,12 @@ class _Interceptor:
         for pattern in sorted(self._unmatched):
             if self._ran and not any(re.fullmatch(pattern, path) for path in idle):
                 raise unmatched(pattern, sorted(self._paths))
+
+
+def _is_of_flax(context) -> bool:
+    """Whether the intercepted method is the `__call__` of Flax's linear layers, not that of a subclass."""
+    layers = nn.Dense, nn.DenseGeneral, nn.Einsum
+    return inspect.unwrap(context.orig_method.func) in {inspect.unwrap(x.__call__) for x in layers}
 
 
 @contextmanager

@@ -112,6 +112,13 @@ def test_the_longest_block_does_not_overflow():
     np.testing.assert_allclose(got, 2.0**17, rtol=1e-6)
 
 
+def test_a_single_block_without_jit():
+    """A scan without steps fails under jax.disable_jit."""
+    x, g = (jnp.asarray(drawn("normal", 8, n, n), "float32") for n in (5, 7))
+    with jax.disable_jit():
+        assert error(block_weight_gradient(x, g, **OPTIONS), x, g) < 0.02
+
+
 def test_fp8_in_blocks():
     """A user's recipe may quantize in blocks to fp8."""
     blocks = [Quantizer(dtype, "block", 1024, 128) for dtype in ("float8_e4m3fn", "float8_e5m2")]

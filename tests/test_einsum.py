@@ -149,6 +149,67 @@ def test_on_a_mesh_with_explicit_axes():
     np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "equation, x_shape, w_shape, x_spec, w_spec",
+    [
+        ("btd,cndh->cbtnh", (2, 6, 32), (3, 4, 32, 8), P(), P(None, "x")),
+        ("btf,cfh->cbth", (2, 6, 32), (2, 32, 8), P(), P(None, None, "x")),
+        ("btd,dnh->btnh", (2, 6, 32), (32, 4, 8), P(), P(None, None, "x")),
+        ("btnh,nhd->btd", (2, 6, 4, 8), (4, 8, 32), P(None, None, None, "x"), P(None, "x")),
+    ],
+)
+def test_any_merged_dimension_may_be_sharded_explicitly(equation, x_shape, w_shape, x_spec, w_spec):
+    """As in Gemma's products of queries, keys and values, where jax.numpy.einsum works too."""
+    x, w = arrays(x_shape, w_shape)
+    product = swjax.dot_general("switchback")
+
+    def results(x, w):
+        y, vjp = jax.vjp(lambda x, w: product.einsum(equation, x, w), x, w)
+        return y, *vjp(jnp.sin(y))
+
+    want = jax.jit(results)(x, w)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, x_spec), jax.device_put(w, w_spec)
+        got = jax.jit(results)(*sharded)
+        if x_spec == P():  # with sharded sums jax.numpy.einsum needs out_sharding
+            plain = jax.eval_shape(lambda x, w: jnp.einsum(equation, x, w), *sharded)
+            assert got[0].sharding.spec == plain.sharding.spec
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_several_sharded_columns_are_refused_in_one_line():
+    x, w = arrays((2, 6, 32), (32, 4, 8))
+    mesh = jax.make_mesh((2, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(x, P()), jax.device_put(w, P(None, "x", "y"))
+        with pytest.raises(
+            ValueError, match="at most one column dimension is sharded, got"
+        ) as error:
+            swjax.dot_general("switchback").einsum("btd,dnh->btnh", x, w)
+    assert "\n" not in str(error.value)
+
+
+class Scaled(nn.Einsum):
+    @nn.compact
+    def __call__(self, x):
+        return super().__call__(x) * self.param("gain", nn.initializers.constant(3.0), ())
+
+
+def test_the_code_of_a_subclass_runs():
+    x, w = arrays((2, 32), (32, 8))
+    layer = Scaled((32, 8), "bd,df->bf", use_bias=False)
+    params = {"params": {"kernel": w, "gain": jnp.float32(2.0)}}
+    with swjax.linen.quantized({"": "switchback"}) as conversion:
+        y, vjp = jax.vjp(lambda params: layer.apply(params, x), params)
+        assert layer.init(jax.random.key(0), x)["params"]["gain"] == 3
+    np.testing.assert_array_equal(y, 2 * swjax.switchback(x, w))
+    (gradient,) = vjp(jnp.ones_like(y))
+    np.testing.assert_allclose(gradient["params"]["gain"], jnp.sum(y) / 2, rtol=1e-5)
+    assert len(conversion) == 1
+
+
 @pytest.mark.parametrize("equation", ["bd,df->f", "bbd,df->bf", "bd,dfg->bf"])
 def test_other_einsums_are_refused(equation):
     operands = (jnp.ones((4,) * len(part)) for part in equation.split("->")[0].split(","))

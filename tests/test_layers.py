@@ -209,6 +209,15 @@ def test_linen_interceptor(rules, count):
     same(model.apply(params, X), before)
 
 
+def test_an_earlier_pattern_may_take_every_layer_of_a_later_one():
+    params = LinenModel().init(jax.random.key(0), X)
+    rules = {".*": "switchback", "mlp": "llm_int8"}
+    with swjax.linen.quantized(rules) as conversion:
+        LinenModel().apply(params, X)
+    assert "llm_int8" not in str(conversion)
+    swjax.nnx.quantize_model(Block(nnx.Rngs(0)), {".*": "switchback", "mlp/.*": "llm_int8"})
+
+
 def test_pattern_without_a_layer():
     with pytest.raises(ValueError, match="pattern 'ffn' matches no linear layer.* 'attn/query'"):
         swjax.nnx.quantize_model(Block(nnx.Rngs(0)), {"ffn": "switchback"})

@@ -301,6 +301,34 @@ def test_a_linen_model_computes_the_same(linen_variables):
             jax.eval_shape(LINEN.apply, small, x)
 
 
+class LoRA(nn.Dense):
+    @nn.compact
+    def __call__(self, x):
+        y = super().__call__(x)
+        a = self.param("a", nn.initializers.normal(1.0), (x.shape[-1], 2))
+        return y + x @ a @ self.param("b", nn.initializers.normal(1.0), (2, self.features))
+
+
+def test_the_code_of_a_subclass_of_dense_runs():
+    x, layer = normal(4, 16), LoRA(8)
+    variables = layer.init(jax.random.key(0), x)
+
+    def predict(variables, x):
+        with swjax.linen.quantized({"": "switchback"}):
+            return layer.apply(variables, x)
+
+    small = serving.prequantize_variables(predict, variables, x)
+    same_bits(jax.jit(predict)(small, x), jax.jit(predict)(variables, x))
+
+
+def test_arrays_of_any_strides_are_saved(tmp_path):
+    kernel = np.arange(6, dtype=np.float32).reshape(2, 3).T  # as an imported weight of PyTorch
+    serving.save(tmp_path / "model.safetensors", {"params": {"kernel": kernel}})
+    shapes = {"params": {"kernel": jax.ShapeDtypeStruct((3, 2), jnp.float32)}}
+    loaded = serving.load(tmp_path / "model.safetensors", shapes)
+    np.testing.assert_array_equal(loaded["params"]["kernel"], kernel)
+
+
 def test_linen_through_a_file_and_a_program(linen_variables, tmp_path):
     pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
     x = normal(2, 5, 16)

@@ -75,7 +75,9 @@ def block_weight_gradient(
     first, others = (
         jax.tree.map(part, (x_blocks, g_blocks)) for part in (lambda a: a[0], lambda a: a[1:])
     )
-    total, _ = jax.lax.scan(add, product(first), others)
+    total = product(first)
+    if others[0].values.shape[0]:  # under jax.disable_jit a scan needs a step
+        total, _ = jax.lax.scan(add, total, others)
     return (total / rotation).astype(out_dtype)  # exact: each operand has a factor sqrt(rotation)
 
 

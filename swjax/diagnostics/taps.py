@@ -364,7 +364,7 @@ class _TappedProduct(DotGeneral):
 
     def __call__(self, lhs, rhs, dimension_numbers, *args, **kwargs):
         y = super().__call__(lhs, rhs, dimension_numbers, *args, **kwargs)
-        x, w, _ = as_linear(lhs, rhs, dimension_numbers)
+        x, w, *_ = as_linear(lhs, rhs, dimension_numbers)
 
         def report_one(y, x, w):
             return _report_product(y, x, w, self.tap, self.recipe, self.layout)

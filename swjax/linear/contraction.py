@@ -52,10 +52,11 @@ class DotGeneral:
         axes.
 
         Raises:
-          ValueError: see `swjax.switchback`; or `rhs` is quantized, and the product has batch dimensions.
+          ValueError: see `swjax.switchback`; `rhs` is quantized, and the product has batch dimensions; or, on
+            a mesh with explicit axes, several column or several contracted dimensions are sharded.
           TypeError: the contracted or the batch dimensions of the operands differ.
         """
-        x, w, columns = as_linear(lhs, rhs, dimension_numbers)
+        x, w, columns, order = as_linear(lhs, rhs, dimension_numbers)
 
         def linear(x, w):
             return switchback(
@@ -71,7 +72,9 @@ class DotGeneral:
         _, (batch, _) = dimension_numbers
         for _ in batch:
             linear = jax.vmap(linear)
-        y = linear(x, w).reshape(*x.shape[:-1], *columns)
+        rows = x.shape[:-1]
+        y = linear(x, w).reshape(*rows, *columns)
+        y = y.transpose(*range(len(rows)), *(len(rows) + axis for axis in order))
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
     def einsum(
@@ -108,45 +111,84 @@ class DotGeneral:
 
 def as_linear(
     lhs: jax.Array, rhs: jax.Array | QTensor, dimension_numbers: DimensionNumbers
-) -> tuple[jax.Array, jax.Array | QTensor, Dimensions]:
+) -> tuple[jax.Array, jax.Array | QTensor, Dimensions, Dimensions]:
     """Converts the operands of a `jax.lax.dot_general` to those of a linear layer.
+
+    On meshes with explicit axes a reshape may merge dimensions of which only the first is sharded. So a
+    sharded dimension comes first.
 
     Args:
       lhs, rhs, dimension_numbers: see `DotGeneral`.
 
     Returns:
-      x [*batch, *rows, k], w [*batch, k, n], and the column dimensions, whose product is n.
+      x [*batch, *rows, k], w [*batch, k, n], the column dimensions of w, whose product is n, and the
+      transposition of these dimensions to those of the result.
 
     Raises:
-      ValueError: `rhs` is quantized, and the product has batch dimensions.
+      ValueError: `rhs` is quantized, and the product has batch dimensions; or several column or several
+        contracted dimensions are sharded.
       TypeError: the contracted or the batch dimensions differ; the message is that of `jax.lax.dot_general`.
 
     >>> import jax.numpy as jnp
-    >>> x, w, columns = as_linear(jnp.ones((2, 3)), jnp.ones((3, 4, 5)), (((1,), (0,)), ((), ())))
-    >>> x.shape, w.shape, columns
-    ((2, 3), (3, 20), (4, 5))
+    >>> x, w, columns, order = as_linear(jnp.ones((2, 3)), jnp.ones((3, 4, 5)), (((1,), (0,)), ((), ())))
+    >>> x.shape, w.shape, columns, order
+    ((2, 3), (3, 20), (4, 5), (0, 1))
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
-    batch, rows = _shape(lhs, lhs_batch), _shape(lhs, lhs_free)
-    contracted = _shape(lhs, lhs_contract)
-    k = math.prod(contracted)
-    x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *rows, k)
-    if isinstance(rhs, QTensor):  # reshapes [n, k] to [*columns, *contracted]
+    values = rhs.values if isinstance(rhs, QTensor) else rhs
+    batch = _shape(lhs, lhs_batch)
+    if isinstance(rhs, QTensor):  # [*columns, *contracted]
         if batch:
             raise ValueError(
                 f"a product with a quantized rhs has no batch dimensions, got {batch}: pass the weight itself"
             )
-        columns = rhs.values.shape[: rhs.values.ndim - len(rhs_contract)]
-        _check_equal("contracting dimensions", contracted, rhs.values.shape[len(columns) :])
-        return x, QTensor(rhs.values.reshape(-1, k), rhs.scale.reshape(-1, 1)), columns
-    _check_equal("contracting dimensions", contracted, _shape(rhs, rhs_contract))
+        rhs_contract = tuple(range(values.ndim - len(rhs_contract), values.ndim))
+    _check_equal("contracting dimensions", _shape(lhs, lhs_contract), _shape(values, rhs_contract))
     of_both = "lhs batch dimensions and rhs batch dimensions"
-    _check_equal(of_both, batch, _shape(rhs, rhs_batch))
-    rhs_free = _remaining(rhs, rhs_contract, rhs_batch)
-    columns = _shape(rhs, rhs_free)
-    transposed = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
-    return x, transposed.reshape(*batch, k, math.prod(columns)), columns
+    _check_equal(of_both, batch, _shape(values, rhs_batch))
+
+    contracted = _sharded_first("contracted", (lhs, lhs_contract), (values, rhs_contract))
+    lhs_contract, rhs_contract = (
+        tuple(axes[i] for i in contracted) for axes in (lhs_contract, rhs_contract)
+    )
+    lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
+    rhs_free = _remaining(values, rhs_contract, rhs_batch)
+    places = _sharded_first("column", (values, rhs_free))
+    rhs_free = tuple(rhs_free[i] for i in places)
+    order = tuple(places.index(i) for i in range(len(places)))
+
+    k = math.prod(_shape(lhs, lhs_contract))
+    x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(
+        *_shape(lhs, (*lhs_batch, *lhs_free)), k
+    )
+    columns = _shape(values, rhs_free)
+    if isinstance(rhs, QTensor):  # to [n, k]
+        values, scale = (array.transpose(*rhs_free, *rhs_contract) for array in rhs)
+        return x, QTensor(values.reshape(-1, k), scale.reshape(-1, 1)), columns, order
+    w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
+    return x, w.reshape(*batch, k, math.prod(columns)), columns, order
+
+
+def _sharded_first(kind: str, *operands: tuple[jax.Array, Dimensions]) -> Dimensions:
+    """The order in which to merge dimensions: one that is sharded in any of the operands, then the others.
+
+    Args:
+      kind: of the dimensions, for the error.
+      *operands: (array, its dimensions); the dimensions of all operands belong together.
+    """
+    count = len(operands[0][1])
+    sharded = [
+        i
+        for i in range(count)
+        if any(jax.typeof(array).sharding.spec[axes[i]] is not None for array, axes in operands)
+    ]
+    if len(sharded) > 1:
+        specs = " and ".join(str(jax.typeof(array).sharding.spec) for array, _ in operands)
+        raise ValueError(
+            f"a recipe multiplies operands of which at most one {kind} dimension is sharded, got {specs}: "
+            "reshard them with jax.reshard, or exclude the layer from the recipes"
+        )
+    return (*sharded, *(i for i in range(count) if i not in sharded))
 
 
 def _check_equal(dimensions: str, of_lhs: tuple[int, ...], of_rhs: tuple[int, ...]) -> None:

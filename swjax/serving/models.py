@@ -263,7 +263,9 @@ def save(path: str | Path, model: Model, metadata: Mapping[str, str] | None = No
       ModuleNotFoundError: safetensors is not installed.
     """
     found = weights(model)
-    arrays = {name: np.asarray(x).view(_stored(x.dtype)) for name, x in found.items()}
+    # safetensors writes the memory of an array, whatever its strides.
+    contiguous = {name: np.asarray(x, order="C") for name, x in found.items()}
+    arrays = {name: x.view(_stored(x.dtype)) for name, x in contiguous.items()}
     float8 = {name: str(x.dtype) for name, x in found.items() if x.dtype != _stored(x.dtype)}
     own = {"format": _FORMAT, _FLOAT8: json.dumps(float8)}
     tensor_files.write(Path(path), arrays, own | dict(metadata or {}))
