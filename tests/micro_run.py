@@ -112,11 +112,12 @@ def records(workdir) -> list[dict]:
 
 
 def final_state(config, workdir):
-    """Returns the state of the newest checkpoint and the number of batches that it has seen."""
+    """Returns the state of the newest checkpoint, and its position in the data without measured times."""
     mesh = sharding.make_mesh(**config.mesh)
     like = sharding.abstract_state(jax.eval_shape(make_init(config)[0]), mesh)
-    checkpoints = Checkpoints(workdir, keep=0)
-    return checkpoints.restore(like)
+    state, position = Checkpoints(workdir, keep=0).restore(like)
+    position.pop("unscored", None)
+    return state, position
 
 
 def optimizer_of(config):

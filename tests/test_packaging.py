@@ -58,10 +58,10 @@ def wheel(dists):
 
 
 def sources():
-    """Returns the paths in the wheel of all modules; kernels/ is installed as swjax/kernels/."""
+    """Returns the paths in the wheel of all modules; kernels/ and configs/ are installed in swjax/."""
     modules = {path.relative_to(ROOT) for path in (ROOT / "swjax").rglob("*.py")}
-    kernels = {"swjax" / path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.py")}
-    return {path.as_posix() for path in modules | kernels}
+    others = [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "configs").rglob("*.py")]
+    return {path.as_posix() for path in modules | {"swjax" / x.relative_to(ROOT) for x in others}}
 
 
 def test_wheel_holds_every_package_and_data_file(wheel):
@@ -104,7 +104,7 @@ def test_sdist_is_a_checkout(dists):
 
 
 def test_installed_wheel_works_outside_the_checkout(wheel, tmp_path):
-    """Layers, optimizer and data files work with only the core's dependencies."""
+    """Layers, optimizer and data files work with only the core's dependencies; a run's defaults are there."""
     run(
         "-m",
         "pip",
@@ -132,6 +132,9 @@ def test_installed_wheel_works_outside_the_checkout(wheel, tmp_path):
             import kernels
         except ImportError:
             print("no top-level kernels")
+        from swjax.training import config
+        assert str(config.COMMON).startswith({str(tmp_path)!r})
+        assert config.load(str(config.COMMON)).model.name == "tiny"
     """
     out = run("-I", "-c", code, cwd=tmp_path)
     assert out == f"{version()} [[49406, 320, 2368, 49407, 0, 0, 0, 0]]\nno top-level kernels\n"

@@ -243,6 +243,24 @@ def test_data_that_a_run_would_refuse_are_refused(capsys, tmp_path):
     assert "no.csv: it does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("eval.zeroshot=folders:nope", "config.eval.zeroshot: "),
+        ("checkpoint.resume=nope", "config.checkpoint.resume='nope' holds no checkpoint"),
+        ("checkpoint.init_from=nope", "config.checkpoint.init_from='nope' does not exist"),
+        ("checkpoint.mirror=foo://x", "config.checkpoint.mirror: "),
+        ("train.profile_steps=5,999999", "must end by the last step"),
+    ],
+)
+def test_what_a_run_would_not_find_is_refused(flag, message, capsys):
+    flags = ["--config.data.name=synthetic", "--config.data.synthetic.examples=20000"]
+    flags += ["--config.train.steps=100", f"--config.{flag}"]
+    assert run("vitb32_int8", "h200:1", *flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_the_speed_of_muon_was_not_measured(capsys):
     flags = "--config.train.accumulation=8", "--config.optimizer.name=muon"
     assert run("vith_int8", "h200:8", *flags) == 0

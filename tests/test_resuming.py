@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 
 from swjax.models import sharding
 from swjax.training import config as config_lib
+from swjax.training import evaluation
 from swjax.training import setup as setup_lib
 from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError
@@ -42,6 +43,91 @@ def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
     (a, position_a), (b, position_b) = (final_state(config, d) for d in (tmp_path, workdir))
     assert_same_bits(a, b)
     assert position_a == position_b and position_a["batches"] == 6
+
+
+@pytest.fixture(scope="module")
+def scored(micro, tmp_path_factory):
+    """The config and the workdir of a run that evaluates at steps 2, 4 and 6."""
+    config, workdir = micro(eval__every_steps=2), tmp_path_factory.mktemp("scored")
+    assert train(config, workdir) == 0
+    return config, workdir
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_an_evaluation_that_fails_loses_no_step(at, scored, tmp_path, monkeypatch):
+    """Its step is saved before, with the record that the scores complete."""
+    config, workdir = scored
+    call = evaluation.Evaluator.__call__
+
+    def fails(self, state, *args, **options):
+        if int(state["step"]) == at:
+            raise RuntimeError("out of memory")
+        return call(self, state, *args, **options)
+
+    monkeypatch.setattr(evaluation.Evaluator, "__call__", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(config, tmp_path)
+    monkeypatch.setattr(evaluation.Evaluator, "__call__", call)
+    assert Checkpoints(tmp_path, keep=0).latest_step() == at
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, at))
+    assert train(config, tmp_path) == 0
+    assert records(tmp_path) == records(workdir)
+    assert_same_bits(*(final_state(config, d)[0] for d in (tmp_path, workdir)))
+
+
+def test_an_interrupted_run_evaluates_when_it_resumes(scored, tmp_path, capsys):
+    config, workdir = scored
+    for after, step in ((3, 4), (1, 6)):
+        assert train(config, tmp_path, after=after) == 0
+        assert f"step {step} is saved" in capsys.readouterr().out
+        assert records(tmp_path) == records(workdir)[: step - 1]
+        assert not (tmp_path / "results.json").exists()
+    assert train(config, tmp_path) == 0
+    assert records(tmp_path) == records(workdir)
+    assert (tmp_path / "results.json").exists()
+
+
+def test_a_run_resumed_at_its_last_step_has_a_checkpoint(reference, micro, tmp_path):
+    as_interrupted(reference[1], tmp_path / "first")
+    config = micro(checkpoint__resume=str(tmp_path / "first"), train__steps=4)
+    assert train(config, tmp_path / "second") == 0
+    assert Checkpoints(tmp_path / "second", keep=0).latest_step() == 4
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model__vision__heads": 4}, "config.model.vision.heads is 2 there and 4 here"),
+        ({"model__gelu": "quick"}, "config.model.gelu is 'tanh' there and 'quick' here"),
+    ],
+)
+@pytest.mark.parametrize("where", ["another", "its own"])
+def test_another_model_of_equal_shapes_is_refused(
+    where, changes, message, reference, micro, tmp_path
+):
+    as_interrupted(reference[1], tmp_path / "first")
+    workdir = tmp_path / ("first" if where == "its own" else "second")
+    resume = {} if where == "its own" else {"checkpoint__resume": str(tmp_path / "first")}
+    with pytest.raises(ConfigError, match=message) as error:
+        train(micro(**changes, **resume), workdir)
+    assert "\n" not in str(error.value)
+
+
+def test_what_differs_from_the_resumed_run_is_told(reference, micro, tmp_path, capsys):
+    as_interrupted(reference[1], tmp_path / "first")
+    config = micro(checkpoint__resume=str(tmp_path / "first"), optimizer__weight_decay=0.5)
+    assert train(config, tmp_path / "second") == 0
+    told = f"the config differs from that of {tmp_path}/first: optimizer.weight_decay: "
+    assert told in capsys.readouterr().out
+
+
+def test_an_optimizer_state_without_elements_is_saved(micro, tmp_path):
+    """Muon leaves no parameter to AdamW, whose state then has arrays without elements."""
+    freeze = "embed,logit,ln,proj,bias,scale"
+    config = micro(optimizer__name="muon", optimizer__freeze=freeze)
+    assert train(config, tmp_path, after=3) == 0
+    assert train(config, tmp_path) == 0
+    assert Checkpoints(tmp_path, keep=0).latest_step() == 6
 
 
 def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path, monkeypatch):

@@ -111,8 +111,9 @@ def checkpoint(workdir: Path) -> tuple[dict[str, np.ndarray], dict]:
     last = workdir / "checkpoints" / str(finished_checkpoints(workdir)[-1])
     with ocp.StandardCheckpointer() as checkpointer:
         tree = checkpointer.restore(last / "state")
-    manifest = json.loads((last / "manifest" / "metadata").read_text())
-    return dict(flatten(tree, "")), manifest["position"]
+    position = json.loads((last / "manifest" / "metadata").read_text())["position"]
+    position.pop("unscored", None)  # a record of the log, with measured times
+    return dict(flatten(tree, "")), position
 
 
 def flatten(tree, prefix: str):

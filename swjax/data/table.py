@@ -125,7 +125,9 @@ class Table(Photographs):
             ) from None
         for key, option in ((self._image_key, "image_key"), (self._text_key, "text_key")):
             if key not in columns:
-                remedy = f"rename one, or set {option}"
+                remedy = "rename one"
+                if key != "label":  # the column of a labelled set has no option
+                    remedy += f", or set {option}"
                 if len(columns) == 1:
                     remedy = f"separate columns by {'tabs' if separator == chr(9) else 'commas'}"
                 raise ValueError(

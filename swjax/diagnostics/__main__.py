@@ -79,7 +79,8 @@ def run_replay(args: argparse.Namespace) -> int:
 
     found = replay.replay(args.workdir, args.step, say=print)
     shown = {k: v for k, v in found.metrics.items() if k.startswith("train/")}
-    print("  ".join(f"{name.removeprefix('train/')} {value:.6g}" for name, value in shown.items()))
+    text = lambda value: value if isinstance(value, str) else f"{value:.6g}"
+    print("  ".join(f"{name.removeprefix('train/')} {text(x)}" for name, x in shown.items()))
     rows = found.tensors()[: args.tensors or None]
     width = max(len(row[0]) for row in rows)
     print(f"{'tensor':{width}}  {'RMS':>9}  {'|gradient|':>10}  {'largest':>9}")

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from swjax.data.tokenizer import encode
 from swjax.inference.encoder import load
 
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"the name {name!r} is empty: give names of classes")
         if os.path.splitext(name)[1] and os.path.isfile(name):  # as from a shell's *.jpg
             parser.error(f"the name {name!r} is a file: give one picture, then names of classes")
-        if [_read(other) for other in options.names].count(_read(name)) > 1:
+        if [encode(other) for other in options.names].count(encode(name)) > 1:
             parser.error(f"the name {name!r}, given twice, shares its probability: give it once")
     try:
         model = load(options.model)
@@ -45,11 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         print(f"{share:7.2%}  {name}")
     return 0
-
-
-def _read(name: str) -> str:
-    """The name as the tokenizer reads it."""
-    return " ".join(name.lower().split())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -42,6 +43,12 @@ class _SaidOnce(logging.Filter):
 
 for _name in ("absl", "asyncio"):
     logging.getLogger(_name).addFilter(_SaidOnce())
+
+
+def require_checkpoint(key: str, workdir: str) -> None:
+    """Raises a ConfigError if a run, which the config key `key` names, has no checkpoints."""
+    if not any((Path(workdir) / "checkpoints").glob("[0-9]*")):
+        raise ConfigError(f"config.{key}={workdir!r} holds no checkpoint: give a run's workdir")
 
 
 class Checkpoints:
@@ -76,10 +83,7 @@ class Checkpoints:
           ConfigError: the run has no checkpoints. `key` is the config key that named the run.
         """
         with distributed.all_or_none():
-            if not any((Path(workdir) / "checkpoints").glob("[0-9]*")):
-                raise ConfigError(
-                    f"config.{key}={workdir!r} holds no checkpoint: give a run's workdir"
-                )
+            require_checkpoint(key, workdir)
         absl = logging.getLogger("absl")
         level = absl.level
         absl.setLevel(logging.ERROR)  # Orbax warns that a reader cannot save
@@ -113,7 +117,7 @@ class Checkpoints:
           RunError: see `check`.
         """
         items = {
-            "state": ocp.args.StandardSave(state),
+            "state": ocp.args.StandardSave(_storable(state)),
             "manifest": ocp.args.JsonSave(_manifest(state, position)),
         }
         with self._blame_disk():
@@ -310,10 +314,24 @@ def _read_arrays(path: Path, like):
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    arguments = ocp.checkpoint_utils.construct_restore_args(like)
-    args = ocp.args.PyTreeRestore(like, restore_args=arguments, partial_restore=True)
+    stored = _storable(like)
+    arguments = ocp.checkpoint_utils.construct_restore_args(stored)
+    args = ocp.args.PyTreeRestore(stored, restore_args=arguments, partial_restore=True)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-        return checkpointer.restore(path, args=args)
+        found = checkpointer.restore(path, args=args)
+    if len(jax.tree.leaves(stored)) == len(jax.tree.leaves(like)):
+        return found
+
+    def fill(x, value):
+        whole = x is None or x.size
+        return value if whole else jnp.zeros(x.shape, x.dtype, device=x.sharding)
+
+    return jax.tree.map(fill, like, found, is_leaf=lambda x: x is None)
+
+
+def _storable(tree):
+    """The tree with None in place of arrays without elements, which Orbax cannot store."""
+    return jax.tree.map(lambda x: x if x.size else None, tree)
 
 
 def _crc32(manifest: dict) -> int:

@@ -26,7 +26,10 @@ from swjax.training.keys import KEYS, SOURCES, Key, check_values, choice, sugges
 
 __all__ = ["ConfigError", "RunError", "choice", "describe_keys", "load", "parse", "validate"]
 
-COMMON = Path(__file__).resolve().parents[2] / "configs" / "common.py"
+# configs/ is at the top level of the checkout, and is installed as swjax.configs.
+_ROOT = Path(__file__).resolve().parents[1]
+_INSTALLED = _ROOT / "configs" / "common.py"
+COMMON = _INSTALLED if _INSTALLED.exists() else _ROOT.parent / "configs" / "common.py"
 UNITS = ("steps", "epochs", "examples")
 MAX_STEPS = 10**9
 

@@ -31,7 +31,7 @@ from swjax.training.setup import (
     use_compilation_cache,
 )
 from swjax.training.step_clock import is_due
-from swjax.training.step_log import StepLog
+from swjax.training.step_log import StepLog, as_json
 from swjax.training.timing import Timing
 
 
@@ -72,7 +72,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
             code = ExitCode.FAILED
         distributed.first_does(mirror.push)
         if not code and distributed.is_first() and (workdir / "results.json").exists():
-            tell_results(workdir)
+            tell_results(workdir, has_report=config.report.enabled)
         return code
 
 
@@ -88,16 +88,20 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         stack.enter_context(closing(checkpoints))
         state, position = init_or_restore(config, checkpoints, parts.init, parts.like)
         step, stopping = finished_steps(state, parts.steps), False
+        unscored = (position or {}).get("unscored")  # a record that awaits the scores of `state`
         console, timing = Console(parts.steps), Timing(config.train.batch_size, parts.model)
         stack.enter_context(closing(timing))
         feed = Feed(config, parts, position, timing)
         stack.enter_context(closing(feed))
         distributed.first_does(lambda: record_setup(config, workdir, console, step))
         policy = NanPolicy(config, steps=parts.steps, position=position, console=console)
-        if policy.rolls_back and checkpoints.latest_step() is None:
+        if (policy.rolls_back or step) and checkpoints.latest_step() is None:  # from another run
             checkpoints.save(step, state, feed.position() | policy.position())
         log = StepLog(config, workdir, parts, step=step, feed=feed, timing=timing, console=console)
         stack.enter_context(closing(log))
+        if unscored:
+            log.rewind(step - 1)
+            log.write([unscored | evaluate(state, "val").scores])
         while step < parts.steps and not stopping:
             # ------------------------------------------------------------------------ Step
             batch = next(feed)
@@ -120,21 +124,27 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
             if action is Action.ROLL_BACK:
                 state, step = policy.roll_back(checkpoints, parts.like, log)
                 continue
-            if evaluating and action is Action.GO_ON:
-                records[-1] |= evaluate(state, "val").scores
-                timing.lap("evaluation")
+            unscored = records.pop() if evaluating and action is Action.GO_ON else None
             log.write(records)
             if action is Action.STOP:
                 console.say(policy.reason)
                 return ExitCode.DIVERGED
 
             # ------------------------------------------------------------------------ Save
-            if saving:
-                checkpoints.save(step, state, feed.position() | policy.position())
+            if saving:  # first, because an evaluation may fail, or be killed
+                waiting = {"unscored": as_json(unscored)} if unscored else {}
+                checkpoints.save(step, state, feed.position() | policy.position() | waiting)
                 policy.reset_rollbacks()
                 timing.lap("saving")
+
+            # ------------------------------------------------------------------------ Evaluate
+            if unscored and not stopping:  # otherwise the same command evaluates
+                unscored |= evaluate(state, "val").scores
+                timing.lap("evaluation")
+                log.write([unscored])
+        stopping = stopping or distributed.shall_stop(step + 1, interrupt.requested)
     # -------------------------------------------------------------------------------- Report
-    if step < parts.steps:
+    if stopping:
         console.say(f"interrupted: step {step} is saved in {workdir}; the same command resumes it")
     else:
         unseen = evaluate_unseen(evaluate, state)

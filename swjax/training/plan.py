@@ -7,21 +7,25 @@ predict the time.
 import dataclasses
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from swjax.data import files
 from swjax.data.batches import check_batch_size
 from swjax.models import sharding
 from swjax.models.config import CLIPConfig
 from swjax.training import config as config_lib
+from swjax.training.checkpoint import require_checkpoint
 from swjax.training.config import ConfigError, blame
+from swjax.training.evaluation import open_labelled
 from swjax.training.inputs import open_train_source
 from swjax.training.memory_model import GIB, Memory, Mesh, most_pairs, predict
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
-from swjax.training.setup import make_init, model_config
+from swjax.training.setup import make_init, model_config, require_profile
 
 # Memory of a GPU in GiB, as its driver reports it.
 GPUS = {
@@ -164,7 +168,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     """Opens the data, decodes an example and computes the plan.
 
     Raises:
-      ConfigError: the config does not fit the data or the devices.
+      ConfigError: the config does not fit the data or the devices, or see `require_openable`.
     """
     with blame("mesh"):
         sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
@@ -177,6 +181,8 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     warmup = config_lib.steps(config.schedule, "warmup_", **counted)
     optimizer = make_optimizer(config, make_schedule(config, steps, warmup))
     init, _ = make_init(config, model, optimizer)
+    require_profile(config, steps)
+    require_openable(config)
     state = jax.eval_shape(init)
     state_bytes = _bytes(state)
     gradient_bytes = _bytes(split_frozen(state["params"], config.optimizer.freeze)[0])
@@ -193,6 +199,27 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         examples=len(source),
         shown=tuple(source[0]["captions"][:2]),
     )
+
+
+def require_openable(config: ConfigDict) -> None:
+    """Checks what else a run opens at its start.
+
+    Raises:
+      ConfigError: a set of `eval.zeroshot`, another run or weights do not exist, or an address has an unknown
+        protocol.
+    """
+    open_labelled(config)
+    c = config.checkpoint
+    if c.resume:
+        require_checkpoint("checkpoint.resume", c.resume)
+    for key in ("mirror", "init_from"):
+        with blame(f"checkpoint.{key}"):
+            files.check_protocol(c[key])
+    address = c.init_from.removeprefix("file://")
+    if address and "://" not in address and not Path(address).exists():
+        raise ConfigError(
+            f"config.checkpoint.init_from={c.init_from!r} does not exist: give a run's workdir, or weights"
+        )
 
 
 def lines(plan: Plan) -> Iterator[str]:

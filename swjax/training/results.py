@@ -28,10 +28,13 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
       console: prints the messages.
       step: the last step that an earlier process has finished; 0 at the beginning.
     """
-    path = workdir / "config.json"
+    path, other = workdir / "config.json", Path(config.checkpoint.resume) / "config.json"
     if step and path.exists():
         for change in config_lib.changes(path.read_text(errors="replace"), config):
             console.say(f"the config has changed since this run began: {change}")
+    elif step and config.checkpoint.resume and other.exists():
+        for change in config_lib.changes(other.read_text(errors="replace"), config):
+            console.say(f"the config differs from that of {config.checkpoint.resume}: {change}")
     write_atomically(path, config_lib.to_json(config))
     (workdir / "env.txt").write_text(environment.describe(), "utf-8", "backslashreplace")
     console.say(
@@ -88,11 +91,12 @@ def write_results(
     write_atomically(workdir / "results.json", json.dumps(results, indent=2) + "\n")
 
 
-def tell_results(workdir: Path) -> None:
+def tell_results(workdir: Path, *, has_report: bool = True) -> None:
     """Prints the final scores next to the scores of chance, and the path of the report.
 
     Args:
       workdir: directory of a finished run.
+      has_report: whether the run writes a report.
 
     Raises:
       ConfigError: results.json is damaged.
@@ -109,5 +113,5 @@ def tell_results(workdir: Path) -> None:
     heading = "; scores, with chance:" if lines else ""
     print("\n".join([f"finished after {results['step']} steps{skipped}{heading}", *lines]))
     page = workdir / "report" / "index.html"
-    if page.exists():
+    if has_report and page.exists():
         print(f"report: {page}")

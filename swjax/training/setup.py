@@ -76,16 +76,21 @@ def assemble(config: ConfigDict, source: Any) -> Parts:
     mesh, model = check_config(config)
     sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     steps = config_lib.steps(config.train, "", **sizes)
-    if max(config.train.profile_steps, default=0) > steps:
-        raise ConfigError(
-            f"config.train.profile_steps={config.train.profile_steps} must end by the last step, {steps}: "
-            f"give earlier steps"
-        )
+    require_profile(config, steps)
     schedule = make_schedule(config, steps, config_lib.steps(config.schedule, "warmup_", **sizes))
     optimizer = make_optimizer(config, schedule)
     init, graphdef = make_init(config, model, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     return Parts(source, mesh, model, steps, schedule, optimizer, init, graphdef, like)
+
+
+def require_profile(config: ConfigDict, steps: int) -> None:
+    """Raises a ConfigError if the profile would end after the last step."""
+    if max(config.train.profile_steps, default=0) > steps:
+        raise ConfigError(
+            f"config.train.profile_steps={config.train.profile_steps} must end by the last step, {steps}: "
+            f"give earlier steps"
+        )
 
 
 def use_compilation_cache(config: ConfigDict) -> None:
@@ -237,13 +242,54 @@ def init_or_restore(
       ConfigError: a checkpoint does not fit the config, or a path in the config has no checkpoint.
     """
     if checkpoints.latest_step() is not None:
-        with config_lib.blame_changes(checkpoints.directory.parent, config):
-            return checkpoints.restore(like)
+        workdir = checkpoints.directory.parent
+        with config_lib.blame_changes(workdir, config):
+            restored = checkpoints.restore(like)
+        require_same_model(workdir, config)
+        return restored
     if config.checkpoint.resume:
-        other = Checkpoints.of("checkpoint.resume", config.checkpoint.resume)
-        with closing(other), config_lib.blame_changes(Path(config.checkpoint.resume), config):
-            return other.restore(like)
+        other, workdir = config.checkpoint.resume, Path(config.checkpoint.resume)
+        found = Checkpoints.of("checkpoint.resume", other)
+        with closing(found), config_lib.blame_changes(workdir, config):
+            state, position = found.restore(like)
+        require_same_model(workdir, config)
+        position.pop("unscored", None)  # a record of the other run
+        return state, position
     return first_state(config, init, like), None
+
+
+def require_same_model(workdir: Path, config: ConfigDict) -> None:
+    """Checks the settings of the model that do not show in the shapes of its parameters.
+
+    Args:
+      workdir: directory of the run whose checkpoint is restored.
+      config: the config of the current run.
+
+    Raises:
+      ConfigError: names the first setting that differs from that in the run's config.json.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        return
+    text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
+    saved = _hidden_settings(config_lib.read_json("config.json", text, remedy=remedy)["model"])
+    for key, own in _hidden_settings(config.model.to_dict()).items():
+        if saved[key] != own:
+            raise ConfigError(
+                f"the checkpoint in {workdir} belongs to another model: config.model.{key} is "
+                f"{saved[key]!r} there and {own!r} here: set it back, or use another --workdir"
+            )
+
+
+def _hidden_settings(model: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a config's section "model"; earlier versions lack some keys."""
+    named = clip.CONFIGS[model["name"]]
+    heads = {
+        f"{tower}.heads": model.get(tower, {}).get("heads") or getattr(named, tower).heads
+        for tower in ("vision", "text")
+    }
+    defaults = {"architecture": "clip", "gelu": "exact"}
+    return {key: model.get(key, default) for key, default in defaults.items()} | heads
 
 
 def finished_steps(state: State, steps: int) -> int:

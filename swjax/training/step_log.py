@@ -136,6 +136,8 @@ class StepLog:
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         """Writes records, oldest first; prints the newest record, loss spikes and a collapse."""
+        if not records:
+            return
         self._files.write(records)
         for event in [*self._watch.update(records), *self._collapse.update(records)]:
             self._console.say(event)
@@ -156,6 +158,11 @@ class StepLog:
         self._files.close()
         self._console.close()
         gc.unfreeze()
+
+
+def as_json(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with Python numbers, for `json`, which reads them back as they are, NaN included."""
+    return {name: x.item() if hasattr(x, "item") else x for name, x in record.items()}
 
 
 def _keep_objects() -> None:
