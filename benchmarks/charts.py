@@ -125,10 +125,8 @@ def draw_steps(figure) -> None:
             rates |= {STEPS[name] + note: found[name] for name in STEPS if name in found}
         draw_bars(axes, rates, "{:,.0f}")
         axes.set_title(title, loc="left", fontsize=9)
-    steps = [r for r in rows if r["kind"] == "step" and r["model"] in ("vit_h14", "vit_l14")]
-    others = " and ".join(f"{r['images_per_second']:,.0f}" for r in steps if "from" in r)
-    cards = f"image tower on one card, steps on another; {others} on a third"
-    axes.set_xlabel(f"images per second, H200s ({cards})", fontsize=8, x=0.2)
+    cards = "image tower on one card, steps on another"
+    axes.set_xlabel(f"images per second, H200s ({cards})", fontsize=8)
 
 
 def say(figure, answer: str) -> None:

@@ -312,10 +312,10 @@ def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
     "arrays, options, reason",
     [
         (heads(4, 257, 80), {}, "b [*] t to be a multiple of 8, got 1028"),
-        (heads(8, 77, 64), {"causal": True}, "causal sequences of 128 to 265 tokens, got 77"),
-        (heads(8, 64, 64), {}, "supports sequences of 65 to 265 tokens, got 64"),
+        (heads(8, 77, 64), {"causal": True}, "causal sequences of 128 to 200 tokens, got 77"),
+        (heads(8, 77, 64), {}, "supports sequences of 96 to 265 tokens, got 77"),
         (heads(8, 257, 88), {}, r"heads of \(64, 80\) features, got 88"),
-        (heads(8, 320, 64), {}, "sequences of 65 to 265 tokens, got 320"),
+        (heads(8, 320, 64), {}, "sequences of 96 to 265 tokens, got 320"),
         (heads(8, 257, 64, "float32"), {}, "a 16-bit dtype, got float32"),
         ((array((8, 257, 1, 80)),) * 3, {}, "several heads of 80 features, got one"),
     ],

@@ -38,11 +38,11 @@ from swjax.kernels.mosaic_gpu.attention_memory import (
 )
 from swjax.kernels.mosaic_gpu.pipeline import Ref
 
-# For 265 tokens the kernel copies 272 keys: the most whose scores fit into registers, and whose buffers fit
-# into shared memory. It computes all scores of a tile, also if they are hidden by a causal mask, so for short
-# causal sequences Triton's kernel is faster.
-WIDTHS, LONGEST_SEQUENCE = (64, 80), 265
-SHORTEST_SEQUENCE, SHORTEST_CAUSAL_SEQUENCE = 65, 128
+WIDTHS = (64, 80)
+# {causal: (shortest, longest sequence)}. For 265 tokens the kernel copies 272 keys: the most whose scores fit
+# into registers, and whose buffers fit into shared memory. With a causal mask registers spill at 257 tokens.
+# For shorter sequences Triton's kernel is faster, which skips tiles of hidden scores.
+LENGTHS = {False: (96, 265), True: (128, 200)}
 LOG2_E = math.log2(math.e)
 
 
@@ -397,11 +397,11 @@ def why_not(q: jax.Array, *_: Any, causal: bool = False, **__: Any) -> Unavailab
         return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
     if width not in WIDTHS:
         return Unavailable(f"supports heads of {WIDTHS} features, got {width}: use 'triton'")
-    shortest = SHORTEST_CAUSAL_SEQUENCE if causal else SHORTEST_SEQUENCE
-    if not shortest <= tokens <= LONGEST_SEQUENCE:
+    shortest, longest = LENGTHS[causal]
+    if not shortest <= tokens <= longest:
         return Unavailable(
-            f"supports {'causal ' * causal}sequences of {shortest} to {LONGEST_SEQUENCE} tokens, got "
-            f"{tokens}: use 'triton'"
+            f"supports {'causal ' * causal}sequences of {shortest} to {longest} tokens, got {tokens}: use "
+            "'triton'"
         )
     if heads == 1 and width != memory.line(width) and tokens % ROWS:
         return Unavailable(f"supports several heads of {width} features, got one: use 'triton'")
