@@ -80,7 +80,7 @@ def attention_backward(
 
 def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Why `attention_backward` cannot differentiate attention of these queries; None: it can."""
-    _, tokens, heads, width = q.shape
+    tokens, heads, width = q.shape[1:]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")
     if width not in WIDTHS:

@@ -168,7 +168,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     """Opens the data, decodes an example and computes the plan.
 
     Raises:
-      ConfigError: the config does not fit the data or the devices, or see `require_openable`.
+      ConfigError: the config does not fit the data or the devices, or the profile does not fit the run.
     """
     with blame("mesh"):
         sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
@@ -182,7 +182,6 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     optimizer = make_optimizer(config, make_schedule(config, steps, warmup))
     init, _ = make_init(config, model, optimizer)
     require_profile(config, steps)
-    require_openable(config)
     state = jax.eval_shape(init)
     state_bytes = _bytes(state)
     gradient_bytes = _bytes(split_frozen(state["params"], config.optimizer.freeze)[0])
@@ -399,13 +398,14 @@ def show(config: ConfigDict, hardware: str) -> int:
 
     Raises:
       ConfigError: the config has a mistake; or, after the plan is printed, the run does not fit into memory,
-        or its batch is larger than the data set.
+        its batch is larger than the data set, or see `require_openable`.
     """
     plan = make(config, Hardware.parse(hardware))
     for line in lines(plan):
         print(line)
     with blame("data"):
         check_batch_size(config.train.batch_size, plan.examples)
+    require_openable(config)
     check(plan)
     return 0
 
