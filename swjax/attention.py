@@ -112,12 +112,12 @@ def dot_product_attention(
     implementation = _choose((q.shape[0], length, *q.shape[2:]), q, implementation, layout)
     if implementation == "triton":
         return with_kernels(q, k, v, causal=causal, length=length, layout=layout)
-    # Padding may hold anything: a weight of 0 times NaN is NaN.
-    q, k, v = (x[:, :length] for x in (q, k, v))
     if implementation == "cudnn":
         q, k, v = (pad_tokens(x) for x in (q, k, v))
+    else:  # padding may hold anything: a weight of 0 times NaN is NaN
+        q, k, v = (x[:, :length] for x in (q, k, v))
     lengths = None
-    if length < q.shape[1]:
+    if length < q.shape[1]:  # of cuDNN
         lengths = jnp.full(q.shape[0], length, jnp.int32)
     # JAX's own code promotes 16-bit queries to float32 scores, strict promotion or not.
     with jax.numpy_dtype_promotion("standard"):
@@ -130,7 +130,7 @@ def dot_product_attention(
             key_value_seq_lengths=lengths,
             implementation="cudnn" if implementation == "cudnn" else "xla",
         )
-    return _pad_to(tokens, out[:, :length])
+    return out[:, :tokens] if implementation == "cudnn" else _pad_to(tokens, out)
 
 
 def with_kernels(

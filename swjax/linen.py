@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import opt_einsum
+from flax import errors, traverse_util
 from flax import linen as nn
-from flax import traverse_util
 
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import switchback
@@ -158,6 +158,7 @@ class _Interceptor:
         self._paths: set[str] = set()  # of linear layers
         self._ran: set[str] = set()  # paths of all modules that ran
         self._parents: set[str] = set()  # paths of all modules with parameters
+        self._replaced: set[str] = set()  # paths of einsums that ran with a recipe
         self._unmatched = set(recipes)
 
     def __call__(self, call: Callable, args: tuple, kwargs: dict, context) -> Any:
@@ -194,8 +195,11 @@ class _Interceptor:
         elif isinstance(module, nn.Einsum):
             recipe = self._match(path)
             reason = "" if recipe else UNMATCHED
+            self._replaced.discard(path)
             replaced = recipe if is_of_flax else None
-            result = self._run_einsum(module, replaced, call, args, kwargs)
+            result = self._run_einsum(module, path, replaced, call, args, kwargs)
+            if recipe and path not in self._replaced:
+                recipe, reason = None, "has code of its own"
         else:
             result = call(*args, **kwargs)
         kind = type(module).__name__
@@ -232,11 +236,18 @@ class _Interceptor:
     def _run_linear(
         self, module, path: str, recipe: Recipe | None, call, args, kwargs, is_of_flax: bool
     ):
-        reads_it = isinstance(module, Dense) or not is_of_flax
-        kernel = None if reads_it else _quantized_kernel(module)
-        if kernel is None:
+        kernel = None if isinstance(module, Dense) else _quantized_kernel(module)
+        if kernel is None or not is_of_flax:
             with _computing_as(module, path, recipe, self._implementation):
-                return call(*args, **kwargs)
+                try:
+                    return call(*args, **kwargs)
+                except errors.ScopeParamShapeError as error:
+                    if kernel is None:
+                        raise
+                    raise ValueError(
+                        f"the kernel of {path!r} is quantized, and {type(module).__name__} reads it in code "
+                        "of its own: exclude this layer from the expressions of its quantization"
+                    ) from error
         if recipe is None:
             raise ValueError(
                 f"the kernel of {path!r} is quantized and needs its recipe, but no expression "
@@ -245,9 +256,10 @@ class _Interceptor:
         product = dot_general(recipe, implementation=self._implementation)
         return _multiply(module, kernel, product, *args, **kwargs)
 
-    def _run_einsum(self, module: nn.Einsum, recipe: Recipe | None, call, args, kwargs):
+    def _run_einsum(self, module: nn.Einsum, path: str, recipe: Recipe | None, call, args, kwargs):
         if recipe is None:
             return call(*args, **kwargs)
+        self._replaced.add(path)
         if not module.has_variable("params", "kernel"):
             call(*args, **kwargs)  # initializes the parameters
         product = dot_general(recipe, implementation=self._implementation)

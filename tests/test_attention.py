@@ -210,10 +210,9 @@ def test_padding_is_seen_by_nobody(name):
     assert attention.pad_tokens(q[:, :13]).shape == q.shape
 
 
-@pytest.mark.parametrize("name", [None, "xla", pytest.param("cudnn", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", [None, "xla"])
 def test_padding_may_hold_nan(name):
-    dtype = "bfloat16" if name == "cudnn" else "float32"
-    q, k, v = (jnp.asarray(normal((2, 16, 3, 8), dtype, seed)) for seed in range(3))
+    q, k, v = (jnp.asarray(normal((2, 16, 3, 8), seed=seed)) for seed in range(3))
     attend = partial(attention.dot_product_attention, length=13, implementation=name)
     want = attend(q, k, v)
     np.testing.assert_array_equal(attend(*(x.at[:, 13:].set(jnp.nan) for x in (q, k, v))), want)

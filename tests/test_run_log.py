@@ -48,10 +48,10 @@ def written(micro, tmp_path_factory) -> list[Write]:
         step = compile_step(*args, **options)
         return lambda *args: [begun.append(1), step(*args)][1]
 
-    def noted(self, records):
+    def noted(self, records, **options):
         steps = [record["step"] for record in records]
         written.append(Write(steps, len(begun), gc.get_freeze_count()))
-        write(self, records)
+        write(self, records, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup_lib, "compile_step", counted)

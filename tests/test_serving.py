@@ -321,6 +321,36 @@ def test_the_code_of_a_subclass_of_dense_runs():
     same_bits(jax.jit(predict)(small, x), jax.jit(predict)(variables, x))
 
 
+class OwnKernel(nn.Dense):
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        product = self.dot_general or jax.lax.dot_general
+        return product(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def test_a_subclass_that_reads_a_quantized_kernel_itself_is_one_line():
+    x, layer = normal(4, 16), OwnKernel(8, use_bias=False)
+    variables = layer.init(jax.random.key(0), x)
+
+    def predict(variables, x):
+        with swjax.linen.quantized({"": "switchback"}):
+            return layer.apply(variables, x)
+
+    small = serving.prequantize_variables(predict, variables, x)
+    with pytest.raises(ValueError, match="and OwnKernel reads it in code of its own: ") as error:
+        predict(small, x)
+    assert "\n" not in str(error.value)
+
+
+def test_a_quantized_weight_of_several_axes_may_keep_its_one_scale():
+    x, w = normal(6, 16), normal(16, 8)
+    q = swjax.quantize_weight(w)
+    shaped = q._replace(values=q.values.reshape(4, 2, 16))
+    y = swjax.dot_general("switchback")(x, shaped, (((1,), (0,)), ((), ())))
+    same_bits(y.reshape(6, 8), swjax.switchback(x, q))
+
+
 def test_arrays_of_any_strides_are_saved(tmp_path):
     kernel = np.arange(6, dtype=np.float32).reshape(2, 3).T  # as an imported weight of PyTorch
     serving.save(tmp_path / "model.safetensors", {"params": {"kernel": kernel}})

@@ -3,8 +3,8 @@
 A head has `whole` tiles of ROWS tokens, and a rest of at most STEP tokens. If more than STEP tokens remain,
 they are the last whole tile, which begins in the tile before: its rows are the last ROWS tokens, and its
 columns the tokens that no other tile has. Copies into shared memory read zeros past the end of a sequence,
-and copies back write nothing there. Only copies to contiguous memory do: Mosaic clips these at the end of the
-array, not of the sequence.
+and copies back write nothing there. Copies back to contiguous memory would, because Mosaic clips them at the
+end of the array only.
 """
 
 import dataclasses

@@ -53,7 +53,7 @@ class DotGeneral:
 
         Raises:
           ValueError: see `swjax.switchback`; `rhs` is quantized, and the product has batch dimensions; or, on
-            a mesh with explicit axes, several column or several contracted dimensions are sharded.
+            a mesh with explicit axes, the operands are sharded along different contracted dimensions.
           TypeError: the contracted or the batch dimensions of the operands differ.
         """
         x, w, columns, order = as_linear(lhs, rhs, dimension_numbers)
@@ -114,8 +114,7 @@ def as_linear(
 ) -> tuple[jax.Array, jax.Array | QTensor, Dimensions, Dimensions]:
     """Converts the operands of a `jax.lax.dot_general` to those of a linear layer.
 
-    On meshes with explicit axes a reshape may merge dimensions of which only the first is sharded. So a
-    sharded dimension comes first.
+    On meshes with explicit axes a reshape merges dimensions only if the sharded ones come first.
 
     Args:
       lhs, rhs, dimension_numbers: see `DotGeneral`.
@@ -125,8 +124,8 @@ def as_linear(
       transposition of these dimensions to those of the result.
 
     Raises:
-      ValueError: `rhs` is quantized, and the product has batch dimensions; or several column or several
-        contracted dimensions are sharded.
+      ValueError: `rhs` is quantized, and the product has batch dimensions; or the operands are sharded along
+        different contracted dimensions.
       TypeError: the contracted or the batch dimensions differ; the message is that of `jax.lax.dot_general`.
 
     >>> import jax.numpy as jnp
@@ -147,13 +146,20 @@ def as_linear(
     of_both = "lhs batch dimensions and rhs batch dimensions"
     _check_equal(of_both, batch, _shape(values, rhs_batch))
 
-    contracted = _sharded_first("contracted", (lhs, lhs_contract), (values, rhs_contract))
+    in_lhs, in_rhs = _sharded(lhs, lhs_contract), _sharded(values, rhs_contract)
+    if in_lhs and in_rhs and in_lhs != in_rhs:
+        specs = " and ".join(str(jax.typeof(x).sharding.spec) for x in (lhs, values))
+        raise ValueError(
+            f"a recipe needs operands that are sharded along the same contracted dimensions, got {specs}: "
+            "reshard one of them with jax.reshard"
+        )
+    contracted = _first(in_lhs or in_rhs, len(lhs_contract))
     lhs_contract, rhs_contract = (
         tuple(axes[i] for i in contracted) for axes in (lhs_contract, rhs_contract)
     )
     lhs_free = _remaining(lhs, lhs_contract, lhs_batch)
     rhs_free = _remaining(values, rhs_contract, rhs_batch)
-    places = _sharded_first("column", (values, rhs_free))
+    places = _first(_sharded(values, rhs_free), len(rhs_free))
     rhs_free = tuple(rhs_free[i] for i in places)
     order = tuple(places.index(i) for i in range(len(places)))
 
@@ -163,32 +169,24 @@ def as_linear(
     )
     columns = _shape(values, rhs_free)
     if isinstance(rhs, QTensor):  # to [n, k]
-        values, scale = (array.transpose(*rhs_free, *rhs_contract) for array in rhs)
+        scale = rhs.scale
+        if scale.ndim == values.ndim:  # otherwise it is one scale
+            scale = scale.transpose(*rhs_free, *rhs_contract)
+        values = values.transpose(*rhs_free, *rhs_contract)
         return x, QTensor(values.reshape(-1, k), scale.reshape(-1, 1)), columns, order
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
     return x, w.reshape(*batch, k, math.prod(columns)), columns, order
 
 
-def _sharded_first(kind: str, *operands: tuple[jax.Array, Dimensions]) -> Dimensions:
-    """The order in which to merge dimensions: one that is sharded in any of the operands, then the others.
+def _sharded(array: jax.Array, axes: Dimensions) -> Dimensions:
+    """The places in `axes` of dimensions that are sharded, on a mesh with explicit axes."""
+    spec = jax.typeof(array).sharding.spec
+    return tuple(place for place, axis in enumerate(axes) if spec[axis] is not None)
 
-    Args:
-      kind: of the dimensions, for the error.
-      *operands: (array, its dimensions); the dimensions of all operands belong together.
-    """
-    count = len(operands[0][1])
-    sharded = [
-        i
-        for i in range(count)
-        if any(jax.typeof(array).sharding.spec[axes[i]] is not None for array, axes in operands)
-    ]
-    if len(sharded) > 1:
-        specs = " and ".join(str(jax.typeof(array).sharding.spec) for array, _ in operands)
-        raise ValueError(
-            f"a recipe multiplies operands of which at most one {kind} dimension is sharded, got {specs}: "
-            "reshard them with jax.reshard, or exclude the layer from the recipes"
-        )
-    return (*sharded, *(i for i in range(count) if i not in sharded))
+
+def _first(places: Dimensions, count: int) -> Dimensions:
+    """The numbers below `count`, those of `places` first."""
+    return (*places, *(place for place in range(count) if place not in places))
 
 
 def _check_equal(dimensions: str, of_lhs: tuple[int, ...], of_rhs: tuple[int, ...]) -> None:

@@ -30,7 +30,8 @@ def from_adamw_state(
 
     Raises:
       ValueError: b1 or b2 is out of range, one of the states does not contain exactly one state of its kind,
-        they are of other parameters, or AdamW counts the steps per tensor, as inside `per_tensor_guard`.
+        they belong to different parameters, or AdamW counts the steps per tensor, as inside
+        `per_tensor_guard`.
 
     >>> from swjax.optax import stable_adamw
     >>> params, gradient = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])

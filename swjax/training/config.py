@@ -124,7 +124,10 @@ def _run_file(file: str) -> ConfigDict:
     if spec is None or spec.loader is None:
         raise ConfigError(f"config file {path!r} must be a Python file: its name must end with .py")
     # A config may import modules of the working directory and of the folder above its own: configs.common.
+    # Above the installed configs are swjax's own modules, such as swjax.optax, which must not replace others.
     folders = [os.getcwd(), str(Path(path).resolve().parent.parent)]
+    if Path(path).resolve() == _INSTALLED.resolve():
+        folders.pop()
     sys.path[:0] = folders
     try:
         module = importlib.util.module_from_spec(spec)

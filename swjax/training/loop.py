@@ -99,9 +99,12 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
             checkpoints.save(step, state, feed.position() | policy.position())
         log = StepLog(config, workdir, parts, step=step, feed=feed, timing=timing, console=console)
         stack.enter_context(closing(log))
+        is_scored = lambda step: step == parts.steps or is_due(step, config.eval.every_steps)
         if unscored:
             log.rewind(step - 1)
-            log.write([unscored | evaluate(state, "val").scores])
+            scores = evaluate(state, "val").scores if is_scored(step) else {}
+            timing.lap("evaluation")
+            log.write([unscored | scores])
         while step < parts.steps and not stopping:
             # ------------------------------------------------------------------------ Step
             batch = next(feed)
@@ -113,7 +116,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
 
             # ------------------------------------------------------------------------ Log
             stopping = distributed.shall_stop(step, interrupt.requested)
-            evaluating = step == parts.steps or is_due(step, config.eval.every_steps)
+            evaluating = is_scored(step)
             saving = stopping or step == parts.steps or is_due(step, config.checkpoint.every_steps)
             records = log.due(step, now=evaluating or saving)
             if not records:
@@ -125,7 +128,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
                 state, step = policy.roll_back(checkpoints, parts.like, log)
                 continue
             unscored = records.pop() if evaluating and action is Action.GO_ON else None
-            log.write(records)
+            log.write(records, last=not unscored)
             if action is Action.STOP:
                 console.say(policy.reason)
                 return ExitCode.DIVERGED

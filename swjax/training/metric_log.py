@@ -35,6 +35,7 @@ class MetricLog:
         self._board: Board | None = None
         self._wandb: Any = None
         self._file: TextIO | None = None
+        self._unsent: dict[str, Any] = {}
         if jax.process_index() != 0:
             return
         if config.log.wandb:
@@ -54,8 +55,13 @@ class MetricLog:
         self._start = time.perf_counter()
         self._file = open(self._path, "a")
 
-    def write(self, records: Sequence[dict[str, Any]]) -> None:
-        """Writes records {"step": int, metric: number, name or None, ...}, oldest first."""
+    def write(self, records: Sequence[dict[str, Any]], *, last: bool = True) -> None:
+        """Writes records {"step": int, metric: number, name or None, ...}, oldest first.
+
+        Args:
+          records: the records.
+          last: whether the newest values are sent now. Otherwise they are sent with the next records.
+        """
         if self._file is None:
             return
         if not self._path.exists():
@@ -64,13 +70,16 @@ class MetricLog:
                 "is missing: move the folder back if it was moved, then the same command resumes the run"
             )
         seconds = round(self._offset + time.perf_counter() - self._start, 3)
-        newest: dict[str, Any] = {}
+        newest = self._unsent
         for record in records:
             line = {"step": record["step"], "time": seconds}
             line |= {name: number(value) for name, value in record.items() if name != "step"}
             self._file.write(json.dumps(line) + "\n")
             newest |= line
         self._file.flush()
+        self._unsent = {} if last else newest
+        if not last:
+            return
         shown = {
             k: v
             for k, v in newest.items()

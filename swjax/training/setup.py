@@ -272,7 +272,13 @@ def require_same_model(workdir: Path, config: ConfigDict) -> None:
     if not path.exists():
         return
     text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
-    saved = _hidden_settings(config_lib.read_json("config.json", text, remedy=remedy)["model"])
+    model = config_lib.read_json("config.json", text, remedy=remedy, model=dict)["model"]
+    if model.get("name") not in clip.CONFIGS:
+        raise ConfigError(
+            f"the checkpoint in {workdir} belongs to the model {model.get('name')!r}, which does not exist: "
+            "use another --workdir"
+        )
+    saved = _hidden_settings(model)
     for key, own in _hidden_settings(config.model.to_dict()).items():
         if saved[key] != own:
             raise ConfigError(
@@ -285,7 +291,7 @@ def _hidden_settings(model: dict[str, Any]) -> dict[str, Any]:
     """Settings of a config's section "model"; earlier versions lack some keys."""
     named = clip.CONFIGS[model["name"]]
     heads = {
-        f"{tower}.heads": model.get(tower, {}).get("heads") or getattr(named, tower).heads
+        f"{tower}.heads": (model.get(tower) or {}).get("heads") or getattr(named, tower).heads
         for tower in ("vision", "text")
     }
     defaults = {"architecture": "clip", "gelu": "exact"}

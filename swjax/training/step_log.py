@@ -134,14 +134,21 @@ class StepLog:
         self._timing.lap("log")
         return records
 
-    def write(self, records: Sequence[dict[str, Any]]) -> None:
-        """Writes records, oldest first; prints the newest record, loss spikes and a collapse."""
+    def write(self, records: Sequence[dict[str, Any]], *, last: bool = True) -> None:
+        """Writes records, oldest first; prints the newest record, loss spikes and a collapse.
+
+        Args:
+          records: the records.
+          last: whether the newest one is shown on the console and in TensorBoard. Otherwise the record that
+            follows is written soon.
+        """
         if not records:
             return
-        self._files.write(records)
+        self._files.write(records, last=last)
         for event in [*self._watch.update(records), *self._collapse.update(records)]:
             self._console.say(event)
-        self._console.update(records[-1])
+        if last:
+            self._console.update(records[-1])
         self._timing.lap("log")
 
     def rewind(self, step: int) -> None:
