@@ -53,7 +53,7 @@ def measure(
     Args:
       folder: for the workdirs.
       kills, terms: number of each.
-      steps: steps of each run, with a checkpoint every five.
+      steps: steps of each run, with a checkpoint every 5 and an evaluation every 15.
       seed: of the moments.
       workers: loader processes of each run that is killed.
       model: "tiny" has a width of 32 and float32 activations; "small" has a width of 256, bfloat16
@@ -61,7 +61,7 @@ def measure(
     """
     rng = random.Random(seed)
     keys = (f"train.steps={steps}", "checkpoint.every_steps=5", "log.every_steps=5",
-            f"train.compilation_cache={folder / 'cache'}", *MODELS[model])  # fmt: skip
+            "eval.every_steps=15", f"train.compilation_cache={folder / 'cache'}", *MODELS[model])  # fmt: skip
     alone = folder / "alone"
     for workdir in (folder / "compiling", alone):
         start = time.perf_counter()
