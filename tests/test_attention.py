@@ -71,7 +71,7 @@ SMALL_MOSAIC_CASES = [
     ((8, 77, 3, 64), True, "float16"),
 ]
 # Four whole tiles and a token, one and more heads for each block; whole tiles only; 16 tokens beyond them;
-# two and three tiles, of which the last begins in the one before.
+# two and three tiles, where the last one overlaps the previous one.
 SMALL_MOSAIC_GRADIENT_CASES = [
     ((5, 257, 1, 80), False, "bfloat16"),
     ((1, 256, 3, 64), False, "float16"),

@@ -47,7 +47,7 @@ def test_what_cannot_be_read_is_one_line(bad, weights, tmp_path, capsys):
             "the name 'cat', given twice, shares its probability: give it once",
         ),
         (["cat", " "], "the name ' ' is empty"),
-        (["fox", "\uff26ox"], "the name 'fox', given twice"),  # a wide F
+        (["fox", "\uff26ox"], "the name 'fox', given twice"),  # a fullwidth F
     ],
 )
 def test_names_that_leave_no_choice_are_refused(names, message, capsys):

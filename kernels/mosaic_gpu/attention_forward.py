@@ -272,12 +272,12 @@ class Attention:
 
         def visible(start, stop, condition):
             shape = (ROWS, stop - start)
-            key = iota(shape, 1) + (first + start)
+            key = pipeline.iota(shape, 1) + (first + start)
             hidden = jnp.full(shape, -jnp.inf, jnp.float32)
             return jnp.where(condition(key), scores[:, start:stop], hidden)
 
         if self.causal:
-            query = iota(scores.shape, 0) + (row + shift)
+            query = pipeline.iota(scores.shape, 0) + (row + shift)
             return visible(0, columns, lambda key: (key >= shift) & (key <= query))
         pieces = []
         if before:
@@ -341,10 +341,6 @@ class Attention:
                     self.lse[start + i] = buffer[i]
 
                 lax.fori_loop(0, rest, write, None)
-
-
-def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
 def attention(

@@ -31,6 +31,7 @@ from swjax.kernels.mosaic_gpu.attention_heads import (
     load,
     store,
 )
+from swjax.kernels.mosaic_gpu.pipeline import iota
 
 Sums = tuple[jax.Array, ...]  # of the rest, [64 features, STEP tokens] each
 Block = tuple[int, int]  # of columns: the first one, and their number
@@ -370,7 +371,3 @@ def plus(sums: Sums, more: Sums) -> Sums:
 def start(rows: Rows) -> jax.Array | int:
     assert rows.start is not None
     return rows.start
-
-
-def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

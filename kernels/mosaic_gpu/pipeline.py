@@ -208,6 +208,11 @@ def load_registers(ref: Ref, index: slice | pl.Slice | jax.Array) -> jax.Array:
     return load(ref.at[index], optimized=False)
 
 
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """The indices along an axis, in registers with the layout of a product's sums."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
 def load_tile(tile: Ref, buffers: Ref, barrier: Ref) -> None:
     """Starts the copies of one half of a tile from global memory to the buffers of `store_tile`."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
