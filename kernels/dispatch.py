@@ -3,13 +3,14 @@
 The function `why_not` in the module of an implementation names the unsupported arguments.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -70,11 +71,44 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
     [[127, 127]]
     """
     name = choose(operation, *arrays, implementation=implementation, **options)
+    if (calls := _calls.value) is not None:
+        calls.append((operation, name))
     if name == "xla":
         if _multiplies_int8(operation, *arrays, **options):
             _warn_of_split_sums()
         return getattr(reference, operation)(*arrays, **options)
     return _kernel(name, operation, **options)(*arrays)
+
+
+# JAX traces a function again if the value differs from that of an earlier trace.
+_calls = jax.make_user_context()
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[tuple[str, str]]]:
+    """Lists the operations that are computed within the context, and their implementations.
+
+    Functions that JAX has traced before are traced again. `swjax.testing.implementations` lists the calls of a
+    function without running it.
+
+    Yields:
+      A list to which each call of `run` adds (operation, implementation), in the order of the calls.
+
+    >>> with record() as calls:
+    ...     _ = run("quantize", jnp.ones((1, 2)))
+    >>> calls
+    [('quantize', 'xla')]
+    """
+    calls = _Calls()
+    with _calls(calls):
+        yield calls
+
+
+class _Calls(list):
+    """A list that is hashed and compared by identity, as the value of a context of JAX."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
 
 @functools.cache
@@ -162,6 +196,33 @@ def check(implementation: str | None) -> None:
         raise ValueError(
             f"implementation must be one of {', '.join(NAMES)} or None (automatic), "
             f"got {implementation!r}"
+        )
+
+
+def check_products(implementation: str | None, operations: Iterable[str]) -> None:
+    """Raises a ValueError if a layer names an implementation that has none of the layer's products.
+
+    Operations of a layer that its implementation lacks run through XLA. If these are all products, the name
+    has no effect.
+
+    Args:
+      implementation: of the layer; None and "xla" have all operations.
+      operations: the products of the layer, forward and backward: keys of `IMPLEMENTATIONS`, or other names
+        of products that only XLA computes, such as "dot".
+
+    >>> check_products("triton", ["matmul", "weight_gradient"])
+    >>> check_products("triton", ["dot", "weight_gradient"])
+    Traceback (most recent call last):
+    ValueError: implementation 'triton' has none of the products of this layer (dot, weight_gradient): use None
+    """
+    check(implementation)
+    if implementation in (None, "xla"):
+        return
+    names = sorted(set(operations))
+    if not any(implementation in IMPLEMENTATIONS.get(name, ()) for name in names):
+        raise ValueError(
+            f"implementation {implementation!r} has none of the products of this layer "
+            f"({', '.join(names)}): use None"
         )
 
 
