@@ -150,7 +150,7 @@ KEYS: dict[str, Key] = {
         "fp8_tensorwise",
     ),
     "model.dtype": _text("float32", "bfloat16", "float16"),
-    "model.attention": _text("", "xla", "cudnn", "triton"),
+    "model.attention": _text("", "xla", "cudnn", "fused", "triton"),
     "model.remat": _text("none", "full", "dots", "save_quantized", "save_linear"),
     "model.scan_layers": _flag(),
     "model.layer_scale": _flag(),
