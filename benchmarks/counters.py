@@ -43,17 +43,18 @@ def gelu():
     """GELU and quantization to int8, without 16-bit output."""
     import jax
 
-    from swjax.kernels import triton_gpu
+    from swjax.kernels import dispatch
 
     x = jax.ShapeDtypeStruct((TOKENS, 4 * WIDTH), "bfloat16")
-    jax.eval_shape(lambda x: triton_gpu.gelu(x, quantize_to="int8", high_precision=False), x)
+    gelu = dispatch.kernel("triton", "gelu")
+    jax.eval_shape(lambda x: gelu(x, quantize_to="int8", high_precision=False), x)
 
 
 def matmul():
     """The int8 product of an MLP's first layer, with scales and bias."""
     import jax
 
-    from swjax.kernels import triton_gpu
+    from swjax.kernels import dispatch
     from swjax.kernels.reference import QTensor
 
     def array(dtype, *shape):
@@ -62,7 +63,8 @@ def matmul():
     a = QTensor(array("int8", TOKENS, WIDTH), array("float32", TOKENS, 1))
     b = QTensor(array("int8", 4 * WIDTH, WIDTH), array("float32", 1, 1))
     bias = array("float32", 4 * WIDTH)
-    jax.eval_shape(lambda *x: triton_gpu.matmul(*x, out_dtype="bfloat16"), a, b, bias)
+    matmul = dispatch.kernel("triton", "matmul")
+    jax.eval_shape(lambda *x: matmul(*x, out_dtype="bfloat16"), a, b, bias)
 
 
 CALLS = {"gelu": gelu, "matmul": matmul}

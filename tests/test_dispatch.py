@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import swjax.testing
 from swjax.kernels import dispatch, reference, saved_programs, tiles
+from swjax.kernels.products.tiles import triton_tile
 from swjax.kernels.reference import QTensor
 from swjax.recipes import RECIPES
 
@@ -418,7 +419,7 @@ def test_row_tiles_are_powers_of_two_that_cover_a_row(operation, width):
 @pytest.mark.parametrize("m", [1, 64, 65, 65_536])
 def test_product_tiles_fit_shared_memory(monkeypatch, capability, memory, m):
     monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
-    tile = tiles.triton_tile(m, 5120, 1280)
+    tile = triton_tile(m, 5120, 1280)
     assert (tile.m + tile.n) * tile.k * tile.stages <= memory * 1024
     assert tile.m == (64 if m <= 64 else 128)
 
