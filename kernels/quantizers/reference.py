@@ -16,6 +16,9 @@ def quantize(
     zeros. A non-finite element makes its scale non-finite, and so every product with it. The values are the
     same on every platform and in every implementation.
 
+    If the absolute maximum is below 2**-92 (2e-28), the error is absolute, up to half a step (8e-31 in int8),
+    and smaller elements become zeros. Scale such arrays first, as loss scaling does.
+
     Args:
       x: [...] float16, bfloat16 or float32, of any rank and size, empty included.
       axes: axes that one scale spans: the last axis for row-wise, all axes for tensor-wise.

@@ -3,8 +3,8 @@
 A program computes all gradients of a head. In the first loop, rows are keys: for each block of rows the
 program loops over all queries, sums dk and dv in registers, and writes the gradients of the scores ("slopes")
 to a buffer. In the second loop, rows are queries, and dq is the product of the slopes and k. The scores are
-computed once, so the program has five products; the two passes of `attention_gradients` have seven. Every sum
-has a fixed order. For longer sequences the buffer exceeds the caches.
+computed once, so the program has five products; two passes, one over queries and one over keys, would have
+seven. Every sum has a fixed order.
 """
 
 import jax
