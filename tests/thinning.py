@@ -1,4 +1,4 @@
-"""Which cases of a cross product `make test` runs; the others have the marker `release`, for `make test-all`."""
+"""Which cases of a cross product `make test` runs; the others are marked `release`, for `make test-all`."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
