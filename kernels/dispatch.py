@@ -117,7 +117,7 @@ def record() -> Iterator[list[tuple[str, str]]]:
 class _Calls(list):
     """A list that is hashed and compared by identity, as the value of a context of JAX."""
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a list has no hash
     __eq__ = object.__eq__
 
 
@@ -144,8 +144,8 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
 
     On an NVIDIA GPU, None chooses the fastest implementation for the shape in the device's tuned table, or
     else the first of `IMPLEMENTATIONS` that can run. If an operation lacks the named implementation, it runs
-    through XLA. For an operation of several layers, "xla" in the tuned table means that the operation of each
-    layer is faster; see `has_kernel`.
+    through XLA: see `check_products`. For an operation of several layers, "xla" in the tuned table means that
+    the operation of each layer is faster; see `has_kernel`.
 
     >>> choose("quantize", jnp.ones((1, 2)), implementation="mosaic_gpu")
     'xla'

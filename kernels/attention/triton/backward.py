@@ -14,6 +14,7 @@ import triton.language as tl
 from swjax.kernels.attention import tiles
 from swjax.kernels.attention.triton.heads import (
     LOG2_E,
+    Head,
     add_product,
     add_transposed,
     head_constants,
@@ -30,36 +31,34 @@ from swjax.kernels.triton_gpu import launcher
 
 @triton.jit
 def _store_delta(
-    out_ptr, g_ptr, delta_ptr, start, ROWS: tl.constexpr, MASK: tl.constexpr, T: tl.constexpr,
-    STRIDE: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
+    out_ptr, g_ptr, delta_ptr, start, ROWS: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """Writes delta [ROWS], the inner products of the outputs of some queries and their gradients."""
-    out = load_head(out_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
-    g = load_head(g_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
+    out = load_head(out_ptr, start, ROWS, MASK, HEAD)
+    g = load_head(g_ptr, start, ROWS, MASK, HEAD)
     delta = tl.sum(out[0].to(tl.float32) * g[0].to(tl.float32), 1)
-    if D_TAIL > 0:
+    if HEAD.D_TAIL > 0:
         delta += tl.sum(out[1].to(tl.float32) * g[1].to(tl.float32), 1)
     query = start + tl.arange(0, ROWS)
-    tl.store(delta_ptr + query, delta, mask=query < T)
+    tl.store(delta_ptr + query, delta, mask=query < HEAD.T)
 
 
 @triton.jit
 def _weights_and_slopes(
-    k, v, q, g, lse, delta, key, query, FEW: tl.constexpr, MASK: tl.constexpr, SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr, T: tl.constexpr, D_TAIL: tl.constexpr,
+    k, v, q, g, lse, delta, key, query, FEW: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """The softmax of the scores, and the gradients of the scores: [keys, queries], or transposed if FEW."""
     if FEW:
-        scores = inner_products(q, k, D_TAIL)
-        slopes = inner_products(g, v, D_TAIL)
-        weights = tl.exp2(tl.fma(scores, SCALE * LOG2_E, -lse[:, None]))
-        weights = visible(weights, query[:, None], key[None, :], 0.0, MASK, CAUSAL, T)
+        scores = inner_products(q, k, HEAD)
+        slopes = inner_products(g, v, HEAD)
+        weights = tl.exp2(tl.fma(scores, HEAD.SCALE * LOG2_E, -lse[:, None]))
+        weights = visible(weights, query[:, None], key[None, :], 0.0, MASK, HEAD)
         slopes = weights * (slopes - delta[:, None])
     else:
-        scores = inner_products(k, q, D_TAIL)
-        slopes = inner_products(v, g, D_TAIL)
-        weights = tl.exp2(tl.fma(scores, SCALE * LOG2_E, -lse[None, :]))
-        weights = visible(weights, query[None, :], key[:, None], 0.0, MASK, CAUSAL, T)
+        scores = inner_products(k, q, HEAD)
+        slopes = inner_products(v, g, HEAD)
+        weights = tl.exp2(tl.fma(scores, HEAD.SCALE * LOG2_E, -lse[None, :]))
+        weights = visible(weights, query[None, :], key[:, None], 0.0, MASK, HEAD)
         slopes = weights * (slopes - delta[None, :])
     return weights.to(q[0].dtype), slopes.to(q[0].dtype)
 
@@ -67,30 +66,29 @@ def _weights_and_slopes(
 @triton.jit
 def _add_queries(
     q_ptr, g_ptr, lse_ptr, delta_ptr, slopes_ptr, k, v, dk, dv, key, start, COLUMNS: tl.constexpr,
-    MASK: tl.constexpr, FEW: tl.constexpr, MASK_KEYS: tl.constexpr, SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
+    MASK: tl.constexpr, FEW: tl.constexpr, MASK_KEYS: tl.constexpr, SPAN: tl.constexpr,
+    HEAD: tl.constexpr,
 ):  # fmt: skip
     """Adds the terms of some queries to the gradients of some keys and values, and writes the slopes."""
-    q = load_head(q_ptr, start, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
-    g = load_head(g_ptr, start, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
+    q = load_head(q_ptr, start, COLUMNS, MASK, HEAD)
+    g = load_head(g_ptr, start, COLUMNS, MASK, HEAD)
     query = start + tl.arange(0, COLUMNS)
     if MASK:
-        lse = tl.load(lse_ptr + query, mask=query < T, other=float("inf"))
-        delta = tl.load(delta_ptr + query, mask=query < T, other=0.0)
+        lse = tl.load(lse_ptr + query, mask=query < HEAD.T, other=float("inf"))
+        delta = tl.load(delta_ptr + query, mask=query < HEAD.T, other=0.0)
     else:
         lse = tl.load(lse_ptr + query)
         delta = tl.load(delta_ptr + query)
     weights, slopes = _weights_and_slopes(
-        k, v, q, g, lse * LOG2_E, delta, key, query, FEW, MASK_KEYS, SCALE, CAUSAL, T, D_TAIL
-    )
+        k, v, q, g, lse * LOG2_E, delta, key, query, FEW, MASK_KEYS, HEAD,
+    )  # fmt: skip
     if FEW:
-        dk = add_transposed(dk, q, slopes, D_TAIL)
-        dv = add_transposed(dv, g, weights, D_TAIL)
+        dk = add_transposed(dk, q, slopes, HEAD)
+        dv = add_transposed(dv, g, weights, HEAD)
         tl.store(slopes_ptr + key[None, :] * SPAN + query[:, None], slopes)
     else:
-        dk = add_product(dk, slopes, q, D_TAIL)
-        dv = add_product(dv, weights, g, D_TAIL)
+        dk = add_product(dk, slopes, q, HEAD)
+        dv = add_product(dv, weights, g, HEAD)
         tl.store(slopes_ptr + key[:, None] * SPAN + query[None, :], slopes)
     return dk, dv
 
@@ -98,82 +96,74 @@ def _add_queries(
 @triton.jit
 def _key_rows(
     q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, slopes_ptr, dk_ptr, dv_ptr, start,
-    ROWS: tl.constexpr, FEW: tl.constexpr, MASK: tl.constexpr, SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr, T: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
-    FULL: tl.constexpr, REST: tl.constexpr, SPAN: tl.constexpr, D: tl.constexpr,
-    D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
+    ROWS: tl.constexpr, FEW: tl.constexpr, MASK: tl.constexpr, COLUMNS: tl.constexpr,
+    FULL: tl.constexpr, REST: tl.constexpr, SPAN: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of some keys and their values, and the slopes of all queries with these keys."""
-    k = load_head(k_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
-    v = load_head(v_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
+    k = load_head(k_ptr, start, ROWS, MASK, HEAD)
+    v = load_head(v_ptr, start, ROWS, MASK, HEAD)
     key = start + tl.arange(0, ROWS)
-    dk = zero_pieces(ROWS, D_MAIN, D_TAIL)
-    dv = zero_pieces(ROWS, D_MAIN, D_TAIL)
+    dk = zero_pieces(ROWS, HEAD)
+    dv = zero_pieces(ROWS, HEAD)
     if FEW:
-        dk = transpose_pieces(dk, D_TAIL)
-        dv = transpose_pieces(dv, D_TAIL)
-    first = start // COLUMNS * COLUMNS if CAUSAL else 0
+        dk = transpose_pieces(dk, HEAD)
+        dv = transpose_pieces(dv, HEAD)
+    first = start // COLUMNS * COLUMNS if HEAD.CAUSAL else 0
     for query in tl.range(first, FULL, COLUMNS):
         dk, dv = _add_queries(
             q_ptr, g_ptr, lse_ptr, delta_ptr, slopes_ptr, k, v, dk, dv, key, query, COLUMNS,
-            FULL > T, FEW, MASK, SCALE, CAUSAL, T, SPAN, STRIDE, D, D_MAIN, D_TAIL,
+            FULL > HEAD.T, FEW, MASK, SPAN, HEAD,
         )  # fmt: skip
     if REST > 0:
         dk, dv = _add_queries(
             q_ptr, g_ptr, lse_ptr, delta_ptr, slopes_ptr, k, v, dk, dv, key, FULL, REST, True, FEW,
-            MASK, SCALE, CAUSAL, T, SPAN, STRIDE, D, D_MAIN, D_TAIL,
+            MASK, SPAN, HEAD,
         )  # fmt: skip
     if FEW:
-        dk = transpose_pieces(dk, D_TAIL)
-        dv = transpose_pieces(dv, D_TAIL)
-    dk = scale_pieces(dk, SCALE, D_TAIL)
-    store_head(dk_ptr, dk, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
-    store_head(dv_ptr, dv, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
+        dk = transpose_pieces(dk, HEAD)
+        dv = transpose_pieces(dv, HEAD)
+    dk = scale_pieces(dk, HEAD.SCALE, HEAD)
+    store_head(dk_ptr, dk, start, ROWS, MASK, HEAD)
+    store_head(dv_ptr, dv, start, ROWS, MASK, HEAD)
 
 
 @triton.jit
 def _add_keys(
     k_ptr, slopes_ptr, dq, start, key, ROWS: tl.constexpr, FEW: tl.constexpr, MASK: tl.constexpr,
-    COLUMNS: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
+    COLUMNS: tl.constexpr, SPAN: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """Adds the terms of some keys to the gradients of some queries."""
-    k = load_head(k_ptr, key, COLUMNS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
+    k = load_head(k_ptr, key, COLUMNS, MASK, HEAD)
     key = key + tl.arange(0, COLUMNS)
     query = start + tl.arange(0, ROWS)
     slopes = tl.load(slopes_ptr + key[:, None] * SPAN + query[None, :])
     if FEW:
-        return add_transposed(dq, k, slopes, D_TAIL)
+        return add_transposed(dq, k, slopes, HEAD)
     else:
-        return add_product(dq, tl.trans(slopes), k, D_TAIL)
+        return add_product(dq, tl.trans(slopes), k, HEAD)
 
 
 @triton.jit
 def _query_rows(
     k_ptr, slopes_ptr, dq_ptr, start, ROWS: tl.constexpr, FEW: tl.constexpr, MASK: tl.constexpr,
-    SCALE: tl.constexpr, CAUSAL: tl.constexpr, T: tl.constexpr, STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr, FULL: tl.constexpr, REST: tl.constexpr, SPAN: tl.constexpr,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
+    HEAD: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of some queries, from their slopes."""
-    dq = zero_pieces(ROWS, D_MAIN, D_TAIL)
+    dq = zero_pieces(ROWS, HEAD)
     if FEW:
-        dq = transpose_pieces(dq, D_TAIL)
-    last = start + ROWS if CAUSAL and not FEW else FULL
+        dq = transpose_pieces(dq, HEAD)
+    last = start + ROWS if HEAD.CAUSAL and not FEW else FULL
     for key in tl.range(0, last, COLUMNS):
         dq = _add_keys(
-            k_ptr, slopes_ptr, dq, start, key, ROWS, FEW, FULL > T, COLUMNS, T, SPAN, STRIDE, D,
-            D_MAIN, D_TAIL,
-        )  # fmt: skip
-    if REST > 0 and (FEW or not CAUSAL):
-        dq = _add_keys(
-            k_ptr, slopes_ptr, dq, start, FULL, ROWS, FEW, True, REST, T, SPAN, STRIDE, D, D_MAIN,
-            D_TAIL,
-        )  # fmt: skip
+            k_ptr, slopes_ptr, dq, start, key, ROWS, FEW, FULL > HEAD.T, COLUMNS, SPAN, HEAD
+        )
+    if REST > 0 and (FEW or not HEAD.CAUSAL):
+        dq = _add_keys(k_ptr, slopes_ptr, dq, start, FULL, ROWS, FEW, True, REST, SPAN, HEAD)
     if FEW:
-        dq = transpose_pieces(dq, D_TAIL)
-    dq = scale_pieces(dq, SCALE, D_TAIL)
-    store_head(dq_ptr, dq, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
+        dq = transpose_pieces(dq, HEAD)
+    dq = scale_pieces(dq, HEAD.SCALE, HEAD)
+    store_head(dq_ptr, dq, start, ROWS, MASK, HEAD)
 
 
 @triton.jit
@@ -201,14 +191,14 @@ def _attention_backward_kernel(
     REST: tl.constexpr,  # remaining tokens, or 0
 ):
     """The gradients of one head."""
-    STRIDE: tl.constexpr = H * D
+    HEAD: tl.constexpr = Head(T, H * D, D, D_MAIN, D_TAIL, SCALE, CAUSAL)
     FULL: tl.constexpr = BLOCKS * ROWS  # tokens in blocks
     SPAN: tl.constexpr = FULL + REST
     MASK: tl.constexpr = FULL > T
     # Keys per product with the gradients of scores.
     KEYS: tl.constexpr = 2 * ROWS if FULL % (2 * ROWS) == 0 and not CAUSAL else ROWS
     head = tl.program_id(0).to(tl.int64)
-    offset = head // H * (T * STRIDE) + head % H * D
+    offset = head // H * (T * HEAD.STRIDE) + head % H * D
     q_ptr += offset
     k_ptr += offset
     v_ptr += offset
@@ -221,31 +211,27 @@ def _attention_backward_kernel(
     delta_ptr += head * T
     slopes_ptr += head * (SPAN * SPAN)
     for start in tl.range(0, FULL, ROWS):
-        _store_delta(out_ptr, g_ptr, delta_ptr, start, ROWS, MASK, T, STRIDE, D, D_MAIN, D_TAIL)
+        _store_delta(out_ptr, g_ptr, delta_ptr, start, ROWS, MASK, HEAD)
     if REST > 0:
-        _store_delta(out_ptr, g_ptr, delta_ptr, FULL, REST, True, T, STRIDE, D, D_MAIN, D_TAIL)
+        _store_delta(out_ptr, g_ptr, delta_ptr, FULL, REST, True, HEAD)
     tl.debug_barrier()  # delta is read by other threads than those that wrote it
     for start in tl.range(0, FULL, ROWS):
         _key_rows(
             q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, slopes_ptr, dk_ptr, dv_ptr, start, ROWS,
-            False, MASK, SCALE, CAUSAL, T, STRIDE, ROWS, FULL, REST, SPAN, D, D_MAIN, D_TAIL,
+            False, MASK, ROWS, FULL, REST, SPAN, HEAD,
         )  # fmt: skip
     if REST > 0:
         _key_rows(
             q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, slopes_ptr, dk_ptr, dv_ptr, FULL, REST,
-            True, True, SCALE, CAUSAL, T, STRIDE, ROWS, FULL, REST, SPAN, D, D_MAIN, D_TAIL,
+            True, True, ROWS, FULL, REST, SPAN, HEAD,
         )  # fmt: skip
     tl.debug_barrier()  # so are the slopes
     for start in tl.range(0, FULL, ROWS):
         _query_rows(
-            k_ptr, slopes_ptr, dq_ptr, start, ROWS, False, MASK, SCALE, CAUSAL, T, STRIDE, KEYS,
-            FULL, REST, SPAN, D, D_MAIN, D_TAIL,
+            k_ptr, slopes_ptr, dq_ptr, start, ROWS, False, MASK, KEYS, FULL, REST, SPAN, HEAD,
         )  # fmt: skip
     if REST > 0:
-        _query_rows(
-            k_ptr, slopes_ptr, dq_ptr, FULL, REST, True, True, SCALE, CAUSAL, T, STRIDE, KEYS, FULL,
-            REST, SPAN, D, D_MAIN, D_TAIL,
-        )  # fmt: skip
+        _query_rows(k_ptr, slopes_ptr, dq_ptr, FULL, REST, True, True, KEYS, FULL, REST, SPAN, HEAD)
 
 
 def attention_backward(

@@ -8,7 +8,7 @@ process 64 rows at a time, but 8 columns.
 An array [rows, D] is a tuple of one or two pieces, [rows, D_MAIN] and [rows, D_TAIL].
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,41 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
+class Head(NamedTuple):
+    """Constants of every head.
+
+    Attributes:
+      T: tokens.
+      STRIDE: elements from one token to the next.
+      D, D_MAIN, D_TAIL: features, and those of the first and of the second piece.
+      SCALE: factor of the scores.
+      CAUSAL: whether a query attends only to keys up to its own position.
+    """
+
+    T: tl.constexpr
+    STRIDE: tl.constexpr
+    D: tl.constexpr
+    D_MAIN: tl.constexpr
+    D_TAIL: tl.constexpr
+    SCALE: tl.constexpr
+    CAUSAL: tl.constexpr
+
+
 @triton.jit
-def load_head(
-    x_ptr, start, ROWS: tl.constexpr, MASK: tl.constexpr, T: tl.constexpr, STRIDE: tl.constexpr,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
-):  # fmt: skip
+def load_head(x_ptr, start, ROWS: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr):
     """Loads tokens from `start` on, with zeros past the last token and the last feature."""
     token = start + tl.arange(0, ROWS)
-    at = x_ptr + token[:, None] * STRIDE
-    feature = tl.arange(0, D_MAIN)
-    if MASK or D_MAIN > D:
-        inside = (token < T)[:, None] & (feature < D)[None, :]
+    at = x_ptr + token[:, None] * HEAD.STRIDE
+    feature = tl.arange(0, HEAD.D_MAIN)
+    if MASK or HEAD.D_MAIN > HEAD.D:
+        inside = (token < HEAD.T)[:, None] & (feature < HEAD.D)[None, :]
         pieces = (tl.load(at + feature[None, :], mask=inside, other=0.0),)
     else:
         pieces = (tl.load(at + feature[None, :]),)
-    if D_TAIL > 0:
-        feature = D_MAIN + tl.arange(0, D_TAIL)
-        if MASK or D_MAIN + D_TAIL > D:
-            inside = (token < T)[:, None] & (feature < D)[None, :]
+    if HEAD.D_TAIL > 0:
+        feature = HEAD.D_MAIN + tl.arange(0, HEAD.D_TAIL)
+        if MASK or HEAD.D_MAIN + HEAD.D_TAIL > HEAD.D:
+            inside = (token < HEAD.T)[:, None] & (feature < HEAD.D)[None, :]
             pieces = pieces + (tl.load(at + feature[None, :], mask=inside, other=0.0),)
         else:
             pieces = pieces + (tl.load(at + feature[None, :]),)
@@ -48,91 +65,86 @@ def load_head(
 
 
 @triton.jit
-def store_head(
-    x_ptr, pieces, start, ROWS: tl.constexpr, MASK: tl.constexpr, T: tl.constexpr,
-    STRIDE: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr,
-):  # fmt: skip
+def store_head(x_ptr, pieces, start, ROWS: tl.constexpr, MASK: tl.constexpr, HEAD: tl.constexpr):
     """Writes tokens from `start` on."""
     token = start + tl.arange(0, ROWS)
-    at = x_ptr + token[:, None] * STRIDE
+    at = x_ptr + token[:, None] * HEAD.STRIDE
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    feature = tl.arange(0, D_MAIN)
-    if MASK or D_MAIN > D:
-        inside = (token < T)[:, None] & (feature < D)[None, :]
+    feature = tl.arange(0, HEAD.D_MAIN)
+    if MASK or HEAD.D_MAIN > HEAD.D:
+        inside = (token < HEAD.T)[:, None] & (feature < HEAD.D)[None, :]
         tl.store(at + feature[None, :], pieces[0].to(dtype), mask=inside)
     else:
         tl.store(at + feature[None, :], pieces[0].to(dtype))
-    if D_TAIL > 0:
-        feature = D_MAIN + tl.arange(0, D_TAIL)
-        inside = (token < T)[:, None] & (feature < D)[None, :]
+    if HEAD.D_TAIL > 0:
+        feature = HEAD.D_MAIN + tl.arange(0, HEAD.D_TAIL)
+        inside = (token < HEAD.T)[:, None] & (feature < HEAD.D)[None, :]
         tl.store(at + feature[None, :], pieces[1].to(dtype), mask=inside)
 
 
 @triton.jit
-def zero_pieces(ROWS: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
+def zero_pieces(ROWS: tl.constexpr, HEAD: tl.constexpr):
     """Zeros [ROWS, D]."""
-    pieces = (tl.zeros((ROWS, D_MAIN), tl.float32),)
-    if D_TAIL > 0:
-        pieces = pieces + (tl.zeros((ROWS, D_TAIL), tl.float32),)
+    pieces = (tl.zeros((ROWS, HEAD.D_MAIN), tl.float32),)
+    if HEAD.D_TAIL > 0:
+        pieces = pieces + (tl.zeros((ROWS, HEAD.D_TAIL), tl.float32),)
     return pieces
 
 
 @triton.jit
-def scale_pieces(pieces, factor, D_TAIL: tl.constexpr):
+def scale_pieces(pieces, factor, HEAD: tl.constexpr):
     """Multiplies every piece by a factor."""
     scaled = (pieces[0] * factor,)
-    if D_TAIL > 0:
+    if HEAD.D_TAIL > 0:
         scaled = scaled + (pieces[1] * factor,)
     return scaled
 
 
 @triton.jit
-def transpose_pieces(pieces, D_TAIL: tl.constexpr):
+def transpose_pieces(pieces, HEAD: tl.constexpr):
     """Transposes every piece."""
     turned = (tl.trans(pieces[0]),)
-    if D_TAIL > 0:
+    if HEAD.D_TAIL > 0:
         turned = turned + (tl.trans(pieces[1]),)
     return turned
 
 
 @triton.jit
-def inner_products(a, b, D_TAIL: tl.constexpr):
+def inner_products(a, b, HEAD: tl.constexpr):
     """a b^T, summed over the features."""
     total = tl.dot(a[0], tl.trans(b[0]))
-    if D_TAIL > 0:
+    if HEAD.D_TAIL > 0:
         total = tl.dot(a[1], tl.trans(b[1]), total)
     return total
 
 
 @triton.jit
-def add_product(totals, weights, x, D_TAIL: tl.constexpr):
+def add_product(totals, weights, x, HEAD: tl.constexpr):
     """totals + weights x."""
     weights = weights.to(x[0].dtype)
     sums = (tl.dot(weights, x[0], totals[0]),)
-    if D_TAIL > 0:
+    if HEAD.D_TAIL > 0:
         sums = sums + (tl.dot(weights, x[1], totals[1]),)
     return sums
 
 
 @triton.jit
-def add_transposed(totals, x, weights, D_TAIL: tl.constexpr):
+def add_transposed(totals, x, weights, HEAD: tl.constexpr):
     """totals + x^T weights, for transposed totals."""
     weights = weights.to(x[0].dtype)
     sums = (tl.dot(tl.trans(x[0]), weights, totals[0]),)
-    if D_TAIL > 0:
+    if HEAD.D_TAIL > 0:
         sums = sums + (tl.dot(tl.trans(x[1]), weights, totals[1]),)
     return sums
 
 
 @triton.jit
-def visible(
-    scores, query, key, otherwise, MASK: tl.constexpr, CAUSAL: tl.constexpr, T: tl.constexpr
-):
+def visible(scores, query, key, otherwise, MASK: tl.constexpr, HEAD: tl.constexpr):
     """Replaces scores by `otherwise` where a query must not attend to the key."""
-    if CAUSAL:
+    if HEAD.CAUSAL:
         scores = tl.where(key <= query, scores, otherwise)
     if MASK:
-        scores = tl.where(key < T, scores, otherwise)
+        scores = tl.where(key < HEAD.T, scores, otherwise)
     return scores
 
 
