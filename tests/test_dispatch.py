@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from thinning import thinned
 
 import swjax.testing
 from swjax.kernels import dispatch, reference, saved_programs, tiles
@@ -424,8 +425,9 @@ def test_product_tiles_fit_shared_memory(monkeypatch, capability, memory, m):
     assert tile.m == (64 if m <= 64 else 128)
 
 
-@pytest.mark.parametrize("implementation", [None, "triton", "mosaic_gpu"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe, implementation", thinned([*RECIPES], [None, "mosaic_gpu", "triton"], full=[None])
+)
 def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     """Traces layers without running them: kernels take other operand layouts than XLA does."""
     pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
