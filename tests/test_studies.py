@@ -26,7 +26,7 @@ def study(monkeypatch):
     return study
 
 
-@pytest.mark.parametrize("name", ["study", "paired", "spikes", "optimizers"])
+@pytest.mark.parametrize("name", ["study", "paired", "spikes"])
 def test_examples(study, name):
     failed, tried = doctest.testmod(importlib.import_module(name))
     assert tried and not failed
