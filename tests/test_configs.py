@@ -128,7 +128,7 @@ def test_a_config_finds_the_modules_beside_it_from_any_folder(tmp_path):
 
 
 def test_replay_names_a_damaged_line_of_the_log(tmp_path):
-    from swjax.training import replay
+    from swjax.tools import replay
 
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"step": 1, "time": 0.5}\n{"time": 1.0}\n{"st')
@@ -142,7 +142,7 @@ def test_replay_names_a_damaged_line_of_the_log(tmp_path):
 
 @pytest.mark.parametrize("text", ['{"model', "[]", '{"other": 1}'])
 def test_replay_refuses_a_damaged_config(text, tmp_path):
-    from swjax.training import replay
+    from swjax.tools import replay
 
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(config_lib.ConfigError, match="config.json of this run is damaged: "):

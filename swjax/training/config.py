@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 from ml_collections import ConfigDict
 
-from swjax.training.errors import ConfigError, OtherArrays, RunError
+from swjax.training.faults.errors import ConfigError, OtherArrays, RunError
 from swjax.training.keys import KEYS, SOURCES, Key, check_values, choice, suggest
 
 __all__ = ["ConfigError", "RunError", "choice", "describe_keys", "load", "parse", "validate"]

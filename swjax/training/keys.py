@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from swjax.training.errors import ConfigError
+from swjax.training.faults.errors import ConfigError
 
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
