@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from swjax.data.packages import require
+from swjax.packages import MissingPackage, require
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _OPEN_FILES = 256  # limit per process
@@ -242,6 +242,6 @@ def _filesystem(path: str):
         return fsspec.core.url_to_fs(path)
     except ImportError as error:
         reason = " ".join(str(error).split())
-        raise ModuleNotFoundError(f"cannot read {path}: {reason}", name=error.name) from None
+        raise MissingPackage(f"cannot read {path}: {reason}", name=error.name) from None
     except ValueError as error:
         raise ValueError(f"cannot read {path}: {error}") from None

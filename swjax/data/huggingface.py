@@ -4,9 +4,9 @@ import functools
 from pathlib import Path
 
 from swjax.data import files
-from swjax.data.packages import require
 from swjax.data.photographs import Photographs, Record, texts
 from swjax.data.skipping import BadExample
+from swjax.packages import require
 
 _LARGEST_IMAGE = 2**28  # bytes
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from swjax.data import files
-from swjax.data.packages import require
 from swjax.data.photographs import Photographs, Record, texts
 from swjax.data.skipping import BadExample
+from swjax.packages import require
 
 _LARGEST_IMAGE = 2**28  # bytes
 _BYTES_KEPT = 2**29  # limit of the cached parts, per process

@@ -4,8 +4,8 @@ import functools
 
 import numpy as np
 
-from swjax.data.packages import require
 from swjax.data.photographs import Photographs, Record, texts
+from swjax.packages import require
 
 
 class TFDS(Photographs):

@@ -7,7 +7,6 @@ reads its own shard of the data; only process 0 writes files and prints.
 import contextlib
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -36,10 +35,6 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # waits _SHUTDOWN seconds for the others. The sum is less than a minute.
 _HEARTBEAT, _SHUTDOWN = 30, 20
 _SILENCE = 5  # seconds of waiting before a process prints what it waits for
-# Matches errors of collectives and of JAX's service after a process has ended: they share one type, no code.
-_LOST = (
-    r"Gloo|NCCL|nccl|Connection (reset|closed)|UNAVAILABLE|DEADLINE_EXCEEDED|coordination service"
-)
 
 
 def start() -> None:
@@ -210,7 +205,7 @@ def blame_peers() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1 or not re.search(_LOST, str(error)):
+        if jax.process_count() == 1 or not lost_peers.is_loss(str(error), of="error"):
             raise
         lost_peers.told()
         raise RunError(_lost(" ".join(str(error).split())[:160])) from error
