@@ -111,6 +111,25 @@ def test_processes_with_other_data_end_in_one_line(monkeypatch):
         distributed.check_same_lengths("data", {"train": 60, "val": 13})
 
 
+def test_processes_that_would_compute_other_programs_end_in_one_line(micro, monkeypatch):
+    """JAX's generator, 64-bit types and the partitioning of random numbers changed replicas, or aborted."""
+    config, send = micro(), distributed.of_first
+    distributed.check_same_start(config)
+    with jax.default_prng_impl("rbg"):
+        sent = []
+        monkeypatch.setattr(distributed, "of_first", lambda own: [sent.append(own), send(own)][1])
+        distributed.check_same_start(config)
+    monkeypatch.setattr(distributed, "of_first", lambda own: sent[0])
+    rule = "process 0 differs from process 0 in jax.config.jax_default_prng_impl: .*rbg.* -> .*same"
+    with pytest.raises(ConfigError, match=rule):
+        distributed.check_same_start(config)
+    unequal = [SimpleNamespace(process_index=int(i > 1)) for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: unequal)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="process 1 has 6 devices and process 0 has 2: give all"):
+        distributed.check_same_start(config)
+
+
 # --------------------------------------------------------------------------- other meshes
 
 CHANGES = {
@@ -189,6 +208,7 @@ def command_line(workdir, **changes):
 def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
     program = (
         "import os, sys, train; rank = os.environ['JAX_PROCESS_ID']; "
+        "os.environ['JAX_THREEFRY_PARTITIONABLE'] = rank; "
         "sys.exit(train.main([*sys.argv, f'--config.train.seed={rank}']))"
     )
     command = [sys.executable, "-c", program, *command_line(tmp_path / "run")[2:]]
@@ -199,7 +219,8 @@ def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
     assert lines[0] == ["train.py: process 1 failed: see the output of that process"]
     assert (
         len(lines[1]) == 1
-        and "a different config than process 0: train.seed: 0 -> 1" in lines[1][0]
+        and "differs from process 0 in config.train.seed: 0 -> 1; jax.config.jax_threefry_partition"
+        in lines[1][0]
     )
     assert not (tmp_path / "run").exists()
 

@@ -7,9 +7,11 @@ reads its own shard of the data; only process 0 writes files and prints.
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -19,9 +21,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from swjax.training.config import differences, to_json
+from swjax.safe_files import mask_credentials
+from swjax.training.config import differences
 from swjax.training.faults import lost_peers
 from swjax.training.faults.errors import ConfigError, RunError
+from swjax.training.log.environment import PACKAGES, version
 
 # Launchers that JAX detects: the variable with the number of processes, and the variable that JAX checks.
 _DETECTED = (
@@ -94,24 +98,54 @@ def _lost(reason: str) -> str:
 
 # These keys may differ between machines. All other keys affect results or synchronization points.
 _LOCAL = ("data.dir:", "data.workers:", "train.compilation_cache:")
+# So may these flags of JAX and XLA. All others may change the program, and with it the values of replicas.
+_LOCAL_FLAGS = re.compile(
+    r"cache|log|dump|trace|pprint|visible_devices|timeout|address|device_count|cpu_devices|platform|mock"
+)
 
 
-def check_same_config(config: ConfigDict) -> None:
-    """Checks that all processes have the config of process 0.
+def check_same_start(config: ConfigDict) -> None:
+    """Checks that all processes compute the same program: devices, config, software and flags.
 
     Raises:
-      ConfigError: a process has another config. That process names the keys; the others name the process.
+      ConfigError: processes have different numbers of devices; or a process differs from process 0. That
+        process names what differs; the others name the process.
     """
-    own = to_json(config)
-    first = bytes(of_first(list(own.encode()))).decode()
+    counts = Counter(device.process_index for device in jax.devices())
+    for index in range(jax.process_count()):
+        if counts[index] != counts[0]:  # `process_allgather` needs equal numbers
+            raise ConfigError(
+                f"process {index} has {counts[index]} devices and process 0 has {counts[0]}: give all "
+                "processes the same number of devices"
+            )
+    own = json.dumps({"config": config.to_dict(), "environment": _environment()})
+    first = json.loads(bytes(of_first(list(own.encode()))))
     with all_or_none():
-        found = differences(json.loads(first), json.loads(own))
-        found = [change for change in found if not change.startswith(_LOCAL)]
+        mine = json.loads(own)
+        changed = differences(first["config"], mine["config"])
+        found = [f"config.{change}" for change in changed if not change.startswith(_LOCAL)]
+        found += differences(first["environment"], mine["environment"])
         if found:
             raise ConfigError(
-                f"process {jax.process_index()} has a different config than process 0: "
-                f"{'; '.join(found[:3])}: start all processes with the same command"
+                f"process {jax.process_index()} differs from process 0 in "
+                f"{mask_credentials('; '.join(found[:3]))}: start all processes with the same command, "
+                "software and environment"
             )
+
+
+def _environment() -> dict[str, Any]:
+    """What determines the program that JAX builds, besides the config."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return {
+        "jax.config": {
+            name: repr(value)
+            for name, value in jax.config.values.items()
+            if not _LOCAL_FLAGS.search(name)
+        },
+        "XLA_FLAGS": sorted(flag for flag in flags if not _LOCAL_FLAGS.search(flag)),
+        "version": {name: version(name) for name in PACKAGES},
+        "devices": jax.local_devices()[0].device_kind,
+    }
 
 
 def check_same_lengths(key: str, lengths: Mapping[str, int]) -> None:

@@ -44,7 +44,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
       RunError: the disk or another process failed, in one line.
     """
     distributed.start()
-    distributed.check_same_config(config)
+    distributed.check_same_start(config)
     check_config(config)
     use_compilation_cache(config)
     workdir = Path(workdir).expanduser()
