@@ -191,7 +191,7 @@ def test_two_processes_train_stop_and_go_on_as_one(micro, shared_cache, tmp_path
         and "step" not in printed[1].split("SIGTERM")[0]
     )
     assert sorted(p.name for p in two.iterdir()) == [
-        ".lock", "checkpoints", "config.json", "env.txt", "metrics.jsonl",
+        ".lock", "checkpoints", "config.json", "config_history.jsonl", "env.txt", "metrics.jsonl",
     ]  # fmt: skip
     train(micro(**CHANGES), one, after=last + 2)  # this process has two devices
     assert_same_losses(records(two), records(one)[:last])

@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 from ml_collections import ConfigDict
 
+from swjax.safe_files import mask_credentials
 from swjax.training.faults.errors import ConfigError, OtherArrays, RunError
 from swjax.training.keys import COMMON, INSTALLED, KEYS, SOURCES, Key, check_values, choice, suggest
 
@@ -395,8 +396,8 @@ def blame(key: str) -> Iterator[None]:
 
 
 def to_json(config: ConfigDict) -> str:
-    """The config as readable JSON with a stable order (tuples become lists)."""
-    return json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
+    """The config as readable JSON with a stable order (tuples become lists) and masked credentials."""
+    return mask_credentials(json.dumps(config.to_dict(), indent=2, sort_keys=True)) + "\n"
 
 
 def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
@@ -433,7 +434,8 @@ def changes(saved: str, config: ConfigDict) -> list[str]:
     Raises:
       ConfigError: the saved config is damaged.
     """
-    old = read_json("config.json", saved, remedy="restore it from a copy, or remove it")
+    text = mask_credentials(saved)  # earlier versions stored them
+    old = read_json("config.json", text, remedy="restore it from a copy, or remove it")
     found = differences(old, json.loads(to_json(config)))
     return [change for change in found if not change.startswith(UNCOUNTED)]
 

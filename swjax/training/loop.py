@@ -1,8 +1,8 @@
 """The only training loop: CLIP with a config's recipe, optimizer and data, on one device or many.
 
 Read `train` from top to bottom. A run is a directory:
-config.json  env.txt  metrics.jsonl  skipped.log  tensorboard/  checkpoints/<step>/  results.json
-profile/  report/
+config.json  config_history.jsonl  env.txt  metrics.jsonl  skipped.log  tensorboard/  results.json
+checkpoints/<step>/  profile/  report/
 """
 
 from contextlib import ExitStack, closing

@@ -29,6 +29,12 @@ from swjax.training.state.checksums import checksums
 logger = logging.getLogger("swjax.training.state.checkpoint")
 
 
+# What a run writes in its workdir.
+WRITTEN = (".lock", "checkpoints", "config.json", "config_history.jsonl", "damaged", "env.txt",
+           "metrics.jsonl", "mirror.part", "profile", "report", "results.json", "skipped.log",
+           "tensorboard")  # fmt: skip
+
+
 class DamagedCheckpoint(ValueError):
     """The arrays of a checkpoint differ from the saved state."""
 
@@ -360,8 +366,8 @@ def lock(workdir: Path) -> IO:
       The open lock file. The caller must keep a reference, because closing it releases the lock.
 
     Raises:
-      ConfigError: another live process holds it, the file system has no locks, or Orbax would read
-        the path as a pattern, and not find the arrays that it has written.
+      ConfigError: another live process holds it, the file system has no locks, one of its files is a link,
+        or Orbax would read the path as a pattern, and not find the arrays that it has written.
     """
     path = str(workdir.absolute())
     if glob.has_magic(path) or "\\" in path:
@@ -375,6 +381,11 @@ def lock(workdir: Path) -> IO:
         raise ConfigError(
             f"workdir {str(workdir)!r} cannot be created ({error.strerror}): give another path"
         ) from error
+    for link in (name for name in WRITTEN if (workdir / name).is_symlink()):
+        raise ConfigError(
+            f"workdir {str(workdir)!r} has the link {link!r}, and a run writes through no link: replace it "
+            "by what it names"
+        )
     file = open(workdir / ".lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

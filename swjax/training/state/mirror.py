@@ -55,8 +55,7 @@ class Mirror:
             local = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
             if local and Path(self._root).resolve().is_relative_to(workdir.resolve()):
                 raise ConfigError(
-                    f"{self._key} is in the workdir, which it copies: give "
-                    "another folder"
+                    f"{self._key} is in the workdir, which it copies: give another folder"
                 )
             self._thread = ThreadPoolExecutor(1, "mirror")
 
