@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from swjax.data.packages import require
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _OPEN_FILES = 256  # limit per process
+# What a fingerprint covers: number and bytes of the parts of a large file, sizes of files in a folder.
+_BLOCKS, _BLOCK, _SIZES = 256, 2**20, 20_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
@@ -172,6 +175,34 @@ def read_whole(path: str, most: int) -> bytes:
     if len(data) > most:
         raise OSError(f"{path} is larger than {most} bytes")
     return data
+
+
+def blocks(size: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of the parts of a file that a fingerprint covers: all of it up to 256 MiB.
+
+    >>> list(blocks(3)), sum(stop - start for start, stop in blocks(2**40)) == 2**28
+    ([(0, 3)], True)
+    """
+    for number in range(_BLOCKS):
+        start = (
+            number * _BLOCK
+            if size <= _BLOCKS * _BLOCK
+            else number * (size - _BLOCK) // (_BLOCKS - 1)
+        )
+        if start >= size:
+            return
+        yield start, min(start + _BLOCK, size)
+
+
+def outline(folder: str, names: list[str]) -> Iterator[str]:
+    """Yields the relative paths of files in a folder, and the sizes of 20,000 of them, for a fingerprint.
+
+    Raises:
+      OSError: a file is gone.
+    """
+    yield from names
+    for name in names[:: -(-len(names) // _SIZES)]:
+        yield str(os.stat(os.path.join(folder, name)).st_size)
 
 
 def open_remote(path: str) -> Any:

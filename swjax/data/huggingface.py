@@ -1,6 +1,8 @@
 """Image-text pairs of a Hugging Face data set on disk (Arrow)."""
 
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from swjax.data import files
@@ -58,6 +60,10 @@ class HuggingFace(Photographs):
     def key(self, index: int) -> str:
         """Returns the directory and the row."""
         return f"{self._split}[{index}]"
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the sizes of the Arrow files."""
+        return (str(os.path.getsize(file["filename"])) for file in self._rows.cache_files)
 
     def record(self, index: int) -> Record:
         """Reads a row, and its image file if the row contains a path."""

@@ -81,6 +81,12 @@ class Index:
         """Returns a suffix for messages that explains why there are fewer records than expected."""
         return f": {': '.join(self.damage[0])}" if self.damage else ""
 
+    def outline(self) -> Iterator[bytes]:
+        """Yields the number of records of each file and the bounds of the records, for a fingerprint."""
+        yield self.lengths.tobytes()
+        for start, stop in files.blocks(self._bounds.nbytes):
+            yield self._bounds[start // 8 : -(-stop // 8)].tobytes()
+
     def __getitem__(self, index: int) -> tuple[str, int, int]:
         """Returns the path of a record's file, its first byte and the byte after its last."""
         file = int(np.searchsorted(self._ends, index, side="right"))

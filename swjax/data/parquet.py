@@ -15,6 +15,7 @@ from swjax.data import files
 from swjax.data.packages import require
 from swjax.data.photographs import Photographs, Record, texts
 from swjax.data.skipping import BadExample
+from swjax.data.sources import spread
 
 _LARGEST_IMAGE = 2**28  # bytes
 _BYTES_KEPT = 2**29  # limit of the cached parts, per process
@@ -98,6 +99,24 @@ class Parquet(Photographs):
         number, row = self._place(index)
         part = self._parts[number]
         return f"{self._paths[part.file]}[{part.row + row}]"
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the rows and the sizes of both columns of each row group."""
+        for path in self._paths:
+            with _open(path) as opened:
+                for number in range(opened.metadata.num_row_groups):
+                    group = opened.metadata.row_group(number)
+                    sizes = [chunk.total_compressed_size for chunk in _chunks(group, self._columns)]
+                    yield f"{group.num_rows} rows of {sizes} bytes"
+
+    def sampled(self, most: int) -> list[int]:
+        """Rows of few parts, because reading a row loads its whole part."""
+        starts = (self._ends - self.shards).tolist()
+        return [
+            starts[part] + row
+            for part in spread(len(self._parts), _PARTS_KEPT)
+            for row in spread(self._parts[part].rows, most // _PARTS_KEPT)
+        ]
 
     def record(self, index: int) -> Record:
         """Reads a row, and its image file if the row contains a path."""
@@ -202,14 +221,15 @@ def _groups(path: str, columns: Sequence[str]) -> list[tuple[int, int]]:
                 )
         for number in range(opened.metadata.num_row_groups):
             group = opened.metadata.row_group(number)
-            chunks = [group.column(i) for i in range(group.num_columns)]
-            size = sum(
-                chunk.total_uncompressed_size
-                for chunk in chunks
-                if chunk.path_in_schema.split(".")[0] in columns
-            )
+            size = sum(chunk.total_uncompressed_size for chunk in _chunks(group, columns))
             sizes.append((group.num_rows, size))
     return sizes
+
+
+def _chunks(group: Any, columns: Sequence[str]) -> list:
+    """The column chunks of a row group that belong to the columns."""
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
 
 
 def _parts(file: int, groups: Sequence[tuple[int, int]]) -> Iterator[Part]:

@@ -2,12 +2,14 @@
 
 import abc
 import json
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from swjax.data.decoding import decode
 from swjax.data.skipping import BadExample
+from swjax.data.sources import spread
 
 _LONGEST_CAPTION = 2**16  # bytes; longer text is unlikely to be a caption and slow to tokenize
 
@@ -61,6 +63,14 @@ class Photographs(abc.ABC):
     @abc.abstractmethod
     def key(self, index: int) -> str:
         """Returns the name of an example for messages. It must work for unreadable examples, too."""
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields what is known of all examples without reading them, see `swjax.data.fingerprint`."""
+        return iter(())
+
+    def sampled(self, most: int) -> list[int]:
+        """Returns at most so many examples that are cheap to read, see `swjax.data.fingerprint`."""
+        return spread(len(self), most)
 
     def stored(self, index: int) -> dict:
         """Returns image (file contents as bytes), label (the index) and captions."""

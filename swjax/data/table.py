@@ -3,6 +3,7 @@
 import csv
 import functools
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from swjax.data import files
 from swjax.data.index import Index, Scan
 from swjax.data.photographs import Photographs, Record, json_field, texts
 from swjax.data.skipping import BadExample
+from swjax.data.sources import spread
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
 _LARGEST_IMAGE = 2**28  # bytes
@@ -65,6 +67,16 @@ class Table(Photographs):
             return str(self._row(index)[0])
         except (OSError, ValueError):
             return f"{self._path}: byte {self._index[index + self._first][1]}"
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the bytes of the table."""
+        size, _ = files.size_and_version(self._path)
+        return (files.read(self._path, *block) for block in files.blocks(size))
+
+    def sampled(self, most: int) -> list[int]:
+        """Evenly spaced rows, without those whose image a network may fail to give the next time."""
+        rows = spread(len(self), most)
+        return [i for i in rows if not files.is_remote(files.beside(self.key(i), of=self._path))]
 
     def record(self, index: int) -> Record:
         """Reads a row, and the image that the row names."""

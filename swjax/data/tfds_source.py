@@ -1,6 +1,7 @@
 """Image-text pairs of any prepared TensorFlow Datasets builder, without TensorFlow."""
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -53,8 +54,9 @@ class TFDS(Photographs):
                 'has no random access: prepare it again with file_format="array_record"'
             ) from None
         self.attribution = opened.info.citation
+        self._lengths = list(opened.info.splits[split.partition("[")[0]].shard_lengths)
         if "[" not in split:
-            self.shards = np.asarray(opened.info.splits[split].shard_lengths, np.int64)
+            self.shards = np.asarray(self._lengths, np.int64)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -66,6 +68,10 @@ class TFDS(Photographs):
             return f"{name} {_captions(self._records[index]['key'])[0]}"
         except Exception:  # the feature does not exist, or the record is unreadable
             return name
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the split, the features and the number of examples in each file."""
+        yield from (self._split, self._image_key, self._text_key, *map(str, self._lengths))
 
     def record(self, index: int) -> Record:
         """Reads an example."""

@@ -1,6 +1,7 @@
 """Random access to image-text pairs in WebDataset tars, as img2dataset writes them."""
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -76,6 +77,10 @@ class WebDataset(Photographs):
             return f"{path}:{self.sample(index)[0]}"
         except (OSError, ValueError):
             return f"{path}: byte {start}"
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the positions of the samples."""
+        return self._index.outline()
 
     def record(self, index: int) -> Record:
         """Reads a sample's image and caption."""
