@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -526,20 +525,3 @@ def test_few_files_are_open_at_once(tmp_path):
         (tmp_path / str(n)).write_bytes(b"x")
         files.read(f"{tmp_path}/{n}", 0, 1)
     assert len(os.listdir("/proc/self/fd")) < 290 if os.path.exists("/proc/self/fd") else True
-
-
-def test_a_text_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
-    path = files.write_atomically(tmp_path / "page.html", "old")
-
-    def half(part, text, *_):
-        part.write_bytes(text.encode()[:2])
-        raise OSError("full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", half)
-        with pytest.raises(OSError, match="full"):
-            files.write_atomically(path, "new")
-    assert path.read_text() == "old"
-    files.write_atomically(path, "caf\udce9.jpg")  # a name in Latin-1
-    assert path.read_text() == r"caf\udce9.jpg"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html"]

@@ -36,6 +36,8 @@ APPLICATION = {
     "evaluate": {*LIBRARY, "data", "evaluators", "inference", "models", "report", "training"},
 }
 ALLOWED = LIBRARY | APPLICATION
+# Needs the standard library only, so every folder may import it.
+LEAVES = {"swjax.safe_files"}
 # The command line imports the command that it starts.
 COMMANDS = {"swjax.__main__", "swjax.diagnostics.__main__"}
 
@@ -78,7 +80,13 @@ def forbidden(module: str, names: Iterable[str]) -> list[str]:
     """Returns those of the imported names that this module must not import."""
     folder = folder_of(module)
     inside = (name for name in names if name.split(".")[0] == "swjax")
-    return [name for name in inside if folder_of(name) not in {folder, *ALLOWED[folder]}]
+    allowed = {folder, *ALLOWED[folder]}
+    return [name for name in inside if folder_of(name) not in allowed and name not in LEAVES]
+
+
+def test_leaves_import_the_standard_library_only():
+    for leaf in LEAVES:
+        assert {name.split(".")[0] for name in imported(MODULES[leaf])} <= sys.stdlib_module_names
 
 
 def test_importing_asks_for_no_devices():

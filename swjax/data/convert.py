@@ -32,6 +32,7 @@ from swjax.data.preparation import lock
 from swjax.data.processes import end_with_parent
 from swjax.data.skipping import POLICIES, BadData, Skips
 from swjax.data.webdataset import WebDataset
+from swjax.safe_files import write_atomically
 
 _VERSION = "1.0.0"
 _MANIFEST = "converted.jsonl"  # one line per completed file
@@ -146,7 +147,7 @@ def expected(out: Path) -> dict[str, int]:
 
 
 def _expect(out: Path, split: str, shards: int) -> None:
-    files.write_atomically(out / _EXPECTED, json.dumps(expected(out) | {split: shards}))
+    write_atomically(out / _EXPECTED, json.dumps(expected(out) | {split: shards}))
 
 
 def _drop_half_line(path: Path) -> None:

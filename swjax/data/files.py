@@ -1,4 +1,4 @@
-"""Files: expands path patterns and reads byte ranges, from disk or through fsspec; replaces text files."""
+"""Files: expands path patterns and reads byte ranges, from disk or through fsspec."""
 
 import errno
 import functools
@@ -248,19 +248,6 @@ class _Handle:
 @functools.lru_cache(_OPEN_FILES)
 def _open(path: str) -> _Handle:
     return _Handle(path)
-
-
-def write_atomically(path: Path, text: str) -> Path:
-    """Writes a text file in UTF-8. If the disk is full or the process is killed, the old file stays.
-
-    Characters that UTF-8 cannot encode, from file names in other encodings, are escaped.
-
-    Returns:
-      `path`.
-    """
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, "utf-8", "backslashreplace")
-    return part.replace(path)
 
 
 def close_all() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from swjax.data import files
 from swjax.data.preparation import lock
+from swjax.safe_files import write_atomically
 
 _THREADS = 16  # files indexed at once, so that a slow remote file does not delay the others
 
@@ -125,7 +126,7 @@ def _make(prefix: str, paths: list, sizes: list, keys: list, scan) -> None:
                 damage.append((i, trouble, sizes[i] - int(bounds[-1])))
     os.replace(f"{prefix}.part", f"{prefix}.npy")
     text = json.dumps({"lengths": lengths, "damage": damage})
-    files.write_atomically(Path(f"{prefix}.json"), text)
+    write_atomically(Path(f"{prefix}.json"), text)
 
 
 def _store(part: Path, found: Scan) -> None:

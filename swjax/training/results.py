@@ -8,7 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from swjax import report
-from swjax.data.files import write_atomically
+from swjax.safe_files import write_atomically
 from swjax.training import config as config_lib
 from swjax.training import environment
 from swjax.training.config import ConfigError
