@@ -525,3 +525,22 @@ def test_few_files_are_open_at_once(tmp_path):
         (tmp_path / str(n)).write_bytes(b"x")
         files.read(f"{tmp_path}/{n}", 0, 1)
     assert len(os.listdir("/proc/self/fd")) < 290 if os.path.exists("/proc/self/fd") else True
+
+
+def test_a_compressed_index_is_refused_and_links_are_not_written_through(tmp_path):
+    """4 kB of a compressed .npz would inflate to 4 MB, 4 MB to 4 GB."""
+    pattern = write_tars(tmp_path, [2])
+    folder = tmp_path / "data" / "index"
+    folder.mkdir(parents=True)
+    (tmp_path / "victim").write_text("kept")
+    (folder / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="Is a link, which is not followed when writing"):
+        open_tars(pattern, tmp_path)
+    assert (tmp_path / "victim").read_text() == "kept"
+    (folder / ".lock").unlink()
+    open_tars(pattern, tmp_path)
+    (part,) = folder.glob("files/*.npz")
+    np.savez_compressed(part, bounds=np.zeros(2**19, np.int64), trouble="")
+    next(folder.glob("*.json")).unlink()
+    with pytest.raises(ValueError, match=r"positions .*npz are damaged: remove .* \(it is compress"):
+        open_tars(pattern, tmp_path)
