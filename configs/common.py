@@ -74,8 +74,8 @@ def get_config() -> ConfigDict:
     config.data.webdataset.splits.val = ""  # the same; "": no validation
     config.data.webdataset.splits.test = ""  # the same; "": no test
     config.data.table = ConfigDict()
-    config.data.table.image_key = "image"  # column that holds images' paths
-    config.data.table.text_key = "caption"  # column that holds captions
+    config.data.table.image_key = "image;filepath;file_name;image_path"  # column of paths
+    config.data.table.text_key = "caption;text;title"  # column that holds captions
     config.data.table.splits = ConfigDict()
     config.data.table.splits.train = ""  # path of a .csv, .tsv or .jsonl file
     config.data.table.splits.val = ""  # the same; "": no validation
@@ -83,7 +83,7 @@ def get_config() -> ConfigDict:
     config.data.parquet = ConfigDict()
     # Columns in order of preference; the first that exists holds images.
     config.data.parquet.image_key = "image;jpg;jpeg;png;webp"
-    config.data.parquet.text_key = "caption;text;txt"  # the same for captions
+    config.data.parquet.text_key = "caption;text;txt;title"  # the same for captions
     config.data.parquet.splits = ConfigDict()
     config.data.parquet.splits.train = ""  # paths or URLs, as in "laion/{00000..00127}.parquet"
     config.data.parquet.splits.val = ""  # the same; "": no validation
@@ -96,7 +96,7 @@ def get_config() -> ConfigDict:
     config.data.folders.splits.test = ""  # the same; "": no test
     config.data.huggingface = ConfigDict()
     config.data.huggingface.image_key = "image"  # column that holds images
-    config.data.huggingface.text_key = "caption"  # column that holds captions
+    config.data.huggingface.text_key = "caption;text;title"  # column that holds captions
     config.data.huggingface.splits = ConfigDict()
     config.data.huggingface.splits.train = ""  # directory that datasets' save_to_disk wrote
     config.data.huggingface.splits.val = ""  # the same; "": no validation

@@ -13,7 +13,7 @@ import numpy as np
 
 from swjax.data import files
 from swjax.data.packages import require
-from swjax.data.photographs import Photographs, Record, texts
+from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
 
@@ -61,7 +61,7 @@ class Parquet(Photographs):
         split: str,
         *,
         image_key: str = "image;jpg;jpeg;png;webp",
-        text_key: str = "caption;text;txt",
+        text_key: str = "caption;text;txt;title",
     ):
         """Reads the footers of the files.
 
@@ -217,7 +217,7 @@ def _groups(path: str, columns: Sequence[str]) -> list[tuple[int, int]]:
             if names.count(column) != 1:
                 raise ValueError(
                     f"{path} must have one column {column!r}, as the first file, and has "
-                    f"{names.count(column)} among {', '.join(names)}: rename its columns"
+                    f"{names.count(column)} among {listed(names)}: rename its columns"
                 )
         for number in range(opened.metadata.num_row_groups):
             group = opened.metadata.row_group(number)
@@ -264,7 +264,7 @@ def _table(opened: Any, part: Part, columns: Sequence[str]) -> Any:
 
 
 def _column(key: str, columns: list[str], path: str) -> str:
-    found = next((name for name in key.split(";") if name in columns), None)
+    found = named(key, columns)
     if found is None:
-        raise ValueError(f"{path} has no column {key!r}; it has {', '.join(columns)}")
+        raise ValueError(f"{path} has no column {key!r}; it has {listed(columns)}")
     return found

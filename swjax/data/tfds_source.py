@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from swjax.data.packages import require
-from swjax.data.photographs import Photographs, Record, texts
+from swjax.data.photographs import Photographs, Record, listed, texts
 
 
 class TFDS(Photographs):
@@ -40,7 +40,7 @@ class TFDS(Photographs):
         opened = _open(builder, data_dir)
         if split.partition("[")[0] not in opened.info.splits:
             raise ValueError(
-                f"{builder!r} has no split {split!r}; it has {', '.join(opened.info.splits)}"
+                f"{builder!r} has no split {split!r}; it has {listed(opened.info.splits)}"
             )
         features = opened.info.features
         text_key = _first_feature(features, text_key.split(";"), builder)
@@ -147,7 +147,7 @@ def _check_feature(features, path: str, builder: str) -> None:
         if key not in getattr(inner, "keys", tuple)():
             raise ValueError(
                 f"{builder!r} has no feature {path!r}; the features there are "
-                f"{', '.join(getattr(inner, 'keys', tuple)()) or 'no inner features'}"
+                f"{listed(getattr(inner, 'keys', tuple)()) or 'no inner features'}"
             )
         features = inner[key]
 

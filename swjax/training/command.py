@@ -28,7 +28,8 @@ def main(argv: list[str]) -> int:
     try:
         return run([argv[0], *expand_home(argv[1:])])
     except ModuleNotFoundError as error:
-        print(f"{argv[0]}: {error}; training needs: pip install 'swjax[train]'", file=sys.stderr)
+        remedy = "; training needs: pip install 'swjax[train]'"
+        print(f"{argv[0]}: {error}{'' if 'pip install' in str(error) else remedy}", file=sys.stderr)
         return 2
 
 
