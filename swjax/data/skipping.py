@@ -22,6 +22,15 @@ class BadData(ValueError):
     """More examples than allowed are unreadable; the message has their number and the last key."""
 
 
+def too_many(bad: float, examples: int, share: float) -> bool:
+    """Whether so many bad examples end a run: more than the share of all, counted as at least 1,000.
+
+    >>> too_many(10, 42, share=0.01), too_many(11, 42, share=0.01), too_many(11, 2000, share=0.01)
+    (False, True, False)
+    """
+    return bad > share * max(examples, FIRST)
+
+
 class Skips:
     """Counts the bad examples of a run, and stops the run if they are too many.
 
@@ -61,7 +70,7 @@ class Skips:
         )  # fmt: skip
         if self._policy == "stop":
             raise BadData(f"cannot read {reason}: repair it, or set the policy to skip")
-        if self.skipped > self._share * max(self.read, FIRST):
+        if too_many(self.skipped, self.read, self._share):
             raise BadData(
                 f"{self.skipped} of {self.read} examples cannot be read, more than the share of "
                 f"{self._share} that may be skipped; the last is {reason}"

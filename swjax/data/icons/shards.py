@@ -123,6 +123,7 @@ def _write(path: Path, icons: list[Icon], answers: Iterator[list]) -> None:
     from array_record.python.array_record_module import ArrayRecordWriter
 
     part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)  # the writer would follow a link
     writer = ArrayRecordWriter(str(part), "group_size:1")
     keys, digests = [], []
     for start in range(0, len(icons), _IN_A_TASK):

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,10 @@ class Icons:
             "key": key,
             "png": png,
         }
+
+    def outline(self) -> Iterator[bytes]:
+        """Yields the drawings and labels of the split, as numbers."""
+        yield from (self._positions.tobytes(), self._labels.tobytes())
 
     def captions(self, label: int) -> tuple[str, ...]:
         """Returns the captions that fit every drawing of a label; the name comes first."""
