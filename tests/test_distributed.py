@@ -13,8 +13,9 @@ import pytest
 from micro_run import ENVIRONMENT, MICRO, ROOT, final_state, records, train
 from processes import two_processes
 
+from swjax import data
 from swjax.models import sharding
-from swjax.training import distributed
+from swjax.training import distributed, inputs
 from swjax.training.config import ConfigError
 from swjax.training.distributed import read_environment
 
@@ -102,13 +103,17 @@ def test_rows_that_overlap_are_one_line():
 
 def test_processes_with_other_data_end_in_one_line(monkeypatch):
     """They would train on some examples twice and on others never, and wait for each other in evaluation."""
-    distributed.check_same_lengths("data", {"train": 60, "val": 13})
-    distributed.check_same_lengths("eval.zeroshot", {})
+    lengths = {"train": 60, "val": 13}
+    distributed.check_same("data", "{} examples", lengths)
+    distributed.check_same("eval.zeroshot", "{} examples", {})
     monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own - [0, 1]]))
     with pytest.raises(
         ConfigError, match="config.data: val has 12 .* process 1 and 13 .* process 0"
     ):
-        distributed.check_same_lengths("data", {"train": 60, "val": 13})
+        distributed.check_same("data", "{} examples", lengths)
+    splits = {"train": data.source("synthetic", "train", image_size=8, examples=10)}
+    with pytest.raises(ConfigError, match="train has other examples .* 1 and other .* process 0"):
+        inputs.fingerprints(splits)
 
 
 def test_processes_that_would_compute_other_programs_end_in_one_line(micro, monkeypatch):
@@ -228,7 +233,7 @@ def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
 LOSES_A_PEER = """
 import os, sys, time
 import jax
-from swjax.training import distributed
+from swjax.training import distributed, inputs
 distributed.start()
 jax.devices()
 print("up", flush=True)

@@ -234,7 +234,7 @@ def loader(
     )
     workers = _bounded(workers)
     share = process_index, process_count
-    skips = Skips(on_bad, max_bad_share)
+    skips = Skips(on_bad, max_bad_share, examples=-(-len(source) // process_count))
     skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
     if not train:
         rows = _evaluation(source, batch_size, share, **sizes)[start_step * batch_size :]

@@ -148,25 +148,26 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def check_same_lengths(key: str, lengths: Mapping[str, int]) -> None:
-    """Checks that data sets have as many examples in every process, since processes share them by position.
+def check_same(key: str, what: str, numbers: Mapping[str, int]) -> None:
+    """Checks that data sets agree in every process, since processes share the examples by position.
 
     Args:
       key: the config key that names the data.
-      lengths: number of examples of each data set in this process; all processes have the same names.
+      what: describes a number, such as "{} examples".
+      numbers: a number of each data set in this process; all processes have the same names.
 
     Raises:
-      ConfigError: names the first data set whose length differs, and the process.
+      ConfigError: names the first data set whose number differs, and the process.
     """
-    if not lengths:
+    if not numbers:
         return
-    of_all = all_processes(np.array(list(lengths.values()), np.int64))
-    for name, counts in zip(lengths, of_all.T.tolist(), strict=True):
+    of_all = all_processes(np.array(list(numbers.values()), np.int64))
+    for name, counts in zip(numbers, of_all.T.tolist(), strict=True):
         other = next((i for i, count in enumerate(counts) if count != counts[0]), None)
         if other is not None:
             raise ConfigError(
-                f"config.{key}: {name} has {counts[other]} examples for process {other} and {counts[0]} for "
-                f"process 0: give all processes the same files"
+                f"config.{key}: {name} has {what.format(counts[other])} for process {other} and "
+                f"{what.format(counts[0])} for process 0: give all processes the same files"
             )
 
 

@@ -112,7 +112,7 @@ class Checkpoints:
         return _read_manifest(self.directory / str(step))["position"]
 
     def save(self, step: int, state: Any, position: dict) -> None:
-        """Starts saving. Returns once the state is copied, so that the caller may donate the state.
+        """Starts saving, unless the step is saved. Returns once the caller may donate the state.
 
         Args:
           step: the number of finished steps.
@@ -122,6 +122,8 @@ class Checkpoints:
         Raises:
           RunError: see `check`.
         """
+        if step in self._manager.all_steps():  # including one that is being saved
+            return
         items = {
             "state": ocp.args.StandardSave(_storable(state)),
             "manifest": ocp.args.JsonSave(_manifest(state, position)),
