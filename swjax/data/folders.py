@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from swjax.data import files
@@ -60,6 +61,12 @@ class Folders(Photographs):
     def key(self, index: int) -> str:
         """Returns the path of a picture."""
         return os.path.join(self._root, self._pictures[index])
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the paths of the files relative to the folder, and the sizes of many."""
+        yield self._template
+        yield from (text or "no text" for text in self._texts)
+        yield from files.outline(self._root, [*self._pictures, *filter(None, self._texts)])
 
     def record(self, index: int) -> Record:
         """Reads a picture and its captions."""

@@ -17,7 +17,7 @@ name.
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,6 +157,14 @@ class Labelled(Photographs):
         """Returns the key of an image, for messages."""
         return self._images.key(index)
 
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields what the kind of the set knows of all images."""
+        return self._images.outline()
+
+    def sampled(self, most: int) -> list[int]:
+        """Returns indices of images that are cheap to read."""
+        return self._images.sampled(most)
+
     def record(self, index: int) -> Record:
         """Reads an image and the name of its class."""
         image, _, name = self._read(index)
@@ -219,6 +227,10 @@ class ImageFolders(Photographs):
     def key(self, index: int) -> str:
         """Returns the path of an image."""
         return self._paths[index][1]
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the images' paths relative to the folder, and their sizes."""
+        return files.outline(self._root, [os.path.relpath(p, self._root) for _, p in self._paths])
 
     def record(self, index: int) -> Record:
         """Reads an image."""
@@ -306,6 +318,15 @@ class LabelledRows(Photographs):
     def key(self, index: int) -> str:
         """Returns the path of an image, or the file and the row if the row has no path."""
         return self._rows.key(index)
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the labels, and what the table or the Parquet files know of all rows."""
+        yield from self._labels
+        yield from self._rows.outline()
+
+    def sampled(self, most: int) -> list[int]:
+        """Returns indices of rows that are cheap to read."""
+        return self._rows.sampled(most)
 
     def record(self, index: int) -> Record:
         """Reads an image."""

@@ -28,11 +28,11 @@ import numpy as np
 
 from swjax.data.decoding import decode
 from swjax.data.examples import reason
-from swjax.data.files import write_atomically
 from swjax.data.icons import shards
 from swjax.data.sources import Source, source
 from swjax.data.tokenizer import tokenize
 from swjax.report import page
+from swjax.safe_files import write_atomically
 
 KINDS = {
     r".*\.(tar|tar\.gz|tgz)$": "webdataset",

@@ -30,13 +30,16 @@ from ml_collections import ConfigDict
 
 from swjax.models import sharding
 from swjax.recipes import RECIPES
+from swjax.safe_files import write_atomically
+from swjax.tools import layer_errors
 from swjax.training import config as config_lib
-from swjax.training import environment, layer_errors
 from swjax.training.config import ConfigError, choice
 from swjax.training.inputs import open_batches, open_source
 from swjax.training.keys import KEYS
-from swjax.training.packed import fetch
-from swjax.training.setup import assemble, check_config, first_state, make_init
+from swjax.training.log import environment
+from swjax.training.log.packed import fetch
+from swjax.training.setup import assemble, check_config, make_init
+from swjax.training.state.restore import first_state
 
 REFERENCE = "standard:float32"
 
@@ -57,7 +60,7 @@ def main(argv: list[str]) -> int:
         print(line)
     try:
         text = json.dumps(finite(result), indent=1) + "\n"
-        (workdir / "compare_precision.json").write_text(text)
+        write_atomically(workdir / "compare_precision.json", text)
         print(precision.write(result, workdir))
     except OSError as error:
         print(f"swjax compare: {error}", file=sys.stderr)
