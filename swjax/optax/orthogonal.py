@@ -12,8 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
+from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
 from swjax.optax.overflow import require_gradients
-from swjax.optax.stable import rate_at, require_learning_rate, require_number, stable_adamw
+from swjax.optax.stable import stable_adamw
 from swjax.optax.tensors import (
     as_arrays,
     bools_like,
@@ -169,15 +170,7 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
         require_number("muon", name, value, lambda x: 0 <= x < 1, "in [0, 1)")
     require_number("muon", "eps", eps, lambda x: float(x) >= 2.0**-126, "at least 2^-126 (1.2e-38)")
     require_number("muon", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
-    if isinstance(dtype, jax.Array):
-        raise ValueError(
-            f"muon's dtype must be a dtype, got the array {dtype}: under optax.inject_hyperparams add "
-            "'dtype' to static_args"
-        )
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
-        raise ValueError(
-            f"muon's dtype must be a floating-point dtype of at least 16 bits, got {dtype!r}"
-        )
+    require_dtype("muon", "dtype", dtype, bits=16)
 
 
 def _name_of_optimizer(path: tuple, by_muon: bool, x: jax.Array) -> str:

@@ -1,6 +1,5 @@
 """The RMS of every tensor's update by name, for `stable_adamw` and for plain `optax.adamw`."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from swjax.optax.stable import StableAdamWState, one_minus_power
+from swjax.optax.stable import StableAdamWState, one_minus_power, rms_of
 from swjax.optax.tensors import TensorValues, blocks_by_name, resolve_block_axes
 
 
@@ -111,8 +110,6 @@ def adamw_rms_by_path(
 
 def _rms(g, v, correction, eps, blocks: tuple[int, ...]) -> jax.Array:
     reduced = tuple(axis for axis in range(g.ndim) if axis not in blocks)
-    size = max(1, math.prod(g.shape[axis] for axis in reduced))
     correction, eps = (jnp.asarray(x, jnp.float32) for x in (correction, eps))
     squared, v = jnp.square(jnp.abs(g).astype(jnp.float32)), v.astype(jnp.float32) / correction
-    floor = jnp.maximum(jnp.square(eps), jnp.finfo(jnp.float32).tiny)  # the square may underflow
-    return jnp.sqrt(jnp.sum(squared / jnp.maximum(v, floor), reduced) / size)
+    return jnp.squeeze(rms_of(squared, v, eps, reduced), reduced)
