@@ -26,7 +26,7 @@ from swjax.optax import (
     stable_adamw,
 )
 
-MODULES = ("convert", "dynamic", "guard", "overflow", "rms", "stable", "tensors")
+MODULES = ("convert", "orthogonal", "rms", "scaling", "stable", "tensors")
 
 
 def problem(seed=0, steps=6):

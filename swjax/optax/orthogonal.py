@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
-from swjax.optax.overflow import require_gradients
 from swjax.optax.stable import stable_adamw
 from swjax.optax.tensors import (
     as_arrays,
@@ -154,7 +153,6 @@ def muon(
         if params is None:
             raise ValueError("muon needs the parameters: call update(grads, state, params)")
         grads, params = as_arrays(grads), as_arrays(params)
-        require_gradients("muon", grads, params)
         require_shapes("muon", params, {"gradient": grads})
         jax.tree_util.tree_map_with_path(_require_floating, params, grads)
         with jax.numpy_dtype_promotion("standard"):  # optax adds arrays of different dtypes

@@ -74,8 +74,8 @@ def adamw_rms_by_path(
       {"path/of/the/parameter": RMS}, each a scalar, or [blocks] if `block_axes` defines blocks.
 
     Raises:
-      ValueError: there is no such state, it belongs to other parameters than the gradient, or it has a count
-        per tensor, as inside `per_tensor_guard`.
+      ValueError: there is no such state, it belongs to other parameters than the gradient, or it is that of
+        an ensemble, with several counts.
 
     >>> params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
     >>> optimizer = optax.adamw(1e-3)
@@ -95,8 +95,8 @@ def adamw_rms_by_path(
         )
     if jnp.ndim(states[0].count):
         raise ValueError(
-            f"opt_state must have a single step count, got {jnp.shape(states[0].count)}: "
-            f"inside per_tensor_guard use stable_adamw, whose state contains the RMS"
+            f"opt_state must have a single step count, got {jnp.shape(states[0].count)}: read the states "
+            "of an ensemble under jax.vmap"
         )
     correction = one_minus_power(b2, jnp.asarray(states[0].count))
     axes = resolve_block_axes(block_axes, grads)
