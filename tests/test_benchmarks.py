@@ -28,6 +28,7 @@ def commands() -> list[list[str]]:
     return found
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_a_command_starts(command):
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
