@@ -50,7 +50,7 @@ def test_spikes_in_int8_and_bf16(study, capsys):
     assert told in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "name", ["emoji", "icons", "icons_optimizers", "optimizers", "spikes", "weight_gradients"]
 )
