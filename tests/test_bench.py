@@ -24,6 +24,7 @@ def run(*flags) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.release
 def test_operations(tmp_path):
     out = tmp_path / "bench.json"
     done = run("--smoke", "--ops", f"--out={out}")
@@ -191,6 +192,7 @@ def test_no_gpu_is_one_line(capsys, tmp_path):
     assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.release
 def test_train_step(tmp_path):
     """Times the tiny model's image tower. PyTorch's rows hold an error on a CPU."""
     out = tmp_path / "step.json"
