@@ -177,7 +177,7 @@ def product_arrays(tokens: int, k: int, n: int) -> tuple:
 
 
 def quantized_product(name: str, tile) -> Callable:
-    return partial(dispatch.module_of(name).matmul, out_dtype="bfloat16", tile=tile)
+    return partial(dispatch.kernel(name, "matmul"), out_dtype="bfloat16", tile=tile)
 
 
 def implementation_work(operation: str, tokens: int, k: int, n: int) -> Work:
