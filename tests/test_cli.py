@@ -12,7 +12,7 @@ from swjax import __main__ as swjax_commands
 from swjax.evaluate import __main__ as evaluate
 from swjax.training import config as config_lib
 from swjax.training import loop
-from swjax.training.checkpoint import lock
+from swjax.training.state.checkpoint import lock
 
 ROOT = Path(__file__).resolve().parent.parent
 OPENMOJI = f"--config={ROOT}/configs/openmoji.py"
@@ -287,7 +287,7 @@ def test_a_misspelt_command_is_one_line(name, meant, monkeypatch, capsys):
 def test_the_recorded_command_runs_again():
     """A module of a package is recorded as `-m NAME`: the path of its file would not run."""
     program = (
-        "from swjax.training import environment; print(environment.describe().split('\\n')[0])"
+        "from swjax.training.log import environment; print(environment.describe().split('\\n')[0])"
     )
     done = subprocess.run(
         [sys.executable, "-m", "timeit", "-n1", "-r1", "-s", program, "pass"],

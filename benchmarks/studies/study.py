@@ -159,7 +159,7 @@ def read(path: Path | None) -> dict:
 
 
 def new() -> dict:
-    from swjax.training import environment
+    from swjax.training.log import environment
 
     lines = environment.describe().splitlines()
     command = environment.command()
@@ -203,7 +203,7 @@ def dumps(value) -> str:
 
 def write(path: Path | None, study: dict) -> None:
     """Writes the study if there is a path; a kill leaves the previous file."""
-    from swjax.data.files import write_atomically
+    from swjax.safe_files import write_atomically
 
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swjax.data.files import write_atomically
 from swjax.report import charts, page
 from swjax.report.charts import DARK, LIGHT, Chart, Theme
+from swjax.safe_files import write_atomically
 
 if TYPE_CHECKING:  # matplotlib is slow to load
     from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ def write(result: dict, workdir: Path) -> Path:
     """Writes WORKDIR/compare_precision.html, a self-contained page.
 
     Args:
-      result: result of `swjax.training.compare_precision.compare`.
+      result: result of `swjax.tools.compare_precision.compare`.
       workdir: an existing directory.
 
     Returns:
