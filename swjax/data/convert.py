@@ -26,12 +26,12 @@ from pathlib import Path
 import numpy as np
 
 from swjax.data import files
-from swjax.data.packages import require
 from swjax.data.photographs import texts
 from swjax.data.preparation import lock
 from swjax.data.processes import end_with_parent
 from swjax.data.skipping import POLICIES, BadData, Skips
 from swjax.data.webdataset import WebDataset
+from swjax.packages import require
 from swjax.safe_files import open_no_follow, write_atomically
 
 _VERSION = "1.0.0"

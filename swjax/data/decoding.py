@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swjax.data.packages import require
 from swjax.data.skipping import BadExample
+from swjax.packages import require
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swjax.data.packages import require
+from swjax.packages import MissingPackage, require
 from swjax.safe_files import is_inside
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -331,8 +331,6 @@ def _filesystem(path: str):
         reason = " ".join(str(error).split())
         packages = _PACKAGES.get(path.partition("://")[0])
         remedy = f": pip install {packages}" if packages else ""
-        raise ModuleNotFoundError(
-            f"cannot read {path}: {reason}{remedy}", name=error.name
-        ) from None
+        raise MissingPackage(f"cannot read {path}: {reason}{remedy}", name=error.name) from None
     except ValueError as error:
         raise ValueError(f"cannot read {path}: {error}") from None

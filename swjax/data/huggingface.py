@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swjax.data import files
-from swjax.data.packages import require
 from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
+from swjax.packages import require
 
 _LARGEST_IMAGE = 2**28  # bytes
 

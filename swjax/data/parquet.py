@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from swjax.data import files
-from swjax.data.packages import require
 from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
+from swjax.packages import require
 
 _LARGEST_IMAGE = 2**28  # bytes
 _LARGEST_VALUES = 2**20  # bytes of the values of a column that are decoded at once

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from swjax.data.packages import require
 from swjax.data.photographs import Photographs, Record, listed, texts
+from swjax.packages import require
 
 
 class TFDS(Photographs):

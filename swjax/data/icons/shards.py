@@ -23,8 +23,8 @@ import numpy as np
 from swjax.data import drawing_processes
 from swjax.data.icons import drawings, sets
 from swjax.data.icons.sets import Icon, IconSet, concept_and_style, fold
-from swjax.data.packages import require
 from swjax.data.preparation import lock
+from swjax.packages import require
 from swjax.safe_files import write_atomically
 
 SPLITS = ("train", "val", "test", "test_sets", "test_both")

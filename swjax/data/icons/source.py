@@ -10,7 +10,7 @@ import numpy as np
 
 from swjax.data.icons import sets, shards
 from swjax.data.icons.shards import SPLITS
-from swjax.data.packages import require
+from swjax.packages import require
 
 CONFIGS = ("full", "slice")
 TEMPLATES = ("{}", "an icon of {}", "a drawing of {}", "a small picture of {}")
