@@ -190,36 +190,33 @@ def text_files(pictures: Iterable[str], written: Iterable[str]) -> dict[str, str
     """
     pictures = list(pictures)
     by_stem = {_stem(path): path for path in written}
-    found = {p: by_stem.get(p) or by_stem.get(_stem(p)) for p in pictures}
-    found = {picture: text for picture, text in found.items() if text}
-    filled = {os.path.dirname(path) for path in pictures}
-    left = set(by_stem.values()) - set(found.values())
-    apart = defaultdict[tuple, list[str]](list)
-    for text in sorted(left):
-        if os.path.dirname(text) not in filled:
-            for place in _places(_stem(text)):
-                apart[place].append(text)
-            for place in _places(
-                _stem(_stem(text)) if _stem(text).lower().endswith(files.PICTURES) else ""
-            ):
-                apart[place].append(text)
-    if not apart:
-        return found
-    owner: dict[str, str] = {}
+    found: dict[str, str] = {}
     for picture in pictures:
-        fitting = {text for place in _places(_stem(picture)) for text in apart.get(place, ())}
+        text = by_stem.get(picture) or by_stem.get(_stem(picture))
+        if text:
+            found[picture] = text
+    filled = {os.path.dirname(picture) for picture in pictures}
+    apart = defaultdict[tuple, set[str]](set)  # files in folders without pictures, by place
+    for text in set(by_stem.values()) - set(found.values()):
+        if os.path.dirname(text) not in filled:
+            stem = _stem(text)
+            short = _stem(stem) if stem.lower().endswith(files.PICTURES) else stem
+            for place in (*_places(stem), *_places(short)):
+                apart[place].add(text)
+    owner: dict[str, str] = {}
+    for picture in pictures if apart else ():
+        fitting = sorted({t for place in _places(_stem(picture)) for t in apart.get(place, ())})
         if picture in found or not fitting:
             continue
-        text = min(fitting)
-        if len(fitting) > 1 or text in owner:
-            several = (
-                f"{picture!r} has" if len(fitting) > 1 else f"{owner[text]!r} and {picture!r} have"
-            )
+        text = fitting[0]
+        other = owner.setdefault(text, picture)
+        if len(fitting) > 1 or _stem(other) != _stem(picture):
+            owners = f"{picture!r} has" if len(fitting) > 1 else f"{other!r} and {picture!r} have"
             raise ValueError(
-                f"{several} {' and '.join(map(repr, sorted(fitting)[:2]))} as text files: keep one for each "
+                f"{owners} {' and '.join(map(repr, fitting[:2]))} as text files: keep one for each "
                 "picture, next to it"
             )
-        owner[text], found[picture] = picture, text
+        found[picture] = text
     return found
 
 
