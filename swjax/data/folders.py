@@ -15,7 +15,6 @@ from swjax.data.photographs import Photographs, Record, field, texts
 from swjax.data.skipping import BadExample
 from swjax.data.table import TEXTS, Layout
 
-_LARGEST_IMAGE = 2**28  # bytes
 _LARGEST_TEXT = 2**20
 _LARGEST_METADATA = 2**30
 _METADATA = ("metadata.jsonl", "metadata.csv")  # of the imagefolder of Hugging Face
@@ -110,7 +109,7 @@ class Folders(Photographs):
 
     def record(self, index: int) -> Record:
         """Reads a picture and its captions."""
-        return Record(files.read_whole(self.key(index), _LARGEST_IMAGE), self._captions(index))
+        return Record(files.read_whole(self.key(index)), self._captions(index))
 
     def stored(self, index: int) -> dict:
         """Returns image (file contents as bytes), label (its class, or the index) and captions."""

@@ -17,7 +17,6 @@ from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
 from swjax.packages import require
 
-_LARGEST_IMAGE = 2**28  # bytes
 _LARGEST_VALUES = 2**20  # bytes of the values of a column that are decoded at once
 _BYTES_KEPT = 2**29  # limit of the cached parts, per process
 _LEAST_ROWS = 64  # rows decoded at once; fewer take too long
@@ -182,7 +181,7 @@ class Parquet(Photographs):
         if isinstance(image, dict):  # the layout of Hugging Face
             image = image.get("bytes") or image.get("path")
         if isinstance(image, str) and image:
-            return files.read_whole(files.beside(image, of=path), _LARGEST_IMAGE)
+            return files.read_whole(files.beside(image, of=path))
         if not isinstance(image, bytes) or not image:
             raise BadExample(f"the image must be bytes or a path, not {type(image).__name__}")
         return image

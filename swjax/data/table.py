@@ -19,7 +19,6 @@ from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
-_LARGEST_IMAGE = 2**28  # bytes
 _LONGEST_ROW = 2**24  # bytes
 _MOST_LINES = 64  # of a row; a quote that is not closed would put all following rows into one cell
 _STEP = 2**23  # bytes read at once
@@ -286,7 +285,7 @@ class Table(Photographs):
         path = files.beside(image.strip(), of=self._path)
         if "\\" in path and not os.path.exists(path):
             path = files.beside(image.strip().replace("\\", "/"), of=self._path)
-        return files.read_whole(path, _LARGEST_IMAGE)
+        return files.read_whole(path)
 
     def value(self, index: int) -> Any:
         """Returns the cell of the text column, in JSONL a value of any type."""
