@@ -14,6 +14,7 @@ from swjax.data.labelled import NAMES, PROMPTS, TEMPLATES
 from swjax.data.photographs import Photographs, Record, field, texts
 from swjax.data.skipping import BadExample
 from swjax.data.table import TEXTS, Layout
+from swjax.safe_files import is_inside
 
 _LARGEST_TEXT = 2**20
 _LARGEST_METADATA = 2**30
@@ -229,6 +230,8 @@ def _places(stem: str) -> Iterator[tuple]:
 
 def _lies_with(text: str, picture: str, root: str) -> bool:
     """Whether a picture's text file may be read, see `Folders`."""
+    if not os.path.islink(text) and _is_inside(os.path.dirname(text), root):
+        return True
     if files.belongs(text, root):
         return True
     text, picture = os.path.realpath(text), os.path.realpath(picture)
@@ -237,6 +240,10 @@ def _lies_with(text: str, picture: str, root: str) -> bool:
     folder, other = os.path.dirname(picture), os.path.dirname(text)
     beside = os.path.dirname(folder) == os.path.dirname(other)
     return folder == other or (beside and _name(text) == _name(picture))
+
+
+# Resolving the links of a path takes a call to the system per folder, for each example.
+_is_inside = functools.lru_cache(1024)(is_inside)
 
 
 def _name(path: str) -> str:
