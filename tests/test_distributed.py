@@ -153,7 +153,7 @@ def assert_same_losses(got, want):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
     """A run with sharded parameters resumes with replicated ones: the same bits, the same data position."""
     split, whole = CHANGES | {"mesh.data": 1, "mesh.fsdp": 2}, CHANGES
