@@ -110,10 +110,6 @@ BAD_CONFIGS = {
     "float16 unscaled": (["model.dtype=float16"], "optimizer.loss_scaling"),
     "loss scale below 1": (["optimizer.loss_scale=0.5"], "at least 1"),
     "a schedule AdamW lacks": (["optimizer.name=adamw", "optimizer.b2_power=0.5"], "stable_adamw"),
-    "a Muon for each tensor": (
-        ["optimizer.name=muon", "optimizer.loss_scaling=per_tensor"],
-        "loss_scaling='dynamic'",
-    ),
     "unknown data": (["data.name=emojis"], "emoji"),
     "unknown task": (["data.emoji.task=strickt"], "'strict'"),
     "unknown optimizer": (["optimizer.name=adam"], "'adamw'"),

@@ -114,7 +114,7 @@ def test_what_odd_rows_hold(tmp_path, caplog):
     for reason in (
         "t.csv: byte 28: the row is not UTF-8",
         "t.csv: byte 42: the row has 1 cells for 2 columns",
-        "gone.jpg: FileNotFoundError: [Errno 2] No such file or directory",
+        "gone.jpg: FileNotFoundError: No such file or directory",
         "the row names no image",
         "good.jpg: the caption is empty",
     ):

@@ -202,10 +202,18 @@ def test_devices_share_the_layers_that_muon_orthogonalizes(spec, tmp_path):
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-@pytest.mark.parametrize("shape", [(16, 32, 64), (12, 32, 64), (1, 64, 32), (64, 32)])
-@pytest.mark.parametrize("kinds", [(EXPLICIT,) * 3, (AUTO, EXPLICIT, AUTO)])
-def test_muon_on_a_mesh_with_explicit_axes(kinds, shape):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=kinds)
+@pytest.mark.parametrize("shape", [(4, 4, 32, 64), (12, 32, 64), (1, 64, 32), (64, 32)])
+@pytest.mark.parametrize(
+    "sizes, kinds",
+    [
+        ((2, 2, 2), (EXPLICIT,) * 3),
+        ((2, 2, 2), (AUTO, EXPLICIT, AUTO)),
+        ((1, 1, 1), (EXPLICIT,) * 3),  # a cluster's program on one device
+        ((4, 1, 2), (AUTO, EXPLICIT, EXPLICIT)),
+    ],
+)
+def test_muon_on_a_mesh_with_explicit_axes(sizes, kinds, shape):
+    mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=kinds)
     x = jax.random.normal(jax.random.key(0), shape)
     run = jax.jit(partial(orthogonalize, coefficients=COEFFICIENTS))
     want, spec = run(x), P(*[None] * (len(shape) - 2), "fsdp", "tensor")

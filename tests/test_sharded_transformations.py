@@ -38,7 +38,7 @@ import swjax
 import swjax.losses
 import swjax.nnx
 from swjax import Layout
-from swjax.linear.planning import reduced
+from swjax.linear.sharding import reduced
 from swjax.testing import assert_quantized_gathers, collectives
 
 pytestmark = pytest.mark.eight_devices

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numeric import floor_db, snr_db
 
 import swjax
-from swjax.linear.arithmetic import Arithmetic
+from swjax.linear.layer import Layer
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 from swjax.testing import assert_quantized, matrix_products
 
@@ -196,7 +196,7 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
     """Kernels read transposed quantized weights. Tested on one device, and on two with sharded weights."""
     x, w, bias, g = arrays((8, 5, 16), 24)
     want = products(x, w, g, name, bias)
-    monkeypatch.setattr(Arithmetic, "reads_last_axis", True)
+    monkeypatch.setattr(Layer, "reads_last_axis", True)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     for spec in [None, (), ("data",), (None, "data")]:
         put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))

@@ -236,6 +236,8 @@ def loader(
     share = process_index, process_count
     skips = Skips(on_bad, max_bad_share, examples=-(-len(source) // process_count))
     skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
+    for note in getattr(source, "notes", ()) if train else ():
+        logger.warning("%s", note)
     if not train:
         rows = _evaluation(source, batch_size, share, **sizes)[start_step * batch_size :]
         return Batches(_iterate(rows, batch_size, batch_size, workers), skips)

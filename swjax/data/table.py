@@ -253,11 +253,12 @@ class Table(Photographs):
         return len(self._index) - self._first
 
     def key(self, index: int) -> str:
-        """Returns the image's path, or the position of the row if the row is unreadable."""
-        try:
-            return str(self._cell(index, self._image_key))
-        except (OSError, ValueError):
-            return f"{self._path}: byte {self._index[index + self._first][1]}"
+        """Returns the image's path, or the position of the row if it has none or is unreadable."""
+        with contextlib.suppress(OSError, ValueError):
+            image = self._cell(index, self._image_key)
+            if image:
+                return str(image)
+        return f"{self._path}: byte {self._index[index + self._first][1]}"
 
     def outline(self) -> Iterator[str | bytes]:
         """Yields the bytes of the table."""

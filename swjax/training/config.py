@@ -299,11 +299,6 @@ def _check_optimizer(config: ConfigDict) -> None:
             f"config.optimizer.b2_power={optimizer.b2_power} needs name='stable_adamw', not "
             f"{optimizer.name!r}: set the name; with clip_threshold=0 it is AdamW with that schedule"
         )
-    if optimizer.name == "muon" and optimizer.loss_scaling == "per_tensor":
-        raise ConfigError(
-            "config.optimizer.loss_scaling='per_tensor' gives each tensor an optimizer of its own, and "
-            "name='muon' updates stacks of matrices together: set loss_scaling='dynamic'"
-        )
     if config.model.dtype == "float16" and not optimizer.loss_scaling:
         raise ConfigError(
             "config.model.dtype='float16' needs a loss scale, or small gradients underflow to 0: set "

@@ -175,7 +175,7 @@ def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
     if c.name != "adamw":
         return diagnostics.rms(opt_state)
     if c.loss_scaling == "per_tensor":
-        # Each tensor has its own Adam; stable_adamw with clip_threshold=0 measures the RMS instead.
+        # Skipped tensors keep an older v; stable_adamw with clip_threshold=0 measures the RMS instead.
         return {}
     if c.grad_clip_norm:  # as in AdamW's chain; XLA deduplicates the two
         grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())
