@@ -150,9 +150,8 @@ def test_replicas_that_differ_are_refused(monkeypatch):
     unequal = jax.make_array_from_single_device_arrays((3,), everywhere, pieces)
     with refused:  # between the devices of one process
         require_equal_replicas({"params": {"bias": bias, "kernel": unequal}})
-    monkeypatch.setattr(
-        distributed, "all_processes", lambda own: np.stack([own, own + [0, 0, 1, 1]])
-    )
+    shift = np.array([0, 0, 1, 1])
+    monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own + shift]))
     with refused:  # between processes
         require_equal_replicas(state)
 
@@ -175,7 +174,7 @@ def assert_same_losses(got, want):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
     """A run with sharded parameters resumes with replicated ones: the same bits, the same data position."""
     split, whole = CHANGES | {"mesh.data": 1, "mesh.fsdp": 2}, CHANGES

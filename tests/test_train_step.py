@@ -248,7 +248,7 @@ def test_a_trained_logit_scale_is_clamped_for_the_softmax_loss(half, micro):
     assert limit_logit_scale(micro(train__loss="sigmoid"), siglip) is siglip
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_devices_compute_what_one_does(micro):
     results = {}
     for name, sizes, accumulation in (

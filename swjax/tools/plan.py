@@ -15,12 +15,14 @@ from ml_collections import ConfigDict
 
 from swjax.data import files
 from swjax.data.batches import check_batch_size
+from swjax.data.skipping import Skips
 from swjax.models import sharding
 from swjax.models.config import CLIPConfig
 from swjax.tools.memory_model import GIB, Memory, Mesh, most_pairs, predict
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame
 from swjax.training.evaluation import open_labelled
+from swjax.training.faults.failures import blame_data
 from swjax.training.inputs import open_splits
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.setup import make_init, model_config, require_profile
@@ -181,6 +183,9 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     config_lib.validate(config, batch_shards=mesh.shards)
     model = model_config(config)
     source = open_splits(config)["train"]
+    with blame_data():  # as at the start of a run
+        skips = Skips(config.data.on_bad, config.data.max_bad_share)
+        skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
     counted = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     steps = config_lib.steps(config.train, "", **counted)
     warmup = config_lib.steps(config.schedule, "warmup_", **counted)
