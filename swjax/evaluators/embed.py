@@ -195,11 +195,11 @@ def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
     templates = (
         (templates,) if isinstance(templates, str) or callable(templates) else tuple(templates)
     )
-    wrong = next((t for t in templates if not isinstance(t, str)), None)
-    if wrong is not None:
+    wrong = [t for t in templates if not isinstance(t, str)]
+    if wrong:
         raise ValueError(
             f'prompt templates must be texts with "{{}}" for the name, such as "a photo of a {{}}.", got a '
-            f'{type(wrong).__name__}: write the text that it makes of "{{}}"'
+            f'{type(wrong[0]).__name__}: write the text that it makes of "{{}}"'
         )
     bad = [t for t in templates if "{}" not in t]
     if bad or not templates:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from swjax.safe_files import replacing
+
 
 def open_file(path: str | Path) -> Any:
     """Opens a safetensors file for NumPy, as a context manager.
@@ -35,12 +37,10 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
     import safetensors
     from safetensors.numpy import save_file
 
-    part = path.with_name(path.name + ".part")
     try:
-        save_file(dict(arrays), part, metadata=dict(metadata))
-        part.rename(path)
+        with replacing(path) as file:
+            save_file(dict(arrays), file.name, metadata=dict(metadata))
     except (safetensors.SafetensorError, OSError) as error:
-        part.unlink(missing_ok=True)
         raise OSError(f"cannot write {path}: {error}") from error
 
 
