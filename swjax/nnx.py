@@ -227,7 +227,8 @@ def quantize_model(
     A linear layer is a module with a `dot_general` or an `einsum_op`: `nnx.Linear`, `nnx.LinearGeneral` or
     `nnx.Einsum`. The projections of `nnx.MultiHeadAttention` are `nnx.LinearGeneral` layers. Parameters and
     checkpoints do not change. `print(describe_model(model))` lists converted and unconverted matrices;
-    `restore_model` undoes the change.
+    `restore_model` undoes the change. What was made of the model before keeps computing in float: graph
+    definitions by `nnx.split`, and functions by `nnx.cached_partial`. Make them after the conversion.
 
     Args:
       model: any NNX model, modified in place.

@@ -1,6 +1,6 @@
 """Quantized arrays, and the operations that create them."""
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,12 @@ class QTensor(NamedTuple):
 
     values: jax.Array
     scale: jax.Array
+
+    def _refuse(self, *_) -> NoReturn:
+        # A tuple's own would concatenate or repeat the fields.
+        raise TypeError("a QTensor has no arithmetic: use swjax.dequantize(q), or scale its scale")
+
+    __add__ = __radd__ = __mul__ = __rmul__ = _refuse
 
     @property
     def T(self) -> "QTensor":
