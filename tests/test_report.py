@@ -270,7 +270,10 @@ def test_a_page_embeds_only_pictures_of_its_folder(tmp_path, name):
     assert not page.urls and "1 picture left out: " in page.text and "cat" in page.text
 
 
-@pytest.mark.parametrize("name", ["config.json", "env.txt", "metrics.jsonl", "report/results.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "config_history.jsonl", "env.txt", "metrics.jsonl", "report/results.json"],
+)
 def test_files_that_link_out_of_the_run_are_not_read(workdir, tmp_path_factory, name):
     secret = tmp_path_factory.mktemp("other") / "secret"
     secret.write_text('{"step": 1, "train/loss": 0.5, "key": "SECRET"}')
@@ -359,6 +362,20 @@ def test_configs_of_other_shapes_are_shown(tmp_path):
         '{"model": [1], "data": null, "train": 3, "optimizer": ""}'
     )
     assert "unknown recipe" in Page(report.write(tmp_path)).text
+
+
+def test_changes_of_the_config_are_shown_with_their_steps(workdir):
+    change = "data.dir: 'ftp://bob:PASSWORD@host/x' -> '<b>'"
+    entries = [{"step": 0, "changes": []}, {"step": 400, "changes": [change]}]
+    history = workdir / "config_history.jsonl"
+    history.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    text = Page(report.write(workdir)).text
+    assert "after step 400" in text and "ftp://***@host/x' -> '<b>'" in text
+    for damaged in ('{"step": 0', '{"step": 1e300, "changes": []}', '{"step": 1, "changes": [2]}'):
+        history.write_text(damaged)
+        with pytest.raises(ValueError, match="config_history.jsonl, line 1,.* damaged") as error:
+            report.write(workdir)
+        assert "\n" not in str(error.value)
 
 
 def test_credentials_are_masked(workdir):

@@ -64,6 +64,7 @@ def write(
     pictures = page.Pictures(folder)
     text = page.render(
         config=_json(workdir / "config.json"),
+        changes=records.config_changes(workdir / "config_history.jsonl"),
         environment=_environment(workdir / "env.txt"),
         metrics=metrics,
         charts=charts.draw_all(metrics, folder),

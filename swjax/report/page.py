@@ -24,6 +24,7 @@ HEADLINES = ("_top1", "/image_to_text_R@10", "/text_to_image_R@10")
 def render(
     *,
     config: dict,
+    changes: list[tuple[str, str]],
     environment: dict[str, str],
     metrics: Metrics,
     charts: list[tuple[Chart, dict[str, bytes]]],
@@ -37,6 +38,7 @@ def render(
 
     Args:
       config: the config of the run.
+      changes: when the config changed, and each change.
       environment: {name: value} from env.txt.
       metrics: columns of the log.
       charts: each chart with its PNGs by theme.
@@ -57,7 +59,8 @@ def render(
         charts="".join(chart(*each) for each in charts),
         scores=_scores(results),
         command=escape(environment.get("command", "unknown: the run has no env.txt")),
-        environment=_table((k, v) for k, v in environment.items() if k != "command" and v),
+        environment=_table((k, v) for k, v in environment.items() if k != "command" and v)
+        + _changes(changes),
         config=_table(flatten(config)),
         attribution=_paragraphs(attribution),
     )
@@ -337,6 +340,11 @@ def flatten(tree: dict, prefix: str = "") -> Iterable[tuple[str, str]]:
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, mask_credentials(str(value))
+
+
+def _changes(changes: list[tuple[str, str]]) -> str:
+    shown = _table((when, mask_credentials(change)) for when, change in changes)
+    return f"<p>The config changed when the run was resumed:</p>{shown}" if changes else ""
 
 
 def _table(pairs: Iterable[tuple[str, str]]) -> str:

@@ -108,6 +108,23 @@ def read_object(path: Path, **types: Any) -> dict:
     return found
 
 
+def config_changes(path: Path) -> list[tuple[str, str]]:
+    """Reads config_history.jsonl: ("after step 4", "key: old -> new") for each change of the config.
+
+    Raises:
+      ValueError, OSError: see `read_object`.
+    """
+    if not exists(path):
+        return []
+    found = []
+    for number, line in enumerate(read_inside(path.parent, path.name).splitlines(), 1):
+        where = f"{path}, line {number},"
+        entry = json_object(where, line.decode(errors="replace"), remedy=REMEDY)
+        check(entry, {"step": int, "changes": [str]}, where)
+        found += [(f"after step {entry['step']}", change) for change in entry["changes"]]
+    return found
+
+
 def check(value: Any, shape: Any, where: str) -> None:
     """Checks the types in JSON: `shape` is a type, a list of one shape, or a dict of shapes by key.
 
