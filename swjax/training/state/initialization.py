@@ -62,10 +62,12 @@ def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             theirs, found = _of_file(_fetched(address, Path(folder)), cfg)
     elif _is_run(address):
-        theirs, found = _model_of_run(address), _of_run(address, here)
+        theirs, found = _model_of_run(address), _shapes_of_run(address)
     else:
         theirs, found = _of_file(address, cfg)
     said = _compare(address, cfg, theirs, found, here)
+    if _is_run(address):
+        found = _of_run(address, found, here)
     for line in said if distributed.is_first() else ():
         logger.warning("init_from %s: %s", mask_credentials(address), line)
     fitted = {name: _adapted(name, found.get(name), x) for name, x in here.items()}
@@ -114,12 +116,12 @@ def _shapes_of_run(workdir: str) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
 
-def _of_run(workdir: str, here: dict) -> dict:
+def _of_run(workdir: str, shapes: dict, here: dict) -> dict:
     """The parameters of another swjax run; those that fit have the shardings of `here`."""
     mesh = next(iter(here.values())).sharding.mesh
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     like = {}
-    for name, x in _shapes_of_run(workdir).items():
+    for name, x in shapes.items():
         fits = name in here and here[name].shape == x.shape
         like[name] = x.update(sharding=here[name].sharding if fits else everywhere)
     with closing(Checkpoints.of(KEY, workdir)) as checkpoints:
