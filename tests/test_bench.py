@@ -24,9 +24,10 @@ def run(*flags) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.release
 def test_operations(tmp_path):
     out = tmp_path / "bench.json"
-    done = run("--smoke", "--ops", "--peers", f"--out={out}")
+    done = run("--smoke", "--ops", f"--out={out}")
     written = json.loads(out.read_text())
     assert written["versions"]["jax"] and "--smoke" in written["command"]
     rows = written["rows"]
@@ -40,12 +41,11 @@ def test_operations(tmp_path):
     )
     skipped = [row for row in rows if row["implementation"] == "triton"]
     assert skipped and all("needs an NVIDIA GPU" in row["error"] for row in skipped)
-    assert any(row["implementation"] == "products" for row in rows)  # torch's, with an error
     assert "quantize rows" in done.stdout.split("copy_share")[-1]  # the table at the end
 
 
 def test_layers(tmp_path):
-    out, plot = tmp_path / "bench.json", tmp_path / "grid.png"
+    out = tmp_path / "bench.json"
     flags = (
         "--layer",
         "fused",
@@ -53,14 +53,11 @@ def test_layers(tmp_path):
         "--recipes",
         "switchback",
         f"--out={out}",
-        f"--plot={plot}",
     )
     run("--smoke", *flags)
     rows = json.loads(out.read_text())["rows"]
     ours = [row for row in rows if row["implementation"] == "switchback"]
     assert len(ours) == 4 and all(row["snr_db"] > 30 and row["ratio"] > 0 for row in ours)
-    assert plot.stat().st_size > 1000
-    assert layers.grid(rows).keys() == {32}
 
 
 def test_what_computes_something_else_is_no_peer():
@@ -195,6 +192,7 @@ def test_no_gpu_is_one_line(capsys, tmp_path):
     assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.release
 def test_train_step(tmp_path):
     """Times the tiny model's image tower. PyTorch's rows hold an error on a CPU."""
     out = tmp_path / "step.json"
@@ -212,7 +210,3 @@ def test_train_step(tmp_path):
     assert all(peer["error"] for peer in peers)
     assert ours["images_per_second"] > 0 and ours["memory_gib"] > ours["activations_gib"] > 0
     assert written["command"].startswith("python benchmarks/train_step.py --smoke")
-    subprocess.run(
-        [*script, f"--out={out}", f"--plot={tmp_path}/p.png"], check=True, env=ENVIRONMENT
-    )
-    assert (tmp_path / "p.png").stat().st_size > 1000
