@@ -20,7 +20,8 @@ import sys
 from importlib.metadata import version
 
 from swjax.arguments import expand_home
-from swjax.training.errors import output_may_end
+from swjax.packages import MissingPackage
+from swjax.training.faults.errors import output_may_end
 
 COMMANDS = {
     "train": "swjax.training.command",
@@ -30,7 +31,7 @@ COMMANDS = {
     "report": "swjax.report",
     "runs": "swjax.report.runs",
     "diagnostics": "swjax.diagnostics",
-    "compare": "swjax.training.compare_precision",
+    "compare": "swjax.tools.compare_precision",
     "data": "swjax.report.data_check",
     "convert": "swjax.data.convert",
 }
@@ -66,7 +67,7 @@ def run(name: str) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "swjax":
             raise
-        remedy = "" if "pip install" in str(error) else ": pip install 'swjax[train]'"
+        remedy = "" if isinstance(error, MissingPackage) else ": pip install 'swjax[train]'"
         print(f"swjax {name}: {error}{remedy}", file=sys.stderr)
         return 2
     return 0

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 from test_cli import OPENMOJI
 
 import train
@@ -79,22 +78,9 @@ def test_a_value_that_code_sets_is_checked_as_well():
 
 
 def test_every_default_is_accepted_and_described():
-    described = {key.name.removeprefix("config."): key for key in config_lib.describe_keys()}
-    assert list(described) == list(KEYS)
-    for name, key in described.items():
-        assert KEYS[name].accepts(key.default), name
+    for name, key in KEYS.items():
+        assert key.accepts(key.default), name
         assert key.meaning and len(key.meaning) < 250, name
-
-
-def test_the_table_has_the_keys_of_the_config():
-    def names(section, prefix=""):
-        for name, value in section.items():
-            if isinstance(value, ConfigDict):
-                yield from names(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}"
-
-    assert set(names(config_lib.load(str(config_lib.COMMON)))) == set(KEYS)
 
 
 def test_the_table_has_the_models_and_the_recipes():
@@ -112,8 +98,8 @@ def page() -> str:
         "This page is generated: `PYTHONPATH=. python tests/test_config_keys.py --write`.",
     ]
     section = ""
-    for key in config_lib.describe_keys():
-        _, here, name = key.name.split(".", 2)
+    for full, key in KEYS.items():
+        here, name = full.split(".", 1)
         if here != section:
             section = here
             lines += [
@@ -123,7 +109,7 @@ def page() -> str:
                 "| key | default | accepts | meaning |",
                 "|---|---|---|---|",
             ]
-        cells = (f"`{name}`", f"`{key.default!r}`", key.accepts, key.meaning)
+        cells = (f"`{name}`", f"`{key.default!r}`", key.rule(), key.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

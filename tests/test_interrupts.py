@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import thinning
 from micro_run import ROOT, command_of, records
 
-from swjax.training.interrupt import catch
+from swjax.training.faults.interrupt import catch
 
 
 def loaders_of(process) -> list[int]:
@@ -39,6 +40,7 @@ def test_a_signal_saves_and_says_how_to_go_on(started, tmp_path):
     assert (tmp_path / "checkpoints" / str(last)).is_dir()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("interrupted", [True, False], ids=["with Ctrl-C", "alone"])
 def test_closed_output_loses_nothing(interrupted, started, tmp_path):
     """In `train.py | tee log`, Ctrl-C ends tee as well. Standard error then says what was saved."""
@@ -59,7 +61,7 @@ def test_closed_output_loses_nothing(interrupted, started, tmp_path):
 def test_a_closed_terminal_is_a_signal_except_under_nohup():
     code = (
         "import signal\n"
-        "from swjax.training.interrupt import catch\n"
+        "from swjax.training.faults.interrupt import catch\n"
         "for handler in (signal.SIG_DFL, signal.SIG_IGN):\n"  # SIG_IGN under nohup
         "    signal.signal(signal.SIGHUP, handler)\n"
         "    with catch() as interrupt:\n"
@@ -82,7 +84,7 @@ def test_a_lost_loader_process_is_one_line(started):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what a process has loaded")
-@pytest.mark.parametrize("library", ["yaml", "jaxlib", "tensorstore"])
+@pytest.mark.parametrize("library", thinning.first(["jaxlib", "yaml", "tensorstore"]))
 def test_an_interrupt_while_libraries_load_ends_the_run(library, tmp_path):
     """SIGINT ends the process at once, since an import may suppress a KeyboardInterrupt."""
     pipe = subprocess.PIPE
@@ -100,7 +102,7 @@ def test_an_interrupt_while_libraries_load_ends_the_run(library, tmp_path):
 def test_second_interrupt_ends_at_once():
     code = (
         "import signal, time\n"
-        "from swjax.training.interrupt import catch\n"
+        "from swjax.training.faults.interrupt import catch\n"
         "with catch() as interrupt:\n"
         "    interrupt.can_save = True\n"
         "    for kind in (signal.SIGINT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):\n"
@@ -118,11 +120,11 @@ def test_second_interrupt_ends_at_once():
     assert b"again" in done.stdout and b"not ended" in done.stdout
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", thinning.first([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_before_the_first_step_ends_at_once(kind):
     code = (
         "import signal, time\n"
-        "from swjax.training.interrupt import catch\n"
+        "from swjax.training.faults.interrupt import catch\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"  # as train.py
         "with catch():\n"
         f"    signal.raise_signal({int(kind)})\n"

@@ -12,9 +12,10 @@ from flax import nnx
 
 import train
 from swjax.models import clip
+from swjax.tools import memory_model, plan
+from swjax.tools.memory_model import GIB, Mesh, predict
 from swjax.training import config as config_lib
-from swjax.training import inputs, memory_model, plan
-from swjax.training.memory_model import GIB, Mesh, predict
+from swjax.training import inputs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -152,9 +153,9 @@ def drawings(monkeypatch):
     )  # fmt: skip
 
 
-# Each config is planned for one kind of GPU; the others are slow tests.
+# Each config is planned for one kind of GPU; the others are release tests.
 CASES = [
-    pytest.param(config, hardware, marks=[pytest.mark.slow] if (i + j) % len(HARDWARE) else [])
+    pytest.param(config, hardware, marks=[pytest.mark.release] if (i + j) % len(HARDWARE) else [])
     for i, config in enumerate(CONFIGS)
     for j, hardware in enumerate(HARDWARE)
 ]

@@ -100,8 +100,8 @@ def test_zclip_reduces_outliers(study):
         assert number not in (30, 35) or kept < 1.5
 
 
-slow = [
-    pytest.param(name, marks=pytest.mark.slow)
+for_a_release = [
+    pytest.param(name, marks=pytest.mark.release)
     for name in (
         *("spikes", "optimizers", "recipes", "weight_gradients", "gradient_bias", "fixed_batch"),
         *("icons", "icons_optimizers", "emoji"),
@@ -109,7 +109,7 @@ slow = [
 ]
 
 
-@pytest.mark.parametrize("name", ["noise", *slow])
+@pytest.mark.parametrize("name", ["noise", *for_a_release])
 def test_shortest_form(name, tmp_path):
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     command = [sys.executable, STUDIES / f"{name}.py", "--smoke", f"--out={out}", f"--plot={plot}"]

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import thinning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numeric import floor_db, snr_db
 
 import swjax
-from swjax.linear.arithmetic import Arithmetic
+from swjax.linear.layer import Layer
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 from swjax.testing import assert_quantized, matrix_products
 
@@ -37,8 +38,9 @@ def products(x, w, g, recipe, bias=None):
     return [a for a in (y, *vjp(g)) if a is not None]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name, dtype", thinning.thinned(NAMES, ["float32", "bfloat16", "float16"], full=["float32"])
+)
 def test_matches_the_papers_algorithm(name, dtype):
     x, w, _, g = arrays((96, 160), 72, dtype)
     expected = getattr(oracle, name)(*(np.asarray(a) for a in (x, w, g)))
@@ -86,20 +88,20 @@ def test_signal_to_noise(name):
         assert abs(snr_db(got, want) - expected) < (2 if expected < 100 else 10)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "shape, n",
-    [
-        ((7,), 5),
-        ((1, 1), 1),
-        ((3, 5, 17), 29),
-        ((2, 1, 3, 13), 7),
-        ((0, 8), 4),
-        ((4, 0, 8), 4),
-        ((5, 3), 0),
-    ],
-)
-def test_any_shape(name, shape, n):
+SHAPES = [
+    ((7,), 5),
+    ((1, 1), 1),
+    ((3, 5, 17), 29),
+    ((2, 1, 3, 13), 7),
+    ((0, 8), 4),
+    ((4, 0, 8), 4),
+    ((5, 3), 0),
+]
+
+
+@pytest.mark.parametrize("sizes, name", thinning.thinned(SHAPES, NAMES, full=thinning.RECIPES))
+def test_any_shape(sizes, name):
+    shape, n = sizes
     x, w, bias, g = arrays(shape, n)
     y, dx, dw, db = products(x, w, g, name, bias)
     assert (y.shape, dx.shape, dw.shape, db.shape) == (g.shape, x.shape, w.shape, bias.shape)
@@ -122,8 +124,7 @@ def test_zero_rows_and_zero_weights_give_zeros(name):
     assert not (y.any() or dx.any() or dw.any())
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name, bad", thinning.thinned(NAMES, [np.nan, np.inf], full=[]))
 def test_a_non_finite_token_stays_visible_and_alone(name, bad):
     x, w, _, g = arrays((6, 16), 8)
     y, _, dw = products(x.at[2, 3].set(bad), w, g, name)
@@ -153,8 +154,7 @@ def test_dtypes_of_results_follow_the_arguments(x_dtype, w_dtype):
             assert (dx.dtype, dw.dtype, db.dtype) == (x.dtype, w.dtype, bias.dtype)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, devices", thinning.thinned(NAMES, [1, 2], full=[]))
 def test_addends_are_not_rounded_before_the_sum(name, devices):
     """The addend is beyond the range of float16, the sum is not."""
     x, w, addend = jnp.ones((8, 16)), jnp.full((16, 32), -625.0), jnp.full((8, 32), 7e4)
@@ -164,6 +164,16 @@ def test_addends_are_not_rounded_before_the_sum(name, devices):
     with jax.set_mesh(mesh):
         y = jax.jit(partial(swjax.switchback, **options))(x, w, addend=addend)
     np.testing.assert_allclose(np.asarray(y, np.float32), 6e4, rtol=1e-2)
+
+
+@pytest.mark.parametrize("prologue", [None, swjax.Gelu()])
+def test_the_gradient_of_the_residual_is_added(prologue):
+    x, w, _, g = arrays((8, 16), 24)
+    layer = partial(swjax.switchback, prologue=prologue)
+    with_residual = lambda x: layer(x, w, residual=True)
+    _, vjp = jax.vjp(with_residual, x)
+    alone = jax.vjp(lambda x: layer(x, w), x)[1](g)[0]
+    np.testing.assert_allclose(vjp((g, 2 * x))[0], alone + 2 * x, rtol=1e-5, atol=1e-5)
 
 
 def test_scales_come_from_the_fp32_weight():
@@ -196,7 +206,7 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
     """Kernels read transposed quantized weights. Tested on one device, and on two with sharded weights."""
     x, w, bias, g = arrays((8, 5, 16), 24)
     want = products(x, w, g, name, bias)
-    monkeypatch.setattr(Arithmetic, "reads_last_axis", True)
+    monkeypatch.setattr(Layer, "reads_last_axis", True)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     for spec in [None, (), ("data",), (None, "data")]:
         put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))

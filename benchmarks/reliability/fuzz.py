@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.reliability import fuzz_data, fuzz_runs
 from swjax.training.config import ConfigError
-from swjax.training.errors import RunError
+from swjax.training.faults.errors import RunError
 
 TIMEOUT = 20  # seconds, for a busy machine
 MOST_GROWTH = 100  # MiB of memory growth in the second half

@@ -23,7 +23,7 @@ from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load, pixels
 from swjax.report import page
 from swjax.safe_files import mask_credentials, printable, write_atomically
-from swjax.training.errors import ConfigError
+from swjax.training.faults.errors import ConfigError
 from swjax.training.inputs import open_source
 
 _THUMBNAIL = 160  # largest height and width in pixels

@@ -18,10 +18,10 @@ from flax import nnx
 from swjax import data, evaluators, interop, serving
 from swjax.data import decoding
 from swjax.data.images import fit
-from swjax.data.packages import require
 from swjax.evaluators import embed, zeroshot
 from swjax.models import clip
 from swjax.models.config import TextConfig, VisionConfig
+from swjax.packages import require
 from swjax.recipes import Product, Quantizer, Recipe
 from swjax.safe_files import parse_json, read_inside, write_atomically
 from swjax.serving.models import is_prequantized
@@ -212,8 +212,8 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
     # These modules need the training libraries, which other weights do not.
     from ml_collections import ConfigDict
 
-    from swjax.training.checkpoint import Checkpoints
     from swjax.training.setup import model_config
+    from swjax.training.state.checkpoint import Checkpoints
 
     if not any((workdir / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")

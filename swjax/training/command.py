@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 from swjax.arguments import expand_home
+from swjax.packages import MissingPackage
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +29,8 @@ def main(argv: list[str]) -> int:
     try:
         return run([argv[0], *expand_home(argv[1:])])
     except ModuleNotFoundError as error:
-        print(f"{argv[0]}: {error}; training needs: pip install 'swjax[train]'", file=sys.stderr)
+        remedy = "" if isinstance(error, MissingPackage) else ": pip install 'swjax[train]'"
+        print(f"{argv[0]}: {error}{remedy}", file=sys.stderr)
         return 2
 
 
@@ -63,7 +65,7 @@ def plan(argv: list[str]) -> int:
         others.append("--workdir=none")  # `--plan` writes nothing
     config = config_lib.parse(others)[0]
     # Imported after parsing, so that a typo is reported first, and warnings have no prefix of absl's.
-    from swjax.training import plan as plan_lib
+    from swjax.tools import plan as plan_lib
 
     return plan_lib.show(config, hardware)
 

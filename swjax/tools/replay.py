@@ -1,0 +1,271 @@
+"""Replays a step of a run bit for bit from the nearest checkpoint, and measures every gradient.
+
+`python -m swjax diagnostics replay` shows a spike's batch and its gradients.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from swjax.data import history
+from swjax.diagnostics import recorder
+from swjax.diagnostics.names import RMS
+from swjax.models import clip, sharding
+from swjax.optax import path_name
+from swjax.training import config as config_lib
+from swjax.training.config import ConfigError
+from swjax.training.inputs import open_batches, open_source
+from swjax.training.log.health import Health
+from swjax.training.log.metric_log import parse_line
+from swjax.training.log.packed import fetch, pack
+from swjax.training.optimizer import split_frozen
+from swjax.training.setup import Parts, assemble, use_compilation_cache
+from swjax.training.state.checkpoint import Checkpoints
+from swjax.training.state.restore import first_state
+from swjax.training.step import Batch, State, make_loss_and_grad, step_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A replayed step.
+
+    Attributes:
+      step: number of the step.
+      start: step of the checkpoint from which the replay started; 0 means the beginning of the run.
+      metrics: all metrics that the run records at a step, including quantization health.
+      gradients: {tensor, or block of a stacked tensor: (norm, largest |g|)}.
+      examples: key of each example in the batch.
+      compared: number of replayed steps that metrics.jsonl contains.
+      differences: "step: name: logged value, replayed value" for each metric that differs.
+    """
+
+    step: int
+    start: int
+    metrics: dict[str, float]
+    gradients: dict[str, tuple[float, float]]
+    examples: list[str]
+    compared: int
+    differences: list[str]
+
+    def tensors(self) -> list[tuple[str, float, float, float]]:
+        """Rows (tensor, RMS, gradient norm, largest |g|), largest RMS first; NaN marks a missing value."""
+        rows = [
+            (name, self.metrics.get(RMS + name, np.nan), norm, largest)
+            for name, (norm, largest) in self.gradients.items()
+        ]
+        return sorted(rows, key=lambda row: -np.nan_to_num(row[1], nan=-1.0))
+
+
+def replay(
+    workdir: str | Path, step: int, say: Callable[[str], None] = lambda text: None
+) -> Replay:
+    """Restores the nearest checkpoint before a step and trains up to the step, without changing the run.
+
+    On the same kind of device as the run, all metrics are bitwise equal to those in metrics.jsonl.
+
+    Args:
+      workdir: directory of the run.
+      step: number of the step in the log, from 1.
+      say: called with a line that describes the replay.
+
+    Raises:
+      ConfigError: the run or the step does not exist, or its data cannot be opened.
+    """
+    workdir = Path(workdir)
+    config, log = load_config(workdir), dict(_log(workdir))
+    use_compilation_cache(config)
+    parts = assemble(config, open_source(config, "train"))
+    if not 1 <= step <= parts.steps:
+        raise ConfigError(f"--step={step} must be one of the run's steps, 1 to {parts.steps}")
+    state, position = _state_before(config, workdir, step, parts)
+    start = int(state["step"])
+    say(
+        f"from {'the beginning' if start == 0 else f'the checkpoint of step {start}'} to step {step}"
+    )
+
+    train_step, recorded = parts.train_step(config), {}
+    share = sharding.batch_share(parts.mesh)
+    with closing(open_batches(config, parts.source, position, share)) as batches:
+        for now in range(start + 1, step + 1):
+            host = next(batches)
+            batch = sharding.shard_batch(host, parts.mesh)
+            if now == step:
+                gradients = _gradients(config, parts.graphdef, state, batch)
+                with config.unlocked():
+                    config.diagnostics.every_steps = step
+                health = Health(config, parts.graphdef, parts.like["params"], steps=step)
+                health.before(step, state, batch)
+            state, recorded[now] = train_step(state, batch)
+    records = fetch(recorded)
+    changed = [text for record in records for text in differences(record, log)]
+    return Replay(
+        step=step,
+        start=start,
+        metrics=records[-1] | health.records(step).get(step, {}),
+        gradients=gradients,
+        examples=[history.key(parts.source, int(i)) for i in np.sort(host["index"])],
+        compared=sum(record["step"] in log for record in records),
+        differences=changed,
+    )
+
+
+def load_config(workdir: Path) -> ConfigDict:
+    """Loads the config of a run.
+
+    Raises:
+      ConfigError: the workdir has no config.json, or a damaged one.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ConfigError(f"{workdir} has no config.json: give the workdir of a run of train.py")
+    tuples = (("optimizer", "freeze"), ("eval", "zeroshot"), ("train", "profile_steps"))
+    sections = {section: dict for section, _ in tuples}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    saved = config_lib.read_json(str(path), text, remedy="restore it from a copy", **sections)
+    for section, key in tuples:  # JSON has no tuples
+        saved[section][key] = tuple(saved[section].get(key, ()))
+    return ConfigDict(saved).lock()
+
+
+def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
+    """Returns a function: step -> the keys of its batch's examples, computed without reading other batches.
+
+    Args:
+      workdir: directory of a run.
+
+    Raises:
+      ConfigError: the run or its data cannot be opened. The returned function raises it if the batch depends
+        on skipped unreadable examples or a rollback, which only `replay` can reproduce.
+    """
+    workdir = Path(workdir)
+    config, log = load_config(workdir), dict(_log(workdir))
+    source = open_source(config, "train")
+    settings = {
+        "batch_size": config.train.batch_size,
+        "seed": config.train.seed,
+        "shuffle": config.data.shuffle,
+        "shuffle_shards": config.data.shuffle_shards,
+    }
+
+    def examples(step: int) -> list[str]:
+        start, position = _position_before(config, workdir, step)
+        skipped = [log.get(s, {}).get("data/skipped", 0) for s in (start, step)]
+        if skipped[0] != skipped[1] or (position is None and config.train.nan_policy == "rollback"):
+            raise ConfigError(f"step {step} depends on examples skipped before it: replay the step")
+        number = step - 1 - start
+        indices = history.batch_indices(source, number, position=position, **settings)
+        return [history.key(source, int(i)) for i in np.sort(indices)]
+
+    return examples
+
+
+def _state_before(
+    config: ConfigDict, workdir: Path, step: int, parts: Parts
+) -> tuple[State, dict | None]:
+    """Loads the train state and the data position of the nearest checkpoint, or initializes them."""
+    with _checkpoint_before(config, workdir, step) as found:
+        if found:
+            checkpoints, earlier = found
+            return checkpoints.restore(parts.like, earlier)
+    return first_state(config, parts.init, parts.like), None
+
+
+def _position_before(config, workdir: Path, step: int) -> tuple[int, dict | None]:
+    with _checkpoint_before(config, workdir, step) as found:
+        if found:
+            checkpoints, earlier = found
+            return earlier, checkpoints.position(earlier)
+    return 0, None
+
+
+@contextmanager
+def _checkpoint_before(config, workdir: Path, step: int):
+    """Yields (checkpoints, nearest step before `step`) of the run or of the run that it resumed from.
+
+    Yields None if the run started from scratch and has no such checkpoint.
+    """
+    runs = {"workdir": str(workdir), "checkpoint.resume": config.checkpoint.resume}
+    for key, folder in runs.items():
+        if folder and any((Path(folder) / "checkpoints").glob("[0-9]*")):
+            with closing(Checkpoints.of(key, folder)) as checkpoints:
+                if earlier := [s for s in checkpoints.steps() if s < step]:
+                    yield checkpoints, earlier[-1]
+                    return
+    if config.checkpoint.resume:
+        raise ConfigError(
+            f"no checkpoint of {workdir} or config.checkpoint.resume={config.checkpoint.resume!r} is "
+            f"older than step {step}: give a later step"
+        )
+    yield None
+
+
+def _gradients(
+    config: ConfigDict, graphdef: nnx.GraphDef, state: State, batch: Batch
+) -> dict[str, tuple[float, float]]:
+    """The norm and the largest |g| of every tensor's gradient, keyed like the RMS metrics."""
+    loss_and_grad = make_loss_and_grad(config, graphdef)
+
+    @partial(jax.jit, compiler_options=sharding.compiler_options())
+    def measure(state, batch):
+        trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
+        grads = loss_and_grad(trainable, frozen, batch, step_key(config, state["step"])).grads
+        # None is the block axis of a single tensor, and the gradient of a frozen one.
+        is_none = partial(operator.is_, None)
+        stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=is_none)
+        named = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_none)
+        norms, largest = {}, {}
+        for (path, g), axis in zip(named, stacked, strict=True):
+            if g is None:
+                continue
+            reduced = tuple(range(0 if axis is None else 1, g.ndim))
+            magnitude, name = jnp.abs(g), path_name(path)
+            norms[name] = jnp.sqrt(jnp.sum(jnp.square(magnitude), reduced))
+            largest[name] = jnp.max(magnitude, reduced)
+        return pack(norms), pack(largest)
+
+    norms, largest = (fetch({0: packed})[0] for packed in measure(state, batch))
+    return {name: (norms[name], largest[name]) for name in norms if name != "step"}
+
+
+def _log(workdir: Path) -> Iterator[tuple[int, dict]]:
+    """Yields (step, record) from metrics.jsonl, up to an incomplete last line.
+
+    Raises:
+      ConfigError: a line is damaged.
+    """
+    path = workdir / "metrics.jsonl"
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith("\n"):
+                record = parse_line(number, line)
+                yield record["step"], record
+
+
+def differences(record: dict[str, Any], log: dict[int, dict[str, Any]]) -> list[str]:
+    """Lists the metrics of a record that differ from the logged values.
+
+    Args:
+      record: record of a replayed step.
+      log: {step: record in metrics.jsonl}.
+
+    Returns:
+      One line "step 3: train/loss: 1.5 there, 1.25 here" per metric: the logged, then the replayed value.
+    """
+    there = log.get(record["step"], {})
+    return [
+        f"step {record['step']}: {name}: {there[name]} there, {recorder.number(value)} here"
+        for name, value in record.items()
+        if name in there and there[name] != recorder.number(value)
+    ]
