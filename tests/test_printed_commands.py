@@ -36,7 +36,7 @@ PAGES = [
 ]
 PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
 # Scripts without argparse.
-WITHOUT_PARSER = ("benchmarks/kernels/torch_layers.py", "tests/test_config_keys.py")
+WITHOUT_PARSER = ("benchmarks/kernels/torch_layers.py",)
 # A program without argparse: it ends with an error because the run or file does not exist.
 EVALUATE = ("-m", "swjax", "evaluate")
 HARDWARE = re.compile(r"# (one|\d+) (H100|H200)\s*$")
