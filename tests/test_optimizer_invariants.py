@@ -1,6 +1,6 @@
 """Every optimizer of swjax.optax under every transformation of JAX and every optimizer wrapper.
 
-`KNOWN` lists the combinations that fail, with reasons. `table()` makes the table of docs/optimizers.md.
+`KNOWN` lists the combinations that fail, with reasons. `table()` makes the table of optimizers in docs/transformations.md.
 """
 
 import functools
@@ -26,7 +26,7 @@ from orbax import checkpoint as orbax
 
 from swjax.optax import dynamic_loss_scale, from_adamw_state, muon, per_tensor_guard, stable_adamw
 
-PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[1] / "docs" / "transformations.md"
 
 
 def layers(params):
