@@ -1,5 +1,6 @@
 # make train   sets up .venv once, trains the default run and writes its report
 # make test    runs the tests               make test ARGS="tests/test_losses.py -x"
+# make test-all   and the tests that guard a release, an hour
 # make torch   installs PyTorch and its CLIPs, 6 GB, for the tests that compare with them and skip without
 # make peers   runs the test suites of optax and Flax with our parts in place of theirs, half an hour
 # make report  rewrites the report page of a run
@@ -31,13 +32,16 @@ export XDG_CACHE_HOME := $(CURDIR)/.cache
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export TFDS_DATA_DIR := $(CURDIR)/data
 
-.PHONY: train test torch peers report docs clean
+.PHONY: train test test-all torch peers report docs clean
 
 train: $(READY)
 	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: $(READY) $(KERNELS)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-all: ARGS := -m "not slow"
+test-all: test
 
 torch: $(TORCH)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numeric import snr_db
@@ -154,10 +155,16 @@ def exact_products(name):
     return jax.jit(partial(products, True, partial(loss, LAYERS[name][1])))(ARGUMENTS)
 
 
-@pytest.mark.parametrize("forward_over_reverse", [True, False])
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("recipe", ["standard", "switchback", "switchback_m", "fp8_tensorwise"])
-def test_second_derivatives_are_straight_through(recipe, name, forward_over_reverse):
+@pytest.mark.parametrize(
+    "case, recipe",
+    thinning.thinned(
+        list(itertools.product(LAYERS, [True, False])),
+        ["standard", "switchback", "switchback_m", "fp8_tensorwise"],
+        full=["switchback"],
+    ),
+)
+def test_second_derivatives_are_straight_through(case, recipe):
+    name, forward_over_reverse = case
     want = exact_products(name)
     fn = partial(loss, of_swjax(name, recipe))
     got = jax.jit(partial(products, forward_over_reverse, fn))(ARGUMENTS)
@@ -257,9 +264,10 @@ def test_second_derivatives_of_sharded_arrays(name, kind):
             assert_close(got, jax.tree.map(np.asarray, want), "standard")
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_first_derivatives_pay_nothing(recipe, name, monkeypatch):
+@pytest.mark.parametrize(
+    "name, recipe", thinning.thinned(list(LAYERS), RECIPES, full=thinning.RECIPES)
+)
+def test_first_derivatives_pay_nothing(name, recipe, monkeypatch):
     """The lowered program of first derivatives does not change when support for second ones is removed."""
 
     def program():

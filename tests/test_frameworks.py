@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from flax import linen as nn
 from flax import nnx
 
@@ -151,8 +152,9 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("name", COPIES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "name, recipe", thinning.thinned(list(COPIES), RECIPES, full=["switchback"])
+)
 def test_a_copy_computes_the_same(name, recipe):
     model = network(recipe)
     other = COPIES[name](model)

@@ -80,7 +80,7 @@ def test_mlp_is_its_layers(recipe, implementation):
     assert_agree(got, want, AGREE_DB[recipe])
 
 
-@pytest.mark.parametrize("implementation", implementations.OF_LAYERS[1:])
+@pytest.mark.parametrize("implementation", implementations.OF_LAYERS[1:])  # on a GPU
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_agree_with_xla(recipe, implementation):
     implementations.require(implementation)

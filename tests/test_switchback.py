@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import thinning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numeric import floor_db, snr_db
 
@@ -37,8 +38,9 @@ def products(x, w, g, recipe, bias=None):
     return [a for a in (y, *vjp(g)) if a is not None]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name, dtype", thinning.thinned(NAMES, ["float32", "bfloat16", "float16"], full=["float32"])
+)
 def test_matches_the_papers_algorithm(name, dtype):
     x, w, _, g = arrays((96, 160), 72, dtype)
     expected = getattr(oracle, name)(*(np.asarray(a) for a in (x, w, g)))
@@ -86,20 +88,20 @@ def test_signal_to_noise(name):
         assert abs(snr_db(got, want) - expected) < (2 if expected < 100 else 10)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "shape, n",
-    [
-        ((7,), 5),
-        ((1, 1), 1),
-        ((3, 5, 17), 29),
-        ((2, 1, 3, 13), 7),
-        ((0, 8), 4),
-        ((4, 0, 8), 4),
-        ((5, 3), 0),
-    ],
-)
-def test_any_shape(name, shape, n):
+SHAPES = [
+    ((7,), 5),
+    ((1, 1), 1),
+    ((3, 5, 17), 29),
+    ((2, 1, 3, 13), 7),
+    ((0, 8), 4),
+    ((4, 0, 8), 4),
+    ((5, 3), 0),
+]
+
+
+@pytest.mark.parametrize("sizes, name", thinning.thinned(SHAPES, NAMES, full=thinning.RECIPES))
+def test_any_shape(sizes, name):
+    shape, n = sizes
     x, w, bias, g = arrays(shape, n)
     y, dx, dw, db = products(x, w, g, name, bias)
     assert (y.shape, dx.shape, dw.shape, db.shape) == (g.shape, x.shape, w.shape, bias.shape)
@@ -122,8 +124,7 @@ def test_zero_rows_and_zero_weights_give_zeros(name):
     assert not (y.any() or dx.any() or dw.any())
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name, bad", thinning.thinned(NAMES, [np.nan, np.inf], full=[]))
 def test_a_non_finite_token_stays_visible_and_alone(name, bad):
     x, w, _, g = arrays((6, 16), 8)
     y, _, dw = products(x.at[2, 3].set(bad), w, g, name)
@@ -153,8 +154,7 @@ def test_dtypes_of_results_follow_the_arguments(x_dtype, w_dtype):
             assert (dx.dtype, dw.dtype, db.dtype) == (x.dtype, w.dtype, bias.dtype)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, devices", thinning.thinned(NAMES, [1, 2], full=[]))
 def test_addends_are_not_rounded_before_the_sum(name, devices):
     """The addend is beyond the range of float16, the sum is not."""
     x, w, addend = jnp.ones((8, 16)), jnp.full((16, 32), -625.0), jnp.full((8, 32), 7e4)

@@ -15,6 +15,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -376,8 +377,9 @@ def test_the_table_has_every_case():
     assert list(CASES) == list(OUTCOMES)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("transformation", OUTCOMES)
+@pytest.mark.parametrize(
+    "transformation, recipe", thinning.thinned(list(OUTCOMES), RECIPES, full=thinning.RECIPES)
+)
 def test_outcome(transformation, recipe):
     expected = outcome(transformation, recipe)
     if expected == YES:
