@@ -17,6 +17,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks" / "studies"))
 
+import optimizers  # noqa: E402
 import paired  # noqa: E402
 import study  # noqa: E402
 
@@ -69,6 +70,16 @@ OPTIMIZERS = {
     "adamw 0.99": "AdamW, 0.99",
     "adamw 0.95": "AdamW, 0.95",
     "stable 0.99": "StableAdamW, 0.99",
+}
+SWEEPS = {
+    "width 128, emoji, 1,000 steps": ["optimizers_gpu"],
+    "ViT-B's width, icons, 600 steps": ["icons_optimizers_h100", "icons_optimizers_h200"],
+}
+OPTIMIZERS_BY_RATE = {
+    "adamw 0.999": ("AdamW", "0.55"),
+    "adamw 0.999, clip 1": ("AdamW, clipped at norm 1", OURS),
+    "stable 0.999": ("StableAdamW", OTHER),
+    "muon": ("Muon", ROTATED),
 }
 ERRORS = {
     "switchback": ("switchback: dW's product exact, the others in int8", OURS),
@@ -270,6 +281,31 @@ def draw_spikes(figure) -> None:
     axes.tick_params(axis="y", length=0)
 
 
+def draw_optimizers(figure) -> None:
+    """Draws final losses of four optimizers by learning rate, of a small and a large model."""
+    from matplotlib.ticker import LogLocator
+
+    figure.set_size_inches(7.2, 3.2)
+    say(figure, "At its best learning rate Muon ends at the lowest loss, in both models")
+    for axes, (title, files) in zip(figure.subplots(1, 2), SWEEPS.items(), strict=True):
+        runs = study.merge([RESULTS / f"{name}.json" for name in files])["runs"]
+        arms = optimizers.whole_seeds(optimizers.by_arm(runs))
+        for arm, (label, color) in OPTIMIZERS_BY_RATE.items():
+            losses = optimizers.finals(arms[arm])
+            rates = [f"{rate:g}" for rate in losses]
+            axes.plot(rates, list(losses.values()), ".-", color=color, label=label)
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_xlabel("highest learning rate", fontsize=9)
+        clear(axes)
+        axes.tick_params(which="minor", labelsize=8)
+    figure.axes[0].set_ylabel("final training loss", fontsize=9)
+    figure.axes[0].legend(fontsize=8, frameon=False)
+
+
 def draw_weight_gradients(figure) -> None:
     """Draws the error of dW over K in a trained model, median of its layers."""
     figure.set_size_inches(7.2, 3.2)
@@ -402,72 +438,6 @@ def draw_icons_h(figure) -> None:
     say(figure, "ViT-H's width: llm_int8 ends further above bf16 than switchback, in all pairs")
 
 
-def draw_icons_l(figure) -> None:
-    """Draws the losses at ViT-L's width at two learning rates, with and without layer-scale."""
-    runs = read("icons_l_h100")["runs"]
-    rates = (4e-4, 8e-4)
-    figure.set_size_inches(7.2, 3.2)
-    panels = dict(zip(rates, figure.subplots(1, len(rates), sharey=True), strict=True))
-    # The colours without layer-scale, and with it.
-    styles = {
-        "standard": ("bf16", "0.7", "0.25"),
-        "fp8_tensorwise": ("fp8_tensorwise", "#efb08f", OTHER),
-    }
-    for run in runs:
-        key, loss = run["key"], run["result"]["loss"]
-        if key["rate"] not in panels:
-            continue
-        scaled = "set" in key  # model.layer_scale=true
-        label, *colors = styles[key["arm"]]
-        label += " with layer-scale" * scaled
-        panels[key["rate"]].plot(
-            study.thinned_steps(loss),
-            loss,
-            color=colors[scaled],
-            linewidth=1.1,
-            label=label if key["seed"] == 0 else "",
-        )
-    for rate, axes in panels.items():
-        axes.set_title(f"learning rate {rate:.0e}".replace("e-0", "e-"), fontsize=9)
-        axes.set_xlabel("step of 512 drawings", fontsize=9)
-        axes.set_ylim(4.8, 6.6)
-        clear(axes)
-    panels[4e-4].set_ylabel("training loss, two seeds", fontsize=9)
-    panels[4e-4].legend(fontsize=8, frameon=False, loc="lower left")
-    say(figure, "At 8e-4 bf16 and tensor-wise fp8 train only with layer-scale")
-
-
-def draw_loss_differences(figure) -> None:
-    """Draws the losses of int8 recipes minus those of bf16. The models of the two panels differ."""
-    figure.set_size_inches(7.2, 3.2)
-    pairs, large = (read(f"icons_{name}")["runs"] for name in ("pairs", "large_batch_shared_700"))
-    left, right = figure.subplots(1, 2, sharey=True)
-    titles = {
-        left: "ViT-B's width, learning rate 5e-4,\nsums of 67,584 tokens",
-        right: "width 128, learning rate 2e-3,\nsums of 1,064,960 tokens",
-    }
-    window = 50 // study.THIN
-    for axes, runs in ((left, pairs), (right, large)):
-        key = runs[0]["key"]
-        for arm, color in {**RECIPES, paired.CONTROL: "0.6"}.items():
-            gaps = paired.minus(runs, arm, lambda result: np.asarray(result["loss"]))
-            if len(gaps) < FEWEST:
-                continue
-            means = np.stack(gaps).reshape(len(gaps), -1, window).mean(2)
-            middle, half = np.transpose([study.interval(column) for column in means.T])
-            ends = key["shared"] + 50 * (1 + np.arange(len(middle)))
-            axes.plot(ends, middle, "o-", color=color, markersize=3, linewidth=1, label=arm)
-            axes.fill_between(ends, middle - half, middle + half, color=color, alpha=0.15, lw=0)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_title(titles[axes], fontsize=9)
-        axes.set_xlabel(f"step of {key['batch']:,} images", fontsize=9)
-        clear(axes)
-    right.legend(fontsize=8, loc="upper left", frameon=False)
-    right.set_ylim(-0.05, 0.11)
-    left.set_ylabel("training loss minus that of bf16,\nmean and 95 % interval", fontsize=9)
-    say(figure, "In both studies llm_int8 moves away from bf16 during training")
-
-
 ROWWISE, ONE = "a scale per token", "one scale"
 # The products of a linear layer under SwitchBack: title, left and right operand, result, contracted axis.
 # An operand is (name, shape, is int8, the part that shares a scale).
@@ -517,13 +487,12 @@ CHARTS = {
     "training_steps_h200": draw_steps,
     "icons_pairs": draw_icons,
     "icons_h": draw_icons_h,
-    "icons_l": draw_icons_l,
-    "icons_loss_differences": draw_loss_differences,
     "accuracy_pairs": draw_pairs,
     "layers_h200": draw_layers,
     "scaling_h200": draw_scaling,
     "scaling_losses_h200": draw_scaling_losses,
     "spikes_by_optimizer_h200": draw_spikes,
+    "optimizers": draw_optimizers,
     "weight_gradients": draw_weight_gradients,
 }
 DRAWINGS = {"method": draw_method}  # written as SVG

@@ -3,7 +3,6 @@
   python benchmarks/scaling.py --out=scaling.json                          # everything, most important first
   python benchmarks/scaling.py --models vit_h14 --devices 1 4 --out=scaling.json
   python benchmarks/scaling.py --losses --out=scaling_losses.json          # one global batch for all
-  python benchmarks/scaling.py --plot=scaling.png --out=scaling.json       # draws the recorded rows
   python benchmarks/scaling.py --at_once 8 --timeout 600                   # eight compile, run one by one
   python benchmarks/scaling.py --layouts alone data                        # each GPU by itself, all together
   python benchmarks/scaling.py --smoke                                     # tiny, on eight CPU devices
@@ -37,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels.timing import wait_for  # noqa: E402
 from benchmarks.scaling_case import run_case  # noqa: E402
-from benchmarks.scaling_tables import describe, plot, table  # noqa: E402
+from benchmarks.scaling_tables import describe, table  # noqa: E402
 from swjax.data.files import write_atomically  # noqa: E402
 from swjax.training import environment  # noqa: E402
 
@@ -48,9 +47,6 @@ def main(argv: list[str]) -> int:
         print(json.dumps(run_case(json.loads(args.case), args.turn)))
         return 0
     found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"rows": []}
-    if args.plot:
-        plot(found["rows"], args.plot)
-        return 0
     if args.at_once > 1:  # cases that compile together share the memory of the GPUs
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     known = [row["case"] for row in found["rows"]]
@@ -111,7 +107,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=280, help="seconds per case")
     parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--plot", type=Path, help="only draws the rows in --out")
     parser.add_argument("--smoke", action="store_true", help="tiny models on eight CPU devices")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)

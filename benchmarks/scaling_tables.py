@@ -1,6 +1,4 @@
-"""The tables and plots of the scaling benchmark."""
-
-from pathlib import Path
+"""The tables of the scaling benchmark."""
 
 NAMES = {"standard": "bf16", "switchback": "int8"}
 
@@ -70,57 +68,6 @@ def differences(rows: list[dict]):
         yield f"{case['recipe']} on {place(case)} and on 1 device differ by at most {parts}"
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Draws loss curves; or the step's time, its collectives and the efficiency, with one bar per case."""
-    import matplotlib.pyplot as plt
-
-    losses = [row for row in rows if "loss" in row]
-    timed = [row for row in rows if "step_ms" in row]
-    if losses:
-        plot_losses(losses, path)
-        return
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.28 * len(timed)), layout="constrained")
-    alone = [row["exposed_collective_ms"] or 0 for row in timed]
-    rest = [row["step_ms"] - ms for row, ms in zip(timed, alone)]
-    axes.barh(range(len(timed)), rest, label="everything else")
-    drawn = axes.barh(range(len(timed)), alone, left=rest, label="collectives alone")
-    axes.bar_label(drawn, [f"{efficiency(rows, row) or 0:.3f}" for row in timed], padding=2)
-    axes.set_yticks(range(len(timed)), [short(row["case"]) for row in timed], fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set(xlabel="ms a step; the number: weak scaling efficiency")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def plot_losses(rows: list[dict], path: Path) -> None:
-    """Draws the loss on one device, and the difference from it for each layout, as means over ten steps."""
-    import matplotlib.pyplot as plt
-
-    alone: dict[str, list[float]] = {}
-    for row in rows:
-        if row["case"]["devices"] == 1:
-            alone.setdefault(row["case"]["recipe"], row["loss"])
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4), layout="constrained")
-    for recipe, loss in alone.items():
-        left.plot(range(1, len(loss) + 1), loss, label=f"{recipe}, 1 device", linewidth=1)
-    left.set(xlabel="step", ylabel="loss", title="on one device")
-    left.legend(fontsize=8)
-    for row in rows:
-        base = alone[row["case"]["recipe"]]
-        if row["loss"] is base:
-            continue
-        far = [abs(a - b) for a, b in zip(row["loss"], base, strict=True)]
-        parts = [far[at : at + 10] for at in range(0, len(far), 10)]
-        name = f"{row['case']['recipe']}, {place(row['case'])}"
-        means = [sum(part) / len(part) for part in parts]
-        right.plot(range(5, 5 + 10 * len(means), 10), means, ".-", linewidth=1, label=name)
-    right.set(xlabel="step", ylabel="distance from one device's loss", yscale="log")
-    right.set_title("repeated on one device, and on several")
-    right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.savefig(path, dpi=110)
-
-
 def arranged(case: dict) -> str:
     """Returns the layout and the XLA options of a case."""
     options = [f"{key}={value}" for key, value in case.get("xla", {}).items()]
@@ -133,13 +80,3 @@ def place(case: dict) -> str:
     count = case["devices"]
     layout = "" if count == 1 else f", {arranged(case)}"
     return f"{count} device{'s' * (count > 1)}{layout}"
-
-
-def short(case: dict) -> str:
-    """Returns a label of the case, without the names of XLA's options."""
-    values = sorted(set(case.get("xla", {}).values()))
-    options = f"XLA options: {', '.join(values)}" if values else ""
-    sums = "16-bit sums" if "reduce_dtype" in case else ""
-    sums += " at once" if "reduce_once" in case else ""
-    names = (case["model"], NAMES.get(case["recipe"], case["recipe"]), case["layout"], sums)
-    return f"{' '.join(names)} x{case['devices']}\n{options}".strip()

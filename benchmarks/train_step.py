@@ -7,7 +7,6 @@
     python benchmarks/train_step.py --peers --torchao         # and timm's tower in torchao's int8 and float8
     python benchmarks/train_step.py --turn=FILE               # compiles, and times when FILE is there
     python benchmarks/train_step.py --smoke                   # tiny, on any machine
-    python benchmarks/train_step.py --plot=step.png --out=FILE   # draws a finished file
 
 "encoder": gradients of all parameters of the image tower, no patch dropout, no optimizer. "step":
 `swjax.training.step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Both have the
@@ -86,9 +85,6 @@ class Program(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if args.plot and args.out and args.out.exists():
-        plot(json.loads(args.out.read_text())["rows"], args.plot)
-        return 0
     records, todo = timing.Records(args.out, args.seconds), list(cases(args))
     if args.turn:
         programs = {case: compile_program(case) for case in todo if records.seconds_left > 0}
@@ -138,7 +134,6 @@ def parse(argv):
     )
     parser.add_argument("--smoke", action="store_true", help="a tiny model in few steps")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
-    parser.add_argument("--plot", type=Path, help="PNG of what --out holds")
     return parser.parse_args(argv)
 
 
@@ -205,6 +200,11 @@ def top_kernels(launches, count: int = 25) -> dict[str, list]:
         entry = sums.setdefault(name[:80], [0.0, 0])
         entry[0], entry[1] = round(entry[0] + ms, 3), entry[1] + 1
     return dict(sorted(sums.items(), key=lambda item: -item[1][0])[:count])
+
+
+def same(row: dict) -> tuple:
+    """Returns the fields in which comparable rows must agree."""
+    return tuple(row[key] for key in ("model", "kind", "remat", "batch"))
 
 
 def against(rows: list[dict], row: dict) -> dict:
@@ -296,59 +296,6 @@ def bench_peers(records: timing.Records, args):
     theirs = [case | asked for case in theirs if case["remat"] in REMATS]
     command += dict.fromkeys(map(json.dumps, theirs))
     timing.add_rows(records, command, seconds=max(records.seconds_left / 2, 60))
-
-
-# --- pictures -----------------------------------------------------------------------------------------
-
-
-def plot(rows: list[dict], path: Path):
-    """Draws the speed-up over swjax's bf16, the time by kind of kernel, and the memory, for each case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    own = {same(row): row["ms"] for row in rows if row["implementation"] == "swjax standard"}
-    rows = [row for row in rows if row.get("ms") and same(row) in own]
-    rows.sort(key=lambda row: list(own).index(same(row)))
-    height = 1.5 + 0.26 * len(rows)
-    figure, axes = plt.subplots(1, 3, figsize=(16, height), sharey=True, layout="constrained")
-    ratios = [own[same(row)] / row["ms"] for row in rows]
-    bars(axes[0], ratios, rows, "times our bf16, %.2f")
-    stack_times(axes[1], rows)
-    bars(axes[2], [row.get("memory_gib", 0) for row in rows], rows, "memory, %.0f GiB")
-    names = (", remat" if row["remat"] == "full" else "" for row in rows)
-    labels = [
-        f"{row['model']} {row['kind']} of {row['batch']}{remat}: {row['implementation']}"
-        for row, remat in zip(rows, names)
-    ]
-    axes[0].set_yticks(range(len(rows)), labels, fontsize=8)
-    axes[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
-
-
-def same(row: dict) -> tuple:
-    """Returns the fields in which comparable rows must agree."""
-    return tuple(row[key] for key in ("model", "kind", "remat", "batch"))
-
-
-def bars(axis, values, rows, title: str):
-    colour = lambda name: {"swjax standard": "C0"}.get(name, "C1" if "swjax" in name else "grey")
-    colours = [colour(row["implementation"]) for row in rows]
-    drawn = axis.barh(range(len(rows)), values, color=colours)
-    axis.bar_label(drawn, fmt=title.split(", ")[1], padding=2, fontsize=7)
-    axis.set_title(title.split(", ")[0])
-    axis.margins(x=0.12)
-
-
-def stack_times(axis, rows):
-    left = [0.0] * len(rows)
-    for name in (*device_time.KINDS, device_time.OTHER):
-        widths = [row.get("kernels_ms", {}).get(name, 0.0) for row in rows]
-        axis.barh(range(len(rows)), widths, left=left, label=name)
-        left = [a + b for a, b in zip(left, widths)]
-    axis.set_title("ms of kernels")
-    axis.legend(fontsize=7, loc="lower right")
 
 
 if __name__ == "__main__":

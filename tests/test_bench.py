@@ -45,7 +45,7 @@ def test_operations(tmp_path):
 
 
 def test_layers(tmp_path):
-    out, plot = tmp_path / "bench.json", tmp_path / "grid.png"
+    out = tmp_path / "bench.json"
     flags = (
         "--layer",
         "fused",
@@ -53,14 +53,11 @@ def test_layers(tmp_path):
         "--recipes",
         "switchback",
         f"--out={out}",
-        f"--plot={plot}",
     )
     run("--smoke", *flags)
     rows = json.loads(out.read_text())["rows"]
     ours = [row for row in rows if row["implementation"] == "switchback"]
     assert len(ours) == 4 and all(row["snr_db"] > 30 and row["ratio"] > 0 for row in ours)
-    assert plot.stat().st_size > 1000
-    assert layers.grid(rows).keys() == {32}
 
 
 def test_what_computes_something_else_is_no_peer():
@@ -212,7 +209,3 @@ def test_train_step(tmp_path):
     assert all(peer["error"] for peer in peers)
     assert ours["images_per_second"] > 0 and ours["memory_gib"] > ours["activations_gib"] > 0
     assert written["command"].startswith("python benchmarks/train_step.py --smoke")
-    subprocess.run(
-        [*script, f"--out={out}", f"--plot={tmp_path}/p.png"], check=True, env=ENVIRONMENT
-    )
-    assert (tmp_path / "p.png").stat().st_size > 1000

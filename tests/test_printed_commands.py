@@ -32,7 +32,6 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
 ]
 PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
 # Scripts without argparse.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scaling, scaling_model, scaling_profile, scaling_tables
+from benchmarks import scaling, scaling_profile, scaling_tables
 from benchmarks.kernels.timing import wait_for
 from swjax.testing import _collectives
 
@@ -110,7 +110,7 @@ def row(devices, rate, layout="data"):
     }
 
 
-def test_tables_and_pictures(tmp_path):
+def test_tables():
     rows = [row(1, 100.0, "one"), row(4, 380.0), row(4, 360.0, "fsdp")]
     text = scaling_tables.table([*rows, {"case": rows[0]["case"], "error": "not done after 280 s"}])
     assert "|vit_h14|int8|data|4|380.0|0.950|" in text and "|931 s8|" in text and "280 s" in text
@@ -126,9 +126,6 @@ def test_tables_and_pictures(tmp_path):
     assert scaling_tables.table(curves).endswith(
         "by at most 0.0e+00 in 1 steps, 5.0e-03 in 2 steps"
     )
-    for name, shown in (("rows", rows), ("curves", curves)):
-        scaling_tables.plot(shown, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
 def test_results_of_asynchronous_collectives_are_counted_once():
@@ -153,18 +150,3 @@ def test_results_of_asynchronous_collectives_are_counted_once():
         ("reduce-scatter", "f32", (4,)),
         ("all-reduce", "f32", ()),
     ]
-
-
-def test_paper_arithmetic():
-    """A case that can be computed by hand: a model of 1,000 parameters on one node."""
-    m = scaling_model.Model(kernels=1000, others=0, linear=6.0, rest=0.0, embed_dim=0)
-    step = lambda *how: scaling_model.step(m, *how, 8, 1)
-    assert step("bf16", "data").nvlink == step("bf16", "fsdp").nvlink == 8000 * 7 / 8
-    assert step("int8", "fsdp").nvlink == 6000 * 7 / 8  # gathers 2 x 1 byte, gradient 4 bytes
-    assert step("int8", "fsdp").infiniband == 0
-    many = scaling_model.step(m, "int8", "hybrid", 256, 1)
-    assert many.infiniband == 2 * 4000 / 8 * 31 / 32
-    pairs = scaling_model.break_even(m, "int8", "data", 256)
-    short, long = (scaling_model.step(m, "int8", "data", 256, n) for n in (pairs - 1, pairs))
-    assert pairs == 2**16 or long.communication <= pairs * long.pair
-    assert short.communication > (pairs - 1) * short.pair

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,101 +26,43 @@ def study(monkeypatch):
     return study
 
 
-@pytest.mark.parametrize("name", ["study", "spikes", "optimizers", "gradient_bias"])
+@pytest.mark.parametrize("name", ["study", "paired", "spikes", "optimizers"])
 def test_examples(study, name):
     failed, tried = doctest.testmod(importlib.import_module(name))
     assert tried and not failed
 
 
-def test_spikes_that_follow_an_rms_event(study, tmp_path, capsys):
-    """The counts in benchmarks/notes/accuracy.md equal those of the recorded GPU sweep; its plot is drawn."""
+def test_spikes_that_follow_an_rms_event(study, capsys):
+    """The counts of the recorded sweep are those in docs/accuracy.md."""
     results = STUDIES.parent / "results" / "spikes_gpu.json"
-    plot = tmp_path / "plot.png"
-    importlib.import_module("spikes").main([f"--merge={results}", f"--plot={plot}"])
+    importlib.import_module("spikes").main([f"--merge={results}"])
     told = "patch: 8 of 15 loss events follow an RMS event; 0.9 by chance, p = 2e-07"
     assert told in capsys.readouterr().out
-    assert plot.stat().st_size > 5000
 
 
-def test_spikes_in_int8_and_bf16(study, tmp_path, capsys):
-    """The counts in benchmarks/notes/accuracy.md equal those of the recorded pairs; their plot is drawn."""
+def test_spikes_in_int8_and_bf16(study, capsys):
+    """The counts of the recorded pairs are those in docs/accuracy.md."""
     results = STUDIES.parent / "results" / "spikes_recipes.json"
-    plot = tmp_path / "plot.png"
-    importlib.import_module("spikes").main([f"--merge={results}", f"--plot={plot}"])
+    importlib.import_module("spikes").main([f"--merge={results}"])
     told = (
         "switchback, 52 pairs: 10 spikes, standard 8; spikes of a run +0.038 +- 0.161 over 13 seeds"
     )
     assert told in capsys.readouterr().out
-    assert plot.stat().st_size > 5000
 
 
-def test_adagc_clips_each_block_by_its_own_norms(study):
-    """Against a loop over steps and tensors; a stacked tensor counts as one tensor for each block."""
-    clipping = importlib.import_module("clipping")
-    rng = np.random.default_rng(0)
-    stack, vector = rng.standard_normal((12, 2, 3)), rng.standard_normal((12, 4))
-    stack[8, 1] *= 50
-    steps = [{"blocks": b, "head": h} for b, h in zip(stack, vector, strict=True)]
-    options = {"relative": 1.1, "decay": 0.9, "warmup": 3, "absolute": 2.0}
-    rule = clipping.adagc(**options, block_axes=lambda _: {"blocks": 0, "head": None})
-    state, means = rule.init(jax.tree.map(jnp.asarray, steps[0])), [math.inf] * 3
-    for number, grads in enumerate(steps):
-        tensors = [*grads["blocks"], grads["head"]]
-        together = min(1.0, 2.0 / np.linalg.norm(np.concatenate([t.ravel() for t in tensors])))
-        want = []
-        for i, tensor in enumerate(tensors):
-            norm = np.linalg.norm(tensor)
-            factor = together if number < 3 else min(1.0, 1.1 * means[i] / norm)
-            kept = norm * factor
-            means[i] = min(means[i], kept) if number < 3 else 0.9 * means[i] + 0.1 * kept
-            want.append(tensor * factor)
-        got, state = rule.update(jax.tree.map(jnp.asarray, grads), state)
-        for a, b in zip([*got["blocks"], got["head"]], want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5)
-    assert np.linalg.norm(want[1]) < 10  # the outlier did not enter the average
-
-
-def test_zclip_reduces_outliers(study):
-    clipping = importlib.import_module("clipping")
-    rng = np.random.default_rng(1)
-    norms = 1 + 0.1 * rng.standard_normal(40)
-    norms[[30, 35]] = 5.0, 9.0
-    rule = clipping.zclip(decay=0.9, z=2.5, warmup=10)
-    state, mean, variance = rule.init(None), np.mean(norms[:10]), np.var(norms[:10])
-    for number, norm in enumerate(norms):
-        kept = norm
-        if number >= 10:
-            distance = (norm - mean) / (variance**0.5 + 1e-6)
-            kept = mean + 2.5**2 * variance**0.5 / distance if distance > 2.5 else norm
-            mean = 0.9 * mean + 0.1 * kept
-            variance = 0.9 * variance + 0.1 * (kept - mean) ** 2
-        got, state = rule.update({"w": jnp.asarray([norm, 0.0])}, state)
-        np.testing.assert_allclose(got["w"][0], kept, rtol=1e-4)
-        assert number not in (30, 35) or kept < 1.5
-
-
-slow = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in (
-        *("spikes", "optimizers", "recipes", "weight_gradients", "gradient_bias", "fixed_batch"),
-        *("icons", "icons_optimizers", "emoji"),
-    )
-]
-
-
-@pytest.mark.parametrize("name", ["noise", *slow])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["emoji", "icons", "icons_optimizers", "optimizers", "spikes", "weight_gradients"]
+)
 def test_shortest_form(name, tmp_path):
-    out, plot = tmp_path / "out.json", tmp_path / "plot.png"
-    command = [sys.executable, STUDIES / f"{name}.py", "--smoke", f"--out={out}", f"--plot={plot}"]
+    out = tmp_path / "out.json"
+    command = [sys.executable, STUDIES / f"{name}.py", "--smoke", f"--out={out}"]
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    assert result["finished"] and result["runs"] and plot.stat().st_size > 5000
+    assert result["finished"] and result["runs"]
     assert f"benchmarks/studies/{name}.py" in result["command"]
-    if name == "noise":
-        ratios = [run["result"]["ratio"] for run in result["runs"]]
-        assert len(ratios) == 12 and all(0.8 < ratio < 1.25 for ratio in ratios)
 
 
 def test_a_study_goes_on_with_what_it_has(study, tmp_path):
@@ -136,7 +77,7 @@ def test_a_study_goes_on_with_what_it_has(study, tmp_path):
     def carry_out(*flags):
         args = study.parser("").parse_args([f"--out={tmp_path}/out.json", *flags])
         runs = [({"i": i}, lambda i=i: run(i)) for i in range(4)]
-        return study.carry_out(args, runs, None, lambda runs: None)
+        return study.carry_out(args, runs, lambda runs: None)
 
     assert carry_out("--minutes=0")["finished"] is False and done == []
     with pytest.raises(KeyboardInterrupt):
@@ -151,13 +92,13 @@ def test_parts_of_a_study_are_put_together(study, tmp_path):
     for name, numbers in {"a": (0, 1), "b": (1, 2)}.items():
         runs = [({"i": i}, lambda i=i: {"loss": [0.5, math.nan], "i": i}) for i in numbers]
         args = study.parser("").parse_args([f"--out={tmp_path}/{name}.json"])
-        study.carry_out(args, runs, None, lambda runs: None)
+        study.carry_out(args, runs, lambda runs: None)
     text = (tmp_path / "a.json").read_text()
     assert "NaN" not in text and len(text.splitlines()) == 4
     files = [f"{tmp_path}/a.json", f"{tmp_path}/b.json"]
     args = study.parser("").parse_args(["--merge", *files, f"--out={tmp_path}/all.json"])
     seen = []
-    merged = study.carry_out(args, (), None, seen.extend)
+    merged = study.carry_out(args, (), seen.extend)
     assert [run["key"]["i"] for run in seen] == [0, 1, 2] and merged["finished"]
     assert study.load(tmp_path / "all.json")["parts"] == merged["parts"] and len(seen) == 3
     assert math.isnan(seen[2]["result"]["loss"][1])
@@ -177,7 +118,7 @@ def test_processes_divide_the_runs(study, tmp_path):
     def carry_out(name, stop=0):
         flags = [f"--out={tmp_path}/{name}.json", f"--claims={tmp_path}/claims"]
         args = study.parser("").parse_args(flags)
-        return study.carry_out(args, runs(name, stop), None, lambda runs: None)
+        return study.carry_out(args, runs(name, stop), lambda runs: None)
 
     with pytest.raises(KeyboardInterrupt):
         carry_out("x", stop=3)
@@ -188,7 +129,7 @@ def test_processes_divide_the_runs(study, tmp_path):
     owners = sorted(claim.read_text() for claim in (tmp_path / "claims").iterdir())
     assert owners == [f"{tmp_path}/{name}.json" for name in "xxxyyy"]
     with pytest.raises(SystemExit, match="--claims needs --out"):
-        study.carry_out(study.parser("").parse_args(["--claims=x"]), (), None, print)
+        study.carry_out(study.parser("").parse_args(["--claims=x"]), (), print)
 
 
 def test_interval_is_students(study):
@@ -292,92 +233,17 @@ def test_shared_steps_are_kept_in_a_file(study, tmp_path):
     assert paired.state_file(SimpleNamespace(states=None), {"seed": 0}) is None
 
 
-def test_parts_by_arm_are_merged_and_drawn(study, tmp_path, capsys):
-    """Each process writes the runs of one arm; the title has the difference of the first."""
+def test_parts_by_arm_are_merged(study, tmp_path, capsys):
+    """Each process writes the runs of one arm."""
     emoji = importlib.import_module("emoji")
     files = []
     for arm, values in {"standard": [0.1, 0.5], "switchback": [0.11, 0.52]}.items():
         part = {"finished": False, "runs": paired_runs(**{arm: values})}
         files.append(f"{tmp_path}/{arm}.json")
         study.write(Path(files[-1]), part)
-    plot = tmp_path / "plot.png"
-    merged = emoji.main(["--merge", *files, f"--out={tmp_path}/all.json", f"--plot={plot}"])
+    merged = emoji.main(["--merge", *files, f"--out={tmp_path}/all.json"])
     assert "test top1: +1.50 +- 6.35 (2 pairs, 2 above, 0 below)" in capsys.readouterr().out
-    assert len(merged["runs"]) == 4 and plot.stat().st_size > 5000
-
-
-@pytest.mark.parametrize("tests", [("test",), ("test", "test_sets")])
-def test_paired_differences_are_drawn(study, tests, tmp_path):
-    paired = importlib.import_module("paired")
-    some = paired_runs(tests, standard=[0.1, 0.5], switchback=[0.11, 0.52], llm_int8=[0.1])
-    study.save(paired.draw, {"runs": some}, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 5000
-
-
-def gradients_and_errors(bias, batches=12, size=400, trials=200):
-    """Yields gradients of mean 0.1 and noise 0.3, and their errors of noise 0.06 and a given mean."""
-    rng = np.random.default_rng(0)
-    for _ in range(trials):
-        g = 0.1 + 0.3 * rng.standard_normal((batches, size))
-        yield g, bias + 0.06 * rng.standard_normal((batches, size))
-
-
-def test_a_known_bias_is_estimated_without_the_noise(study):
-    """The mean over trials is the truth, and 95% intervals contain it in about 95% of the trials."""
-    gradient_bias = importlib.import_module("gradient_bias")
-    bias = 0.02 * np.resize([1.0, -1.0], 400)  # orthogonal to the mean gradient
-    found = [
-        gradient_bias.intervals(gradient_bias.products(*pair))
-        for pair in gradients_and_errors(bias)
-    ]
-    truth = {
-        "noise": 9,
-        "error": 0.36 + 0.04,
-        "bias": 0.04,
-        "across": 0.04,
-        "variance_ratio": 0.04,
-        "bias_to_noise": 0.04 / 9,
-        "added_noise": 0.04,
-        "along": 0,
-        "cosine": 0,
-    }
-    assert set(truth) == set(found[0])
-    for name, want in truth.items():
-        value, half = np.transpose([trial[name] for trial in found])
-        spread = value.std() / len(found) ** 0.5
-        assert abs(value.mean() - want) < 4 * spread + 0.05 * abs(want), name
-        assert np.mean(np.abs(value - want) < half) > 0.9, name
-
-
-def test_an_error_with_zero_mean_has_no_bias(study):
-    gradient_bias = importlib.import_module("gradient_bias")
-    some = [gradient_bias.products(*pair) for pair in gradients_and_errors(0.0)]
-    found = np.array([gradient_bias.measures(p)["bias"] for p in some])
-    naive = np.array([p.ee.mean() / p.gg.mean() for p in some])
-    assert abs(found.mean()) < 4 * found.std() / len(found) ** 0.5
-    assert naive.min() > 0.01  # the norm of the mean error contains its noise
-
-
-def test_a_shorter_gradient_is_told_from_another_direction(study):
-    gradient_bias = importlib.import_module("gradient_bias")
-    g, _ = next(gradients_and_errors(0.0))
-    found = gradient_bias.measures(gradient_bias.products(g, -0.1 * g))
-    assert found["along"] == pytest.approx(-0.1) and found["cosine"] == pytest.approx(-1)
-    assert found["bias"] == pytest.approx(0.01) and found["across"] == pytest.approx(0, abs=1e-12)
-    assert found["added_noise"] == pytest.approx(0.9**2 - 1)
-
-
-def test_biases_of_two_moments_are_compared(study):
-    """Half of the bias of each moment is common to both; batches are the same at both."""
-    gradient_bias = importlib.import_module("gradient_bias")
-    rng = np.random.default_rng(1)
-    common, one, two = 0.05 * rng.standard_normal((3, 1000))
-    (g, e), (h, f) = gradients_and_errors(0.0, batches=8, size=1000, trials=2)
-    f = f + e  # errors of the same batch correlate, which is no bias
-    moments = [({"w": g}, {"w": e + common + one}), ({"w": h}, {"w": f + common + two})]
-    found = gradient_bias.compare(*moments)["all parameters"]
-    assert found["biases"][0] == pytest.approx(0.5, abs=0.1) and 0 < found["biases"][1] < 0.2
-    assert found["gradients"][0] == pytest.approx(1, abs=0.1)
+    assert len(merged["runs"]) == 4
 
 
 def test_keys_of_the_config_that_a_study_changes(study):

@@ -386,7 +386,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, any machine")
     parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
-    parser.add_argument("--plot", type=Path, help="PNG file of the layers' grid")
     args = parser.parse_args(argv)
     if args.ops is None and args.layer is None and not (args.peers or args.attention):
         args.ops, args.layer, args.peers, args.attention = [], [], True, True
@@ -409,8 +408,6 @@ def main(argv: list[str] | None = None) -> int:
         print("\n" + timing.table(records.rows, COLUMNS))
     if args.layer is not None:
         layers.run(records, args.layer or layers.KINDS, args.recipes, smoke=args.smoke)
-        if args.plot:
-            layers.plot(records.rows, args.plot, records.machine["device"])
     return 0
 
 

@@ -1,7 +1,7 @@
 """Measures whether int8 costs accuracy on the default task: paired runs of configs/openmoji.py.
 
 Command:  python benchmarks/studies/emoji.py --dtype=bfloat16 --seeds $(seq 0 39) \\
-            --out=benchmarks/results/emoji_accuracy.json --plot=benchmarks/notes/images/emoji_accuracy.png
+            --out=benchmarks/results/emoji_accuracy.json
 
 Model, loss, optimizer, schedule, augmentation and first parameters are those of
 `train.py --config=configs/openmoji.py`, and scores are those of the trainer's evaluators on the test split,
@@ -37,7 +37,7 @@ CAPTIONS = 24
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    return study.carry_out(args, runs(args), paired.draw, paired.table)
+    return study.carry_out(args, runs(args), paired.table)
 
 
 def parse(argv) -> argparse.Namespace:

@@ -27,7 +27,6 @@ from swjax.training.step import make_loss_and_grad
 CONTEXT = 12
 CAPTIONS = 8  # per label, at most
 CHUNK = 50  # steps per call of the compiled program
-SURGE = 8.0
 
 
 class Hyper(NamedTuple):
@@ -36,7 +35,6 @@ class Hyper(NamedTuple):
     seed: int = 0
     lr: float = 2e-3
     b2: float = 0.99
-    power: float = 0.0  # > 0: b2 = 1 - t^-power
     threshold: float = 1.0  # inf: AdamW
     grad_clip: float = np.inf
 
@@ -148,8 +146,7 @@ def adamw(hyper: Hyper, schedule: Callable, decay: float) -> optax.GradientTrans
     """
 
     def b2_at(t):  # the moving average's factor at step t, debiased
-        constant = hyper.b2 * (1 - hyper.b2 ** (t - 1)) / (1 - hyper.b2**t)
-        return jnp.where(hyper.power > 0, 1 - t**-hyper.power, constant)
+        return hyper.b2 * (1 - hyper.b2 ** (t - 1)) / (1 - hyper.b2**t)
 
     return stable_adamw(
         schedule,
@@ -209,11 +206,7 @@ class Trainer:
       start, end: learning rate of the first and of the last step, relative to the peak.
       batch: pairs per step.
       decay: weight decay.
-      shift: whether the model sees half of the rows of each patch at first, and one more row after each fifth
-        of the run. Weights of hidden rows, and their gradients, are 0.
-      surge: the step from which gradients are `SURGE` times as large; 0 for none.
       together: whether runs share a program in a `jax.vmap`; otherwise they run one after the other.
-      fixed: whether every step has the same pairs and augmentations, so that gradients have no noise.
       optimizer: (hyper, schedule, weight decay) -> the optimizer.
     """
 
@@ -228,14 +221,11 @@ class Trainer:
         start=0.02,
         end=0.1,
         decay=0.1,
-        shift=False,
-        surge=0,
         together=True,
-        fixed=False,
         optimizer=adamw,
     ):
         self.cfg, self.steps, self.batch, self.decay = cfg, steps, batch, decay
-        self.shift, self.surge, self.fixed, self.make_optimizer = shift, surge, fixed, optimizer
+        self.make_optimizer = optimizer
         self.shape = optax.warmup_cosine_decay_schedule(start, 1.0, warmup, steps, end)
         self.corpus = jax.tree.map(jnp.asarray, corpus)
         side = str(cfg.vision.image_size)
@@ -308,7 +298,7 @@ class Trainer:
 
     def _init(self, hyper):
         network = clip.CLIP(self.cfg, rngs=nnx.Rngs(jax.random.key(hyper.seed)))
-        params = self._seen(nnx.to_pure_dict(nnx.state(network, nnx.Param)), 0)
+        params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
         return params, self._optimizer(hyper).init(params)
 
     def _optimizer(self, hyper):
@@ -320,13 +310,9 @@ class Trainer:
 
         def step(state, t):
             params, opt_state = state
-            key = jax.random.fold_in(jax.random.key(hyper.seed), 0 if self.fixed else t)
+            key = jax.random.fold_in(jax.random.key(hyper.seed), t)
             batch = draw(corpus, self.batch, key)
             loss, aux, grads = self.loss_and_grad(params, none, batch, key)
-            grads = self._seen(grads, t)
-            if self.surge:
-                factor = jnp.where(t < self.surge, 1.0, SURGE)
-                grads = jax.tree.map(lambda g: g * factor, grads)
             norm = optax.tree.norm(grads)
             factor = jnp.minimum(1.0, hyper.grad_clip / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: g * factor, grads)
@@ -337,16 +323,6 @@ class Trainer:
             return (params, opt_state), measured
 
         return jax.lax.scan(step, state, start + jnp.arange(CHUNK))
-
-    def _seen(self, tree, t):
-        """Parameters or gradients, 0 where the model does not see the patch at step t."""
-        if not self.shift:
-            return tree
-        kernel = tree["vision"]["patch_embed"]["kernel"]  # [rows, columns, channels, width]
-        rows = len(kernel)
-        visible = rows // 2 + 5 * t // self.steps
-        seen = jnp.where((jnp.arange(rows) < visible)[:, None, None, None], kernel, 0)
-        return tree | {"vision": tree["vision"] | {"patch_embed": {"kernel": seen}}}
 
     def accuracy(self, params, corpus: Corpus) -> list[float]:
         """Zero-shot top-1 of each run, with the first four captions of each label as prompts."""

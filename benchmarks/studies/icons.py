@@ -1,7 +1,7 @@
 """Measures whether int8 costs accuracy: paired runs on icons, with the width and depth of ViT-B, L and H.
 
 Command:  python benchmarks/studies/icons.py --archive=data/iconify-json-2.2.535.tgz \\
-            --out=benchmarks/results/icons_accuracy.json --plot=benchmarks/notes/images/icons_accuracy.png
+            --out=benchmarks/results/icons_accuracy.json
 
 Runs with one seed are a pair: they start from the same parameters and see the same drawings, augmentations
 and dropped patches, whatever their recipe. The learning rate is tuned for "standard" on the top-1 of the
@@ -54,7 +54,7 @@ PART = 512  # drawings that a process reads at once
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    return study.carry_out(args, runs(args), paired.draw, paired.table)
+    return study.carry_out(args, runs(args), paired.table)
 
 
 def parse(argv) -> argparse.Namespace:

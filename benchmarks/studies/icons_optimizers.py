@@ -1,7 +1,7 @@
 """Which optimizer trains a CLIP with the width and depth of ViT-B best, by learning rate, and which spike.
 
 Command:  python benchmarks/studies/icons_optimizers.py --archive=data/iconify-json-2.2.535.tgz \\
-            --out=benchmarks/results/icons_optimizers_h100.json --plot=docs/images/optimizers_vit_b.png
+            --out=benchmarks/results/icons_optimizers_h100.json
 
 The models, the drawings and the augmentations are those of icons.py, the optimizers and the measurements
 those of optimizers.py. All runs of a seed start from the same parameters, those after 600 steps of
@@ -42,11 +42,8 @@ B2 = 0.98
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    draw, table = (
-        functools.partial(function, base=args.base)
-        for function in (optimizers.draw, optimizers.table)
-    )
-    return study.carry_out(args, runs(args), draw, table)
+    table = functools.partial(optimizers.table, base=args.base)
+    return study.carry_out(args, runs(args), table)
 
 
 def parse(argv) -> argparse.Namespace:

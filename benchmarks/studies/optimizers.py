@@ -1,11 +1,11 @@
 """Which optimizer trains a small CLIP best, over two decades of learning rates, and which have loss spikes.
 
 Command:  python benchmarks/studies/optimizers.py --dtype=bfloat16 \\
-            --out=benchmarks/results/optimizers_gpu.json --plot=docs/images/optimizers_gpu.png
+            --out=benchmarks/results/optimizers_gpu.json
 
-Arms: AdamW with three b2, AdamW with gradient clipping, StableAdamW with two b2, AdaGC and ZClip (adaptive
-clipping), QK-norm, and Muon for the matrices of the blocks, scaled so that learning rates compare with
-AdamW's: optax's, and that of the trainer, whose products are in bf16. The drawings are emoji of 32 pixels.
+Arms: AdamW with three b2, AdamW with gradient clipping, StableAdamW with two b2, QK-norm, and Muon for the
+matrices of the blocks, scaled so that learning rates compare with AdamW's: optax's, and that of the trainer,
+whose products are in bf16. The drawings are emoji of 32 pixels.
 The rate rises over a tenth of the run and falls to 0 as a cosine. Runs with one seed see the same batches.
 
 Measured: top-1 of unseen drawings; the final loss; loss spikes by the paper's rules; OLMo's spike score of
@@ -42,28 +42,16 @@ PROGRAMS = {
         "stable 0.999": {"b2": 0.999},
         "stable 0.98": {"b2": 0.98},
     },
-    "adagc": {"adamw 0.999, AdaGC": {"b2": 0.999, "threshold": NEVER}},
-    "zclip": {"adamw 0.999, ZClip": {"b2": 0.999, "threshold": NEVER}},
     "qk_norm": {"adamw 0.999, QK-norm": {"b2": 0.999, "threshold": NEVER}},
     "muon": {"muon": {"b2": 0.98}},
     "muon_of_swjax": {"muon, bf16": {"b2": 0.98}},
-}
-# {label in the chart: (colour, arms)}
-FAMILIES = {
-    "AdamW": ("0.55", ("adamw 0.999", "adamw 0.98", "adamw 0.95")),
-    "AdamW, clipped at norm 1": ("C0", ("adamw 0.999, clip 1",)),
-    "StableAdamW": ("C3", ("stable 0.999", "stable 0.98")),
-    "AdamW with AdaGC or ZClip": ("C2", ("adamw 0.999, AdaGC", "adamw 0.999, ZClip")),
-    "AdamW with QK-norm": ("C4", ("adamw 0.999, QK-norm",)),
-    "Muon": ("C1", ("muon",)),
-    "Muon with bf16 products": ("C5", ("muon, bf16",)),
 }
 
 
 def main(argv=None) -> dict:
     args = parse(argv)
     tell = functools.partial(table, base=args.base)
-    return study.carry_out(args, runs(args), functools.partial(draw, base=args.base), tell)
+    return study.carry_out(args, runs(args), tell)
 
 
 def parse(argv):
@@ -77,7 +65,7 @@ def parse(argv):
     args = flags.parse_args(argv)
     if args.smoke:
         args.size, args.batch, args.rates, args.seeds = "xs", 8, [1e-3], 1
-        args.steps, args.source, args.programs = 50, "synthetic", ["adagc", "muon_of_swjax"]
+        args.steps, args.source, args.programs = 50, "synthetic", ["muon_of_swjax"]
     return args
 
 
@@ -124,23 +112,13 @@ def train(args, key: dict) -> dict:
 
 def optimizer(program: str):
     """The optimizer of a program, a function of a run's settings, its schedule and the weight decay."""
-    import clipping
     import engine
-    import optax
-
-    from swjax.models import clip
 
     if program == "muon":
         return muon
     if program == "muon_of_swjax":
         return muon_of_swjax
-    if program == "adagc":
-        before = clipping.adagc(block_axes=clip.block_axes)
-    elif program == "zclip":
-        before = clipping.zclip()
-    else:
-        return engine.adamw
-    return lambda *settings: optax.chain(before, engine.adamw(*settings))
+    return engine.adamw
 
 
 def muon(hyper, schedule, decay: float):
@@ -240,13 +218,12 @@ def spike_score(values, deviations: float = 7.0, window: int = 1000, first: int 
 
 
 def by_arm(runs) -> dict[str, dict[float, list[dict]]]:
-    """Results by arm and learning rate."""
+    """Results by arm and learning rate, in the order of the file."""
     found: dict[str, dict[float, list[dict]]] = {}
     for run in runs:
         for result in run["result"]["runs"]:
             found.setdefault(result["arm"], {}).setdefault(result["lr"], []).append(result)
-    arms = (arm for program in PROGRAMS.values() for arm in program)
-    return {arm: found[arm] for arm in arms if arm in found}
+    return found
 
 
 def mean(results: list[dict], name: str) -> float:
@@ -338,50 +315,6 @@ def print_differences(arms: dict, base: str) -> None:
         for arm, pairs, p, corrected in zip(others, found, ps, paired.holm(ps), strict=True):
             tail = f"p = {p:.2g}, corrected for {len(ps)} tests {corrected:.2g}"
             print(f"  {arm:22} {paired.told(pairs, digits)}, {tail}")
-
-
-def draw(figure, runs, base: str = BASE) -> None:
-    """Final loss by learning rate, and each arm's loss and top-1 minus those of `base` at the best rates.
-
-    Arms whose means are of other seeds than those of `base` do not compare, and are not drawn.
-    """
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    arms = by_arm(runs)
-    base = base if base in arms else next(iter(arms))
-    figure.set_size_inches(11, 4.2)
-    losses, *panels = figure.subplots(1, 3, width_ratios=(5, 4, 4))
-    colors = {arm: color for color, some in FAMILIES.values() for arm in some}
-    means = whole_seeds(arms)
-    seeds = {arm: {r["seed"] for some in means[arm].values() for r in some} for arm in arms}
-    arms = {arm: rates for arm, rates in arms.items() if seeds[arm] == seeds[base]}
-    for label, (color, some) in FAMILIES.items():
-        for arm in filter(arms.__contains__, some):
-            values = finals(means[arm])
-            losses.loglog(list(values), list(values.values()), color=color, marker=".", label=label)
-            label = ""  # an arm of a family has it
-    losses.set(title="final loss", xlabel="learning rate")
-    losses.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 4, 6)))
-    losses.yaxis.set_major_formatter("{x:g}")
-    losses.yaxis.set_minor_formatter("{x:g}")
-    rates = sorted({rate for results in arms.values() for rate in results})
-    losses.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    losses.xaxis.set_minor_locator(NullLocator())
-    losses.legend()
-    others = with_base(arms, base)
-    for axes, (title, name, scale) in zip(
-        panels, (("final loss", "final", 1), ("top-1 (points)", "top1", 100)), strict=True
-    ):
-        for y, arm in enumerate(others):
-            middle, half = study.interval(scale * d for d in differences(arms, arm, base, name))
-            error = None if math.isnan(half) else half
-            axes.errorbar(middle, y, xerr=error, fmt="o", capsize=3, color=colors[arm])
-        axes.axvline(0, color="0.5", linewidth=0.8)
-        axes.set(title=f"{title} at best rates", xlabel=f"minus {base}, 95% interval")
-        axes.set_ylim(len(others) - 0.5, -0.5)
-    names = [f"{arm} at {best_rate(means[arm]):g}" for arm in others]
-    panels[0].set_yticks(range(len(others)), names)
-    panels[1].set_yticks(range(len(others)), [])
 
 
 if __name__ == "__main__":

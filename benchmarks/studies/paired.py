@@ -228,57 +228,6 @@ def holm(ps: list[float]) -> list[float]:
     return corrected
 
 
-def draw(figure, runs: list[dict]) -> None:
-    """Draws paired differences of top-1 with intervals, the losses of one pair, and loss differences."""
-    arms = list(compared(runs))
-    rows = [(*row, split) for row in arms for split in tests(row[-1])]
-    figure.set_size_inches(11, 4.4 + 0.5 * len(rows))
-    places = figure.subplot_mosaic("ss;ld", height_ratios=[0.6 + 0.5 * len(rows), 3.2])
-    scores, losses, gaps = (places[name] for name in "sld")
-    for i, (_, arm, some, split) in enumerate(rows):
-        pairs = differences(some, arm, split, "top1")
-        mean, half = study.interval(pairs)
-        color = f"C{tests(some).index(split)}"
-        error = None if math.isnan(half) else half
-        scores.plot(pairs, [-i - 0.2] * len(pairs), "|", color=color, alpha=0.4)
-        scores.errorbar(mean, -i, xerr=error, fmt="o", markersize=5, capsize=3, color=color)
-        if i == 0:
-            told = f"{mean:+.2f} ± {half:.2f} points of top-1, {len(pairs)} pairs"
-            scores.set_title(f"{arm} minus standard: {told}")
-    labels = [", ".join(filter(None, (settings, arm, split))) for settings, arm, _, split in rows]
-    scores.set_yticks([-i for i in range(len(rows))], labels)
-    scores.set_ylim(0.5 - max(1, len(rows)), 0.5)
-    scores.axvline(0, color="0.5", linewidth=0.8)
-    scores.set(xlabel="top-1 minus that of standard, points: mean, 95% interval, pairs")
-    for _, _, some in arms[:1]:
-        first = min(run["key"]["seed"] for run in some)
-        for run in some:
-            if run["key"]["seed"] == first:
-                curve = run["result"]["loss"]
-                losses.plot(_steps(run), curve, linewidth=0.9, label=run["key"]["arm"])
-        losses.legend()
-    losses.set(xlabel="step", title="loss of one pair")
-    for i, (_, arm, some) in enumerate(arms):
-        draw_gaps(gaps, some, arm, color=f"C{i}")
-    if arms:
-        gaps.legend()
-
-
-def draw_gaps(axes, some: list[dict], arm: str, color: str) -> None:
-    """Draws the training losses of an arm minus those of "standard", one line per pair."""
-    curves = minus(some, arm, lambda result: np.asarray(result["loss"]))
-    for pair, curve in enumerate(curves):
-        label = None if pair else arm
-        axes.plot(_steps(some[0]), curve, color=color, linewidth=0.9, label=label)
-    axes.axhline(0, color="0.5", linewidth=0.8)
-    axes.set(xlabel="step", title="loss minus that of standard, each pair")
-
-
-def _steps(run: dict) -> list[int]:
-    """The step number of each point of a run's loss."""
-    return [run["key"].get("shared", 0) + s for s in study.thinned_steps(run["result"]["loss"])]
-
-
 def main(argv: list[str] | None = None) -> None:
     flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

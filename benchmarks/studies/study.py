@@ -1,4 +1,4 @@
-"""Code that all studies use: a JSON file of runs, a time limit, confidence intervals and plots.
+"""Code that all studies use: a JSON file of runs, a time limit and confidence intervals.
 
 A study is a list of runs. Each has a key (its settings) and a function that returns its result. The file is
 written after every run, and runs whose key it contains are skipped. So an interrupted study resumes, and more
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,6 @@ def parser(doc: str) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--out", type=Path, help="JSON file, written after every run and resumed")
-    flags.add_argument("--plot", type=Path, help="PNG file, drawn from the JSON file or the runs")
     flags.add_argument("--minutes", type=float, default=math.inf, help="no run starts after these")
     flags.add_argument(
         "--claims",
@@ -74,13 +72,12 @@ def grid(measure: Callable[..., dict], **values: Iterable) -> list[Run]:
     return [(key, partial(measure, **key)) for key in keys]
 
 
-def carry_out(args, runs: Iterable[Run], draw: Callable, table: Callable) -> dict:
-    """Executes the runs that the file lacks, saves after each, then draws and prints the study.
+def carry_out(args, runs: Iterable[Run], table: Callable) -> dict:
+    """Executes the runs that the file lacks, saves after each, then prints the study.
 
     Args:
       args: of `parser`.
       runs: (key, function that returns the result, both for JSON).
-      draw: (figure, results) -> None.
       table: (results) -> None, prints.
 
     Returns:
@@ -90,8 +87,6 @@ def carry_out(args, runs: Iterable[Run], draw: Callable, table: Callable) -> dic
         raise SystemExit("--claims needs --out: each process writes a file of its own")
     study = merge(args.merge) if args.merge else do(args, runs)
     write(args.out, study)
-    if args.plot and study["runs"]:
-        save(draw, study, args.plot)
     table(study["runs"])
     return study
 
@@ -208,33 +203,6 @@ def write(path: Path | None, study: dict) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, dumps(study) + "\n")
-
-
-def save(draw: Callable, study: dict, path: Path) -> None:
-    """Draws a figure in the style of the run's report."""
-    from matplotlib.figure import Figure
-
-    from swjax.report import charts
-
-    with style():
-        figure = Figure(figsize=(8, 3.4), layout="constrained", facecolor=charts.LIGHT.surface)
-        draw(figure, study["runs"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-
-
-@contextmanager
-def style():
-    """Applies the report's style to figures drawn inside the context."""
-    from matplotlib import rc_context
-
-    from swjax.report.charts import LIGHT
-
-    spines = {f"axes.spines.{side}": False for side in ("top", "right")}
-    grid = {"axes.grid": True, "grid.color": LIGHT.grid, "axes.axisbelow": True}
-    text = {"font.size": 9, "legend.frameon": False, "legend.fontsize": 8, "lines.linewidth": 1.5}
-    with rc_context(spines | grid | text):
-        yield
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:

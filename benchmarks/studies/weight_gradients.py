@@ -1,7 +1,7 @@
 """What quantization does to the weight gradients of a real model, against the length K of their products.
 
 Command:  python benchmarks/studies/weight_gradients.py --run=runs/openmoji \\
-            --out=benchmarks/results/weight_gradients.json --plot=benchmarks/notes/images/weight_gradients.png
+            --out=benchmarks/results/weight_gradients.json
 
 Takes a run of the default config (`make train`), at its start and as trained, and the batches that it
 began with, in several sizes. dW = x^T g of a linear layer contracts the tokens of the whole batch: K is their
@@ -47,7 +47,7 @@ def main(argv=None) -> dict:
         return compare(exact(moment, batch), other) | {"K": batch * tokens(config())}
 
     runs = study.grid(measure, moment=args.moments, batch=args.batches, arm=args.arms)
-    return study.carry_out(args, runs, draw, table)
+    return study.carry_out(args, runs, table)
 
 
 def config_of(run: Path):
@@ -157,18 +157,6 @@ def table(runs) -> None:
             f"{key['moment']:8} {key['arm']:15} batch {key['batch']:5,}  K {r['K']:7,}  "
             f"error of dW: median {r['median']:.2%}, largest {r['largest']:.2%}"
         )
-
-
-def draw(figure, runs) -> None:
-    axes = figure.subplots(1, 2, sharey=True)
-    for (moment, arm), some in study.group(runs, "moment", "arm").items():
-        axis, color = axes[MOMENTS.index(moment)], f"C{ARMS.index(arm)}"
-        for which, line in (("median", "-o"), ("largest", ":")):
-            k = [run["result"]["K"] for run in some]
-            error = [100 * run["result"][which] for run in some]
-            axis.loglog(k, error, line, color=color, markersize=3.5, label=f"{arm}, {which} layer")
-        axis.set(xlabel="K: tokens of the batch", title=f"error of dW (%), {moment}")
-    axes[-1].legend(fontsize=7, loc="lower right")
 
 
 if __name__ == "__main__":
