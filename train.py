@@ -34,7 +34,8 @@ def main(argv: list[str]) -> int:
         print(__doc__.strip())
         return 0 if len(argv) > 1 else 2
     # Not at the top: --help answers without loading jax.
-    from swjax.training import command, errors
+    from swjax.training import command
+    from swjax.training.faults import errors
 
     with errors.output_may_end():
         return command.main(["train.py", *argv[1:]])

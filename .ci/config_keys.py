@@ -1,6 +1,6 @@
 """For mkdocs: replaces the last section of docs/config.md by a table of every config key."""
 
-from swjax.training import config as config_lib
+from swjax.training.keys import KEYS
 
 HEADING = "\n## Keys\n"
 
@@ -16,11 +16,11 @@ def table() -> str:
     """Returns a table in Markdown for each section of the config."""
     lines: list[str] = []
     section = ""
-    for key in config_lib.describe_keys():
-        _, here, name = key.name.split(".", 2)
+    for full, key in KEYS.items():
+        here, name = full.split(".", 1)
         if here != section:
             section = here
             lines += ["", f"### {section}", "", "| key | default | accepts | meaning |", "|---|---|---|---|"]
-        cells = (f"`{name}`", f"`{key.default!r}`", key.accepts, key.meaning)
+        cells = (f"`{name}`", f"`{key.default!r}`", key.rule(), key.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

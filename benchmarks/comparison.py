@@ -23,7 +23,7 @@ from flax import linen as nn
 
 import swjax.linen
 from swjax.testing import matrix_products
-from swjax.training import environment
+from swjax.training.log import environment
 
 # QtRule fields that make Qwix compute as SwitchBack. Its int8 scale is absmax / 127.5, swjax's absmax / 127.
 ABSMAX = f"absmax,{127.5 / 127}"

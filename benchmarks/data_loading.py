@@ -27,7 +27,7 @@ import numpy as np
 
 from swjax.data import decoding, loader, source
 from swjax.data.images import random_box
-from swjax.training import environment
+from swjax.training.log import environment
 
 _SIZE = 224  # pixels
 _BATCH = 64

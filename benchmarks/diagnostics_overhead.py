@@ -29,8 +29,10 @@ import jax  # noqa: E402
 from benchmarks.kernels import timing  # noqa: E402
 from swjax.models import sharding  # noqa: E402
 from swjax.training import config as config_lib  # noqa: E402
-from swjax.training import environment, inputs, setup  # noqa: E402
-from swjax.training.health import Health  # noqa: E402
+from swjax.training import inputs, setup  # noqa: E402
+from swjax.training.log import environment  # noqa: E402
+from swjax.training.log.health import Health  # noqa: E402
+from swjax.training.state.restore import first_state  # noqa: E402
 from swjax.training.step import make_train_step  # noqa: E402
 
 VARIANTS = {
@@ -102,7 +104,7 @@ def compile_all(config):
     """Returns ({variant, or "quantization": compiled program}, a state, a batch)."""
     setup.use_compilation_cache(config)
     parts = setup.assemble(config, inputs.open_source(config, "train"))
-    state = setup.first_state(config, parts.init, parts.like)
+    state = first_state(config, parts.init, parts.like)
     share = sharding.batch_share(parts.mesh)
     with closing(inputs.open_batches(config, parts.source, None, share)) as batches:
         batch = sharding.shard_batch(next(batches), parts.mesh)

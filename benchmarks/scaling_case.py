@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.scaling_profile import clocks, profile
-from swjax.training import environment
+from swjax.training.log import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 # Small enough for eight CPU devices on two cores.

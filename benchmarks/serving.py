@@ -20,7 +20,7 @@ from flax import nnx
 
 from swjax import evaluators, serving
 from swjax.models import clip
-from swjax.training import environment
+from swjax.training.log import environment
 
 VARIANTS = ("bf16", "int8", "int8 prequantized")
 

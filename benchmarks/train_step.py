@@ -37,7 +37,8 @@ from configs import common  # noqa: E402
 from swjax.diagnostics import device_time  # noqa: E402
 from swjax.models import clip, sharding  # noqa: E402
 from swjax.models.vit import VisionTransformer  # noqa: E402
-from swjax.training import setup, throughput  # noqa: E402
+from swjax.training import setup  # noqa: E402
+from swjax.training.log.timing import peak_flops  # noqa: E402
 from swjax.training.optimizer import make_optimizer  # noqa: E402
 from swjax.training.step import make_train_step  # noqa: E402
 
@@ -166,7 +167,7 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
         "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
         "activations_gib": memory.temp_size_in_bytes / 2**30,
     }
-    if peak := throughput.peak_flops(jax.devices()[0]):
+    if peak := peak_flops(jax.devices()[0]):
         row["mfu"] = program.flops / seconds / peak
     if jax.default_backend() == "gpu":
         launches = timing.launches(run)

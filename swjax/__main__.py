@@ -20,7 +20,7 @@ import sys
 from importlib.metadata import version
 
 from swjax.arguments import expand_home
-from swjax.training.errors import output_may_end
+from swjax.training.faults.errors import output_may_end
 
 COMMANDS = {
     "train": "swjax.training.command",
@@ -30,7 +30,7 @@ COMMANDS = {
     "report": "swjax.report",
     "runs": "swjax.report.runs",
     "diagnostics": "swjax.diagnostics",
-    "compare": "swjax.training.compare_precision",
+    "compare": "swjax.tools.compare_precision",
     "data": "swjax.report.data_check",
     "convert": "swjax.data.convert",
 }

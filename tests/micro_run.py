@@ -16,10 +16,10 @@ from swjax.models import sharding
 from swjax.optax import path_name
 from swjax.training import config as config_lib
 from swjax.training import loop, setup
-from swjax.training.checkpoint import Checkpoints
-from swjax.training.mirror import Mirror
+from swjax.training.log.packed import fetch
 from swjax.training.optimizer import make_optimizer, make_schedule
-from swjax.training.packed import fetch
+from swjax.training.state.checkpoint import Checkpoints
+from swjax.training.state.mirror import Mirror
 from swjax.training.step import make_train_step
 
 ROOT = Path(__file__).resolve().parent.parent

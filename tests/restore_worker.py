@@ -16,8 +16,8 @@ if __name__ == "__main__":
     from test_checkpoint import state_of
 
     from swjax.models import sharding
-    from swjax.training.checkpoint import Checkpoints, check_shared, lock
     from swjax.training.config import ConfigError
+    from swjax.training.state.checkpoint import Checkpoints, check_shared, lock
 
     workdir = Path(sys.argv[1]) / str(jax.process_index())
     distributed.first_does(lambda: lock(workdir))

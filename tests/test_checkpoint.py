@@ -17,9 +17,9 @@ from processes import two_processes
 
 from swjax.models import sharding
 from swjax.training import config as config_lib
-from swjax.training.checkpoint import Checkpoints
-from swjax.training.checksums import checksums
 from swjax.training.config import ConfigError, RunError
+from swjax.training.state.checkpoint import Checkpoints
+from swjax.training.state.checksums import checksums
 
 # Orbax does not await its other coroutines when one has failed.
 pytestmark = [

@@ -12,7 +12,7 @@ from swjax import __main__ as swjax_commands
 from swjax.evaluate import __main__ as evaluate
 from swjax.training import config as config_lib
 from swjax.training import loop
-from swjax.training.checkpoint import lock
+from swjax.training.state.checkpoint import lock
 
 ROOT = Path(__file__).resolve().parent.parent
 OPENMOJI = f"--config={ROOT}/configs/openmoji.py"

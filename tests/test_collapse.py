@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from micro_run import train
 
-from swjax.training import collapse
-from swjax.training.collapse import STEPS, Collapse
+from swjax.training.log import step_log
+from swjax.training.log.step_log import COLLAPSE_STEPS as STEPS
+from swjax.training.log.step_log import Collapse
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
@@ -65,8 +66,8 @@ def test_a_rollback_counts_no_step_twice():
 
 
 def test_the_trainer_says_it(micro, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(collapse, "STEPS", 2)
-    monkeypatch.setattr(collapse, "_TOLERANCE", math.inf)
-    monkeypatch.setattr(collapse, "_SMALL_GRADIENT", math.inf)
+    monkeypatch.setattr(step_log, "COLLAPSE_STEPS", 2)
+    monkeypatch.setattr(step_log, "_CHANCE_TOLERANCE", math.inf)
+    monkeypatch.setattr(step_log, "_SMALL_GRADIENT", math.inf)
     train(micro(train__steps=3), tmp_path)
     assert capsys.readouterr().out.count("the embeddings have collapsed") == 1

@@ -12,7 +12,7 @@ from micro_run import MICRO, ROOT
 
 from swjax.models import clip
 from swjax.report import precision
-from swjax.training import compare_precision, layer_errors
+from swjax.tools import compare_precision, layer_errors
 from swjax.training import config as config_lib
 from swjax.training.setup import model_config
 

@@ -5,7 +5,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 from test_cli import OPENMOJI
 
 import train
@@ -79,22 +78,9 @@ def test_a_value_that_code_sets_is_checked_as_well():
 
 
 def test_every_default_is_accepted_and_described():
-    described = {key.name.removeprefix("config."): key for key in config_lib.describe_keys()}
-    assert list(described) == list(KEYS)
-    for name, key in described.items():
-        assert KEYS[name].accepts(key.default), name
+    for name, key in KEYS.items():
+        assert key.accepts(key.default), name
         assert key.meaning and len(key.meaning) < 250, name
-
-
-def test_the_table_has_the_keys_of_the_config():
-    def names(section, prefix=""):
-        for name, value in section.items():
-            if isinstance(value, ConfigDict):
-                yield from names(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}"
-
-    assert set(names(config_lib.load(str(config_lib.COMMON)))) == set(KEYS)
 
 
 def test_the_table_has_the_models_and_the_recipes():

@@ -30,7 +30,8 @@ from swjax.models import clip, sharding
 from swjax.training import config as config_lib
 from swjax.training import setup
 from swjax.training.config import ConfigError
-from swjax.training.initialization import first_parameters, interpolate_positions
+from swjax.training.state.initialization import first_parameters, interpolate_positions
+from swjax.training.state.restore import first_state
 from train import main
 
 
@@ -50,7 +51,7 @@ def refusal(config) -> str:
 def start(config):
     """Returns the initial parameters of a run."""
     init, _ = make_init(config)
-    return setup.first_state(config, init, shapes(init))["params"]
+    return first_state(config, init, shapes(init))["params"]
 
 
 def foreign(config, folder, layout="open_clip", **options):
@@ -71,7 +72,7 @@ def test_average_starts_from_the_weights_too(micro, tmp_path):
     theirs = foreign(micro(), tmp_path)
     config = micro(checkpoint__init_from=str(tmp_path), train__ema_decay=0.9)
     init, _ = make_init(config)
-    assert_same_bits(setup.first_state(config, init, shapes(init))["ema"], theirs)
+    assert_same_bits(first_state(config, init, shapes(init))["ema"], theirs)
 
 
 def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path, caplog):

@@ -1,6 +1,7 @@
-"""Folders import each other in one direction only, and slow packages are imported only when needed."""
+"""Files and folders import each other in one direction only, and slow packages only when needed."""
 
 import ast
+import graphlib
 import importlib.metadata
 import itertools
 import re
@@ -34,10 +35,11 @@ APPLICATION = {
     "training": {*LIBRARY, "data", "evaluators", "interop", "losses", "models", "report"},
     "inference": {*LIBRARY, "data", "evaluators", "interop", "models", "training"},
     "evaluate": {*LIBRARY, "data", "evaluators", "inference", "models", "report", "training"},
+    "tools": {*LIBRARY, "data", "evaluators", "models", "report", "training"},
 }
 ALLOWED = LIBRARY | APPLICATION
-# The command line imports the command that it starts.
-COMMANDS = {"swjax.__main__", "swjax.diagnostics.__main__"}
+# A command line imports what it starts.
+COMMANDS = {"swjax.__main__", "swjax.diagnostics.__main__", "swjax.training.command"}
 
 
 def folder_of(module: str) -> str:
@@ -59,16 +61,18 @@ def modules():
 
 
 def imported(path: Path):
-    """Returns the names of the modules that a file imports; `from swjax import x` is `swjax.x`."""
+    """Returns the names of the modules that a file imports, inside functions too.
+
+    `from swjax import x` is `swjax.x`, and `from swjax.a import b` is `swjax.a.b` if that is a module.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            if node.module == "swjax":
-                yield from (f"swjax.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if node.module == "swjax" or name in MODULES else node.module
 
 
 MODULES = dict(modules())
@@ -95,6 +99,14 @@ def test_every_folder_has_its_rule():
 @pytest.mark.parametrize("module", sorted(set(MODULES) - COMMANDS))
 def test_imports_run_one_way(module):
     assert not forbidden(module, imported(MODULES[module]))
+
+
+def test_no_file_imports_itself_through_others():
+    graph = {name: set(imported(path)) & set(MODULES) - {name} for name, path in MODULES.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_no_two_folders_import_each_other():

@@ -19,7 +19,7 @@ from swjax.evaluate.scoring import score
 from swjax.models import clip
 from swjax.training import config as config_lib
 from swjax.training import setup
-from swjax.training.checkpoint import Checkpoints
+from swjax.training.state.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 RNG = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from swjax import data, interop
 from swjax.interop.layouts import LAYOUTS, tensors
 from swjax.models import clip
-from swjax.training.initialization import interpolate_positions
+from swjax.training.state.initialization import interpolate_positions
 
 peers = torch_peers.load()
 torch, open_clip, transformers = peers.torch, peers.open_clip, peers.transformers

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from micro_run import ROOT, command_of, records
 
-from swjax.training.interrupt import catch
+from swjax.training.faults.interrupt import catch
 
 
 def loaders_of(process) -> list[int]:
@@ -59,7 +59,7 @@ def test_closed_output_loses_nothing(interrupted, started, tmp_path):
 def test_a_closed_terminal_is_a_signal_except_under_nohup():
     code = (
         "import signal\n"
-        "from swjax.training.interrupt import catch\n"
+        "from swjax.training.faults.interrupt import catch\n"
         "for handler in (signal.SIG_DFL, signal.SIG_IGN):\n"  # SIG_IGN under nohup
         "    signal.signal(signal.SIGHUP, handler)\n"
         "    with catch() as interrupt:\n"
@@ -100,7 +100,7 @@ def test_an_interrupt_while_libraries_load_ends_the_run(library, tmp_path):
 def test_second_interrupt_ends_at_once():
     code = (
         "import signal, time\n"
-        "from swjax.training.interrupt import catch\n"
+        "from swjax.training.faults.interrupt import catch\n"
         "with catch() as interrupt:\n"
         "    interrupt.can_save = True\n"
         "    for kind in (signal.SIGINT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):\n"
@@ -122,7 +122,7 @@ def test_second_interrupt_ends_at_once():
 def test_a_signal_before_the_first_step_ends_at_once(kind):
     code = (
         "import signal, time\n"
-        "from swjax.training.interrupt import catch\n"
+        "from swjax.training.faults.interrupt import catch\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"  # as train.py
         "with catch():\n"
         f"    signal.raise_signal({int(kind)})\n"

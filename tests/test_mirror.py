@@ -8,8 +8,8 @@ import pytest
 from micro_run import assert_same_bits, final_state, records
 
 from swjax.training import loop
-from swjax.training.errors import ConfigError, RunError
-from swjax.training.mirror import INDEX, Mirror
+from swjax.training.faults.errors import ConfigError, RunError
+from swjax.training.state.mirror import INDEX, Mirror
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -9,18 +9,14 @@ import jax.numpy as jnp
 import pytest
 from micro_run import UNDIAGNOSED, final_state, records, train
 
-from swjax.training import (
-    collapse,
-    packed,
-    step_log,
-)
 from swjax.training import setup as setup_lib
 from swjax.training import step as step_lib
 from swjax.training.accumulation import LossAndGrad
-from swjax.training.checkpoint import Checkpoints
-from swjax.training.console import Console
-from swjax.training.nan_policy import Action, NanPolicy, first_bad
-from swjax.training.results import tell_results
+from swjax.training.faults.nan_policy import Action, NanPolicy, first_bad
+from swjax.training.log import packed, step_log
+from swjax.training.log.console import Console
+from swjax.training.log.results import tell_results
+from swjax.training.state.checkpoint import Checkpoints
 
 
 @pytest.fixture
@@ -60,9 +56,9 @@ def test_a_rollback_restarts_the_watch_for_a_collapse(
     micro, bad_step_4, monkeypatch, tmp_path, capsys
 ):
     """Steps 1 to 3 are logged, then 3 to 6: five records in a row without a restart, four with it."""
-    monkeypatch.setattr(collapse, "STEPS", 5)
-    monkeypatch.setattr(collapse, "_TOLERANCE", math.inf)
-    monkeypatch.setattr(collapse, "_SMALL_GRADIENT", math.inf)
+    monkeypatch.setattr(step_log, "COLLAPSE_STEPS", 5)
+    monkeypatch.setattr(step_log, "_CHANCE_TOLERANCE", math.inf)
+    monkeypatch.setattr(step_log, "_SMALL_GRADIENT", math.inf)
     assert train(micro(train__nan_policy="rollback", log__every_steps=1), tmp_path) == 0
     out = capsys.readouterr().out
     assert "back to step 2" in out and "collapsed" not in out

@@ -12,9 +12,10 @@ from flax import nnx
 
 import train
 from swjax.models import clip
+from swjax.tools import memory_model, plan
+from swjax.tools.memory_model import GIB, Mesh, predict
 from swjax.training import config as config_lib
-from swjax.training import inputs, memory_model, plan
-from swjax.training.memory_model import GIB, Mesh, predict
+from swjax.training import inputs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

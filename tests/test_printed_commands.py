@@ -24,8 +24,9 @@ from photographs import jpeg, write_coco, write_tars
 
 import train
 from swjax.data import files
+from swjax.tools import plan
 from swjax.training import config as config_lib
-from swjax.training import inputs, plan
+from swjax.training import inputs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -23,11 +23,11 @@ from ml_collections import ConfigDict
 from swjax.models import sharding
 from swjax.training import config as config_lib
 from swjax.training import evaluation
-from swjax.training import setup as setup_lib
-from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError
-from swjax.training.console import Console
-from swjax.training.results import record_setup
+from swjax.training.log.console import Console
+from swjax.training.log.results import record_setup
+from swjax.training.state.checkpoint import Checkpoints
+from swjax.training.state.restore import init_or_restore
 
 
 def test_interrupted_and_resumed_is_the_same_run(reference, tmp_path, capsys):
@@ -156,7 +156,7 @@ def test_init_from_takes_the_parameters_only(reference, micro, tmp_path):
     init, _ = make_init(config)
     like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
     own = Checkpoints(tmp_path / "own", keep=1)
-    state, position = setup_lib.init_or_restore(config, own, init, like)
+    state, position = init_or_restore(config, own, init, like)
     first, _ = final_state(micro(), workdir)
     assert_same_bits(state["params"], first["params"])
     assert int(state["step"]) == 0 and position is None

@@ -18,16 +18,11 @@ import numpy as np
 import pytest
 from micro_run import train
 
-from swjax.training import (
-    console,
-    metric_log,
-    step_clock,
-    throughput,
-)
 from swjax.training import setup as setup_lib
 from swjax.training.config import ConfigError
-from swjax.training.health import Health
-from swjax.training.timing import Timing
+from swjax.training.log import console, metric_log
+from swjax.training.log.health import Health
+from swjax.training.log.timing import CoreQueue, StepClock, Timing
 
 
 class Write(NamedTuple):
@@ -100,8 +95,8 @@ def test_a_slow_step_says_where_its_time_went(monkeypatch, laps, saving, reason)
     """A slow step after 30 steps of one second, of which 0.9 s are on the device."""
     now, queued = [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(step_clock.CoreQueue, "seconds", lambda self: queued[0])
-    with closing(step_clock.StepClock()) as clock:
+    monkeypatch.setattr(CoreQueue, "seconds", lambda self: queued[0])
+    with closing(StepClock()) as clock:
 
         def take(laps, saving=False):
             for name, seconds in laps.items():
@@ -133,7 +128,7 @@ def test_waiting_for_a_core_is_counted():
 
     def compute(until):
         os.sched_setaffinity(0, {core})  # pins only this thread
-        with closing(step_clock.CoreQueue()) as queue:
+        with closing(CoreQueue()) as queue:
             before = queue.seconds()
             while queue.seconds() < before + 0.1 and time.monotonic() < until:
                 pass
@@ -199,36 +194,23 @@ def test_a_terminals_line_fits_and_is_ended(monkeypatch):
     assert stream.text == "\r\x1b[Ka line of\n"
 
 
-def test_throughput_leaves_out_evaluation_and_saving(micro, monkeypatch):
+def test_throughput_counts_training_only(micro, monkeypatch):
     now = np.zeros(1)
     monkeypatch.setattr(time, "perf_counter", lambda: float(now[0]))
     with closing(Timing(10, setup_lib.model_config(micro()))) as timing:
+        now += 20  # the time of compilation
+        assert timing.restart() == 20
+        now += 1
+        assert set(timing.window().values()) == {None}
         with timing.waiting():
             now += 1
-        for name, seconds in (("device", 2), ("evaluation", 30), ("saving", 40)):
+        for name, seconds in (("device", 3), ("evaluation", 30), ("saving", 40)):
             now += seconds
             timing.lap(name)
-        assert timing.window()["perf/step_seconds"] == 3
-
-
-def test_throughput_counts_training_only(monkeypatch):
-    now = np.zeros(1)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    meter = throughput.Meter(batch_size=10, flops_per_example=1.0)
-    now += 20  # the time of compilation
-    assert meter.restart() == 20
-    now += 1
-    assert set(meter.read().values()) == {None}
-    with meter.waiting():
-        now += 1
-    now += 2
-    read = meter.read()
+        read = timing.window()
     rate = 10 / read["perf/step_seconds"] / jax.device_count()
     assert read["perf/samples_per_sec_per_device"] == pytest.approx(rate)
     assert read["perf/step_seconds"] == 4 and read["perf/data_wait_frac"] == 0.25
-    now += 100
-    meter.leave_out(100)
-    assert meter.read() == read
 
 
 def test_health_is_compiled_when_it_is_due(micro, monkeypatch, tmp_path, capsys):

@@ -16,7 +16,7 @@ from swjax import report
 from swjax.diagnostics.__main__ import main
 from swjax.diagnostics.names import OPERANDS
 from swjax.report import spikes
-from swjax.training import replay
+from swjax.tools import replay
 from swjax.training.config import ConfigError
 
 

@@ -18,8 +18,8 @@ from micro_run import (
 )
 
 from swjax.models import sharding
-from swjax.training import health as health_lib
-from swjax.training.checkpoint import Checkpoints
+from swjax.training.log import health as health_lib
+from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.step import make_loss_and_grad
 
 HALF_SCALE = 22  # log2

@@ -11,8 +11,8 @@ from micro_run import command_of, records
 
 from swjax.training import config as config_lib
 from swjax.training import loop
-from swjax.training.checkpoint import lock
 from swjax.training.config import ConfigError
+from swjax.training.state.checkpoint import lock
 
 
 def test_a_run_leaves_everything_behind(reference):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
-from swjax.training import environment
+from swjax.training.log import environment
 
 PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "torchao", "transformer-engine")
 # Limit in bytes of the outputs, since those of all iterations are kept until the last has run.

@@ -57,7 +57,7 @@ def machine() -> dict:
     """Returns the machine, versions and date of this measurement."""
     import jax
 
-    from swjax.training import environment
+    from swjax.training.log import environment
 
     packages = {name: environment.version(name) for name in environment.PACKAGES}
     date = time.strftime("%Y-%m-%d", time.gmtime())

@@ -65,7 +65,7 @@ def damage(workdir: Path, times: int, seed: int, change) -> dict[str, int]:
     from swjax.training import config as config_lib
     from swjax.training import optimizer as optimizer_lib
     from swjax.training import setup
-    from swjax.training.checkpoint import Checkpoints
+    from swjax.training.state.checkpoint import Checkpoints
 
     config = config_lib.load("configs/openmoji.py")
     config.unlock()

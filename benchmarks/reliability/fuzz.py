@@ -296,7 +296,7 @@ def checkpoints(place: Path, rng: random.Random):
     import jax
     import jax.numpy as jnp
 
-    from swjax.training.checkpoint import Checkpoints
+    from swjax.training.state.checkpoint import Checkpoints
 
     def state(step):
         return {"params": {"w": jnp.full((300, 8), step, jnp.float32)}, "step": jnp.int32(step)}
@@ -328,7 +328,8 @@ def checkpoints(place: Path, rng: random.Random):
 
 def workdirs(place: Path, rng: random.Random):
     """The files of a run: config.json, metrics.jsonl, results.json."""
-    from swjax.training import config, metric_log, results
+    from swjax.training import config
+    from swjax.training.log import metric_log, results
 
     root = Path(__file__).resolve().parent.parent.parent
     good = config.load(f"{root}/configs/openmoji.py")

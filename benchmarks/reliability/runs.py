@@ -62,7 +62,7 @@ class Run:
 
 def resumed_at(said: str) -> int | None:
     """Returns the step at which a process resumed its run, from its output; None: it did not say so."""
-    from swjax.training.results import RESUMING
+    from swjax.training.log.results import RESUMING
 
     found = re.search(rf"{RESUMING} (\d+)", said)
     return int(found[1]) if found else None

@@ -154,7 +154,7 @@ def read(path: Path | None) -> dict:
 
 
 def new() -> dict:
-    from swjax.training import environment
+    from swjax.training.log import environment
 
     lines = environment.describe().splitlines()
     command = environment.command()

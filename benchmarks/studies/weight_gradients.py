@@ -72,7 +72,7 @@ def smoke_config():
 
 def compare(exact: list[dict], other: list[dict]) -> dict:
     """Median and largest error over layers and blocks, each the mean of some batches."""
-    from swjax.training import layer_errors
+    from swjax.tools import layer_errors
 
     errors = [layer_errors.errors(*pair) for pair in zip(exact, other)]
     layers = {
@@ -94,7 +94,7 @@ def gradients(config, run: Path, moment: str, batch: int, arm: str) -> list[dict
     """{kernel of a block: gradient} for each batch."""
     import jax
 
-    from swjax.training.compare_precision import first_batches
+    from swjax.tools.compare_precision import first_batches
 
     config = config.copy_and_resolve_references()
     with config.unlocked():

@@ -63,7 +63,7 @@ def _examples(workdir: Path) -> Callable[[int], list[str]] | None:
     """A function from a step to its examples, or None for a run that train.py did not write."""
     if not (workdir / "config.json").exists():
         return None
-    from swjax.training import replay
+    from swjax.tools import replay
 
     try:
         return replay.batch_examples(workdir)
@@ -75,7 +75,7 @@ def _examples(workdir: Path) -> Callable[[int], list[str]] | None:
 def run_replay(args: argparse.Namespace) -> int:
     if args.tensors < 0:
         raise ValueError(f"--tensors must be at least 0, got {args.tensors}")
-    from swjax.training import replay
+    from swjax.tools import replay
 
     found = replay.replay(args.workdir, args.step, say=print)
     shown = {k: v for k, v in found.metrics.items() if k.startswith("train/")}

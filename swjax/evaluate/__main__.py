@@ -20,7 +20,7 @@ import json
 import sys
 
 from swjax.arguments import expand_home
-from swjax.training.errors import ConfigError, RunError
+from swjax.training.faults.errors import ConfigError, RunError
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +52,7 @@ def _score(arguments: list[str]) -> dict[str, float]:
             raise ConfigError(f"--{name} is given {len(flags[name])} times: score one at a time")
     # Imported after parsing, so that a wrong command line is reported before the models load.
     from swjax.evaluate.scoring import SPLITS, score
-    from swjax.training.failures import blame_data
+    from swjax.training.faults.failures import blame_data
 
     unknown = [split for split in flags["split"] if split not in SPLITS]
     if unknown:

@@ -22,7 +22,7 @@ from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load, pixels
 from swjax.report import page
-from swjax.training.errors import ConfigError
+from swjax.training.faults.errors import ConfigError
 from swjax.training.inputs import open_source
 
 _THUMBNAIL = 160  # largest height and width in pixels

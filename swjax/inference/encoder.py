@@ -211,8 +211,8 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
     # These modules need the training libraries, which other weights do not.
     from ml_collections import ConfigDict
 
-    from swjax.training.checkpoint import Checkpoints
     from swjax.training.setup import model_config
+    from swjax.training.state.checkpoint import Checkpoints
 
     if not any((workdir / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")

@@ -27,7 +27,7 @@ def write(result: dict, workdir: Path) -> Path:
     """Writes WORKDIR/compare_precision.html, a self-contained page.
 
     Args:
-      result: result of `swjax.training.compare_precision.compare`.
+      result: result of `swjax.tools.compare_precision.compare`.
       workdir: an existing directory.
 
     Returns:

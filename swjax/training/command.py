@@ -63,7 +63,7 @@ def plan(argv: list[str]) -> int:
         others.append("--workdir=none")  # `--plan` writes nothing
     config = config_lib.parse(others)[0]
     # Imported after parsing, so that a typo is reported first, and warnings have no prefix of absl's.
-    from swjax.training import plan as plan_lib
+    from swjax.tools import plan as plan_lib
 
     return plan_lib.show(config, hardware)
 

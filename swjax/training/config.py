@@ -4,7 +4,7 @@ Each mistake raises one `ConfigError`, whose one-line message names the problem,
 
 `ml_collections.config_flags` could parse the same command line through absl. But it reports an unknown key
 with a traceback and a wrong value with two lines and exit code 1, and it reads a tuple as a quoted Python
-literal. So this module keeps `parse`, `load` and `_override`; `swjax.training.keys` has types and ranges.
+literal. So this module keeps `parse`, `load` and `_override`; `swjax.training.keys` reads values.
 """
 
 import contextlib
@@ -16,20 +16,16 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 from ml_collections import ConfigDict
 
-from swjax.training.errors import ConfigError, OtherArrays, RunError
-from swjax.training.keys import KEYS, SOURCES, Key, check_values, choice, suggest
+from swjax.training.faults.errors import ConfigError, OtherArrays, RunError
+from swjax.training.keys import COMMON, INSTALLED, KEYS, SOURCES, Key, check_values, choice, suggest
 
-__all__ = ["ConfigError", "RunError", "choice", "describe_keys", "load", "parse", "validate"]
+__all__ = ["COMMON", "ConfigError", "RunError", "choice", "load", "parse", "validate"]
 
-# configs/ is at the top level of the checkout, and is installed as swjax.configs.
-_ROOT = Path(__file__).resolve().parents[1]
-_INSTALLED = _ROOT / "configs" / "common.py"
-COMMON = _INSTALLED if _INSTALLED.exists() else _ROOT.parent / "configs" / "common.py"
 UNITS = ("steps", "epochs", "examples")
 MAX_STEPS = 10**9
 
@@ -126,7 +122,7 @@ def _run_file(file: str) -> ConfigDict:
     # A config may import modules of the working directory and of the folder above its own: configs.common.
     # Above the installed configs are swjax's own modules, such as swjax.optax, which must not replace others.
     folders = [os.getcwd(), str(Path(path).resolve().parent.parent)]
-    if Path(path).resolve() == _INSTALLED.resolve():
+    if Path(path).resolve() == INSTALLED.resolve():
         folders.pop()
     sys.path[:0] = folders
     try:
@@ -211,42 +207,6 @@ def _flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-class Description(NamedTuple):
-    """One config key for a reference page."""
-
-    name: str
-    default: Any
-    type: str
-    accepts: str
-    meaning: str
-
-
-def describe_keys(file: Path = COMMON) -> list[Description]:
-    """Describes every config key: its default, type, range and meaning.
-
-    Args:
-      file: path of configs/common.py. The meaning of a key is the comment at the end of its line, or the
-        comment lines above it.
-
-    >>> key = describe_keys()[0]
-    >>> key.name, key.default, key.type
-    ('config.model.name', 'tiny', 'str')
-    """
-    defaults = _flatten(load(str(file)))
-    meanings: dict[str, str] = {}
-    above: list[str] = []
-    for line in file.read_text().splitlines():
-        code, _, comment = line.strip().partition("# ")
-        assigned = re.match(r"config\.([\w.]+) = ", code)
-        if assigned:
-            meanings.setdefault(assigned[1], comment or " ".join(above))
-        above = [*above, comment] if comment and not code else []
-    return [
-        Description(f"config.{name}", defaults[name], key.kind.__name__, key.rule(), meanings[name])
-        for name, key in KEYS.items()
-    ]
 
 
 def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: int) -> int:

@@ -20,9 +20,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from swjax.training import lost_peers
 from swjax.training.config import differences, to_json
-from swjax.training.errors import ConfigError, RunError
+from swjax.training.faults import lost_peers
+from swjax.training.faults.errors import ConfigError, RunError
 
 # Launchers that JAX detects: the variable with the number of processes, and the variable that JAX checks.
 _DETECTED = (

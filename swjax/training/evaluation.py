@@ -1,5 +1,6 @@
 """The evaluation of a run: retrieval, and zero-shot classification if the data have classes."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +12,13 @@ from swjax.data.labelled import Labelled
 from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
-from swjax.training.failures import blame_data_path
+from swjax.training.faults.failures import blame_data_path
 from swjax.training.inputs import open_source
+from swjax.training.log.step_log import StepLog, as_json
+from swjax.training.log.timing import Timing, is_due
 
 PREDICTIONS = 24  # number of unseen images in the report
+_WAITING = "unscored"  # key in the saved data position
 CAPTIONS = 5  # number of unseen captions in the report, if the data have no classes
 
 
@@ -106,6 +110,65 @@ class Evaluator:
         return evaluators.ZeroShot(
             self._predict, source, templates=source.templates, name=name, **self._sizes
         )
+
+
+class Validation:
+    """Evaluates a run every `eval.every_steps` steps and after its last one, on its val split.
+
+    The record of an evaluated step is written with its scores. A checkpoint of the step is saved before its
+    evaluation and holds the record, so that a process that resumes there evaluates first.
+
+    Args:
+      config: the config of the run.
+      steps: number of steps of the run.
+      evaluate: the evaluator of the run.
+      log: writes the records.
+      timing: clock of the run; throughput excludes evaluation.
+      position: data position saved with a checkpoint, with `position` of the process that saved it; None
+        starts a new run.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        steps: int,
+        evaluate: Evaluator,
+        log: StepLog,
+        timing: Timing,
+        position: Mapping[str, Any] | None,
+    ):
+        self._every, self._steps = config.eval.every_steps, steps
+        self._evaluate, self._log, self._timing = evaluate, log, timing
+        self._waiting: dict[str, Any] | None = (position or {}).get(_WAITING)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the run is evaluated after this step."""
+        return step == self._steps or is_due(step, self._every)
+
+    def resume(self, step: int, state: Any) -> None:
+        """Writes the record that the restored checkpoint holds, if any, with scores if they are still due."""
+        if self._waiting:
+            self._log.rewind(step - 1)
+            self.run(state, scored=self.is_due(step))
+
+    def write(self, records: list[dict[str, Any]], *, wait: bool) -> None:
+        """Writes records, oldest first; with `wait`, keeps the newest one for `run`."""
+        self._waiting = records.pop() if wait else None
+        self._log.write(records, last=not wait)
+
+    def position(self) -> dict[str, Any]:
+        """Returns the record that waits for its scores, to save with the data position."""
+        return {_WAITING: as_json(self._waiting)} if self._waiting else {}
+
+    def run(self, state: Any, *, scored: bool = True) -> None:
+        """Evaluates the train state if a record waits for its scores, and writes the record."""
+        if self._waiting is None:
+            return
+        if scored:
+            self._waiting |= self._evaluate(state, "val").scores
+            self._timing.lap("evaluation")
+        self._log.write([self._waiting])
+        self._waiting = None
 
 
 def open_labelled(config: ConfigDict) -> list[Labelled]:

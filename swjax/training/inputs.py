@@ -10,9 +10,9 @@ from swjax import data
 from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
-from swjax.training.failures import blame_data_path
+from swjax.training.faults.failures import blame_data_path
+from swjax.training.log.timing import Timing
 from swjax.training.setup import Parts
-from swjax.training.timing import Timing
 
 
 def open_source(config: ConfigDict, split: str) -> Any:

@@ -1,34 +1,43 @@
-"""Type and range of every config key, which `swjax.training.config` checks before a run starts.
+"""The config keys of configs/common.py: what each accepts, which `swjax.training.config` checks before a run.
 
-configs/common.py has the defaults and the meanings, in the same order. A range is an interval, such as
-"[1, 4096]" or "(0, inf)"; no interval contains infinity or NaN.
+An interval, such as "[1, 4096]" or "(0, inf)", contains neither infinity nor NaN.
 """
 
 import difflib
 import json
 import math
+import runpy
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from swjax.training.errors import ConfigError
+from swjax.training.faults.errors import ConfigError
 
+# configs/ is at the top level of the checkout, and is installed as swjax.configs.
+_ROOT = Path(__file__).resolve().parents[1]
+INSTALLED = _ROOT / "configs" / "common.py"
+COMMON = INSTALLED if INSTALLED.exists() else _ROOT.parent / "configs" / "common.py"
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Key(NamedTuple):
-    """The values that a config key accepts.
+    """A config key.
 
     Attributes:
       kind: bool, int, float, str, or tuple.
       interval: the range of a number, such as "[0, 1)"; "" allows any finite number. A tuple with an interval
         is empty or holds the first and the last of a range of whole numbers. A tuple without one holds texts.
       choices: the accepted texts; () accepts any text.
+      default: the value in configs/common.py.
+      meaning: one sentence for the reference.
     """
 
     kind: type
     interval: str = ""
     choices: tuple[str, ...] = ()
+    default: Any = None
+    meaning: str = ""
 
     def rule(self) -> str:
         """Describes the accepted values in words.
@@ -59,8 +68,8 @@ class Key(NamedTuple):
 
         >>> Key(tuple).read('text/.*,logit_scale'), Key(tuple).read('["a{1,2}"]')
         (('text/.*', 'logit_scale'), ('a{1,2}',))
-        >>> _range().read("(100, 105)"), _range().read("")
-        ((100, 105), ())
+        >>> KEYS["train.profile_steps"].read("(100, 105)")
+        (100, 105)
         """
         if self.kind is bool:
             if text.lower() not in _SWITCH:
@@ -101,166 +110,18 @@ def _parse(interval: str) -> tuple[str, float, float, str]:
     return (interval or "(")[0], float(low), float(high), (interval or ")")[-1]
 
 
-def _flag() -> Key:
-    return Key(bool)
+def _table() -> dict[str, Key]:
+    rows = runpy.run_path(str(COMMON))["KEYS"]
+    keys = {}
+    for name, (default, accepted, meaning) in rows.items():
+        interval = accepted if isinstance(accepted, str) else ""
+        choices = accepted if isinstance(accepted, tuple) else ()
+        keys[name] = Key(type(default), interval, choices, default, meaning)
+    return keys
 
 
-def _whole(interval: str) -> Key:
-    return Key(int, interval)
-
-
-def _number(interval: str) -> Key:
-    return Key(float, interval)
-
-
-def _text(*choices: str) -> Key:
-    return Key(str, choices=choices)
-
-
-def _range() -> Key:
-    return Key(tuple, _FROM_1)
-
-
-_FROM_0, _FROM_1 = "[0, 1e9]", "[1, 1e9]"  # for numbers of steps, classes, examples
-
-SOURCES = ("emoji", "icons", "synthetic", "tfds", "webdataset", "table", "parquet", "folders",
-           "huggingface")  # fmt: skip
-ICON_SPLITS = ("train", "val", "test", "test_sets", "test_both")
-
-KEYS: dict[str, Key] = {
-    "model.name": _text("tiny", "vit_b32", "vit_b16", "vit_l14", "vit_h14"),
-    "model.architecture": _text("clip", "siglip"),
-    "model.vision.width": _whole("[0, 65536]"),
-    "model.vision.layers": _whole("[0, 1024]"),
-    "model.vision.heads": _whole("[0, 1024]"),
-    "model.vision.patch_size": _whole("[0, 4096]"),
-    "model.text.width": _whole("[0, 65536]"),
-    "model.text.layers": _whole("[0, 1024]"),
-    "model.text.heads": _whole("[0, 1024]"),
-    "model.embed_dim": _whole("[0, 65536]"),
-    "model.recipe": _text(
-        "standard",
-        "switchback",
-        "switchback_m",
-        "switchback_q",
-        "switchback_hadamard",
-        "llm_int8",
-        "llm_int8_outlier6",
-        "fp8_switchback",
-        "fp8_tensorwise",
-    ),
-    "model.dtype": _text("float32", "bfloat16", "float16"),
-    "model.attention": _text("", "xla", "cudnn", "triton"),
-    "model.remat": _text("none", "full", "dots", "save_quantized", "save_linear"),
-    "model.scan_layers": _flag(),
-    "model.layer_scale": _flag(),
-    "model.qk_norm": _flag(),
-    "model.gelu": _text("exact", "tanh", "quick"),
-    "model.patch_dropout": _number("[0, 1)"),
-    "data.name": _text(*SOURCES, "mixture"),
-    "data.emoji.task": _text("mixed", "strict"),
-    "data.icons.config": _text("full", "slice"),
-    "data.icons.archive": _text(),
-    "data.icons.splits.train": _text(*ICON_SPLITS),
-    "data.icons.splits.val": _text("", *ICON_SPLITS),
-    "data.icons.splits.test": _text("", *ICON_SPLITS),
-    "data.synthetic.classes": _whole(_FROM_1),
-    "data.synthetic.examples": _whole(_FROM_1),
-    "data.tfds.builder": _text(),
-    "data.tfds.image_key": _text(),
-    "data.tfds.text_key": _text(),
-    "data.tfds.splits.train": _text(),
-    "data.tfds.splits.val": _text(),
-    "data.tfds.splits.test": _text(),
-    "data.webdataset.image_key": _text(),
-    "data.webdataset.text_key": _text(),
-    "data.webdataset.splits.train": _text(),
-    "data.webdataset.splits.val": _text(),
-    "data.webdataset.splits.test": _text(),
-    "data.table.image_key": _text(),
-    "data.table.text_key": _text(),
-    "data.table.splits.train": _text(),
-    "data.table.splits.val": _text(),
-    "data.table.splits.test": _text(),
-    "data.parquet.image_key": _text(),
-    "data.parquet.text_key": _text(),
-    "data.parquet.splits.train": _text(),
-    "data.parquet.splits.val": _text(),
-    "data.parquet.splits.test": _text(),
-    "data.folders.template": _text(),
-    "data.folders.splits.train": _text(),
-    "data.folders.splits.val": _text(),
-    "data.folders.splits.test": _text(),
-    "data.huggingface.image_key": _text(),
-    "data.huggingface.text_key": _text(),
-    "data.huggingface.splits.train": _text(),
-    "data.huggingface.splits.val": _text(),
-    "data.huggingface.splits.test": _text(),
-    "data.dir": _text(),
-    "data.image_size": _whole("[1, 4096]"),
-    "data.context_length": _whole("[2, 4096]"),  # the start token and the end token
-    "data.augment": _flag(),
-    "data.workers": _whole("[0, 4096]"),
-    "data.shuffle": _text("global", "shard"),
-    "data.shuffle_shards": _whole(_FROM_1),
-    "data.on_bad": _text("skip", "stop"),
-    "data.max_bad_share": _number("[0, 1]"),
-    "optimizer.name": _text("stable_adamw", "adamw", "muon"),
-    "optimizer.learning_rate": _number("(0, 1e6]"),
-    "optimizer.b1": _number("[0, 1)"),
-    "optimizer.b2": _number("[0, 1)"),
-    "optimizer.b2_power": _number("[0, 1]"),
-    # Below 1.2e-38 eps is 0 in float32, and a zero gradient gives 0/0.
-    "optimizer.eps": _number("[1.2e-38, 1]"),
-    "optimizer.weight_decay": _number("[0, 1e6]"),
-    "optimizer.clip_threshold": _number("[0, inf)"),
-    "optimizer.grad_clip_norm": _number("[0, inf)"),
-    "optimizer.loss_scaling": _text("", "per_tensor", "dynamic"),
-    "optimizer.loss_scale": _number("[1, 1e30]"),
-    "optimizer.loss_scale_growth_steps": _whole(_FROM_1),
-    "optimizer.freeze": Key(tuple),
-    "schedule.name": _text("cosine", "linear", "constant", "wsd", "rsqrt"),
-    "schedule.floor": _number("[0, 1]"),
-    "schedule.decay": _number("(0, 1]"),
-    "schedule.warmup_steps": _whole(_FROM_0),
-    "schedule.warmup_epochs": _number("[0, 1e6]"),
-    "schedule.warmup_examples": _whole("[0, 1e15]"),
-    "train.batch_size": _whole("[1, 1e8]"),
-    "train.steps": _whole(_FROM_0),
-    "train.epochs": _number("[0, 1e6]"),
-    "train.examples": _whole("[0, 1e15]"),
-    "train.accumulation": _whole("[1, 65536]"),
-    "train.loss": _text("softmax", "sigmoid"),
-    "train.reduce_dtype": _text("float32", "bfloat16"),
-    "train.reduce_once": _flag(),
-    "train.concurrent_kernels": _flag(),
-    "train.ema_decay": _number("[0, 1)"),
-    "train.nan_policy": _text("stop", "skip", "rollback"),
-    "train.seed": _whole("[0, 2147483647]"),
-    "train.compilation_cache": _text(),
-    "train.profile_steps": _range(),
-    "eval.data": _text(),
-    "eval.zeroshot": Key(tuple),
-    "eval.every_steps": _whole(_FROM_0),
-    "eval.batch_size": _whole("[1, 1e8]"),
-    "eval.captions_per_image": _whole("[0, 1e6]"),
-    "mesh.data": _whole("[-1, 1e6]"),
-    "mesh.fsdp": _whole("[-1, 1e6]"),
-    "mesh.tensor": _whole("[-1, 1e6]"),
-    "checkpoint.every_steps": _whole(_FROM_0),
-    "checkpoint.keep": _whole("[1, 1e6]"),
-    "checkpoint.resume": _text(),
-    "checkpoint.init_from": _text(),
-    "checkpoint.mirror": _text(),
-    "log.every_steps": _whole(_FROM_1),
-    "log.tensorboard": _flag(),
-    "log.wandb": _text(),
-    "diagnostics.rms": _flag(),
-    "diagnostics.features": _flag(),
-    "diagnostics.norms": _flag(),
-    "diagnostics.every_steps": _whole(_FROM_0),
-    "report.enabled": _flag(),
-}
+KEYS = _table()
+SOURCES = tuple(name for name in KEYS["data.name"].choices if name != "mixture")
 
 
 def check_values(values: dict) -> None:

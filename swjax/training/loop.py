@@ -13,26 +13,20 @@ from ml_collections import ConfigDict
 
 from swjax import data
 from swjax.training import distributed
-from swjax.training.checkpoint import Checkpoints, check_shared, lock
-from swjax.training.console import Console
-from swjax.training.errors import ExitCode
-from swjax.training.evaluation import Evaluator, evaluate_unseen
-from swjax.training.failures import blame_data, blame_disk
+from swjax.training.evaluation import Evaluator, Validation, evaluate_unseen
+from swjax.training.faults.errors import ExitCode
+from swjax.training.faults.failures import blame_data, blame_disk
+from swjax.training.faults.interrupt import Interrupt, catch
+from swjax.training.faults.nan_policy import Action, NanPolicy
 from swjax.training.inputs import Feed, open_train_source
-from swjax.training.interrupt import Interrupt, catch
-from swjax.training.mirror import Mirror
-from swjax.training.nan_policy import Action, NanPolicy
-from swjax.training.results import is_finished, record_setup, tell_results, write_results
-from swjax.training.setup import (
-    assemble,
-    check_config,
-    finished_steps,
-    init_or_restore,
-    use_compilation_cache,
-)
-from swjax.training.step_clock import is_due
-from swjax.training.step_log import StepLog, as_json
-from swjax.training.timing import Timing
+from swjax.training.log.console import Console
+from swjax.training.log.results import is_finished, record_setup, tell_results, write_results
+from swjax.training.log.step_log import StepLog
+from swjax.training.log.timing import Timing, is_due
+from swjax.training.setup import assemble, check_config, use_compilation_cache
+from swjax.training.state.checkpoint import Checkpoints, check_shared, lock
+from swjax.training.state.mirror import Mirror
+from swjax.training.state.restore import finished_steps, init_or_restore
 
 
 def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
@@ -83,28 +77,21 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
     train_step, evaluate = parts.train_step(config), Evaluator(config, *parts.placed)
 
     with ExitStack() as stack:
+        opened = lambda part: stack.enter_context(closing(part))
         # ---------------------------------------------------------------------------- Restore
-        checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
-        stack.enter_context(closing(checkpoints))
+        checkpoints = opened(Checkpoints(workdir, keep=config.checkpoint.keep))
         state, position = init_or_restore(config, checkpoints, parts.init, parts.like)
         step, stopping = finished_steps(state, parts.steps), False
-        unscored = (position or {}).get("unscored")  # a record that awaits the scores of `state`
-        console, timing = Console(parts.steps), Timing(config.train.batch_size, parts.model)
-        stack.enter_context(closing(timing))
-        feed = Feed(config, parts, position, timing)
-        stack.enter_context(closing(feed))
+        console = Console(parts.steps)
+        timing = opened(Timing(config.train.batch_size, parts.model))
+        feed = opened(Feed(config, parts, position, timing))
         distributed.first_does(lambda: record_setup(config, workdir, console, step))
         policy = NanPolicy(config, steps=parts.steps, position=position, console=console)
         if (policy.rolls_back or step) and checkpoints.latest_step() is None:  # from another run
             checkpoints.save(step, state, feed.position() | policy.position())
-        log = StepLog(config, workdir, parts, step=step, feed=feed, timing=timing, console=console)
-        stack.enter_context(closing(log))
-        is_scored = lambda step: step == parts.steps or is_due(step, config.eval.every_steps)
-        if unscored:
-            log.rewind(step - 1)
-            scores = evaluate(state, "val").scores if is_scored(step) else {}
-            timing.lap("evaluation")
-            log.write([unscored | scores])
+        log = opened(StepLog(config, workdir, parts, step, feed, timing, console))
+        validation = Validation(config, parts.steps, evaluate, log, timing, position)
+        validation.resume(step, state)
         while step < parts.steps and not stopping:
             # ------------------------------------------------------------------------ Step
             batch = next(feed)
@@ -116,7 +103,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
 
             # ------------------------------------------------------------------------ Log
             stopping = distributed.shall_stop(step, interrupt.requested)
-            evaluating = is_scored(step)
+            evaluating = validation.is_due(step)
             saving = stopping or step == parts.steps or is_due(step, config.checkpoint.every_steps)
             records = log.due(step, now=evaluating or saving)
             if not records:
@@ -127,24 +114,21 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
             if action is Action.ROLL_BACK:
                 state, step = policy.roll_back(checkpoints, parts.like, log)
                 continue
-            unscored = records.pop() if evaluating and action is Action.GO_ON else None
-            log.write(records, last=not unscored)
+            validation.write(records, wait=evaluating and action is Action.GO_ON)
             if action is Action.STOP:
                 console.say(policy.reason)
                 return ExitCode.DIVERGED
 
             # ------------------------------------------------------------------------ Save
             if saving:  # first, because an evaluation may fail, or be killed
-                waiting = {"unscored": as_json(unscored)} if unscored else {}
-                checkpoints.save(step, state, feed.position() | policy.position() | waiting)
+                position = feed.position() | policy.position() | validation.position()
+                checkpoints.save(step, state, position)
                 policy.reset_rollbacks()
                 timing.lap("saving")
 
             # ------------------------------------------------------------------------ Evaluate
-            if unscored and not stopping:  # otherwise the same command evaluates
-                unscored |= evaluate(state, "val").scores
-                timing.lap("evaluation")
-                log.write([unscored])
+            if not stopping:  # otherwise the same command evaluates
+                validation.run(state)
         stopping = stopping or distributed.shall_stop(step + 1, interrupt.requested)
     # -------------------------------------------------------------------------------- Report
     if stopping:

@@ -30,13 +30,15 @@ from ml_collections import ConfigDict
 
 from swjax.models import sharding
 from swjax.recipes import RECIPES
+from swjax.tools import layer_errors
 from swjax.training import config as config_lib
-from swjax.training import environment, layer_errors
 from swjax.training.config import ConfigError, choice
 from swjax.training.inputs import open_batches, open_source
 from swjax.training.keys import KEYS
-from swjax.training.packed import fetch
-from swjax.training.setup import assemble, check_config, first_state, make_init
+from swjax.training.log import environment
+from swjax.training.log.packed import fetch
+from swjax.training.setup import assemble, check_config, make_init
+from swjax.training.state.restore import first_state
 
 REFERENCE = "standard:float32"
 

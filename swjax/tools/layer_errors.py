@@ -12,7 +12,7 @@ from swjax.diagnostics import taps
 from swjax.models import clip, sharding
 from swjax.models.config import LINEARS, TOWERS
 from swjax.training import step as step_lib
-from swjax.training.initialization import first_parameters
+from swjax.training.state.initialization import first_parameters
 
 PROBE = "probe"
 

@@ -23,14 +23,15 @@ from swjax.diagnostics.names import RMS
 from swjax.models import clip, sharding
 from swjax.optax import path_name
 from swjax.training import config as config_lib
-from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import ConfigError
-from swjax.training.health import Health
 from swjax.training.inputs import open_batches, open_source
-from swjax.training.metric_log import parse_line
+from swjax.training.log.health import Health
+from swjax.training.log.metric_log import parse_line
+from swjax.training.log.packed import fetch, pack
 from swjax.training.optimizer import split_frozen
-from swjax.training.packed import fetch, pack
-from swjax.training.setup import Parts, assemble, first_state, use_compilation_cache
+from swjax.training.setup import Parts, assemble, use_compilation_cache
+from swjax.training.state.checkpoint import Checkpoints
+from swjax.training.state.restore import first_state
 from swjax.training.step import Batch, State, make_loss_and_grad, step_key
 
 

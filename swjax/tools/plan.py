@@ -1,6 +1,6 @@
 """Describes a run before it starts: `python train.py --config=... --plan --hardware=h200:8`.
 
-The plan trains nothing and needs no GPU. `swjax.training.memory_model` predicts the memory; recorded rates
+The plan trains nothing and needs no GPU. `swjax.tools.memory_model` predicts the memory; recorded rates
 predict the time.
 """
 
@@ -18,14 +18,14 @@ from swjax.data import files
 from swjax.data.batches import check_batch_size
 from swjax.models import sharding
 from swjax.models.config import CLIPConfig
+from swjax.tools.memory_model import GIB, Memory, Mesh, most_pairs, predict
 from swjax.training import config as config_lib
-from swjax.training.checkpoint import require_checkpoint
 from swjax.training.config import ConfigError, blame
 from swjax.training.evaluation import open_labelled
 from swjax.training.inputs import open_train_source
-from swjax.training.memory_model import GIB, Memory, Mesh, most_pairs, predict
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.setup import make_init, model_config, require_profile
+from swjax.training.state.checkpoint import require_checkpoint
 
 # Memory of a GPU in GiB, as its driver reports it.
 GPUS = {

@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 from swjax import report
 from swjax.data.files import write_atomically
 from swjax.training import config as config_lib
-from swjax.training import environment
 from swjax.training.config import ConfigError
-from swjax.training.console import Console
 from swjax.training.evaluation import Evaluation
+from swjax.training.log import environment
+from swjax.training.log.console import Console
 from swjax.training.setup import Parts
 
 RESUMING = "resuming at step"  # precedes the step in the message; benchmarks.reliability reads it

@@ -1,13 +1,41 @@
-"""Which steps have an event such as an evaluation, how long each step takes, and what delays a slow step."""
+"""Times a run: the throughput between two log lines, the duration of each step, and what made it slow."""
 
 import collections
 import contextlib
 import io
 import os
+import re
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import jax
+
+from swjax.models import clip
+
+# Laps that throughput excludes.
+NO_TRAINING = ("compilation", "evaluation", "saving", "rollback", "profile")
+# Dense 16-bit peak in FLOP/s. int8 and fp8 runs use the same peak, so that recipes are comparable.
+PEAK_FLOPS = (
+    (r"B200", 2.25e15),
+    (r"H100 PCIe", 7.56e14),
+    (r"H[12]00|GH200", 9.89e14),
+    (r"A100", 3.12e14),
+    (r"L40S", 3.62e14),
+    (r"\bL4\b", 1.21e14),
+    (r"4090", 1.65e14),
+    (r"V100", 1.25e14),
+    (r"TPU v4", 2.75e14),
+    (r"TPU v5 lite", 1.97e14),
+    (r"TPU v5", 4.59e14),
+    (r"TPU v6", 9.18e14),
+)
+
+
+def peak_flops(device: jax.Device) -> float | None:
+    """The device's dense 16-bit peak in FLOP/s, or None if it is unknown, as for CPUs."""
+    return next((peak for kind, peak in PEAK_FLOPS if re.search(kind, device.device_kind)), None)
 
 
 def is_due(step: int, every: int) -> bool:
@@ -17,6 +45,75 @@ def is_due(step: int, every: int) -> bool:
     (True, False, False)
     """
     return every > 0 and step % every == 0
+
+
+class Timing:
+    """Throughput over a window of steps, and the laps of each step.
+
+    Args:
+      batch_size: examples per step, over all devices.
+      model: the model configuration, which determines the FLOPs of a step, forward and backward.
+    """
+
+    def __init__(self, batch_size: int, model: clip.CLIPConfig):
+        self._batch_size, self._flops = batch_size, 3 * clip.flops_per_example(model)
+        self._clock = StepClock()
+        self._start = time.perf_counter()
+        self.restart()
+
+    def restart(self) -> float:
+        """Starts a new window of throughput; returns the seconds of the previous window."""
+        now = time.perf_counter()
+        seconds = now - self._start
+        self._start, self._wait, self._steps = now, 0.0, 0
+        return seconds
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time inside the context as one step's wait for data."""
+        start = time.perf_counter()
+        yield
+        self._wait += time.perf_counter() - start
+        self._steps += 1
+        self._clock.lap("data")
+
+    def lap(self, name: str) -> float:
+        """Assigns the time since the previous lap to `name`, one of `NO_TRAINING` or a part of training.
+
+        Returns:
+          The time in s.
+        """
+        seconds = self._clock.lap(name)
+        if name in NO_TRAINING:
+            self._start += seconds
+        return seconds
+
+    def step(self, *, saving: bool) -> dict[str, Any]:
+        """Ends a step; see `StepClock.step`."""
+        return self._clock.step(saving=saving)
+
+    def window(self) -> dict[str, float | None]:
+        """Returns the throughput of the window and starts a new one; all None if the window has no step.
+
+        Returns:
+          {"perf/samples_per_sec_per_device": examples/s, "perf/mfu": fraction of the peak (None if the peak
+          is unknown), "perf/data_wait_frac": fraction of the time, "perf/step_seconds": s}.
+        """
+        wait, steps = self._wait, self._steps
+        seconds = self.restart()
+        rate = steps * self._batch_size / seconds / jax.device_count()
+        peak = peak_flops(jax.devices()[0])
+        metrics = {
+            "perf/samples_per_sec_per_device": rate,
+            "perf/mfu": rate * self._flops / peak if peak else None,
+            "perf/data_wait_frac": wait / seconds,
+            "perf/step_seconds": seconds / max(steps, 1),
+        }
+        return metrics if steps else dict.fromkeys(metrics)
+
+    def close(self) -> None:
+        """Closes the file of scheduler statistics."""
+        self._clock.close()
 
 
 class StepClock:

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import jax
 
-from swjax.training.errors import ExitCode
+from swjax.training.faults.errors import ExitCode
 
 Handler = Callable[[int, FrameType | None], None]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from swjax.training.checkpoint import Checkpoints
-from swjax.training.console import Console
+from swjax.training.log.console import Console
+from swjax.training.log.step_log import StepLog
+from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.step import State
-from swjax.training.step_log import StepLog
 
 MAX_ROLLBACKS = 3  # rollbacks to one checkpoint
 MAX_SKIPPED = 50  # consecutive steps, which lower a dynamic loss scale by 2**50

@@ -15,7 +15,7 @@ from pathlib import Path
 from swjax.data import files
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
-from swjax.training.errors import RunError
+from swjax.training.faults.errors import RunError
 
 INDEX = "mirror.json"
 _STAY = (".lock", "damaged")  # never copied; "checkpoints" are copied one by one

@@ -15,9 +15,9 @@ from ml_collections import ConfigDict
 from swjax.diagnostics import taps
 from swjax.models import sharding
 from swjax.optax import path_name
-from swjax.training.packed import PackedMetrics, fetch, pack
+from swjax.training.log.packed import PackedMetrics, fetch, pack
+from swjax.training.log.timing import is_due
 from swjax.training.step import Batch, State, make_loss_and_grad, step_key
-from swjax.training.step_clock import is_due
 
 
 class Health:

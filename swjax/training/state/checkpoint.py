@@ -23,10 +23,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from swjax.training import distributed
-from swjax.training.checksums import checksums
-from swjax.training.errors import ConfigError, OtherArrays, RunError
+from swjax.training.faults.errors import ConfigError, OtherArrays, RunError
+from swjax.training.state.checksums import checksums
 
-logger = logging.getLogger("swjax.training.checkpoint")
+logger = logging.getLogger("swjax.training.state.checkpoint")
 
 
 class DamagedCheckpoint(ValueError):

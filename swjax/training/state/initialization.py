@@ -26,11 +26,12 @@ from swjax.data import files
 from swjax.interop.layouts import LAYOUTS
 from swjax.models import clip
 from swjax.training import distributed
-from swjax.training.checkpoint import Checkpoints
 from swjax.training.config import blame
-from swjax.training.errors import ConfigError
+from swjax.training.faults.errors import ConfigError
+from swjax.training.setup import model_config
+from swjax.training.state.checkpoint import Checkpoints
 
-logger = logging.getLogger("swjax.training.initialization")
+logger = logging.getLogger("swjax.training.state.initialization")
 
 KEY = "checkpoint.init_from"
 # A new task may replace these parameters; they then keep the values that the run initializes.
@@ -84,8 +85,6 @@ def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
 
 def _of_run(workdir: str, here: dict) -> tuple[clip.CLIPConfig | None, dict]:
     """The model configuration (None without a config.json) and the parameters of another swjax run."""
-    from swjax.training.setup import model_config  # `setup` imports this module
-
     path, model = Path(workdir) / "config.json", None
     if path.exists():
         with blame(KEY):

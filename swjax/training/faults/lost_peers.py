@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from swjax.training.errors import ExitCode
+from swjax.training.faults.errors import ExitCode
 
 # JAX writes this when another process has ended. No other mark distinguishes its log lines.
 _GONE = b"JAX distributed service detected fatal errors"

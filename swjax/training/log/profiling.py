@@ -8,9 +8,9 @@ from ml_collections import ConfigDict
 
 from swjax.diagnostics.device_time import device_time, read_trace
 from swjax.training import distributed
-from swjax.training.console import Console, device_memory
+from swjax.training.log.console import Console, device_memory
+from swjax.training.log.timing import Timing
 from swjax.training.step import State
-from swjax.training.timing import Timing
 
 
 class Profiler:

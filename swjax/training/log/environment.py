@@ -42,7 +42,7 @@ def _program() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec:
         return ["-m", spec.name.removesuffix(".__main__")]
-    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[3]
     return [str(script.relative_to(root)) if script.is_relative_to(root) else script.name]
 
 

@@ -1,0 +1,1 @@
+"""What goes wrong in a run, and how the run reports it and ends."""

@@ -1,0 +1,1 @@
+"""What a run records and prints: metrics, times, health, profiles and results."""

@@ -1,0 +1,121 @@
+"""The train state with which a run starts: restored from a checkpoint, or initialized."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from swjax.models import clip
+from swjax.training import config as config_lib
+from swjax.training.config import ConfigError
+from swjax.training.setup import compile_init, model_config
+from swjax.training.state.checkpoint import Checkpoints
+from swjax.training.state.initialization import first_parameters
+from swjax.training.step import State
+
+
+def init_or_restore(
+    config: ConfigDict, checkpoints: Checkpoints, init: Callable[[], State], like: State
+) -> tuple[State, dict[str, Any] | None]:
+    """Restores or initializes the train state.
+
+    The function restores from the workdir, else from `checkpoint.resume`. Without a checkpoint it initializes
+    the parameters from `checkpoint.init_from`, else randomly.
+
+    Args:
+      config: the config of the run.
+      checkpoints: checkpoints of the workdir.
+      init: () -> the initial train state.
+      like: the train state as ShapeDtypeStructs with shardings.
+
+    Returns:
+      (state, data position saved with it); the position is None at the beginning of a run.
+
+    Raises:
+      ConfigError: a checkpoint does not fit the config, or a path in the config has no checkpoint.
+    """
+    if checkpoints.latest_step() is not None:
+        workdir = checkpoints.directory.parent
+        with config_lib.blame_changes(workdir, config):
+            restored = checkpoints.restore(like)
+        require_same_model(workdir, config)
+        return restored
+    if config.checkpoint.resume:
+        other, workdir = config.checkpoint.resume, Path(config.checkpoint.resume)
+        found = Checkpoints.of("checkpoint.resume", other)
+        with closing(found), config_lib.blame_changes(workdir, config):
+            state, position = found.restore(like)
+        require_same_model(workdir, config)
+        position.pop("unscored", None)  # a record of the other run
+        return state, position
+    return first_state(config, init, like), None
+
+
+def require_same_model(workdir: Path, config: ConfigDict) -> None:
+    """Checks the settings of the model that do not show in the shapes of its parameters.
+
+    Args:
+      workdir: directory of the run whose checkpoint is restored.
+      config: the config of the current run.
+
+    Raises:
+      ConfigError: names the first setting that differs from that in the run's config.json.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        return
+    text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
+    model = config_lib.read_json("config.json", text, remedy=remedy, model=dict)["model"]
+    if model.get("name") not in clip.CONFIGS:
+        raise ConfigError(
+            f"the checkpoint in {workdir} belongs to the model {model.get('name')!r}, which does not exist: "
+            "use another --workdir"
+        )
+    saved = _hidden_settings(model)
+    for key, own in _hidden_settings(config.model.to_dict()).items():
+        if saved[key] != own:
+            raise ConfigError(
+                f"the checkpoint in {workdir} belongs to another model: config.model.{key} is "
+                f"{saved[key]!r} there and {own!r} here: set it back, or use another --workdir"
+            )
+
+
+def _hidden_settings(model: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a config's section "model"; earlier versions lack some keys."""
+    named = clip.CONFIGS[model["name"]]
+    heads = {
+        f"{tower}.heads": (model.get(tower) or {}).get("heads") or getattr(named, tower).heads
+        for tower in ("vision", "text")
+    }
+    defaults = {"architecture": "clip", "gelu": "exact"}
+    return {key: model.get(key, default) for key, default in defaults.items()} | heads
+
+
+def finished_steps(state: State, steps: int) -> int:
+    """Returns how many of the run's steps are finished in a train state.
+
+    Raises:
+      ConfigError: the state is beyond the last step.
+    """
+    step = int(state["step"])
+    if step > steps:
+        raise ConfigError(
+            f"the checkpoint is at step {step}, beyond the run's last step {steps}: set "
+            f"config.train.steps={step} to score it, or more to train on, or use another --workdir"
+        )
+    return step
+
+
+def first_state(config: ConfigDict, init: Callable[[], State], like: State) -> State:
+    """The train state of step 0, see `init_or_restore`."""
+    state = compile_init(init, like)()
+    if config.checkpoint.init_from:
+        cfg = model_config(config)
+        state["params"] = first_parameters(config.checkpoint.init_from, cfg, state["params"])
+        if "ema" in state:
+            state["ema"] = jax.tree.map(jnp.copy, state["params"])
+    return state
