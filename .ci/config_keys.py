@@ -20,7 +20,13 @@ def table() -> str:
         here, name = full.split(".", 1)
         if here != section:
             section = here
-            lines += ["", f"### {section}", "", "| key | default | accepts | meaning |", "|---|---|---|---|"]
+            lines += [
+                "",
+                f"### {section}",
+                "",
+                "| key | default | accepts | meaning |",
+                "|---|---|---|---|",
+            ]
         cells = (f"`{name}`", f"`{key.default!r}`", key.rule(), key.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """Every optimizer of swjax.optax under every transformation of JAX and every optimizer wrapper.
 
-`KNOWN` lists the combinations that fail, with reasons. `table()` makes the table of optimizers in docs/transformations.md.
+`KNOWN` lists the combinations that fail, with reasons. `table()` makes the table of docs/transformations.md.
 """
 
 import functools
