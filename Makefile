@@ -40,13 +40,13 @@ train: $(READY)
 test: $(READY) $(KERNELS)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-all: ARGS := -m "not slow"
+test-all: ARGS := -m "not peers"
 test-all: test
 
 torch: $(TORCH)
 
 peers: $(READY) $(PEERS)
-	@$(BIN)/python -m pytest tests/peers -m slow $(ARGS)
+	@$(BIN)/python -m pytest tests/peers -m peers $(ARGS)
 
 report: $(READY)
 	@$(BIN)/python -m swjax report $(WORKDIR)

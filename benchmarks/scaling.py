@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.kernels.timing import wait_for  # noqa: E402
 from benchmarks.scaling_case import run_case  # noqa: E402
 from benchmarks.scaling_tables import describe, table  # noqa: E402
-from swjax.data.files import write_atomically  # noqa: E402
+from swjax.safe_files import write_atomically  # noqa: E402
 from swjax.training.log import environment  # noqa: E402
 
 

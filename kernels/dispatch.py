@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from swjax.kernels import reference, saved_programs, tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.lowering_processes import Task
 
 # {operation: its implementations other than "xla", the preferred one first}. An implementation is the
 # function with the operation's name in its module. It has the signature and the result of the function in
@@ -84,17 +83,6 @@ def _kernel(name: str, operation: str, **options):
     which takes about a second. Processes share it through the compilation cache."""
     shared = saved_programs.saved(_function(name, operation, options), name, operation, options)
     return jax.jit(jax.custom_batching.sequential_vmap(shared))
-
-
-def lower(task: Task) -> None:
-    """Lowers a kernel and saves its program, in a process of `lowering_processes`.
-
-    From then on the process lowers for the task's GPU. JAX's backend is the CPU there, so kernels must not
-    read `jax.default_backend`.
-    """
-    tiles.assume(task.device)
-    with task.settings.applied():
-        saved_programs.lower(_function(*task.kernel), task.like, task.path)
 
 
 def _function(name: str, operation: str, options: dict[str, Any]) -> Callable:

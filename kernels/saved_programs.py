@@ -10,7 +10,6 @@ import functools
 import hashlib
 import importlib.metadata
 import os
-import sys
 import uuid
 import warnings
 from collections.abc import Callable
@@ -20,12 +19,13 @@ from typing import Any
 import jax
 
 from swjax.kernels import tiles
-from swjax.kernels.lowering_processes import Job, Queue, Settings, Task, most_processes
 from swjax.kernels.reference import QTensor
 
 PLATFORM = "cuda"
 FOLDER = "swjax_kernels"
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton")
+# JAX's settings that change the program of a kernel.
+SETTINGS = ("enable_x64", "default_matmul_precision")
 COMPILER_VARIABLES = ("TRITON_", "JAX_TRITON_", "MOSAIC_GPU_")
 # `jax.export` rejects targets that other versions may lack; here the name of an entry contains the versions.
 TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi", "mosaic_gpu_v2")
@@ -37,9 +37,6 @@ jax.export.register_namedtuple_serialization(QTensor, serialized_name="swjax.QTe
 def saved(function: Callable, *options: Any) -> Callable:
     """Returns a function like `function` that loads its lowered program from disk, or lowers and saves it.
 
-    On a GPU host with at least four cores, other processes lower missing programs while this one traces. A
-    program that waits is lowered by this process when the caller's program is lowered.
-
     It calls `function` itself if JAX has no compilation cache on a local disk, or if the program can be
     neither loaded nor exported. It also does so in a run of several processes: XLA needs equal programs in
     all of them, but names in a lowered Mosaic kernel depend on the kernels that its process lowered before.
@@ -47,15 +44,21 @@ def saved(function: Callable, *options: Any) -> Callable:
     Args:
       function: (*arrays) -> arrays, a kernel without derivatives. It is called while JAX traces.
       *options: everything else that determines the kernel, besides the shapes and dtypes of the arrays. Their
-        `repr` must be the same in every process, so functions and arrays are excluded. They are the field
-        `kernel` of a `lowering_processes.Task`, which other processes need picklable.
+        `repr` must be the same in every process, so functions and arrays are excluded.
     """
 
-    def load_or_lower(path, *arrays):
+    @functools.wraps(function)
+    def call(*arrays):
+        folder = _folder()
+        if folder is None or _gave_up:
+            return function(*arrays)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        path = folder / _name(options, like)
         try:
             program = _read(path)
             if program is None:
-                program = lower(function, _like(arrays), path)
+                program = _lower(function, like)
+                _write(path, program)
             exported = jax.export.deserialize(bytearray(program))
         # If the kernel cannot be lowered at all, lowering the caller's program raises the error.
         except Exception as error:
@@ -63,95 +66,7 @@ def saved(function: Callable, *options: Any) -> Callable:
             return function(*arrays)
         return exported.call(*arrays)
 
-    @functools.wraps(function)
-    def call(*arrays):
-        folder = _folder()
-        if folder is None or _gave_up:
-            return function(*arrays)
-        like = _like(arrays)
-        path = folder / _name(options, like)
-        job = None if os.path.exists(path) else _submit(path, options, like)
-        if job is None:
-            return load_or_lower(path, *arrays)
-        settings = Settings.current()
-
-        def when_done(*arrays):
-            taken_back = _QUEUE.take_back(job)
-            if not taken_back:
-                job.done.wait()
-            try:
-                # The path is that of a program under these settings.
-                with settings.applied():
-                    return function(*arrays) if _gave_up else load_or_lower(path, *arrays)
-            finally:
-                if taken_back:
-                    job.finish()
-
-        return _deferred(when_done, jax.eval_shape(function, *like), *arrays)
-
     return call
-
-
-def _like(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-
-
-_QUEUE = Queue(most_processes() if sys.platform == "linux" else 0)
-
-
-def _submit(path: Path, kernel: tuple[Any, ...], like: tuple[Any, ...]) -> Job | None:
-    """Submits the task of lowering a kernel; None if this process must do it at once."""
-    if not _QUEUE.processes or jax.default_backend() != "gpu" or _deferred_primitive() is None:
-        return None
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if os.access(path.parent, os.W_OK):
-            return _QUEUE.submit(Task(path, kernel, like, tiles.device(), Settings.current()))
-    return None
-
-
-@functools.cache
-def _deferred_primitive() -> Any:
-    """The primitive of `_deferred`, or None if this version of JAX lacks a part that it needs.
-
-    These parts of JAX may change. Only GPU hosts need them, so importing this module does not.
-    """
-    try:
-        import jax.extend
-        from jax.interpreters import mlir
-
-        primitive = jax.extend.core.Primitive("swjax_deferred")
-        primitive.multiple_results = True
-        primitive.def_abstract_eval(lambda *_, out, **unused: out)
-
-        def lower(*leaves, function, out):
-            return function(*leaves)
-
-        primitive.def_impl(lower)  # under jax.disable_jit
-        mlir.register_lowering(primitive, mlir.lower_fun(lower, multiple_results=True))
-    except (ImportError, AttributeError) as error:
-        warnings.warn(f"swjax: one process lowers all kernels: {error}", stacklevel=2)
-        return None
-    return primitive
-
-
-def _deferred(function: Callable, out: Any, *arrays: Any) -> Any:
-    """Calls a function when the program of the caller is lowered, not when it is traced.
-
-    Args:
-      function: (*arrays) -> arrays.
-      out: ShapeDtypeStructs of its outputs.
-      *arrays: its arguments.
-    """
-    leaves, structure = jax.tree.flatten(arrays)
-    like, out_structure = jax.tree.flatten(out)
-
-    def flat(*leaves):
-        return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
-
-    shapes = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in like)
-    results = _deferred_primitive().bind(*leaves, function=flat, out=shapes)
-    return jax.tree.unflatten(out_structure, results)
 
 
 _gave_up = False
@@ -173,7 +88,7 @@ def _folder() -> Path | None:
 
 
 def _name(options: tuple[Any, ...], like: tuple[Any, ...]) -> str:
-    settings = (*Settings.current(),)
+    settings = tuple(map(_setting, SETTINGS))
     return hashlib.sha256(repr((_environment(), settings, options, like)).encode()).hexdigest()
 
 
@@ -199,13 +114,6 @@ def _version(package: str) -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return ""
-
-
-def lower(function: Callable, like: tuple[Any, ...], path: Path) -> bytes:
-    """Lowers a kernel and saves its program."""
-    program = _lower(function, like)
-    _write(path, program)
-    return program
 
 
 def _lower(function: Callable, like: tuple[Any, ...]) -> bytes:

@@ -214,23 +214,12 @@ class Device(NamedTuple):
     core_count: int
 
 
-_assumed: Device | None = None
-
-
 def device() -> Device:
-    """The GPU for which kernels are lowered: that of `assume`, else JAX's first device."""
-    if _assumed:
-        return _assumed
+    """The GPU for which kernels are lowered: JAX's first device."""
     first = jax.devices()[0]
     # Without a GPU kernels are compiled for an H200, which has 132 multiprocessors.
     cores = getattr(first, "core_count", None) or 132
     return Device(first.device_kind, getattr(first, "compute_capability", ""), cores)
-
-
-def assume(gpu: Device) -> None:
-    """Makes `device()` return this GPU from now on; the process need not have it."""
-    global _assumed
-    _assumed = gpu
 
 
 def multiprocessors() -> int:

@@ -20,6 +20,7 @@ import sys
 from importlib.metadata import version
 
 from swjax.arguments import expand_home
+from swjax.packages import MissingPackage
 from swjax.training.faults.errors import output_may_end
 
 COMMANDS = {
@@ -66,7 +67,7 @@ def run(name: str) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "swjax":
             raise
-        remedy = "" if "pip install" in str(error) else ": pip install 'swjax[train]'"
+        remedy = "" if isinstance(error, MissingPackage) else ": pip install 'swjax[train]'"
         print(f"swjax {name}: {error}{remedy}", file=sys.stderr)
         return 2
     return 0

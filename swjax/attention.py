@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from swjax.kernels import dispatch, tiles
 from swjax.linear.layouts import Layout, Spec
-from swjax.linear.planning import has_plan, plan_heads
-from swjax.linear.plans import Plan, vary_alike
+from swjax.linear.sharding import Sharding, is_sharded, shard_heads, vary_alike
 
 NAMES = ("xla", "cudnn", "triton")
 CUDNN_MULTIPLE = 8  # cuDNN needs a multiple of this many tokens; padding is masked
@@ -54,7 +53,7 @@ def _choose(shape, like, implementation, layout):
     if jax.default_backend() != "gpu" or q.dtype == jnp.float32:
         return "xla"
     able = dispatch.why_not("triton", "attention", q, q, q) is None
-    if able and (has_plan(like, layout) or not dispatch.would_gather()):
+    if able and (is_sharded(like, layout) or not dispatch.would_gather()):
         return "triton"
     return "cudnn" if tiles.compute_capability() >= (8, 0) else "xla"
 
@@ -143,9 +142,9 @@ def with_kernels(
     layout: Layout | None = None,
 ) -> jax.Array:
     """`dot_product_attention` with swjax's kernels, or their specification through XLA where none can run."""
-    plan = plan_heads(q, layout)
-    arrays = (plan.place(x[:, :length], _heads(plan)) for x in vary_alike(q, k, v))
-    out = _attention(*arrays, causal, plan)
+    sharding = shard_heads(q, layout)
+    arrays = (sharding.place(x[:, :length], _heads(sharding)) for x in vary_alike(q, k, v))
+    out = _attention(*arrays, causal, sharding)
     return _pad_to(q.shape[1], out)
 
 
@@ -162,32 +161,32 @@ def pad_tokens(x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _attention(q, k, v, causal: bool, plan: Plan):
-    return _forward(q, k, v, causal, plan)[0]
+def _attention(q, k, v, causal: bool, sharding: Sharding):
+    return _forward(q, k, v, causal, sharding)[0]
 
 
-def _forward(q, k, v, causal, plan):
+def _forward(q, k, v, causal, sharding):
     step = partial(dispatch.run, "attention", causal=causal)
-    heads = _heads(plan)
-    out, lse = plan.run(step, (q, k, v), (heads,) * 3, (heads, _rows(plan)))
+    heads = _heads(sharding)
+    out, lse = sharding.run(step, (q, k, v), (heads,) * 3, (heads, _rows(sharding)))
     return out, (q, k, v, out, lse)
 
 
-def _backward(causal, plan, residuals, gradient):
+def _backward(causal, sharding, residuals, gradient):
     step = partial(dispatch.run, "attention_backward", causal=causal)
-    heads = _heads(plan)
-    in_specs = (*(heads,) * 4, _rows(plan), heads)
-    return plan.run(step, (*residuals, gradient), in_specs, (heads,) * 3)
+    heads = _heads(sharding)
+    in_specs = (*(heads,) * 4, _rows(sharding), heads)
+    return sharding.run(step, (*residuals, gradient), in_specs, (heads,) * 3)
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _heads(plan: Plan) -> Spec:
+def _heads(sharding: Sharding) -> Spec:
     """The spec of [b, t, h, d]."""
-    return Spec((plan.token_axes, (), plan.n, ()))
+    return Spec((sharding.token_axes, (), sharding.n, ()))
 
 
-def _rows(plan: Plan) -> Spec:
+def _rows(sharding: Sharding) -> Spec:
     """The spec of [b, h, t]."""
-    return Spec((plan.token_axes, plan.n, ()))
+    return Spec((sharding.token_axes, sharding.n, ()))

@@ -15,11 +15,10 @@ from flax import errors, traverse_util
 from flax import linen as nn
 
 from swjax.kernels.reference import QTensor
-from swjax.linear.api import switchback
+from swjax.linear.api import plain_weight, switchback
 from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import NOT_RUN, UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.linear.layouts import Layout
-from swjax.linear.plain import plain_weight
 from swjax.recipes import Recipe, get, get_all, unmatched
 
 # JAX's caches include its value in their key, so a function that was traced with other recipes, or without

@@ -11,13 +11,12 @@ from jax.sharding import PartitionSpec as P
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import mlp as fused_mlp
-from swjax.linear.api import switchback
+from swjax.linear.api import plain_weight, switchback
 from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
 from swjax.linear.layouts import TOKENS, Layout
-from swjax.linear.plain import plain_weight
-from swjax.linear.planning import reduced
 from swjax.linear.prologues import Gelu, Prologue
+from swjax.linear.sharding import reduced
 from swjax.recipes import Recipe, first_match, get, get_all
 
 

@@ -21,7 +21,7 @@ from swjax.training import setup
 from swjax.training.optimizer import make_optimizer, make_schedule
 from swjax.training.step import make_train_step
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
+release = partial(pytest.param, marks=pytest.mark.release)
 
 
 AXES = ("data", "fsdp", "tensor")

@@ -110,10 +110,6 @@ BAD_CONFIGS = {
     "float16 unscaled": (["model.dtype=float16"], "optimizer.loss_scaling"),
     "loss scale below 1": (["optimizer.loss_scale=0.5"], "at least 1"),
     "a schedule AdamW lacks": (["optimizer.name=adamw", "optimizer.b2_power=0.5"], "stable_adamw"),
-    "a Muon for each tensor": (
-        ["optimizer.name=muon", "optimizer.loss_scaling=per_tensor"],
-        "loss_scaling='dynamic'",
-    ),
     "unknown data": (["data.name=emojis"], "emoji"),
     "unknown task": (["data.emoji.task=strickt"], "'strict'"),
     "unknown optimizer": (["optimizer.name=adam"], "'adamw'"),
@@ -291,7 +287,7 @@ def test_a_misspelt_command_is_one_line(name, meant, monkeypatch, capsys):
 def test_the_recorded_command_runs_again():
     """A module of a package is recorded as `-m NAME`: the path of its file would not run."""
     program = (
-        "from swjax.training import environment; print(environment.describe().split('\\n')[0])"
+        "from swjax.training.log import environment; print(environment.describe().split('\\n')[0])"
     )
     done = subprocess.run(
         [sys.executable, "-m", "timeit", "-n1", "-r1", "-s", program, "pass"],

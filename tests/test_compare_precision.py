@@ -47,7 +47,7 @@ def test_probes_see_outputs_and_their_gradients():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_layers_training_and_page(tmp_path, capsys):
     """Compares one arm only, without quantization: compilation dominates the time."""
     command = ["compare_precision", *FLAGS, f"--workdir={tmp_path}", "--arms", "standard:float16"]

@@ -14,7 +14,7 @@ from swjax import data
 from swjax.data import images as pixels
 from swjax.data.emoji.concepts import concepts
 from swjax.data.memory import Memory
-from swjax.data.packages import require
+from swjax.packages import require
 
 
 class Photographs:

@@ -288,6 +288,36 @@ def test_images_of_unknown_range_are_refused(mode):
             read(data)
 
 
+@pytest.mark.parametrize(
+    "start, name",
+    [
+        (b"\0\0\0\x18ftypheic", "a HEIC picture"),
+        (b"\0\0\0\x18ftypmif1", "a HEIC picture"),
+        (b"\0\0\0 ftypavif", "an AVIF picture"),
+        (b"\0\0\0\x0cjP  \r\n", "a JPEG 2000 picture"),
+        (b"\xff\x4f\xff\x51\0", "a JPEG 2000 picture"),
+        (b"\0\0\0\x0cJXL \r\n", "a JPEG XL picture"),
+        (b"\xff\x0a\0", "a JPEG XL picture"),
+        (b'<?xml version="1.0"?>\n<!-- by\nx -->\n<svg xmlns=', "an SVG drawing"),
+        (b"8BPS\0", "a Photoshop picture"),
+        (b"%PDF-1.7", "a PDF document"),
+    ],
+)
+def test_formats_that_are_not_read_are_named(start, name):
+    with pytest.raises(BadExample, match=f"^{name}, which is not read: convert it to JPEG or PNG$"):
+        decoding.decode(start + bytes(2000))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "GIF", "TIFF", "BMP", "WEBP"])
+def test_pictures_that_inflate_are_refused_before_they_are_decoded(file_format, monkeypatch):
+    """A white picture of 400 million pixels is a file of some kilobytes."""
+    data = encoded(Image.new("L", (90, 90), 255), file_format)
+    monkeypatch.setattr(decoding, "MOST_PIXELS", 8099)
+    monkeypatch.setattr(Image.Image, "load", lambda image: pytest.fail("decoded"))
+    with pytest.raises(BadExample, match="the image has 90 x 90 pixels; at most 8099 are read"):
+        decoding.decode(data)
+
+
 def test_formats_that_run_programs_are_not_read():
     eps = encoded(photograph(0), "EPS")
     assert Image.open(io.BytesIO(eps)).format == "EPS"  # Pillow would start Ghostscript

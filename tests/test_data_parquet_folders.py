@@ -13,7 +13,7 @@ from photographs import jpeg
 from PIL import Image
 
 from swjax import data
-from swjax.data import parquet
+from swjax.data import files, parquet
 
 
 def pixels(number):
@@ -70,6 +70,184 @@ def test_links_to_folders_are_followed(pictures, tmp_path):
     (pictures / "more").symlink_to(tmp_path / "more")
     source = data.source("folders", str(pictures))
     assert source.class_names == ("owl", "red fox", "toad") and len(source) == 4
+
+
+def test_folders_that_link_to_each_other_are_listed_once(tmp_path):
+    """Each path through n folders would be another file: n! of them."""
+    root = tmp_path / "set"
+    for name in "abcdefghij":
+        (root / name).mkdir(parents=True)
+        (root / name / "1.jpg").write_bytes(jpeg(0))
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "2.jpg").write_bytes(jpeg(1))
+    for name in "abcdefghij":
+        for other in "abcdefghij":
+            (root / name / f"to_{other}").symlink_to(root / other)
+        (root / name / "out").symlink_to(tmp_path / "outside")
+        (root / name / "up").symlink_to(tmp_path)
+    (root / "a" / "twice.jpg").symlink_to(root / "a" / "1.jpg")  # links to files stay
+    wanted = sorted([*(f"{name}/1.jpg" for name in "abcdefghij"), "a/out/2.jpg", "a/twice.jpg"])
+    assert files.below(str(root), files.PICTURES) == wanted
+
+
+LAYOUTS = {
+    "images/{}.png": ("images/{}.txt", "images/{}.png.txt", "captions/{}.txt", "texts/{}.png.txt"),
+    "{}.JPG": ("{}.txt", "{}.JPG.TXT"),
+    "set/images/a/{}.png": ("set/captions/a/{}.txt", "texts/images/a/{}.txt"),
+}
+
+
+def write(root, name, data):
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+@pytest.mark.parametrize(
+    "picture, text", [(picture, text) for picture in LAYOUTS for text in LAYOUTS[picture]]
+)
+def test_layouts_of_text_files(picture, text, tmp_path):
+    for n in range(3):
+        write(tmp_path, picture.format(n), jpeg(n))
+        write(tmp_path, text.format(n), f"picture {n}")
+    write(tmp_path, "readme.txt", "about the set")
+    source = data.source("folders", str(tmp_path))
+    assert [source.captions(n) for n in range(3)] == [(f"picture {n}",) for n in range(3)]
+    assert source.class_names == () and source.notes == ()
+
+
+def test_text_files_that_match_nothing(tmp_path):
+    for n in range(8):
+        write(tmp_path, f"images/{n}.png", jpeg(n))
+        write(tmp_path, f"labels/{n}.txt", "0 0.5 0.5 0.1 0.1")  # YOLO's boxes are no captions
+    with pytest.raises(ValueError, match="8 of 8 text files in .* match no picture, such as 'lab"):
+        data.source("folders", str(tmp_path))
+    for n in range(6):
+        write(tmp_path, f"images/{n}.txt", f"picture {n}")
+    for n in range(6):
+        (tmp_path / "labels" / f"{n}.txt").unlink()
+    source = data.source("folders", str(tmp_path))
+    assert source.captions(2) == ("picture 2",)
+    assert source.notes == ("2 text files match no picture, such as 'labels/6.txt'",)
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (["a/0.png", "b/0.txt", "c/0.txt"], "'a/0.png' has 'b/0.txt' and 'c/0.txt' as text files"),
+        (["a/0.png", "b/0.png", "c/0.txt"], "'a/0.png' and 'b/0.png' have 'c/0.txt' as text files"),
+    ],
+)
+def test_text_files_that_fit_twice(names, message, tmp_path):
+    for name in names:
+        write(tmp_path, name, jpeg(0) if name.endswith("png") else "a fox")
+    with pytest.raises(ValueError, match=message):
+        data.source("folders", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["folders", "labelled"])
+def test_files_that_are_not_read_are_counted(name, tmp_path, caplog):
+    for ending in ("jpg", "HEIC", "heic", "avif", "jp2", "jfif", "weird"):
+        write(tmp_path, f"fox/{ending}.{ending}", jpeg(0))
+    place = str(tmp_path) if name == "folders" else f"folders:{tmp_path}"
+    source = data.source(name, place)
+    note = (
+        "6 files are not read: 2 .heic, 1 .avif, 1 .jfif, 1 .jp2, 1 .weird; convert AVIF, HEIC, JPEG 2000 "
+        "pictures to JPEG or PNG; rename .jfif to .jpg"
+    )
+    assert len(source) == 1 and source.notes == (note,)
+    data.loader(source, batch_size=1, image_size=8).close()
+    assert note in caplog.text
+    (tmp_path / "fox/jpg.jpg").unlink()
+    with pytest.raises(ValueError, match="2 .heic, 1 .avif"):
+        data.source(name, place)
+
+
+def test_metadata_of_the_imagefolder_of_hugging_face(tmp_path):
+    for n in range(4):
+        write(tmp_path, f"train/{n}.jpg", jpeg(n))
+    write(tmp_path, "train/3.txt", "not read")
+    rows = ['{"file_name": "0.jpg", "text": "a fox"}', '{"file_name": "./2.jpg", "text": ["x", null]}',
+            "{broken", '{"file_name": "gone.jpg", "text": "gone"}']  # fmt: skip
+    write(tmp_path, "train/metadata.jsonl", "\n".join(rows))
+    source = data.source("folders", str(tmp_path))
+    assert [source.captions(n) for n in (0, 2)] == [("a fox",), ("x",)] and source.class_names == ()
+    for n in (1, 3):
+        with pytest.raises(ValueError, match="the metadata have no row for the picture"):
+            source.record(n)
+    assert source.notes == (
+        "1 file is not read: 1 .txt",
+        "1 rows of the metadata have no picture, such as 'train/gone.jpg'",
+    )
+    assert pickle.loads(pickle.dumps(source)).captions(0) == ("a fox",)
+    (tmp_path / "train/metadata.jsonl").unlink()
+    write(tmp_path, "metadata.csv", "file_name,text\ntrain\\1.jpg, an owl\n")
+    assert data.source("folders", str(tmp_path)).captions(1) == ("an owl",)
+    write(tmp_path, "metadata.csv", "file_name,text\nother/1.jpg,an owl\n")
+    with pytest.raises(ValueError, match="names no picture of the folder, but 'other/1.jpg'"):
+        data.source("folders", str(tmp_path))
+
+
+def test_text_files_that_link_out_of_the_folder_are_not_read(tmp_path):
+    root, outside = tmp_path / "set", tmp_path / "outside"
+    write(outside, "secret", "a password")
+    write(outside, "secret.txt", "a password")
+    for n in range(3):
+        write(root, f"fox/{n}.jpg", jpeg(n))
+    (root / "fox/0.txt").symlink_to(outside / "secret")
+    (root / "fox/1.txt").symlink_to(outside / "secret.txt")
+    write(root, "2.txt", "a fox")
+    (root / "fox/2.txt").symlink_to("../2.txt")  # inside
+    source = data.source("folders", str(root))
+    assert source.captions(2) == ("a fox",)
+    for n in (0, 1):
+        with pytest.raises(ValueError, match="its text file is a link out of the folder: copy"):
+            source.record(n)
+    (root / "metadata.csv").symlink_to(outside / "secret")
+    with pytest.raises(ValueError, match="metadata.csv is a link out of the folder: copy the"):
+        data.source("folders", str(root))
+    (root / "metadata.csv").unlink()
+    (root / "classnames.txt").symlink_to(outside / "secret")
+    with pytest.raises(ValueError, match="classnames.txt is a link out of its folder: copy the"):
+        data.source("labelled", f"folders:{root}")
+
+
+@pytest.mark.parametrize("names", ["0.txt", "metadata.csv", "classnames.txt"])
+def test_caches_of_hugging_face_are_read(names, tmp_path):
+    """Files of a snapshot are links to blobs, whose names are hashes."""
+    text = "file_name,text\na/0.jpg,a fox" if names == "metadata.csv" else "a fox"
+    snapshot = tmp_path / "snapshots" / "rev" / "train"
+    named = {"a/0.jpg": jpeg(0), f"{'a/' if names == '0.txt' else ''}{names}": text}
+    for number, (name, content) in enumerate(named.items()):
+        write(tmp_path, f"blobs/{number}af", content)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(tmp_path / f"blobs/{number}af")
+    kind = "labelled" if names == "classnames.txt" else "folders"
+    source = data.source(kind, f"folders:{snapshot}" if kind == "labelled" else str(snapshot))
+    assert source[0]["captions"] == ("a fox",) and len(source) == 1
+
+
+def test_sets_of_links_are_read(tmp_path):
+    """The picture is outside too, and its text lies with it."""
+    root = tmp_path / "set"
+    root.mkdir()
+    write(tmp_path, "flat/1.jpg", jpeg(0))
+    write(tmp_path, "flat/one.txt", "a fox")
+    write(tmp_path, "images/2.jpg", jpeg(0))
+    write(tmp_path, "captions/2.txt", "an owl")
+    targets = {
+        "a.jpg": "flat/1.jpg", "a.txt": "flat/one.txt",
+        "b.jpg": "images/2.jpg", "b.txt": "captions/2.txt",
+        "c.jpg": "images/2.jpg", "c.txt": "flat/one.txt",
+    }  # fmt: skip
+    for name, target in targets.items():
+        (root / name).symlink_to(tmp_path / target)
+    (root / "more").symlink_to(tmp_path / "flat")
+    write(tmp_path, "flat/1.txt", "in a linked folder")
+    source = data.source("folders", str(root))
+    assert [source.captions(n)[0] for n in (0, 1, 3)] == ["a fox", "an owl", "in a linked folder"]
+    with pytest.raises(ValueError, match="is a link out of the folder"):
+        source.captions(2)
 
 
 def test_unreadable_folders_are_errors(pictures, monkeypatch):

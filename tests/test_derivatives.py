@@ -15,9 +15,8 @@ from numeric import snr_db
 
 import swjax
 from swjax import Gelu, LayerNorm, Layout
-from swjax.linear import vjp as rules
-from swjax.linear.derivatives import differentiated_as
-from swjax.linear.forward_pass import Operands
+from swjax.linear import rules
+from swjax.linear.rules import differentiated_as
 from swjax.recipes import RECIPES
 
 K, H, N = 8, 16, 4
@@ -264,6 +263,12 @@ def test_second_derivatives_of_sharded_arrays(name, kind):
             assert_close(got, jax.tree.map(np.asarray, want), "standard")
 
 
+def without_higher_derivatives(monkeypatch):
+    """Saves only what the backward pass reads."""
+    monkeypatch.setattr(rules, "may_be_differentiated", lambda tree: False)
+    monkeypatch.setattr(rules, "differentiated_as", lambda exact, value, *operands: value)
+
+
 @pytest.mark.parametrize(
     "name, recipe", thinning.thinned(list(LAYERS), RECIPES, full=thinning.RECIPES)
 )
@@ -275,9 +280,7 @@ def test_first_derivatives_pay_nothing(name, recipe, monkeypatch):
         return jax.jit(fn).lower(ARGUMENTS).as_text()
 
     given = program()
-    monkeypatch.setattr(rules, "differentiated_as", lambda exact, value, *operands: value)
-    monkeypatch.setattr(rules, "_kept", lambda *operands: (None,) * len(operands))
-    monkeypatch.setattr(rules, "_restored", lambda kept, saved, layers: Operands(*[(None,)] * 4))
+    without_higher_derivatives(monkeypatch)
     assert given == program()
 
 
@@ -294,9 +297,7 @@ def test_first_derivatives_of_stacked_layers_need_no_more_memory(recipe, monkeyp
 
     kinds = [lambda f: f, jax.checkpoint]
     given = [memory(wrap) for wrap in kinds]
-    monkeypatch.setattr(rules, "differentiated_as", lambda exact, value, *operands: value)
-    monkeypatch.setattr(rules, "_kept", lambda *operands: (None,) * len(operands))
-    monkeypatch.setattr(rules, "_restored", lambda kept, saved, layers: Operands(*[(None,)] * 4))
+    without_higher_derivatives(monkeypatch)
     assert given == [memory(wrap) for wrap in kinds]
 
 

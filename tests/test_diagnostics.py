@@ -226,6 +226,18 @@ def test_names_come_from_the_structure_of_the_metrics(tmp_path):
     assert line["train/nonfinite"] == "batch image" and line["a"] is None
 
 
+@pytest.mark.parametrize("place", [(0, 0, 0), (3, 2, 3)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_magnitudes_show_what_is_not_finite_on_a_mesh(bad, place):
+    """The maximum over devices drops NaN."""
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    x = jnp.ones((4, 3, 4)).at[place].set(bad)
+    for spec in (jax.P("x"), jax.P(None, None, "x")):
+        placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
+        found = jax.jit(magnitudes)(placed)
+        np.testing.assert_array_equal(list(found.values()), abs(bad))
+
+
 def test_magnitudes_of_more_than_2_to_the_31_numbers():
     outputs = jax.ShapeDtypeStruct((16384, 129, 1280), jnp.bfloat16)
     found = jax.eval_shape(magnitudes, outputs)

@@ -13,8 +13,9 @@ import pytest
 from micro_run import ENVIRONMENT, MICRO, ROOT, final_state, records, train
 from processes import two_processes
 
+from swjax import data
 from swjax.models import sharding
-from swjax.training import distributed
+from swjax.training import distributed, inputs
 from swjax.training.config import ConfigError
 from swjax.training.distributed import read_environment
 
@@ -102,13 +103,36 @@ def test_rows_that_overlap_are_one_line():
 
 def test_processes_with_other_data_end_in_one_line(monkeypatch):
     """They would train on some examples twice and on others never, and wait for each other in evaluation."""
-    distributed.check_same_lengths("data", {"train": 60, "val": 13})
-    distributed.check_same_lengths("eval.zeroshot", {})
+    lengths = {"train": 60, "val": 13}
+    distributed.check_same("data", "{} examples", lengths)
+    distributed.check_same("eval.zeroshot", "{} examples", {})
     monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own - [0, 1]]))
     with pytest.raises(
         ConfigError, match="config.data: val has 12 .* process 1 and 13 .* process 0"
     ):
-        distributed.check_same_lengths("data", {"train": 60, "val": 13})
+        distributed.check_same("data", "{} examples", lengths)
+    splits = {"train": data.source("synthetic", "train", image_size=8, examples=10)}
+    with pytest.raises(ConfigError, match="train has other examples .* 1 and other .* process 0"):
+        inputs.fingerprints(splits)
+
+
+def test_processes_that_would_compute_other_programs_end_in_one_line(micro, monkeypatch):
+    """JAX's generator, 64-bit types and the partitioning of random numbers changed replicas, or aborted."""
+    config, send = micro(), distributed.of_first
+    distributed.check_same_start(config)
+    with jax.default_prng_impl("rbg"):
+        sent = []
+        monkeypatch.setattr(distributed, "of_first", lambda own: [sent.append(own), send(own)][1])
+        distributed.check_same_start(config)
+    monkeypatch.setattr(distributed, "of_first", lambda own: sent[0])
+    rule = "process 0 differs from process 0 in jax.config.jax_default_prng_impl: .*rbg.* -> .*same"
+    with pytest.raises(ConfigError, match=rule):
+        distributed.check_same_start(config)
+    unequal = [SimpleNamespace(process_index=int(i > 1)) for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: unequal)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="process 1 has 6 devices and process 0 has 2: give all"):
+        distributed.check_same_start(config)
 
 
 # --------------------------------------------------------------------------- other meshes
@@ -129,7 +153,7 @@ def assert_same_losses(got, want):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
     """A run with sharded parameters resumes with replicated ones: the same bits, the same data position."""
     split, whole = CHANGES | {"mesh.data": 1, "mesh.fsdp": 2}, CHANGES
@@ -172,7 +196,7 @@ def test_two_processes_train_stop_and_go_on_as_one(micro, shared_cache, tmp_path
         and "step" not in printed[1].split("SIGTERM")[0]
     )
     assert sorted(p.name for p in two.iterdir()) == [
-        ".lock", "checkpoints", "config.json", "env.txt", "metrics.jsonl",
+        ".lock", "checkpoints", "config.json", "config_history.jsonl", "env.txt", "metrics.jsonl",
     ]  # fmt: skip
     train(micro(**CHANGES), one, after=last + 2)  # this process has two devices
     assert_same_losses(records(two), records(one)[:last])
@@ -189,6 +213,7 @@ def command_line(workdir, **changes):
 def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
     program = (
         "import os, sys, train; rank = os.environ['JAX_PROCESS_ID']; "
+        "os.environ['JAX_THREEFRY_PARTITIONABLE'] = rank; "
         "sys.exit(train.main([*sys.argv, f'--config.train.seed={rank}']))"
     )
     command = [sys.executable, "-c", program, *command_line(tmp_path / "run")[2:]]
@@ -199,7 +224,8 @@ def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
     assert lines[0] == ["train.py: process 1 failed: see the output of that process"]
     assert (
         len(lines[1]) == 1
-        and "a different config than process 0: train.seed: 0 -> 1" in lines[1][0]
+        and "differs from process 0 in config.train.seed: 0 -> 1; jax.config.jax_threefry_partition"
+        in lines[1][0]
     )
     assert not (tmp_path / "run").exists()
 
@@ -207,7 +233,7 @@ def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
 LOSES_A_PEER = """
 import os, sys, time
 import jax
-from swjax.training import distributed
+from swjax.training import distributed, inputs
 distributed.start()
 jax.devices()
 print("up", flush=True)

@@ -3,11 +3,12 @@
 import json
 
 import pytest
-from micro_run import MICRO
-from photographs import write_tars
+from micro_run import MICRO, records, train
+from photographs import encoded, photograph, write_tars
 
 from swjax.training import config as config_lib
 from swjax.training import inputs, loop
+from swjax.training.state.checkpoint import Checkpoints
 
 
 def config_of(tmp_path, **changes):
@@ -61,3 +62,64 @@ def test_a_run_without_a_test_split_ends_with_the_scores_of_val(tmp_path, shared
     assert "val/image_to_text_R@1" in capsys.readouterr().out
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert "val/image_to_text_R@1" in results["scores"]
+
+
+def table(folder, captions) -> str:
+    """Writes a table of pictures with these captions; returns its path."""
+    folder.mkdir(exist_ok=True)
+    for number in range(len(captions)):
+        (folder / f"{number}.png").write_bytes(encoded(photograph(number), "PNG"))
+    rows = [f"{number}.png,{caption}" for number, caption in enumerate(captions)]
+    (folder / "pairs.csv").write_text("\n".join(["image,caption", *rows]) + "\n")
+    return str(folder / "pairs.csv")
+
+
+def test_a_run_that_resumes_with_other_data_is_refused(tmp_path, shared_cache, caplog):
+    """Reversed rows and replaced captions of equal number resumed in silence."""
+    captions = [f"picture {number}" for number in range(10)]
+    splits = {split: table(tmp_path / split, captions) for split in ("train", "val")}
+    config = config_of(
+        tmp_path,
+        data__name="table",
+        **{f"data__table__splits__{split}": path for split, path in splits.items()},
+        train__compilation_cache=shared_cache,
+    )
+    workdir = tmp_path / "run"
+    assert train(config, workdir, after=1) == 0
+    table(tmp_path / "val", captions[::-1])
+    assert train(config, workdir, after=0) == 0
+    assert "the val data differ from those that this run was saved with" in caplog.text
+    for other in (captions[::-1], ["a fox"] * 10):
+        table(tmp_path / "train", other)
+        with pytest.raises(config_lib.ConfigError, match="the training data differ from those"):
+            train(config, workdir)
+    table(tmp_path / "moved", captions)
+    config.data.table.splits.train = str(tmp_path / "moved" / "pairs.csv")
+    inputs.check_fingerprints({}, {"train": "of a run of an earlier version"})
+    assert train(config, workdir, after=1) == 0
+
+
+def test_a_run_that_its_data_end_saves(tmp_path, shared_cache, capsys):
+    """The steps and the metrics since the last checkpoint were lost."""
+    path = table(tmp_path / "train", [f"picture {number}" for number in range(40)])
+    config = config_of(
+        tmp_path,
+        data__name="table",
+        data__table__splits__train=path,
+        data__on_bad="stop",
+        checkpoint__every_steps=0,
+        train__compilation_cache=shared_cache,
+    )
+    (tmp_path / "train" / "0.png").write_bytes(b"no picture")
+    with pytest.raises(config_lib.ConfigError, match="config.data: cannot read .*0.png"):
+        loop.train_and_evaluate(config, tmp_path / "run")
+    step = max(Checkpoints(tmp_path / "run", keep=0).steps())
+    assert f"interrupted: step {step} is saved" in capsys.readouterr().out
+    assert step == 0 or records(tmp_path / "run")[-1]["step"] == step
+    (tmp_path / "train" / "0.png").write_bytes(encoded(photograph(0), "PNG"))
+    with pytest.raises(
+        config_lib.ConfigError, match="set checkpoint.resume=WORKDIR and another --workdir"
+    ):
+        loop.train_and_evaluate(config, tmp_path / "run")
+    config.checkpoint.resume = str(tmp_path / "run")
+    assert loop.train_and_evaluate(config, tmp_path / "repaired") == 0

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import thinning
 from micro_run import ROOT, command_of, records
 
 from swjax.training.faults.interrupt import catch
@@ -39,6 +40,7 @@ def test_a_signal_saves_and_says_how_to_go_on(started, tmp_path):
     assert (tmp_path / "checkpoints" / str(last)).is_dir()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("interrupted", [True, False], ids=["with Ctrl-C", "alone"])
 def test_closed_output_loses_nothing(interrupted, started, tmp_path):
     """In `train.py | tee log`, Ctrl-C ends tee as well. Standard error then says what was saved."""
@@ -82,7 +84,7 @@ def test_a_lost_loader_process_is_one_line(started):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what a process has loaded")
-@pytest.mark.parametrize("library", ["yaml", "jaxlib", "tensorstore"])
+@pytest.mark.parametrize("library", thinning.first(["jaxlib", "yaml", "tensorstore"]))
 def test_an_interrupt_while_libraries_load_ends_the_run(library, tmp_path):
     """SIGINT ends the process at once, since an import may suppress a KeyboardInterrupt."""
     pipe = subprocess.PIPE
@@ -118,7 +120,7 @@ def test_second_interrupt_ends_at_once():
     assert b"again" in done.stdout and b"not ended" in done.stdout
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", thinning.first([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_before_the_first_step_ends_at_once(kind):
     code = (
         "import signal, time\n"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from swjax import Layout
-from swjax.linear.plans import vary_alike
+from swjax.linear.sharding import vary_alike
 from swjax.models import sharding
 
 

@@ -1,6 +1,7 @@
-"""The three tiers of a layer, each tested alone: recipe (products), sharding (sharded), arithmetic."""
+"""The steps of a layer, each tested alone: quantizers, products, and what a recipe makes them read."""
 
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from numeric import snr_db
 
 import swjax
 from swjax import Layout
+from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
-from swjax.linear import products
-from swjax.linear.arithmetic import Arithmetic
+from swjax.linear import products, rules
+from swjax.linear.layer import Layer, Operand, from_bytes, quantize, to_bytes
 from swjax.linear.layouts import Spec
-from swjax.linear.planning import plan_layer
-from swjax.linear.plans import Plan
-from swjax.linear.products import Forms, Settings
-from swjax.linear.sharded import Operand, Sharded
-from swjax.recipes import RECIPES
+from swjax.linear.sharding import Sharding, shard_layer
+from swjax.recipes import RECIPES, Recipe
 
 
 def draw(*shape, seed=0):
@@ -29,48 +27,40 @@ def draw(*shape, seed=0):
 
 X, W, G = draw(4, 6, 16), draw(16, 8, seed=1), draw(4, 6, 8, seed=2)
 
-# --- arithmetic ---------------------------------------------------------------------------------------
+ALONE = Layer(
+    Recipe(), Sharding(None, ((), ())), "float32", "float32", "float32", implementation="xla"
+)
+NONE = (None,)
 
-
-def test_arithmetic_of_arrays():
-    arithmetic = Arithmetic("xla")
-    y = arithmetic.product(X, W, jnp.ones(8), axes=(-1, 0), out_dtype="float32")
-    np.testing.assert_allclose(y, X @ W + 1, rtol=1e-5, atol=1e-5)
-    dx = arithmetic.product(G, W, axes=(-1, 1), out_dtype="float32")
-    np.testing.assert_allclose(dx, G @ W.T, rtol=1e-5, atol=1e-5)
-    (dw,) = arithmetic.weight_gradients(X, (G,), axes=[(0, 0)], out_dtype="bfloat16")
-    assert dw.dtype == jnp.bfloat16
-    assert snr_db(dw, jnp.einsum("bti,btj->ij", X, G)) > 45
+# --- products -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transpose", [True, False])
-def test_arithmetic_of_quantized_arrays(transpose):
-    """Both layouts of w, contracted over its first or last axis, give the same bits."""
+def test_both_layouts_of_a_quantized_weight_have_the_same_product(transpose):
+    """The product sums over the first or the last axis of w."""
     x, w = swjax.quantize(X), swjax.quantize(W, (0, 1))
     want = swjax.dequantize(x) @ swjax.dequantize(w)
-    w, axis = (w.T, 1) if transpose else (w, 0)
-    y = Arithmetic("xla").product(x, w, axes=(-1, axis), out_dtype="float32")
+    known = Operand(transposed=w.T) if transpose else Operand(quantized=w)
+    layer = replace(ALONE, recipe=RECIPES["switchback"])
+    (y,) = products.outputs(Operand(X, x), (known,), NONE, NONE, (layer,))
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
-def test_arithmetic_passes_its_implementation_on():
+def test_steps_pass_their_implementation_on():
+    layer = replace(ALONE, implementation="triton")
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
-        Arithmetic("triton").run("quantize", W, axes=(0,), dtype="int8")
-    assert Arithmetic("xla").reads_last_axis is False
+        quantize(RECIPES["switchback"].fwd.rhs, W, Spec(((), ())), 0, layer)
+    assert ALONE.reads_last_axis is False
 
 
-# --- sharding -----------------------------------------------------------------------------------------
-
-ALONE = Sharded(Plan(None, ((), ())), Arithmetic("xla"))
 SPECS = {"replicated": P(), "rows": P("data"), "columns": P(None, "data")}
 
 
-def sharded(w_spec):
-    """Returns (the steps of a layer on two devices, operands x, w and g), for use in `jax.set_mesh`."""
-    plan = plan_layer(X, W, Layout(w_spec, P("data")))
-    assert plan.mesh is not None
-    operands = Operand(X, plan.x, -1), Operand(W, plan.w, 0), Operand(G, plan.y, -1)
-    return Sharded(plan, Arithmetic("xla")), *operands
+def sharded(w_spec, *tokens):
+    """Returns a layer on two devices, for use in `jax.set_mesh`."""
+    sharding = shard_layer(X, W, Layout(w_spec, P(*tokens)))
+    assert sharding.mesh is not None
+    return replace(ALONE, sharding=sharding)
 
 
 def mesh():
@@ -80,14 +70,17 @@ def mesh():
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_sharded_products_are_those_of_one_device(spec):
     with mesh():
-        steps, x, w, g = sharded(spec)
-        y = jax.jit(lambda: steps.output(x, w, None, out_dtype="float32"))()
-        dx = jax.jit(
-            lambda: steps.input_gradient(g, w._replace(axis=1), out_dtype="float32", summed=True)
-        )()
-        rows = x._replace(axis=0), g._replace(axis=0)
-        dw = jax.jit(lambda: steps.weight_gradient(*rows, out_dtype="float32"))()
-    np.testing.assert_allclose(y, X @ W, rtol=1e-5, atol=1e-5)
+        layers = (sharded(spec, "data"),)
+
+        @jax.jit
+        def run():
+            x, w, g = Operand(X), (Operand(W),), (Operand(G),)
+            y = products.outputs(x, w, (jnp.ones(8),), NONE, layers)
+            dx = products.input_gradients(g, w, layers)
+            return *y, *dx, *products.weight_gradients(x, g, layers)
+
+        y, dx, dw = run()
+    np.testing.assert_allclose(y, X @ W + 1, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dx, G @ W.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dw, jnp.einsum("bti,btj->ij", X, G), rtol=1e-5, atol=1e-5)
 
@@ -96,47 +89,43 @@ def test_sharded_products_are_those_of_one_device(spec):
 @pytest.mark.parametrize("quantizer", [RECIPES["switchback"].fwd.rhs, RECIPES["llm_int8"].fwd.rhs])
 @pytest.mark.parametrize("transpose", [True, False])
 def test_sharded_scales_are_those_of_one_device(spec, quantizer, transpose):
-    want = ALONE.quantize(quantizer, W, Spec(((), ())), 0, transpose=transpose)
+    want = quantize(quantizer, W, Spec(((), ())), 0, ALONE, transpose=transpose)
     with mesh():
-        steps, _, w, _ = sharded(spec)
-        got = jax.jit(lambda: steps.quantize(quantizer, W, w.spec, 0, transpose=transpose))()
+        layer = sharded(spec, "data")
+        w_spec = layer.sharding.w
+        got = jax.jit(lambda: quantize(quantizer, W, w_spec, 0, layer, transpose=transpose))()
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_partial_sums_add_up():
-    """With tensor-parallel columns, each device has partial sums, which are all-reduced once."""
+def test_input_gradients_of_layers_are_all_reduced_once():
+    """With tensor-parallel columns, each device adds its partial sums first."""
     with mesh():
-        plan = plan_layer(X, W, Layout(P(None, "data"), P()))
-        steps = Sharded(plan, Arithmetic("xla"))
-        g, w = Operand(G, plan.y, -1), Operand(W, plan.w, 1)
-        partial = lambda: steps.input_gradient(g, w, out_dtype="float32", summed=False)
-        parts = jax.jit(partial)()
-        total = jax.jit(lambda: steps.sum_partial((partial(), partial())))()
-    assert parts.shape == (2, *X.shape)
-    np.testing.assert_allclose(jnp.sum(parts, 0), G @ W.T, rtol=1e-5, atol=1e-5)
+        layer = sharded(P(None, "data"))
+        run = jax.jit(
+            lambda: products.input_gradients(
+                (Operand(G), Operand(G)), (Operand(W), Operand(W)), (layer, layer)
+            )
+        )
+        (total,) = run()
+        assert run.lower().as_text().count("all_reduce") == 1
     np.testing.assert_allclose(total, 2 * G @ W.T, rtol=1e-5, atol=1e-5)
 
 
 # --- recipes ------------------------------------------------------------------------------------------
 
 
-class Recorder(NamedTuple):
-    """Computes on one device, and records the operands of every product."""
+@pytest.fixture
+def seen(monkeypatch):
+    """Records the operands of every product: {(operation, kind of a, kind of b)}."""
+    calls = []
 
-    seen: list
-    plan: Plan = ALONE.plan
-    arithmetic: Arithmetic = ALONE.arithmetic
+    def record(name, operation, a, b, *rest, **options):
+        calls.append((name, _kind(a), _kind(b)))
+        return operation(a, b, *rest, **options)
 
-    def __getattr__(self, name):
-        if name not in ("output", "input_gradient", "weight_gradient"):
-            return getattr(ALONE, name)
-
-        def product(a, b, *rest, **options):
-            blocks = " in blocks" if options.get("blocks") else ""
-            self.seen.append((name, _kind(a.value), _kind(b.value) + blocks))
-            return getattr(ALONE, name)(a, b, *rest, **options)
-
-        return product
+    for name in ("dot", "matmul", "weight_gradient", "block_weight_gradient"):
+        monkeypatch.setattr(reference, name, partial(record, name, getattr(reference, name)))
+    return calls
 
 
 def _kind(value):
@@ -146,66 +135,66 @@ def _kind(value):
     return value.dtype.name
 
 
-EXACT = ("float32", "float32")
-ROWS, ONE, E4M3, E5M2 = "int8 x24", "int8 x1", "float8_e4m3fn", "float8_e5m2"
-# {recipe: operands of output, input_gradient and weight_gradient}; x and g have 24 tokens, w is [16, 8].
+def exact(name):
+    return [(name, "float32", "float32")]
+
+
+def int8(rows, columns, name="matmul", dtypes=("int8", "int8")):
+    return [(name, f"{dtypes[0]} x{rows}", f"{dtypes[1]} x{columns}")]
+
+
+DOT, XTG = exact("dot"), exact("weight_gradient")
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+# {recipe: products of the output, dx and dw}; x and g have 24 tokens, w is [16, 8].
 OPERANDS = {
-    "standard": ([EXACT], [EXACT], [EXACT]),
-    "switchback": ([(ROWS, ONE)], [(ROWS, ONE)], [EXACT]),
-    "switchback_m": ([(ROWS, ONE)], [(ROWS, ONE)], [EXACT]),
-    "switchback_q": ([(ROWS, "int8 x8")], [(ROWS, "int8 x16")], [EXACT]),
-    "llm_int8": (
-        [(ROWS, "int8 x8")],
-        [(ROWS, "int8 x16")],
-        [("int8 x16", "int8 x8")],
-    ),
-    "llm_int8_outlier6": (
-        [(ROWS, "int8 x8"), EXACT],
-        [(ROWS, "int8 x16")],
-        [("int8 x16", "int8 x8"), EXACT],
-    ),
-    "switchback_hadamard": ([(ROWS, ONE)], [(ROWS, ONE)], [("float32", "float32 in blocks")]),
+    "standard": (DOT, DOT, XTG),
+    "switchback": (int8(24, 1), int8(24, 1), XTG),
+    "switchback_m": (int8(24, 1), int8(24, 1), XTG),
+    "switchback_q": (int8(24, 8), int8(24, 16), XTG),
+    "llm_int8": (int8(24, 8), int8(24, 16), int8(16, 8)),
+    "llm_int8_outlier6": (int8(24, 8) + DOT, int8(24, 16), int8(16, 8) + XTG),
+    "switchback_hadamard": (int8(24, 1), int8(24, 1), exact("block_weight_gradient")),
     "fp8_switchback": (
-        [(f"{E4M3} x24", f"{E4M3} x1")],
-        [(f"{E5M2} x24", f"{E4M3} x1")],
-        [EXACT],
+        int8(24, 1, dtypes=(E4M3, E4M3)),
+        int8(24, 1, dtypes=(E5M2, E4M3)),
+        XTG,
     ),
     "fp8_tensorwise": (
-        [(f"{E4M3} x1", f"{E4M3} x1")],
-        [(f"{E5M2} x1", f"{E4M3} x1")],
-        [(f"{E4M3} x1", f"{E5M2} x1")],
+        int8(1, 1, dtypes=(E4M3, E4M3)),
+        int8(1, 1, dtypes=(E5M2, E4M3)),
+        int8(1, 1, dtypes=(E4M3, E5M2)),
     ),
 }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_says_what_is_quantized_how(recipe):
-    recorder = Recorder([])
-    settings = Settings(RECIPES[recipe], "float32", "float32", recorder)
-    w = products.weight_forms(W, settings)
-    products.output(Forms(X), w, None, settings)
-    products.input_gradient(Forms(G), w, settings)
-    products.weight_gradient(Forms(X), Forms(G), settings, out_dtype="float32")
-    for name, want in zip(("output", "input_gradient", "weight_gradient"), OPERANDS[recipe]):
-        assert [kinds for product, *kinds in recorder.seen if product == name] == list(
-            map(list, want)
-        )
+def test_a_recipe_says_what_is_quantized_how(recipe, seen):
+    layers = (replace(ALONE, recipe=RECIPES[recipe]),)
+    inputs = rules.Inputs(X, (W,), NONE, None)
+    _, _, ws = rules.forward(inputs, NONE, layers)
+    y, seen[:] = seen[:], []
+    products.input_gradients((Operand(G),), ws, layers)
+    dx, seen[:] = seen[:], []
+    products.weight_gradients(Operand(X), (Operand(G),), layers)
+    dw = [call for call in seen if call != DOT[0]]  # `weight_gradient` calls `dot`
+    assert (y, dx, dw) == OPERANDS[recipe]
 
 
-def test_a_quantized_form_that_fits_is_not_quantized_again():
-    recorder = Recorder([])
-    settings = Settings(RECIPES["switchback"], "float32", "float32", recorder)
-    q = swjax.quantize_weight(W)
-    y = products.output(Forms(quantized=swjax.quantize(X)), Forms(transposed=q), None, settings)
-    assert recorder.seen == [("output", ROWS, ONE)]
-    np.testing.assert_array_equal(y, swjax.switchback(X, W))
+def test_a_quantized_form_that_fits_is_not_quantized_again(seen, monkeypatch):
+    want, x, w = swjax.switchback(X, W), swjax.quantize(X), swjax.quantize_weight(W)
+    seen.clear()
+    monkeypatch.setattr(reference, "quantize", None)
+    layer = replace(ALONE, recipe=RECIPES["switchback"])
+    known = Operand(quantized=x), (Operand(transposed=w),)
+    (y,) = products.outputs(*known, NONE, NONE, (layer,))
+    assert seen == int8(24, 1)
+    np.testing.assert_array_equal(y, want)
 
 
 def test_fp8_is_saved_as_bytes():
     q = swjax.quantize(W, dtype="float8_e4m3fn").values
-    assert products.to_bytes(q).dtype == jnp.uint8
+    assert to_bytes(q).dtype == jnp.uint8
     np.testing.assert_array_equal(
-        products.from_bytes(products.to_bytes(q), q.dtype).astype(jnp.float32),
-        q.astype(jnp.float32),
+        from_bytes(to_bytes(q), q.dtype).astype(jnp.float32), q.astype(jnp.float32)
     )
-    assert products.to_bytes(W) is W
+    assert to_bytes(W) is W

@@ -1,9 +1,6 @@
 """Loss scaling: after an overflow, only the tensor concerned or the whole step is skipped."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +17,7 @@ from swjax.optax import (
     from_adamw_state,
     loss_scale,
     muon,
+    path_name,
     per_tensor_guard,
     power_decay,
     rms_by_path,
@@ -79,24 +77,58 @@ def assert_close(actual, expected):
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_tensor_fares_as_if_alone_and_without_the_steps_it_sat_out(name):
+def restored(optimizer, params, grads):
+    """Runs `optimizer` on gradients with zeros for bad blocks, and restores these blocks by hand."""
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for t, g in enumerate(grads):
+        bad = {"head/w": ...} if t == 0 else {"blocks/w": 1} if t in (2, 3) else {}
+
+        def restore(path, x, old, bad=bad):
+            for name, block in bad.items():
+                x = x.at[block].set(old[block]) if path_name(path).endswith(name) else x
+            return x
+
+        restored = partial(jax.tree_util.tree_map_with_path, restore)
+        zeros = jax.tree.map(jnp.zeros_like, g)
+        with jax.numpy_dtype_promotion("standard"):
+            clean = jax.tree.map(lambda g: g / SCALE, restored(g, zeros))
+            updates, new = update(clean, state, params)
+            params = restored(optax.apply_updates(params, updates), params)
+        state = restored(new, state)
+    return params, state
+
+
+OTHERS = {
+    "muon": lambda: muon(schedule, {"blocks": True, "head": False}, weight_decay=0.1),
+    "clipped": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), stable_adamw(schedule, block_axes=AXES)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS | OTHERS)
+def test_only_what_overflows_sits_out(name):
+    """Its parameters and moments stay; all others are updated, with zeros for what is bad."""
     params, grads = problem()
-    optimizer = OPTIMIZERS[name]()
+    optimizer = (OPTIMIZERS | OTHERS)[name]()
     guarded = per_tensor_guard(optimizer, SCALE, block_axes=AXES)
-    after, state = run(guarded, params, spoil(grads))
+    after, state = run(guarded, params, spoil([jax.tree.map(jnp.copy, g) for g in grads]))
     assert {path: count.tolist() for path, count in skipped_by_path(state).items()} == {
         "blocks/w": [0, 2], "head/b": 0, "head/w": 1,
     }  # fmt: skip
+    want, want_state = restored(optimizer, params, grads)
+    assert_close(after, want)
+    assert_close(state.inner, want_state)
+    assert float(jnp.max(jnp.abs(after["head"]["w"] - params["head"]["w"]))) > 0.01
 
-    def alone(pick, left_out=()):
-        kept = [pick(g) / SCALE for t, g in enumerate(grads) if t not in left_out]
-        return run(optimizer, pick(params), kept)[0]
 
-    assert_close(after["blocks"]["w"][0], alone(lambda tree: tree["blocks"]["w"][0]))
-    assert_close(after["blocks"]["w"][1], alone(lambda tree: tree["blocks"]["w"][1], (2, 3)))
-    assert_close(after["head"]["w"], alone(lambda tree: tree["head"]["w"], (0,)))
-    assert_close(after["head"]["b"], alone(lambda tree: tree["head"]["b"]))
+def test_what_tensors_share_waits_while_all_sit_out():
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    guarded = per_tensor_guard(stable_adamw(0.1))
+    bad = jax.tree.map(lambda p: p * jnp.nan, params)
+    _, state = run(guarded, params, [bad, params, bad | {"a": params["a"]}])
+    assert state.inner.count == 2
+    assert {name: int(n) for name, n in skipped_by_path(state).items()} == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
@@ -109,8 +141,8 @@ def test_integer_gradients_are_refused_in_one_line(guard):
 
 def test_rms_has_one_value_for_each_block():
     params, grads = problem()
-    guarded = per_tensor_guard(OPTIMIZERS["stable_adamw"](), SCALE, block_axes=AXES)
     plain = stable_adamw(schedule, weight_decay=0.1, block_axes=AXES)
+    guarded = per_tensor_guard(plain, SCALE, block_axes=AXES)
     rms = rms_by_path(run(guarded, params, grads)[1])
     assert_close(rms, rms_by_path(run(plain, params, [unscale(g, SCALE) for g in grads])[1]))
     assert rms["blocks/w"].shape == (2,) and rms["head/w"].shape == ()
@@ -130,16 +162,6 @@ def test_blocks_lie_along_any_axes(axis):
     others = sum(g["w"][block] / SCALE for t, g in enumerate(grads) if t != 2)
     expected = expected.at[block].set(params["w"][block] - others)
     np.testing.assert_allclose(after["w"], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_what_is_clipped_by_the_norm_of_all_leaves_out_the_bad():
-    params, grads = problem()
-    across = optax.clip_by_global_norm(0.5)
-    guarded = per_tensor_guard(optax.sgd(1.0), SCALE, across=across, block_axes=AXES)
-    after, _ = run(guarded, params, spoil(grads)[:1])
-    moved = jax.tree.map(lambda a, b: a - b, after, params)
-    assert float(optax.tree.norm(moved)) == pytest.approx(0.5, rel=1e-5)
-    assert not jnp.any(moved["head"]["w"])
 
 
 def test_the_guard_works_in_nnx():
@@ -192,26 +214,17 @@ def test_dynamic_scaling_is_what_brings_a_small_gradient_back():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: per_tensor_guard(optax.sgd(1.0), 0.0), "scale must be positive .*, got 0.0"),
+        (lambda: per_tensor_guard(optax.sgd(1.0), 0.0), "scale must be a number .*, got 0.0"),
         (lambda: per_tensor_guard(optax.sgd(1.0), jnp.inf), "finite in float32, got inf"),
-        (lambda: dynamic_loss_scale(optax.sgd(1.0), 0.5), "scale must be at least 1 .*, got 0.5"),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), 0.5), "of at least 1 .*, got 0.5"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), 1e39), "finite in float32, got 1e.39"),
-        (
-            lambda: per_tensor_guard(optax.sgd(1.0), np.ones(2)),
-            "scale must be one number, got array",
-        ),
-        (lambda: per_tensor_guard(optax.sgd(1.0), "8"), "scale must be one number, got '8'"),
-        (
-            lambda: dynamic_loss_scale(optax.sgd(1.0), factor=1.0),
-            "factor must be above 1 .* got 1.0",
-        ),
+        (lambda: per_tensor_guard(optax.sgd(1.0), np.ones(2)), "scale must be .*, got array"),
+        (lambda: per_tensor_guard(optax.sgd(1.0), "8"), "scale must be .*, got '8'"),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), factor=1.0), "factor must be above 1 .* 1.0"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), factor=1 + 1e-9), "in float32, got 1.00"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), factor=jnp.inf), "in float32, got inf"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=0), "growth_steps .* got 0"),
-        (
-            lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=jnp.inf),
-            "growth_steps .* got inf",
-        ),
+        (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=np.inf), "growth_steps .* inf"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=1.5), "whole number .* got 1.5"),
         (lambda: loss_scale(optax.sgd(1.0).init({})), "wrap the optimizer"),
         (lambda: power_decay(1.5), "exponent must be in .0, 1., got 1.5"),
@@ -224,36 +237,27 @@ def test_mistakes_are_one_line(make, message):
 
 
 @pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
-def test_a_missing_gradient_is_one_line(guard):
-    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    optimizer = guard(optax.sgd(1.0))
-    with pytest.raises(
-        ValueError, match="a gradient for each parameter, got none for 'b'"
-    ) as error:
-        optimizer.update({"a": jnp.ones(2), "b": None}, optimizer.init(params), params)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
 @pytest.mark.parametrize(
     "grads, message",
     [
-        ({"a": jnp.ones(2), "b": jnp.ones(2)}, "a parameter for each gradient, got none for 'b'"),
-        ({"a": jnp.ones((2, 1)), "b": None}, r"of shape \(2,\) for parameter 'a', got \(2, 1\)"),
+        ({"a": None, "b": None}, r"needs a gradient of shape \(2,\) .* 'a', got None"),
+        ({"a": jnp.ones((2, 1)), "b": None}, r"of shape \(2,\) .* 'a', got \(2, 1\)"),
+        ({"a": jnp.ones(2), "b": jnp.ones(2)}, "Expected None, got Array"),  # JAX's own message
     ],
 )
-def test_gradients_of_other_parameters_are_one_line(guard, grads, message):
+def test_gradients_of_other_parameters_are_refused(guard, grads, message):
     optimizer, params = guard(optax.adam(1.0)), {"a": jnp.ones(2), "b": None}
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         optimizer.update(grads, optimizer.init(params), params)
-    assert "\n" not in str(error.value)
 
 
-def test_an_inner_optimizer_that_treats_blocks_unlike_their_stack_is_one_line():
-    params = {"stack": jnp.ones((3, 4, 5)), "head": jnp.ones((4, 4))}
-    by_shape = muon(0.1, lambda params: jax.tree.map(lambda x: x.ndim == 3, params))
-    with pytest.raises(ValueError, match="for a block as for its stack, got .* alone: ") as error:
-        per_tensor_guard(by_shape, block_axes={"stack": 0, "head": None}).init(params)
+def test_moments_without_the_block_axes_are_one_line():
+    params = {"w": jnp.ones((2, 128, 128))}
+    optimizer = per_tensor_guard(optax.adafactor(0.1), block_axes=0)
+    with pytest.raises(
+        ValueError, match="must store moments with the block axes .* got a"
+    ) as error:
+        run(optimizer, params, [params])
     assert "\n" not in str(error.value)
 
 
@@ -328,34 +332,6 @@ def test_blocks_are_mapped_along_sharded_axes(axes):
         assert_close(skipped_by_path(state), skipped_by_path(want_state))
 
 
-def test_noise_differs_between_tensors_and_blocks():
-    """Optimizers that draw random numbers get a different key for each tensor and block."""
-    params = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
-    noisy = optax.noisy_sgd(1.0, eta=1.0, key=jax.random.key(0))
-    guarded = per_tensor_guard(noisy, block_axes={"a": 0, "b": None})
-    after, _ = run(guarded, params, [params])
-    rows = np.stack([*after["a"], after["b"]])
-    assert len(np.unique(rows)) == rows.size
-
-
-def test_all_processes_have_the_same_program():
-    """The order of a set of paths differs between processes; another program is compiled again."""
-    code = """import jax, jax.numpy as jnp
-from swjax.optax import per_tensor_guard, stable_adamw
-params = {"a": jnp.ones(2), "b": jnp.ones(3)}
-guard = per_tensor_guard(stable_adamw(1e-3))
-print(jax.make_jaxpr(guard.update)(params, guard.init(params), params))"""
-    programs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
-        ).stdout
-        for seed in "123"
-    }  # fmt: skip
-    assert len(programs) == 1
-
-
 def test_dynamic_scaling_takes_a_donated_state():
     params = {"w": jnp.ones(3)}
     optimizer = dynamic_loss_scale(stable_adamw(0.1), jnp.float32(8.0))  # must not be donated
@@ -380,11 +356,11 @@ def test_a_state_from_adamw_may_be_guarded():
     old = optax.adamw(0.1).init(params)
     state = from_adamw_state(old, guarded.init(params), b1=0.9, b2=0.999)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, guarded.init(params))
-    counts = per_tensor_guard(optax.adamw(0.1)).init(params)
+    ensemble = jax.vmap(optax.adamw(0.1).init)(jax.tree.map(lambda p: jnp.stack([p, p]), params))
     with pytest.raises(ValueError, match=r"must have a single step count, got \(2,\)"):
-        from_adamw_state(counts, guarded.init(params), b1=0.9, b2=0.999)
+        from_adamw_state(ensemble, guarded.init(params), b1=0.9, b2=0.999)
     with pytest.raises(ValueError, match=r"must have a single step count"):
-        adamw_rms_by_path(counts, params)
+        adamw_rms_by_path(ensemble, jax.tree.map(lambda p: jnp.stack([p, p]), params))
 
 
 def test_exports():

@@ -24,6 +24,7 @@ def code_cells(path):
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, monkeypatch, tmp_path):
     import matplotlib

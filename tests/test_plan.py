@@ -153,9 +153,9 @@ def drawings(monkeypatch):
     )  # fmt: skip
 
 
-# Each config is planned for one kind of GPU; the others are slow tests.
+# Each config is planned for one kind of GPU; the others are release tests.
 CASES = [
-    pytest.param(config, hardware, marks=[pytest.mark.slow] if (i + j) % len(HARDWARE) else [])
+    pytest.param(config, hardware, marks=[pytest.mark.release] if (i + j) % len(HARDWARE) else [])
     for i, config in enumerate(CONFIGS)
     for j, hardware in enumerate(HARDWARE)
 ]

@@ -26,7 +26,7 @@ from swjax.training import evaluation
 from swjax.training.config import ConfigError
 from swjax.training.log.console import Console
 from swjax.training.log.results import record_setup
-from swjax.training.state.checkpoint import Checkpoints
+from swjax.training.state.checkpoint import WRITTEN, Checkpoints, lock
 from swjax.training.state.restore import init_or_restore
 
 
@@ -193,16 +193,48 @@ def test_a_refused_command_keeps_the_config(reference, micro, tmp_path):
     assert (tmp_path / "run" / "config.json").read_text() == before
 
 
+def test_every_config_of_a_run_is_kept_with_its_step(micro, tmp_path, capsys):
+    """A resume replaced config.json, so the first config was lost."""
+    address = "ftp://bob:PASSWORD@host/pairs.tar"
+    runs = [(0, 0.2, 1), (4, 0.5, 1), (4, 0.5, 1), (8, 0.5, 3), (8, 0.1, 1), (9, 0.1, 1)]
+    for step, decay, every in runs:
+        changes = {"optimizer__weight_decay": decay, "log__every_steps": every}
+        config = micro(data__webdataset__splits__train=address, **changes)
+        record_setup(config, tmp_path, Console(9), step)
+    entries = [json.loads(x) for x in (tmp_path / "config_history.jsonl").read_text().splitlines()]
+    assert [(entry["step"], entry["changes"]) for entry in entries] == [
+        (0, []),
+        (4, ["optimizer.weight_decay: 0.2 -> 0.5"]),
+        (8, ["optimizer.weight_decay: 0.5 -> 0.1"]),
+    ]
+    assert entries[-1]["config"] == json.loads((tmp_path / "config.json").read_text())
+    assert "after step 8: optimizer.weight_decay: 0.5 -> 0.1" in capsys.readouterr().out
+    assert not any("PASSWORD" in path.read_text() for path in tmp_path.iterdir())
+    assert config_lib.changes(json.dumps(config.to_dict()), config) == []
+
+
+def test_a_run_writes_through_no_link(tmp_path):
+    (tmp_path / "victim").write_text("kept")
+    for name in WRITTEN:
+        workdir = tmp_path / f"run of {name}"
+        workdir.mkdir()
+        (workdir / name).symlink_to(tmp_path / "victim")
+        with pytest.raises(
+            ConfigError, match=f"has the link '{name}', and a run writes through no"
+        ):
+            lock(workdir)
+    assert (tmp_path / "victim").read_text() == "kept"
+
+
 def test_a_full_disk_keeps_the_config(micro, tmp_path, monkeypatch):
     """A damaged config.json ended the command that resumes the run."""
     console, before = Console(6, io.StringIO()), micro(train__steps=6)
     record_setup(before, tmp_path, console, 0)
 
-    def half(path, text, *_):
-        path.write_bytes(text.encode()[: len(text) // 2])
+    def full(part, path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         record_setup(micro(train__steps=7), tmp_path, console, 0)
     monkeypatch.undo()

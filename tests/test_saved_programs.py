@@ -2,9 +2,6 @@
 
 import errno
 import os
-import sys
-import threading
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swjax.kernels import dispatch, lowering_processes, reference, saved_programs, tiles
-from swjax.kernels.lowering_processes import Queue, Settings, Task
+from swjax.kernels import dispatch, reference, saved_programs
 from swjax.kernels.reference import QTensor
 
 pytestmark = pytest.mark.skipif(
@@ -211,12 +207,9 @@ def test_a_mesh_of_several_devices_saves_nothing_and_loads(folder, axis_type, mo
     assert kernel.lowered == lowered
 
 
-@pytest.mark.parametrize("with_queue", [False, True])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type, with_queue):
+def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type):
     """As in the models: below vmap, scan, checkpoint and shard_map, in the forward pass of a custom_vjp."""
-    if with_queue:
-        use(monkeypatch, Queue(1))
     monkeypatch.setattr(dispatch, "module_of", lambda name: reference)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
     sharded = jax.device_put(X, NamedSharding(mesh, P("data")))
@@ -246,7 +239,6 @@ def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type, w
         rows = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
         assert_equal(jax.jit(jax.shard_map(quantize, mesh=mesh, **rows))(sharded), expected)
         monkeypatch.setattr(dispatch, "module_of", None)  # the second time, all are loaded
-    assert with_queue == bool(saved_programs._QUEUE._jobs)
     dispatch._kernel.cache_clear()
 
 
@@ -273,177 +265,9 @@ def test_mosaic_kernels_are_loaded(folder, monkeypatch):
     assert mosaic_products([256]) == first
 
 
-# --- Other processes ----------------------------------------------------------------------------------
-
-ROWS = range(128, 128 * 4, 128)
-
-
-def use(monkeypatch, queue: Queue, few: int = 1000) -> Queue:
-    """Submits kernels to the queue, as on a GPU. More than `few` tasks start its processes."""
-    monkeypatch.setattr(lowering_processes, "FEW_TASKS", few)
-    monkeypatch.setattr(saved_programs, "_QUEUE", queue)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    return queue
-
-
-def wait_until_idle(queue: Queue) -> None:
-    end = time.monotonic() + 60
-    while queue._running:
-        assert time.monotonic() < end, "a process still runs"
-        time.sleep(0.1)
-
-
-@pytest.fixture(autouse=True)
-def errors_in_threads(monkeypatch):
-    errors = []
-    monkeypatch.setattr(threading, "excepthook", errors.append)
-    yield
-    assert not errors
-
-
-def test_another_process_lowers_the_kernels(folder, monkeypatch, tmp_path):
-    """Nothing that it prints counts as an answer."""
-    (tmp_path / "sitecustomize.py").write_text("print('hello')")
-    monkeypatch.syspath_prepend(tmp_path)
-    queue = use(monkeypatch, Queue(1), few=len(ROWS) - 1)
-    monkeypatch.setattr(saved_programs, "PLATFORM", "cuda")
-    with monkeypatch.context() as patch:
-        patch.setattr(Queue, "take_back", lambda *_: False)  # this process lowers none
-        patch.setattr(saved_programs, "lower", None)
-        first = mosaic_products([*ROWS, ROWS[0]])
-    assert first.count("custom_call @mosaic_gpu") == len(ROWS) == len(list(folder.iterdir()))
-    wait_until_idle(queue)  # the process ends, because nothing waits
-    monkeypatch.setattr(dispatch, "module_of", None)
-    assert mosaic_products([*ROWS, ROWS[0]]) == first
-
-
-def test_another_process_lowers_triton_kernels(folder, monkeypatch):
-    pytest.importorskip("jax_triton")
-    if not hasattr(pytest.importorskip("jaxlib.gpu_triton"), "TritonKernel"):
-        pytest.skip("needs jax's CUDA plugin")
-    use(monkeypatch, Queue(1), few=0)
-    monkeypatch.setattr(saved_programs, "PLATFORM", "cuda")
-    monkeypatch.setattr(Queue, "take_back", lambda *_: False)
-    monkeypatch.setattr(saved_programs, "lower", None)
-    dispatch._kernel.cache_clear()
-    traced = jax.jit(dispatch._kernel("triton", "quantize")).trace(X)
-    assert "triton_kernel_call" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    dispatch._kernel.cache_clear()
-
-
-FAILURES = {
-    "at its start": "",
-    "in its first task": "pipe.send(True); pipe.recv_bytes()",
-    "to start in time": "time.sleep(3)",
-    "to do a task in time": "pipe.send(True); time.sleep(3)",
-}
-
-
-@pytest.mark.parametrize("script", FAILURES.values(), ids=FAILURES)
-def test_a_process_fails(folder, monkeypatch, script):
-    """Its job is done, and the other jobs wait for the caller."""
-    monkeypatch.setattr(lowering_processes, "SECONDS", 1)
-    begin = (
-        "import sys, time, multiprocessing.connection as c; pipe = c.Connection(int(sys.argv[-1]))"
-    )
-    script = f"{begin}; {script}"
-    queue = use(monkeypatch, Queue(1, (sys.executable, "-c", script)), few=3)
+def test_settings_of_jax_that_change_a_program_change_its_entry(folder):
     kernel = Kernel()
-    traced = [kernel.process(option).trace(X) for option in range(4)]
-    wait_until_idle(queue)
-    assert len(queue._waiting) >= 3
-    for step in traced:
-        assert_equal(step.lower().compile()(X)[0], reference.quantize(X))
-    assert len(list(folder.iterdir())) == 4 and not queue._waiting
-
-
-def test_a_process_cannot_be_started(folder, monkeypatch):
-    queue = use(monkeypatch, Queue(1, ("/no/such/python",)), few=0)
-    assert_equal(Kernel().process()(X)[0], reference.quantize(X))
-    wait_until_idle(queue)
-
-
-def test_tasks_with_one_path_share_a_job(folder):
-    """Otherwise a second program would replace the first, from which the caller's program was compiled."""
-    queue = Queue(0)
-    first, other, again = (
-        queue.submit(Task(folder / name, (), (), tiles.device(), Settings.current()))
-        for name in "aba"
-    )
-    assert again is first is not other
-    assert queue.take_back(first) and not queue.take_back(first)
-    assert not first.done.is_set()  # the other caller waits until the program is saved
-    first.finish()
-    assert first.done.is_set() and not other.done.is_set()
-
-
-def test_a_program_is_lowered_under_the_settings_of_its_trace(folder, monkeypatch):
-    """The name of its entry contains them."""
-    use(monkeypatch, Queue(1))
-
-    def product(x):
-        return (jax.lax.dot(x, x.T),)
-
-    def lower() -> str:
-        with jax.default_matmul_precision("highest"):
-            traced = jax.jit(saved_programs.saved(product)).trace(X)
-        return traced.lower().as_text()
-
-    cold = lower()
-    assert "HIGHEST" in cold and lower() == cold
-
-
-def test_without_jit_a_kernel_is_called_at_once(folder, monkeypatch):
-    use(monkeypatch, Queue(1))
-    with jax.disable_jit():
-        assert_equal(Kernel().process()(X)[0], reference.quantize(X))
-
-
-def test_a_jax_without_the_primitives_lowers_in_this_process(folder, monkeypatch):
-    use(monkeypatch, Queue(1))
-    saved_programs._deferred_primitive.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "jax.interpreters.mlir", None)
-        patch.delattr(jax.interpreters, "mlir")
-        kernel = Kernel()
-        with pytest.warns(UserWarning, match=r"one process lowers all kernels: .*mlir"):
-            lowered = kernel.process().lower(X)
-    saved_programs._deferred_primitive.cache_clear()
-    assert kernel.lowered == len(list(folder.iterdir())) == 1
-    assert_equal(lowered.compile()(X)[0], reference.quantize(X))
-
-
-def test_it_gives_up_once_for_all_kernels(folder, monkeypatch):
-    use(monkeypatch, Queue(1))
-
-    def fail(*_):
-        raise ImportError("no flatbuffers")
-
-    monkeypatch.setattr(saved_programs, "_lower", fail)
-    steps = [Kernel().process(option).trace(X) for option in range(3)]
-    with pytest.warns(UserWarning, match="no flatbuffers"):
-        programs = [steps.pop().lower()]
-    programs += [step.lower() for step in steps]  # warnings are errors
-    for program in programs:
-        assert_equal(program.compile()(X)[0], reference.quantize(X))
-
-
-def test_a_read_only_folder_starts_no_process(folder, monkeypatch):
-    use(monkeypatch, Queue(1), few=0)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    monkeypatch.setattr(Queue, "submit", None)
-    assert_equal(Kernel().process()(X)[0], reference.quantize(X))
-
-
-def test_options_that_cannot_be_pickled(folder, monkeypatch):
-    use(monkeypatch, Queue(1))
-    assert_equal(Kernel().process(lambda: None)(X)[0], reference.quantize(X))
-
-
-@pytest.mark.parametrize(
-    "limit, processes", [("max 100000", 15), ("600000 100000", 5), ("200000 100000", 0), ("?", 15)]
-)
-def test_the_cores_of_a_container_count(monkeypatch, limit, processes):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32), raising=False)
-    monkeypatch.setattr(Path, "read_text", lambda _: limit)
-    assert lowering_processes.most_processes() == processes
+    for precision in ("highest", "default"):
+        with jax.default_matmul_precision(precision):
+            kernel.process()(X)
+    assert kernel.lowered == len(list(folder.iterdir())) == 2

@@ -66,7 +66,7 @@ def test_clocks_are_means_of_each_gpu(cut, monkeypatch, tmp_path):
     assert found == {"mhz": [1850.0, 1700.0], "watts": [695.5, 600.0]}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_one_case_runs_and_is_recorded(tmp_path):
     out = tmp_path / "scaling.json"
     command = [sys.executable, "benchmarks/scaling.py", "--smoke", "--layouts=fsdp", "--devices=2"]

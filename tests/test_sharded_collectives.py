@@ -23,8 +23,8 @@ from eight_devices import (
     mlp,
     mlp_arguments,
     one_device,
+    release,
     sharded,
-    slow,
     train_program,
 )
 from jax.sharding import AxisType, NamedSharding
@@ -59,7 +59,7 @@ def ops(found, *names):
     )
 
 
-@pytest.mark.parametrize("kind", ["auto", slow("explicit")])
+@pytest.mark.parametrize("kind", ["auto", release("explicit")])
 @pytest.mark.parametrize("name", RECIPES)
 def test_collectives_of_data_parallel(name, kind):
     mesh, layout, args, g = sharded("data", kind, dtype="bfloat16")
@@ -76,7 +76,7 @@ def test_collectives_of_data_parallel(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("data", "column", "row")])
-@pytest.mark.parametrize("name", ["switchback", slow("fp8_switchback")])
+@pytest.mark.parametrize("name", ["switchback", release("fp8_switchback")])
 def test_collectives_gather_narrow_weights_and_scatter_their_gradients(name, case, kind):
     if kind == "explicit" and name != "switchback":
         pytest.skip("how the layer learns of shardings does not depend on the recipe")
@@ -120,7 +120,7 @@ def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
     assert 1e-4 < np.linalg.norm(dw - exact) / np.linalg.norm(exact) < 1e-2  # bfloat16's precision
 
 
-@pytest.mark.parametrize("name", ["switchback", "switchback_m", *map(slow, MORE_RECIPES)])
+@pytest.mark.parametrize("name", ["switchback", "switchback_m", *map(release, MORE_RECIPES)])
 def test_collectives_of_an_mlp(name):
     """Gathers quantized weights, reduce-scatters two gradients; of activations, all-reduces only y and dx."""
     mesh = make_mesh((2, 2, 2))
@@ -156,7 +156,7 @@ def test_collectives_of_a_train_step():
     assert {shape for _, dtype, shape in found if dtype != "s8"} <= others | {embeddings}
 
 
-@pytest.mark.parametrize("accumulation", [1, slow(2)])
+@pytest.mark.parametrize("accumulation", [1, release(2)])
 def test_collectives_of_a_train_step_that_reduces_once(accumulation):
     """Kernel gradients are all-reduced in stacks of layers, and the step's results do not change."""
     shared = {"mesh.data": 4, "mesh.fsdp": 2, "train.accumulation": accumulation}
@@ -202,10 +202,18 @@ def test_devices_share_the_layers_that_muon_orthogonalizes(spec, tmp_path):
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-@pytest.mark.parametrize("shape", [(16, 32, 64), (12, 32, 64), (1, 64, 32), (64, 32)])
-@pytest.mark.parametrize("kinds", [(EXPLICIT,) * 3, (AUTO, EXPLICIT, AUTO)])
-def test_muon_on_a_mesh_with_explicit_axes(kinds, shape):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=kinds)
+@pytest.mark.parametrize("shape", [(4, 4, 32, 64), (12, 32, 64), (1, 64, 32), (64, 32)])
+@pytest.mark.parametrize(
+    "sizes, kinds",
+    [
+        ((2, 2, 2), (EXPLICIT,) * 3),
+        ((2, 2, 2), (AUTO, EXPLICIT, AUTO)),
+        ((1, 1, 1), (EXPLICIT,) * 3),  # a cluster's program on one device
+        ((4, 1, 2), (AUTO, EXPLICIT, EXPLICIT)),
+    ],
+)
+def test_muon_on_a_mesh_with_explicit_axes(sizes, kinds, shape):
+    mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=kinds)
     x = jax.random.normal(jax.random.key(0), shape)
     run = jax.jit(partial(orthogonalize, coefficients=COEFFICIENTS))
     want, spec = run(x), P(*[None] * (len(shape) - 2), "fsdp", "tensor")
@@ -278,7 +286,7 @@ def test_muon_outside_jit_and_inside_shard_map():
     np.testing.assert_allclose(jax.jit(local)(x), want, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("mesh", [{"mesh.data": 8}, {"mesh.data": 2, "mesh.fsdp": 4}])
 def test_collectives_of_a_train_step_with_muon(mesh):
     """Each kernel's stack is gathered once or twice, and no product of the iterations."""
@@ -309,7 +317,7 @@ def test_collectives_check_can_fail():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["switchback", "standard", slow("llm_int8_outlier6")])
+@pytest.mark.parametrize("name", ["switchback", "standard", release("llm_int8_outlier6")])
 def test_collectives_sum_the_gradient_of_a_shared_input_once(name, kind):
     """Three column-parallel layers share an input, whose partial gradients are all-reduced once."""
     mesh, layout, (x, w, _), g = sharded("column", kind)

@@ -25,8 +25,8 @@ from eight_devices import (
     make_mesh,
     one_device,
     put,
+    release,
     sharded,
-    slow,
     train_program,
 )
 from flax import nnx
@@ -38,14 +38,14 @@ import swjax
 import swjax.losses
 import swjax.nnx
 from swjax import Layout
-from swjax.linear.planning import reduced
+from swjax.linear.sharding import reduced
 from swjax.testing import assert_quantized_gathers, collectives
 
 pytestmark = pytest.mark.eight_devices
 
 
-@pytest.mark.parametrize("tensor", [slow(1), 2])
-@pytest.mark.parametrize("recipe", ["switchback", slow("standard")])
+@pytest.mark.parametrize("tensor", [release(1), 2])
+@pytest.mark.parametrize("recipe", ["switchback", release("standard")])
 def test_transformations_a_train_step_that_reduces_once_leaves_the_same(recipe, tensor):
     """With scan, rematerialization and tensor parallelism, `reduce_once` does not change a step's results."""
     changes = {"mesh.data": 8 // tensor, "mesh.tensor": tensor, "model.recipe": recipe}
@@ -60,7 +60,7 @@ def test_transformations_a_train_step_that_reduces_once_leaves_the_same(recipe, 
 
 
 @pytest.mark.parametrize("policy", [None, "save_weights", "save_quantized", "save_linear"])
-@pytest.mark.parametrize("name", [slow("switchback"), "switchback_m"])
+@pytest.mark.parametrize("name", [release("switchback"), "switchback_m"])
 def test_transformations_remat(name, policy):
     mesh, layout, args, g = sharded("fsdp_column")
     policy = policy and getattr(swjax.checkpoint_policies, policy)
@@ -205,7 +205,7 @@ def test_transformations_inside_a_shard_map(taken):
         compare(jax.jit(partial(gradients, whole))(args, g), one_device("switchback"))
 
 
-@pytest.mark.parametrize("taken", [slow(("data",)), slow(("data", "fsdp")), AXES])
+@pytest.mark.parametrize("taken", [release(("data",)), release(("data", "fsdp")), AXES])
 def test_transformations_inside_a_shard_map_that_checks(taken):
     """With check_vma, gradients inside are all-reduced over the user's axes, as for JAX's own products."""
     mesh, layout, args, g = sharded("hybrid")
@@ -235,7 +235,7 @@ def test_transformations_none_at_all():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["hybrid", slow("fsdp_row"), slow("fsdp_column")])
+@pytest.mark.parametrize("case", ["hybrid", release("fsdp_row"), release("fsdp_column")])
 def test_transformations_of_layers_in_flax(case, kind):
     """`dot_general` without a layout, and a layer whose sharding is in Flax's metadata."""
     mesh, layout, (x, w, bias), _ = sharded(case, kind)

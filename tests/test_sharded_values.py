@@ -24,8 +24,8 @@ from eight_devices import (
     mlp_arguments,
     one_device,
     put,
+    release,
     sharded,
-    slow,
 )
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -119,9 +119,9 @@ def test_values_of_odd_sizes(case, odd):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", slow("fsdp_column")])
+@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", release("fsdp_column")])
 @pytest.mark.parametrize("prologue", ["layer_norm", "gelu"])
-@pytest.mark.parametrize("name", ["switchback", slow("switchback_m"), slow("standard")])
+@pytest.mark.parametrize("name", ["switchback", release("switchback_m"), release("standard")])
 def test_values_after_a_prologue(name, prologue, case, kind):
     if kind == "explicit" and name != "switchback":
         pytest.skip("how the layer learns of shardings does not depend on the recipe")
@@ -142,7 +142,7 @@ def test_values_after_a_prologue(name, prologue, case, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["fsdp_row", "fsdp_column"])
-@pytest.mark.parametrize("name", ["switchback", slow("standard")])
+@pytest.mark.parametrize("name", ["switchback", release("standard")])
 def test_values_with_an_addend(name, case, kind):
     mesh, layout, args, g = sharded(case, kind)
     layer = lambda layout, x, w, bias, addend: swjax.switchback(
@@ -173,7 +173,7 @@ def test_an_mlp_whose_output_is_sharded_unlike_its_input(residual):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [slow((8, 1, 1)), slow((2, 4, 1)), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [release((8, 1, 1)), release((2, 4, 1)), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("add_input", [False, True])
 def test_values_of_an_mlp(add_input, sizes, kind):
     mesh = make_mesh(sizes, KINDS[kind])

@@ -23,10 +23,11 @@ from swjax.optax import (
     power_decay,
     rms_by_path,
     scale_by_stable_adam,
+    skipped_by_path,
     stable_adamw,
 )
 
-MODULES = ("convert", "dynamic", "guard", "overflow", "rms", "stable", "tensors")
+MODULES = ("convert", "orthogonal", "rms", "scaling", "stable", "tensors")
 
 
 def problem(seed=0, steps=6):
@@ -342,6 +343,31 @@ def test_map_params_finds_the_moments_only(wrap):
     found = optax.tree.get(tree, "mu", filtering=lambda path, x: isinstance(x, dict))
     assert found == specs
     jax.tree.map(lambda x, spec: None if x.ndim == len(spec) or not spec else 1 / 0, state, tree)
+
+
+def test_a_mapped_state_keeps_the_names_of_its_values():
+    """Also where a compiled function has seen one of both states, of an optimizer or of a guard."""
+    params, grads = problem()
+    for optimizer, read in (
+        (stable_adamw(0.1, block_axes=AXES), rms_by_path),
+        (per_tensor_guard(stable_adamw(0.1), block_axes=AXES), skipped_by_path),
+    ):
+        state = train(optimizer, params, grads)[1]
+        want = read(state)
+        mapped = optax.tree.map_params(optimizer, lambda x: x, state)
+        assert_close(read(mapped), want)
+        placed = optax.tree.map_params(
+            optimizer, lambda x: x + 1, state, transform_non_params=lambda x: 2 * x
+        )
+        assert_close(read(placed), jax.tree.map(lambda x: 2 * x, want))
+        for first, second in ((mapped, state), (state, mapped)):
+            same = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
+            assert_close(read(same(first)), want)
+            assert_close(read(same(second)), want)
+        other = optimizer.init(
+            params | {"head": {"w": params["head"]["w"], "c": params["head"]["b"]}}
+        )
+        assert jax.tree.structure(other) != jax.tree.structure(state)
 
 
 # -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def study(monkeypatch):
     return study
 
 
-@pytest.mark.parametrize("name", ["study", "paired", "spikes", "optimizers"])
+@pytest.mark.parametrize("name", ["study", "paired", "spikes"])
 def test_examples(study, name):
     failed, tried = doctest.testmod(importlib.import_module(name))
     assert tried and not failed
@@ -50,7 +50,7 @@ def test_spikes_in_int8_and_bf16(study, capsys):
     assert told in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "name", ["emoji", "icons", "icons_optimizers", "optimizers", "spikes", "weight_gradients"]
 )

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numeric import floor_db, snr_db
 
 import swjax
-from swjax.linear.arithmetic import Arithmetic
+from swjax.linear.layer import Layer
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 from swjax.testing import assert_quantized, matrix_products
 
@@ -166,6 +166,16 @@ def test_addends_are_not_rounded_before_the_sum(name, devices):
     np.testing.assert_allclose(np.asarray(y, np.float32), 6e4, rtol=1e-2)
 
 
+@pytest.mark.parametrize("prologue", [None, swjax.Gelu()])
+def test_the_gradient_of_the_residual_is_added(prologue):
+    x, w, _, g = arrays((8, 16), 24)
+    layer = partial(swjax.switchback, prologue=prologue)
+    with_residual = lambda x: layer(x, w, residual=True)
+    _, vjp = jax.vjp(with_residual, x)
+    alone = jax.vjp(lambda x: layer(x, w), x)[1](g)[0]
+    np.testing.assert_allclose(vjp((g, 2 * x))[0], alone + 2 * x, rtol=1e-5, atol=1e-5)
+
+
 def test_scales_come_from_the_fp32_weight():
     x, w, _, _ = arrays((32, 64), 16)
     x = x.astype(jnp.bfloat16)
@@ -196,7 +206,7 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
     """Kernels read transposed quantized weights. Tested on one device, and on two with sharded weights."""
     x, w, bias, g = arrays((8, 5, 16), 24)
     want = products(x, w, g, name, bias)
-    monkeypatch.setattr(Arithmetic, "reads_last_axis", True)
+    monkeypatch.setattr(Layer, "reads_last_axis", True)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     for spec in [None, (), ("data",), (None, "data")]:
         put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))

@@ -20,7 +20,7 @@ from micro_run import (
 from swjax.models import sharding
 from swjax.training.log import health as health_lib
 from swjax.training.state.checkpoint import Checkpoints
-from swjax.training.step import make_loss_and_grad
+from swjax.training.step import limit_logit_scale, make_loss_and_grad
 
 HALF_SCALE = 22  # log2
 
@@ -153,6 +153,7 @@ def options(micro):
 def test_frozen_parameters_stay_and_have_no_moments(options):
     config, init, step = options
     state = init()
+    state["params"]["logit_scale"] = jnp.float32(10.0)  # beyond the limit of trained scales
     moments = [p for p in paths(state["opt_state"]) if "mu" in p.split("/")]
     assert moments and not any("vision" in path for path in moments)
     new, _ = step(step(state, batch_of(config))[0], batch_of(config, 1))
@@ -236,16 +237,18 @@ def test_float16_resumes_exactly(half, tmp_path):
     assert measured == expected
 
 
-def test_logit_scale_is_clamped(options):
-    config, init, step = options
+def test_a_trained_logit_scale_is_clamped_for_the_softmax_loss(half, micro):
+    config, init, step = half
     state = init()
     for outside, inside in ((10.0, np.log(100)), (-1.0, 0.0)):
         state["params"]["logit_scale"] = jnp.float32(outside)
         new, _ = step(state, batch_of(config))
         assert float(new["params"]["logit_scale"]) == np.float32(inside)
+    siglip = {"logit_scale": jnp.float32(np.log(112.33))}
+    assert limit_logit_scale(micro(train__loss="sigmoid"), siglip) is siglip
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_devices_compute_what_one_does(micro):
     results = {}
     for name, sizes, accumulation in (

@@ -60,6 +60,30 @@ def test_folders_are_classes(tmp_path):
     assert len(open_set(f"folders:{tmp_path}/pets", tmp_path)) == 12
 
 
+def test_class_folders_named_by_numbers(tmp_path):
+    """As texts 10 would be the third of 0 to 10."""
+    names = [f"name {n}" for n in range(12)]
+    for first in (0, 1):
+        root = tmp_path / f"from {first}"
+        text = write_folders(root, [str(n + first) for n in range(12)], images=1)
+        (root / "classnames.txt").write_text("\n".join(names))
+        found = open_set(text, tmp_path)
+        assert [found[i]["captions"] for i in range(12)] == [(name,) for name in names]
+        assert found.key(10) == f"{root}/{10 + first}/0.jpg" and found.class_names == tuple(names)
+    (root / "5").rename(root / "50")
+    with pytest.raises(
+        ValueError, match="numbers must be 0 to 11 or 1 to 12 without gaps, got 1 to"
+    ):
+        open_set(text, tmp_path)
+    (root / "50").rename(root / "5")
+    (root / "classnames.txt").write_text("\n".join(sorted(str(n + 1) for n in range(12))))
+    with pytest.raises(ValueError, match="in another order, .*: write them in the order 1, 2, 3"):
+        open_set(text, tmp_path)
+    (root / "classnames.txt").write_text("\n".join(names[:11]))
+    with pytest.raises(ValueError, match="names 11 of 12 classes"):
+        open_set(text, tmp_path)
+
+
 def write_parquet(path, labels, **metadata):
     """Writes rows as Hugging Face does: a struct of bytes and path, and a label."""
     pyarrow = pytest.importorskip("pyarrow")
@@ -209,7 +233,9 @@ def test_only_line_ends_separate_names(tmp_path):
 def test_names_of_folders_in_another_order(tmp_path):
     text = write_folders(tmp_path / "pets", images=1)
     (tmp_path / "pets" / "classnames.txt").write_text("toad\nred fox\nsnow owl\n")
-    with pytest.raises(ValueError, match="classnames.txt has .* order, .*beginning with 'red fox'"):
+    with pytest.raises(
+        ValueError, match="classnames.txt has .* order, .*in the order red fox, snow owl"
+    ):
         open_set(text, tmp_path)
 
 

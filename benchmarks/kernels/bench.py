@@ -1,9 +1,8 @@
-"""Times every operation in every implementation, and the same in other libraries::
+"""Times every operation in every implementation, and in XLA::
 
     python -m benchmarks.kernels.bench --out=bench.json                # everything, most important first
     python -m benchmarks.kernels.bench --ops products --seconds=300    # by every implementation, and by XLA
     python -m benchmarks.kernels.bench --attention                     # as layers call it, and cuDNN's
-    python -m benchmarks.kernels.bench --peers                        # products and layers of torch libraries
     python -m benchmarks.kernels.bench --layer plain fused --recipes switchback   # see layers.py
     python -m benchmarks.kernels.bench --smoke                         # tiny, on any machine, in seconds
 
@@ -15,7 +14,6 @@ complete after every row.
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -360,23 +358,14 @@ def against_peers(records: timing.Records, row: dict) -> dict:
     return {"ratio": best["us"] / row["us"], "peer": f"{best['implementation']} {best['dtype']}"}
 
 
-def bench_torch(records: timing.Records, linears: list[LinearShape]):
-    """Times products and layers of PyTorch and its libraries, in another process."""
-    # -P: keeps this folder's modules from shadowing theirs.
-    command = [sys.executable, "-P", str(Path(__file__).with_name("torch_layers.py"))]
-    command += [",".join(map(str, linear)) for linear in linears]
-    timing.add_rows(records, command, seconds=min(records.seconds_left, 240))
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parses the command line; without any of the four parts, all of them run."""
+    """Parses the command line; without any of the three parts, all of them run."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.bench", description="Times kernels and layers."
     )
     text = "operations, in every implementation; all kinds, or some"
     parser.add_argument("--ops", nargs="*", choices=CASES, metavar="KIND", help=text)
     parser.add_argument("--attention", action="store_true", help="of every tower, and cuDNN's")
-    parser.add_argument("--peers", action="store_true", help="torch and its libraries")
     text = "layers, forward and backward; all kinds, or some"
     parser.add_argument("--layer", nargs="*", choices=layers.KINDS, metavar="KIND", help=text)
     parser.add_argument("--recipes", nargs="+", default=RECIPES, help="of the layers")
@@ -387,19 +376,16 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     args = parser.parse_args(argv)
-    if args.ops is None and args.layer is None and not (args.peers or args.attention):
-        args.ops, args.layer, args.peers, args.attention = [], [], True, True
+    if args.ops is None and args.layer is None and not args.attention:
+        args.ops, args.layer, args.attention = [], [], True
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch uses the same GPU
     records = timing.Records(args.out, args.seconds)
     block = SMOKE if args.smoke else shapes.block(args.width, args.tokens)
     linears = sorted(block.values(), key=lambda linear: -linear.k * linear.n)
-    if args.peers:
-        bench_torch(records, linears)  # first, because operations are compared with these rows
     if args.ops is not None:
         bench_operations(records, linears, args.ops or CASES)
     if args.attention:

@@ -8,10 +8,9 @@ matrices of the blocks, scaled so that learning rates compare with AdamW's: opta
 whose products are in bf16. The drawings are emoji of 32 pixels.
 The rate rises over a tenth of the run and falls to 0 as a cosine. Runs with one seed see the same batches.
 
-Measured: top-1 of unseen drawings; the final loss; loss spikes by the paper's rules; OLMo's spike score of
-the loss and of the gradient norm; and the sensitivity to the learning rate, the mean over the rates of the
-final loss minus the best one. The table also has the paired differences of each arm from --base, each at its
-best learning rate; Holm's correction is over the arms. This command prints them from a file:
+Measured: top-1 of unseen drawings, the final loss, and loss spikes by the paper's rules. The table also has
+the paired differences of each arm from --base, each at its best learning rate; Holm's correction is over the
+arms. This command prints them from a file:
 
   python benchmarks/studies/optimizers.py --merge benchmarks/results/optimizers_gpu.json --base="stable 0.98"
 
@@ -183,35 +182,8 @@ def judge(measured: dict) -> dict:
         "final": float(np.mean(loss[-steps // 10 :])),
         "spikes": len(found.loss),
         "patch": spikes.aligned(found, spikes.PATCH) if rms else math.nan,
-        "score_of_loss": spike_score(loss),
-        "score_of_gradient": spike_score(measured["grad_norm"]),
         "loss": study.thin(loss),
     }
-
-
-def spike_score(values, deviations: float = 7.0, window: int = 1000, first: int = 100) -> float:
-    """OLMo 2's spike score: the share of steps with a value far above the mean of the preceding steps.
-
-    Args:
-      values: a value for each step, [steps].
-      deviations: the distance from the mean, in standard deviations, that makes a spike.
-      window: largest number of preceding steps in the mean and the standard deviation.
-      first: number of steps that are not judged, because too few precede them.
-
-    >>> spike_score([1.0, 1.1] * 100 + [9.0] + [1.0, 1.1] * 49 + [1.0])
-    0.005
-    """
-    import numpy as np
-
-    values = np.asarray(values, np.float64)
-    judged = range(first, len(values))
-    if not judged:
-        return 0.0
-    before = [values[max(0, i - window) : i] for i in judged]
-    high = [
-        v > b.mean() + deviations * b.std() for v, b in zip(values[first:], before, strict=True)
-    ]
-    return float(np.mean(high))
 
 
 # --- results ------------------------------------------------------------------------------------------
@@ -234,16 +206,6 @@ def finals(rates: dict[float, list[dict]]) -> dict[float, float]:
     """The mean final loss by rate, in order; a loss that is not finite is infinite."""
     losses = {rate: mean(some, "final") for rate, some in sorted(rates.items())}
     return {rate: loss if math.isfinite(loss) else math.inf for rate, loss in losses.items()}
-
-
-def sensitivity(losses: dict[float, float], worst: float) -> float:
-    """The mean over rates of the final loss, limited to `worst`, minus the best final loss.
-
-    >>> sensitivity({0.1: 1.0, 1.0: 3.0, 10.0: math.inf}, worst=4.0)
-    1.6666666666666667
-    """
-    best = min(losses.values())
-    return sum(min(loss, worst) - best for loss in losses.values()) / len(losses)
 
 
 def best_rate(rates: dict[float, list[dict]]) -> float:
@@ -288,7 +250,6 @@ def whole_seeds(arms: dict) -> dict[str, dict[float, list[dict]]]:
 
 
 def table(runs, base: str = BASE) -> None:
-    batch = runs[0]["key"]["batch"] if runs else 1
     arms = by_arm(runs)
     for arm, rates in whole_seeds(arms).items():
         losses, best = finals(rates), best_rate(rates)
@@ -296,10 +257,7 @@ def table(runs, base: str = BASE) -> None:
         every = [r for some in rates.values() for r in some]
         print(
             f"{arm:22} best rate {best:g}: loss {losses[best]:.3f}, top-1 {top1:.1f} +- {half:.1f} %; "
-            f"sensitivity {sensitivity(losses, math.log(batch)):.3f}; "
-            f"spikes a run {mean(every, 'spikes'):.2f}, at the best rate {mean(rates[best], 'spikes'):.2f}; "
-            f"spike score of loss {100 * mean(every, 'score_of_loss'):.2f} %, "
-            f"of the gradient {100 * mean(every, 'score_of_gradient'):.2f} %"
+            f"spikes a run {mean(every, 'spikes'):.2f}, at the best rate {mean(rates[best], 'spikes'):.2f}"
         )
     if base in arms:
         print_differences(arms, base)

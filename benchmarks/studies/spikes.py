@@ -14,8 +14,8 @@ Parts, both on emoji drawings of 32 x 32 pixels:
     --rates 6e-3 8e-3 --arms "adamw 0.999" "stable 0.99" --seeds 24 \\
     --out=benchmarks/results/spikes_recipes.json
 
-`swjax.diagnostics.spikes` detects the events and computes the exact chance level. Alignment is counted for
-the patch embedding and, for comparison, for an MLP in the middle of the vision tower.
+`swjax.diagnostics.spikes` detects the events and computes the exact chance level that spikes follow RMS
+events of the patch embedding.
 """
 
 import functools
@@ -127,14 +127,7 @@ def judge(measured: dict) -> dict:
 
     loss = measured["loss"]
     steps = len(loss)
-    rms = {}
-    for name, values in measured.items():
-        if name.startswith("rms/"):
-            columns = values.reshape(steps, -1).T
-            name = name.removeprefix("rms/")
-            names = [name] if values.ndim == 1 else [f"{name}/{i}" for i in range(len(columns))]
-            rms |= dict(zip(names, columns, strict=True))
-    middle = measured["rms/vision/blocks/mlp/fc1/kernel"].shape[1] // 2
+    rms = {PATCH: measured[f"rms/{PATCH}"]}
     rules = spikes.Rules.of_run(steps, window=max(2, min(100, steps // 4)))
     found = spikes.analyse(np.arange(1, steps + 1), loss, rms, rules)
     return {
@@ -143,10 +136,7 @@ def judge(measured: dict) -> dict:
         "spikes": len(found.loss),
         "loss_events": [event.start for event in found.loss],
         "patch_events": [event.start for event in found.rms.get(PATCH, ())],
-        "alignment": {
-            "patch": aligned(found, PATCH),
-            "middle": aligned(found, f"vision/blocks/mlp/fc1/kernel/{middle}"),
-        },
+        "alignment": {"patch": aligned(found, PATCH)},
         "largest_rms": float(np.max(rms[PATCH][rules.ignore :])),
         "loss": study.thin(loss),
         "rms": study.thin(rms[PATCH], digits=3),
@@ -188,10 +178,7 @@ def table(runs) -> None:
         if recipe != "standard":
             print(against_standard(runs, recipe))
     for (part, recipe), some in cells(runs, "part", "recipe").items():
-        for tensor in ("patch", "middle"):
-            print(
-                f"{part}, {recipe}, {tensor}: {alignment([run['result'] for run in some], tensor)}"
-            )
+        print(f"{part}, {recipe}, patch: {alignment([run['result'] for run in some])}")
 
 
 def against_standard(runs, recipe: str) -> str:
@@ -218,14 +205,14 @@ def against_standard(runs, recipe: str) -> str:
     return text
 
 
-def alignment(results: list[dict], tensor: str) -> str:
+def alignment(results: list[dict]) -> str:
     """How many loss events follow an RMS event, and how likely so many are if each falls where it likes.
 
-    >>> alignment([{"spikes": 2, "alignment": {"patch": {"followed": 1, "chance": 0.1}}}], "patch")
+    >>> alignment([{"spikes": 2, "alignment": {"patch": {"followed": 1, "chance": 0.1}}}])
     '1 of 2 loss events follow an RMS event; 0.2 by chance, p = 0.2'
     """
-    followed = sum(r["alignment"][tensor]["followed"] for r in results)
-    chances = [r["alignment"][tensor]["chance"] for r in results for _ in range(r["spikes"])]
+    followed = sum(r["alignment"]["patch"]["followed"] for r in results)
+    chances = [r["alignment"]["patch"]["chance"] for r in results for _ in range(r["spikes"])]
     likely = [1.0]  # of 0, 1, 2, ... that follow
     for chance in chances:
         likely = [

@@ -198,7 +198,7 @@ def dumps(value) -> str:
 
 def write(path: Path | None, study: dict) -> None:
     """Writes the study if there is a path; a kill leaves the previous file."""
-    from swjax.data.files import write_atomically
+    from swjax.safe_files import write_atomically
 
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from swjax.data.images import preprocess, random_resized_crop
 from swjax.data.mixture import Mixture
 from swjax.data.processes import LostProcess
 from swjax.data.skipping import BadData, log_to
-from swjax.data.sources import Source, prepare, source, templates
+from swjax.data.sources import Source, fingerprint, prepare, source, templates
 from swjax.data.tokenizer import tokenize
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "LostProcess",
     "Mixture",
     "Source",
+    "fingerprint",
     "loader",
     "log_to",
     "prepare",

@@ -11,11 +11,11 @@ import numpy as np
 
 from swjax.data.examples import EvalExample, TrainExample
 from swjax.data.memory import Memory
-from swjax.data.packages import require
 from swjax.data.processes import Processes
 from swjax.data.progress import Position, Progress
 from swjax.data.skipping import FIRST, BadData, Skips, logger
 from swjax.data.sources import Source
+from swjax.packages import require
 
 # Least values of arguments of `loader`, 0 for others; a caption has a start and an end token.
 _LEAST = {"batch_size": 1, "image_size": 1, "context_length": 2, "process_count": 1}
@@ -234,8 +234,10 @@ def loader(
     )
     workers = _bounded(workers)
     share = process_index, process_count
-    skips = Skips(on_bad, max_bad_share)
+    skips = Skips(on_bad, max_bad_share, examples=-(-len(source) // process_count))
     skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
+    for note in getattr(source, "notes", ()) if train else ():
+        logger.warning("%s", note)
     if not train:
         rows = _evaluation(source, batch_size, share, **sizes)[start_step * batch_size :]
         return Batches(_iterate(rows, batch_size, batch_size, workers), skips)

@@ -26,12 +26,13 @@ from pathlib import Path
 import numpy as np
 
 from swjax.data import files
-from swjax.data.packages import require
 from swjax.data.photographs import texts
 from swjax.data.preparation import lock
 from swjax.data.processes import end_with_parent
 from swjax.data.skipping import POLICIES, BadData, Skips
 from swjax.data.webdataset import WebDataset
+from swjax.packages import require
+from swjax.safe_files import open_no_follow, write_atomically
 
 _VERSION = "1.0.0"
 _MANIFEST = "converted.jsonl"  # one line per completed file
@@ -116,7 +117,7 @@ def convert(out: Path, args: argparse.Namespace) -> None:
         skips = Skips(args.on_bad, args.max_bad_share)
         skips.damage(tars.damage, tars.damaged_share)
         work = functools.partial(_shard, tars, out, args.name, args.split, args.on_bad, done)
-        with open(out / _MANIFEST, "a") as log:
+        with open_no_follow(out / _MANIFEST, "a") as log:
             for line in _in_processes(args.jobs, work, range(shards)):
                 skips.good(line["examples"])
                 for reason in line["skipped"]:
@@ -146,7 +147,7 @@ def expected(out: Path) -> dict[str, int]:
 
 
 def _expect(out: Path, split: str, shards: int) -> None:
-    files.write_atomically(out / _EXPECTED, json.dumps(expected(out) | {split: shards}))
+    write_atomically(out / _EXPECTED, json.dumps(expected(out) | {split: shards}))
 
 
 def _drop_half_line(path: Path) -> None:
@@ -227,6 +228,7 @@ def _shard(tars: WebDataset, out: Path, name: str, split: str, on_bad: str, done
         if (out / file).exists() and (out / file).stat().st_size == known["bytes"]:
             return known
     part, skipped = out / f"{file}.part", list[str]()
+    part.unlink(missing_ok=True)  # the writer would follow a link
     start = int(counts[:shard].sum())
     examples = _read(tars, range(start, start + int(counts[shard])), skipped, on_bad)
     count, digest = _write(part, examples)

@@ -10,19 +10,31 @@ edges.
 
 import functools
 import io
+import re
 import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swjax.data.packages import require
 from swjax.data.skipping import BadExample
+from swjax.packages import require
 
 if TYPE_CHECKING:
     from PIL import Image
 
 MOST_PIXELS = 2**26  # limit per image, because a small file can decode to any size
+# Formats that are not read, by their first bytes, in which a dot is any byte.
+_OTHERS = {
+    rb"....ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)": "a HEIC picture",
+    rb"....ftypavi[fs]": "an AVIF picture",
+    rb"....jP  |\xff\x4f\xff\x51": "a JPEG 2000 picture",
+    rb"....JXL |\xff\x0a": "a JPEG XL picture",
+    rb"8BPS": "a Photoshop picture",
+    rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?<svg": "an SVG drawing",
+    rb"%PDF": "a PDF document",
+}
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow could parse many more formats
+_START = 1024  # bytes that tell the format
 _ORIENTATION = 0x0112  # EXIF tag
 _PHOTOMETRIC = 0x0106  # TIFF tag; 0 means that level 0 is white
 _local = threading.local()
@@ -65,6 +77,9 @@ def decode_with_pillow(data: bytes) -> np.ndarray:
             _check_size(image.height, image.width)
             return rgb(image)
     except UnidentifiedImageError:
+        for start, name in _OTHERS.items():
+            if re.match(start, data[:_START], re.DOTALL):
+                raise BadExample(f"{name}, which is not read: convert it to JPEG or PNG") from None
         raise BadExample(f"not an image: {len(data)} bytes that start with {data[:8]!r}") from None
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from swjax.data import decoding
 from swjax.data.images import fit, random_box
+from swjax.data.photographs import printable
 from swjax.data.skipping import BadExample
 from swjax.data.sources import Source
 from swjax.data.tokenizer import tokenize
@@ -70,10 +71,22 @@ class _Example:
 
 def reason(source: Source, index: int, error: Exception) -> str:
     """One printable line with the key of an example and the reason why it is unusable."""
+    return ": ".join(fault(source, index, error))
+
+
+def fault(source: Source, index: int, error: Exception) -> tuple[str, str]:
+    """Returns the key of an example and the reason why it is unusable, as printable lines.
+
+    The reason has no path, so that equal faults of different files have equal reasons. If the faulty file is
+    not the one that the key names, the key is followed by its path.
+    """
     key = source.key(index) if hasattr(source, "key") else f"example {index}"
     kind = "" if isinstance(error, BadExample) else f"{type(error).__name__}: "
-    text = " ".join(f"{key}: {kind}{error}".split())
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    path, why = getattr(error, "filename", None), str(error)
+    if isinstance(path, str) and isinstance(error, OSError) and error.strerror:
+        why = error.strerror
+        key += "" if path.endswith(key) or key.endswith(path) else f" ({path})"
+    return printable(key), printable(f"{kind}{why}")
 
 
 class TrainExample(_Example):

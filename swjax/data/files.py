@@ -1,4 +1,4 @@
-"""Files: expands path patterns and reads byte ranges, from disk or through fsspec; replaces text files."""
+"""Files: expands path patterns and reads byte ranges, from disk or through fsspec."""
 
 import errno
 import functools
@@ -7,13 +7,32 @@ import itertools
 import os
 import re
 import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swjax.data.packages import require
+from swjax.packages import MissingPackage, require
+from swjax.safe_files import is_inside
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+# Endings of pictures that are not read, and the names of their formats.
+_UNREAD = {
+    ".heic": "HEIC", ".heif": "HEIC", ".avif": "AVIF", ".jp2": "JPEG 2000", ".j2k": "JPEG 2000",
+    ".jpx": "JPEG 2000", ".jxl": "JPEG XL", ".svg": "SVG", ".psd": "Photoshop", ".ico": "icon",
+    ".tga": "TGA", ".ppm": "PPM", ".pgm": "PPM", ".exr": "EXR", ".hdr": "HDR", ".dng": "raw",
+    ".cr2": "raw", ".cr3": "raw", ".nef": "raw", ".arw": "raw",
+}  # fmt: skip
+# What fsspec needs for an address; no extra of swjax contains it.
+_PACKAGES = {
+    "http": "requests aiohttp", "https": "requests aiohttp", "s3": "s3fs", "s3a": "s3fs",
+    "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub",
+    "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
+}  # fmt: skip
+_ENDINGS = 5  # number of endings that are named
 _OPEN_FILES = 256  # limit per process
+# What a fingerprint covers: number and bytes of the parts of a large file, sizes of files in a folder.
+_BLOCKS, _BLOCK, _SIZES = 256, 2**20, 20_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
@@ -45,12 +64,13 @@ def expand(pattern: str) -> list[str]:
 def below(folder: str, endings: tuple[str, ...]) -> list[str]:
     """Lists the files in a folder and its subfolders that have one of the given endings, ignoring case.
 
-    Hidden files and folders, such as `.ipynb_checkpoints` and the `._*` files of macOS, are left out.
-    Links to folders are followed, except to a folder that contains the link.
+    Hidden files and folders, such as `.ipynb_checkpoints` and the `._*` files of macOS, are left out. Links
+    to files and folders are followed, but each folder is listed once: by its own path if that is in `folder`,
+    else by the first link to it. A link to a folder that contains the link, or `folder`, is not followed.
 
     Args:
       folder: a local folder.
-      endings: lower-case endings, such as `PICTURES`.
+      endings: lower-case endings, such as `PICTURES`; ("",) lists all files.
 
     Returns:
       Their paths relative to the folder, sorted.
@@ -58,18 +78,57 @@ def below(folder: str, endings: tuple[str, ...]) -> list[str]:
     Raises:
       OSError: a folder is unreadable.
     """
-    found = []
-    # The real path of each folder that is still to be read, after those of the folders that contain it.
-    above: dict[str, tuple[str, ...]] = {os.fspath(folder): (os.path.realpath(folder),)}
-    for inside, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
-        reached = above.pop(inside)
-        real = {n: os.path.realpath(os.path.join(inside, n)) for n in folders if n[0] != "."}
-        folders[:] = [name for name in real if real[name] not in reached]
-        above |= {os.path.join(inside, name): (*reached, real[name]) for name in folders}
-        where = os.path.relpath(inside, folder)
-        shown = [name for name in names if not name.startswith(".")]
-        found += [os.path.normpath(f"{where}/{n}") for n in shown if n.lower().endswith(endings)]
+    found, links, listed = list[str](), [os.fspath(folder)], set()
+    while links:
+        tops, links = sorted(links), []
+        for top in tops:  # os.walk lists a link among the folders, and does not enter it
+            for inside, folders, names in os.walk(top, onerror=_fail):
+                status = os.stat(inside)
+                if (status.st_dev, status.st_ino) in listed:
+                    folders.clear()
+                    continue
+                listed.add((status.st_dev, status.st_ino))
+                folders[:] = [name for name in folders if name[0] != "."]
+                paths = (os.path.join(inside, name) for name in folders)
+                links += [p for p in paths if os.path.islink(p) and not _is_above(p, folder)]
+                where = os.path.relpath(inside, folder)
+                shown = [n for n in names if n[0] != "." and n.lower().endswith(endings)]
+                found += [os.path.normpath(f"{where}/{name}") for name in shown]
     return sorted(found)
+
+
+def _is_above(link: str, folder: str) -> bool:
+    """Whether a link leads to a folder that contains the link or `folder`."""
+    return is_inside(os.path.dirname(link), link) or is_inside(folder, link)
+
+
+def belongs(path: str | Path, folder: str | Path) -> bool:
+    """Whether a file is in a folder once its links are resolved, so that a folder from others may name it.
+
+    The files of a snapshot in a cache of Hugging Face are links to `blobs` in the same cache; they belong.
+    """
+    real = os.path.realpath(path)
+    cache, blobs = os.path.split(os.path.dirname(real))
+    snapshots = os.path.join(cache, "snapshots")
+    return is_inside(real, folder) or (blobs == "blobs" and is_inside(folder, snapshots))
+
+
+def not_read(paths: Iterable[str]) -> str:
+    """Returns a line that counts files by ending; "" for none.
+
+    >>> not_read(["a.HEIC", "b.heic", "LICENSE"])
+    '3 files are not read: 2 .heic, 1 without ending; convert HEIC pictures to JPEG or PNG'
+    """
+    endings = Counter(os.path.splitext(path)[1].lower() for path in paths)
+    if not endings:
+        return ""
+    counts = ", ".join(f"{n} {e or 'without ending'}" for e, n in endings.most_common(_ENDINGS))
+    more = f", and {len(endings) - _ENDINGS} other endings" if len(endings) > _ENDINGS else ""
+    kinds = ", ".join(sorted({_UNREAD[ending] for ending in endings if ending in _UNREAD}))
+    remedy = f"; convert {kinds} pictures to JPEG or PNG" if kinds else ""
+    remedy += "; rename .jfif to .jpg" if ".jfif" in endings else ""
+    total = sum(endings.values())
+    return f"{total} file{'s are' if total > 1 else ' is'} not read: {counts}{more}{remedy}"
 
 
 def _fail(error: OSError) -> None:
@@ -152,7 +211,7 @@ def read(path: str, start: int, stop: int) -> bytes:
         handle = _open(path)  # the reference keeps the file open if the cache evicts it
         data = os.pread(handle.descriptor, stop - start, start)
     if len(data) < stop - start:
-        raise OSError(f"{path} ends before byte {stop}")
+        raise OSError(errno.ENODATA, f"The file ends before byte {stop}", path)
     return data
 
 
@@ -170,8 +229,36 @@ def read_whole(path: str, most: int) -> bytes:
         with open(path, "rb") as file:
             data = file.read(most + 1)
     if len(data) > most:
-        raise OSError(f"{path} is larger than {most} bytes")
+        raise OSError(errno.EFBIG, f"The file is larger than {most} bytes", path)
     return data
+
+
+def blocks(size: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of the parts of a file that a fingerprint covers: all of it up to 256 MiB.
+
+    >>> list(blocks(3)), sum(stop - start for start, stop in blocks(2**40)) == 2**28
+    ([(0, 3)], True)
+    """
+    for number in range(_BLOCKS):
+        start = (
+            number * _BLOCK
+            if size <= _BLOCKS * _BLOCK
+            else number * (size - _BLOCK) // (_BLOCKS - 1)
+        )
+        if start >= size:
+            return
+        yield start, min(start + _BLOCK, size)
+
+
+def outline(folder: str, names: list[str]) -> Iterator[str]:
+    """Yields the relative paths of files in a folder, and the sizes of 20,000 of them, for a fingerprint.
+
+    Raises:
+      OSError: a file is gone.
+    """
+    yield from names
+    for name in names[:: -(-len(names) // _SIZES)]:
+        yield str(os.stat(os.path.join(folder, name)).st_size)
 
 
 def open_remote(path: str) -> Any:
@@ -219,19 +306,6 @@ def _open(path: str) -> _Handle:
     return _Handle(path)
 
 
-def write_atomically(path: Path, text: str) -> Path:
-    """Writes a text file in UTF-8. If the disk is full or the process is killed, the old file stays.
-
-    Characters that UTF-8 cannot encode, from file names in other encodings, are escaped.
-
-    Returns:
-      `path`.
-    """
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, "utf-8", "backslashreplace")
-    return part.replace(path)
-
-
 def close_all() -> None:
     """Closes the files that `read` keeps open.
 
@@ -255,6 +329,8 @@ def _filesystem(path: str):
         return fsspec.core.url_to_fs(path)
     except ImportError as error:
         reason = " ".join(str(error).split())
-        raise ModuleNotFoundError(f"cannot read {path}: {reason}", name=error.name) from None
+        packages = _PACKAGES.get(path.partition("://")[0])
+        remedy = f": pip install {packages}" if packages else ""
+        raise MissingPackage(f"cannot read {path}: {reason}{remedy}", name=error.name) from None
     except ValueError as error:
         raise ValueError(f"cannot read {path}: {error}") from None

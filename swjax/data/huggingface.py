@@ -1,12 +1,14 @@
 """Image-text pairs of a Hugging Face data set on disk (Arrow)."""
 
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from swjax.data import files
-from swjax.data.packages import require
-from swjax.data.photographs import Photographs, Record, texts
+from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
+from swjax.packages import require
 
 _LARGEST_IMAGE = 2**28  # bytes
 
@@ -17,13 +19,16 @@ class HuggingFace(Photographs):
     The class downloads nothing and runs no code of the data set.
     """
 
-    def __init__(self, split: str, *, image_key: str = "image", text_key: str = "caption"):
+    def __init__(
+        self, split: str, *, image_key: str = "image", text_key: str = "caption;text;title"
+    ):
         """Opens the data set.
 
         Args:
           split: directory of the data set; for a saved `DatasetDict`, the directory of one split.
           image_key: column of images, with the feature Image or with bytes.
-          text_key: column with one caption or a list of captions.
+          text_key: column with one caption or a list of captions; with several names, separated by ";", the
+            first existing column.
 
         Raises:
           ValueError: the data set or a column does not exist, or the data set has no rows.
@@ -40,11 +45,13 @@ class HuggingFace(Photographs):
             )
         # A saved data set keeps its format, which may hide columns or return other types.
         rows = datasets.Dataset.load_from_disk(split).with_format(None)
-        for key in (image_key, text_key):
-            if key not in rows.column_names:
+        columns = [named(key, rows.column_names) for key in (image_key, text_key)]
+        for key, column in zip((image_key, text_key), columns, strict=True):
+            if column is None:
                 raise ValueError(
-                    f"{split!r} has no column {key!r}; it has {', '.join(rows.column_names)}"
+                    f"{split!r} has no column {key.split(';')[0]!r}; it has {listed(rows.column_names)}"
                 )
+        image_key, text_key = map(str, columns)
         if not len(rows):
             raise ValueError(f"{split!r} has no rows")
         rows = rows.select_columns([image_key, text_key])
@@ -58,6 +65,10 @@ class HuggingFace(Photographs):
     def key(self, index: int) -> str:
         """Returns the directory and the row."""
         return f"{self._split}[{index}]"
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the sizes of the Arrow files."""
+        return (str(os.path.getsize(file["filename"])) for file in self._rows.cache_files)
 
     def record(self, index: int) -> Record:
         """Reads a row, and its image file if the row contains a path."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from swjax.data import files
 from swjax.data.preparation import lock
+from swjax.safe_files import replacing, write_atomically
 
 _THREADS = 16  # files indexed at once, so that a slow remote file does not delay the others
 
@@ -54,7 +55,7 @@ class Index:
         self.paths = paths
         files.close_all()
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = list(pool.map(_size_and_version, paths))
+            found = list(pool.map(size_and_version, paths))
         sizes = [size for size, _ in found]
         places = [path if files.is_remote(path) else os.path.abspath(path) for path in paths]
         keys = [_digest(kind, place, found[i][1]) for i, place in enumerate(places)]
@@ -81,6 +82,12 @@ class Index:
         """Returns a suffix for messages that explains why there are fewer records than expected."""
         return f": {': '.join(self.damage[0])}" if self.damage else ""
 
+    def outline(self) -> Iterator[bytes]:
+        """Yields the number of records of each file and the bounds of the records, for a fingerprint."""
+        yield self.lengths.tobytes()
+        for start, stop in files.blocks(self._bounds.nbytes):
+            yield self._bounds[start // 8 : -(-stop // 8)].tobytes()
+
     def __getitem__(self, index: int) -> tuple[str, int, int]:
         """Returns the path of a record's file, its first byte and the byte after its last."""
         file = int(np.searchsorted(self._ends, index, side="right"))
@@ -89,7 +96,8 @@ class Index:
         return self.paths[file], start, stop
 
 
-def _size_and_version(path: str) -> tuple[int, str]:
+def size_and_version(path: str) -> tuple[int, str]:
+    """Like `files.size_and_version`, with a ValueError of one line if the file cannot be opened."""
     try:
         return files.size_and_version(path)
     except FileNotFoundError:
@@ -107,7 +115,7 @@ def _make(prefix: str, paths: list, sizes: list, keys: list, scan) -> None:
         for _ in _tell(scans, len(missing)):
             pass
     lengths, damage = [], []
-    with open(f"{prefix}.part", "wb") as out:
+    with replacing(f"{prefix}.npy") as out:
         total = sum(len(_stored(part).bounds) for part in parts)
         header = {"descr": "<i8", "fortran_order": False, "shape": (total,)}
         np.lib.format.write_array_header_1_0(out, header)
@@ -117,20 +125,20 @@ def _make(prefix: str, paths: list, sizes: list, keys: list, scan) -> None:
             lengths.append(len(bounds) - 1)
             if trouble:
                 damage.append((i, trouble, sizes[i] - int(bounds[-1])))
-    os.replace(f"{prefix}.part", f"{prefix}.npy")
     text = json.dumps({"lengths": lengths, "damage": damage})
-    files.write_atomically(Path(f"{prefix}.json"), text)
+    write_atomically(Path(f"{prefix}.json"), text)
 
 
 def _store(part: Path, found: Scan) -> None:
     part.parent.mkdir(exist_ok=True)
-    with open(f"{part}.part", "wb") as out:
+    with replacing(part) as out:
         np.savez(out, bounds=found.bounds, trouble=found.trouble)
-    os.replace(f"{part}.part", part)
 
 
 def _stored(part: Path) -> Scan:
     with _blame(part), part.open("rb") as file, np.load(file) as stored:
+        if any(member.compress_type for member in stored.zip.infolist()):  # it is written without
+            raise ValueError("it is compressed, and could inflate to any size")
         return Scan(stored["bounds"], str(stored["trouble"]))
 
 
@@ -139,7 +147,7 @@ def _blame(path: Path) -> Iterator[Path]:
     """Turns an error that a damaged file of an index causes into one that names the file."""
     try:
         yield path
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"the stored positions {path} are damaged: remove {path}, and those of the same name with other "
             f"endings; they are made again ({error})"

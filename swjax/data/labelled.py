@@ -17,7 +17,7 @@ name.
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,13 @@ from swjax.data.webdataset import WebDataset
 
 KINDS = ("folders", "webdataset", "table", "parquet", "tfds")
 TEMPLATES = ("a photo of a {}.",)  # for sets without prompts
-_NAMES, _PROMPTS = "classnames.txt", "zeroshot_classification_templates.txt"
+NAMES, PROMPTS = "classnames.txt", "zeroshot_classification_templates.txt"
 _SYNSET = re.compile(r"n\d{8}")
+_INTEGER = re.compile(r"\d{1,18}", re.ASCII)
 _NEGATIVE = re.compile(r"-\d+")  # -1 is a missing label in data sets of Hugging Face
 _FRACTION = re.compile(r"\d+\.\d*")  # pandas writes 1.0 for 1 if a label is missing
 _LARGEST_IMAGE = 2**28  # bytes
+_LARGEST_LIST = 2**24  # bytes of a file of names or prompts
 
 
 class Address(NamedTuple):
@@ -105,14 +107,14 @@ class Labelled(Photographs):
         elif kind == "webdataset":
             self._images = WebDataset(where, data_dir=data_dir, text_key="cls")
         elif kind in ("table", "parquet"):
-            names = _lines(_folder(kind, where), _NAMES)
+            names = _lines(_folder(kind, where), NAMES)
             self._images = LabelledRows(where, kind, data_dir=data_dir, class_names=names)
         else:
             builder, _, part = where.rpartition("/")
             self._images = LabelledTFDS(part, data_dir=data_dir, builder=builder)
         folder = None if kind == "tfds" else _folder(kind, where)
-        names_file = _NAMES if folder is None else folder / _NAMES
-        found = tuple(_lines(folder, _NAMES) or self._images.class_names)
+        names_file = NAMES if folder is None else folder / NAMES
+        found = tuple(_lines(folder, NAMES) or self._images.class_names)
         if not found and self.set_name.startswith(("imagenet", "in1k")):
             found = tuple(imagenet.class_names())
         if not found:
@@ -125,11 +127,8 @@ class Labelled(Photographs):
         known = len(self._images.class_names)
         if known and len(found) != known:
             raise ValueError(f"{names_file} names {len(found)} of {known} classes: name each")
-        if kind == "folders" and sorted(found) == sorted(self._images.class_names) != list(found):
-            raise ValueError(
-                f"{names_file} has the names of the folders in another order, and labels follow the folders: "
-                f"sort it, beginning with {self._images.class_names[0]!r}"
-            )
+        if kind == "folders" and found != self._images.class_names:
+            _check_folders(self._images.class_names, found, names_file)
         shipped = tuple(imagenet.class_names())
         if len(found) == len(shipped) and all(map(_SYNSET.fullmatch, found)):
             if list(found) != sorted(found):
@@ -138,16 +137,16 @@ class Labelled(Photographs):
                 )
             found = shipped  # sorted synsets have the order of ImageNet's labels
         self.class_names = found
-        prompts = _lines(folder, _PROMPTS) or (
+        prompts = _lines(folder, PROMPTS) or (
             imagenet.templates() if found == shipped else TEMPLATES
         )
         self.templates = tuple(prompt.replace("{c}", "{}") for prompt in prompts)
         nameless = next((prompt for prompt in self.templates if "{}" not in prompt), None)
         if nameless is not None:
             raise ValueError(
-                f'{folder}/{_PROMPTS}: the prompt {nameless!r} has no place for the name: write "{{}}" there'
+                f'{folder}/{PROMPTS}: the prompt {nameless!r} has no place for the name: write "{{}}" there'
             )
-        self.attribution = self._images.attribution
+        self.attribution, self.notes = self._images.attribution, self._images.notes
         self.damage, self.damaged_share = self._images.damage, self._images.damaged_share
 
     def __len__(self) -> int:
@@ -156,6 +155,14 @@ class Labelled(Photographs):
     def key(self, index: int) -> str:
         """Returns the key of an image, for messages."""
         return self._images.key(index)
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields what the kind of the set knows of all images."""
+        return self._images.outline()
+
+    def sampled(self, most: int) -> list[int]:
+        """Returns indices of images that are cheap to read."""
+        return self._images.sampled(most)
 
     def record(self, index: int) -> Record:
         """Reads an image and the name of its class."""
@@ -185,7 +192,10 @@ class Labelled(Photographs):
 
 
 class ImageFolders(Photographs):
-    """Images in one folder per class, in alphabetical order; an image's caption is its label's number."""
+    """Images in one folder per class; an image's caption is its label's number.
+
+    The folders are in alphabetical order, or in the order of the numbers if all their names are integers.
+    """
 
     def __init__(self, split: str):
         """Lists the images.
@@ -201,16 +211,23 @@ class ImageFolders(Photographs):
         if not Path(split).is_dir():
             raise ValueError(f"{split!r} is not a folder: give one with a folder per class")
         folders = (entry.name for entry in os.scandir(split) if entry.is_dir())
-        classes = sorted(name for name in folders if not name.startswith("."))
+        classes = in_order(name for name in folders if not name.startswith("."))
         self._paths: list[tuple[int, str]] = []
+        others = list[str]()
         for label, name in enumerate(classes):
             folder = os.path.join(split, name)
-            inside = files.below(folder, files.PICTURES)
-            self._paths += [(label, os.path.join(folder, path)) for path in inside]
+            for path in files.below(folder, ("",)):
+                if path.lower().endswith(files.PICTURES):
+                    self._paths.append((label, os.path.join(folder, path)))
+                else:
+                    others.append(path)
+        other = files.not_read(others)
         if not self._paths:
             raise ValueError(
                 f"{split!r} has no images in folders: put each class into a folder with its name"
+                + f"; {other}" * bool(other)
             )
+        self.notes = (other,) if other else ()
         self.class_names = tuple(name.replace("_", " ") for name in classes)
 
     def __len__(self) -> int:
@@ -220,6 +237,10 @@ class ImageFolders(Photographs):
         """Returns the path of an image."""
         return self._paths[index][1]
 
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the images' paths relative to the folder, and their sizes."""
+        return files.outline(self._root, [os.path.relpath(p, self._root) for _, p in self._paths])
+
     def record(self, index: int) -> Record:
         """Reads an image."""
         label, path = self._paths[index]
@@ -227,6 +248,16 @@ class ImageFolders(Photographs):
 
     def __reduce__(self) -> tuple:
         return ImageFolders, (self._root,)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sorts names: integers by value if all are integers, else as texts.
+
+    >>> in_order(["10", "2", "0"]), in_order(["10", "2", "a"])
+    (['0', '2', '10'], ['10', '2', 'a'])
+    """
+    names = sorted(names)
+    return sorted(names, key=int) if all(map(_INTEGER.fullmatch, names)) else names
 
 
 class LabelledRows(Photographs):
@@ -307,6 +338,15 @@ class LabelledRows(Photographs):
         """Returns the path of an image, or the file and the row if the row has no path."""
         return self._rows.key(index)
 
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the labels, and what the table or the Parquet files know of all rows."""
+        yield from self._labels
+        yield from self._rows.outline()
+
+    def sampled(self, most: int) -> list[int]:
+        """Returns indices of rows that are cheap to read."""
+        return self._rows.sampled(most)
+
     def record(self, index: int) -> Record:
         """Reads an image."""
         if not self._labels[index]:
@@ -317,6 +357,22 @@ class LabelledRows(Photographs):
         split, kind, data_dir, names = self._arguments
         make = functools.partial(LabelledRows, kind=kind, data_dir=data_dir, class_names=names)
         return make, (split,)
+
+
+def _check_folders(folders: Sequence[str], names: Sequence[str], path: str | Path) -> None:
+    """Raises an error if names of class folders contradict the lines of a file, which name them in order."""
+    if sorted(folders) == sorted(names):
+        raise ValueError(
+            f"{path} has the names of the folders in another order, and labels follow the folders: write "
+            f"them in the order {', '.join(folders[:3])}, ..."
+        )
+    if all(map(_INTEGER.fullmatch, folders)):
+        numbers = [int(folder) for folder in folders]
+        if numbers not in (list(range(len(folders))), list(range(1, len(folders) + 1))):
+            raise ValueError(
+                f"{path} names {len(names)} folders, whose numbers must be 0 to {len(names) - 1} or 1 to "
+                f"{len(names)} without gaps, got {numbers[0]} to {numbers[-1]}: name the folders instead"
+            )
 
 
 def _label(table: Table, index: int) -> str:
@@ -341,24 +397,24 @@ def _check_names(labels: Sequence[str], class_names: Sequence[str], split: str) 
     if number is not None:
         raise ValueError(
             f"the label {number!r} of {split!r} must be a whole number, as {number.partition('.')[0]}, or a "
-            f"name that {_NAMES} contains"
+            f"name that {NAMES} contains"
         )
     if 0 < len(unknown) < len(labels):
         raise ValueError(
-            f"the label {unknown[0]!r} of {split!r} is not in {_NAMES}, which contains others of its labels: "
+            f"the label {unknown[0]!r} of {split!r} is not in {NAMES}, which contains others of its labels: "
             "write all as they are there"
         )
     number = next((label for label in labels if label.isdecimal()), None)
     if class_names and unknown and number is not None:
         name = next(label for label in labels if not label.isdecimal())
         raise ValueError(
-            f"{split!r} has the labels {number!r} and {name!r}, and {_NAMES} contains neither: write all as "
+            f"{split!r} has the labels {number!r} and {name!r}, and {NAMES} contains neither: write all as "
             "numbers, or all as they are there"
         )
     twice = next((label for label in labels if class_names.count(label) > 1), None)
     if twice is not None:
         raise ValueError(
-            f"{_NAMES} contains {twice!r} twice, a label of {split!r}: rename one, or use numbers as labels"
+            f"{NAMES} contains {twice!r} twice, a label of {split!r}: rename one, or use numbers as labels"
         )
 
 
@@ -366,8 +422,11 @@ def _lines(folder: Path | None, name: str) -> Sequence[str]:
     """The non-empty lines of a file in a local folder; () if the file does not exist."""
     if folder is None or not (folder / name).is_file():
         return ()
+    if not files.belongs(folder / name, folder):
+        raise ValueError(f"{folder / name} is a link out of its folder: copy the file there")
     try:
-        lines = (folder / name).read_text(encoding="utf-8-sig").split("\n")
+        text = files.read_whole(str(folder / name), _LARGEST_LIST).decode("utf-8-sig")
+        lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{folder / name} is not UTF-8, {error.reason}: save it as UTF-8"
@@ -375,7 +434,7 @@ def _lines(folder: Path | None, name: str) -> Sequence[str]:
     while lines and not lines[-1].strip():
         lines.pop()
     empty = next((number for number, line in enumerate(lines, 1) if not line.strip()), 0)
-    if empty and name == _NAMES:
+    if empty and name == NAMES:
         raise ValueError(
             f"{folder / name}: line {empty} is empty, and would move the names after it to other labels: "
             "write a name there, or remove the line"

@@ -65,6 +65,7 @@ class Mixture:
         damaged = [part for part in self.parts if getattr(part, "damage", ())]
         self.damage = tuple(file for part in damaged for file in part.damage)
         self.damaged_share = max((part.damaged_share for part in damaged), default=0.0)
+        self.notes = tuple(note for part in self.parts for note in getattr(part, "notes", ()))
         self.attribution = "\n".join(filter(None, (part.attribution for part in self.parts)))
 
     def __len__(self) -> int:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from swjax.data import files
-from swjax.data.packages import require
-from swjax.data.photographs import Photographs, Record, texts
+from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
+from swjax.data.sources import spread
+from swjax.packages import require
 
 _LARGEST_IMAGE = 2**28  # bytes
 _BYTES_KEPT = 2**29  # limit of the cached parts, per process
@@ -60,7 +61,7 @@ class Parquet(Photographs):
         split: str,
         *,
         image_key: str = "image;jpg;jpeg;png;webp",
-        text_key: str = "caption;text;txt",
+        text_key: str = "caption;text;txt;title",
     ):
         """Reads the footers of the files.
 
@@ -98,6 +99,24 @@ class Parquet(Photographs):
         number, row = self._place(index)
         part = self._parts[number]
         return f"{self._paths[part.file]}[{part.row + row}]"
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the rows and the sizes of both columns of each row group."""
+        for path in self._paths:
+            with _open(path) as opened:
+                for number in range(opened.metadata.num_row_groups):
+                    group = opened.metadata.row_group(number)
+                    sizes = [chunk.total_compressed_size for chunk in _chunks(group, self._columns)]
+                    yield f"{group.num_rows} rows of {sizes} bytes"
+
+    def sampled(self, most: int) -> list[int]:
+        """Rows of few parts, because reading a row loads its whole part."""
+        starts = (self._ends - self.shards).tolist()
+        return [
+            starts[part] + row
+            for part in spread(len(self._parts), _PARTS_KEPT)
+            for row in spread(self._parts[part].rows, most // _PARTS_KEPT)
+        ]
 
     def record(self, index: int) -> Record:
         """Reads a row, and its image file if the row contains a path."""
@@ -198,18 +217,19 @@ def _groups(path: str, columns: Sequence[str]) -> list[tuple[int, int]]:
             if names.count(column) != 1:
                 raise ValueError(
                     f"{path} must have one column {column!r}, as the first file, and has "
-                    f"{names.count(column)} among {', '.join(names)}: rename its columns"
+                    f"{names.count(column)} among {listed(names)}: rename its columns"
                 )
         for number in range(opened.metadata.num_row_groups):
             group = opened.metadata.row_group(number)
-            chunks = [group.column(i) for i in range(group.num_columns)]
-            size = sum(
-                chunk.total_uncompressed_size
-                for chunk in chunks
-                if chunk.path_in_schema.split(".")[0] in columns
-            )
+            size = sum(chunk.total_uncompressed_size for chunk in _chunks(group, columns))
             sizes.append((group.num_rows, size))
     return sizes
+
+
+def _chunks(group: Any, columns: Sequence[str]) -> list:
+    """The column chunks of a row group that belong to the columns."""
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
 
 
 def _parts(file: int, groups: Sequence[tuple[int, int]]) -> Iterator[Part]:
@@ -244,7 +264,7 @@ def _table(opened: Any, part: Part, columns: Sequence[str]) -> Any:
 
 
 def _column(key: str, columns: list[str], path: str) -> str:
-    found = next((name for name in key.split(";") if name in columns), None)
+    found = named(key, columns)
     if found is None:
-        raise ValueError(f"{path} has no column {key!r}; it has {', '.join(columns)}")
+        raise ValueError(f"{path} has no column {key!r}; it has {listed(columns)}")
     return found

@@ -1,14 +1,19 @@
 """The base class of data sets of encoded photographs with captions."""
 
 import abc
+import itertools
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from swjax.data.decoding import decode
 from swjax.data.skipping import BadExample
+from swjax.data.sources import spread
 
+_LONGEST_JSON = 2**24  # bytes
+_NAMED = 50  # number of names in a message
 _LONGEST_CAPTION = 2**16  # bytes; longer text is unlikely to be a caption and slow to tokenize
 
 
@@ -36,6 +41,7 @@ class Photographs(abc.ABC):
       photographs: True: the loader crops at random in training, and crops the center in evaluation.
       shards: int64, number of examples per file, in order; None if examples are not in files.
       damage: (file, reason) for each partly unreadable file.
+      notes: one line each about files that were left out when the data set was opened.
       damaged_share: share of the data set's bytes in unreadable parts.
     """
 
@@ -46,6 +52,7 @@ class Photographs(abc.ABC):
     shards: np.ndarray | None = None
     damage: tuple[tuple[str, str], ...] = ()
     damaged_share = 0.0
+    notes: tuple[str, ...] = ()
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -61,6 +68,14 @@ class Photographs(abc.ABC):
     @abc.abstractmethod
     def key(self, index: int) -> str:
         """Returns the name of an example for messages. It must work for unreadable examples, too."""
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields what is known of all examples without reading them, see `swjax.data.fingerprint`."""
+        return iter(())
+
+    def sampled(self, most: int) -> list[int]:
+        """Returns at most so many examples that are cheap to read, see `swjax.data.fingerprint`."""
+        return spread(len(self), most)
 
     def stored(self, index: int) -> dict:
         """Returns image (file contents as bytes), label (the index) and captions."""
@@ -81,15 +96,16 @@ def texts(value: Any) -> tuple[str, ...]:
     """Returns the captions that are not empty.
 
     Args:
-      value: one caption or a list of captions, as str or UTF-8 bytes.
+      value: one caption or a list of captions, as str or UTF-8 bytes; None is an empty caption.
 
     Raises:
       BadExample: no caption is left, or one is not text, not UTF-8 or longer than 64 KiB.
 
-    >>> texts([b"a cat ", ""])
+    >>> texts([b"a cat ", "", None])
     ('a cat',)
     """
     values = value if isinstance(value, list) else [value]
+    values = ["" if text is None else text for text in values]
     for text in values:
         if not isinstance(text, str | bytes):
             raise BadExample(f"the caption must be text, not {type(text).__name__}")
@@ -107,16 +123,58 @@ def texts(value: Any) -> tuple[str, ...]:
     return captions
 
 
-def json_field(data: bytes, name: str) -> Any:
-    """Returns a field of a JSON object.
+def json_object(data: str | bytes) -> dict[str, Any]:
+    """Parses a JSON object.
 
     Raises:
-      BadExample: the data are not a JSON object, or it has no such field.
+      BadExample: the data are not a JSON object, or more than 16 MiB.
     """
+    if len(data) > _LONGEST_JSON:
+        raise BadExample(f"the JSON has {len(data)} bytes; the limit is {_LONGEST_JSON}")
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise BadExample(f"not JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(fields, dict) or name not in fields:
-        raise BadExample(f"the JSON has no field {name!r}")
+    if not isinstance(fields, dict):
+        raise BadExample("the JSON is not an object")
+    return fields
+
+
+def field(fields: dict[str, Any], key: str) -> Any:
+    """Returns the field of an object that a key names, see `named`.
+
+    Raises:
+      BadExample: there is no such field.
+    """
+    name = named(key, fields)
+    if name is None:
+        raise BadExample(f"the JSON has no field {key.split(';')[0]!r}")
     return fields[name]
+
+
+def named(key: str, names: Iterable[str]) -> str | None:
+    """Returns the first of the names in `key`, separated by ";", that exists; exact ones go first.
+
+    >>> named("caption;title", ["title", "Caption"]), named("caption", ["Caption"]), named("a", [])
+    ('title', 'Caption', None)
+    """
+    names = list(names)
+    lower = {name.lower(): name for name in reversed(names)}
+    wanted = key.split(";")
+    found = [name for name in wanted if name in names]
+    found += [lower[name.lower()] for name in wanted if name.lower() in lower]
+    return found[0] if found else None
+
+
+def printable(text: str) -> str:
+    """Returns one line that a terminal shows as it is; a file's name may contain escape sequences.
+
+    >>> printable("a\x1b[2J\tb")
+    'a?[2J b'
+    """
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns the names of columns, features or files for a message."""
+    return printable(", ".join(map(str, itertools.islice(names, _NAMED))))

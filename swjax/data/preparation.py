@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from swjax.safe_files import open_no_follow
+
 
 def prepared(make_builder: Callable, data_dir: str | Path, name: str) -> Any:
     """Returns a TFDS builder whose data set is on disk. The first call prepares the data set.
@@ -59,7 +61,7 @@ def _quiet() -> Iterator[None]:
 def lock(path: Path) -> Iterator[None]:
     """Holds a lock that the operating system releases when the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with open_no_follow(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from swjax.safe_files import open_no_follow
+
 POLICIES = ("skip", "stop")
 # Minimum denominator of the share, so that a bad tenth example does not count as 10 %.
 FIRST = 1000
@@ -22,6 +24,15 @@ class BadData(ValueError):
     """More examples than allowed are unreadable; the message has their number and the last key."""
 
 
+def too_many(bad: float, examples: float, share: float) -> bool:
+    """Whether so many bad examples end a run: more than the share of all, counted as at least 1,000.
+
+    >>> too_many(10, 42, share=0.01), too_many(11, 42, share=0.01), too_many(11, 2000, share=0.01)
+    (False, True, False)
+    """
+    return bad > share * max(examples, FIRST)
+
+
 class Skips:
     """Counts the bad examples of a run, and stops the run if they are too many.
 
@@ -30,17 +41,21 @@ class Skips:
 
     Args:
       policy: "skip" skips bad examples; "stop" ends the run at the first one.
-      max_share: largest allowed share of bad examples among the examples read, counted as at least 1,000.
+      max_share: largest allowed share of bad examples among the examples read, counted as at least 1,000 in
+        each epoch. An example that is bad in every epoch therefore counts like one that is read once.
+      examples: number of examples of an epoch; 0: there is one epoch.
       read, skipped: initial counts.
     """
 
-    def __init__(self, policy: str, max_share: float, read: int = 0, skipped: int = 0):
+    def __init__(
+        self, policy: str, max_share: float, examples: int = 0, read: int = 0, skipped: int = 0
+    ):
         if policy not in POLICIES or not 0 <= max_share <= 1:
             raise ValueError(
                 f"the policy for bad examples must be one of {', '.join(POLICIES)} and the share "
                 f"that may be bad must be in [0, 1]; they are {policy!r} and {max_share}"
             )
-        self._policy, self._share = policy, max_share
+        self._policy, self._share, self._examples = policy, max_share, examples
         self.read, self.skipped = read, skipped
 
     def good(self, count: int) -> None:
@@ -61,7 +76,8 @@ class Skips:
         )  # fmt: skip
         if self._policy == "stop":
             raise BadData(f"cannot read {reason}: repair it, or set the policy to skip")
-        if self.skipped > self._share * max(self.read, FIRST):
+        epochs = -(-self.read // self._examples) if self._examples else 1
+        if too_many(self.skipped / epochs, self.read / epochs, self._share):
             raise BadData(
                 f"{self.skipped} of {self.read} examples cannot be read, more than the share of "
                 f"{self._share} that may be skipped; the last is {reason}"
@@ -82,10 +98,17 @@ class Skips:
             )
 
 
+class _File(logging.FileHandler):
+    """Writes to a file, but not through a link."""
+
+    def _open(self):
+        return open_no_follow(self.baseFilename, self.mode)
+
+
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Appends all bad examples to a file, created at the first one, and prints some to stderr."""
-    file, stderr = logging.FileHandler(path, delay=True), logging.StreamHandler()
+    file, stderr = _File(path, delay=True), logging.StreamHandler()
     stderr.setLevel(logging.WARNING)
     before = logger.level, logger.propagate
     logger.setLevel(logging.INFO)

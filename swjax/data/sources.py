@@ -1,10 +1,15 @@
 """Data sets by name."""
 
+import hashlib
 import importlib
 import inspect
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+
+import numpy as np
 
 # A module is imported when its data set is opened, because most modules import a large library.
 _SOURCES = {
@@ -19,6 +24,9 @@ _SOURCES = {
     "huggingface": ("swjax.data.huggingface", "HuggingFace"),
     "labelled": ("swjax.data.labelled", "Labelled"),
 }
+_SAMPLED = 256  # examples that a fingerprint reads
+_SAMPLED_BYTES = 2**30  # a fingerprint reads no further example after so many bytes of pictures
+_THREADS = 16
 
 
 class Source(Protocol):
@@ -29,6 +37,10 @@ class Source(Protocol):
       templates: prompts for zero-shot classification, such as "a drawing of {}".
       attribution: authors and licenses, for the report.
       photographs: whether the loader crops the images at random in training.
+
+    Two methods are optional. `outline()` yields bytes and texts that describe all examples without reading
+    their pictures, and `sampled(most)` returns at most that many indices of examples that are cheap to read;
+    both serve `fingerprint`.
     """
 
     class_names: tuple[str, ...]
@@ -93,6 +105,87 @@ def templates(name: str) -> tuple[str, ...]:
     (('{}',), ())
     """
     return _class_of(name).templates if name in _SOURCES else ()
+
+
+def fingerprint(source: Source) -> str:
+    """Returns a hash of what a source reads, to tell whether a run resumes with the same data.
+
+    It covers the number and the order of the examples, the class names, what the source knows of all examples
+    without reading them, and the captions and pictures of 256 evenly spaced examples:
+
+    =============  ==========================================================================================
+    folders        the paths of all files relative to the folder, and the sizes of 20,000 of them
+    table          the table's bytes: all up to 256 MiB, else 256 evenly spaced MiB of them
+    webdataset     the sizes of all samples (of 33 million of them, evenly spaced)
+    parquet        the rows and the sizes of both columns in each row group; examples of 4 groups are read
+    tfds           the number of examples in each file
+    huggingface    the sizes of the Arrow files
+    labelled       as its kind; all labels of tables and Parquet files
+    mixture        the names and weights of its parts, and their fingerprints
+    =============  ==========================================================================================
+
+    The paths of the data set itself are not part of it, so a data set that was moved keeps its fingerprint. A
+    source of another class needs only the methods of `Source`. Reading stops after 1 GiB of pictures.
+
+    It cannot see a change of equal size in the picture or the caption file of an example that is not read, a
+    picture at an address that a table names, nor what another version of a decoder makes of equal bytes.
+
+    Raises:
+      OSError: a file that the source described when it was opened is gone.
+
+    >>> patterns = [source("synthetic", "train", image_size=8, classes=n) for n in (5, 5, 6)]
+    >>> same, again, other = map(fingerprint, patterns)
+    >>> same == again, same == other, len(same)
+    (True, False, 32)
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for part in _described(source):
+        data = part.encode(errors="surrogatepass") if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _described(source: Any) -> Iterator[str | bytes]:
+    yield f"{len(source)} examples, photographs: {source.photographs}"
+    yield from source.class_names
+    if hasattr(source, "parts"):
+        for name, part, weight in zip(source.names, source.parts, source.weights, strict=True):
+            yield from (name, str(weight), fingerprint(part))
+        return
+    yield from source.outline() if hasattr(source, "outline") else ()
+    most = min(_SAMPLED, len(source))
+    indices = source.sampled(most) if hasattr(source, "sampled") else spread(len(source), most)
+    read = 0
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for start in range(0, len(indices), _THREADS):
+            some = indices[start : start + _THREADS]
+            for contents in pool.map(_contents, itertools.repeat(source), some):
+                yield from contents
+                read += len(contents[-1])
+            if read > _SAMPLED_BYTES:
+                return
+
+
+def _contents(source: Any, index: int) -> list[str | bytes]:
+    """Returns the label, the captions and the picture of an example."""
+    try:
+        example = source.stored(index) if hasattr(source, "stored") else source[index]
+        image = example["image"]
+        if not isinstance(image, bytes):
+            image = str(image.shape).encode() + image.tobytes()
+        return [f"{index} {example['label']}", *example["captions"], image]
+    except Exception:  # any kind of damage, as in training; its message may name a path
+        return [f"{index} is unreadable", b""]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Returns at most `most` evenly spaced indices of `count` examples.
+
+    >>> spread(10, 4), spread(3, 4)
+    ([0, 3, 6, 9], [0, 1, 2])
+    """
+    return np.linspace(0, count - 1, min(most, count)).astype(np.int64).tolist()
 
 
 def _class_of(name: str) -> type[Source]:

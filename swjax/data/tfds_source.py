@@ -1,11 +1,12 @@
 """Image-text pairs of any prepared TensorFlow Datasets builder, without TensorFlow."""
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 
-from swjax.data.packages import require
-from swjax.data.photographs import Photographs, Record, texts
+from swjax.data.photographs import Photographs, Record, listed, texts
+from swjax.packages import require
 
 
 class TFDS(Photographs):
@@ -39,7 +40,7 @@ class TFDS(Photographs):
         opened = _open(builder, data_dir)
         if split.partition("[")[0] not in opened.info.splits:
             raise ValueError(
-                f"{builder!r} has no split {split!r}; it has {', '.join(opened.info.splits)}"
+                f"{builder!r} has no split {split!r}; it has {listed(opened.info.splits)}"
             )
         features = opened.info.features
         text_key = _first_feature(features, text_key.split(";"), builder)
@@ -53,8 +54,9 @@ class TFDS(Photographs):
                 'has no random access: prepare it again with file_format="array_record"'
             ) from None
         self.attribution = opened.info.citation
+        self._lengths = list(opened.info.splits[split.partition("[")[0]].shard_lengths)
         if "[" not in split:
-            self.shards = np.asarray(opened.info.splits[split].shard_lengths, np.int64)
+            self.shards = np.asarray(self._lengths, np.int64)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -66,6 +68,10 @@ class TFDS(Photographs):
             return f"{name} {_captions(self._records[index]['key'])[0]}"
         except Exception:  # the feature does not exist, or the record is unreadable
             return name
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the split, the features and the number of examples in each file."""
+        yield from (self._split, self._image_key, self._text_key, *map(str, self._lengths))
 
     def record(self, index: int) -> Record:
         """Reads an example."""
@@ -141,7 +147,7 @@ def _check_feature(features, path: str, builder: str) -> None:
         if key not in getattr(inner, "keys", tuple)():
             raise ValueError(
                 f"{builder!r} has no feature {path!r}; the features there are "
-                f"{', '.join(getattr(inner, 'keys', tuple)()) or 'no inner features'}"
+                f"{listed(getattr(inner, 'keys', tuple)()) or 'no inner features'}"
             )
         features = inner[key]
 

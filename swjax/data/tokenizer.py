@@ -14,7 +14,7 @@ from importlib import resources
 
 import numpy as np
 
-from swjax.data.packages import require
+from swjax.packages import require
 
 VOCABULARY_SIZE = 49_408
 START_OF_TEXT = VOCABULARY_SIZE - 2

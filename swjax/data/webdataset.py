@@ -1,12 +1,13 @@
 """Random access to image-text pairs in WebDataset tars, as img2dataset writes them."""
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 
 from swjax.data import files, tar
 from swjax.data.index import Index, Scan
-from swjax.data.photographs import Photographs, Record, json_field, texts
+from swjax.data.photographs import Photographs, Record, field, json_object, listed, texts
 from swjax.data.skipping import BadExample
 
 _LARGEST_SAMPLE = 2**28  # bytes
@@ -58,7 +59,8 @@ class WebDataset(Photographs):
         self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
         self._split = split
         self.keys = {"image_key": image_key, "text_key": text_key}
-        self._image_keys, self._text_keys = image_key.split(";"), text_key.split(";")
+        self._image_keys = [_extension(key) for key in image_key.split(";")]
+        self._text_keys = [_extension(key) for key in text_key.split(";")]
         # The kind has the version of `scan`, because positions that another version stored differ.
         self._index = Index(files.expand(split), scan, kind="webdataset 2", data_dir=data_dir)
         if not len(self._index):
@@ -76,6 +78,10 @@ class WebDataset(Photographs):
             return f"{path}:{self.sample(index)[0]}"
         except (OSError, ValueError):
             return f"{path}: byte {start}"
+
+    def outline(self) -> Iterator[str | bytes]:
+        """Yields the positions of the samples."""
+        return self._index.outline()
 
     def record(self, index: int) -> Record:
         """Reads a sample's image and caption."""
@@ -99,16 +105,27 @@ class WebDataset(Photographs):
         """Selects the image and the caption among the files of a sample."""
         image = next((found[name] for name in self._image_keys if name in found), None)
         if image is None:
-            raise BadExample(f"no {'/'.join(self._image_keys)} file, only {', '.join(found)}")
-        for name in self._text_keys:
-            extension, _, field = name.partition("/")
+            raise BadExample(f"no {'/'.join(self._image_keys)} file, only {listed(found)}")
+        for key in self._text_keys:
+            extension, _, name = key.partition("/")
             if extension in found:
-                text = json_field(found[extension], field) if field else found[extension]
+                text = found[extension]
+                text = field(json_object(text), name) if name else text
                 return Record(image, texts(text))
-        raise BadExample(f"no {'/'.join(self._text_keys)} file, only {', '.join(found)}")
+        raise BadExample(f"no {'/'.join(self._text_keys)} file, only {listed(found)}")
 
     def __reduce__(self) -> tuple:
         return functools.partial(WebDataset, **self._arguments), (self._split,)
+
+
+def _extension(key: str) -> str:
+    """The extension as members have it: in lower case, without the first dot; a field after it stays.
+
+    >>> _extension(".JPG"), _extension("json/Caption")
+    ('jpg', 'json/Caption')
+    """
+    extension, slash, name = key.strip().removeprefix(".").partition("/")
+    return extension.lower() + slash + name
 
 
 def scan(path: str, size: int) -> Scan:

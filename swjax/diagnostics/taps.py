@@ -19,11 +19,10 @@ from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, OPERANDS
 from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
 from swjax.kernels.reference.blocks import rotated_blocks
-from swjax.linear.arithmetic import as_rows
 from swjax.linear.contraction import DotGeneral, as_linear
+from swjax.linear.layer import as_rows
 from swjax.linear.layouts import Layout, Spec
-from swjax.linear.planning import plan_layer
-from swjax.linear.plans import Plan
+from swjax.linear.sharding import Sharding, shard_layer
 from swjax.nnx import Linear, product_name, product_of
 from swjax.optax import path_name
 from swjax.recipes import Product, Quantizer, Recipe, first_match
@@ -279,18 +278,18 @@ def _report_product(y, x, w, tap, recipe: Recipe, layout: Layout | None):
       layout: shardings of x and w.
     """
     fwd, dgrad, wgrad = recipe.fwd, recipe.dgrad, recipe.wgrad
-    plan, g_shape = plan_layer(x, w, layout), (*x.shape[:-1], w.shape[-1])
+    sharding, g_shape = shard_layer(x, w, layout), (*x.shape[:-1], w.shape[-1])
     x, w = jax.lax.stop_gradient((x, w))
     x_quantizer, w_quantizer = (fwd.lhs, fwd.rhs) if fwd else (None, None)
     seen = [_sums(x_quantizer, x, (-1,), _outliers(fwd, x)), _sums(w_quantizer, w, (0,))]
     if wgrad is not None:
-        seen.append(_sums_of_tokens(wgrad.lhs, x, plan, plan.x, _outliers(wgrad, x)))
+        seen.append(_sums_of_tokens(wgrad.lhs, x, sharding, sharding.x, _outliers(wgrad, x)))
 
     def of_gradient(seen, g):
         g = g.reshape(g_shape)
         rows = [seen[0], seen[1], _sums(dgrad.lhs if dgrad else None, g, (-1,))]
         if wgrad is not None:
-            rows += [seen[2], _sums_of_tokens(wgrad.rhs, g, plan, plan.y)]
+            rows += [seen[2], _sums_of_tokens(wgrad.rhs, g, sharding, sharding.y)]
         return jnp.stack(rows)
 
     return report(of_gradient, y, tap, jnp.stack(seen))
@@ -304,26 +303,28 @@ def _sums(quantizer: Quantizer | None, x, axes: tuple[int, ...], kept=None) -> j
     return operand_sums(x, spanned, quantizer.dtype, kept)
 
 
-def _sums_of_tokens(quantizer: Quantizer, x, plan: Plan, spec: Spec, kept=None) -> jax.Array:
+def _sums_of_tokens(
+    quantizer: Quantizer, x, sharding: Sharding, spec: Spec, kept=None
+) -> jax.Array:
     """`_sums` of an operand [*tokens, n] of the weight gradient, with the sharding `spec`.
 
-    Like `Sharded.weight_gradient`, each device forms blocks of its own tokens.
+    Like the weight gradient, each device forms blocks of its own tokens.
     """
     if quantizer.scope != "block":
         return _sums(quantizer, x, tuple(range(x.ndim - 1)), kept)
 
     def step(x):
         blocks = rotated_blocks(as_rows(x), quantizer.block, quantizer.rotation)
-        return plan.sum(operand_sums(blocks, (1,), quantizer.dtype), *spec)
+        return sharding.sum(operand_sums(blocks, (1,), quantizer.dtype), *spec)
 
-    return plan.run(step, (x,), (spec,), Spec(((),)))
+    return sharding.run(step, (x,), (spec,), Spec(((),)))
 
 
 def _outliers(product: Product | None, x) -> jax.Array | None:
     """The features of x [*tokens, k] that are excluded from quantization, or None."""
     if product is None or not product.outlier_threshold:
         return None
-    # The same comparison as in `Sharded.split_outliers`.
+    # The same comparison as in `swjax.linear.layer.split_outliers`.
     features = reference.absolute_maximum(x, tuple(range(x.ndim - 1)))
     return ~(features < product.outlier_threshold)
 

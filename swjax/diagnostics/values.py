@@ -112,7 +112,7 @@ def adamw_rms(opt_state: Any, grads: Any, **options: Any) -> dict[str, jax.Array
 
 
 def magnitudes(x: jax.Array) -> dict[str, jax.Array]:
-    """Mean and maximum of |x| as float32 scalars, without a gradient.
+    """Mean and maximum of |x| as float32 scalars, without a gradient; NaN if x contains NaN.
 
     >>> magnitudes(jnp.array([1.0, -3.0]))
     {'feature_mean_abs': Array(2., dtype=float32), 'feature_max_abs': Array(3., dtype=float32)}
@@ -125,7 +125,9 @@ def magnitudes(x: jax.Array) -> dict[str, jax.Array]:
         lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])),
         (x.ndim - 1,),
     )
-    return {FEATURE_MEAN: jnp.mean(sums) / x.shape[-1], FEATURE_MAX: jnp.max(maxima)}
+    mean, largest = jnp.mean(sums) / x.shape[-1], jnp.max(maxima)
+    # The maximum over devices drops NaN, unlike the sum.
+    return {FEATURE_MEAN: mean, FEATURE_MAX: jnp.where(jnp.isnan(mean), jnp.nan, largest)}
 
 
 def feature_magnitude(outs: dict[str, dict]) -> dict[str, jax.Array]:

@@ -22,6 +22,7 @@ from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load, pixels
 from swjax.report import page
+from swjax.safe_files import write_atomically
 from swjax.training.faults.errors import ConfigError
 from swjax.training.inputs import open_source
 
@@ -188,7 +189,7 @@ def write_page(
     )
     subtitle = "The nearest pictures, with cosine similarities"
     text = page.fill("search.html", title=title, subtitle=subtitle, tiles="", sections=sections)
-    files.write_atomically(path, text)
+    write_atomically(path, text)
 
 
 def _thumbnail(image: Any) -> str:

@@ -18,10 +18,10 @@ from flax import nnx
 from swjax import data, evaluators, interop, serving
 from swjax.data import decoding
 from swjax.data.images import fit
-from swjax.data.packages import require
 from swjax.evaluators import embed, zeroshot
 from swjax.models import clip
 from swjax.models.config import TextConfig, VisionConfig
+from swjax.packages import require
 from swjax.recipes import Product, Quantizer, Recipe
 from swjax.serving.models import is_prequantized
 

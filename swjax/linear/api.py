@@ -4,12 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from swjax import recipes
-from swjax.kernels import dispatch
+from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
-from swjax.linear.arithmetic import Arithmetic
 from swjax.linear.checks import (
+    PLAIN_DTYPES,
     check_addend,
     check_dtypes,
     check_prologue,
@@ -17,14 +18,11 @@ from swjax.linear.checks import (
     weight_array,
     weight_quantizer,
 )
+from swjax.linear.layer import Layer
 from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
-from swjax.linear.plain import is_plain, plain_output
-from swjax.linear.planning import plan_layer, plan_next
-from swjax.linear.plans import vary_alike
-from swjax.linear.products import Settings
-from swjax.linear.prologues import Gelu, Prologue
-from swjax.linear.sharded import Sharded
-from swjax.linear.vjp import fused_mlp, linears
+from swjax.linear.prologues import Gelu, Prologue, input_spec
+from swjax.linear.rules import Inputs, fused_mlp, linears
+from swjax.linear.sharding import Sharding, shard_layer, shard_next, vary_alike
 from swjax.recipes import Recipe
 
 
@@ -104,21 +102,19 @@ def switchback(
         check_shapes(x, *each, recipe)
     check_addend(x, ws, addend)
     check_prologue(x, prologue)
-    plans = [plan_layer(x, weight_array(w), layout) for w in ws]
-    layers = tuple(
-        _settings(x, recipe, out_dtype, precision, implementation, plan) for plan in plans
-    )
-    if _has_no_tokens(x, plans[0]):
+    shardings = [shard_layer(x, weight_array(w), layout) for w in ws]
+    options = recipe, out_dtype, precision, implementation
+    layers = tuple(_layer(x, w, addend, *options, sharding) for w, sharding in zip(ws, shardings))
+    if _has_no_tokens(x, layers[0]):
         ys = tuple(_no_outputs(x, *each) for each in zip(ws, layers))
-    elif prologue is None and all(is_plain(x, *each, addend) for each in zip(ws, biases, layers)):
-        ys = tuple(plain_output(x, *each, addend, precision) for each in zip(ws, biases))
+    elif prologue is None and all(_is_plain(x, *each, addend) for each in zip(ws, biases, layers)):
+        ys = tuple(_plain_output(x, *each, addend, precision) for each in zip(ws, biases))
     else:
         for each in zip(ws, biases):
             check_dtypes(x, *each, addend)
-        x = layers[0].sharded.place_input(x, prologue)
-        ws, biases = zip(*map(_place, ws, biases, plans))
-        addends = (plans[0].place(addend, plans[0].y), *(None for _ in ws[1:]))
-        ys, kept = linears(*vary_alike(x, ws, biases, prologue, addends), layers, residual)
+        inputs = _placed(x, ws, biases, prologue, layers)
+        addends = (shardings[0].place(addend, shardings[0].y), *(None for _ in ws[1:]))
+        ys, kept = linears(*vary_alike(inputs, addends), layers, residual)
         x = x if kept is None else kept
     y = ys if several else ys[0]
     return (y, x) if residual else y
@@ -185,54 +181,95 @@ def mlp(
     check_prologue(x, prologue)
     check_dtypes(x, w1, b1)
     check_dtypes(hidden, w2, b2)
-    plan = plan_layer(x, weight_array(w1), layouts[0])
-    plan2 = plan_next(plan, weight_array(w2), layouts[1])
+    sharding = shard_layer(x, weight_array(w1), layouts[0])
+    shardings = sharding, shard_next(sharding, weight_array(w2), layouts[1])
+    addends = None, x if add_input else None
     first, second = (
-        _settings(x, recipe, None, precision, implementation, each) for each in (plan, plan2)
+        _layer(x, w, addend, recipe, None, precision, implementation, each)
+        for w, addend, each in zip((w1, w2), addends, shardings)
     )
-    if _has_no_tokens(x, plan):
+    if _has_no_tokens(x, first):
         y = _no_outputs(x, w2, second)
         return (y, x) if residual else y
-    x = first.sharded.place_input(x, prologue)
-    (w1, b1), (w2, b2) = _place(w1, b1, plan), _place(w2, b2, plan2)
-    args = vary_alike(x, w1, b1, w2, b2, prologue)
-    y, kept = fused_mlp(*args, Gelu(approximate), first, second, residual, add_input)
+    inputs = _placed(x, (w1,), (b1,), prologue, (first,))
+    inputs2 = _placed(None, (w2,), (b2,), Gelu(approximate), (second,))
+    trees = vary_alike(inputs, inputs2)
+    y, kept = fused_mlp(*trees, (first, second), residual, add_input)
     return y if kept is None else (y, kept)
 
 
-def _settings(x, recipe, out_dtype, precision, implementation, plan) -> Settings:
+def _layer(x, w, addend, recipe, out_dtype, precision, implementation, sharding: Sharding) -> Layer:
     dispatch.check(implementation)
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
         raise ValueError(
             f"out_dtype must be a floating dtype, got {jnp.dtype(out_dtype)}: cast y instead"
         )
-    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
-    sharded = Sharded(plan, Arithmetic(implementation, precision))
-    return Settings(recipes.get(recipe), x.dtype.name, out_dtype, sharded)
+    return Layer(
+        recipes.get(recipe),
+        sharding,
+        dtype=x.dtype.name,
+        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
+        w_dtype=None if isinstance(w, QTensor) else w.dtype.name,
+        addend_dtype=None if addend is None else addend.dtype.name,
+        implementation=implementation,
+        precision=precision,
+    )
 
 
 # XLA cannot compile a `jax.shard_map` whose results are constants, such as sums over zero tokens.
 
 
-def _has_no_tokens(x, plan) -> bool:
-    return plan.mesh is not None and 0 in x.shape[:-1]
+def _has_no_tokens(x, layer: Layer) -> bool:
+    return layer.sharding.mesh is not None and 0 in x.shape[:-1]
 
 
-def _no_outputs(x, w, settings) -> jax.Array:
-    shape = (*x.shape[:-1], weight_array(w).shape[1])
-    return settings.plan.place(jnp.zeros(shape, settings.out_dtype), settings.plan.y)
+def _no_outputs(x, w, layer: Layer) -> jax.Array:
+    y = jnp.zeros((*x.shape[:-1], weight_array(w).shape[1]), layer.out_dtype)
+    return layer.sharding.place(y, layer.sharding.y)
 
 
-# Arguments are resharded to the plan outside of the `custom_vjp`, so that JAX reshards the gradients back.
+# Arguments are resharded outside of the `custom_vjp`, so that JAX reshards the gradients back.
 
 
-def _place(w, bias, plan):
-    bias = plan.place(bias, Spec((plan.n,)))
+def _placed(x, ws, biases, prologue: Prologue | None, layers: tuple[Layer, ...]) -> Inputs:
+    x = layers[0].sharding.place(x, input_spec(prologue, layers[0]))
+    ws, biases = zip(*map(_placed_weight, ws, biases, (layer.sharding for layer in layers)))
+    return Inputs(x, ws, biases, prologue)
+
+
+def _placed_weight(w, bias, sharding: Sharding):
+    bias = sharding.place(bias, Spec((sharding.n,)))
     if not isinstance(w, QTensor):
-        return plan.place(w, plan.w), bias
-    specs = specs_of(w, as_matrix(plan.w, True))
-    return QTensor(*map(plan.place, w, specs)), bias
+        return sharding.place(w, sharding.w), bias
+    specs = specs_of(w, as_matrix(sharding.w, True))
+    return QTensor(*map(sharding.place, w, specs)), bias
+
+
+# --- layers without quantization, as products that JAX differentiates in every mode and to any order --
+
+
+def _is_plain(x, w, bias, layer: Layer, addend) -> bool:
+    """Whether JAX's derivatives of the plain product equal those of `swjax.linear.rules`.
+
+    This holds if nothing is quantized or sharded, and all arrays have one dtype with at least 32 bits. For
+    16-bit arrays, the rules sum gradients in float32, and may compute the weight gradient in a kernel.
+    """
+    if layer.recipe != Recipe() or isinstance(w, QTensor) or layer.sharding.mesh is not None:
+        return False
+    dtypes = {jnp.dtype(layer.out_dtype), *(a.dtype for a in (x, w, bias, addend) if a is not None)}
+    return len(dtypes) == 1 and x.dtype in (jnp.float32, *PLAIN_DTYPES)
+
+
+def _plain_output(x, w, bias, addend, precision) -> jax.Array:
+    contract = ((x.ndim - 1,), (0,))
+    y = reference.dot(x, w, contract, bias, out_dtype=x.dtype.name, precision=precision)
+    return checkpoint_name(y if addend is None else y + addend, "swjax_y")
+
+
+def plain_weight(w: jax.Array | QTensor, x: jax.Array) -> jax.Array | QTensor:
+    """The weight of a layer that casts its parameters to float64 or complex inputs, as Flax's layers do."""
+    return w if isinstance(w, QTensor) or x.dtype not in PLAIN_DTYPES else w.astype(x.dtype)
 
 
 def quantize_weight(

@@ -91,7 +91,7 @@ def check_dtypes(
 ) -> None:
     """Raises a ValueError if a layer cannot compute with these dtypes.
 
-    The recipe "standard" supports more dtypes where `swjax.linear.plain.is_plain` is true.
+    The recipe "standard" supports more dtypes where `swjax.linear.api` needs no quantization.
     """
     for name, array in {"x": x, "w": w, "bias": bias, "addend": addend}.items():
         if array is None or isinstance(array, QTensor) or array.dtype in DTYPES:

@@ -1,4 +1,4 @@
-"""Shardings of the arrays of a linear layer: users pass a `Layout`, plans compute with a `Spec`."""
+"""Shardings of the arrays of a linear layer: users pass a `Layout`, the layer computes with a `Spec`."""
 
 import math
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ class Layout:
         "bfloat16" or "float16" for half of the bytes; None uses the dtype of w. It applies on every mesh, but
         not inside a user's `jax.shard_map`, where JAX sums the gradient.
       reduce_later: whether devices with the same shard of w keep the gradient of their own tokens. Use it for
-        stacks of layers, whose gradients `swjax.nnx.split_stack` or `swjax.linear.planning.reduced`
+        stacks of layers, whose gradients `swjax.nnx.split_stack` or `swjax.linear.sharding.reduced`
         all-reduces at once.
 
     Raises:

@@ -1,276 +1,269 @@
-"""The three products of a linear layer with a recipe: which operands are quantized, and how.
+"""The three products of linear layers that share an input. Each is a step in a `jax.shard_map`.
 
-`swjax.linear.sharded` computes them on sharded arrays.
+The recipe decides which form of its operands a product reads; `swjax.linear.sharding` says which collectives
+follow it. Products and quantizers are separate steps, so that `jax.checkpoint` can save the arrays between
+them.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeGuard
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax import lax
 
-from swjax.kernels import reference
+from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
-from swjax.linear.layouts import Spec, as_matrix
-from swjax.linear.plans import Plan
-from swjax.linear.sharded import Operand, Sharded, transposed_operand
-from swjax.recipes import Product, Quantizer, Recipe
+from swjax.linear.layer import (
+    Layer,
+    Operand,
+    add,
+    as_array,
+    as_rows,
+    read,
+    specs_of_operand,
+    split_outliers,
+    stored,
+)
+from swjax.linear.layouts import Spec
+from swjax.linear.sharding import Sharding
+from swjax.recipes import LONGEST_INT8_SUM, Product
+
+Layers = tuple[Layer, ...]  # one per weight; the settings of the input are those of the first
 
 
-class Settings(NamedTuple):
-    """The settings of a layer; static.
-
-    Attributes:
-      recipe: recipe of the products.
-      dtype: dtype of the products without quantization.
-      out_dtype: dtype of the layer's output.
-      sharded: computes the products on sharded arrays.
-    """
-
-    recipe: Recipe
-    dtype: str
-    out_dtype: str
-    sharded: Sharded
-
-    @property
-    def plan(self) -> Plan:
-        return self.sharded.plan
-
-    @property
-    def quantizes_weight_once(self) -> bool:
-        """Whether the forward product and the input gradient read the same quantized weight."""
-        fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
-        if fwd is None or dgrad is None:
-            return False
-        return fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor"
+def outputs(
+    x: Operand,
+    ws: tuple[Operand, ...],
+    biases: tuple[jax.Array | None, ...],
+    addends: tuple[jax.Array | None, ...],
+    layers: Layers,
+) -> tuple[jax.Array, ...]:
+    """y = x w + bias + addend of each layer, all-reduced where w's rows k are sharded."""
+    return tuple(map(partial(_output, x), ws, biases, addends, layers))
 
 
-class Forms(NamedTuple):
-    """The available forms of a matrix, which may have leading axes; the other forms are None.
+def _output(x, w, bias, addend, layer: Layer) -> jax.Array:
+    fwd, sharding = layer.recipe.fwd, layer.sharding
+    later = addend is not None and bool(sharding.splits(sharding.k))  # than the all-reduce
 
-    Attributes:
-      high_precision: the matrix itself.
-      quantized: the quantized matrix.
-      transposed: the quantized transpose of a matrix without leading axes, as `quantize_weight` returns it.
-    """
+    def multiply(product: Product | None, x: Operand, out_dtype: str) -> tuple[jax.Array]:
+        lhs, rhs = (product.lhs, product.rhs) if product else (None, None)
+        x = read(lhs, x, sharding.x, -1, layer)
+        weight = read(rhs, w, sharding.w, 0, layer)
+        w_specs = specs_of_operand(weight, sharding.w)
 
-    high_precision: jax.Array | None = None
-    quantized: QTensor | None = None
-    transposed: QTensor | None = None
+        def step(x, w, bias, addend):
+            w = sharding.gather(w, w_specs)
+            bias = None if bias is None else sharding.once(bias, sharding.k)
+            terms = bias, None if later else addend
+            y = _product(x, w, *terms, axes=(-1, 0), layer=layer, out_dtype=out_dtype)
+            y = sharding.sum(y, sharding.k)
+            return add(y, addend) if later else y
 
+        terms = (bias, addend) if product == fwd else (None, None)
+        x_specs = specs_of_operand(x, sharding.x)
+        specs = x_specs, w_specs, Spec((sharding.n,)), sharding.y
+        return (sharding.run(step, (x, weight, *terms), specs, sharding.y),)
 
-# --- the quantized forms ------------------------------------------------------------------------------
-
-
-def quantizes_rows(product: Product | None) -> TypeGuard[Product]:
-    """Whether the left operand is quantized row-wise, as in the fused quantizers."""
-    return product is not None and product.lhs.scope == "row" and not product.outlier_threshold
-
-
-def quantize_input(x: jax.Array, fwd: Product, settings: Settings) -> QTensor:
-    """Quantizes x for the forward product."""
-    return settings.sharded.quantize(fwd.lhs, x, settings.plan.x, -1)
-
-
-def weight_forms(w: jax.Array, settings: Settings) -> Forms:
-    """The forms of w that the forward product and the input gradient read."""
-    fwd, dgrad, sharded = settings.recipe.fwd, settings.recipe.dgrad, settings.sharded
-    once = settings.quantizes_weight_once
-    if fwd is None or dgrad is None or not (once or settings.recipe.save_quantized):
-        return Forms(w)
-    forms: tuple[QTensor, ...]
-    if once and sharded.arithmetic.reads_last_axis:
-        forms = sharded.quantize_both(w, fwd.rhs.dtype)
-    else:
-        forms = (sharded.quantize(fwd.rhs, w, settings.plan.w, 0),)
-    # Outliers are multiplied with w itself.
-    keeps_w = fwd.outlier_threshold or dgrad.outlier_threshold
-    return Forms(w if keeps_w else None, *(named(q, "swjax_w") for q in forms))
-
-
-def named(q: QTensor, name: str) -> QTensor:
-    """Names a quantized array for `swjax.checkpoint_policies`; fp8 values are saved as bytes."""
-    values = checkpoint_name(to_bytes(q.values), f"{name}_q")
-    return QTensor(from_bytes(values, q.values.dtype), checkpoint_name(q.scale, f"{name}_scale"))
-
-
-def to_bytes(values: jax.Array) -> jax.Array:
-    """Reinterprets fp8 values as uint8; returns other arrays unchanged.
-
-    `jax.checkpoint` rounds the floats that it saves with `jax.lax.reduce_precision`, whose largest e4m3
-    value is 240, not 448: larger values become NaN.
-    """
-    if values.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-        return jax.lax.bitcast_convert_type(values, jnp.uint8)
-    return values
-
-
-def from_bytes(values: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The inverse of `to_bytes` for values of a dtype."""
-    if values.dtype == jnp.uint8:
-        return jax.lax.bitcast_convert_type(values, dtype)
-    return values
-
-
-# --- the products -------------------------------------------------------------------------------------
-
-
-class Factor(NamedTuple):
-    """A factor of a product.
-
-    Attributes:
-      forms: the available forms of the factor.
-      spec: sharding of the factor.
-      axis: the axis that the product sums over; for an array of tokens, 0 stands for all token axes.
-    """
-
-    forms: Forms
-    spec: Spec
-    axis: int
-
-
-def output(
-    x: Forms,
-    w: Forms,
-    bias: jax.Array | None,
-    settings: Settings,
-    addend: jax.Array | None = None,
-) -> jax.Array:
-    """y = x w + bias + addend, in `settings.out_dtype`."""
-    plan, sharded = settings.plan, settings.sharded
-    names_weight = w.quantized is None  # `weight_forms` has named the form that it quantized
-
-    def compute(x, w, out_dtype, *, first=True):
-        if isinstance(w.value, QTensor) and names_weight:
-            w = w._replace(value=named(w.value, "swjax_w"))
-        terms = (bias, addend) if first else (None, None)
-        return sharded.output(x, w, *terms, out_dtype=out_dtype)
-
-    factors = Factor(x, plan.x, -1), Factor(w, plan.w, 0)
-    return _multiply(settings.recipe.fwd, *factors, compute, settings.out_dtype, settings)
-
-
-def input_gradient(g: Forms, w: Forms, settings: Settings, *, summed: bool = True) -> jax.Array:
-    """dx = g wT, in `settings.dtype`; see `Sharded.input_gradient` for `summed`."""
-    plan, sharded = settings.plan, settings.sharded
-
-    def compute(g, w, out_dtype, *, first=True):
-        return sharded.input_gradient(g, w, out_dtype=out_dtype, summed=summed)
-
-    factors = Factor(g, plan.y, -1), Factor(w, plan.w, -1)
-    return _multiply(settings.recipe.dgrad, *factors, compute, settings.dtype, settings)
+    return _with_outliers(multiply, fwd, x, sharding.x, layer.out_dtype, layer)[0]
 
 
 def input_gradients(
-    gs: tuple[Forms, ...], ws: tuple[Forms, ...], layers: tuple[Settings, ...], *, summed: bool
+    gs: tuple[Operand, ...], ws: tuple[Operand, ...], layers: Layers
 ) -> tuple[jax.Array, ...]:
-    """Arrays whose sum is the gradient of the input that layers share, in their dtype.
+    """Arrays whose sum is the gradient of the layers' input, dx = g wT of each layer.
 
-    There is one array for each layer, or one array in all if a kernel adds the products.
+    They are all-reduced where w's columns n are sharded. There is one array for each layer, or one in all: if
+    a kernel adds the products, or if each device adds them, so that one all-reduce follows.
     """
-    first, product = layers[0], layers[0].recipe.dgrad
-    alike = {(layer.recipe.dgrad, layer.dtype, layer.sharded) for layer in layers}
-    if product is None or product.outlier_threshold or len(alike) > 1:
-        return tuple(input_gradient(*each, summed=summed) for each in zip(gs, ws, layers))
+    first, alike = layers[0], len({layer.sharding for layer in layers}) == 1
+    sharding, dgrad = first.sharding, first.recipe.dgrad
+    once = alike and len(layers) > 1 and bool(sharding.splits(sharding.n))
+    multiply = partial(_input_gradients, all_reduce=not once)
+    if alike and not (dgrad and dgrad.outlier_threshold):
+        dxs = multiply(ws, first, dgrad, gs, first.dtype)
+    else:
 
-    def operands(quantizer, forms, spec):
-        return tuple(_quantized(quantizer, Factor(each, spec, -1), first) for each in forms)
+        def of_layer(g, w, layer):
+            one = lambda product, g, dtype: multiply((w,), layer, product, (g,), dtype)
+            return _with_outliers(one, dgrad, g, layer.sharding.y, layer.dtype, layer)[0]
 
-    return first.sharded.input_gradients(
-        operands(product.lhs, gs, first.plan.y),
-        operands(product.rhs, ws, first.plan.w),
-        out_dtype=first.dtype,
-        summed=summed,
-    )
+        dxs = tuple(map(of_layer, gs, ws, layers))
+    if not once:
+        return dxs
+
+    def step(*dxs):
+        return sharding.sum(add(*(dx[0] for dx in dxs)), sharding.n)
+
+    return (sharding.run(step, dxs, (_partial(sharding),) * len(dxs), sharding.x),)
 
 
-def weight_gradient(x: Forms, g: Forms, settings: Settings, *, out_dtype: str) -> jax.Array:
-    """dw = xT g, in `out_dtype`."""
-    plan, sharded, product = settings.plan, settings.sharded, settings.recipe.wgrad
+def _input_gradients(ws, layer: Layer, product, gs, out_dtype: str, *, all_reduce: bool):
+    """dx = g wT of each layer; or one array, their sum, if a kernel adds them.
 
-    def compute(x, g, out_dtype, *, first=True):
-        return sharded.weight_gradient(x, g, out_dtype=out_dtype)
+    If `all_reduce=False`, they are per-device partial sums along a new leading axis.
+    """
+    sharding = layer.sharding
+    lhs, rhs = (product.lhs, product.rhs) if product else (None, None)
+    gs = tuple(read(lhs, g, sharding.y, -1, layer) for g in gs)
+    ws = tuple(read(rhs, w, sharding.w, -1, layer) for w in ws)
+    g_specs = tuple(specs_of_operand(g, sharding.y) for g in gs)
+    w_specs = tuple(specs_of_operand(w, sharding.w) for w in ws)
 
-    factors = Factor(x, plan.x, 0), Factor(g, plan.y, 0)
-    if product is not None and product.lhs.scope == "block":
-        operands = (_high_precision(factor, settings) for factor in factors)
-        return sharded.weight_gradient(*operands, out_dtype=out_dtype, blocks=product)
-    return _multiply(product, *factors, compute, out_dtype, settings)
+    def step(gs, ws):
+        ws = sharding.gather(ws, w_specs)
+        dxs = _products_or_sum(gs, ws, axes=(-1, -1), layer=layer, out_dtype=out_dtype)
+        return sharding.sum(dxs, sharding.n) if all_reduce else tuple(dx[None] for dx in dxs)
+
+    out_specs = sharding.x if all_reduce else _partial(sharding)
+    return sharding.run(step, (gs, ws), (g_specs, w_specs), out_specs)
+
+
+def _partial(sharding: Sharding) -> Spec:
+    return Spec((sharding.n, *sharding.x))
 
 
 def weight_gradients(
-    x: Forms, gs: tuple[Forms, ...], layers: tuple[Settings, ...], out_dtypes: tuple[str, ...]
-) -> tuple[jax.Array, ...]:
-    """dw = xT g of each layer, in its dtype of `out_dtypes`."""
-    first, product = layers[0], layers[0].recipe.wgrad
-    in_blocks = product is not None and product.lhs.scope == "block"
-    alike = {(layer.recipe.wgrad, layer.dtype, layer.sharded) for layer in layers}
-    quantized_here = product is not None and not in_blocks
-    if quantized_here or len(alike) > 1 or len(set(out_dtypes)) > 1:
-        return tuple(
-            weight_gradient(x, g, layer, out_dtype=dtype)
-            for g, layer, dtype in zip(gs, layers, out_dtypes)
-        )
-    operands = tuple(_high_precision(Factor(g, first.plan.y, 0), first) for g in gs)
-    x_operand = _high_precision(Factor(x, first.plan.x, 0), first)
-    (dtype,) = set(out_dtypes)
-    return first.sharded.weight_gradients(x_operand, operands, out_dtype=dtype, blocks=product)
+    x: Operand, gs: tuple[Operand, ...], layers: Layers
+) -> tuple[jax.Array | None, ...]:
+    """dw = xT g of each layer in its `w_dtype`; None for a quantized weight.
 
-
-def _multiply(
-    product: Product | None,
-    a: Factor,
-    b: Factor,
-    compute: Callable[..., jax.Array],
-    out_dtype: str,
-    settings: Settings,
-) -> jax.Array:
-    """Calls `compute(a, b, out_dtype)` with the operands that `product` reads.
-
-    With outliers, the result is the sum of two products: a quantized product without the outliers, and a
-    high-precision product of the outliers (`first=False`).
+    They are reduce-scattered over the axes that shard tokens and w, and all-reduced over the others.
     """
-    if product is None:
-        return compute(_high_precision(a, settings), _high_precision(b, settings), out_dtype)
-    b_quantized = _quantized(product.rhs, b, settings)
-    if not product.outlier_threshold:
-        return compute(_quantized(product.lhs, a, settings), b_quantized, out_dtype)
-    whole = as_array(a.forms, settings.dtype)
-    rest, outliers = settings.sharded.split_outliers(whole, product.outlier_threshold, a.spec)
-    a_quantized = _quantized(product.lhs, a._replace(forms=Forms(rest)), settings)
-    y = compute(a_quantized, b_quantized, "float32")
-    exact = Operand(outliers, a.spec, a.axis), _high_precision(b, settings)
-    return (y + compute(*exact, "float32", first=False)).astype(out_dtype)
+    first, dws = layers[0], dict.fromkeys(range(len(layers)))
+    kinds = dict.fromkeys((layer.sharding, layer.w_dtype) for layer in layers if layer.w_dtype)
+    for sharding, dtype in kinds:
+        alike = [i for i in dws if (layers[i].sharding, layers[i].w_dtype) == (sharding, dtype)]
+        layer = layers[alike[0]]
+        multiply = partial(_weight_gradients, [gs[i] for i in alike], layer)
+        of_kind = _with_outliers(multiply, first.recipe.wgrad, x, sharding.x, dtype, layer)
+        dws |= zip(alike, of_kind)
+    return tuple(dws.values())
 
 
-def _high_precision(factor: Factor, settings: Settings) -> Operand:
-    return Operand(as_array(factor.forms, settings.dtype), factor.spec, factor.axis)
+def _weight_gradients(gs, layer: Layer, product: Product | None, x, out_dtype: str):
+    """dw = xT g of each g. With blocks, each device quantizes its own tokens."""
+    sharding = layer.sharding
+    blocks = product if product is not None and product.lhs.scope == "block" else None
+    lhs, rhs = (product.lhs, product.rhs) if product and not blocks else (None, None)
+    x = read(lhs, x, sharding.x, 0, layer)
+    gs = tuple(read(rhs, g, sharding.y, 0, layer) for g in gs)
+    reduce_dtype = sharding.reduce_dtype if sharding.splits(sharding.token_axes) else None
+
+    def step(x, gs):
+        dws = _sums_over_tokens(x, gs, blocks, layer, reduce_dtype or out_dtype)
+        return tuple(sharding.scatter_sum(dw).astype(out_dtype) for dw in dws)
+
+    specs = specs_of_operand(x, sharding.x), tuple(specs_of_operand(g, sharding.y) for g in gs)
+    return sharding.run(step, (x, gs), specs, sharding.w)
 
 
-def as_array(forms: Forms, dtype: str) -> jax.Array:
-    """The matrix itself, or its dequantized form."""
-    if forms.high_precision is not None:
-        return forms.high_precision.astype(dtype)
-    if forms.quantized is not None:
-        return reference.dequantize(forms.quantized, dtype)
-    assert forms.transposed is not None, "a matrix has at least one form"
-    return reference.dequantize(forms.transposed.T, dtype)
+def _with_outliers(
+    multiply: Callable[..., tuple[jax.Array, ...]],
+    product: Product | None,
+    a: Operand,
+    spec: Spec,
+    out_dtype: str,
+    layer: Layer,
+) -> tuple[jax.Array, ...]:
+    """``multiply(product, a, out_dtype)``, in which outliers of `a` are multiplied in high precision.
+
+    With outliers it is the sum of two: a quantized product without the outliers, and an exact product of the
+    outliers (its `product` is None).
+    """
+    if product is None or not product.outlier_threshold:
+        return multiply(product, a, out_dtype)
+    whole = as_array(a, layer.dtype)
+    rest, outliers = split_outliers(whole, product.outlier_threshold, spec, layer)
+    terms = (
+        multiply(product, Operand(rest), "float32"),
+        multiply(None, Operand(outliers), "float32"),
+    )
+    return tuple((y + exact).astype(out_dtype) for y, exact in zip(*terms))
 
 
-def _quantized(quantizer: Quantizer, factor: Factor, settings: Settings) -> Operand:
-    """The form that fits this quantizer and sum, or a form that is quantized here."""
-    forms, spec, axis = factor
-    available = [(forms.quantized, False), (forms.transposed, True)]
-    for q, transposed in reversed(available) if axis == 0 else available:
-        along = -1 - axis if transposed else axis
-        if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
-            continue
-        if axis == -1 or q.values.ndim == 2:
-            return transposed_operand(q, spec, axis, transposed=transposed)
-    x = forms.high_precision
-    x = as_array(forms, "float32") if x is None else x
-    transpose = axis == 0 and settings.sharded.arithmetic.reads_last_axis
-    q = settings.sharded.quantize(quantizer, x, spec, axis, transpose=transpose)
-    spec = as_matrix(spec, False) if axis == 0 else spec
-    return transposed_operand(q, spec, axis, transposed=transpose)
+# --- on one device ------------------------------------------------------------------------------------
+
+
+def _product(
+    a: Operand,
+    b: Operand,
+    bias: jax.Array | None = None,
+    addend: jax.Array | None = None,
+    *,
+    axes: tuple[int, int],
+    layer: Layer,
+    out_dtype: str,
+) -> jax.Array:
+    """``a b + bias + addend``, summed over `axes` of the two matrices; both are quantized, or neither."""
+    (a, axis_a), (b, axis_b) = stored(a, axes[0]), stored(b, axes[1])
+    if isinstance(a, QTensor):
+        return _quantized_product(a, b, bias, addend, (axis_a, axis_b), layer, out_dtype)
+    contract = (axis_a % a.ndim,), (axis_b % b.ndim,)
+    y = reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=layer.precision)
+    if addend is None:
+        return y
+    # XLA for GPUs adds an array of the product's dtype in the product's epilogue.
+    return y + addend if addend.dtype == y.dtype else add(y, addend)
+
+
+def _quantized_product(a: QTensor, b: QTensor, bias, addend, axes, layer: Layer, out_dtype: str):
+    """Splits an int8 sum that could overflow int32, and adds the parts in float32."""
+    options = {"contract": axes, "implementation": layer.implementation}
+    if _sum_fits_int32(a, axes[0]):
+        return dispatch.run("matmul", a, b, bias, addend, out_dtype=out_dtype, **options)
+    length = a.values.shape[axes[0]]
+
+    def part(start: int) -> jax.Array:
+        stop = min(start + LONGEST_INT8_SUM, length)
+        operands = (
+            q._replace(values=lax.slice_in_dim(q.values, start, stop, axis=axis))
+            for q, axis in zip((a, b), axes)
+        )
+        terms = (bias, addend) if start == 0 else ()
+        return dispatch.run("matmul", *operands, *terms, out_dtype="float32", **options)
+
+    others = range(LONGEST_INT8_SUM, length, LONGEST_INT8_SUM)
+    return sum(map(part, others), part(0)).astype(out_dtype)
+
+
+def _products_or_sum(gs, ws, *, axes, layer: Layer, out_dtype: str) -> tuple[jax.Array, ...]:
+    """The product of each pair; or, if a kernel adds the products, their sum."""
+    pairs = [(stored(g, axes[0]), stored(w, axes[1])) for g, w in zip(gs, ws)]
+    (a, axes_of_a), (b, axes_of_b) = (zip(*side) for side in zip(*pairs))
+    options = {"out_dtype": out_dtype, "contract": (axes_of_a[0], axes_of_b[0])}
+    fit = len(pairs) > 1 and len({*axes_of_a}) == len({*axes_of_b}) == 1
+    fit = fit and all(isinstance(q, QTensor) and _sum_fits_int32(q, axes_of_a[0]) for q in a)
+    chosen = {"implementation": layer.implementation}
+    if fit and dispatch.has_kernel("matmul_sum", a, b, **options, **chosen):
+        return (dispatch.run("matmul_sum", a, b, **options),)
+    return tuple(
+        _product(g, w, axes=axes, layer=layer, out_dtype=out_dtype) for g, w in zip(gs, ws)
+    )
+
+
+def _sum_fits_int32(a: QTensor, axis: int) -> bool:
+    """Whether int32 holds every sum of products of int8 values along an axis; fp8 is summed in float32."""
+    return a.values.dtype != jnp.int8 or a.values.shape[axis] <= LONGEST_INT8_SUM
+
+
+def _sums_over_tokens(
+    x: Operand, gs: tuple[Operand, ...], blocks: Product | None, layer: Layer, out_dtype: str
+) -> tuple[jax.Array, ...]:
+    """``xT g`` for each g, summed over all tokens; with `blocks`, quantized here in blocks of tokens."""
+    if x.array is None:
+        multiply = partial(_product, x, axes=(0, 0), layer=layer, out_dtype=out_dtype)
+        return tuple(map(multiply, gs))
+    operation, options = "weight_gradient", {"out_dtype": out_dtype}
+    if blocks is None:
+        options["precision"] = layer.precision
+    else:
+        operation = "block_weight_gradient"
+        options["dtypes"] = blocks.lhs.dtype, blocks.rhs.dtype
+        options |= {"block": blocks.lhs.block, "rotation": blocks.lhs.rotation}
+    rows, group = (as_rows(x.array), tuple(as_rows(g.array) for g in gs)), f"{operation}_group"
+    chosen = {"implementation": layer.implementation}
+    if len(gs) > 1 and dispatch.has_kernel(group, *rows, **options, **chosen):
+        return dispatch.run(group, *rows, **options)
+    return tuple(dispatch.run(operation, rows[0], g, **options, **chosen) for g in rows[1])

@@ -13,21 +13,8 @@ import jax
 
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
-
-
-class Gradient(NamedTuple):
-    """The gradient of an array [..., n], with further forms that the preceding layer reads, if available.
-
-    Attributes:
-      array: the gradient.
-      quantized: the gradient, quantized row-wise, or None.
-      token_sum: the sum of the gradient over all tokens, [n] float32, which is the gradient of a bias; or
-        None.
-    """
-
-    array: jax.Array
-    quantized: QTensor | None = None
-    token_sum: jax.Array | None = None
+from swjax.linear.layer import Layer, Operand, add, row_specs
+from swjax.linear.layouts import Spec, SpecTree
 
 
 class PrologueGradients(NamedTuple):
@@ -39,7 +26,7 @@ class PrologueGradients(NamedTuple):
       recomputed: the prologue's output, or None.
     """
 
-    input: Gradient
+    input: Operand
     prologue: "Prologue"
     recomputed: jax.Array | None
 
@@ -114,7 +101,7 @@ class LayerNorm:
         parameters = LayerNorm(
             dscale.astype(self.scale.dtype), dbias.astype(self.bias.dtype), self.epsilon
         )
-        return PrologueGradients(Gradient(dx), parameters, y)
+        return PrologueGradients(Operand(dx), parameters, y)
 
 
 @jax.tree_util.register_dataclass
@@ -166,22 +153,66 @@ class Gelu:
             recompute=recompute,
             implementation=implementation,
         )
-        gradient = Gradient(dx, dx_quantized, token_sum)
+        gradient = Operand(dx, dx_quantized, token_sum=token_sum)
         if residual_gradient is not None:  # the other forms exclude the residual gradient
-            gradient = Gradient(add(dx, residual_gradient))
+            gradient = Operand(add(dx, residual_gradient))
         return PrologueGradients(gradient, self, y)
 
 
-def add(*arrays: jax.Array | None) -> jax.Array:
-    """Sums in float32, and rounds once to the dtype of the first array; None counts as zero.
-
-    >>> import jax.numpy as jnp
-    >>> float(add(jnp.float32(1), None, jnp.float32(2)))
-    3.0
-    """
-    first, *others = (array for array in arrays if array is not None)
-    total = sum((other.astype("float32") for other in others), first.astype("float32"))
-    return total.astype(first.dtype)
-
-
 Prologue = LayerNorm | Gelu
+
+
+# --- on sharded arrays --------------------------------------------------------------------------------
+
+
+def input_spec(prologue: Prologue | None, layer: Layer) -> Spec:
+    """The sharding of the input of a layer, or of its prologue."""
+    sharding = layer.sharding
+    whole_rows = prologue is not None and prologue.whole_rows
+    return Spec((*sharding.tokens, ())) if whole_rows else sharding.x
+
+
+def apply(
+    prologue: Prologue, x: jax.Array, layer: Layer, *, quantize_to: str | None
+) -> tuple[jax.Array | None, QTensor | None]:
+    """Returns (prologue's output, None), or with `quantize_to` (None, output quantized row-wise)."""
+    spec, implementation = input_spec(prologue, layer), layer.implementation
+
+    def step(prologue, x):
+        return prologue.forward(x, quantize_to=quantize_to, implementation=implementation)
+
+    out_specs = (None, row_specs(spec)) if quantize_to else (spec, None)
+    return layer.sharding.run(step, (prologue, x), (Spec(), spec), out_specs)
+
+
+def apply_backward(
+    prologue: Prologue,
+    x: jax.Array,
+    gradients: tuple[jax.Array, ...],
+    residual_gradient: jax.Array | None,
+    layer: Layer,
+    *,
+    quantize_to: str | None,
+    recompute: bool,
+) -> PrologueGradients:
+    """Computes the gradients of a prologue; see `LayerNorm.backward`."""
+    sharding, spec = layer.sharding, input_spec(prologue, layer)
+    options = {"quantize_to": quantize_to, "recompute": recompute}
+
+    def step(prologue, x, gradients, residual_gradient):
+        of = prologue.backward(
+            x, gradients, residual_gradient, implementation=layer.implementation, **options
+        )
+        sums = of.input.token_sum, of.prologue
+        token_sum, parameters = sharding.sum(sums, *sharding.tokens)
+        return PrologueGradients(of.input._replace(token_sum=token_sum), parameters, of.recomputed)
+
+    tree: SpecTree = spec
+    of_input = Operand(tree)
+    if not prologue.whole_rows and residual_gradient is None:
+        columns: SpecTree = Spec(spec[-1:])
+        of_input = Operand(tree, row_specs(spec) if quantize_to else None, token_sum=columns)
+    whole: SpecTree = Spec()
+    out_specs = PrologueGradients(of_input, whole, tree if recompute else None)
+    arrays = (prologue, x, gradients, residual_gradient)
+    return sharding.run(step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from swjax.linear.layouts import TOKENS, Spec
-from swjax.linear.planning import plan_batch
-from swjax.linear.plans import vary_alike
+from swjax.linear.sharding import shard_batch, vary_alike
 from swjax.losses.ring import Ring, make_ring
 
 # Similarities that a device holds at once: 1 GiB. For larger batches, the softmax loss computes them twice:
@@ -129,13 +128,13 @@ def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs:
     scalars = tuple(map(jnp.asarray, scalars))
     if shapes := [x.shape for x in scalars if x.shape]:
         raise ValueError(f"logit_scale and logit_bias must be scalars, got the shape {shapes[0]}")
-    plan = plan_batch(tokens, images, texts, *scalars)
-    around = make_ring(plan, *images.shape, pairs=pairs, numbers=NUMBERS)
-    spec = Spec((*plan.tokens, ()))
-    images, texts = (plan.place(x.astype(jnp.float32), spec) for x in (images, texts))
+    sharding = shard_batch(tokens, images, texts, *scalars)
+    around = make_ring(sharding, *images.shape, pairs=pairs, numbers=NUMBERS)
+    spec = Spec((*sharding.tokens, ()))
+    images, texts = (sharding.place(x.astype(jnp.float32), spec) for x in (images, texts))
     scalars = tuple(x.astype(jnp.float32) for x in scalars)
     images, texts, scalars = vary_alike(images, texts, scalars)
-    loss, metrics = _loss((local, around, plan), images, texts, scalars, labels)
+    loss, metrics = _loss((local, around, sharding), images, texts, scalars, labels)
     return loss, metrics | {"logit_scale": jnp.exp(scalars[0])}
 
 
@@ -158,14 +157,14 @@ _loss.defvjp(_forward, _backward)
 
 def _run(how, images, texts, scalars, labels, *, gradient: bool):
     """Returns ((loss, metrics), gradient of the loss by images, texts and scalars, or None)."""
-    local, around, plan = how
-    rows, scalar = Spec((*plan.tokens, ())), Spec()
+    local, around, sharding = how
+    rows, scalar = Spec((*sharding.tokens, ())), Spec()
     scalar_specs = (scalar,) * len(scalars)
     metric_specs = dict.fromkeys(("image_to_text_accuracy", "text_to_image_accuracy"), scalar)
-    return plan.run(
+    return sharding.run(
         partial(local, around, gradient),
         (images, texts, scalars, labels),
-        (rows, rows, scalar_specs, Spec(plan.tokens)),
+        (rows, rows, scalar_specs, Spec(sharding.tokens)),
         ((scalar, metric_specs), (rows, rows, scalar_specs) if gradient else None),
     )
 

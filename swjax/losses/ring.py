@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from swjax.linear.layouts import Axes
-from swjax.linear.plans import Plan
+from swjax.linear.sharding import Sharding
 
 
 class Ring(NamedTuple):
@@ -95,17 +95,17 @@ class Ring(NamedTuple):
         return [(i, (i - self.group) % self.devices) for i in range(self.devices)]
 
 
-def make_ring(plan: Plan, rows: int, width: int, *, pairs: int, numbers: int) -> Ring:
-    """Builds the ring for a batch [rows, width] with the plan's sharding and the largest allowed blocks.
+def make_ring(sharding: Sharding, rows: int, width: int, *, pairs: int, numbers: int) -> Ring:
+    """Builds the ring for a batch [rows, width] with the given sharding and the largest allowed blocks.
 
     Args:
-      plan: see `swjax.linear.planning.plan_batch`.
+      sharding: see `swjax.linear.sharding.shard_batch`.
       rows, width: size of the whole batch.
       pairs: largest number of pairs on a device at once.
       numbers: largest number of elements of visiting rows on a device.
     """
-    axes = plan.splits(plan.token_axes)
-    devices = 1 if plan.mesh is None else math.prod(plan.mesh.shape[axis] for axis in axes)
+    axes = sharding.splits(sharding.token_axes)
+    devices = 1 if sharding.mesh is None else math.prod(sharding.mesh.shape[axis] for axis in axes)
     own = rows // devices
     fits = lambda group: own * own * group <= pairs and own * group * width <= numbers
     group = max(n for n in _divisors(devices) if n == 1 or fits(n))

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from swjax.linear.layouts import TOKENS, Spec
-from swjax.linear.planning import plan_batch
-from swjax.linear.plans import Plan, vary_alike
+from swjax.linear.sharding import Sharding, shard_batch, vary_alike
 
 CHUNK = 128  # sorted tokens whose gradients one product adds
 
@@ -38,30 +37,30 @@ def lookup(table: jax.Array, tokens: jax.Array, gradient_dtype: str) -> jax.Arra
     """
     if jax.default_backend() != "gpu":
         return jnp.take(table, tokens, axis=0)
-    plan = plan_batch(TOKENS, tokens, table)
+    sharding = shard_batch(TOKENS, tokens, table)
     like = jax.ShapeDtypeStruct(table.shape, table.dtype)
-    return _lookup(plan, gradient_dtype, like, *vary_alike(table, tokens))
+    return _lookup(sharding, gradient_dtype, like, *vary_alike(table, tokens))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _lookup(plan: Plan, gradient_dtype: str, like: jax.ShapeDtypeStruct, table, tokens):
+def _lookup(sharding: Sharding, gradient_dtype: str, like: jax.ShapeDtypeStruct, table, tokens):
     return jnp.take(table, tokens, axis=0)
 
 
-def _forward(plan, gradient_dtype, like, table, tokens):
+def _forward(sharding, gradient_dtype, like, table, tokens):
     return jnp.take(table, tokens, axis=0), tokens
 
 
-def _backward(plan, gradient_dtype, like, tokens, g):
+def _backward(sharding, gradient_dtype, like, tokens, g):
     def step(tokens, g):
         rows = g.reshape(-1, g.shape[-1]).astype(gradient_dtype)
         sums = sum_by_token(rows, tokens.reshape(-1), like.shape[0])
-        return plan.sum(sums, *plan.tokens).astype(like.dtype)
+        return sharding.sum(sums, *sharding.tokens).astype(like.dtype)
 
-    rest = ((),) * (tokens.ndim - len(plan.tokens))
-    shards = Spec((*plan.tokens, *rest))
+    rest = ((),) * (tokens.ndim - len(sharding.tokens))
+    shards = Spec((*sharding.tokens, *rest))
     specs = shards, Spec((*shards, ()))
-    return plan.run(step, (tokens, g), specs, Spec(((), ()))), None
+    return sharding.run(step, (tokens, g), specs, Spec(((), ()))), None
 
 
 _lookup.defvjp(_forward, _backward)

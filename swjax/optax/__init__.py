@@ -5,12 +5,17 @@
 """
 
 from swjax.optax.convert import from_adamw_state
-from swjax.optax.dynamic import DynamicLossScaleState, dynamic_loss_scale
-from swjax.optax.guard import PerTensorGuardState, per_tensor_guard
 from swjax.optax.orthogonal import muon
-from swjax.optax.overflow import unscale
 from swjax.optax.rms import adamw_rms_by_path, rms_by_path
-from swjax.optax.scaling import loss_scale, skipped_by_path
+from swjax.optax.scaling import (
+    DynamicLossScaleState,
+    PerTensorGuardState,
+    dynamic_loss_scale,
+    loss_scale,
+    per_tensor_guard,
+    skipped_by_path,
+    unscale,
+)
 from swjax.optax.stable import StableAdamWState, power_decay, scale_by_stable_adam, stable_adamw
 from swjax.optax.tensors import TensorValues, path_name
 

@@ -30,8 +30,7 @@ def from_adamw_state(
 
     Raises:
       ValueError: b1 or b2 is out of range, one of the states does not contain exactly one state of its kind,
-        they belong to different parameters, or AdamW counts the steps per tensor, as inside
-        `per_tensor_guard`.
+        they belong to different parameters, or the state is that of an ensemble, with several counts.
 
     >>> from swjax.optax import stable_adamw
     >>> params, gradient = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
@@ -48,8 +47,8 @@ def from_adamw_state(
     new = _only(StableAdamWState, opt_state, "opt_state")
     if jnp.ndim(old.count):
         raise ValueError(
-            f"adamw_state must have a single step count, got {jnp.shape(old.count)}: "
-            f"pass a state from outside per_tensor_guard"
+            f"adamw_state must have a single step count, got {jnp.shape(old.count)}: convert the states "
+            "of an ensemble under jax.vmap"
         )
     _require_alike(old.mu, new.mu)
     steps = jnp.maximum(old.count, 1)  # before the first step all moments are 0
@@ -61,11 +60,8 @@ def from_adamw_state(
         )
 
     mu, nu = debias(old.mu, new.mu, b1), debias(old.nu, new.nu, b2)
-    # One count per tensor inside per_tensor_guard. The leaves of an `nnx.Optimizer`'s state are
-    # variables, which `jax.tree.map` keeps.
-    count = jax.tree.map(
-        lambda old, new: jnp.broadcast_to(old, jnp.shape(new)), old.count, new.count
-    )
+    # The leaves of an `nnx.Optimizer`'s state are variables, which `jax.tree.map` keeps.
+    count = jax.tree.map(lambda old, new: old, old.count, new.count)
     converted = StableAdamWState(count, mu, nu, new.rms)
     return jax.tree.map(
         lambda x: converted if isinstance(x, StableAdamWState) else x,

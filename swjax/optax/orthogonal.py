@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
-from swjax.optax.overflow import require_gradients
-from swjax.optax.stable import rate_at, require_learning_rate, require_number, stable_adamw
+from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
+from swjax.optax.stable import stable_adamw
 from swjax.optax.tensors import (
     as_arrays,
     bools_like,
@@ -71,8 +71,9 @@ def muon(
       learning_rate: a number, at least 0, or a schedule of the number of previous steps.
       matrices: the parameters that Muon updates: a tree of bools like the parameters, a prefix of it, or a
         function from the parameters to such a tree, which `flax.nnx.Optimizer` needs. They are matrices,
-        [m, n], or stacks of matrices, [layers, m, n]. Leave out embeddings and the last layer, and arrays of
-        three axes that are no stack, such as the kernels of `flax.nnx.MultiHeadAttention`.
+        [m, n], or stacks of matrices, whose other axes `block_axes` names. Without it, an array of three axes
+        is a stack [layers, m, n]. Leave out embeddings and the last layer, and arrays of three axes that are
+        no stack, such as the kernels of `flax.nnx.MultiHeadAttention`.
       b1, b2: of AdamW, in [0, 1).
       eps: of AdamW, at least 2^-126 = 1.2e-38.
       weight_decay: at least 0; decoupled weight decay of both parts, multiplied by the learning rate.
@@ -80,16 +81,17 @@ def muon(
       momentum: of Muon, in [0, 1), with Nesterov's correction.
       dtype: of the operands of Muon's products, of at least 16 bits; sums are in float32. Jordan et al. use
         bfloat16.
-      block_axes: of parameters that AdamW updates, as in `stable_adamw`, for the RMS of `rms_by_path`.
+      block_axes: the axis or axes that enumerate stacked tensors, as in `stable_adamw`. Muon orthogonalizes
+        each matrix of a stack; for parameters that AdamW updates, the axes set the RMS of `rms_by_path`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
 
     Raises:
       ValueError: a hyper-parameter is not a scalar or out of range (unless traced), `matrices` or `mask` is a
-        single bool for a tree of parameters, `matrices` names an array that is no matrix, no stack of
-        matrices, or not real, an update receives no parameters, a gradient is an integer, or a gradient or a
-        moment has another shape than its parameter.
+        single bool for a tree of parameters, `matrices` names no parameter (as under `optax.flatten`), or an
+        array that is no matrix, no stack of matrices, or not real, an update receives no parameters, a
+        gradient is an integer, or a gradient or a moment has another shape than its parameter.
 
     >>> params = {"hidden": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     >>> optimizer = muon(0.1, matrices={"hidden": True, "bias": False}, weight_decay=0.0)
@@ -109,27 +111,33 @@ def muon(
     _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype)
     rate = functools.partial(rate_at, "muon", learning_rate)
 
-    def scaled(updates, _):
-        return jax.tree.map(lambda x: x * (SCALE * math.sqrt(max(x.shape[-2:]))), updates)
-
     def both(params) -> optax.GradientTransformationExtraArgs:
         """The optimizer of both parts."""
-        by_muon = bools_like("matrices", matrices, params)
-        names = jax.tree_util.tree_map_with_path(_name_of_optimizer, by_muon, params)
+        by_muon, structure = bools_like("matrices", matrices, params), jax.tree.structure(params)
+        axes = resolve_block_axes(block_axes, params)
+        names = jax.tree_util.tree_map_with_path(
+            _name_of_optimizer, by_muon, params, jax.tree.unflatten(structure, map(_Axes, axes))
+        )
+        if set(jax.tree.leaves(names)) == {"adamw"}:
+            raise ValueError(
+                f"muon's matrices must name a parameter, got none of {structure.num_leaves}: use "
+                "stable_adamw for AdamW alone, and no wrapper that hides matrices, such as optax.flatten"
+            )
 
         def part(name, values):
             """The values of one part, one for each parameter, with placeholders for the other part.
 
             They are a function's result, because optax would call a tree that is callable.
             """
-            tree = jax.tree.unflatten(jax.tree.structure(params), values)
+            tree = jax.tree.unflatten(structure, values)
             choose = lambda own, value: value if own == name else optax.MaskedNode()
             return lambda _: jax.tree.map(choose, names, tree)
 
-        decays, axes = resolve_mask(mask, params), resolve_block_axes(block_axes, params)
+        decays = resolve_mask(mask, params)
+        stacks = [x for x, name in zip(axes, jax.tree.leaves(names)) if name == "muon"]
         of_matrices = optax.chain(
-            scale_by_muon(momentum, dtype),
-            optax.stateless(scaled),
+            scale_by_muon(momentum, dtype, stacks),
+            optax.identity(),  # its empty state is in checkpoints
             optax.add_decayed_weights(weight_decay, part("muon", decays)),
             optax.scale_by_learning_rate(rate),
         )
@@ -153,7 +161,6 @@ def muon(
         if params is None:
             raise ValueError("muon needs the parameters: call update(grads, state, params)")
         grads, params = as_arrays(grads), as_arrays(params)
-        require_gradients("muon", grads, params)
         require_shapes("muon", params, {"gradient": grads})
         jax.tree_util.tree_map_with_path(_require_floating, params, grads)
         with jax.numpy_dtype_promotion("standard"):  # optax adds arrays of different dtypes
@@ -169,24 +176,21 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
         require_number("muon", name, value, lambda x: 0 <= x < 1, "in [0, 1)")
     require_number("muon", "eps", eps, lambda x: float(x) >= 2.0**-126, "at least 2^-126 (1.2e-38)")
     require_number("muon", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
-    if isinstance(dtype, jax.Array):
-        raise ValueError(
-            f"muon's dtype must be a dtype, got the array {dtype}: under optax.inject_hyperparams add "
-            "'dtype' to static_args"
-        )
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
-        raise ValueError(
-            f"muon's dtype must be a floating-point dtype of at least 16 bits, got {dtype!r}"
-        )
+    require_dtype("muon", "dtype", dtype, bits=16)
 
 
-def _name_of_optimizer(path: tuple, by_muon: bool, x: jax.Array) -> str:
+class _Axes(tuple):
+    """The block axes of a parameter, as a leaf of a tree."""
+
+
+def _name_of_optimizer(path: tuple, by_muon: bool, x: jax.Array, axes: _Axes) -> str:
     if not by_muon:
         return "adamw"
-    if jnp.ndim(x) not in (2, 3):
+    if jnp.ndim(x) - len(axes) != 2 and (axes or jnp.ndim(x) != 3):
         raise ValueError(
-            f"muon needs matrices [m, n] or stacks [layers, m, n], got {path_name(path)!r} of shape "
-            f"{jnp.shape(x)}: set it to False in `matrices`"
+            f"muon needs matrices [m, n] beside the block axes, got {path_name(path)!r} of shape "
+            f"{jnp.shape(x)} with block axes {tuple(axes)}: name the axes of its stack in `block_axes`, or "
+            "set it to False in `matrices`"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -206,9 +210,16 @@ def _require_floating(path: tuple, parameter: jax.Array, gradient: jax.Array) ->
 
 
 def scale_by_muon(
-    momentum: jax.typing.ArrayLike = 0.95, dtype: jax.typing.DTypeLike = jnp.float32
+    momentum: jax.typing.ArrayLike = 0.95,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    stacks: Sequence[tuple[int, ...]] = (),
 ) -> optax.GradientTransformation:
-    """`optax.contrib.scale_by_muon` for matrices and stacks of matrices; see `muon`."""
+    """`optax.contrib.scale_by_muon(consistent_rms=0.2)` for matrices and stacks of matrices; see `muon`.
+
+    Args:
+      momentum, dtype: see `muon`.
+      stacks: for each parameter the axes that enumerate its matrices; (): all but the last two.
+    """
     reference = contrib.scale_by_muon(beta=momentum)
 
     def init(params):
@@ -234,7 +245,14 @@ def scale_by_muon(
 
         mu = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, float32(grads), float32(state.mu))
         directions = jax.tree.map(nesterov, float32(grads), mu)
-        updates = orthogonalize_all(directions, state.ns_coeffs, dtype)
+        leaves, structure = jax.tree.flatten(directions)
+        axes = stacks or [()] * len(leaves)
+        in_front = [jnp.moveaxis(x, kept, range(len(kept))) for x, kept in zip(leaves, axes)]
+        leaves = [
+            jnp.moveaxis(x * (SCALE * math.sqrt(max(x.shape[-2:]))), range(len(kept)), kept)
+            for x, kept in zip(orthogonalize_all(in_front, state.ns_coeffs, dtype), axes)
+        ]
+        updates = jax.tree.unflatten(structure, leaves)
         return updates, state._replace(count=count, mu=cast_like(mu, state.mu))
 
     return optax.GradientTransformation(init, update)
@@ -283,7 +301,7 @@ def orthogonalize(
     1.2.
 
     Args:
-      x: [m, n] or [layers, m, n].
+      x: [..., m, n].
       coefficients: of the terms of degree 1, 3 and 5, [3] float32.
       dtype: of the operands of the products.
 
@@ -294,14 +312,18 @@ def orthogonalize(
         return x.astype(jnp.float32)
     if x.ndim == 2:
         return orthogonalize(x[None], coefficients, dtype)[0]
+    given, shape = jax.typeof(x).sharding, x.shape
+    # On an explicit mesh, JAX refuses products along a sharded axis, also of one device.
+    spec = _without_single_devices(given)
+    x = x if spec == given.spec else jax.reshard(x, spec)
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     linear, cubic, quintic = coefficients.astype(jnp.float32)
-    has_fewer_rows = x.shape[1] <= x.shape[2]
-    largest = jnp.max(jnp.abs(x), axis=(1, 2), keepdims=True)
+    has_fewer_rows = shape[-2] <= shape[-1]
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
     x = x / jnp.where(largest > 0, largest, 1)  # so that no square overflows or underflows
-    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-8)
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
     replicate, shard, restore = _resharding(x)
-    x = shard(replicate(x.astype(dtype)))
+    x = shard(replicate(x.astype(dtype)).reshape(-1, *shape[-2:]))
     for _ in range(ITERATIONS):
         transposed = x.mT
         gram = product(x, transposed) if has_fewer_rows else product(transposed, x)
@@ -309,7 +331,16 @@ def orthogonalize(
         factor = (cubic * gram + quintic * product(operand, operand)).astype(dtype)
         added = product(factor, x) if has_fewer_rows else product(x, factor)
         x = (linear * x.astype(jnp.float32) + added).astype(dtype)
-    return restore(replicate(x)).astype(jnp.float32)
+    x = restore(replicate(x).reshape(shape)).astype(jnp.float32)
+    return x if spec == given.spec else jax.reshard(x, given)
+
+
+def _without_single_devices(sharding: NamedSharding) -> P:
+    """The spec without axes of the mesh that have one device."""
+    sizes = sharding.mesh.shape
+    named = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
+    kept = [tuple(axis for axis in axes if axis and sizes[axis] > 1) for axes in named]
+    return P(*((axes if len(axes) > 1 else axes[0]) if axes else None for axes in kept))
 
 
 class _Sharing(NamedTuple):
@@ -348,7 +379,8 @@ def _resharding(x: jax.Array) -> tuple[Reshard, Reshard, Reshard]:
     by several gathers in float32.
     """
     same: Reshard = lambda x: x
-    sharing, before, layers = _sharing(x), jax.typeof(x).sharding, len(x)
+    sharing, before = _sharing(x), jax.typeof(x).sharding
+    layers = math.prod(x.shape[:-2])
     replicated, by_layers = (
         NamedSharding(before.mesh, spec) for spec in (P(), P(sharing.axes or None))
     )

@@ -1,6 +1,5 @@
 """The RMS of every tensor's update by name, for `stable_adamw` and for plain `optax.adamw`."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from swjax.optax.stable import StableAdamWState, one_minus_power
+from swjax.optax.stable import StableAdamWState, one_minus_power, rms_of
 from swjax.optax.tensors import TensorValues, blocks_by_name, resolve_block_axes
 
 
@@ -75,8 +74,8 @@ def adamw_rms_by_path(
       {"path/of/the/parameter": RMS}, each a scalar, or [blocks] if `block_axes` defines blocks.
 
     Raises:
-      ValueError: there is no such state, it belongs to other parameters than the gradient, or it has a count
-        per tensor, as inside `per_tensor_guard`.
+      ValueError: there is no such state, it belongs to other parameters than the gradient, or it is that of
+        an ensemble, with several counts.
 
     >>> params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
     >>> optimizer = optax.adamw(1e-3)
@@ -96,8 +95,8 @@ def adamw_rms_by_path(
         )
     if jnp.ndim(states[0].count):
         raise ValueError(
-            f"opt_state must have a single step count, got {jnp.shape(states[0].count)}: "
-            f"inside per_tensor_guard use stable_adamw, whose state contains the RMS"
+            f"opt_state must have a single step count, got {jnp.shape(states[0].count)}: read the states "
+            "of an ensemble under jax.vmap"
         )
     correction = one_minus_power(b2, jnp.asarray(states[0].count))
     axes = resolve_block_axes(block_axes, grads)
@@ -111,8 +110,6 @@ def adamw_rms_by_path(
 
 def _rms(g, v, correction, eps, blocks: tuple[int, ...]) -> jax.Array:
     reduced = tuple(axis for axis in range(g.ndim) if axis not in blocks)
-    size = max(1, math.prod(g.shape[axis] for axis in reduced))
     correction, eps = (jnp.asarray(x, jnp.float32) for x in (correction, eps))
     squared, v = jnp.square(jnp.abs(g).astype(jnp.float32)), v.astype(jnp.float32) / correction
-    floor = jnp.maximum(jnp.square(eps), jnp.finfo(jnp.float32).tiny)  # the square may underflow
-    return jnp.sqrt(jnp.sum(squared / jnp.maximum(v, floor), reduced) / size)
+    return jnp.squeeze(rms_of(squared, v, eps, reduced), reduced)

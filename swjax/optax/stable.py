@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
 from swjax.optax.tensors import (
     TensorValues,
     as_arrays,
@@ -39,7 +40,7 @@ class StableAdamWState(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The scalars of a step, as scalar arrays, because each may be traced."""
+    """The numbers of a step, [] arrays. Each may be traced."""
 
     learning_rate: jax.Array
     new1: jax.Array  # weight of the new gradient in m: 1 - b1 of Alg. 2
@@ -48,9 +49,37 @@ class Scalars(NamedTuple):
     weight_decay: jax.Array
     threshold: jax.Array
 
-    @classmethod
-    def of(cls, *numbers: jax.typing.ArrayLike) -> "Scalars":
-        return cls(*(jnp.asarray(x, jnp.result_type(float)) for x in numbers))
+
+def algorithm_2(p, g, m, v, s: Scalars, reduced: tuple[int, ...], decays: bool, decoupled: bool):
+    """One step of the paper's algorithm 2 for one tensor, in the notation of `stable_adamw`.
+
+    Args:
+      p, g, m, v: parameter, gradient and moments; v is real.
+      s: the numbers of the step.
+      reduced: the axes over which RMS is a mean: all, except those that enumerate blocks.
+      decays: whether the parameter decays.
+      decoupled: whether the decay uses the unclipped rate.
+
+    Returns:
+      (what to subtract from p, m, v, RMS with size 1 along `reduced`).
+    """
+    like = lambda x: x.astype(p.dtype)  # converts real to complex for complex parameters
+    squared = (g * g.conj()).real
+    m = like(1 - s.new1) * m + like(s.new1) * g
+    v = (1 - s.new2) * v + s.new2 * squared
+    rms = rms_of(squared, v, s.eps, reduced)
+    rate = s.learning_rate / jnp.maximum(1, rms / s.threshold)
+    change = like(rate / (jnp.sqrt(v) + s.eps)) * m
+    if decays:
+        change += like((s.learning_rate if decoupled else rate) * s.weight_decay) * p
+    return change, m, v, rms
+
+
+def rms_of(squared: jax.Array, v: jax.Array, eps: jax.Array, reduced: tuple[int, ...]) -> jax.Array:
+    """sqrt(mean(squared / max(v, eps^2))), with size 1 along the axes `reduced`; 0 for an empty tensor."""
+    floor = jnp.maximum(jnp.square(eps), jnp.finfo(v.dtype).tiny)  # the square may underflow
+    size = max(1, math.prod(v.shape[axis] for axis in reduced))
+    return jnp.sqrt(jnp.sum(squared / jnp.maximum(v, floor), reduced, keepdims=True) / size)
 
 
 def stable_adamw(
@@ -133,51 +162,29 @@ def stable_adamw(
       https://arxiv.org/abs/2304.13013, algorithm 2.
       Shazeer and Stern, "Adafactor", 2018, https://arxiv.org/abs/1804.04235, section 6: update clipping.
     """
-    _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold)
-    _check_mu_dtype(mu_dtype)
-
-    def init(params):
-        params = _inexact(params)
-        blocks = blocks_by_name(params, resolve_block_axes(block_axes, params))
-        return StableAdamWState(
-            count=jnp.zeros([], jnp.int32),
-            mu=jax.tree.map(lambda p: jnp.zeros_like(p, _mu_dtype(p, mu_dtype)), params),
-            nu=jax.tree.map(lambda p: jnp.zeros_like(p, _real(_compute_dtype(p))), params),
-            rms=TensorValues.zeros(blocks, jnp.result_type(float)),
-        )
+    require_learning_rate("stable_adamw", learning_rate)
+    require_number("stable_adamw", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
+    adam = scale_by_stable_adam(
+        b1, b2, eps, clip_threshold=clip_threshold, mu_dtype=mu_dtype, block_axes=block_axes
+    )
 
     def update(grads, state, params=None, **extra_args):
         del extra_args
-        if params is None:
-            raise ValueError(
-                "stable_adamw needs the parameters, got params=None: "
-                "call update(grads, state, params)"
-            )
-        grads, params = as_arrays(grads), _inexact(params)
-        count = optax.safe_increment(state.count)
         rate = rate_at("stable_adamw", learning_rate, state.count)
-        new1, new2 = (_new_weight(b, count) for b in (b1, b2))
-        scalars = Scalars.of(rate, new1, new2, eps, weight_decay, clip_threshold)
+        descent = Descent(rate, weight_decay, mask, decoupled_lr)
+        changes, state = adam.update(grads, state, params, descent=descent)
+        return jax.tree.map(jnp.negative, changes), state
 
-        treedef: jax.tree_util.PyTreeDef
-        leaves, treedef = jax.tree.flatten(params)
-        moments = {"first moment": state.mu, "second moment": state.nu}
-        require_shapes("stable_adamw", params, {"gradient": grads, **moments})
-        trees = [treedef.flatten_up_to(tree) for tree in (grads, state.mu, state.nu)]
-        axes = resolve_block_axes(block_axes, params)
-        steps = [
-            _step(p, g, m, v, scalars, decays, kept, decoupled_lr)
-            for p, g, m, v, decays, kept in zip(
-                leaves, *trees, resolve_mask(mask, params), axes, strict=True
-            )
-        ]
-        updates, mu, nu, rms = zip(*steps) if steps else ((), (), (), ())
-        updates, mu, nu = (treedef.unflatten(column) for column in (updates, mu, nu))
-        updates, mu = cast_like(updates, params), cast_like(mu, state.mu)
-        rms = TensorValues.of(blocks_by_name(params, axes), rms, state.rms.values.dtype)
-        return updates, StableAdamWState(count, mu, nu, rms)
+    return optax.GradientTransformationExtraArgs(adam.init, update)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+
+class Descent(NamedTuple):
+    """What `stable_adamw` adds to `scale_by_stable_adam`: the rate of this step, and its decay arguments."""
+
+    learning_rate: jax.typing.ArrayLike
+    weight_decay: jax.typing.ArrayLike
+    mask: Any
+    decoupled_lr: bool
 
 
 def scale_by_stable_adam(
@@ -211,45 +218,66 @@ def scale_by_stable_adam(
     >>> [round(float(u), 6) for u in updates]
     [-0.0011, 0.0012]
     """
-    return stable_adamw(
-        lambda step: -1.0,  # the update, not its negative
-        b1,
-        b2,
-        eps,
-        weight_decay=0.0,
-        mask=lambda params: jax.tree.map(lambda _: False, params),
-        clip_threshold=clip_threshold,
-        mu_dtype=mu_dtype,
-        block_axes=block_axes,
-    )
+    _check(b1, b2, eps, clip_threshold, mu_dtype)
+
+    def init(params):
+        params = _inexact(params)
+        blocks = blocks_by_name(params, resolve_block_axes(block_axes, params))
+        return StableAdamWState(
+            count=jnp.zeros([], jnp.int32),
+            mu=jax.tree.map(lambda p: jnp.zeros_like(p, _mu_dtype(p, mu_dtype)), params),
+            nu=jax.tree.map(lambda p: jnp.zeros_like(p, _real(_compute_dtype(p))), params),
+            rms=TensorValues.zeros(blocks, jnp.result_type(float)),
+        )
+
+    def update(grads, state, params=None, *, descent: Descent | None = None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(
+                "stable_adamw needs the parameters, got params=None: "
+                "call update(grads, state, params)"
+            )
+        grads, params = as_arrays(grads), _inexact(params)
+        moments = {"first moment": state.mu, "second moment": state.nu}
+        require_shapes("stable_adamw", params, {"gradient": grads, **moments})
+        count = optax.safe_increment(state.count)
+        new1, new2 = (_new_weight(b, count) for b in (b1, b2))
+        axes = resolve_block_axes(block_axes, params)
+        none_decays = [False] * len(axes)
+        decays = resolve_mask(descent.mask, params) if descent else none_decays
+        rate, decay, _, decoupled = descent or Descent(1.0, 0.0, None, False)
+        numbers = (rate, new1, new2, eps, decay, clip_threshold)
+        s = Scalars(*(jnp.asarray(x, jnp.result_type(float)) for x in numbers))
+
+        treedef: jax.tree_util.PyTreeDef = jax.tree.structure(params)
+        columns = [treedef.flatten_up_to(tree) for tree in (params, grads, state.mu, state.nu)]
+        results = [
+            _step(*arrays, s, kept, decays, decoupled)
+            for *arrays, kept, decays in zip(*columns, axes, decays, strict=True)
+        ]
+        changes, mu, nu, rms = zip(*results) if results else ((), (), (), ())
+        changes, mu, nu = (treedef.unflatten(column) for column in (changes, mu, nu))
+        changes, mu = cast_like(changes, params), cast_like(mu, state.mu)
+        rms = TensorValues.of(blocks_by_name(params, axes), rms, state.rms.values.dtype)
+        return changes, StableAdamWState(count, mu, nu, rms)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _step(p, g, m, v, scalars: Scalars, decays: bool, axes: tuple[int, ...], decoupled_lr: bool):
-    """Algorithm 2 for one tensor. Returns (update, m, v, RMS of each block), not yet in stored dtypes.
+def _step(p, g, m, v, s: Scalars, blocks: tuple[int, ...], decays: bool, decoupled: bool):
+    """`algorithm_2` in at least float32; returns RMS of each block, and nothing in its stored dtype.
 
     The rate needs the RMS of the whole tensor. So a compiled step makes two memory passes, and stores only v
     between them: read g, v, write v; read p, g, m, v, write p, m. That is 36 bytes per float32 parameter, the
     minimum. XLA reaches it without a kernel: 36.0 bytes on an H200, at the speed of a copy (4.3 TB/s).
     """
     dtype = _compute_dtype(p)
-    s = Scalars(*(x.astype(_real(dtype)) for x in scalars))
-    cast = lambda x: x.astype(dtype)  # converts real to complex for complex parameters
-    p, g = cast(p), _with_finite_square(cast(g))
-    squared = (g * g.conj()).real
-    new_m = cast(1 - s.new1) * cast(m) + cast(s.new1) * g
-    new_v = (1 - s.new2) * v + s.new2 * squared
-
-    reduced = tuple(axis for axis in range(p.ndim) if axis not in axes)
-    size = max(1, math.prod(p.shape[axis] for axis in reduced))  # an empty tensor has RMS 0
-    floor = jnp.maximum(jnp.square(s.eps), jnp.finfo(dtype).tiny)  # the square may underflow
-    ratio = squared / jnp.maximum(new_v, floor)
-    rms = jnp.sqrt(jnp.sum(ratio, reduced, keepdims=True) / size)
-    rate = s.learning_rate / jnp.maximum(1, rms / s.threshold)
-
-    change = cast(rate / (jnp.sqrt(new_v) + s.eps)) * new_m
-    if decays:
-        change += cast((s.learning_rate if decoupled_lr else rate) * s.weight_decay) * p
-    return -change, new_m, new_v, jnp.squeeze(rms, reduced)
+    s = Scalars(*(x.astype(_real(dtype)) for x in s))
+    p, g, m = (x.astype(dtype) for x in (p, g, m))
+    reduced = tuple(axis for axis in range(p.ndim) if axis not in blocks)
+    g = _with_finite_square(g)
+    change, m, v, rms = algorithm_2(p, g, m, v, s, reduced, decays, decoupled)
+    return change, m, v, jnp.squeeze(rms, reduced)
 
 
 def _with_finite_square(g):
@@ -258,6 +286,33 @@ def _with_finite_square(g):
         return jax.lax.complex(_with_finite_square(g.real), _with_finite_square(g.imag))
     limit = 2.0 ** (jnp.finfo(g.dtype).maxexp // 2 - 1)
     return jnp.where(jnp.isfinite(g), jnp.clip(g, -limit, limit), g)
+
+
+def _inexact(params):
+    """The parameters as arrays; raises an error for integer arrays."""
+    params = as_arrays(params)
+    for path, p in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(p.dtype, jnp.inexact):
+            raise ValueError(
+                f"stable_adamw updates real and complex parameters, {path_name(path)!r} is {p.dtype}: "
+                f"cast it, or exclude it with optax.masked"
+            )
+    return params
+
+
+def _compute_dtype(p):
+    return p.dtype if jnp.finfo(p.dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def _real(dtype):
+    return jnp.finfo(dtype).dtype
+
+
+def _mu_dtype(p, mu_dtype):
+    same_kind = mu_dtype and jnp.iscomplexobj(p) == jnp.issubdtype(mu_dtype, jnp.complexfloating)
+    if same_kind:
+        return mu_dtype
+    return jnp.dtype(jnp.float32) if p.dtype == jnp.float16 else p.dtype
 
 
 def power_decay(exponent: float) -> Callable[[jax.Array], jax.Array]:
@@ -320,57 +375,17 @@ def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Arr
     return -jnp.expm1(jnp.asarray(t, dtype) * log_b)
 
 
-def _inexact(params):
-    """The parameters as arrays; raises an error for integer arrays."""
-    params = as_arrays(params)
-    for path, p in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(p.dtype, jnp.inexact):
-            raise ValueError(
-                f"stable_adamw updates real and complex parameters, {path_name(path)!r} is {p.dtype}: "
-                f"cast it, or exclude it with optax.masked"
-            )
-    return params
-
-
-def _compute_dtype(p):
-    return p.dtype if jnp.finfo(p.dtype).bits >= 32 else jnp.dtype(jnp.float32)
-
-
-def _real(dtype):
-    return jnp.finfo(dtype).dtype
-
-
-def _check_mu_dtype(mu_dtype):
-    if isinstance(mu_dtype, jax.Array):
-        raise ValueError(
-            f"stable_adamw's mu_dtype must be a dtype, got the array {mu_dtype}: under "
-            "optax.inject_hyperparams add 'mu_dtype' to static_args"
-        )
-    if mu_dtype is not None and not jnp.issubdtype(mu_dtype, jnp.inexact):
-        raise ValueError(
-            f"stable_adamw's mu_dtype must be a floating dtype, got {jnp.dtype(mu_dtype)}, which would "
-            "truncate the first moment: pass 'bfloat16', or None for that of the parameters"
-        )
-
-
-def _mu_dtype(p, mu_dtype):
-    same_kind = mu_dtype and jnp.iscomplexobj(p) == jnp.issubdtype(mu_dtype, jnp.complexfloating)
-    if same_kind:
-        return mu_dtype
-    return jnp.dtype(jnp.float32) if p.dtype == jnp.float16 else p.dtype
-
-
-def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
+def _check(b1, b2, eps, clip_threshold, mu_dtype) -> None:
     """Checks the concrete values; traced values and functions of the step are not checked."""
     require = functools.partial(require_number, "stable_adamw")
-    require_learning_rate("stable_adamw", learning_rate)
     require("b1", b1, lambda x: 0 <= x < 1, "in [0, 1)")
     if not callable(b2):
         require("b2", b2, lambda x: 0 <= x < 1, "in [0, 1)")
     rule = "at least 2^-126 (1.2e-38); below it float32 is 0, and a zero gradient gives 0/0"
     require("eps", eps, lambda x: float(x) >= 2.0**-126, rule)
-    require("weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
     require("clip_threshold", clip_threshold, lambda x: x > 0, "positive")
+    if mu_dtype is not None:
+        require_dtype("stable_adamw", "mu_dtype", mu_dtype, jnp.inexact)
     if callable(b2) or any(isinstance(x, jax.core.Tracer) for x in (b2, clip_threshold)):
         return
     if never_clips(clip_threshold, b2) and clip_threshold < math.inf:
@@ -378,42 +393,6 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, clip_threshold):
             f"stable_adamw's clip_threshold={clip_threshold} never clips: at b2={b2} the RMS stays below "
             f"{largest_rms(b2):.4g}. Lower it, or pass math.inf for no clipping"
         )
-
-
-def require_number(
-    optimizer: str, name: str, value: Any, holds: Callable[[Any], bool], rule: str
-) -> None:
-    """Raises a ValueError unless a hyper-parameter is traced, or a number for which `holds` is true."""
-    if isinstance(value, jax.core.Tracer):
-        return
-    number = isinstance(value, int | float) or (hasattr(value, "dtype") and np.ndim(value) == 0)
-    if not number or not holds(value):
-        raise ValueError(f"{optimizer}'s {name} must be {rule}, got {value!r}")
-
-
-def rate_at(
-    optimizer: str, learning_rate: optax.ScalarOrSchedule, count: jax.Array
-) -> jax.typing.ArrayLike:
-    """Returns the learning rate after `count` steps.
-
-    Raises:
-      ValueError: it is not a scalar, and would broadcast along the last axes of each parameter.
-    """
-    rate = learning_rate(count) if callable(learning_rate) else learning_rate
-    if jnp.ndim(rate):
-        raise ValueError(
-            f"{optimizer}'s learning_rate must be a scalar, got the shape {jnp.shape(rate)}"
-        )
-    return rate
-
-
-def require_learning_rate(optimizer: str, learning_rate: Any) -> None:
-    """Raises a ValueError unless the learning rate is a schedule, an array or a number of at least 0."""
-    # Under optax.inject_hyperparams an array may be the value of a schedule, rounded below 0.
-    if not callable(learning_rate) and not isinstance(learning_rate, jax.Array):
-        rule = "a schedule, or a finite number that is at least 0"
-        holds = lambda x: 0 <= x < math.inf
-        require_number(optimizer, "learning_rate", learning_rate, holds, rule)
 
 
 def largest_rms(b2: float) -> float:

@@ -185,12 +185,11 @@ class TensorValues(NamedTuple):
         """The values by name, each a scalar or an array with the shape of the blocks.
 
         Raises:
-          ValueError: the names are lost, as after `optax.tree.map_params`.
+          ValueError: the names are unknown, as in the state of a placeholder.
         """
         if not self.blocks and self.values.size:
             raise ValueError(
-                f"the names of {self.values.size} values are lost, as after "
-                f"optax.tree.map_params: read a state from `update`"
+                f"the names of {self.values.size} values are unknown: read a state from `init` or `update`"
             )
         named, start = {}, 0
         for path, sizes in self.blocks.items():
@@ -201,15 +200,19 @@ class TensorValues(NamedTuple):
         return named
 
 
-class _Layout(tuple):
-    """The items of `TensorValues.blocks`, with a comparison for JAX.
+class _Layout:
+    """`TensorValues.blocks` with a comparison for JAX.
 
-    Empty items equal any others, because `optax.tree.map_params` compares a state with that of a placeholder
-    without tensors. Vectors of other lengths have other types, so a compilation cache never confuses them.
+    `optax.tree.map_params` compares a state with that of a placeholder without tensors, whose blocks are
+    unknown, and returns the latter's structure. Unknown blocks equal any others, and become these.
     """
 
+    def __init__(self, blocks: Blocks):
+        self.blocks = blocks
+
     def __eq__(self, other):
-        return not self or not other or super().__eq__(other)
+        self.blocks, other.blocks = self.blocks or other.blocks, other.blocks or self.blocks
+        return list(self.blocks.items()) == list(other.blocks.items())
 
     def __ne__(self, other):
         return not self == other
@@ -220,9 +223,9 @@ class _Layout(tuple):
 
 jax.tree_util.register_pytree_with_keys(
     TensorValues,
-    lambda x: (((jax.tree_util.GetAttrKey("values"), x.values),), _Layout(x.blocks.items())),
-    lambda layout, children: TensorValues(next(iter(children)), dict(layout)),
-    lambda x: ((x.values,), _Layout(x.blocks.items())),
+    lambda x: (((jax.tree_util.GetAttrKey("values"), x.values),), _Layout(x.blocks)),
+    lambda layout, children: TensorValues(next(iter(children)), layout.blocks),
+    lambda x: ((x.values,), _Layout(x.blocks)),
 )
 
 

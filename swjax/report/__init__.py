@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from swjax.data.files import write_atomically
 from swjax.report import charts, page, records
+from swjax.safe_files import write_atomically
 
 __all__ = ["write"]
 

@@ -6,8 +6,9 @@
   python -m swjax data verify data/icons/full-2.2.535-1
 
 WHERE names tars, a .csv, .tsv, .jsonl or .parquet file, or a folder of pictures; --source names another
-source. `verify` compares the files of prepared icons with their recorded checksums. Exit codes: 0 everything
-that was read is usable, 1 training would skip examples or a file is damaged, 2 nothing is readable.
+source. All bad examples are listed next to the page, one "key, tab, reason" per line. `verify` compares the
+files of prepared icons with their recorded checksums. Exit codes: 0 everything that was read is usable, 1
+training would skip examples or a file is damaged, 2 nothing is readable, or training would refuse the set.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import os
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -27,12 +28,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from swjax.data.decoding import decode
-from swjax.data.examples import reason
-from swjax.data.files import write_atomically
+from swjax.data.examples import fault
 from swjax.data.icons import shards
+from swjax.data.photographs import printable
+from swjax.data.skipping import too_many
 from swjax.data.sources import Source, source
 from swjax.data.tokenizer import tokenize
 from swjax.report import page
+from swjax.safe_files import write_atomically
 
 KINDS = {
     r".*\.(tar|tar\.gz|tgz)$": "webdataset",
@@ -40,6 +43,8 @@ KINDS = {
     r".*\.parquet$": "parquet",
 }
 _SAMPLE = 1000
+_LEFT_OUT = ("damage", "damaged_share", "notes")  # attributes of sources that may be incomplete
+_KEYS_SHOWN = 3  # per reason
 _SHOWN = 40  # number of thumbnails, and of bad examples with reasons
 _THUMBNAIL = 160  # largest height and width in pixels
 
@@ -76,12 +81,16 @@ class Check(NamedTuple):
       seen: findings about the examples that were read.
       seconds: time of reading and decoding in one thread, including waits for disks and networks.
       damage: (file, reason) of partly readable files.
+      damaged_share: share of the data set's bytes in their unreadable parts.
+      notes: one line each about files that the source leaves out.
     """
 
     examples: int
     seen: list[Seen]
     seconds: float
-    damage: tuple[tuple[str, str], ...]
+    damage: tuple[tuple[str, str], ...] = ()
+    damaged_share: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def good(self) -> list[Seen]:
@@ -90,6 +99,25 @@ class Check(NamedTuple):
     @property
     def bad(self) -> list[Seen]:
         return [each for each in self.seen if each.reason]
+
+    def refusal(self, max_bad_share: float) -> str:
+        """Returns why training would refuse the data set, or "".
+
+        If not all examples were read, the share of those that were read stands for all.
+        """
+        bad = len(self.bad) / max(len(self.seen), 1) * self.examples
+        if too_many(bad, self.examples, max_bad_share):
+            about = "" if len(self.seen) == self.examples else "about "
+            return (
+                f"{about}{bad:,.0f} of {self.examples:,} examples are bad, more than the share of "
+                f"{max_bad_share} that training skips (max_bad_share): repair them"
+            )
+        if self.damage and self.damaged_share > max_bad_share:
+            return (
+                f"{self.damaged_share:.2%} of the bytes are in damaged files, more than the share of "
+                f"{max_bad_share} that training skips (max_bad_share): copy these files again"
+            )
+        return ""
 
 
 def kind_of(where: str) -> str:
@@ -136,7 +164,8 @@ def check(pairs: Source, *, sample: int = _SAMPLE, shown: int = _SHOWN) -> Check
             print(f"\rreading {number + 1} of {count}", end="", file=sys.stderr)
     if live:
         print("\r\x1b[K", end="", file=sys.stderr)
-    return Check(len(pairs), seen, time.monotonic() - start, getattr(pairs, "damage", ()))
+    left_out = {name: getattr(pairs, name) for name in _LEFT_OUT if hasattr(pairs, name)}
+    return Check(len(pairs), seen, time.monotonic() - start, **left_out)
 
 
 def _see(pairs: Source, index: int, shown: bool) -> Seen:
@@ -154,8 +183,7 @@ def _see(pairs: Source, index: int, shown: bool) -> Seen:
         digest = hash((image.shape, image.tobytes()))
         return Seen(key, "", (width, height), kind, size, captions, thumbnail, digest)
     except Exception as error:  # any error makes the example bad, as in training
-        key = pairs.key(index) if hasattr(pairs, "key") else f"example {index}"
-        return Seen(key, reason(pairs, index, error).removeprefix(f"{key}: "))
+        return Seen(*fault(pairs, index, error))
 
 
 def _format(image: bytes) -> str:
@@ -179,17 +207,18 @@ def _thumbnail(image: np.ndarray) -> str:
 # --- what it means ------------------------------------------------------------------------------------
 
 
-def lines(found: Check, context_length: int) -> list[str]:
+def lines(found: Check, context_length: int, max_bad_share: float = 0.01) -> list[str]:
     """Formats the findings as one screen of text.
 
     Args:
       found: result of `check`.
       context_length: tokens per caption in training, including the start and end tokens.
+      max_bad_share: share of bad examples that training skips.
     """
     good, bad = found.good, found.bad
     out = [f"examples     {found.examples:,}; {len(found.seen):,} read, {len(bad):,} bad"]
-    for path, why in found.damage[:3]:
-        out.append(f"damaged      {path}: {why}")
+    out += [f"damaged      {printable(f'{path}: {why}')}" for path, why in found.damage[:3]]
+    out += [f"left out     {printable(note)}" for note in found.notes]
     if good:
         widths, heights = np.array([each.size for each in good]).T
         kinds = Counter(each.kind for each in good).most_common(4)
@@ -207,10 +236,14 @@ def lines(found: Check, context_length: int) -> list[str]:
             f"reading      {rate:,.0f} images/s in one process, to full size: training at 1,000 images/s "
             f"needs about {math.ceil(1000 / rate)} loader processes"
         )
-    reasons = Counter(each.reason for each in bad).most_common(5)
-    out += [f"bad          {n:,} x {why}" for why, n in reasons]
-    out += [f"             {each.key}" for each in bad[:3]]
-    return out
+    reasons = defaultdict[str, list[Seen]](list)
+    for each in bad:
+        reasons[re.sub(r"\d+", "#", each.reason)].append(each)  # sizes and positions differ
+    for alike in sorted(reasons.values(), key=len, reverse=True)[:5]:
+        out.append(f"bad          {len(alike):,} x {alike[0].reason}")
+        out += [f"             {each.key}" for each in alike[:_KEYS_SHOWN]]
+    why = found.refusal(max_bad_share)
+    return out + [f"refused      {why}"] * bool(why)
 
 
 def _about_captions(good: list[Seen], context_length: int) -> list[str]:
@@ -231,12 +264,20 @@ def _about_captions(good: list[Seen], context_length: int) -> list[str]:
 
 
 def _quantiles(values: Any) -> str:
-    low, middle, high = np.quantile(np.asarray(values), (0.05, 0.5, 0.95))
+    low, middle, high = np.min(values), np.median(values), np.max(values)
     shown = [f"{value:,.0f}" for value in (low, high, middle)]
     return shown[0] if shown[0] == shown[1] else "{} to {} (median {})".format(*shown)
 
 
-def write_page(path: Path, where: str, found: Check, context_length: int) -> None:
+def write_bad(path: Path, found: Check) -> None:
+    """Writes the key and the reason of each bad example; an empty file replaces that of another check."""
+    if found.bad or path.exists():
+        write_atomically(path, "".join(f"{each.key}\t{each.reason}\n" for each in found.bad))
+
+
+def write_page(
+    path: Path, where: str, found: Check, context_length: int, max_bad_share: float = 0.01
+) -> None:
     """Writes a self-contained page with thumbnails, captions and bad examples."""
     figures = "".join(
         f'<figure><img src="{each.thumbnail}" alt="">'
@@ -253,7 +294,7 @@ def write_page(path: Path, where: str, found: Check, context_length: int) -> Non
         title=where,
         subtitle=f"{found.examples:,} examples, {len(found.seen):,} read",
         tiles="",
-        facts=escape("\n".join(lines(found, context_length))),
+        facts=escape("\n".join(lines(found, context_length, max_bad_share))),
         figures=figures or "<p>No example is usable.</p>",
         bad=f"<table>{rows}</table>" if rows else "<p>No bad examples.</p>",
     )
@@ -303,6 +344,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--all", action="store_true", help="read all examples")
     parser.add_argument("--context_length", type=int, default=77, help="tokens per caption")
+    parser.add_argument(
+        "--max_bad_share",
+        type=float,
+        default=0.01,
+        help="share of bad examples that training skips",
+    )
     parser.add_argument("--data_dir", default="data", help="directory of prepared data sets")
     parser.add_argument(
         "--page", type=page.new_page, default="data_check.html", help="page to write"
@@ -315,6 +362,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--sample={options.sample} must be at least 1 and --context_length="
             f"{options.context_length} at least 2"
         )
+    if not 0 <= options.max_bad_share <= 1:
+        parser.error(f"--max_bad_share={options.max_bad_share} must be in [0, 1]")
     for option in options.option:
         if "=" not in option:
             parser.error(f"--option={option} must be KEY=VALUE, such as --option=text_key=title")
@@ -326,14 +375,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             **dict(option.split("=", 1) for option in options.option),
         )
         found = check(pairs, sample=0 if options.all else options.sample)
-        text = "\n".join(lines(found, options.context_length))
-        write_page(options.page, options.where, found, options.context_length)
+        limits = options.context_length, options.max_bad_share
+        text = "\n".join(lines(found, *limits))
+        write_page(options.page, options.where, found, *limits)
+        listed = options.page.with_name(f"{options.page.stem}_bad.tsv")
+        write_bad(listed, found)
     except (OSError, ValueError) as error:
-        print(f"swjax data check: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"swjax data check: {printable(str(error))}", file=sys.stderr)
         return 2
     print(text)
+    if found.bad:
+        print(f"all bad      {listed}")
     print(f"page         {options.page}")
-    if not found.good:
+    if not found.good or found.refusal(options.max_bad_share):
         return 2
     return 1 if found.bad or found.damage else 0
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swjax.data.files import write_atomically
 from swjax.report import charts, page
 from swjax.report.charts import DARK, LIGHT, Chart, Theme
+from swjax.safe_files import write_atomically
 
 if TYPE_CHECKING:  # matplotlib is slow to load
     from matplotlib.figure import Figure

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from swjax.data.files import write_atomically
 from swjax.diagnostics.names import RMS
 from swjax.diagnostics.spikes import Alignment, Analysis, Event, Rules, analyse
 from swjax.report import charts, page, records, spike_charts
 from swjax.report.charts import DARK, LIGHT, Chart
+from swjax.safe_files import write_atomically
 
 METRICS = re.compile(rf"train/loss$|{RMS}|quantization/sqnr_db/")
 MOST_EVENTS = 12  # number of events with plots

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from swjax.packages import require
+
 
 def open_file(path: str | Path) -> Any:
     """Opens a safetensors file for NumPy, as a context manager.
@@ -15,7 +17,7 @@ def open_file(path: str | Path) -> Any:
       ModuleNotFoundError: safetensors is not installed.
       ValueError: the file has another format, or is incomplete.
     """
-    _require()
+    require("safetensors", user="swjax.serving")
     import safetensors
 
     try:
@@ -31,7 +33,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
       ModuleNotFoundError: safetensors is not installed.
       OSError: the file cannot be written.
     """
-    _require()
+    require("safetensors", user="swjax.serving")
     import safetensors
     from safetensors.numpy import save_file
 
@@ -42,12 +44,3 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
     except (safetensors.SafetensorError, OSError) as error:
         part.unlink(missing_ok=True)
         raise OSError(f"cannot write {path}: {error}") from error
-
-
-def _require() -> None:
-    try:
-        import safetensors  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'weight files need safetensors: pip install "swjax[train]"', name="safetensors"
-        ) from error

@@ -30,6 +30,7 @@ from ml_collections import ConfigDict
 
 from swjax.models import sharding
 from swjax.recipes import RECIPES
+from swjax.safe_files import write_atomically
 from swjax.tools import layer_errors
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, choice
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         print(line)
     try:
         text = json.dumps(finite(result), indent=1) + "\n"
-        (workdir / "compare_precision.json").write_text(text)
+        write_atomically(workdir / "compare_precision.json", text)
         print(precision.write(result, workdir))
     except OSError as error:
         print(f"swjax compare: {error}", file=sys.stderr)

@@ -22,7 +22,7 @@ from swjax.tools.memory_model import GIB, Memory, Mesh, most_pairs, predict
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame
 from swjax.training.evaluation import open_labelled
-from swjax.training.inputs import open_train_source
+from swjax.training.inputs import open_splits
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.setup import make_init, model_config, require_profile
 from swjax.training.state.checkpoint import require_checkpoint
@@ -175,7 +175,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     mesh = Mesh(*sizes)
     config_lib.validate(config, batch_shards=mesh.shards)
     model = model_config(config)
-    source = open_train_source(config)
+    source = open_splits(config)["train"]
     counted = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     steps = config_lib.steps(config.train, "", **counted)
     warmup = config_lib.steps(config.schedule, "warmup_", **counted)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 from swjax.arguments import expand_home
+from swjax.packages import MissingPackage
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +29,8 @@ def main(argv: list[str]) -> int:
     try:
         return run([argv[0], *expand_home(argv[1:])])
     except ModuleNotFoundError as error:
-        print(f"{argv[0]}: {error}; training needs: pip install 'swjax[train]'", file=sys.stderr)
+        remedy = "" if isinstance(error, MissingPackage) else ": pip install 'swjax[train]'"
+        print(f"{argv[0]}: {error}{remedy}", file=sys.stderr)
         return 2
 
 

@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 from ml_collections import ConfigDict
 
+from swjax.safe_files import mask_credentials
 from swjax.training.faults.errors import ConfigError, OtherArrays, RunError
 from swjax.training.keys import COMMON, INSTALLED, KEYS, SOURCES, Key, check_values, choice, suggest
 
@@ -298,11 +299,6 @@ def _check_optimizer(config: ConfigDict) -> None:
             f"config.optimizer.b2_power={optimizer.b2_power} needs name='stable_adamw', not "
             f"{optimizer.name!r}: set the name; with clip_threshold=0 it is AdamW with that schedule"
         )
-    if optimizer.name == "muon" and optimizer.loss_scaling == "per_tensor":
-        raise ConfigError(
-            "config.optimizer.loss_scaling='per_tensor' gives each tensor an optimizer of its own, and "
-            "name='muon' updates stacks of matrices together: set loss_scaling='dynamic'"
-        )
     if config.model.dtype == "float16" and not optimizer.loss_scaling:
         raise ConfigError(
             "config.model.dtype='float16' needs a loss scale, or small gradients underflow to 0: set "
@@ -395,8 +391,8 @@ def blame(key: str) -> Iterator[None]:
 
 
 def to_json(config: ConfigDict) -> str:
-    """The config as readable JSON with a stable order (tuples become lists)."""
-    return json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
+    """The config as readable JSON with a stable order (tuples become lists) and masked credentials."""
+    return mask_credentials(json.dumps(config.to_dict(), indent=2, sort_keys=True)) + "\n"
 
 
 def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
@@ -433,7 +429,8 @@ def changes(saved: str, config: ConfigDict) -> list[str]:
     Raises:
       ConfigError: the saved config is damaged.
     """
-    old = read_json("config.json", saved, remedy="restore it from a copy, or remove it")
+    text = mask_credentials(saved)  # earlier versions stored them
+    old = read_json("config.json", text, remedy="restore it from a copy, or remove it")
     found = differences(old, json.loads(to_json(config)))
     return [change for change in found if not change.startswith(UNCOUNTED)]
 

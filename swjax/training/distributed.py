@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -20,9 +21,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from swjax.training.config import differences, to_json
+from swjax.safe_files import mask_credentials
+from swjax.training.config import differences
 from swjax.training.faults import lost_peers
 from swjax.training.faults.errors import ConfigError, RunError
+from swjax.training.log.environment import PACKAGES, version
 
 # Launchers that JAX detects: the variable with the number of processes, and the variable that JAX checks.
 _DETECTED = (
@@ -36,10 +39,6 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # waits _SHUTDOWN seconds for the others. The sum is less than a minute.
 _HEARTBEAT, _SHUTDOWN = 30, 20
 _SILENCE = 5  # seconds of waiting before a process prints what it waits for
-# Matches errors of collectives and of JAX's service after a process has ended: they share one type, no code.
-_LOST = (
-    r"Gloo|NCCL|nccl|Connection (reset|closed)|UNAVAILABLE|DEADLINE_EXCEEDED|coordination service"
-)
 
 
 def start() -> None:
@@ -99,45 +98,76 @@ def _lost(reason: str) -> str:
 
 # These keys may differ between machines. All other keys affect results or synchronization points.
 _LOCAL = ("data.dir:", "data.workers:", "train.compilation_cache:")
+# So may these flags of JAX and XLA. All others may change the program, and with it the values of replicas.
+_LOCAL_FLAGS = re.compile(
+    r"cache|log|dump|trace|pprint|visible_devices|timeout|address|device_count|cpu_devices|platform|mock"
+)
 
 
-def check_same_config(config: ConfigDict) -> None:
-    """Checks that all processes have the config of process 0.
+def check_same_start(config: ConfigDict) -> None:
+    """Checks that all processes compute the same program: devices, config, software and flags.
 
     Raises:
-      ConfigError: a process has another config. That process names the keys; the others name the process.
+      ConfigError: processes have different numbers of devices; or a process differs from process 0. That
+        process names what differs; the others name the process.
     """
-    own = to_json(config)
-    first = bytes(of_first(list(own.encode()))).decode()
+    counts = Counter(device.process_index for device in jax.devices())
+    for index in range(jax.process_count()):
+        if counts[index] != counts[0]:  # `process_allgather` needs equal numbers
+            raise ConfigError(
+                f"process {index} has {counts[index]} devices and process 0 has {counts[0]}: give all "
+                "processes the same number of devices"
+            )
+    own = json.dumps({"config": config.to_dict(), "environment": _environment()})
+    first = json.loads(bytes(of_first(list(own.encode()))))
     with all_or_none():
-        found = differences(json.loads(first), json.loads(own))
-        found = [change for change in found if not change.startswith(_LOCAL)]
+        mine = json.loads(own)
+        changed = differences(first["config"], mine["config"])
+        found = [f"config.{change}" for change in changed if not change.startswith(_LOCAL)]
+        found += differences(first["environment"], mine["environment"])
         if found:
             raise ConfigError(
-                f"process {jax.process_index()} has a different config than process 0: "
-                f"{'; '.join(found[:3])}: start all processes with the same command"
+                f"process {jax.process_index()} differs from process 0 in "
+                f"{mask_credentials('; '.join(found[:3]))}: start all processes with the same command, "
+                "software and environment"
             )
 
 
-def check_same_lengths(key: str, lengths: Mapping[str, int]) -> None:
-    """Checks that data sets have as many examples in every process, since processes share them by position.
+def _environment() -> dict[str, Any]:
+    """What determines the program that JAX builds, besides the config."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return {
+        "jax.config": {
+            name: repr(value)
+            for name, value in jax.config.values.items()
+            if not _LOCAL_FLAGS.search(name)
+        },
+        "XLA_FLAGS": sorted(flag for flag in flags if not _LOCAL_FLAGS.search(flag)),
+        "version": {name: version(name) for name in PACKAGES},
+        "devices": jax.local_devices()[0].device_kind,
+    }
+
+
+def check_same(key: str, what: str, numbers: Mapping[str, int]) -> None:
+    """Checks that data sets agree in every process, since processes share the examples by position.
 
     Args:
       key: the config key that names the data.
-      lengths: number of examples of each data set in this process; all processes have the same names.
+      what: describes a number, such as "{} examples".
+      numbers: a number of each data set in this process; all processes have the same names.
 
     Raises:
-      ConfigError: names the first data set whose length differs, and the process.
+      ConfigError: names the first data set whose number differs, and the process.
     """
-    if not lengths:
+    if not numbers:
         return
-    of_all = all_processes(np.array(list(lengths.values()), np.int64))
-    for name, counts in zip(lengths, of_all.T.tolist(), strict=True):
+    of_all = all_processes(np.array(list(numbers.values()), np.int64))
+    for name, counts in zip(numbers, of_all.T.tolist(), strict=True):
         other = next((i for i, count in enumerate(counts) if count != counts[0]), None)
         if other is not None:
             raise ConfigError(
-                f"config.{key}: {name} has {counts[other]} examples for process {other} and {counts[0]} for "
-                f"process 0: give all processes the same files"
+                f"config.{key}: {name} has {what.format(counts[other])} for process {other} and "
+                f"{what.format(counts[0])} for process 0: give all processes the same files"
             )
 
 
@@ -210,7 +240,7 @@ def blame_peers() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1 or not re.search(_LOST, str(error)):
+        if jax.process_count() == 1 or not lost_peers.is_loss(str(error), of="error"):
             raise
         lost_peers.told()
         raise RunError(_lost(" ".join(str(error).split())[:160])) from error

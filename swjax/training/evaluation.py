@@ -188,7 +188,7 @@ def open_labelled(config: ConfigDict) -> list[Labelled]:
             f"config.eval.zeroshot has two sets named {twice!r}: name each, as in NAME=KIND:WHERE"
         )
     lengths = {source.set_name: len(source) for source in found}
-    distributed.check_same_lengths("eval.zeroshot", lengths)
+    distributed.check_same("eval.zeroshot", "{} examples", lengths)
     return found
 
 

@@ -1,5 +1,7 @@
 """Opens the data of a run according to its config."""
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +15,11 @@ from swjax.training.config import ConfigError, blame
 from swjax.training.faults.failures import blame_data_path
 from swjax.training.log.timing import Timing
 from swjax.training.setup import Parts
+
+logger = logging.getLogger("swjax.training.inputs")
+
+# Keys in a data position: fingerprints of the splits; whether it is that of `checkpoint.resume`.
+_PRINTS, RESUMED = "fingerprints", "resumed"
 
 
 def open_source(config: ConfigDict, split: str) -> Any:
@@ -72,17 +79,57 @@ def open_part(c: ConfigDict, name: str, split: str) -> Any:
         return data.source(kind, where, data_dir=c.dir, **options)
 
 
-def open_train_source(config: ConfigDict) -> Any:
-    """Opens the training examples, and all other splits, so that a mistake shows at once in every process.
+def open_splits(config: ConfigDict) -> dict[str, Any]:
+    """Opens all splits of a run, so that a mistake shows at once in every process.
+
+    Returns:
+      {"train", and "val" and "test" if the config has them: examples by index}.
 
     Raises:
       ConfigError: see `open_source`; or the processes have splits of different lengths.
     """
     with distributed.all_or_none():
         splits = {split: open_source(config, split) for split in ("train", "val", "test")}
-    lengths = {split: len(source) for split, source in splits.items() if source is not None}
-    distributed.check_same_lengths("data", lengths)
-    return splits["train"]
+    splits = {split: source for split, source in splits.items() if source is not None}
+    lengths = {split: len(source) for split, source in splits.items()}
+    distributed.check_same("data", "{} examples", lengths)
+    return splits
+
+
+def fingerprints(splits: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a hash of what each split's source reads: see `swjax.data.fingerprint`.
+
+    Raises:
+      ConfigError: the processes read different data.
+    """
+    with distributed.all_or_none(), blame_data_path():
+        found = {split: data.fingerprint(source) for split, source in splits.items()}
+    numbers = {split: int(text[:15], 16) for split, text in found.items()}  # below 2**63
+    distributed.check_same("data", "other examples (fingerprint {:x})", numbers)
+    return found
+
+
+def check_fingerprints(position: Mapping[str, Any], own: Mapping[str, str]) -> None:
+    """Compares the data of a run that goes on with the data that it was saved with.
+
+    Args:
+      position: the saved data position; earlier versions saved no fingerprints.
+      own: fingerprints of the current data.
+
+    Raises:
+      ConfigError: the training data differ. If only other splits differ, or the run goes on from
+        `checkpoint.resume` in another workdir, a warning says so.
+    """
+    saved = position.get(_PRINTS, {})
+    changed = [split for split in own if saved.get(split, own[split]) != own[split]]
+    if "train" in changed and not position.get(RESUMED):
+        raise ConfigError(
+            "config.data: the training data differ from those that this run was saved with, in their order, "
+            "names, captions, sizes or pictures: give it the same data; to go on with other data, set "
+            "checkpoint.resume=WORKDIR and another --workdir"
+        )
+    for split in changed if distributed.is_first() else ():
+        logger.warning("the %s data differ from those that this run was saved with", split)
 
 
 class Feed:
@@ -91,6 +138,7 @@ class Feed:
     Args:
       config: the config of the run.
       parts: the parts of the run.
+      prints: see `fingerprints`.
       position: position at which an earlier feed ended; None starts at the beginning.
       timing: clock of the run; it measures how long the loop waits for data.
 
@@ -99,18 +147,42 @@ class Feed:
     """
 
     def __init__(
-        self, config: ConfigDict, parts: Parts, position: dict[str, Any] | None, timing: Timing
+        self,
+        config: ConfigDict,
+        parts: Parts,
+        prints: dict[str, str],
+        position: dict[str, Any] | None,
+        timing: Timing,
     ):
-        self._mesh, self._timing = parts.mesh, timing
+        if position and position["examples"] == len(parts.source):  # otherwise the loader says so
+            check_fingerprints(position, prints)
+        self._mesh, self._timing, self._prints = parts.mesh, timing, prints
+        self._error: data.BadData | data.LostProcess | None = None
         share = sharding.batch_share(parts.mesh)
         self._readers = list(share.readers)
         self._batches = open_batches(config, parts.source, position, share)
 
     def __next__(self) -> dict[str, jax.Array]:
-        """The next batch, sharded over the devices."""
-        with self._timing.waiting():
-            batch = next(self._batches)
+        """The next batch, sharded over the devices.
+
+        Raises:
+          StopIteration: too many examples are unreadable, or a loader process was lost; `check` says which.
+            In a run of several processes, which cannot save without this one, the error itself is raised.
+        """
+        try:
+            with self._timing.waiting():
+                batch = next(self._batches)
+        except (data.BadData, data.LostProcess) as error:
+            if jax.process_count() > 1:
+                raise
+            self._error = error
+            raise StopIteration from None
         return sharding.shard_batch(batch, self._mesh)
+
+    def check(self) -> None:
+        """Raises the error that has ended the feed, if any: `data.BadData` or `data.LostProcess`."""
+        if self._error:
+            raise self._error
 
     @property
     def skipped(self) -> int:
@@ -123,7 +195,7 @@ class Feed:
 
     def position(self) -> dict[str, Any]:
         """The position after the batches so far, JSON-serializable; all processes must call it."""
-        return self._batches.position(self.of_readers)
+        return self._batches.position(self.of_readers) | {_PRINTS: self._prints}
 
     def close(self) -> None:
         """Ends the loader's threads and processes."""

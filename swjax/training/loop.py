@@ -1,8 +1,8 @@
 """The only training loop: CLIP with a config's recipe, optimizer and data, on one device or many.
 
 Read `train` from top to bottom. A run is a directory:
-config.json  env.txt  metrics.jsonl  skipped.log  tensorboard/  checkpoints/<step>/  results.json
-profile/  report/
+config.json  config_history.jsonl  env.txt  metrics.jsonl  skipped.log  tensorboard/  results.json
+checkpoints/<step>/  profile/  report/
 """
 
 from contextlib import ExitStack, closing
@@ -18,7 +18,7 @@ from swjax.training.faults.errors import ExitCode
 from swjax.training.faults.failures import blame_data, blame_disk
 from swjax.training.faults.interrupt import Interrupt, catch
 from swjax.training.faults.nan_policy import Action, NanPolicy
-from swjax.training.inputs import Feed, open_train_source
+from swjax.training.inputs import Feed, fingerprints, open_splits
 from swjax.training.log.console import Console
 from swjax.training.log.results import is_finished, record_setup, tell_results, write_results
 from swjax.training.log.step_log import StepLog
@@ -44,7 +44,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
       RunError: the disk or another process failed, in one line.
     """
     distributed.start()
-    distributed.check_same_config(config)
+    distributed.check_same_start(config)
     check_config(config)
     use_compilation_cache(config)
     workdir = Path(workdir).expanduser()
@@ -73,7 +73,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
 def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirror) -> ExitCode:
     """Trains to the last step, or until a signal sets `interrupt.requested`; see `train_and_evaluate`."""
     # -------------------------------------------------------------------------------- Set up
-    parts = assemble(config, open_train_source(config))
+    splits = open_splits(config)
+    parts, prints = assemble(config, splits["train"]), fingerprints(splits)
     train_step, evaluate = parts.train_step(config), Evaluator(config, *parts.placed)
 
     with ExitStack() as stack:
@@ -84,7 +85,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         step, stopping = finished_steps(state, parts.steps), False
         console = Console(parts.steps)
         timing = opened(Timing(config.train.batch_size, parts.model))
-        feed = opened(Feed(config, parts, position, timing))
+        feed = opened(Feed(config, parts, prints, position, timing))
         distributed.first_does(lambda: record_setup(config, workdir, console, step))
         policy = NanPolicy(config, steps=parts.steps, position=position, console=console)
         if (policy.rolls_back or step) and checkpoints.latest_step() is None:  # from another run
@@ -94,19 +95,20 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         validation.resume(step, state)
         while step < parts.steps and not stopping:
             # ------------------------------------------------------------------------ Step
-            batch = next(feed)
-            log.before(step + 1, state, batch)
-            state, metrics = train_step(state, batch)
-            step += 1
-            log.add(step, metrics, saving=checkpoints.is_saving())
-            interrupt.can_save = True
+            batch = next(feed, None)  # None: the data failed; the run saves and ends
+            if batch:
+                log.before(step + 1, state, batch)
+                state, metrics = train_step(state, batch)
+                step += 1
+                log.add(step, metrics, saving=checkpoints.is_saving())
+                interrupt.can_save = True
 
             # ------------------------------------------------------------------------ Log
-            stopping = distributed.shall_stop(step, interrupt.requested)
-            evaluating = validation.is_due(step)
+            stopping = distributed.shall_stop(step, interrupt.requested or not batch)
+            evaluating = batch is not None and validation.is_due(step)
             saving = stopping or step == parts.steps or is_due(step, config.checkpoint.every_steps)
             records = log.due(step, now=evaluating or saving)
-            if not records:
+            if not records and not stopping:
                 continue
             checkpoints.check()
             mirror.update(console.say)
@@ -133,6 +135,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
     # -------------------------------------------------------------------------------- Report
     if stopping:
         console.say(f"interrupted: step {step} is saved in {workdir}; the same command resumes it")
+        feed.check()
     else:
         unseen = evaluate_unseen(evaluate, state)
         distributed.first_does(

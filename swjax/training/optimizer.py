@@ -96,9 +96,8 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
       set, and the gradient of the loss otherwise.
     """
     c = config.optimizer
-    guarded = c.loss_scaling == "per_tensor"
     shared = {"b1": c.b1, "eps": c.eps, "weight_decay": c.weight_decay}
-    shared["mask"] = decay_of_blocks if guarded else clip.weight_decay_mask
+    shared["mask"] = clip.weight_decay_mask
     if c.name == "muon":
         dtype = jnp.bfloat16 if config.model.dtype == "bfloat16" else jnp.float32
         shared["block_axes"] = clip.block_axes
@@ -109,15 +108,14 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
         update = stable_adamw(
             schedule,
             b2=power_decay(c.b2_power) if c.b2_power else c.b2,
-            block_axes=None if guarded else clip.block_axes,
+            block_axes=clip.block_axes,
             clip_threshold=c.clip_threshold or math.inf,
             **shared,
         )
-    clipping = optax.clip_by_global_norm(c.grad_clip_norm) if c.grad_clip_norm else None
-    if guarded:
-        return per_tensor_guard(update, c.loss_scale, across=clipping, block_axes=clip.block_axes)
-    if clipping:
-        update = optax.chain(clipping, update)
+    if c.grad_clip_norm:
+        update = optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
+    if c.loss_scaling == "per_tensor":
+        return per_tensor_guard(update, c.loss_scale, block_axes=clip.block_axes)
     if c.loss_scaling == "dynamic":
         return dynamic_loss_scale(update, c.loss_scale, growth_steps=c.loss_scale_growth_steps)
     return update
@@ -133,8 +131,7 @@ def is_matrix_of_blocks(params: Any) -> Any:
 def updates_made(opt_state: Any) -> jax.Array:
     """The number of updates that the optimizer has made, to which it applies its schedule.
 
-    Skipped steps do not count. With `per_tensor_guard` each tensor has its own number; the largest is
-    returned.
+    Steps that all tensors skip do not count.
 
     Args:
       opt_state: state of the optimizer from `make_optimizer`.
@@ -145,23 +142,7 @@ def updates_made(opt_state: Any) -> jax.Array:
     kinds = StableAdamWState, optax.ScaleByAdamState
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
     (count,) = (node.count for node in nodes if isinstance(node, kinds))
-    return jnp.max(count)
-
-
-def decay_of_blocks(params: Any) -> Any:
-    """`clip.weight_decay_mask` for `per_tensor_guard`, which passes single blocks instead of their stack.
-
-    Args:
-      params: nested dict of arrays.
-
-    Returns:
-      A tree of bools with the structure of `params`.
-    """
-
-    def stack(path, x):
-        return x[None] if "blocks" in path_name(path).split("/") else x
-
-    return clip.weight_decay_mask(jax.tree_util.tree_map_with_path(stack, params))
+    return count
 
 
 def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:

@@ -57,11 +57,11 @@ def make_train_step(
         scale = loss_scale(before) if scaling else 1.0
         loss, seen, grads = loss_and_grad(trainable, frozen, batch, step_key(config, step), scale)
         updates, opt_state = optimizer.update(grads, before, trainable)
-        updated = optax.apply_updates(trainable, updates)
+        updated = limit_logit_scale(config, optax.apply_updates(trainable, updates))
         if scaling:
             grads = unscale(grads, jnp.asarray(scale, jnp.float32))
 
-        params = clip.clamp_logit_scale(combine(updated, frozen))
+        params = combine(updated, frozen)
         new = {"params": params, "opt_state": opt_state, "step": step + 1}
         if config.train.ema_decay:
             weight = 1 - ema_decay(config.train.ema_decay, step)
@@ -88,6 +88,11 @@ def make_train_step(
         return new, pack(metrics | {"train/nonfinite": bad})
 
     return train_step
+
+
+def limit_logit_scale(config: ConfigDict, trainable: Any) -> Any:
+    """Clamps a trained logit scale to [1, 100] with the softmax loss; the sigmoid loss has no limit."""
+    return clip.clamp_logit_scale(trainable) if config.train.loss == "softmax" else trainable
 
 
 def step_key(config: ConfigDict, step: jax.Array) -> jax.Array:
@@ -170,7 +175,7 @@ def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
     if c.name != "adamw":
         return diagnostics.rms(opt_state)
     if c.loss_scaling == "per_tensor":
-        # Each tensor has its own Adam; stable_adamw with clip_threshold=0 measures the RMS instead.
+        # Skipped tensors keep an older v; stable_adamw with clip_threshold=0 measures the RMS instead.
         return {}
     if c.grad_clip_norm:  # as in AdamW's chain; XLA deduplicates the two
         grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())

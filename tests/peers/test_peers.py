@@ -9,7 +9,7 @@ import re
 import pytest
 from peers import suites
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.peers
 
 NEEDS_PARAMETERS = "StableAdamW reads the parameters in `update`; optax.adam does not"
 WRITTEN_FOR_ADAM = "compares the state, or values of some steps, with those of optax's Adam"

@@ -7,8 +7,8 @@ import io
 import numpy as np
 
 from swjax.data.emoji.concepts import Concept, concepts
-from swjax.data.packages import require
 from swjax.data.preparation import prepared
+from swjax.packages import require
 
 TASKS = ("mixed", "strict")
 SPLITS = ("train", "val", "test")

@@ -21,11 +21,11 @@ from typing import NamedTuple
 import numpy as np
 
 from swjax.data import drawing_processes
-from swjax.data.files import write_atomically
 from swjax.data.icons import drawings, sets
 from swjax.data.icons.sets import Icon, IconSet, concept_and_style, fold
-from swjax.data.packages import require
 from swjax.data.preparation import lock
+from swjax.packages import require
+from swjax.safe_files import write_atomically
 
 SPLITS = ("train", "val", "test", "test_sets", "test_both")
 COMPLETE = "complete.json"
@@ -123,6 +123,7 @@ def _write(path: Path, icons: list[Icon], answers: Iterator[list]) -> None:
     from array_record.python.array_record_module import ArrayRecordWriter
 
     part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)  # the writer would follow a link
     writer = ArrayRecordWriter(str(part), "group_size:1")
     keys, digests = [], []
     for start in range(0, len(icons), _IN_A_TASK):

@@ -3,13 +3,14 @@
 import functools
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from swjax.data.icons import sets, shards
 from swjax.data.icons.shards import SPLITS
-from swjax.data.packages import require
+from swjax.packages import require
 
 CONFIGS = ("full", "slice")
 TEMPLATES = ("{}", "an icon of {}", "a drawing of {}", "a small picture of {}")
@@ -103,6 +104,10 @@ class Icons:
             "key": key,
             "png": png,
         }
+
+    def outline(self) -> Iterator[bytes]:
+        """Yields the drawings and labels of the split, as numbers."""
+        yield from (self._positions.tobytes(), self._labels.tobytes())
 
     def captions(self, label: int) -> tuple[str, ...]:
         """Returns the captions that fit every drawing of a label; the name comes first."""

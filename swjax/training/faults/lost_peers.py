@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,10 +18,28 @@ from typing import Any
 
 from swjax.training.faults.errors import ExitCode
 
-# JAX writes this when another process has ended. No other mark distinguishes its log lines.
-_GONE = b"JAX distributed service detected fatal errors"
+# What JAX writes when another process has ended: in its log before it aborts, and in errors of collectives.
+_TEXTS = {
+    "log": r"JAX distributed service detected fatal errors",
+    "error": r"Gloo|NCCL|nccl|Connection (reset|closed)|UNAVAILABLE|DEADLINE_EXCEEDED|coordination service",
+}
 _SECOND = 1.0
 _installed: "_Stderr | None" = None
+
+
+def is_loss(text: str, *, of: str) -> bool:
+    """Whether a text of JAX reports a lost peer.
+
+    JAX has neither a type nor a code for it, so this function, and no other, knows its texts.
+
+    Args:
+      text: output of the process, or the message of a JaxRuntimeError.
+      of: "log" or "error".
+
+    >>> is_loss("UNAVAILABLE: connection to the leader", of="error")
+    True
+    """
+    return re.search(_TEXTS[of], text) is not None
 
 
 class _Stderr:
@@ -80,7 +99,7 @@ def watch(line: str) -> None:
 
     def on_abort(signal_number: int) -> None:
         time.sleep(_SECOND / 10)  # until the reader thread has read the pipe
-        if _GONE in stderr.held():
+        if is_loss(stderr.held().decode(errors="replace"), of="log"):
             if not _told.is_set():
                 os.write(stderr.old, line.encode() + b"\n")
                 os._exit(ExitCode.FAILED)

@@ -12,7 +12,7 @@ import jax
 from ml_collections import ConfigDict
 
 from swjax.diagnostics.recorder import number, truncate
-from swjax.training.config import ConfigError, RunError, read_json
+from swjax.training.config import ConfigError, RunError, read_json, to_json
 
 
 class MetricLog:
@@ -151,7 +151,7 @@ def _start_wandb(workdir: Path, config: ConfigDict) -> Any:
             id=hashlib.sha1(str(workdir.absolute()).encode()).hexdigest()[:12],
             resume="allow",  # the workdir determines the id, so a resumed run continues its W&B run
             dir=str(workdir),
-            config=config.to_dict(),
+            config=json.loads(to_json(config)),
         )
         # W&B's own step must increase, but a rollback or a killed process repeats steps.
         run.define_metric("step")

@@ -7,6 +7,7 @@ import jax
 from ml_collections import ConfigDict
 
 from swjax.diagnostics.device_time import device_time, read_trace
+from swjax.safe_files import write_atomically
 from swjax.training import distributed
 from swjax.training.log.console import Console, device_memory
 from swjax.training.log.timing import Timing
@@ -80,7 +81,7 @@ class Profiler:
         jax.profiler.save_device_memory_profile(str(self._folder / "memory.prof"))
         jax.profiler.stop_trace()
         summary = self._summary()
-        (self._folder / "summary.txt").write_text(summary + "\n")
+        write_atomically(self._folder / "summary.txt", summary + "\n")
         self._console.say(summary)
         self._steps, self._left = [], range(0)
         self._timing.lap("profile")

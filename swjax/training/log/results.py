@@ -8,7 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from swjax import report
-from swjax.data.files import write_atomically
+from swjax.safe_files import mask_credentials, write_atomically
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
 from swjax.training.evaluation import Evaluation
@@ -16,11 +16,15 @@ from swjax.training.log import environment
 from swjax.training.log.console import Console
 from swjax.training.setup import Parts
 
+HISTORY = "config_history.jsonl"
 RESUMING = "resuming at step"  # precedes the step in the message; benchmarks.reliability reads it
 
 
 def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int) -> None:
-    """Writes config.json and env.txt; prints the run's setup and the config changes since the run began.
+    """Writes config.json, config_history.jsonl and env.txt; prints the run's setup and the config's changes.
+
+    A line of the history is {"step": last step before a config applies, "changes": ["key: old -> new"],
+    "config": {...}}. Steps that a resumed run computes again leave no line.
 
     Args:
       config: the config of the run.
@@ -28,20 +32,45 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
       console: prints the messages.
       step: the last step that an earlier process has finished; 0 at the beginning.
     """
-    path, other = workdir / "config.json", Path(config.checkpoint.resume) / "config.json"
-    if step and path.exists():
-        for change in config_lib.changes(path.read_text(errors="replace"), config):
-            console.say(f"the config has changed since this run began: {change}")
-    elif step and config.checkpoint.resume and other.exists():
+    entries, now = _history(workdir, step), json.loads(config_lib.to_json(config))
+    resumed = config.checkpoint.resume
+    other = Path(resumed) / "config.json"
+    changes: list[str] = []
+    if entries:
+        last = entries[-1]["config"]
+        changes = config_lib.differences(last, now)
+        for change in config_lib.changes(json.dumps(last), config):
+            console.say(f"the config changes after step {step}: {change}")
+    elif step and resumed and other.exists():
         for change in config_lib.changes(other.read_text(errors="replace"), config):
-            console.say(f"the config differs from that of {config.checkpoint.resume}: {change}")
-    write_atomically(path, config_lib.to_json(config))
-    (workdir / "env.txt").write_text(environment.describe(), "utf-8", "backslashreplace")
+            console.say(f"the config differs from that of {resumed}: {change}")
+    if changes or not entries:
+        entries.append({"step": step, "changes": changes, "config": now})
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+    write_atomically(workdir / HISTORY, lines)
+    write_atomically(workdir / "config.json", config_lib.to_json(config))
+    write_atomically(workdir / "env.txt", mask_credentials(environment.describe()))
     console.say(
         f"{config.model.name} in {config.model.recipe} on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, {config.data.name}, {workdir}"
         + (f": {RESUMING} {step}" if step else "")
     )
+
+
+def _history(workdir: Path, step: int) -> list[dict]:
+    """The configs of a run before its step `step`, as in `HISTORY`; [] at its beginning."""
+    path, before, remedy = workdir / HISTORY, workdir / "config.json", "remove the file"
+    if path.exists():
+        lines = enumerate(path.read_text(errors="replace").splitlines(), 1)
+        entries = [
+            config_lib.read_json(f"{HISTORY}, line {n},", x, remedy=remedy, step=int, config=dict)
+            for n, x in lines
+        ]
+        return [entry for entry in entries if entry["step"] < step]
+    if not step or not before.exists():
+        return []
+    saved = config_lib.read_json(before.name, before.read_text(errors="replace"), remedy=remedy)
+    return [{"step": 0, "changes": [], "config": saved}]  # of an earlier version
 
 
 def is_finished(config: ConfigDict, workdir: Path) -> bool:

@@ -2,7 +2,8 @@
 
 A run itself needs a local workdir, because it locks the folder, appends to its metrics and renames complete
 files, which object stores cannot do. `mirror.json` at the address lists the complete checkpoints. It is
-written after them, so nobody reads an incomplete copy.
+written after them, so nobody reads an incomplete copy. An address may belong to others: names that leave the
+workdir are refused before anything is written, and links out of the workdir are not copied.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from swjax.data import files
+from swjax.safe_files import inside, is_inside, mask_credentials, parse_json, replacing
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
 from swjax.training.faults.errors import RunError
@@ -31,25 +33,29 @@ class Mirror:
     Raises:
       ConfigError: fsspec does not know the protocol, a package that the protocol needs is missing, or the
         address is the workdir or a folder in it.
+      RunError: the file system of the address cannot be reached.
     """
 
     def __init__(self, address: str, workdir: Path):
         self._address, self._workdir = address.rstrip("/"), workdir
+        self._key = f"config.checkpoint.mirror={mask_credentials(address)!r}"
         # Size and modification time of each copied file.
         self._sent: dict[str, tuple[int, int]] = {}
         self._seen: set[int] = set()  # steps with a checkpoint when the last copy began
+        self._links: set[str] = set()  # names that lead out of the workdir
+        self._said = 0  # number of them that were said
         self._copy: Future[None] | None = None
         if address:
             with blame("checkpoint.mirror"):
                 files.check_protocol(address)
             import fsspec.implementations.local
 
-            self._fs, self._root = fsspec.core.url_to_fs(self._address)
+            with self._blame():  # some protocols connect here
+                self._fs, self._root = fsspec.core.url_to_fs(self._address)
             local = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
             if local and Path(self._root).resolve().is_relative_to(workdir.resolve()):
                 raise ConfigError(
-                    f"config.checkpoint.mirror={address!r} is in the workdir, which it copies: give "
-                    "another folder"
+                    f"{self._key} is in the workdir, which it copies: give another folder"
                 )
             self._thread = ThreadPoolExecutor(1, "mirror")
 
@@ -68,22 +74,25 @@ class Mirror:
             newest = max(whole or [], default=-1)
             if newest <= max(_steps(self._workdir), default=-1):
                 return
-            part = self._workdir / "mirror.part"
+            part = inside(self._workdir, "mirror.part")
             shutil.rmtree(part, ignore_errors=True)
+            copies = []
             for name, path in self._held():
+                target = inside(self._workdir, name)
                 folder, _, rest = name.partition("/")
-                if folder != "checkpoints":
-                    self._get(path, self._workdir / name)
-                elif rest.startswith(f"{newest}/"):
-                    self._get(path, part / rest)
-            target = self._workdir / "checkpoints" / str(newest)
+                if folder == "checkpoints" and rest.startswith(f"{newest}/"):
+                    copies.append((path, inside(self._workdir, f"mirror.part/{rest}")))
+                elif folder not in ("checkpoints", *_STAY):
+                    copies.append((path, target))
+            for path, target in copies:
+                self._get(path, target)
+            target = inside(self._workdir, f"checkpoints/{newest}")
             target.parent.mkdir(exist_ok=True)
             # Renamed last, so that an incomplete fetch is repeated.
             (part / str(newest)).rename(target)
             part.rmdir()
-        print(
-            f"copied the run from {self._address}, with the checkpoint of step {newest}", flush=True
-        )
+        address = mask_credentials(self._address)
+        print(f"copied the run from {address}, with the checkpoint of step {newest}", flush=True)
 
     def update(self, say: Callable[[str], None]) -> None:
         """Starts a copy in the background if there is a new checkpoint and no copy is running.
@@ -98,6 +107,7 @@ class Mirror:
         if self._copy and (failed := self._copy.exception()):
             say(f"{failed}; the next checkpoint triggers another attempt")
         self._copy = None
+        self._say_links(say)
         steps = _steps(self._workdir)
         if steps != self._seen:
             self._seen = steps
@@ -111,6 +121,15 @@ class Mirror:
         """
         if self._address:
             self._thread.submit(self._push).result()
+            self._say_links(print)
+
+    def _say_links(self, say: Callable[[str], None]) -> None:
+        if len(self._links) > self._said:
+            self._said = len(self._links)
+            say(
+                f"{self._said} links lead out of the workdir and are not copied to the mirror, such as "
+                f"{min(self._links)!r}"
+            )
 
     def _push(self) -> None:
         with self._blame():
@@ -134,6 +153,9 @@ class Mirror:
     def _put(self, path: Path, name: str) -> None:
         """Copies a file unless the address has its current version."""
         target = f"{self._root}/{name}"
+        if not is_inside(path, self._workdir):
+            self._links.add(name)
+            return
         try:
             status = path.stat()
             stamp = status.st_size, status.st_mtime_ns
@@ -148,7 +170,8 @@ class Mirror:
 
     def _get(self, path: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._fs.get_file(path, str(target))
+        with self._fs.open(path, "rb") as source, replacing(target) as file:
+            shutil.copyfileobj(source, file, 2**20)
 
     def _held(self) -> Iterator[tuple[str, str]]:
         """Yields (name, path in the file system) of the files at the address, without the index."""
@@ -160,9 +183,13 @@ class Mirror:
     def _whole(self) -> list[int] | None:
         """The steps of the complete checkpoints at the address, or None if the address has no mirror yet."""
         try:
-            return json.loads(self._fs.cat_file(f"{self._root}/{INDEX}"))["checkpoints"]
+            index = parse_json(self._fs.cat_file(f"{self._root}/{INDEX}"))
         except FileNotFoundError:
             return None
+        steps = index.get("checkpoints") if isinstance(index, dict) else None
+        if not isinstance(steps, list) or not all(type(step) is int for step in steps):
+            raise ValueError(f"its {INDEX} must list the steps of its checkpoints")
+        return steps
 
     def _write(self, steps: list[int]) -> None:
         self._fs.makedirs(self._root, exist_ok=True)
@@ -173,10 +200,9 @@ class Mirror:
         try:
             yield
         except Exception as error:  # third-party file systems may raise anything
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = mask_credentials(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
             raise RunError(
-                f"config.checkpoint.mirror={self._address!r} cannot be used: {reason}; with that "
-                f"fixed, the same command continues"
+                f"{self._key} cannot be used: {reason}; with that fixed, the same command continues"
             ) from error
 
 

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from swjax.models import clip
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
+from swjax.training.inputs import RESUMED
 from swjax.training.setup import compile_init, model_config
 from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.state.initialization import first_parameters
@@ -51,7 +52,7 @@ def init_or_restore(
             state, position = found.restore(like)
         require_same_model(workdir, config)
         position.pop("unscored", None)  # a record of the other run
-        return state, position
+        return state, position | {RESUMED: True}
     return first_state(config, init, like), None
 
 

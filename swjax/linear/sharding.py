@@ -3,7 +3,7 @@
 XLA cannot partition an opaque kernel; it would gather whole activations to run one. So each step of a layer
 runs in a `jax.shard_map`, in which kernels receive the shard of one device.
 
-The shardings of x and w determine a `Plan`. A mesh axis that shards w has one of two roles:
+The shardings of x and w determine a `Sharding`. A mesh axis that shards w has one of two roles:
 
 ==================  ================================  ==================================================
 the axis            shards tokens too: "fsdp"         shards no tokens: "tensor"
@@ -23,7 +23,9 @@ device but not for all rows.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +33,22 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from swjax.kernels.reference import QTensor
-from swjax.linear.layouts import Axes, Spec, SpecTree, free_axes, partition_spec, union
+from swjax.linear.layouts import (
+    Axes,
+    Layout,
+    Spec,
+    SpecTree,
+    device_count,
+    fitting_spec,
+    free_axes,
+    partition_spec,
+    union,
+)
 
 
-class Plan(NamedTuple):
-    """The mesh axes that shard each dimension; static.
+@dataclass(frozen=True)
+class Sharding:
+    """The mesh axes that shard each dimension of x, w and y; static.
 
     Attributes:
       mesh: the mesh; None means that nothing is sharded, and each step runs without a `jax.shard_map`.
@@ -44,7 +56,7 @@ class Plan(NamedTuple):
       k, n: axes of the last dimension of x and of y in the products.
       w: axes of the stored w [k, n]: k and n, each followed by the axes over which w is gathered.
       reduce_dtype: dtype of sums of dw over devices; None uses the dtype of dw.
-      reduce_later: whether `swjax.linear.planning.reduced` all-reduces dw.
+      reduce_later: whether `reduced` all-reduces dw.
       mapped: explicit axes that a surrounding `jax.vmap` maps over.
     """
 
@@ -52,7 +64,7 @@ class Plan(NamedTuple):
     tokens: tuple[Axes, ...]
     k: Axes = ()
     n: Axes = ()
-    w: Spec = Spec(((), ()))
+    w: Spec = field(default=Spec(((), ())))
     reduce_dtype: str | None = None
     reduce_later: bool = False
     mapped: Axes = ()
@@ -140,14 +152,11 @@ class Plan(NamedTuple):
         axes = self.splits(*dimensions)
         return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
 
-    def gather_weight(self, w: jax.Array | QTensor, spec: Spec | QTensor) -> jax.Array | QTensor:
-        """Gathers the part of w that this device multiplies, from its shard of an array or a QTensor."""
-        if isinstance(w, QTensor):
-            assert isinstance(spec, QTensor), "a QTensor has a QTensor of specs"
-            return QTensor(*map(self._gather_array, w, spec))
-        return self._gather_array(w, spec)
+    def gather(self, tree: Any, specs: SpecTree) -> Any:
+        """Gathers the part of a weight that this device multiplies, from its shard of each array."""
+        return jax.tree.map(lambda spec, w: self._gather_array(w, spec), specs, tree)
 
-    def _gather_array(self, w: jax.Array, spec: SpecTree) -> jax.Array:
+    def _gather_array(self, w: jax.Array, spec: Spec) -> jax.Array:
         dimensions = self._gathered(spec)
         # fp8 is sent as bytes, because XLA for CPUs converts it to a larger type, and older NCCL does not
         # support it.
@@ -175,6 +184,8 @@ class Plan(NamedTuple):
         tokens = self.token_axes
         return Spec(self.splits(tuple(a for a in axes if a in tokens)) for axes in spec)
 
+
+# --- collectives of one array --------------------------------------------------------------------------
 
 # XLA for GPUs gathers and scatters along the outermost dimension in memory. Along another dimension, and for
 # kernels that read rows, it transposes operand and result element by element. The functions below copy whole
@@ -230,3 +241,157 @@ def _varying_axes(x: jax.Array) -> frozenset[str]:
             f"swjax needs a jax whose array types have manual_axis_type, got {jax.__version__}: install "
             "the jax of requirements/constraints.txt"
         ) from error
+
+
+# --- the sharding of given arrays: from their types on an explicit mesh, otherwise from a `Layout` ----
+
+
+def shard_layer(x: jax.Array, w: jax.Array, layout: Layout | None) -> Sharding:
+    """The sharding of a layer with x [..., k] and w [k, n]."""
+    mesh = _mesh(x, w)
+    unsharded = Sharding(None, ((),) * (x.ndim - 1))
+    if mesh is None:
+        return unsharded
+    if _is_explicit(mesh):
+        x_spec, w_spec = (fitting_spec(jax.typeof(a).sharding.spec, a.shape, mesh) for a in (x, w))
+    elif layout is None or not is_sharded(x, layout):
+        return unsharded
+    else:
+        x_spec = Spec((*fitting_spec(layout.tokens, x.shape[:-1], mesh), ()))
+        w_spec = fitting_spec(layout.w, w.shape, mesh)
+    return _of_specs(mesh, x_spec, w_spec, w.shape[0], layout)
+
+
+def shard_next(first: Sharding, w: jax.Array, layout: Layout | None) -> Sharding:
+    """The sharding of a layer whose x is the y of a layer with the sharding `first`."""
+    if first.mesh is None:
+        return first
+    spec = jax.typeof(w).sharding.spec if _is_explicit(first.mesh) else (layout or Layout()).w
+    return _of_specs(
+        first.mesh, first.y, fitting_spec(spec, w.shape, first.mesh), w.shape[0], layout
+    )
+
+
+def _of_specs(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout | None) -> Sharding:
+    *tokens, k = x
+    together = union(tokens)
+    gathered = [tuple(a for a in axes if a in together) for axes in w]
+    split_k, split_n = (tuple(a for a in axes if a not in together) for axes in w)
+    # If x is sharded along k and w is not, slicing w like x is free.
+    sliced = tuple(a for a in k if a not in split_n)
+    if not split_k and k_size % device_count(mesh, sliced + gathered[0]) == 0:
+        split_k = sliced
+    stored = Spec((split_k + gathered[0], split_n + gathered[1]))
+    reduce = (layout.reduce_dtype, layout.reduce_later) if layout else (None, False)
+    return Sharding(mesh, tuple(tokens), split_k, split_n, stored, *reduce, _mapped_axes(mesh))
+
+
+def shard_batch(tokens: P, x: jax.Array, *others: jax.Array) -> Sharding:
+    """The sharding of x [b, ...] whose rows have the sharding `tokens`.
+
+    On an explicit mesh, the type of x gives the sharding. For the other arrays, only the mesh matters.
+    """
+    mesh = _mesh(x, *others)
+    if mesh is None or (not _is_explicit(mesh) and _has_one_device(mesh)):
+        return Sharding(None, ((),))
+    spec = jax.typeof(x).sharding.spec if _is_explicit(mesh) else tokens
+    return Sharding(mesh, fitting_spec(spec, x.shape[:1], mesh), mapped=_mapped_axes(mesh))
+
+
+def shard_heads(q: jax.Array, layout: Layout | None) -> Sharding:
+    """The sharding of q [b, t, h, d] from the layout of the layer that computed q; its `n` shards h.
+
+    Each device has all tokens of its sequences.
+    """
+    mesh = _mesh(q)
+    if mesh is None or not is_sharded(q, layout):
+        return Sharding(None, ((),))
+    if layout is None or _is_explicit(mesh):
+        b, _, h, _ = fitting_spec(jax.typeof(q).sharding.spec, q.shape, mesh)
+    else:
+        (b,) = fitting_spec(layout.tokens, q.shape[:1], mesh)
+        (h,) = fitting_spec(P(*layout.w[1:2]), q.shape[2:3], mesh)
+    n = tuple(axis for axis in h if axis not in b)
+    return Sharding(mesh, (b,), n=n, mapped=_mapped_axes(mesh))
+
+
+def is_sharded(x: jax.Array, layout: Layout | None) -> bool:
+    """Whether arrays like x are on a mesh, and their types or the layout give their sharding."""
+    mesh = _mesh(x)
+    if mesh is None:
+        return False
+    return _is_explicit(mesh) or (layout is not None and not _has_one_device(mesh))
+
+
+# --- gradients of stacks ------------------------------------------------------------------------------
+
+
+def reduced(w: jax.Array, x: jax.Array, layout: Layout | None) -> jax.Array:
+    """Returns w, whose gradient is all-reduced as a whole if `layout.reduce_later`.
+
+    Devices all-reduce the gradient of a stack once instead of layer by layer. So XLA does not concatenate the
+    layers' gradients, and no layer's computation competes with the all-reduce.
+
+    Args:
+      w: [layers, k, n], a stack of weights.
+      x: [..., k], the input of a layer.
+      layout: layout of each layer.
+
+    Returns:
+      w.
+    """
+    if layout is None or not layout.reduce_later:
+        return w
+    return _reduced(w, shard_layer(x, w[0], layout))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _reduced(w, sharding: Sharding):
+    return w
+
+
+def _reduce(sharding, _, dw):
+    def step(dw):
+        total = sharding.sum(dw.astype(sharding.reduce_dtype or dw.dtype), sharding.sharing)
+        return total.astype(dw.dtype)
+
+    spec = Spec(((), *sharding.w))
+    return (sharding.run(step, (dw,), (spec,), spec) if sharding.sharing else dw,)
+
+
+_reduced.defvjp(lambda w, sharding: (w, None), _reduce)
+
+
+# --- meshes -------------------------------------------------------------------------------------------
+
+
+def _mesh(*arrays: jax.Array) -> AbstractMesh | None:
+    """The mesh in context, otherwise the mesh of the arrays; None if it has no axis to shard over."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(a).sharding.mesh for a in arrays)]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    return mesh if mesh is not None and set(free_axes(mesh)) - set(_mapped_axes(mesh)) else None
+
+
+def _is_explicit(mesh: AbstractMesh) -> bool:
+    return AxisType.Explicit in mesh.axis_types
+
+
+def _has_one_device(mesh: AbstractMesh) -> bool:
+    return all(mesh.shape[axis] == 1 for axis in free_axes(mesh))
+
+
+def _mapped_axes(mesh: AbstractMesh) -> Axes:
+    """The explicit axes that a surrounding `jax.vmap` maps over; no `jax.shard_map` may use them.
+
+    A `Sharding` records them because the backward rule of a `jax.custom_vjp` is traced outside the
+    `jax.vmap`, where a `jax.shard_map` would use all axes.
+    """
+    if not _is_explicit(mesh):
+        return ()
+    manual = []
+
+    def look():
+        manual.extend(jax.sharding.get_abstract_mesh().manual_axes)
+
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=None, check_vma=False))
+    return tuple(axis for axis in free_axes(mesh) if axis not in manual)

@@ -1,0 +1,280 @@
+"""What a rule knows of a linear layer (`Layer`) and of a matrix (`Operand`), and the quantizers of a layer.
+
+Each quantizer is a step of its own in a `jax.shard_map`, so that `jax.checkpoint` can save its result. Scales
+equal those on one device, because absolute maxima are maxima over the devices that share a scale.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, TypeGuard
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from swjax.kernels import dispatch, reference
+from swjax.kernels.reference import QTensor
+from swjax.linear.layouts import Spec, as_matrix, quantized_specs, specs_of
+from swjax.linear.sharding import Sharding
+from swjax.recipes import Product, Quantizer, Recipe
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer without its arrays; static.
+
+    Layers that share an input differ in `sharding` and `w_dtype` only.
+
+    Attributes:
+      recipe: recipe of the products.
+      sharding: the mesh axes that shard x, w and y.
+      dtype: dtype of x and of the products without quantization.
+      out_dtype: dtype of y.
+      w_dtype: dtype of the gradient of w; None if w is quantized, and has no gradient.
+      addend_dtype: dtype of the array that is added to y, or None.
+      implementation: implementation of the quantized operations, see `swjax.kernels.dispatch`; None chooses.
+      precision: precision of the products without quantization, see `jax.lax.dot_general`.
+    """
+
+    recipe: Recipe
+    sharding: Sharding
+    dtype: str
+    out_dtype: str
+    w_dtype: str | None
+    addend_dtype: str | None = None
+    implementation: str | None = None
+    precision: jax.lax.PrecisionLike = None
+
+    @property
+    def quantizes_weight_once(self) -> bool:
+        """Whether the forward product and the input gradient read the same quantized weight."""
+        fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
+        if fwd is None or dgrad is None:
+            return False
+        return fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor"
+
+    @property
+    def reads_last_axis(self) -> bool:
+        """Whether quantized operands are transposed, so that products sum over their last axis.
+
+        GPU kernels need this order. XLA for CPUs supports either axis, and is slow after a transpose.
+        """
+        return jax.default_backend() == "gpu" and self.implementation != "xla"
+
+
+class Operand(NamedTuple):
+    """What is known of a matrix, which may have leading axes; unknown forms are None.
+
+    Attributes:
+      array: the matrix itself.
+      quantized: the quantized matrix.
+      transposed: the quantized transpose of a matrix without leading axes, as `quantize_weight` returns it.
+      token_sum: of a gradient [..., n], the sum over all tokens, [n] float32: the gradient of a bias.
+    """
+
+    array: jax.Array | None = None
+    quantized: QTensor | None = None
+    transposed: QTensor | None = None
+    token_sum: jax.Array | None = None
+
+
+def as_array(operand: Operand, dtype: str) -> jax.Array:
+    """The matrix itself, or its dequantized form."""
+    if operand.array is not None:
+        return operand.array.astype(dtype)
+    if operand.quantized is not None:
+        return reference.dequantize(operand.quantized, dtype)
+    assert operand.transposed is not None, "a matrix has at least one form"
+    return reference.dequantize(operand.transposed.T, dtype)
+
+
+def quantizes_rows(product: Product | None) -> TypeGuard[Product]:
+    """Whether the left operand is quantized row-wise, as in the fused quantizers."""
+    return product is not None and product.lhs.scope == "row" and not product.outlier_threshold
+
+
+# --- the form that a product reads --------------------------------------------------------------------
+
+
+def read(
+    quantizer: Quantizer | None, operand: Operand, spec: Spec, axis: int, layer: Layer
+) -> Operand:
+    """Returns the only form of `operand` that a product reads; it is quantized here if no form fits.
+
+    Args:
+      quantizer: of this side of the product; None reads the array in the layer's dtype.
+      operand: what is known of the matrix.
+      spec: sharding of the matrix.
+      axis: axis that the product sums over, 0 or -1; for an array of tokens, 0 stands for all token axes.
+      layer: the layer.
+    """
+    if quantizer is None:
+        return Operand(as_array(operand, layer.dtype))
+    known = [Operand(quantized=operand.quantized), Operand(transposed=operand.transposed)]
+    for only in reversed(known) if axis == 0 else known:
+        q, along = stored(only, axis)
+        if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
+            continue
+        if axis == -1 or q.values.ndim == 2:
+            return only
+    array = as_array(operand, "float32") if operand.array is None else operand.array
+    transpose = axis == 0 and layer.reads_last_axis
+    q = quantize(quantizer, array, spec, axis, layer, transpose=transpose)
+    return Operand(transposed=q) if transpose else Operand(quantized=q)
+
+
+def stored(only: Operand, axis: int):
+    """The array or QTensor of an operand with one form, and its axis that stores `axis` of the matrix."""
+    if only.transposed is not None:
+        return only.transposed, -1 - axis
+    return (only.quantized if only.array is None else only.array), axis
+
+
+def specs_of_operand(operand: Operand, spec: Spec) -> Operand:
+    """The shardings of an operand's arrays, for the sharding of the matrix."""
+    array, q, transposed, _ = operand
+    return Operand(
+        None if array is None else spec,  # type: ignore[arg-type]
+        None if q is None else specs_of(q, spec if q.values.ndim > 2 else as_matrix(spec, False)),
+        None if transposed is None else specs_of(transposed, as_matrix(spec, True)),
+    )
+
+
+# --- quantizers ---------------------------------------------------------------------------------------
+
+
+def quantize(
+    quantizer: Quantizer,
+    x: jax.Array,
+    spec: Spec,
+    axis: int,
+    layer: Layer,
+    *,
+    transpose: bool = False,
+) -> QTensor:
+    """Quantizes x for a product that sums over `axis`; for axis 0, as a matrix of all tokens."""
+    sharding, per_tensor = layer.sharding, quantizer.scope == "tensor"
+    out_spec = as_matrix(spec, False) if axis == 0 else spec
+    shared = out_spec if per_tensor else (out_spec[axis],)
+    options = {"dtype": quantizer.dtype, "transpose": transpose}
+    options["implementation"] = layer.implementation
+
+    def step(x):
+        x = as_rows(x) if axis == 0 else x
+        axes = tuple(range(x.ndim)) if per_tensor else (axis % x.ndim,)
+        if not sharding.splits(*shared):
+            return dispatch.run("quantize", x, axes=axes, **options)
+        absmax = sharding.maximum(reference.absolute_maximum(x, axes), *shared)
+        return dispatch.run("quantize_by", x, absmax, **options)
+
+    spanned = range(len(out_spec)) if per_tensor else (axis % len(out_spec),)
+    scale_spec = Spec(() if i in spanned else axes for i, axes in enumerate(out_spec))
+    specs = quantized_specs(out_spec, scale_spec)
+    if transpose:
+        specs = quantized_specs(*(Spec(reversed(spec)) for spec in (out_spec, scale_spec)))
+    q = sharding.run(step, (x,), (spec,), specs)
+    return _with_fixed_scale(q) if per_tensor else q
+
+
+def quantize_both(w: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, QTensor]:
+    """Quantizes w [k, n] with one scale; returns the quantized matrix and its quantized transpose."""
+    sharding, one = layer.sharding, Spec(((), ()))
+
+    def step(w):
+        # XLA needs one pass for the maxima of parts, and two passes for the maximum of the whole.
+        parts = math.gcd(w.size, 256)
+        absmax = reference.absolute_maximum(w.reshape(parts, -1), (1,)).reshape(parts)
+        if sharding.splits(*sharding.w):
+            absmax = sharding.maximum(reference.absolute_maximum(absmax, (0,)), *sharding.w)
+        return dispatch.run(
+            "quantize_both", w, absmax, dtype=dtype, implementation=layer.implementation
+        )
+
+    w_spec = sharding.w
+    specs = quantized_specs(w_spec, one), quantized_specs(as_matrix(w_spec, True), one)
+    q, transposed = sharding.run(step, (w,), (w_spec,), specs)
+    return _with_fixed_scale(q), _with_fixed_scale(transposed)
+
+
+def quantize_and_sum(g: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, jax.Array]:
+    """Quantizes g row-wise, and sums it over all tokens, which gives the gradient of a bias."""
+    sharding = layer.sharding
+
+    def step(g):
+        q, total = dispatch.run(
+            "quantize_and_sum", g, dtype=dtype, implementation=layer.implementation
+        )
+        return q, sharding.sum(total, *sharding.tokens)
+
+    return sharding.run(step, (g,), (sharding.y,), (row_specs(sharding.y), Spec((sharding.n,))))
+
+
+def split_outliers(
+    x: jax.Array, threshold: float, spec: Spec, layer: Layer
+) -> tuple[jax.Array, jax.Array]:
+    """Splits x into a sum of two: features below `threshold` for every token, and the other features."""
+    sharding = layer.sharding
+
+    def step(x):
+        features = reference.absolute_maximum(x, tuple(range(x.ndim - 1)))
+        # NaN counts as an outlier, on every platform.
+        outlier = ~(sharding.maximum(features, *sharding.tokens) < threshold)
+        zero = jnp.zeros((), x.dtype)
+        return jnp.where(outlier, zero, x), jnp.where(outlier, x, zero)
+
+    return sharding.run(step, (x,), (spec,), (spec, spec))
+
+
+def as_rows(x: jax.Array) -> jax.Array:
+    """Reshapes [..., k] to [tokens, k], because XLA for GPUs fails on some int8 sums over several axes."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def add(*arrays: jax.Array | None) -> jax.Array:
+    """Sums in float32, and rounds once to the dtype of the first array; None counts as zero.
+
+    >>> import jax.numpy as jnp
+    >>> float(add(jnp.float32(1), None, jnp.float32(2)))
+    3.0
+    """
+    first, *others = (array for array in arrays if array is not None)
+    total = sum((other.astype("float32") for other in others), first.astype("float32"))
+    return total.astype(first.dtype)
+
+
+def row_specs(spec: Spec) -> QTensor:
+    """The specs of an array quantized row-wise."""
+    return quantized_specs(spec, Spec((*spec[:-1], ())))
+
+
+def _with_fixed_scale(q: QTensor) -> QTensor:
+    """Keeps XLA before jax 0.12 from moving constants between the factors of a product of scales. Without the
+    barrier, the last bit of y depends on whether the program computes the scale of w or receives it."""
+    return q._replace(scale=jax.lax.optimization_barrier(q.scale))
+
+
+# --- arrays that `jax.checkpoint` may save ------------------------------------------------------------
+
+
+def named(q: QTensor, name: str) -> QTensor:
+    """Names a quantized array for `swjax.checkpoint_policies`; fp8 values are saved as bytes."""
+    values = checkpoint_name(to_bytes(q.values), f"{name}_q")
+    return QTensor(from_bytes(values, q.values.dtype), checkpoint_name(q.scale, f"{name}_scale"))
+
+
+def to_bytes(values: jax.Array) -> jax.Array:
+    """Reinterprets fp8 values as uint8; returns other arrays unchanged.
+
+    `jax.checkpoint` rounds the floats that it saves with `jax.lax.reduce_precision`, whose largest e4m3
+    value is 240, not 448: larger values become NaN.
+    """
+    if values.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        return jax.lax.bitcast_convert_type(values, jnp.uint8)
+    return values
+
+
+def from_bytes(values: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The inverse of `to_bytes` for values of a dtype."""
+    if values.dtype == jnp.uint8:
+        return jax.lax.bitcast_convert_type(values, dtype)
+    return values
