@@ -177,10 +177,11 @@ def dynamic_loss_scale(
     """
     inner = _checked("dynamic_loss_scale", inner, scale, 1.0)
     # Under optax.inject_hyperparams growth_steps is a float.
-    whole = lambda x: 1 <= x < 2**31 and (isinstance(x, jax.Array) or float(x).is_integer())
+    is_whole = lambda x: isinstance(x, jax.Array) or float(x).is_integer()
+    steps = lambda x: 1 <= float(x) < 2**31 and is_whole(x)
     rule = "a whole number from 1 to 2147483647"
-    require_number("dynamic_loss_scale", "growth_steps", growth_steps, whole, rule)
-    grows = lambda x: 1 + 2.0**-24 < x <= _LARGEST  # 1 + 2^-24 rounds to 1
+    require_number("dynamic_loss_scale", "growth_steps", growth_steps, steps, rule)
+    grows = lambda x: 1 + 2.0**-24 < float(x) <= _LARGEST  # 1 + 2^-24 rounds to 1
     rule = "above 1 and finite in float32"
     require_number("dynamic_loss_scale", "factor", factor, grows, rule)
 
@@ -198,14 +199,14 @@ def dynamic_loss_scale(
         )
 
     def adjusted(state, ok, inner):
-        steps = jnp.where(ok, state.good_steps + 1, 0)
-        enough = steps >= jnp.asarray(growth_steps, jnp.int32)
+        good = jnp.where(ok, state.good_steps + 1, 0)
+        enough = good >= jnp.asarray(growth_steps, jnp.int32)
         ratio = jnp.asarray(factor, jnp.float32)
         grown, shrunk = state.scale * ratio, jnp.maximum(state.scale / ratio, 1)
         grown = jnp.where(enough & jnp.isfinite(grown), grown, state.scale)
         skipped = state.skipped + (~ok).astype(jnp.int32)
         return DynamicLossScaleState(
-            jnp.where(ok, grown, shrunk), jnp.where(enough, 0, steps), skipped, inner
+            jnp.where(ok, grown, shrunk), jnp.where(enough, 0, good), skipped, inner
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
