@@ -2,7 +2,7 @@
 
 Two of different structure get every check, and each other one a few. Wrappers must give the updates that they
 give for the same optimizer of optax. `KNOWN` lists what fails, with reasons, and `table()` makes the table of
-docs/optimizers.md.
+docs/transformations.md.
 """
 
 import functools
@@ -36,7 +36,7 @@ from swjax.optax import (
     stable_adamw,
 )
 
-PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[1] / "docs" / "transformations.md"
 
 
 def layers(params):
