@@ -1,6 +1,6 @@
 """The 8-bit formats, and rounding, maxima and divisions that give the same bits on every platform."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,17 @@ class QTensor(NamedTuple):
 
     values: jax.Array
     scale: jax.Array
+
+    def _refuse(self, *_: Any) -> Any:
+        """A tuple's operators repeat and concatenate."""
+        raise TypeError(
+            "a QTensor has no arithmetic: pass it to swjax.switchback, or use swjax.dequantize(q)"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = (
+        _refuse
+    )
+    __truediv__ = __neg__ = _refuse
 
     @property
     def T(self) -> "QTensor":

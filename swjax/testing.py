@@ -1,6 +1,7 @@
 """Checks for your own tests: which products and collectives of a compiled function use int8."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -58,10 +59,10 @@ def assert_quantized(
     """Asserts that the compiled `fn` contains matrix products with both operands in `dtype`.
 
     Args:
-      fn: a function, jitted or not; it is compiled for `args`, but not run.
-      *args, **kwargs: arrays, `jax.ShapeDtypeStruct`s or NNX models. Pass a model as an argument, as in
-        `assert_quantized(lambda model, x: model(x), model, x)`: Flax refuses to change the random state of a
-        model that `fn` closes over.
+      fn: a function, jitted or not, or an NNX model or its method; it is compiled for `args`, but not run.
+      *args, **kwargs: arrays, `jax.ShapeDtypeStruct`s or NNX models. Pass a model that `fn` uses as an
+        argument, as in `assert_quantized(lambda model, x: model(x), model, x)`: Flax refuses to change the
+        random state of a model that `fn` closes over, such as that of dropout.
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
       count: required number of such products; None requires at least one.
 
@@ -197,5 +198,8 @@ def _is_part(shape, whole) -> bool:
 def _compiled(fn, *args, **kwargs) -> str:
     if isinstance(fn, jax.stages.Compiled):
         return fn.as_text() or ""
+    owner, nnx = getattr(fn, "__self__", fn), sys.modules.get("flax.nnx")
+    if nnx and isinstance(owner, nnx.Module):  # as an argument, a trace may change its random state
+        fn, args = (type(fn).__call__ if owner is fn else fn.__func__), (owner, *args)
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     return jitted.lower(*args, **kwargs).compile().as_text() or ""

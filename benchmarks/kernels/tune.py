@@ -63,7 +63,8 @@ def works(tokens: int = shapes.TOKENS) -> dict[tuple[str, ...], Work]:
 
 
 def _works(tokens: int) -> Iterator[Work]:
-    """Yields the work for ViT-H, other towers, products in Triton, larger ViTs, and the paper's grid."""
+    """Yields the work for ViT-H, other towers, products in Triton, larger ViTs, the paper's grid, and language
+    models."""
     for width in (1280, 1024, 768):
         for producer, widths in {
             "none": (width, 4 * width, 3 * width),
@@ -91,6 +92,13 @@ def _works(tokens: int) -> Iterator[Work]:
         for k, n in ((dim, 4 * dim), (4 * dim, dim)):
             yield implementation_work("weight_gradient", tokens, k, n)
             yield mosaic_work(tokens, k, n)
+    tokens = shapes.LANGUAGE_TOKENS
+    for layers in shapes.LANGUAGE_MODELS.values():
+        for k, n in dict.fromkeys(layers + [(n, k) for k, n in layers]):
+            yield mosaic_work(tokens, k, n)
+        for k, n in layers:
+            yield implementation_work("weight_gradient", tokens, k, n)
+            yield row_work("none", tokens, k)
 
 
 def product_shapes(width: int) -> list[tuple[int, int]]:

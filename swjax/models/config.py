@@ -32,6 +32,16 @@ def _check_choice(name: str, value, choices):
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
+def _divisor(width: int, most: int) -> int:
+    """The largest divisor of `width` up to `most`, found within a thousand trials, or their common divisor.
+
+    >>> _divisor(768, 7), _divisor(10**9 + 7, 10**9)
+    (6, 1)
+    """
+    near = range(min(width, most), max(most - 1000, 0), -1)
+    return next((heads for heads in near if width % heads == 0), math.gcd(width, most))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
     """The size of the stack of blocks in one tower.
@@ -61,7 +71,7 @@ class TowerConfig:
         if self.width % self.heads:
             raise ValueError(
                 f"heads must divide width, got width={self.width} and heads={self.heads}: "
-                f"try heads={max(h for h in range(1, self.heads) if self.width % h == 0)}"
+                f"try heads={_divisor(self.width, self.heads)}"
             )
 
     @property
