@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from swjax.kernels import dispatch
+
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = \(?(?P<type>[a-z]\w*)\[.*? (?P<op>[a-z][\w-]*)\((?P<operands>.*)",
     re.MULTILINE,
@@ -80,6 +82,27 @@ def assert_quantized(
             f"the compiled function must have {wanted} {dtype} x {dtype} matrix product(s), found: {found}"
             + emulated * dtype.startswith("float8")
         )
+
+
+def implementations(fn: Callable, *args: Any, **kwargs: Any) -> Counter[tuple[str, str]]:
+    """Counts the operations of swjax that `fn` computes, and which implementation computes each.
+
+    Args:
+      fn: a function, jitted or not; it is traced for `args`, but not compiled and not run.
+      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      Counter of (operation, implementation): see `swjax.kernels.dispatch`. Products that are not quantized
+      run through XLA and are not counted, except weight gradients.
+
+    >>> import jax.numpy as jnp, swjax
+    >>> used = implementations(swjax.switchback, jnp.ones((8, 32)), jnp.ones((32, 16)))
+    >>> used["matmul", "xla"]
+    1
+    """
+    with dispatch.record() as calls:
+        jax.eval_shape(lambda args, kwargs: fn(*args, **kwargs), args, kwargs)
+    return Counter(calls)
 
 
 # For a pair -start and -done, the result of -done: the result of -start also contains the operands.

@@ -254,6 +254,30 @@ def test_images_that_are_prepared_in_another_way_are_refused(tmp_path, change, m
     same(make(), interop.load(tmp_path, make().cfg))
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"resample": 2},
+            "resample must be 3, as swjax prepares images, got 2: prepare the images",
+        ),
+        ({"do_center_crop": False}, "do_center_crop must be True"),
+        ({"size": {"height": 32, "width": 32}}, r"size must be \['shortest_edge'\]"),
+        ({"image_mean": [0.5, 0.5, 0.5]}, "image_mean must be"),
+        ({"size": None}, "TypeError"),
+        ({"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}, ""),
+        ({"size": 32, "resample": 3, "image_processor_type": "CLIPImageProcessor"}, ""),
+    ],
+)
+def test_image_processors_of_hugging_face_are_read(tmp_path, change, message):
+    interop.save(tmp_path, make(), "huggingface")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(change))
+    if not message:
+        return same(make(), interop.load(tmp_path))
+    with pytest.raises(ValueError, match=f"preprocessor_config.json: {message}"):
+        interop.load(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, "", "[1]", '"a"', "{" + " " * 2**24 + "}"])
 def test_malformed_configs_are_one_line(tmp_path, text):
     interop.save(tmp_path, make())

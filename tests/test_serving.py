@@ -509,15 +509,6 @@ def test_malformed_metadata_are_one_line(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
-def test_a_quantized_array_has_no_arithmetic():
-    """A tuple's own gave tuples of four arrays."""
-    q = swjax.quantize_weight(normal(16, 8))
-    for wrong in (lambda: q + q, lambda: q * 2, lambda: 2 * q):
-        with pytest.raises(TypeError, match=r"a QTensor has no arithmetic: use swjax.dequantize"):
-            wrong()
-    assert len(jax.tree.leaves(jax.tree.map(lambda x: x, q))) == 2
-
-
 def test_a_function_cached_before_a_conversion_stays_float():
     """As the docstring of `quantize_model` says."""
     model, x = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0))), normal(4, 16)

@@ -159,7 +159,10 @@ def workdirs(place: Path, rng: random.Random):
         for name, text in files.items():
             (place / name).write_text(text)
         name = rng.choice(list(files))
-        (place / name).write_bytes(damage(files[name].encode(), rng))
+        content = damage(files[name].encode(), rng)
+        if name.endswith(".json") and rng.random() < 0.5:
+            content = damaged_json(json.loads(files[name]), rng)
+        (place / name).write_bytes(content)
         with contextlib.redirect_stdout(io.StringIO()):
             metric_log.truncate(place / "metrics.jsonl", 20, metric_log.parse_line)
             results.is_finished(good, place)
@@ -238,8 +241,8 @@ def mirrors(place: Path, rng: random.Random):
     def archive(path: Path) -> str:
         with zipfile.ZipFile(path, "w") as file:
             for name, content in files.items():
-                name = name if rng.random() < 0.7 else rng.choice(HOSTILE_NAMES) or "x"
-                file.writestr(name.replace("\ud800", "u"), content)
+                name = name if rng.random() < 0.7 else rng.choice(HOSTILE_NAMES)
+                file.writestr(name.strip("\0\ud800") or "x", content)
             file.writestr(
                 "mirror.json", damaged_json(index, rng) if rng.random() < 0.5 else json.dumps(index)
             )

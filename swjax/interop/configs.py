@@ -11,6 +11,7 @@ from typing import Any
 from swjax.data.images import MEAN, STD
 from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
 
+_PREPARE = "prepare the images yourself, and pass this model's configuration as cfg"
 # The largest sizes that a file may have, so that a malformed one is refused at once; by the libraries' keys.
 _LARGEST = {
     **dict.fromkeys(("layers", "num_hidden_layers"), 1000),
@@ -103,17 +104,41 @@ def _check_preprocessing(given: Mapping, size: int) -> None:
     """Raises a ValueError if images are prepared in another way than by `swjax.inference.pixels`."""
     for key, values in (("mean", MEAN), ("std", STD)):
         _need(f"preprocess_cfg.{key}", tuple(given.get(key, values)), values)
-    remedy = "prepare the images yourself, and pass this model's configuration as cfg"
     ours = {"resize_mode": "shortest", "interpolation": "bicubic", "mode": "RGB"}
     for key, only in ours.items():
         if (value := given.get(key) or only) != only:
             raise ValueError(
-                f"preprocess_cfg.{key} must be {only!r}, as swjax resizes images, got {value!r:.80}: {remedy}"
+                f"preprocess_cfg.{key} must be {only!r}, as swjax resizes images, got {value!r:.80}: "
+                f"{_PREPARE}"
             )
     if (value := given.get("size") or size) not in (size, [size, size]):
-        raise ValueError(f"preprocess_cfg.size must be {size}, got {value!r:.80}: {remedy}")
+        raise ValueError(f"preprocess_cfg.size must be {size}, got {value!r:.80}: {_PREPARE}")
     # Padding has a color only with resize_mode="longest".
     _refuse("preprocess_cfg", given, {"mean", "std", "size", "fill_color", *ours}, {})
+
+
+def check_image_processor(file: Mapping) -> None:
+    """Checks the preprocessor_config.json next to Hugging Face's weights of a CLIP.
+
+    Raises:
+      ValueError: images are prepared in another way than by `swjax.inference.pixels`.
+    """
+    size = file.get("size", 224)
+    found = {
+        "do_resize": file.get("do_resize", True),
+        "do_center_crop": file.get("do_center_crop", True),
+        "resample": file.get("resample", 3),  # Pillow's number of the bicubic filter
+        "image_mean": tuple(file.get("image_mean", MEAN)),
+        "image_std": tuple(file.get("image_std", STD)),
+        "size": ["shortest_edge"] if isinstance(size, int) else list(size),
+    }
+    ours = {"do_resize": True, "do_center_crop": True, "resample": 3, "image_mean": MEAN, "image_std": STD,
+            "size": ["shortest_edge"]}  # fmt: skip
+    for key, only in ours.items():
+        if found[key] != only:
+            raise ValueError(
+                f"{key} must be {only!r}, as swjax prepares images, got {found[key]!r:.80}: {_PREPARE}"
+            )
 
 
 def _check_sizes(section: str, given: Mapping) -> None:

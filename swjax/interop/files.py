@@ -1,7 +1,7 @@
 """Reads and writes safetensors files of CLIP models; checks every tensor before reading any."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -198,11 +198,19 @@ def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
             f"{path} has no {file.name} next to it for the number of heads and the GELU: pass the model, as "
             f'in cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )
+    described = _parse(file, _READERS[layout])
+    images = path.parent / "preprocessor_config.json"
+    if layout == "huggingface" and images.is_file():
+        _parse(images, configs.check_image_processor)
+    return clip.config(described, recipe="standard", dtype="float32")
+
+
+def _parse(file: Path, read: Callable[[Any], Any]) -> Any:
+    """Applies a function to the JSON of a file; its errors begin with the name of the file."""
     try:
-        described = _READERS[layout](parse_json(files.read_whole(str(file), _LARGEST_CONFIG)))
+        return read(parse_json(files.read_whole(str(file), _LARGEST_CONFIG)))
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{file}: {_one_line(error)}") from error
-    return clip.config(described, recipe="standard", dtype="float32")
 
 
 def _one_line(error: Exception) -> str:

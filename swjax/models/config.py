@@ -142,7 +142,7 @@ class Options:
       implementation: implementation of the recipes' kernels, see `swjax.kernels.dispatch`; None chooses.
       dtype: dtype of the activations, for compute and storage. Parameters, attention scores, softmax and
         LayerNorm are float32.
-      attention: "triton", swjax's kernel for up to 320 tokens in 16 bits; "cudnn", which pads tokens to
+      attention: "fused", swjax's kernels for up to 320 tokens in 16 bits; "cudnn", which pads tokens to
         a multiple of 8; or "xla". None chooses, see `swjax.attention.choose`.
       gelu: "exact", "tanh" or "quick".
       layer_scale: initial value of a learned per-feature factor on each residual branch; None has no factor.
@@ -171,10 +171,11 @@ class Options:
         if isinstance(self.recipe, Mapping):  # a tuple is hashable
             object.__setattr__(self, "recipe", tuple(self.recipe.items()))
         _check_choice("dtype", self.dtype, DTYPES)
+        object.__setattr__(self, "attention", attention.ALIASES.get(self.attention, self.attention))
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("gelu", self.gelu, GELUS)
         _check_choice("remat", self.remat, REMAT)
-        if self.attention in ("cudnn", "triton") and self.dtype == "float32":
+        if self.attention in ("cudnn", "fused") and self.dtype == "float32":
             raise ValueError(
                 f"attention={self.attention!r} needs a 16-bit dtype, got dtype='float32': "
                 "set dtype='bfloat16', or attention='xla'"

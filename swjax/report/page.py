@@ -162,7 +162,7 @@ def _predictions(predictions: list[dict]) -> str:
 def _prediction(prediction: dict) -> str:
     name, guesses = prediction["name"], prediction["guesses"]
     rows = "".join(
-        f'<li class="right"><span>{escape(g)}</span> <b>✓</b></li>'
+        f'<li class="right"><span>{escape(g)} <b>✓</b></span></li>'
         if g == name
         else f"<li><span>{escape(g)}</span></li>"
         for g in guesses

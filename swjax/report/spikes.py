@@ -17,7 +17,7 @@ from swjax.diagnostics.names import RMS
 from swjax.diagnostics.spikes import Alignment, Analysis, Event, Rules, analyse
 from swjax.report import charts, page, records, spike_charts
 from swjax.report.charts import Chart
-from swjax.safe_files import make_folder, mask_credentials, write_atomically
+from swjax.safe_files import make_folder, mask_credentials, printable, write_atomically
 
 METRICS = re.compile(rf"train/loss$|{RMS}|quantization/sqnr_db/")
 MOST_EVENTS = 12  # number of events with plots
@@ -77,7 +77,8 @@ def summary(analysis: Analysis) -> list[str]:
     judged = len(analysis.loss) - early
     lines = [f"{_count(judged)} in steps {first} to {last}"]
     if judged:
-        lines += [f"  {_sentence(a, _lead(analysis.rules))}" for a in analysis.alignments[:3]]
+        sentences = (_sentence(a, _lead(analysis.rules)) for a in analysis.alignments[:3])
+        lines += [f"  {printable(sentence)}" for sentence in sentences]
     if early:
         lines.append(f"{_count(early)} before step {first}, with losses that are not finite")
     return lines
