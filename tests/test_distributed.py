@@ -113,6 +113,7 @@ def test_processes_with_other_data_end_in_one_line(monkeypatch):
         ConfigError, match="config.data: val has 12 .* process 1 and 13 .* process 0"
     ):
         distributed.check_same("data", "{} examples", lengths)
+    monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own - own]))
     splits = {"train": data.source("synthetic", "train", image_size=8, examples=10)}
     with pytest.raises(ConfigError, match="train has other examples .* 1 and other .* process 0"):
         inputs.fingerprints(splits)

@@ -297,6 +297,7 @@ def test_weights_at_an_address(micro, tmp_path):
         ("memory://empty", "holds no weights"),
         ("memory://absent", "cannot be read: FileNotFoundError"),
         ("gopher://weights", "checkpoint.init_from"),
+        ("ftp://bob:PASSWORD@localhost:1/w", "cannot read ftp://***@localhost:1/w: Connection"),
     ):
         assert message in refusal(micro(checkpoint__init_from=address))
 

@@ -7,13 +7,13 @@ predict the time.
 import dataclasses
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from swjax.data import files
 from swjax.data.batches import check_batch_size
 from swjax.data.skipping import Skips
 from swjax.models import sharding
@@ -28,6 +28,7 @@ from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.setup import make_init, model_config, require_profile
 from swjax.training.state.checkpoint import require_checkpoint
 from swjax.training.state.initialization import check_parameters
+from swjax.training.state.mirror import Mirror
 
 # Memory of a GPU in GiB, as its driver reports it.
 GPUS = {
@@ -221,8 +222,7 @@ def require_openable(plan: Plan) -> None:
     c = plan.config.checkpoint
     if c.resume:
         require_checkpoint("checkpoint.resume", c.resume)
-    with blame("checkpoint.mirror"):
-        files.check_protocol(c.mirror)
+    Mirror(c.mirror, Path("none"))
     if c.init_from:
         check_parameters(c.init_from, plan.model, plan.params)
 

@@ -87,8 +87,7 @@ def check_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> None:
     here = traverse_util.flatten_dict(new, sep="/")
     address = address.removeprefix("file://")
     if "://" in address:
-        with blame(KEY):
-            files.check_protocol(address)
+        _check_protocol(address)
     elif _is_run(address):
         _compare(address, cfg, _model_of_run(address), _shapes_of_run(address), here)
     else:
@@ -129,13 +128,21 @@ def _of_run(workdir: str, shapes: dict, here: dict) -> dict:
     return traverse_util.flatten_dict(restored, sep="/")
 
 
+def _check_protocol(address: str) -> None:
+    with blame(KEY):
+        try:
+            files.check_protocol(address)
+        except OSError as error:  # some protocols connect here
+            shown = mask_credentials(f"{address}: {type(error).__name__}: {_one_line(error)}")
+            raise ValueError(f"cannot read {shown}") from error
+
+
 def _fetched(address: str, folder: Path) -> str:
     """Copies weights and their config from an fsspec address to `folder`; returns the path of the copy."""
     name = address.rstrip("/").rpartition("/")[2]
     is_file = name.endswith((".safetensors", ".npz"))
     parent = address.rstrip("/").rpartition("/")[0] if is_file else address.rstrip("/")
-    with blame(KEY):
-        files.check_protocol(address)
+    _check_protocol(address)
     import fsspec
 
     try:
