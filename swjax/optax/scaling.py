@@ -118,7 +118,8 @@ def per_tensor_guard(
         treedef: jax.tree_util.PyTreeDef
         leaves, treedef = jax.tree.flatten(grads)
         each = [_is_finite(g, kept) for g, kept in zip(leaves, axes, strict=True)]
-        finite, any_finite = treedef.unflatten(each), _stack([jnp.any(ok) for ok in each]).any()
+        finite = treedef.unflatten(each)
+        any_finite = jnp.array([jnp.any(ok) for ok in each], bool).any()
         updates, new = _update(inner, grads, state, params, finite, extra_args)
         where = optax.tree.map_params(
             inner,
@@ -186,17 +187,18 @@ def dynamic_loss_scale(
     require_number("dynamic_loss_scale", "factor", factor, grows, rule)
 
     def init(params):
-        zeros = (jnp.zeros([], jnp.int32) for _ in range(2))
-        return DynamicLossScaleState(_stored(scale), *zeros, inner.init(as_arrays(params)))
+        good_steps, skipped = (jnp.zeros([], jnp.int32) for _ in range(2))
+        return DynamicLossScaleState(
+            _stored(scale), good_steps, skipped, inner.init(as_arrays(params))
+        )
 
     def update(grads, state, params=None, **extra_args):
         grads, params = _arrays("dynamic_loss_scale", grads, params)
-        ok = _stack([_is_finite(g) for g in jax.tree.leaves(grads)]).all()
+        ok = jnp.array([_is_finite(g) for g in jax.tree.leaves(grads)], bool).all()
         finite = jax.tree.map(lambda _: ok, grads)
         updates, new = _update(inner, grads, state, params, finite, extra_args)
-        return updates, adjusted(
-            state, ok, jax.tree.map(lambda *x: _select(*x, ok), new, state.inner)
-        )
+        kept = jax.tree.map(lambda new, old: _select(new, old, ok), new, state.inner)
+        return updates, adjusted(state, ok, kept)
 
     def adjusted(state, ok, inner):
         good = jnp.where(ok, state.good_steps + 1, 0)
@@ -270,10 +272,6 @@ def _is_finite(g: jax.Array, blocks: tuple[int, ...] = ()) -> jax.Array:
     """Whether a gradient is finite: [], or each block along axes, with size 1 along the other axes."""
     reduced = tuple(axis for axis in range(g.ndim) if axis not in blocks)
     return jnp.all(jnp.isfinite(g), axis=reduced, keepdims=bool(blocks))
-
-
-def _stack(flags: list[jax.Array]) -> jax.Array:
-    return jnp.array(flags, bool)  # also of no flags
 
 
 def _update(

@@ -251,8 +251,8 @@ def scale_by_stable_adam(
         columns = [treedef.flatten_up_to(tree) for tree in (params, grads, state.mu, state.nu)]
         axes, masks = resolve_block_axes(block_axes, params), resolve_mask(mask, params)
         results = [
-            _step(*arrays, s, kept, decays, decoupled)
-            for *arrays, kept, decays in zip(*columns, axes, masks, strict=True)
+            _step(p, g, m, v, s, kept, decays, decoupled)
+            for p, g, m, v, kept, decays in zip(*columns, axes, masks, strict=True)
         ]
         changes, mu, nu, rms = zip(*results) if results else ((), (), (), ())
         changes, mu, nu = (treedef.unflatten(column) for column in (changes, mu, nu))

@@ -53,6 +53,7 @@ class Mirror:
             with self._blame():  # some protocols connect here
                 self._fs, self._root = fsspec.core.url_to_fs(self._address)
             local = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
+            self._is_local = local
             if local and Path(self._root).resolve().is_relative_to(workdir.resolve()):
                 raise ConfigError(
                     f"{self._key} is in the workdir, which it copies: give another folder"
@@ -78,6 +79,8 @@ class Mirror:
             shutil.rmtree(part, ignore_errors=True)
             copies = []
             for name, path in self._held():
+                if self._is_local:
+                    inside(self._root, name)  # refuses a link out of the mirror
                 target = inside(self._workdir, name)
                 folder, _, rest = name.partition("/")
                 if folder == "checkpoints" and rest.startswith(f"{newest}/"):
