@@ -103,7 +103,7 @@ def test_pipes_folders_and_large_files_are_refused(folder):
     os.mkfifo(folder / "pipe")
     (folder / "sub").mkdir()
     for name in ("pipe", "sub"):
-        with pytest.raises(OSError, match=r"[Nn]ot a regular file|Is a directory"):
+        with pytest.raises(OSError, match=f"Not a regular file: .*{name}"):
             open_inside(folder, name)
     (folder / "large").write_bytes(bytes(11))
     with pytest.raises(ValueError, match="larger than 10 bytes"):
