@@ -86,7 +86,7 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
     if name == "xla":
         if _multiplies_int8(operation, *arrays, **options):
             _warn_of_split_sums()
-        return getattr(reference, operation)(*arrays, **options)
+        return _specification(getattr(reference, operation), *options)(*arrays, **options)
     return _jitted(name, operation, **options)(*arrays)
 
 
@@ -119,6 +119,12 @@ class _Calls(list):
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # a list has no hash
     __eq__ = object.__eq__
+
+
+@functools.cache
+def _specification(function: Callable, *options: str) -> Callable:
+    """Returns one jitted function per operation, so that layers of equal shapes share its trace."""
+    return jax.jit(function, static_argnames=options)
 
 
 @functools.cache

@@ -363,8 +363,8 @@ class _TappedProduct(DotGeneral):
         super().__init__(product.recipe, product.implementation, product.layout)
         object.__setattr__(self, "tap", tap)
 
-    def __call__(self, lhs, rhs, dimension_numbers, *args, **kwargs):
-        y = super().__call__(lhs, rhs, dimension_numbers, *args, **kwargs)
+    def multiply(self, lhs, rhs, dimension_numbers, **options):
+        y = super().multiply(lhs, rhs, dimension_numbers, **options)
         x, w, *_ = as_linear(lhs, rhs, dimension_numbers)
 
         def report_one(y, x, w):

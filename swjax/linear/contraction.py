@@ -60,11 +60,20 @@ class DotGeneral:
           TypeError: the contracted or the batch dimensions of the operands differ.
         """
         options = {"precision": precision, "preferred_element_type": preferred_element_type}
-        product = lambda: self._multiply(lhs, rhs, dimension_numbers, **options)
+        product = lambda: self.multiply(lhs, rhs, dimension_numbers, **options)
         y = intercepted("dot_general", product, rhs, lhs, rhs, dimension_numbers, **options)
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
-    def _multiply(self, lhs, rhs, dimension_numbers, precision, preferred_element_type):
+    def multiply(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | QTensor,
+        dimension_numbers: DimensionNumbers,
+        *,
+        precision: jax.lax.PrecisionLike,
+        preferred_element_type: jax.typing.DTypeLike | None,
+    ) -> jax.Array:
+        """The product of `__call__` and `einsum`, which no other library intercepts."""
         x, w, columns, order = as_linear(lhs, rhs, dimension_numbers)
         linear = partial(
             switchback,
@@ -113,7 +122,7 @@ class DotGeneral:
         del optimize
         options = {"precision": precision, "preferred_element_type": preferred_element_type}
         dimension_numbers, order = einsum_dimensions(equation, lhs, rhs)
-        product = lambda: self._multiply(lhs, rhs, dimension_numbers, **options).transpose(order)
+        product = lambda: self.multiply(lhs, rhs, dimension_numbers, **options).transpose(order)
         y = intercepted("einsum", product, rhs, equation, lhs, rhs, **options)
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
