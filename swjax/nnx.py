@@ -262,10 +262,11 @@ def quantize_model(
         layer, before = linears[path], _conversion_of(linears[path])
         if isinstance(layer, Linear):
             layer.replaced = before or (layer.recipe, layer.implementation)
-            layer.set_recipe(recipe, implementation)
+            layer.set_recipe(recipe, recipe.implementation(implementation))
         else:
             layout = _layout(getattr(layer, "kernel", None))
-            product = dot_general(recipe, implementation=implementation, layout=layout)
+            named = recipe.implementation(implementation)
+            product = dot_general(recipe, implementation=named, layout=layout)
             name = product_name(layer)
             replaced = before.replaced if before else getattr(layer, name)
             setattr(layer, name, _Product(product, replaced, name == "einsum_op"))

@@ -18,7 +18,7 @@ from flax import linen, nnx
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, OPERANDS
 from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
-from swjax.kernels.reference.blocks import rotated_blocks
+from swjax.kernels.block_weight_gradients.reference import rotated_blocks
 from swjax.linear.contraction import DotGeneral, as_linear
 from swjax.linear.layer import as_rows
 from swjax.linear.layouts import Layout, Spec

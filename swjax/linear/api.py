@@ -229,14 +229,15 @@ def mlp(
 
 
 def _layer(x, w, addend, recipe, out_dtype, precision, implementation, sharding: Sharding) -> Layer:
-    dispatch.check(implementation)
+    recipe = recipes.get(recipe)
+    dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
         raise ValueError(
             f"out_dtype must be a floating dtype, got {jnp.dtype(out_dtype)}: cast y instead"
         )
     return Layer(
-        recipes.get(recipe),
+        recipe,
         sharding,
         dtype=x.dtype.name,
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
@@ -245,6 +246,14 @@ def _layer(x, w, addend, recipe, out_dtype, precision, implementation, sharding:
         implementation=implementation,
         precision=precision,
     )
+
+
+def _products(recipe: Recipe) -> list[str]:
+    """The names of a layer's products in `swjax.kernels.dispatch`; only XLA computes "dot"."""
+    wgrad = "weight_gradient"
+    if recipe.wgrad is not None:
+        wgrad = "block_weight_gradient" if recipe.wgrad.lhs.scope == "block" else "matmul"
+    return [*("matmul" if product else "dot" for product in (recipe.fwd, recipe.dgrad)), wgrad]
 
 
 # XLA cannot compile a `jax.shard_map` whose results are constants, such as sums over zero tokens.
