@@ -63,7 +63,7 @@ def works(tokens: int = shapes.TOKENS) -> dict[tuple[str, ...], Work]:
 
 
 def _works(tokens: int) -> Iterator[Work]:
-    """Yields the work for ViT-H, other towers, products in Triton, larger ViTs, the paper's grid, and LLMs."""
+    """Yields the work: ViT-H, other towers, products in Triton, larger ViTs, the paper's grid, LLMs."""
     for width in (1280, 1024, 768):
         for producer, widths in {
             "none": (width, 4 * width, 3 * width),
