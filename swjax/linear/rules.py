@@ -33,7 +33,7 @@ from swjax.linear.layer import (
     to_bytes,
 )
 from swjax.linear.layouts import Spec
-from swjax.linear.products import Layers, input_gradients, outputs, weight_gradients
+from swjax.linear.products import Layers, input_gradients, output, weight_gradients
 from swjax.linear.prologues import Prologue, apply, apply_backward, input_spec
 from swjax.recipes import Recipe
 
@@ -79,7 +79,8 @@ def forward(
     """Returns y = x w + bias + addend of each layer, and x and each w in the forms that were read."""
     x = _quantized_input(inputs.x, inputs.prologue, layers[0])
     ws = tuple(map(_quantized_weight, inputs.ws, layers))
-    return outputs(x, ws, inputs.biases, addends, layers), x, ws
+    ys = tuple(map(partial(output, x), ws, inputs.biases, addends, layers))
+    return ys, x, ws
 
 
 def _quantized_input(x: jax.Array, prologue: Prologue | None, layer: Layer) -> Operand:
