@@ -172,14 +172,15 @@ def _product(
     out_dtype: str,
 ) -> jax.Array:
     """``a b + bias + addend``, summed over `axes` of the two matrices; both are quantized, or neither."""
-    (a, axis_a), (b, axis_b) = stored(a, axes[0]), stored(b, axes[1])
-    if isinstance(a, QTensor):
-        options = {"contract": (axis_a, axis_b), "implementation": layer.implementation}
-        if not _sum_fits_int32(a, axis_a):
-            return _long_product(a, b, bias, addend, options).astype(out_dtype)
-        return dispatch.run("matmul", a, b, bias, addend, out_dtype=out_dtype, **options)
-    contract = (axis_a % a.ndim,), (axis_b % b.ndim,)
-    y = reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=layer.precision)
+    (lhs, axis_a), (rhs, axis_b) = stored(a, axes[0]), stored(b, axes[1])
+    if isinstance(lhs, QTensor):
+        options: dict[str, Any] = {"contract": (axis_a, axis_b)}
+        options["implementation"] = layer.implementation
+        if not _sum_fits_int32(lhs, axis_a):
+            return _long_product(lhs, rhs, bias, addend, options).astype(out_dtype)
+        return dispatch.run("matmul", lhs, rhs, bias, addend, out_dtype=out_dtype, **options)
+    contract = (axis_a % lhs.ndim,), (axis_b % rhs.ndim,)
+    y = reference.dot(lhs, rhs, contract, bias, out_dtype=out_dtype, precision=layer.precision)
     if addend is None:
         return y
     # XLA for GPUs adds an array of the product's dtype in the product's epilogue.
@@ -208,7 +209,7 @@ def _products_or_sum(gs, ws, *, axes, layer: Layer, out_dtype: str) -> tuple[jax
     """The product of each pair; or, if a kernel adds the products, their sum."""
     pairs = [(stored(g, axes[0]), stored(w, axes[1])) for g, w in zip(gs, ws)]
     (a, axes_of_a), (b, axes_of_b) = (zip(*side) for side in zip(*pairs))
-    options = {"out_dtype": out_dtype, "contract": (axes_of_a[0], axes_of_b[0])}
+    options: dict[str, Any] = {"out_dtype": out_dtype, "contract": (axes_of_a[0], axes_of_b[0])}
     fit = len(pairs) > 1 and len({*axes_of_a}) == len({*axes_of_b}) == 1
     fit = fit and all(isinstance(q, QTensor) and _sum_fits_int32(q, axes_of_a[0]) for q in a)
     chosen = {"implementation": layer.implementation}
@@ -231,14 +232,17 @@ def _sums_over_tokens(
     if x.array is None:
         multiply = partial(_product, x, axes=(0, 0), layer=layer, out_dtype=out_dtype)
         return tuple(map(multiply, gs))
-    operation, options = "weight_gradient", {"out_dtype": out_dtype}
+    operation, options = "weight_gradient", dict[str, Any](out_dtype=out_dtype)
     if blocks is None:
         options["precision"] = layer.precision
     else:
         operation = "block_weight_gradient"
         options["dtypes"] = blocks.lhs.dtype, blocks.rhs.dtype
         options |= {"block": blocks.lhs.block, "rotation": blocks.lhs.rotation}
-    rows, group = (as_rows(x.array), tuple(as_rows(g.array) for g in gs)), f"{operation}_group"
+    rows, group = (
+        (as_rows(x.array), tuple(as_rows(g.array) for g in gs if g.array is not None)),
+        f"{operation}_group",
+    )
     chosen = {"implementation": layer.implementation}
     if len(gs) > 1 and dispatch.has_kernel(group, *rows, **options, **chosen):
         return dispatch.run(group, *rows, **options)
