@@ -6,7 +6,7 @@ equal those on one device, because absolute maxima are maxima over the devices t
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def read(
     return Operand(transposed=q) if transpose else Operand(quantized=q)
 
 
-def stored(only: Operand, axis: int):
+def stored(only: Operand, axis: int) -> tuple[Any, int]:
     """The array or QTensor of an operand with one form, and its axis that stores `axis` of the matrix."""
     if only.transposed is not None:
         return only.transposed, -1 - axis
@@ -156,7 +156,7 @@ def quantize(
     sharding, per_tensor = layer.sharding, quantizer.scope == "tensor"
     out_spec = as_matrix(spec, False) if axis == 0 else spec
     shared = out_spec if per_tensor else (out_spec[axis],)
-    options = {"dtype": quantizer.dtype, "transpose": transpose}
+    options: dict[str, Any] = {"dtype": quantizer.dtype, "transpose": transpose}
     options["implementation"] = layer.implementation
 
     def step(x):
