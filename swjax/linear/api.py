@@ -289,7 +289,7 @@ def _placed_weight(w, bias, sharding: Sharding):
     if not isinstance(w, QTensor):
         return sharding.place(w, sharding.w), bias
     specs = specs_of(w, as_matrix(sharding.w, True))
-    return QTensor(*(sharding.place(a, spec) for a, spec in zip(w, specs))), bias  # type: ignore[arg-type]
+    return QTensor(*(sharding.place(a, spec) for a, spec in zip(w, specs))), bias  # type: ignore[arg-type]  # no None
 
 
 # --- layers without quantization, as products that JAX differentiates in every mode and to any order --

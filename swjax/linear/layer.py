@@ -134,7 +134,7 @@ def specs_of_operand(operand: Operand, spec: Spec) -> Operand:
     """The shardings of an operand's arrays, for the sharding of the matrix."""
     array, q, transposed, _ = operand
     return Operand(
-        None if array is None else spec,  # type: ignore[arg-type]
+        None if array is None else spec,  # type: ignore[arg-type]  # a spec for an array
         None if q is None else specs_of(q, spec if q.values.ndim > 2 else as_matrix(spec, False)),
         None if transposed is None else specs_of(transposed, as_matrix(spec, True)),
     )

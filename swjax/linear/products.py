@@ -84,10 +84,10 @@ def input_gradients(
 def _input_gradients(ws, layer: Layer, product: Product | None, gs, out_dtype: str):
     sharding = layer.sharding
     lhs, rhs = (product.lhs, product.rhs) if product else (None, None)
-    gs = tuple(read(lhs, g, sharding.y, -1, layer) for g in gs)
-    ws = tuple(read(rhs, w, sharding.w, -1, layer) for w in ws)
-    g_specs = tuple(specs_of_operand(g, sharding.y) for g in gs)
-    w_specs = tuple(specs_of_operand(w, sharding.w) for w in ws)
+    gs = tuple(map(partial(read, lhs, spec=sharding.y, axis=-1, layer=layer), gs))
+    ws = tuple(map(partial(read, rhs, spec=sharding.w, axis=-1, layer=layer), ws))
+    g_specs = tuple(map(partial(specs_of_operand, spec=sharding.y), gs))
+    w_specs = tuple(map(partial(specs_of_operand, spec=sharding.w), ws))
 
     def step(gs, ws):
         ws = sharding.gather(ws, w_specs)
@@ -123,14 +123,17 @@ def _weight_gradients(gs, layer: Layer, product: Product | None, x, out_dtype: s
     blocks = product if product is not None and product.lhs.scope == "block" else None
     lhs, rhs = (product.lhs, product.rhs) if product and not blocks else (None, None)
     x = read(lhs, x, sharding.x, 0, layer)
-    gs = tuple(read(rhs, g, sharding.y, 0, layer) for g in gs)
+    gs = tuple(map(partial(read, rhs, spec=sharding.y, axis=0, layer=layer), gs))
     reduce_dtype = sharding.reduce_dtype if sharding.splits(sharding.token_axes) else None
 
     def step(x, gs):
         dws = _sums_over_tokens(x, gs, blocks, layer, reduce_dtype or out_dtype)
         return tuple(sharding.scatter_sum(dw).astype(out_dtype) for dw in dws)
 
-    specs = specs_of_operand(x, sharding.x), tuple(specs_of_operand(g, sharding.y) for g in gs)
+    specs = (
+        specs_of_operand(x, sharding.x),
+        tuple(map(partial(specs_of_operand, spec=sharding.y), gs)),
+    )
     return sharding.run(step, (x, gs), specs, sharding.w)
 
 

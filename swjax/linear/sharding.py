@@ -173,6 +173,8 @@ class Sharding:
 
     def scatter_sum(self, dw: jax.Array) -> jax.Array:
         """Sums dw [k, n] over the tokens of all devices, and returns this device's shard."""
+        if self.mesh is None:
+            return dw
         for axis, axes in enumerate(self._gathered(self.w)):
             if axes:
                 dw = _scatter_sum(dw, axes, axis)
