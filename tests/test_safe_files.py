@@ -48,7 +48,9 @@ def _umask() -> int:
     return mask
 
 
-@pytest.mark.parametrize("name", ["index.html", f"index.html.{os.getpid()}.part"])
+@pytest.mark.parametrize(
+    "name", ["index.html", f"index.html.{os.getpid()}.part"], ids=["name", "part"]
+)
 def test_writing_replaces_a_link(folder, victim, name):
     (folder / name).symlink_to(victim)
     safe_files.write_atomically(folder / "index.html", "page")
