@@ -454,14 +454,20 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     assert ("mpmd_map" in text) == mosaic  # the primitive of Pallas's kernels
 
 
-@pytest.mark.parametrize("implementation", [None, "triton", "mosaic_gpu", "xla"])
+@pytest.mark.parametrize(
+    "implementation, devices",
+    [(None, 1), ("triton", 1), ("mosaic_gpu", 1), ("mosaic_gpu", 2), ("xla", 1)],
+)
 @pytest.mark.parametrize(
     "recipe", ["standard", "switchback", "switchback_q", "switchback_hadamard"]
 )
-def test_layers_of_one_input_share_kernels(gpu, recipe, implementation):
-    """Queries, keys and values have one kernel each for their input's gradient and their weight gradients."""
+def test_layers_of_one_input_share_kernels(gpu, recipe, implementation, devices):
+    """Queries, keys and values have one kernel each for their input's gradient and their weight gradients.
+
+    Several devices do not change what a named implementation computes.
+    """
     pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
-    gpu()
+    gpu(devices=devices)
 
     def loss(x, *ws):
         ys = swjax.switchback(x, ws, recipe=recipe, implementation=implementation)

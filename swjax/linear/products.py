@@ -217,7 +217,7 @@ def _products_or_sum(gs, ws, *, axes, layer: Layer, out_dtype: str) -> tuple[jax
     fit = fit and all(isinstance(q, QTensor) and _sum_fits_int32(q, axes_of_a[0]) for q in a)
     chosen = {"implementation": layer.implementation}
     if fit and dispatch.has_kernel("matmul_sum", a, b, **options, **chosen):
-        return (dispatch.run("matmul_sum", a, b, **options),)
+        return (dispatch.run("matmul_sum", a, b, **options, **chosen),)
     return tuple(
         _product(g, w, axes=axes, layer=layer, out_dtype=out_dtype) for g, w in zip(gs, ws)
     )
@@ -248,5 +248,5 @@ def _sums_over_tokens(
     )
     chosen = {"implementation": layer.implementation}
     if len(gs) > 1 and dispatch.has_kernel(group, *rows, **options, **chosen):
-        return dispatch.run(group, *rows, **options)
+        return dispatch.run(group, *rows, **options, **chosen)
     return tuple(dispatch.run(operation, rows[0], g, **options, **chosen) for g in rows[1])
