@@ -66,28 +66,30 @@ def input_gradients(
 ) -> tuple[jax.Array, ...]:
     """Arrays whose sum is the gradient of the layers' input, dx = g wT of each layer.
 
-    They are all-reduced where w's columns n are sharded. There is one array for each layer, or one in all: if
-    a kernel adds the products, or if each device adds them, so that one all-reduce follows.
+    Returns one gradient per layer, or a single gradient that is already their sum: if a kernel adds the
+    products, or if n is sharded, so that one all-reduce suffices.
     """
     first, dgrad = layers[0], layers[0].recipe.dgrad
     outliers = dgrad is not None and dgrad.outlier_threshold
     if not outliers and len({layer.sharding for layer in layers}) == 1:
-        return _input_gradients(ws, first, dgrad, gs, first.dtype)
+        return _multiply_input_gradients(dgrad, gs, first.dtype, ws=ws, layer=first)
 
     def of_layer(g, w, layer):
-        multiply = lambda product, g, dtype: _input_gradients((w,), layer, product, (g,), dtype)
+        multiply = lambda product, g, dtype: _multiply_input_gradients(
+            product, (g,), dtype, ws=(w,), layer=layer
+        )
         return _with_outliers(multiply, dgrad, g, layer.sharding.y, layer.dtype, layer)[0]
 
     return tuple(map(of_layer, gs, ws, layers))
 
 
-def _input_gradients(ws, layer: Layer, product: Product | None, gs, out_dtype: str):
+def _multiply_input_gradients(product: Product | None, gs, out_dtype: str, *, ws, layer: Layer):
     sharding = layer.sharding
     lhs, rhs = (product.lhs, product.rhs) if product else (None, None)
-    gs = tuple(map(partial(read, lhs, spec=sharding.y, axis=-1, layer=layer), gs))
-    ws = tuple(map(partial(read, rhs, spec=sharding.w, axis=-1, layer=layer), ws))
-    g_specs = tuple(map(partial(specs_of_operand, spec=sharding.y), gs))
-    w_specs = tuple(map(partial(specs_of_operand, spec=sharding.w), ws))
+    gs = tuple(read(lhs, g, sharding.y, -1, layer) for g in gs)
+    ws = tuple(read(rhs, w, sharding.w, -1, layer) for w in ws)
+    g_specs = tuple(specs_of_operand(g, sharding.y) for g in gs)
+    w_specs = tuple(specs_of_operand(w, sharding.w) for w in ws)
 
     def step(gs, ws):
         ws = sharding.gather(ws, w_specs)
@@ -111,29 +113,27 @@ def weight_gradients(
     for sharding, dtype in kinds:
         alike = [i for i in dws if (layers[i].sharding, layers[i].w_dtype) == (sharding, dtype)]
         layer = layers[alike[0]]
-        multiply = partial(_weight_gradients, [gs[i] for i in alike], layer)
+        multiply = partial(_multiply_weight_gradients, gs=[gs[i] for i in alike], layer=layer)
         of_kind = _with_outliers(multiply, first.recipe.wgrad, x, sharding.x, dtype, layer)
         dws |= zip(alike, of_kind)
     return tuple(dws.values())
 
 
-def _weight_gradients(gs, layer: Layer, product: Product | None, x, out_dtype: str):
+def _multiply_weight_gradients(product: Product | None, x, out_dtype: str, *, gs, layer: Layer):
     """dw = xT g of each g. With blocks, each device quantizes its own tokens."""
     sharding = layer.sharding
-    blocks = product if product is not None and product.lhs.scope == "block" else None
-    lhs, rhs = (product.lhs, product.rhs) if product and not blocks else (None, None)
+    block_product = product if product is not None and product.lhs.scope == "block" else None
+    lhs, rhs = (product.lhs, product.rhs) if product and not block_product else (None, None)
     x = read(lhs, x, sharding.x, 0, layer)
-    gs = tuple(map(partial(read, rhs, spec=sharding.y, axis=0, layer=layer), gs))
+    gs = tuple(read(rhs, g, sharding.y, 0, layer) for g in gs)
     reduce_dtype = sharding.reduce_dtype if sharding.splits(sharding.token_axes) else None
 
     def step(x, gs):
-        dws = _sums_over_tokens(x, gs, blocks, layer, reduce_dtype or out_dtype)
+        dws = _sums_over_tokens(x, gs, block_product, layer, reduce_dtype or out_dtype)
         return tuple(sharding.scatter_sum(dw).astype(out_dtype) for dw in dws)
 
-    specs = (
-        specs_of_operand(x, sharding.x),
-        tuple(map(partial(specs_of_operand, spec=sharding.y), gs)),
-    )
+    g_specs = tuple(specs_of_operand(g, sharding.y) for g in gs)
+    specs = specs_of_operand(x, sharding.x), g_specs
     return sharding.run(step, (x, gs), specs, sharding.w)
 
 
@@ -209,7 +209,7 @@ def _long_product(a: QTensor, b: QTensor, bias, addend, options: dict[str, Any])
 
 
 def _products_or_sum(gs, ws, *, axes, layer: Layer, out_dtype: str) -> tuple[jax.Array, ...]:
-    """The product of each pair; or, if a kernel adds the products, their sum."""
+    """Returns the product of each pair, or a single sum of all products if a kernel computes the sum."""
     pairs = [(stored(g, axes[0]), stored(w, axes[1])) for g, w in zip(gs, ws)]
     (a, axes_of_a), (b, axes_of_b) = (zip(*side) for side in zip(*pairs))
     options: dict[str, Any] = {"out_dtype": out_dtype, "contract": (axes_of_a[0], axes_of_b[0])}
@@ -229,19 +229,23 @@ def _sum_fits_int32(a: QTensor, axis: int) -> bool:
 
 
 def _sums_over_tokens(
-    x: Operand, gs: tuple[Operand, ...], blocks: Product | None, layer: Layer, out_dtype: str
+    x: Operand,
+    gs: tuple[Operand, ...],
+    block_product: Product | None,
+    layer: Layer,
+    out_dtype: str,
 ) -> tuple[jax.Array, ...]:
-    """``xT g`` for each g, summed over all tokens; with `blocks`, quantized here in blocks of tokens."""
+    """``xT g`` for each g, summed over all tokens; `block_product` quantizes here, in blocks of tokens."""
     if x.array is None:
         multiply = partial(_product, x, axes=(0, 0), layer=layer, out_dtype=out_dtype)
         return tuple(map(multiply, gs))
     operation, options = "weight_gradient", dict[str, Any](out_dtype=out_dtype)
-    if blocks is None:
+    if block_product is None:
         options["precision"] = layer.precision
     else:
         operation = "block_weight_gradient"
-        options["dtypes"] = blocks.lhs.dtype, blocks.rhs.dtype
-        options |= {"block": blocks.lhs.block, "rotation": blocks.lhs.rotation}
+        lhs, rhs = block_product.lhs, block_product.rhs
+        options |= {"dtypes": (lhs.dtype, rhs.dtype), "block": lhs.block, "rotation": lhs.rotation}
     rows, group = (
         (as_rows(x.array), tuple(as_rows(g.array) for g in gs if g.array is not None)),
         f"{operation}_group",
