@@ -15,16 +15,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UNSAFE_NAMES = {"eval", "exec", "pickle", "cloudpickle", "dill", "marshal", "shelve"}
-UNSAFE_CALLS = re.compile(
-    r"allow_pickle|\.extract(all)?\(|unpack_archive|import pickle|torch\.load"
-)
+UNSAFE_CALLS = re.compile(r"allow_pickle|\.extract(all)?\(|unpack_archive|torch\.load")
 PICKLES = ("swjax/data/processes.py", "cloudpickle")  # for processes that it starts
 IGNORE = re.compile(r"#\s*type:\s*ignore")
 IGNORE_WITH_REASON = re.compile(r"# type: ignore\[[a-z-]+(, [a-z-]+)*\]  # \w+")
 
 
 def sources() -> Iterator[Path]:
-    """Returns the shipped files; swjax/kernels, a symlink, is checked as kernels."""
+    """Yields the shipped files; swjax/kernels, a symlink, is checked as kernels."""
     for folder in ("swjax", "kernels", "configs"):
         files = sorted((ROOT / folder).rglob("*.py"))
         yield from (path for path in files if "swjax/kernels" not in path.as_posix())
@@ -32,7 +30,7 @@ def sources() -> Iterator[Path]:
 
 
 def faults(path: Path) -> Iterator[tuple[int, str]]:
-    """Returns (line, what is wrong there)."""
+    """Yields (line, what is wrong there)."""
     text = path.read_text()
     tree = ast.parse(text)
     yield from unannotated(tree)
@@ -42,17 +40,32 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
         if UNSAFE_CALLS.search(line):
             yield number, "shipped code must not unpickle or unpack files"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in UNSAFE_NAMES:
-            if (path.relative_to(ROOT).as_posix(), node.id) != PICKLES:
-                yield node.lineno, f"shipped code must not use {node.id}"
+        for name in names(node):
+            if name in UNSAFE_NAMES and (path.relative_to(ROOT).as_posix(), name) != PICKLES:
+                yield node.lineno, f"shipped code must not use {name}"
+            if name == "torch.load":
+                yield node.lineno, "shipped code must not unpickle or unpack files"
+
+
+def names(node: ast.AST) -> Iterator[str]:
+    """Yields the name that a node uses, or the top packages and the members that it imports."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Import):
+        yield from (alias.name.split(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module.split(".")[0]
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def unannotated(body: ast.Module | ast.ClassDef, owner: str = "") -> Iterator[tuple[int, str]]:
-    """Returns the public functions and methods without an annotation of a parameter or of the result."""
+    """Yields the public functions and methods without an annotation of a parameter or of the result."""
     for node in body.body:
         if isinstance(node, ast.ClassDef) and is_public(node.name):
             yield from unannotated(node, f"{owner}{node.name}.")
-        if not isinstance(node, ast.FunctionDef) or not is_public(node.name):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if not is_public(node.name):
             continue
         decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
         if any("triton" in decorator for decorator in decorators):
