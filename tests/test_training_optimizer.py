@@ -41,6 +41,13 @@ def test_a_block_that_overflows_sits_out_with_every_optimizer(micro, name):
     assert moved == [True, False, True] and not np.any(updates["blocks"]["kernel"][1])
 
 
+def test_a_name_without_a_branch_trains_with_no_other_optimizer(micro):
+    config = micro()
+    config.optimizer.name = "lion"
+    with pytest.raises(ConfigError, match="config.optimizer.name='lion' has no branch"):
+        optimizer_lib.make_optimizer(config, lambda count: 1e-3)
+
+
 def test_split_frozen_and_combine_are_inverse():
     params = {"a": {"kernel": 1, "bias": 2}, "b": 3}
     trainable, frozen = split_frozen(params, ("bias$",))

@@ -94,6 +94,9 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     Returns:
       A gradient transformation. Its input is the gradient of the scaled loss if `optimizer.loss_scaling` is
       set, and the gradient of the loss otherwise.
+
+    Raises:
+      ConfigError: the name has no branch here.
     """
     c = config.optimizer
     shared = {"b1": c.b1, "eps": c.eps, "weight_decay": c.weight_decay}
@@ -104,13 +107,17 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
         update = muon(schedule, is_matrix_of_blocks, b2=c.b2, dtype=dtype, **shared)
     elif c.name == "adamw":
         update = optax.adamw(schedule, b2=c.b2, **shared)
-    else:
+    elif c.name == "stable_adamw":
         update = stable_adamw(
             schedule,
             b2=power_decay(c.b2_power) if c.b2_power else c.b2,
             block_axes=clip.block_axes,
             clip_threshold=c.clip_threshold or math.inf,
             **shared,
+        )
+    else:
+        raise ConfigError(
+            f"config.optimizer.name={c.name!r} has no branch in make_optimizer: add one"
         )
     if c.grad_clip_norm:
         update = optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
