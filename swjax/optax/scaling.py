@@ -268,10 +268,10 @@ def _divided(g: jax.Array, scale: jax.typing.ArrayLike, ok: jax.Array) -> jax.Ar
     return jnp.where(ok, g / jnp.asarray(scale, g.dtype), 0)
 
 
-def _is_finite(g: jax.Array, blocks: tuple[int, ...] = ()) -> jax.Array:
+def _is_finite(g: jax.Array, block_axes: tuple[int, ...] = ()) -> jax.Array:
     """Whether a gradient is finite: [], or each block along axes, with size 1 along the other axes."""
-    reduced = tuple(axis for axis in range(g.ndim) if axis not in blocks)
-    return jnp.all(jnp.isfinite(g), axis=reduced, keepdims=bool(blocks))
+    reduced = tuple(axis for axis in range(g.ndim) if axis not in block_axes)
+    return jnp.all(jnp.isfinite(g), axis=reduced, keepdims=bool(block_axes))
 
 
 def _update(

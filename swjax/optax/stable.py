@@ -43,8 +43,8 @@ class Scalars(NamedTuple):
     """The numbers of a step, [] arrays. Each may be traced."""
 
     learning_rate: jax.Array
-    new1: jax.Array  # weight of the new gradient in m: 1 - b1 of Alg. 2
-    new2: jax.Array  # weight of the new squared gradient in v
+    new1: jax.Array  # 1 - c1, the weight of the new gradient in m
+    new2: jax.Array  # 1 - c2, the weight of the new squared gradient in v
     eps: jax.Array
     weight_decay: jax.Array
     threshold: jax.Array
@@ -56,6 +56,7 @@ def algorithm_2(
     m: jax.Array,
     v: jax.Array,
     s: Scalars,
+    *,
     reduced: tuple[int, ...],
     decays: bool,
     decoupled: bool,
@@ -133,7 +134,7 @@ def stable_adamw(
       b1: in [0, 1).
       b2: in [0, 1); a lower value is steadier and slower. Or a function from the step, [] float32 starting at
         1, to c2 itself, which must be 0 at step 1: see `power_decay`.
-      eps: at least 2^-126 = 1.2e-38, below which float32 is 0.
+      eps: at least 2^-126 = 1.2e-38, the smallest normal float32; XLA may flush smaller numbers to 0.
       weight_decay: at least 0; multiplied by the learning rate. Its default is that of `optax.adamw`, because
         the paper's 0.2 assumes a mask without decay of 1-D parameters. The other defaults are the paper's.
       mask: the decayed parameters: a tree of bools like the parameters, a prefix of it, or a function from
@@ -228,7 +229,7 @@ def scale_by_stable_adam(
     [-0.0011, 0.0012]
     """
     _check(b1, b2, eps, clip_threshold, mu_dtype)
-    ascent = Descent()
+    unscaled = Descent()
 
     def init(params):
         params = _inexact(params)
@@ -240,7 +241,7 @@ def scale_by_stable_adam(
             rms=TensorValues.zeros(blocks, jnp.result_type(float)),
         )
 
-    def update(grads, state, params=None, *, descent: Descent = ascent, **extra_args):
+    def update(grads, state, params=None, *, descent: Descent = unscaled, **extra_args):
         del extra_args
         if params is None:
             raise ValueError(
@@ -260,8 +261,8 @@ def scale_by_stable_adam(
         columns = [treedef.flatten_up_to(tree) for tree in (params, grads, state.mu, state.nu)]
         axes, masks = resolve_block_axes(block_axes, params), resolve_mask(mask, params)
         results = [
-            _step(p, g, m, v, s, kept, decays, decoupled)
-            for p, g, m, v, kept, decays in zip(*columns, axes, masks, strict=True)
+            _step(p, g, m, v, s, own_axes, decays=decays, decoupled=decoupled)
+            for p, g, m, v, own_axes, decays in zip(*columns, axes, masks, strict=True)
         ]
         changes, mu, nu, rms = zip(*results) if results else ((), (), (), ())
         changes, mu, nu = (treedef.unflatten(column) for column in (changes, mu, nu))
@@ -272,7 +273,7 @@ def scale_by_stable_adam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _step(p, g, m, v, s: Scalars, blocks: tuple[int, ...], decays: bool, decoupled: bool):
+def _step(p, g, m, v, s: Scalars, block_axes: tuple[int, ...], *, decays: bool, decoupled: bool):
     """`algorithm_2` in at least float32; returns RMS of each block, and nothing in its stored dtype.
 
     The rate needs the RMS of the whole tensor. So a compiled step makes two memory passes, and stores only v
@@ -282,9 +283,11 @@ def _step(p, g, m, v, s: Scalars, blocks: tuple[int, ...], decays: bool, decoupl
     dtype = _compute_dtype(p)
     s = Scalars(*(x.astype(_real(dtype)) for x in s))
     p, g, m = (x.astype(dtype) for x in (p, g, m))
-    reduced = tuple(axis for axis in range(p.ndim) if axis not in blocks)
+    reduced = tuple(axis for axis in range(p.ndim) if axis not in block_axes)
     g = _with_finite_square(g)
-    change, m, v, rms = algorithm_2(p, g, m, v, s, reduced, decays, decoupled)
+    change, m, v, rms = algorithm_2(
+        p, g, m, v, s, reduced=reduced, decays=decays, decoupled=decoupled
+    )
     return change, m, v, jnp.squeeze(rms, reduced)
 
 
@@ -355,7 +358,7 @@ def power_decay(exponent: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def _new_weight(b, count) -> jax.Array:
-    """1 - b_i of Alg. 2: the weight of the new gradient in a moment."""
+    """1 - c1 or 1 - c2: the weight of the new gradient in a moment."""
     if callable(b):
         return 1 - b(count.astype(jnp.result_type(float)))
     return one_minus_power(b, 1) / one_minus_power(b, count)
@@ -364,7 +367,7 @@ def _new_weight(b, count) -> jax.Array:
 def one_minus_power(b: jax.typing.ArrayLike, t: jax.typing.ArrayLike) -> jax.Array:
     """1 - b^t, accurate even if b^t is near 1, where the subtraction would lose digits.
 
-    With it, the weight of the new gradient in Alg. 2, 1 - b_i, is (1 - b) / (1 - b^t).
+    With it, 1 - c1 of `stable_adamw` is (1 - b1) / (1 - b1^t).
 
     Args:
       b: [] in [0, 1), traced or not.
@@ -389,7 +392,10 @@ def _check(b1, b2, eps, clip_threshold, mu_dtype) -> None:
     require("b1", b1, lambda x: 0 <= x < 1, "in [0, 1)")
     if not callable(b2):
         require("b2", b2, lambda x: 0 <= x < 1, "in [0, 1)")
-    rule = "at least 2^-126 (1.2e-38); below it float32 is 0, and a zero gradient gives 0/0"
+    rule = (
+        "at least 2^-126 (1.2e-38), the smallest normal float32: a smaller eps may be flushed to 0, and a "
+        "zero gradient then gives 0/0"
+    )
     require("eps", eps, lambda x: float(x) >= 2.0**-126, rule)
     require("clip_threshold", clip_threshold, lambda x: x > 0, "positive")
     if mu_dtype is not None:
