@@ -38,9 +38,20 @@ class Source(Protocol):
       attribution: authors and licenses, for the report.
       photographs: whether the loader crops the images at random in training.
 
-    Two methods are optional. `outline()` yields bytes and texts that describe all examples without reading
-    their pictures, and `sampled(most)` returns at most that many indices of examples that are cheap to read;
-    both serve `fingerprint`.
+    Optional members, read with `hasattr` or `getattr`:
+
+    =================  ======================================================================================
+    stored(index)      the example with its image as the bytes of a file, which the loader decodes
+    key(index)         a readable name of an example, for messages; also of an unreadable one
+    shards             [files] numbers of examples per file, in order, for `data.shuffle="shard"`
+    outline()          yields bytes and texts that describe all examples without their pictures, for
+                       `fingerprint`
+    sampled(most)      at most that many indices of examples that are cheap to read, for `fingerprint`
+    damage             (file, reason) of each partly unreadable file
+    damaged_share      share of the data set's bytes in unreadable parts
+    notes              lines about files that were left out, for the log
+    parts              the sources of a mixture, with their `names` and `weights`
+    =================  ======================================================================================
     """
 
     class_names: tuple[str, ...]
@@ -63,7 +74,7 @@ def source(
     """Opens a split of a data set, and prepares the data set at its first use.
 
     Args:
-      name: emoji, icons, synthetic, tfds, webdataset, table, parquet, folders or huggingface.
+      name: emoji, icons, synthetic, tfds, webdataset, table, parquet, folders, huggingface or labelled.
       split: "train", "val" or "test". icons also has "test_sets" and "test_both"; tfds has the splits of the
         builder. The other data sets expect the path of tars, a table, Parquet files or a folder.
       data_dir: directory of prepared data sets.
@@ -127,8 +138,8 @@ def fingerprint(source: Source) -> str:
     The paths of the data set itself are not part of it, so a data set that was moved keeps its fingerprint. A
     source of another class needs only the methods of `Source`. Reading stops after 1 GiB of pictures.
 
-    It cannot see a change of equal size in the picture or the caption file of an example that is not read, a
-    picture at an address that a table names, nor what another version of a decoder makes of equal bytes.
+    It does not detect: a change that keeps the size of a file that it does not read; a change of a picture at
+    a URL in a table; a decoder that decodes the same bytes differently.
 
     >>> patterns = [source("synthetic", "train", image_size=8, classes=n) for n in (5, 5, 6)]
     >>> same, again, other = map(fingerprint, patterns)
