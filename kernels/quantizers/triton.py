@@ -1,5 +1,6 @@
 """Quantizers: of rows, which are read once, and of matrices with known absolute maxima."""
 
+import math
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from swjax.kernels.triton_gpu.chunks import (
 )
 
 BLOCK = 64  # rows and columns per program
+MOST_ROWS = 65_535 * BLOCK  # CUDA limits the second axis of a grid
 
 
 @triton.jit
@@ -100,13 +102,24 @@ def quantize(
     return quantize_by(x, absolute_maximum(x, axes), dtype, transpose=transpose)
 
 
-def why_not_quantize(x: jax.Array, axes: tuple[int, ...] = (-1,), **_: Any) -> Unavailable | None:
+def why_not_quantize(
+    x: jax.Array, axes: tuple[int, ...] = (-1,), *_: Any, transpose: bool = False, **__: Any
+) -> Unavailable | None:
     """Returns why `quantize` cannot compute scales over these axes, or None if it can."""
     spanned = sorted(axis % x.ndim for axis in axes)
     if spanned not in (list(range(x.ndim)), list(range(x.ndim - 1)), [x.ndim - 1]):
         return Unavailable(
             f"supports scales over the last axis, the other axes or all axes, got axes {spanned}: use 'xla'"
         )
+    if spanned == [x.ndim - 1] and not transpose and x.shape[-1] <= tiles.WIDEST_ROW:
+        return None
+    return why_not_rows(x)
+
+
+def why_not_rows(x: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
+    """Returns why a grid cannot hold the blocks of x, or None if it can."""
+    if (rows := math.prod(x.shape[:-1])) > MOST_ROWS:
+        return Unavailable(f"supports up to {MOST_ROWS} rows, got {rows}: use 'xla'")
     return None
 
 
@@ -191,7 +204,7 @@ def why_not_quantize_by(x: jax.Array, absmax: jax.Array, *_: Any, **__: Any) -> 
         return Unavailable(
             f"supports one scale, or one per row or column, got absmax {absmax.shape}: use 'xla'"
         )
-    return None
+    return why_not_rows(x)
 
 
 def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
@@ -247,5 +260,6 @@ def _quantize_matrix(
 WHY_NOT = {
     "quantize": why_not_quantize,
     "quantize_by": why_not_quantize_by,
+    "quantize_both": why_not_rows,
     "quantize_and_sum": chunks.why_not,
 }
