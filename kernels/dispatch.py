@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from swjax.kernels import reference, saved_programs, tiles
 from swjax.kernels.availability import Unavailable
 
-# {folder: {operation: its implementations other than "xla", the preferred one first}}. An implementation is
-# the function with the operation's name in the module of its name in the folder: quantizers/triton.py. It has
-# the signature and the result of the function in the folder's reference.py. The module's `WHY_NOT` has a
-# function for each operation that it cannot compute on all arguments.
+# {folder: {operation: implementations other than "xla", preferred first}}. The function `matmul` in
+# kernels/products/triton.py is the "triton" implementation of "matmul"; it has the signature of `matmul` in
+# kernels/products/reference.py. `WHY_NOT` of that module maps an operation to a function that says which
+# arguments it does not support.
 OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "quantizers": {
         "quantize": ("triton",),
@@ -149,9 +149,10 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
     """The name of the implementation that `run` uses for these arguments.
 
     On an NVIDIA GPU, None chooses the fastest implementation for the shape in the device's tuned table, or
-    else the first of `IMPLEMENTATIONS` that can run. If an operation lacks the named implementation, it runs
-    through XLA: see `check_products`. For an operation of several layers, "xla" in the tuned table means that
-    the operation of each layer is faster; see `has_kernel`.
+    else the first of `IMPLEMENTATIONS` that can run. With several devices outside of a `jax.shard_map` over
+    all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the named implementation,
+    it runs through XLA: see `check_products`. For an operation of several layers, "xla" in the tuned table
+    means that the operation of each layer is faster; see `has_kernel`.
 
     >>> choose("quantize", jnp.ones((1, 2)), implementation="mosaic_gpu")
     'xla'
@@ -165,7 +166,7 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
         if reason:
             raise ValueError(f"implementation {implementation!r} of {operation!r} {reason}")
         return implementation
-    if jax.default_backend() != "gpu" or would_gather():
+    if jax.default_backend() != "gpu" or warn_if_gathering():
         return "xla"
     preferred = tiles.preferred_implementation(operation, shape_key(operation, *arrays))
     if preferred == "xla":
@@ -189,8 +190,9 @@ def has_kernel(
     Args:
       operation: a key of `IMPLEMENTATIONS`.
       *arrays, **options: its arguments.
-      implementation: the implementation that the layers name, or None. With "mosaic_gpu", unlike
-        `choose`, this raises no error if the kernel cannot run: a single layer's operation has it too.
+      implementation: the implementation that the layers name, or None. `choose` raises an error if a named
+        kernel cannot run. This function returns False for "mosaic_gpu" then, because the layers can run one
+        by one.
 
     Returns:
       True if the implementation allows the kernel, it can run, and the tuned table or the rule in `tiles`
@@ -218,8 +220,8 @@ def check(implementation: str | None) -> None:
 def check_products(implementation: str | None, operations: Iterable[str]) -> None:
     """Raises a ValueError if a layer names an implementation that has none of the layer's products.
 
-    Operations of a layer that its implementation lacks run through XLA. If these are all products, the name
-    has no effect.
+    Operations that the named implementation lacks run through XLA. If it lacks all products of the layer,
+    naming it has no effect, which is an error.
 
     Args:
       implementation: of the layer; None and "xla" have all operations.
@@ -291,10 +293,10 @@ def _missing_triton() -> str | None:
     return None
 
 
-def would_gather() -> bool:
-    """Whether XLA, which cannot partition kernels, would all-gather the operands of a kernel.
+def warn_if_gathering() -> bool:
+    """Returns whether XLA would all-gather a kernel's operands, because it cannot partition kernels.
 
-    If so, the function warns once.
+    Warns once if it would.
     """
     if jax.device_count() == 1:
         return False

@@ -56,7 +56,7 @@ def _choose(shape, like, implementation, layout):
     if jax.default_backend() != "gpu" or q.dtype == jnp.float32:
         return "xla"
     able = dispatch.why_not("triton", "attention", q, q, q) is None
-    if able and (is_sharded(like, layout) or not dispatch.would_gather()):
+    if able and (is_sharded(like, layout) or not dispatch.warn_if_gathering()):
         return "fused"
     return "cudnn" if tiles.compute_capability() >= (8, 0) else "xla"
 
