@@ -20,7 +20,8 @@ NO_TRAINING = ("compilation", "evaluation", "saving", "rollback", "profile")
 PEAK_FLOPS = (
     (r"B200", 2.25e15),
     (r"H100 PCIe", 7.56e14),
-    (r"H[12]00|GH200", 9.89e14),
+    (r"H[12]00 NVL", 8.35e14),
+    (r"H[12]00", 9.89e14),  # GH200, too
     (r"A100", 3.12e14),
     (r"L40S", 3.62e14),
     (r"\bL4\b", 1.21e14),
