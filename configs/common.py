@@ -108,7 +108,7 @@ KEYS: dict[str, tuple] = {
     "optimizer.b2_power": (0.0, "[0, 1]", "stable_adamw: b2 = 1 - t^-b2_power at step t; 0: off"),
     "optimizer.eps": (1e-6, "[1.2e-38, 1]", "added to the root of the second moment"),
     "optimizer.weight_decay": (0.2, "[0, 1e6]", "of matrices except position embeddings"),
-    "optimizer.clip_threshold": (1.0, "[0, inf)", "stable_adamw: largest RMS of an update; 0: off"),
+    "optimizer.clip_threshold": (1.0, "[0, inf)", "stable_adamw: largest RMS of g / sqrt(v); 0: off"),
     "optimizer.grad_clip_norm": (0.0, "[0, inf)", "clips the gradient's global norm; 0: off"),
     "optimizer.loss_scaling": ("", ("", "per_tensor", "dynamic"),
         "float16 needs a scaled loss: per_tensor (fixed scale; only tensors with a non-finite gradient "

@@ -167,6 +167,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 def write_atomically(path: str | Path, content: str | bytes) -> Path:
     """Writes a file through `replacing`, so that a full disk or a killed process leaves the old one.
 
+    The function does not fsync: after a power failure the file may be empty.
+
     Text is UTF-8. Characters that UTF-8 cannot encode, from file names in other encodings, are escaped.
 
     Returns:

@@ -31,11 +31,11 @@ ONE_ADDRESS = pytest.mark.parametrize("address", ["file"], indirect=True)
 @pytest.fixture
 def run(micro, monkeypatch, tmp_path):
     """A function that trains in a folder: (folder's name, config changes, steps before it stops)."""
-    stop = loop.distributed.shall_stop
+    stop = loop.distributed.should_stop
 
     def begin(name, after=10**9, **changes):
         monkeypatch.setattr(
-            loop.distributed, "shall_stop", lambda step, asked: step >= after or stop(step, asked)
+            loop.distributed, "should_stop", lambda step, asked: step >= after or stop(step, asked)
         )
         code = loop.train_and_evaluate(micro(**changes), tmp_path / name)
         return tmp_path / name, code

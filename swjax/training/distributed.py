@@ -312,7 +312,7 @@ def all_processes(own: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(own.view(np.int32))).view(np.int64)
 
 
-def shall_stop(step: int, requested: bool) -> bool:
+def should_stop(step: int, requested: bool) -> bool:
     """Whether all processes stop after this step. All processes must call it after each step.
 
     Args:

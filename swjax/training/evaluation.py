@@ -13,12 +13,11 @@ from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
 from swjax.training.faults.failures import blame_data_path
-from swjax.training.inputs import open_source
+from swjax.training.inputs import UNSCORED, open_source
 from swjax.training.log.step_log import StepLog, as_json
 from swjax.training.log.timing import Timing, is_due
 
 PREDICTIONS = 24  # number of unseen images in the report
-_WAITING = "unscored"  # key in the saved data position
 CAPTIONS = 5  # number of unseen captions in the report, if the data have no classes
 
 
@@ -139,7 +138,7 @@ class Validation:
     ):
         self._every, self._steps = config.eval.every_steps, steps
         self._evaluate, self._log, self._timing = evaluate, log, timing
-        self._waiting: dict[str, Any] | None = (position or {}).get(_WAITING)
+        self._waiting: dict[str, Any] | None = (position or {}).get(UNSCORED)
 
     def is_due(self, step: int) -> bool:
         """Whether the run is evaluated after this step."""
@@ -153,12 +152,14 @@ class Validation:
 
     def write(self, records: list[dict[str, Any]], *, wait: bool) -> None:
         """Writes records, oldest first; with `wait`, keeps the newest one for `run`."""
-        self._waiting = records.pop() if wait else None
+        self._waiting = None
+        if wait:
+            *records, self._waiting = records
         self._log.write(records, last=not wait)
 
     def position(self) -> dict[str, Any]:
         """Returns the record that waits for its scores, to save with the data position."""
-        return {_WAITING: as_json(self._waiting)} if self._waiting else {}
+        return {UNSCORED: as_json(self._waiting)} if self._waiting else {}
 
     def run(self, state: Any, *, scored: bool = True) -> None:
         """Evaluates the train state if a record waits for its scores, and writes the record."""

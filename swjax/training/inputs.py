@@ -18,8 +18,9 @@ from swjax.training.setup import Parts
 
 logger = logging.getLogger("swjax.training.inputs")
 
-# Keys in a data position: fingerprints of the splits; whether it is that of `checkpoint.resume`.
-_PRINTS, RESUMED = "fingerprints", "resumed"
+# Keys in a data position: fingerprints of the splits; whether it is that of `checkpoint.resume`; the record
+# that waits for its scores.
+_PRINTS, RESUMED, UNSCORED = "fingerprints", "resumed", "unscored"
 
 
 def open_source(config: ConfigDict, split: str) -> Any:
@@ -110,15 +111,15 @@ def fingerprints(splits: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_fingerprints(position: Mapping[str, Any], own: Mapping[str, str]) -> None:
-    """Compares the data of a run that goes on with the data that it was saved with.
+    """Compares the data of a resumed run with the data that it was saved with.
 
     Args:
       position: the saved data position; earlier versions saved no fingerprints.
       own: fingerprints of the current data.
 
     Raises:
-      ConfigError: the training data differ. If only other splits differ, or the run goes on from
-        `checkpoint.resume` in another workdir, a warning says so.
+      ConfigError: the training data differ. For other splits, or a run resumed from `checkpoint.resume` in
+        another workdir, logs a warning instead.
     """
     saved = position.get(_PRINTS, {})
     changed = [split for split in own if saved.get(split, own[split]) != own[split]]

@@ -88,7 +88,8 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         feed = opened(Feed(config, parts, prints, position, timing))
         distributed.first_does(lambda: record_setup(config, workdir, console, step))
         policy = NanPolicy(config, steps=parts.steps, position=position, console=console)
-        if (policy.rolls_back or step) and checkpoints.latest_step() is None:  # from another run
+        # A rollback needs a checkpoint, and so does a run whose state comes from `checkpoint.resume`.
+        if (policy.rolls_back or step) and checkpoints.latest_step() is None:
             checkpoints.save(step, state, feed.position() | policy.position())
         log = opened(StepLog(config, workdir, parts, step, feed, timing, console))
         validation = Validation(config, parts.steps, evaluate, log, timing, position)
@@ -104,7 +105,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
                 interrupt.handle()
 
             # ------------------------------------------------------------------------ Log
-            stopping = distributed.shall_stop(step, interrupt.requested or not batch)
+            stopping = distributed.should_stop(step, interrupt.requested or not batch)
             evaluating = batch is not None and validation.is_due(step)
             saving = stopping or step == parts.steps or is_due(step, config.checkpoint.every_steps)
             records = log.due(step, now=evaluating or saving)
@@ -131,7 +132,8 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
             # ------------------------------------------------------------------------ Evaluate
             if not stopping:  # otherwise the same command evaluates
                 validation.run(state)
-        stopping = stopping or distributed.shall_stop(step + 1, interrupt.requested)
+        # After a signal in the last save or evaluation, JAX stops all processes at the next step number.
+        stopping = stopping or distributed.should_stop(step + 1, interrupt.requested)
     # -------------------------------------------------------------------------------- Report
     if stopping:
         console.say(f"interrupted: step {step} is saved in {workdir}; the same command resumes it")

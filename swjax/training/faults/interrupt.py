@@ -27,7 +27,7 @@ class Interrupt:
     A second Ctrl-C ends the process with code 130. A second signal of another kind does not: a system that
     shuts down sends SIGTERM and SIGHUP. SIGHUP, which a closed terminal sends, counts unless it is ignored,
     as under `nohup`. In a run of several processes JAX watches SIGTERM for all of them, see
-    `swjax.training.distributed.shall_stop`; the other signals turn into SIGTERM, and `requested` stays False.
+    `swjax.training.distributed.should_stop`; other signals turn into SIGTERM, and `requested` stays False.
 
     Attributes:
       requested: whether a signal has arrived.

@@ -46,7 +46,7 @@ def of_devices(arrays: dict) -> dict[str, list[int]]:
     }
 
 
-def named(tree: Any) -> dict[str, Any]:
+def arrays_by_name(tree: Any) -> dict[str, Any]:
     """Flattens a tree to {path: leaf}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}

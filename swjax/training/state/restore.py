@@ -15,11 +15,11 @@ from swjax.models import clip
 from swjax.training import config as config_lib
 from swjax.training import distributed
 from swjax.training.config import ConfigError
-from swjax.training.inputs import RESUMED
+from swjax.training.inputs import RESUMED, UNSCORED
 from swjax.training.optimizer import split_frozen
 from swjax.training.setup import compile_init, model_config
 from swjax.training.state.checkpoint import Checkpoints
-from swjax.training.state.checksums import named, of_devices
+from swjax.training.state.checksums import arrays_by_name, of_devices
 from swjax.training.state.initialization import first_parameters
 from swjax.training.step import State, limit_logit_scale
 
@@ -52,7 +52,7 @@ def init_or_restore(
     elif config.checkpoint.resume:
         with closing(Checkpoints.of("checkpoint.resume", config.checkpoint.resume)) as found:
             state, position = _restore(config, found, like)
-        position.pop("unscored", None)  # a record of the other run
+        position.pop(UNSCORED, None)  # a record of the other run
         position |= {RESUMED: True}
     else:
         state, position = first_state(config, init, like), None
@@ -81,7 +81,7 @@ def require_equal_replicas(state: State) -> None:
     """
     if jax.process_count() == 1:
         return
-    sums = of_devices(named(state))
+    sums = of_devices(arrays_by_name(state))
     own = np.array([[min(values), max(values)] for values in sums.values()], np.int64)
     of_all = distributed.all_processes(own.ravel()).reshape(-1, *own.shape)
     different = np.any(of_all != of_all[0, :, :1], axis=(0, 2))
@@ -124,9 +124,9 @@ def require_same_model(workdir: Path, config: ConfigDict) -> None:
 
 def _hidden_settings(model: dict[str, Any]) -> dict[str, Any]:
     """Settings of a config's section "model"; earlier versions lack some keys."""
-    named = clip.CONFIGS[model["name"]]
+    preset = clip.CONFIGS[model["name"]]
     heads = {
-        f"{tower}.heads": (model.get(tower) or {}).get("heads") or getattr(named, tower).heads
+        f"{tower}.heads": (model.get(tower) or {}).get("heads") or getattr(preset, tower).heads
         for tower in ("vision", "text")
     }
     defaults = {"architecture": "clip", "gelu": "exact"}
