@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from swjax.kernels import dispatch, tiles
 from swjax.linear.layouts import Layout, Spec
-from swjax.linear.sharding import Sharding, is_sharded, shard_heads, vary_alike
+from swjax.linear.sharding import Sharding, is_sharded, sharding_of_heads, vary_alike
 
 NAMES = ("xla", "cudnn", "fused")
 ALIASES: dict[str | None, str] = {"triton": "fused"}  # the name of version 0.1
@@ -144,7 +144,7 @@ def with_kernels(
     layout: Layout | None = None,
 ) -> jax.Array:
     """`dot_product_attention` with swjax's kernels, or their specification through XLA where none can run."""
-    sharding = shard_heads(q, layout)
+    sharding = sharding_of_heads(q, layout)
     arrays = (sharding.place(x[:, :length], _heads(sharding)) for x in vary_alike(q, k, v))
     out = _attention(*arrays, causal, sharding)
     return _pad_to(q.shape[1], out)

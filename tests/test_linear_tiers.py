@@ -15,9 +15,9 @@ from swjax import Layout
 from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
 from swjax.linear import products, rules
-from swjax.linear.layer import Layer, Operand, from_bytes, quantize, to_bytes
+from swjax.linear.layer import Layer, Operand, from_bytes, quantize_sharded, to_bytes
 from swjax.linear.layouts import Spec
-from swjax.linear.sharding import Sharding, shard_layer
+from swjax.linear.sharding import Sharding, sharding_of_layer
 from swjax.recipes import RECIPES, Recipe
 
 
@@ -49,7 +49,7 @@ def test_both_layouts_of_a_quantized_weight_have_the_same_product(transpose):
 def test_steps_pass_their_implementation_on():
     layer = replace(ALONE, implementation="triton")
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
-        quantize(RECIPES["switchback"].fwd.rhs, W, Spec(((), ())), 0, layer)
+        quantize_sharded(RECIPES["switchback"].fwd.rhs, W, Spec(((), ())), 0, layer)
     assert ALONE.reads_last_axis is False
 
 
@@ -58,7 +58,7 @@ SPECS = {"replicated": P(), "rows": P("data"), "columns": P(None, "data")}
 
 def sharded(w_spec, *tokens):
     """Returns a layer on two devices, for use in `jax.set_mesh`."""
-    sharding = shard_layer(X, W, Layout(w_spec, P(*tokens)))
+    sharding = sharding_of_layer(X, W, Layout(w_spec, P(*tokens)))
     assert sharding.mesh is not None
     return replace(ALONE, sharding=sharding)
 
@@ -89,11 +89,13 @@ def test_sharded_products_are_those_of_one_device(spec):
 @pytest.mark.parametrize("quantizer", [RECIPES["switchback"].fwd.rhs, RECIPES["llm_int8"].fwd.rhs])
 @pytest.mark.parametrize("transpose", [True, False])
 def test_sharded_scales_are_those_of_one_device(spec, quantizer, transpose):
-    want = quantize(quantizer, W, Spec(((), ())), 0, ALONE, transpose=transpose)
+    want = quantize_sharded(quantizer, W, Spec(((), ())), 0, ALONE, transpose=transpose)
     with mesh():
         layer = sharded(spec, "data")
         w_spec = layer.sharding.w
-        got = jax.jit(lambda: quantize(quantizer, W, w_spec, 0, layer, transpose=transpose))()
+        got = jax.jit(
+            lambda: quantize_sharded(quantizer, W, w_spec, 0, layer, transpose=transpose)
+        )()
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 

@@ -22,7 +22,7 @@ from swjax.kernels.block_weight_gradients.reference import rotated_blocks
 from swjax.linear.contraction import DotGeneral, as_linear
 from swjax.linear.layer import as_rows
 from swjax.linear.layouts import Layout, Spec
-from swjax.linear.sharding import Sharding, shard_layer
+from swjax.linear.sharding import Sharding, sharding_of_layer
 from swjax.nnx import Linear, product_name, product_of
 from swjax.optax import path_name
 from swjax.recipes import Product, Quantizer, Recipe, first_match
@@ -278,7 +278,7 @@ def _report_product(y, x, w, tap, recipe: Recipe, layout: Layout | None):
       layout: shardings of x and w.
     """
     fwd, dgrad, wgrad = recipe.fwd, recipe.dgrad, recipe.wgrad
-    sharding, g_shape = shard_layer(x, w, layout), (*x.shape[:-1], w.shape[-1])
+    sharding, g_shape = sharding_of_layer(x, w, layout), (*x.shape[:-1], w.shape[-1])
     x, w = jax.lax.stop_gradient((x, w))
     x_quantizer, w_quantizer = (fwd.lhs, fwd.rhs) if fwd else (None, None)
     seen = [_sums(x_quantizer, x, (-1,), _outliers(fwd, x)), _sums(w_quantizer, w, (0,))]

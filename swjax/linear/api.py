@@ -26,8 +26,8 @@ from swjax.linear.rules import Inputs, fused_mlp, linears
 from swjax.linear.sharding import (
     Sharding,
     gathered_over_mapped_axes,
-    shard_layer,
-    shard_next,
+    sharding_of_layer,
+    sharding_of_next,
     vary_alike,
 )
 from swjax.recipes import Recipe
@@ -60,9 +60,9 @@ def switchback(
     the fp32 parameter, not a 16-bit copy. Higher derivatives are straight-through: they equal those of exact
     products, see docs/transformations.md.
 
-    Rows, channels or tensors whose largest magnitude is below 2**-92 (2e-28) are quantized with the scale of
-    2**-92: their elements have an absolute error of up to 8e-31 (int8), so smaller gradients become zero:
-    scale the loss.
+    If the largest magnitude of a row, channel or tensor is below 2**-92 (2e-28), the scale of 2**-92 is used.
+    The absolute error is then up to 8e-31 (int8), and smaller elements become zero. Scale the loss if
+    gradients are that small.
 
     Args:
       x: [..., k] float16, bfloat16 or float32; any leading dimensions, also of size 0. Products without
@@ -114,16 +114,16 @@ def switchback(
     ws, biases = gathered_over_mapped_axes((tuple(ws), biases))
     check_addend(x, ws, addend)
     check_prologue(x, prologue)
+    settings: dict[str, Any] = {"recipe": recipe, "out_dtype": out_dtype, "precision": precision}
+    settings["implementation"] = implementation
     if is_active():
-        options: dict[str, Any] = {"recipe": recipe, "out_dtype": out_dtype, "precision": precision}
-        options |= {"implementation": implementation, "layout": layout}
+        options = settings | {"layout": layout}
         ys = tuple(_beside_qwix(x, *each, addend, prologue, options) for each in zip(ws, biases))
         y = ys if several else ys[0]
         return (y, x) if residual else y
-    shardings = [shard_layer(x, weight_array(w), layout) for w in ws]
+    shardings = [sharding_of_layer(x, weight_array(w), layout) for w in ws]
     layers = tuple(
-        _layer(x, w, addend, recipe, out_dtype, precision, implementation, sharding)
-        for w, sharding in zip(ws, shardings)
+        _layer(x, w, sharding, addend=addend, **settings) for w, sharding in zip(ws, shardings)
     )
     if _has_no_tokens(x, layers[0]):
         ys = tuple(_no_outputs(x, *each) for each in zip(ws, layers))
@@ -154,7 +154,7 @@ def _biases(ws: tuple, bias) -> tuple:
 
 
 def _beside_qwix(x, w, bias, addend, prologue: Prologue | None, options: dict) -> jax.Array:
-    """One layer, so that LoRA of Qwix can add its delta to the product."""
+    """Computes one layer as a product that Qwix intercepts, so that its LoRA can add a delta."""
     if prologue is not None:
         x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
     product: Any = lambda: switchback(x, w, bias, addend=addend, **options)
@@ -211,18 +211,18 @@ def mlp(
     check_dtypes(x, w1, b1)
     check_dtypes(hidden, w2, b2)
     w1, b1, w2, b2 = gathered_over_mapped_axes((w1, b1, w2, b2))
+    settings: dict[str, Any] = {"recipe": recipe, "precision": precision}
+    settings["implementation"] = implementation
     if is_active():
-        options: dict[str, Any] = {"recipe": recipe, "precision": precision}
-        options["implementation"] = implementation
-        between: Any = switchback(x, w1, b1, prologue=prologue, layout=layouts[0], **options)
-        options |= {"addend": x if add_input else None, "prologue": Gelu(approximate)}
+        between: Any = switchback(x, w1, b1, prologue=prologue, layout=layouts[0], **settings)
+        options = settings | {"addend": x if add_input else None, "prologue": Gelu(approximate)}
         y: Any = switchback(between, w2, b2, layout=layouts[1], **options)
         return (y, x) if residual else y
-    sharding = shard_layer(x, weight_array(w1), layouts[0])
-    shardings = sharding, shard_next(sharding, weight_array(w2), layouts[1])
+    sharding = sharding_of_layer(x, weight_array(w1), layouts[0])
+    shardings = sharding, sharding_of_next(sharding, weight_array(w2), layouts[1])
     addends = None, x if add_input else None
     first, second = (
-        _layer(x, w, addend, recipe, None, precision, implementation, each)
+        _layer(x, w, each, addend=addend, out_dtype=None, **settings)
         for w, addend, each in zip((w1, w2), addends, shardings)
     )
     if _has_no_tokens(x, first):
@@ -235,7 +235,9 @@ def mlp(
     return y if kept is None else (y, kept)
 
 
-def _layer(x, w, addend, recipe, out_dtype, precision, implementation, sharding: Sharding) -> Layer:
+def _layer(
+    x, w, sharding: Sharding, *, addend, recipe, out_dtype, precision, implementation
+) -> Layer:
     recipe = recipes.get(recipe)
     dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
@@ -263,10 +265,11 @@ def _products(recipe: Recipe) -> list[str]:
     return [*("matmul" if product else "dot" for product in (recipe.fwd, recipe.dgrad)), wgrad]
 
 
-# XLA cannot compile a `jax.shard_map` whose results are constants, such as sums over zero tokens.
-
-
 def _has_no_tokens(x, layer: Layer) -> bool:
+    """Whether a sharded x is empty.
+
+    XLA cannot compile a `jax.shard_map` with constant results, such as sums over zero tokens.
+    """
     return layer.sharding.mesh is not None and 0 in x.shape[:-1]
 
 
@@ -275,10 +278,8 @@ def _no_outputs(x, w, layer: Layer) -> Any:
     return layer.sharding.place(y, layer.sharding.y)
 
 
-# Arguments are resharded outside of the `custom_vjp`, so that JAX reshards the gradients back.
-
-
 def _placed(x, ws, biases, prologue: Prologue | None, layers: tuple[Layer, ...]) -> Inputs:
+    """Reshards the arguments outside of the `custom_vjp`, so that JAX reshards the gradients back."""
     x = layers[0].sharding.place(x, input_spec(prologue, layers[0]))
     ws, biases = zip(*map(_placed_weight, ws, biases, (layer.sharding for layer in layers)))
     return Inputs(x, ws, biases, prologue)

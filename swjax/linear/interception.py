@@ -1,7 +1,7 @@
-"""Our products beside Qwix, which intercepts `jax.lax.dot_general` and `jax.numpy.einsum` while a model runs.
+"""Compatibility with Qwix, which intercepts `jax.lax.dot_general` and `jax.numpy.einsum` while a model runs.
 
-Its LoRA adds a delta to each intercepted product of a weight. It must see a layer's product as a whole, not
-the int8 product inside of it, whose result is not scaled yet.
+Qwix's LoRA adds a delta to each intercepted product. It must intercept the whole layer; the int8 product
+inside has no scales yet.
 """
 
 import functools
@@ -20,6 +20,7 @@ def is_active() -> bool:
     """Whether Qwix intercepts functions that this thread calls."""
     if (qwix := _qwix()) is None:
         return False
+    # Qwix has no function that only reads this: disabling returns what was enabled.
     disabled = qwix.interception_manager.disable_interception()
     qwix.interception_manager.enable_interception(disabled)
     return bool(disabled)
@@ -39,7 +40,7 @@ def without_interception(fn: F) -> F:
 def intercepted(
     name: str, product: Callable[[], jax.Array], w: Any, *args: Any, **kwargs: Any
 ) -> jax.Array:
-    """Our product of a weight, to which Qwix applies its rule for this module, if it has one.
+    """Computes a layer's product; Qwix applies its rule for the current module to the result, if it has one.
 
     Args:
       name: "dot_general" or "einsum".

@@ -1,7 +1,9 @@
-"""What a rule knows of a linear layer (`Layer`) and of a matrix (`Operand`), and the quantizers of a layer.
+"""The parts that the rules of a linear layer share.
 
-Each quantizer is a step of its own in a `jax.shard_map`, so that `jax.checkpoint` can save its result. Scales
-equal those on one device, because absolute maxima are maxima over the devices that share a scale.
+`Layer` is the static description of a layer, `Operand` the representations of one of its arrays. Each of the
+quantizers is a step of its own in a `jax.shard_map`, so that `jax.checkpoint` can save its result. Scales
+equal those on one device, because absolute maxima are maxima over the devices that share a scale, except in
+the block quantizer of weight gradients.
 """
 
 import math
@@ -63,10 +65,10 @@ class Layer:
 
 
 class Operand(NamedTuple):
-    """What is known of a matrix, which may have leading axes; unknown forms are None.
+    """The available representations of an array [..., n]; a representation that was not computed is None.
 
     Attributes:
-      array: the matrix itself.
+      array: the array itself.
       quantized: the quantized matrix.
       transposed: the quantized transpose of a matrix without leading axes, as `quantize_weight` returns it.
       token_sum: of a gradient [..., n], the sum over all tokens, [n] float32: the gradient of a bias.
@@ -99,11 +101,13 @@ def quantizes_rows(product: Product | None) -> TypeGuard[Product]:
 def read(
     quantizer: Quantizer | None, operand: Operand, spec: Spec, axis: int, layer: Layer
 ) -> Operand:
-    """Returns the only form of `operand` that a product reads; it is quantized here if no form fits.
+    """Returns an `Operand` with one representation, the one that this side of the product reads.
+
+    Quantizes the array if no representation fits.
 
     Args:
       quantizer: of this side of the product; None reads the array in the layer's dtype.
-      operand: what is known of the matrix.
+      operand: the representations of the matrix.
       spec: sharding of the matrix.
       axis: axis that the product sums over, 0 or -1; for an array of tokens, 0 stands for all token axes.
       layer: the layer.
@@ -119,12 +123,12 @@ def read(
             return only
     array = as_array(operand, "float32") if operand.array is None else operand.array
     transpose = axis == 0 and layer.reads_last_axis
-    q = quantize(quantizer, array, spec, axis, layer, transpose=transpose)
+    q = quantize_sharded(quantizer, array, spec, axis, layer, transpose=transpose)
     return Operand(transposed=q) if transpose else Operand(quantized=q)
 
 
 def stored(only: Operand, axis: int) -> tuple[Any, int]:
-    """The array or QTensor of an operand with one form, and its axis that stores `axis` of the matrix."""
+    """Returns the array or QTensor of an operand with one representation, and which of its axes is `axis`."""
     if only.transposed is not None:
         return only.transposed, -1 - axis
     return (only.quantized if only.array is None else only.array), axis
@@ -143,7 +147,7 @@ def specs_of_operand(operand: Operand, spec: Spec) -> Operand:
 # --- quantizers ---------------------------------------------------------------------------------------
 
 
-def quantize(
+def quantize_sharded(
     quantizer: Quantizer,
     x: jax.Array,
     spec: Spec,
@@ -176,7 +180,7 @@ def quantize(
     return _with_fixed_scale(q) if per_tensor else q
 
 
-def quantize_both(w: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, QTensor]:
+def quantize_weight_both_ways(w: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, QTensor]:
     """Quantizes w [k, n] with one scale; returns the quantized matrix and its quantized transpose."""
     sharding, one = layer.sharding, Spec(((), ()))
 
@@ -196,7 +200,7 @@ def quantize_both(w: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, QTen
     return _with_fixed_scale(q), _with_fixed_scale(transposed)
 
 
-def quantize_and_sum(g: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, jax.Array]:
+def quantize_gradient(g: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, jax.Array]:
     """Quantizes g row-wise, and sums it over all tokens, which gives the gradient of a bias."""
     sharding = layer.sharding
 
@@ -256,7 +260,7 @@ def _with_fixed_scale(q: QTensor) -> QTensor:
 # --- arrays that `jax.checkpoint` may save ------------------------------------------------------------
 
 
-def named(q: QTensor, name: str) -> QTensor:
+def name_for_checkpoint(q: QTensor, name: str) -> QTensor:
     """Names a quantized array for `swjax.checkpoint_policies`; fp8 values are saved as bytes."""
     values = checkpoint_name(to_bytes(q.values), f"{name}_q")
     return QTensor(from_bytes(values, q.values.dtype), checkpoint_name(q.scale, f"{name}_scale"))

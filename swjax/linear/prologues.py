@@ -1,9 +1,9 @@
 """Operations on a linear layer's input that are fused with its quantizer: LayerNorm and GELU.
 
-A prologue is an argument of `swjax.switchback`. Its forward pass writes its output once, quantized. Its
-backward pass reads only the prologue's input, and recomputes the output in 16 bits for the weight gradient.
-The 16-bit output is thus written once, as if the forward pass stored it, but takes no memory between the
-passes.
+A prologue is an argument of `swjax.switchback`. If the forward product quantizes whole rows of x, without
+outliers, the forward pass writes the prologue's output only in quantized form. For the weight gradient, the
+backward pass recomputes the output in the dtype of x, so it takes no memory between the passes. Otherwise the
+output is computed in high precision, and saved unless the recipe sets `save_quantized`.
 """
 
 from dataclasses import dataclass, field

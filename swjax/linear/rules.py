@@ -24,10 +24,10 @@ from swjax.linear.layer import (
     add,
     as_array,
     from_bytes,
-    named,
-    quantize,
-    quantize_and_sum,
-    quantize_both,
+    name_for_checkpoint,
+    quantize_gradient,
+    quantize_sharded,
+    quantize_weight_both_ways,
     quantizes_rows,
     read,
     to_bytes,
@@ -91,9 +91,9 @@ def _quantized_input(x: Any, prologue: Prologue | None, layer: Layer) -> Operand
         quantize_to = fwd.lhs.dtype if quantizes_rows(fwd) and fusable else None
         x, q = apply(prologue, x, layer, quantize_to=quantize_to)
     if q is None and fwd is not None and not fwd.outlier_threshold:
-        q = quantize(fwd.lhs, x, sharding.x, -1, layer)
+        q = quantize_sharded(fwd.lhs, x, sharding.x, -1, layer)
     if q is not None and layer.recipe.save_quantized:
-        q = named(q, "swjax_x")
+        q = name_for_checkpoint(q, "swjax_x")
     return Operand(x, q)
 
 
@@ -105,10 +105,10 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     if fwd is None:
         return Operand(w)
     if layer.quantizes_weight_once and layer.reads_last_axis:
-        known = Operand(None, *quantize_both(w, fwd.rhs.dtype, layer))
+        known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs.dtype, layer))
     else:
         known = read(fwd.rhs, Operand(w), layer.sharding.w, 0, layer)
-    q, transposed = (form and named(form, "swjax_w") for form in known[1:3])
+    q, transposed = (form and name_for_checkpoint(form, "swjax_w") for form in known[1:3])
     return Operand(w, q, transposed)
 
 
@@ -124,18 +124,17 @@ def _save(inputs: Inputs, x: Operand, ws: tuple[Operand, ...], layers: Layers) -
     return Saved(x, ws, _kept(inputs))
 
 
-def _saved_weight(w: jax.Array | QTensor, read: Operand, layer: Layer) -> Operand:
+def _saved_weight(w: jax.Array | QTensor, forms: Operand, layer: Layer) -> Operand:
     recipe = layer.recipe
     if isinstance(w, QTensor):
-        return read
+        return forms
     if not (layer.quantizes_weight_once or recipe.save_quantized):
         return Operand(w)
     products = recipe.fwd, recipe.dgrad
     with_outliers = any(product.outlier_threshold for product in products if product)
-    transposed = (
-        read.transposed if read.quantized is None else None
-    )  # dx reads w along its last axis
-    return Operand(w if with_outliers else None, read.quantized, transposed)
+    # dx reads w along its last axis, as stored in `quantized`.
+    transposed = forms.transposed if forms.quantized is None else None
+    return Operand(w if with_outliers else None, forms.quantized, transposed)
 
 
 # --- backward -----------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ def _bias_gradient(g: Operand, bias: jax.Array | None, layer: Layer):
     if g.token_sum is None:
         whole_rows = not sharding.splits(sharding.n)
         if g.quantized is None and quantizes_rows(dgrad) and whole_rows:
-            q, total = quantize_and_sum(array, dgrad.lhs.dtype, layer)
+            q, total = quantize_gradient(array, dgrad.lhs.dtype, layer)
             g = g._replace(quantized=q, token_sum=total)
         else:
             total = jnp.sum(array, axis=tuple(range(array.ndim - 1)), dtype=jnp.float32)
@@ -227,17 +226,18 @@ def _linears_forward(inputs, addends, layers, residual):
 def _linears_backward(layers, _, saved, gradients):
     constants, (gs, residual_gradient) = lax.stop_gradient((saved, gradients))
     gs = tuple(map(Operand, gs))
-    of = backward(constants, gs, layers, residual_gradient=residual_gradient)
-    of = of._replace(x=of.x.array)
-    of_addends = tuple(
+    grads = backward(constants, gs, layers, residual_gradient=residual_gradient)
+    grads = grads._replace(x=grads.x.array)
+    addend_grads = tuple(
         g.astype(layer.addend_dtype) if layer.addend_dtype else None
         for g, layer in zip(gradients[0], layers)
     )
     if may_be_differentiated((saved.inputs, gradients)):
         inputs = _restored(saved.inputs, constants, layers)
         exact = lambda inputs: _exact_outputs(layers, inputs, (None,) * len(layers))
-        of = differentiated_as(partial(_exact_gradients, exact), of, (inputs,), *gradients)
-    return of, of_addends
+        exact_grads = partial(_exact_gradients, exact)
+        grads = differentiated_as(exact_grads, grads, (inputs,), *gradients)
+    return grads, addend_grads
 
 
 linears.defvjp(_linears_forward, _linears_backward)
@@ -280,17 +280,17 @@ def _mlp_backward(layers, _, add_input, saved, gradients):
     dgrad, sharding = first.recipe.dgrad, second.sharding
     quantizable = quantizes_rows(dgrad) and not sharding.splits(sharding.k)
     quantize_to = dgrad.lhs.dtype if quantizable else None
-    of2 = backward(constants[1], (Operand(g),), (second,), quantize_to=quantize_to)
-    of1 = backward(constants[0], (of2.x,), (first,), residual_gradient=residual_gradient)
-    of = of1._replace(x=of1.x.array), of2._replace(x=None)
+    grads2 = backward(constants[1], (Operand(g),), (second,), quantize_to=quantize_to)
+    grads1 = backward(constants[0], (grads2.x,), (first,), residual_gradient=residual_gradient)
+    grads = grads1._replace(x=grads1.x.array), grads2._replace(x=None)
     if not may_be_differentiated((saved[0].inputs, saved[1].inputs, gradients)):
-        return of
+        return grads
     inputs, inputs2 = (
         _restored(each.inputs, constant, (layer,))
         for each, constant, layer in zip(saved, constants, layers)
     )
     exact = partial(_exact_gradients, partial(_exact_mlp, layers, add_input))
-    return differentiated_as(exact, of, (inputs, inputs2._replace(x=None)), *gradients)
+    return differentiated_as(exact, grads, (inputs, inputs2._replace(x=None)), *gradients)
 
 
 fused_mlp.defvjp(_mlp_forward, _mlp_backward)

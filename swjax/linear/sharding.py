@@ -1,25 +1,26 @@
-"""The sharding of one linear layer: the shards of each device, and the collectives between its steps.
+r"""The sharding of one linear layer: the shards of each device, and the collectives between its steps.
 
 XLA cannot partition an opaque kernel; it would gather whole activations to run one. So each step of a layer
 runs in a `jax.shard_map`, in which kernels receive the shard of one device.
 
 The shardings of x and w determine a `Sharding`. A mesh axis that shards w has one of two roles:
 
-==================  ================================  ==================================================
-the axis            shards tokens too: "fsdp"         shards no tokens: "tensor"
-==================  ================================  ==================================================
-in the products     w is gathered over it, quantized  w stays sharded
-of w's rows k       ..                                x is sharded too, y is all-reduced (row parallel)
-of w's columns n    ..                                y is sharded too, dx is all-reduced (column
-                                                      parallel), once for all layers of one input
-dw                  reduce-scattered over it          stays sharded
-==================  ================================  ==================================================
+================  ================================  ====================================================
+mesh axis         "fsdp": also shards tokens        "tensor": shards no tokens
+================  ================================  ====================================================
+w                 all-gathered, quantized, before   stays sharded
+                  the products
+if it shards k    no other effect                   x is sharded, y is all-reduced (row parallel)
+if it shards n    no other effect                   y is sharded, dx is all-reduced once for all layers
+                                                    of an input (column parallel)
+dw                reduce-scattered                  stays sharded
+================  ================================  ====================================================
 
 An axis that shards only tokens, "data", adds only the all-reduce of dw and of the bias gradient. Scales equal
-those on one device, because absolute maxima are maxima over devices: one scalar for a tensor-wise scale. So
-int8 values equal those on one device, and so do products whose sum no axis shards. One exception: a kernel
-that adds the input gradients of several layers rounds their sum once, and it may run for the rows of one
-device but not for all rows.
+those on one device, because absolute maxima are taken over all devices. Quantized values and unsharded
+products are therefore the same as on one device, with two exceptions. The block quantizer of a weight
+gradient uses blocks of each device's own tokens. A kernel that adds the input gradients of several layers
+rounds once, and may be chosen for one device's rows but not for all rows.
 """
 
 from collections.abc import Callable
@@ -125,7 +126,10 @@ class Sharding:
 
     @property
     def _manual_axes(self) -> set[str]:
-        """The manual axes of each `jax.shard_map`; the empty set means all but those of `spmd_axis_name`."""
+        """The axes to pass as `axis_names` to `jax.shard_map`.
+
+        An empty set means all axes of the mesh, except those that a `jax.vmap` with `spmd_axis_name` uses.
+        """
         assert self.mesh is not None, "`run` enters a jax.shard_map only with a mesh"
         if not self.mesh.manual_axes and not self.mapped:
             return set()
@@ -269,7 +273,7 @@ def _varying_axes(x: jax.Array) -> frozenset[str]:
 # --- the sharding of given arrays: from their types on an explicit mesh, otherwise from a `Layout` ----
 
 
-def shard_layer(x: jax.Array, w: jax.Array, layout: Layout | None) -> Sharding:
+def sharding_of_layer(x: jax.Array, w: jax.Array, layout: Layout | None) -> Sharding:
     """The sharding of a layer with x [..., k] and w [k, n]."""
     mesh = _mesh(x, w)
     unsharded = Sharding(None, ((),) * (x.ndim - 1))
@@ -285,7 +289,7 @@ def shard_layer(x: jax.Array, w: jax.Array, layout: Layout | None) -> Sharding:
     return _of_specs(mesh, x_spec, w_spec, w.shape[0], layout)
 
 
-def shard_next(first: Sharding, w: jax.Array, layout: Layout | None) -> Sharding:
+def sharding_of_next(first: Sharding, w: jax.Array, layout: Layout | None) -> Sharding:
     """The sharding of a layer whose x is the y of a layer with the sharding `first`."""
     if first.mesh is None:
         return first
@@ -309,7 +313,7 @@ def _of_specs(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout 
     return Sharding(mesh, tuple(tokens), split_k, split_n, stored, *reduce, _mapped_axes(mesh))
 
 
-def shard_batch(tokens: P, x: jax.Array, *others: jax.Array) -> Sharding:
+def sharding_of_batch(tokens: P, x: jax.Array, *others: jax.Array) -> Sharding:
     """The sharding of x [b, ...] whose rows have the sharding `tokens`.
 
     On an explicit mesh, the type of x gives the sharding. For the other arrays, only the mesh matters.
@@ -321,7 +325,7 @@ def shard_batch(tokens: P, x: jax.Array, *others: jax.Array) -> Sharding:
     return Sharding(mesh, fitting_spec(spec, x.shape[:1], mesh), mapped=_mapped_axes(mesh))
 
 
-def shard_heads(q: jax.Array, layout: Layout | None) -> Sharding:
+def sharding_of_heads(q: jax.Array, layout: Layout | None) -> Sharding:
     """The sharding of q [b, t, h, d] from the layout of the layer that computed q; its `n` shards h.
 
     Each device has all tokens of its sequences.
@@ -365,7 +369,7 @@ def reduced(w: jax.Array, x: jax.Array, layout: Layout | None) -> jax.Array:
     """
     if layout is None or not layout.reduce_later:
         return w
-    return _reduced(w, shard_layer(x, w[0], layout))
+    return _reduced(w, sharding_of_layer(x, w[0], layout))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

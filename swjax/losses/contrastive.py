@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from swjax.linear.layouts import TOKENS, Spec
-from swjax.linear.sharding import shard_batch, vary_alike
+from swjax.linear.sharding import sharding_of_batch, vary_alike
 from swjax.losses.ring import Ring, make_ring
 
 # Similarities that a device holds at once: 1 GiB. For larger batches, the softmax loss computes them twice:
@@ -128,7 +128,7 @@ def _contrast(local: Callable, images, texts, scalars, labels, tokens: P, pairs:
     scalars = tuple(map(jnp.asarray, scalars))
     if shapes := [x.shape for x in scalars if x.shape]:
         raise ValueError(f"logit_scale and logit_bias must be scalars, got the shape {shapes[0]}")
-    sharding = shard_batch(tokens, images, texts, *scalars)
+    sharding = sharding_of_batch(tokens, images, texts, *scalars)
     around = make_ring(sharding, *images.shape, pairs=pairs, numbers=NUMBERS)
     spec = Spec((*sharding.tokens, ()))
     images, texts = (sharding.place(x.astype(jnp.float32), spec) for x in (images, texts))

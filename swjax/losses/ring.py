@@ -99,7 +99,7 @@ def make_ring(sharding: Sharding, rows: int, width: int, *, pairs: int, numbers:
     """Builds the ring for a batch [rows, width] with the given sharding and the largest allowed blocks.
 
     Args:
-      sharding: see `swjax.linear.sharding.shard_batch`.
+      sharding: see `swjax.linear.sharding.sharding_of_batch`.
       rows, width: size of the whole batch.
       pairs: largest number of pairs on a device at once.
       numbers: largest number of elements of visiting rows on a device.

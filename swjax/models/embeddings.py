@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from swjax.linear.layouts import TOKENS, Spec
-from swjax.linear.sharding import Sharding, shard_batch, vary_alike
+from swjax.linear.sharding import Sharding, sharding_of_batch, vary_alike
 
 CHUNK = 128  # sorted tokens whose gradients one product adds
 
@@ -37,7 +37,7 @@ def lookup(table: jax.Array, tokens: jax.Array, gradient_dtype: str) -> jax.Arra
     """
     if jax.default_backend() != "gpu":
         return jnp.take(table, tokens, axis=0)
-    sharding = shard_batch(TOKENS, tokens, table)
+    sharding = sharding_of_batch(TOKENS, tokens, table)
     like = jax.ShapeDtypeStruct(table.shape, table.dtype)
     return _lookup(sharding, gradient_dtype, like, *vary_alike(table, tokens))
 
