@@ -53,7 +53,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 FOLDERS = {operation: folder for folder, known in OPERATIONS.items() for operation in known}
 IMPLEMENTATIONS = {name: known[name] for known in OPERATIONS.values() for name in known}
-NAMES = ("xla", "triton", "mosaic_gpu")
+IMPLEMENTATION_NAMES = ("xla", "triton", "mosaic_gpu")
 
 # As in pyproject.toml. No older version was tested on a GPU. With 3.7, int8 and fp8 products load 4 bytes at
 # a time on Hopper, and with 3.8 attention's gradients spill more registers.
@@ -210,9 +210,9 @@ def has_kernel(
 
 def check(implementation: str | None) -> None:
     """Raises a ValueError if the implementation does not exist."""
-    if implementation is not None and implementation not in NAMES:
+    if implementation is not None and implementation not in IMPLEMENTATION_NAMES:
         raise ValueError(
-            f"implementation must be one of {', '.join(NAMES)} or None (automatic), "
+            f"implementation must be one of {', '.join(IMPLEMENTATION_NAMES)} or None (automatic), "
             f"got {implementation!r}"
         )
 

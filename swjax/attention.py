@@ -170,7 +170,7 @@ def _attention(q, k, v, causal: bool, sharding: Sharding):
 def _forward(q, k, v, causal, sharding):
     step = partial(dispatch.run, "attention", causal=causal)
     heads = _heads(sharding)
-    out, lse = sharding.run(step, (q, k, v), (heads,) * 3, (heads, _rows(sharding)))
+    out, lse = sharding.map_shards(step, (q, k, v), (heads,) * 3, (heads, _rows(sharding)))
     return out, (q, k, v, out, lse)
 
 
@@ -178,7 +178,7 @@ def _backward(causal, sharding, residuals, gradient):
     step = partial(dispatch.run, "attention_backward", causal=causal)
     heads = _heads(sharding)
     in_specs = (*(heads,) * 4, _rows(sharding), heads)
-    return sharding.run(step, (*residuals, gradient), in_specs, (heads,) * 3)
+    return sharding.map_shards(step, (*residuals, gradient), in_specs, (heads,) * 3)
 
 
 _attention.defvjp(_forward, _backward)

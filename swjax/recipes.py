@@ -18,7 +18,7 @@ from typing import TypeVar
 
 R = TypeVar("R")
 
-DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 SCOPES = ("row", "channel", "tensor", "block")
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 LONGEST_INT8_SUM = 2**17  # an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
@@ -47,8 +47,10 @@ class Quantizer:
     rotation: int = 1
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"Quantizer's dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if self.dtype not in QUANTIZED_DTYPES:
+            raise ValueError(
+                f"Quantizer's dtype must be one of {QUANTIZED_DTYPES}, got {self.dtype!r}"
+            )
         if self.scope not in SCOPES:
             raise ValueError(f"Quantizer's scope must be one of {SCOPES}, got {self.scope!r}")
         if self.scope != "block":

@@ -172,7 +172,7 @@ OPERANDS = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_says_what_is_quantized_how(recipe, seen):
     layers = (replace(ALONE, recipe=RECIPES[recipe]),)
-    inputs = rules.Inputs(X, (W,), NONE, None)
+    inputs = rules.LayerArrays(X, (W,), NONE, None)
     _, _, ws = rules.forward(inputs, NONE, layers)
     y, seen[:] = seen[:], []
     products.input_gradients((Operand(G),), ws, layers)

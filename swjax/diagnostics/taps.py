@@ -317,7 +317,7 @@ def _sums_of_tokens(
         blocks = rotated_blocks(as_rows(x), quantizer.block, quantizer.rotation)
         return sharding.sum(operand_sums(blocks, (1,), quantizer.dtype), *spec)
 
-    return sharding.run(step, (x,), (spec,), Spec(((),)))
+    return sharding.map_shards(step, (x,), (spec,), Spec(((),)))
 
 
 def _outliers(product: Product | None, x) -> jax.Array | None:

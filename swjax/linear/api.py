@@ -22,7 +22,7 @@ from swjax.linear.interception import intercepted, is_active
 from swjax.linear.layer import Layer
 from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
 from swjax.linear.prologues import Gelu, Prologue, input_spec
-from swjax.linear.rules import Inputs, fused_mlp, linears
+from swjax.linear.rules import LayerArrays, fused_mlp, linears
 from swjax.linear.sharding import (
     Sharding,
     gathered_over_mapped_axes,
@@ -278,11 +278,11 @@ def _no_outputs(x, w, layer: Layer) -> Any:
     return layer.sharding.place(y, layer.sharding.y)
 
 
-def _placed(x, ws, biases, prologue: Prologue | None, layers: tuple[Layer, ...]) -> Inputs:
+def _placed(x, ws, biases, prologue: Prologue | None, layers: tuple[Layer, ...]) -> LayerArrays:
     """Reshards the arguments outside of the `custom_vjp`, so that JAX reshards the gradients back."""
     x = layers[0].sharding.place(x, input_spec(prologue, layers[0]))
     ws, biases = zip(*map(_placed_weight, ws, biases, (layer.sharding for layer in layers)))
-    return Inputs(x, ws, biases, prologue)
+    return LayerArrays(x, ws, biases, prologue)
 
 
 def _placed_weight(w, bias, sharding: Sharding):

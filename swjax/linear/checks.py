@@ -10,7 +10,7 @@ from swjax.kernels.reference import QTensor
 from swjax.linear.prologues import LayerNorm, Prologue
 from swjax.recipes import Quantizer, Recipe
 
-DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+OPERAND_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 # Supported only by the recipe "standard".
 PLAIN_DTYPES = (jnp.float64, jnp.complex64, jnp.complex128)
 
@@ -94,7 +94,7 @@ def check_dtypes(
     The recipe "standard" supports more dtypes where `swjax.linear.api` needs no quantization.
     """
     for name, array in {"x": x, "w": w, "bias": bias, "addend": addend}.items():
-        if array is None or isinstance(array, QTensor) or array.dtype in DTYPES:
+        if array is None or isinstance(array, QTensor) or array.dtype in OPERAND_DTYPES:
             continue
         needs = f"{name} must be float16, bfloat16 or float32, got {array.dtype}: cast it first"
         if array.dtype in PLAIN_DTYPES:

@@ -166,7 +166,7 @@ def quantize_sharded(
     def step(x):
         x = as_rows(x) if axis == 0 else x
         axes = tuple(range(x.ndim)) if per_tensor else (axis % x.ndim,)
-        if not sharding.splits(*shared):
+        if not sharding.sharded_axes(*shared):
             return dispatch.run("quantize", x, axes=axes, **options)
         absmax = sharding.maximum(reference.absolute_maximum(x, axes), *shared)
         return dispatch.run("quantize_by", x, absmax, **options)
@@ -176,7 +176,7 @@ def quantize_sharded(
     specs = quantized_specs(out_spec, scale_spec)
     if transpose:
         specs = quantized_specs(*(Spec(reversed(spec)) for spec in (out_spec, scale_spec)))
-    q = sharding.run(step, (x,), (spec,), specs)
+    q = sharding.map_shards(step, (x,), (spec,), specs)
     return _with_fixed_scale(q) if per_tensor else q
 
 
@@ -188,7 +188,7 @@ def quantize_weight_both_ways(w: jax.Array, dtype: str, layer: Layer) -> tuple[Q
         # XLA needs one pass for the maxima of parts, and two passes for the maximum of the whole.
         parts = math.gcd(w.size, 256)
         absmax = reference.absolute_maximum(w.reshape(parts, -1), (1,)).reshape(parts)
-        if sharding.splits(*sharding.w):
+        if sharding.sharded_axes(*sharding.w):
             absmax = sharding.maximum(reference.absolute_maximum(absmax, (0,)), *sharding.w)
         return dispatch.run(
             "quantize_both", w, absmax, dtype=dtype, implementation=layer.implementation
@@ -196,7 +196,7 @@ def quantize_weight_both_ways(w: jax.Array, dtype: str, layer: Layer) -> tuple[Q
 
     w_spec = sharding.w
     specs = quantized_specs(w_spec, one), quantized_specs(as_matrix(w_spec, True), one)
-    q, transposed = sharding.run(step, (w,), (w_spec,), specs)
+    q, transposed = sharding.map_shards(step, (w,), (w_spec,), specs)
     return _with_fixed_scale(q), _with_fixed_scale(transposed)
 
 
@@ -210,7 +210,9 @@ def quantize_gradient(g: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, 
         )
         return q, sharding.sum(total, *sharding.tokens)
 
-    return sharding.run(step, (g,), (sharding.y,), (row_specs(sharding.y), Spec((sharding.n,))))
+    return sharding.map_shards(
+        step, (g,), (sharding.y,), (row_specs(sharding.y), Spec((sharding.n,)))
+    )
 
 
 def split_outliers(
@@ -226,7 +228,7 @@ def split_outliers(
         zero = jnp.zeros((), x.dtype)
         return jnp.where(outlier, zero, x), jnp.where(outlier, x, zero)
 
-    return sharding.run(step, (x,), (spec,), (spec, spec))
+    return sharding.map_shards(step, (x,), (spec,), (spec, spec))
 
 
 def as_rows(x: jax.Array) -> jax.Array:

@@ -82,7 +82,7 @@ def as_matrix(spec: Spec, transpose: bool) -> Spec:
 
 
 def quantized_specs(values: SpecTree, scale: SpecTree) -> QTensor:
-    """The specs of a QTensor."""
+    """A QTensor of specs. `SpecTree` lets type checkers accept specs in place of its arrays."""
     return QTensor(values, scale)
 
 

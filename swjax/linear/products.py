@@ -37,7 +37,7 @@ def output(
 ) -> jax.Array:
     """y = x w + bias + addend, all-reduced where w's rows k are sharded."""
     fwd, sharding = layer.recipe.fwd, layer.sharding
-    later = addend is not None and bool(sharding.splits(sharding.k))  # than the all-reduce
+    later = addend is not None and bool(sharding.sharded_axes(sharding.k))  # than the all-reduce
 
     def multiply(product: Product | None, x: Operand, out_dtype: str) -> tuple[jax.Array]:
         lhs, rhs = (product.lhs, product.rhs) if product else (None, None)
@@ -56,7 +56,7 @@ def output(
         terms = (bias, addend) if product == fwd else (None, None)
         x_specs = specs_of_operand(x, sharding.x)
         specs = x_specs, w_specs, Spec((sharding.n,)), sharding.y
-        return (sharding.run(step, (x, weight, *terms), specs, sharding.y),)
+        return (sharding.map_shards(step, (x, weight, *terms), specs, sharding.y),)
 
     return _with_outliers(multiply, fwd, x, sharding.x, layer.out_dtype, layer)[0]
 
@@ -94,11 +94,11 @@ def _multiply_input_gradients(product: Product | None, gs, out_dtype: str, *, ws
     def step(gs, ws):
         ws = sharding.gather(ws, w_specs)
         dxs = _products_or_sum(gs, ws, axes=(-1, -1), layer=layer, out_dtype=out_dtype)
-        if len(dxs) > 1 and sharding.splits(sharding.n):
+        if len(dxs) > 1 and sharding.sharded_axes(sharding.n):
             dxs = (add(*dxs),)
         return sharding.sum(dxs, sharding.n)
 
-    return sharding.run(step, (gs, ws), (g_specs, w_specs), sharding.x)
+    return sharding.map_shards(step, (gs, ws), (g_specs, w_specs), sharding.x)
 
 
 def weight_gradients(
@@ -126,7 +126,7 @@ def _multiply_weight_gradients(product: Product | None, x, out_dtype: str, *, gs
     lhs, rhs = (product.lhs, product.rhs) if product and not block_product else (None, None)
     x = read(lhs, x, sharding.x, 0, layer)
     gs = tuple(read(rhs, g, sharding.y, 0, layer) for g in gs)
-    reduce_dtype = sharding.reduce_dtype if sharding.splits(sharding.token_axes) else None
+    reduce_dtype = sharding.reduce_dtype if sharding.sharded_axes(sharding.token_axes) else None
 
     def step(x, gs):
         dws = _sums_over_tokens(x, gs, block_product, layer, reduce_dtype or out_dtype)
@@ -134,7 +134,7 @@ def _multiply_weight_gradients(product: Product | None, x, out_dtype: str, *, gs
 
     g_specs = tuple(specs_of_operand(g, sharding.y) for g in gs)
     specs = specs_of_operand(x, sharding.x), g_specs
-    return sharding.run(step, (x, gs), specs, sharding.w)
+    return sharding.map_shards(step, (x, gs), specs, sharding.w)
 
 
 def _with_outliers(

@@ -182,7 +182,7 @@ def apply(
         return prologue.forward(x, quantize_to=quantize_to, implementation=implementation)
 
     out_specs = (None, row_specs(spec)) if quantize_to else (spec, None)
-    return layer.sharding.run(step, (prologue, x), (Spec(), spec), out_specs)
+    return layer.sharding.map_shards(step, (prologue, x), (Spec(), spec), out_specs)
 
 
 def apply_backward(
@@ -215,4 +215,6 @@ def apply_backward(
     whole: SpecTree = Spec()
     out_specs = PrologueGradients(of_input, whole, tree if recompute else None)
     arrays = (prologue, x, gradients, residual_gradient)
-    return sharding.run(step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs)
+    return sharding.map_shards(
+        step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs
+    )

@@ -40,7 +40,7 @@ from swjax.recipes import Recipe
 Addends = tuple[jax.Array | None, ...]  # one per layer: the array that is added to its output
 
 
-class Inputs(NamedTuple):
+class LayerArrays(NamedTuple):
     """The arrays of layers that share an input, except for the addends of their outputs; or their gradients.
 
     Attributes:
@@ -67,14 +67,14 @@ class Saved(NamedTuple):
 
     x: Operand
     ws: tuple[Operand, ...]
-    inputs: Inputs
+    inputs: LayerArrays
 
 
 # --- forward ------------------------------------------------------------------------------------------
 
 
 def forward(
-    inputs: Inputs, addends: Addends, layers: Layers
+    inputs: LayerArrays, addends: Addends, layers: Layers
 ) -> tuple[tuple[jax.Array, ...], Operand, tuple[Operand, ...]]:
     """Returns y = x w + bias + addend of each layer, and x and each w in the forms that were read."""
     x = _quantized_input(inputs.x, inputs.prologue, layers[0])
@@ -87,7 +87,7 @@ def _quantized_input(x: Any, prologue: Prologue | None, layer: Layer) -> Operand
     """The layers' input, after the prologue."""
     fwd, sharding, q = layer.recipe.fwd, layer.sharding, None
     if prologue is not None:
-        fusable = prologue.whole_rows or not sharding.splits(sharding.k)
+        fusable = prologue.whole_rows or not sharding.sharded_axes(sharding.k)
         quantize_to = fwd.lhs.dtype if quantizes_rows(fwd) and fusable else None
         x, q = apply(prologue, x, layer, quantize_to=quantize_to)
     if q is None and fwd is not None and not fwd.outlier_threshold:
@@ -112,7 +112,7 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     return Operand(w, q, transposed)
 
 
-def _save(inputs: Inputs, x: Operand, ws: tuple[Operand, ...], layers: Layers) -> Saved:
+def _save(inputs: LayerArrays, x: Operand, ws: tuple[Operand, ...], layers: Layers) -> Saved:
     """Selects the arrays to save; saves high-precision arrays as given, because a cast would be a copy."""
     save_quantized = layers[0].recipe.save_quantized
     if inputs.prologue is not None:
@@ -147,7 +147,7 @@ def backward(
     *,
     residual_gradient: jax.Array | None = None,
     quantize_to: str | None = None,
-) -> Inputs:
+) -> LayerArrays:
     """Computes the gradients of the inputs from the gradients of the outputs; that of x is an `Operand`.
 
     `residual_gradient` is added to the gradient of x; a prologue quantizes the sum to `quantize_to` if it
@@ -172,7 +172,7 @@ def backward(
         )
         x = Operand(recomputed) if recompute else x
     dws = weight_gradients(x, tuple(Operand(g.array) for g in gs), layers)
-    return Inputs(dx, dws, dbiases, dprologue)
+    return LayerArrays(dx, dws, dbiases, dprologue)
 
 
 def _bias_gradient(g: Operand, bias: jax.Array | None, layer: Layer):
@@ -182,7 +182,7 @@ def _bias_gradient(g: Operand, bias: jax.Array | None, layer: Layer):
     array, dgrad, sharding = g.array, layer.recipe.dgrad, layer.sharding
     assert array is not None, "every gradient is known in high precision"
     if g.token_sum is None:
-        whole_rows = not sharding.splits(sharding.n)
+        whole_rows = not sharding.sharded_axes(sharding.n)
         if g.quantized is None and quantizes_rows(dgrad) and whole_rows:
             q, total = quantize_gradient(array, dgrad.lhs.dtype, layer)
             g = g._replace(quantized=q, token_sum=total)
@@ -209,7 +209,7 @@ def _from_bytes(saved: Saved, layers: Layers) -> Saved:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def linears(
-    inputs: Inputs, addends: Addends, layers: Layers, residual: bool
+    inputs: LayerArrays, addends: Addends, layers: Layers, residual: bool
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Returns the layers' outputs, and x for a residual connection or None."""
     return _linears_forward(inputs, addends, layers, residual)[0]
@@ -248,7 +248,11 @@ linears.defvjp(_linears_forward, _linears_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def fused_mlp(
-    inputs: Inputs, inputs2: Inputs, layers: tuple[Layer, Layer], residual: bool, add_input: bool
+    inputs: LayerArrays,
+    inputs2: LayerArrays,
+    layers: tuple[Layer, Layer],
+    residual: bool,
+    add_input: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns ``gelu(x w1 + b1) w2 + b2``, plus x if `add_input`; and x for a residual connection or None.
 
@@ -278,7 +282,7 @@ def _mlp_backward(layers, _, add_input, saved, gradients):
         spec = input_spec(constants[0].inputs.prologue, first)
         residual_gradient = add(first.sharding.place(g, spec), residual_gradient)
     dgrad, sharding = first.recipe.dgrad, second.sharding
-    quantizable = quantizes_rows(dgrad) and not sharding.splits(sharding.k)
+    quantizable = quantizes_rows(dgrad) and not sharding.sharded_axes(sharding.k)
     quantize_to = dgrad.lhs.dtype if quantizable else None
     grads2 = backward(constants[1], (Operand(g),), (second,), quantize_to=quantize_to)
     grads1 = backward(constants[0], (grads2.x,), (first,), residual_gradient=residual_gradient)
@@ -328,7 +332,7 @@ def may_be_differentiated(tree: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def _kept(inputs: Inputs) -> Inputs:
+def _kept(inputs: LayerArrays) -> LayerArrays:
     """The inputs to save. x and w, which may take memory, are omitted where `_restored` can recover them."""
     if may_be_differentiated(inputs):
         return inputs
@@ -336,7 +340,7 @@ def _kept(inputs: Inputs) -> Inputs:
     return inputs._replace(x=x, ws=(None,) * len(inputs.ws))
 
 
-def _restored(kept: Inputs, saved: Saved, layers: Layers) -> Inputs:
+def _restored(kept: LayerArrays, saved: Saved, layers: Layers) -> LayerArrays:
     """The inputs in the backward pass; arrays that were saved quantized are dequantized."""
     if kept.ws[0] is not None:
         return kept
@@ -350,13 +354,15 @@ def _restored(kept: Inputs, saved: Saved, layers: Layers) -> Inputs:
     )
 
 
-def _exact_outputs(layers: Layers, inputs: Inputs, addends: Addends) -> tuple[jax.Array, ...]:
+def _exact_outputs(layers: Layers, inputs: LayerArrays, addends: Addends) -> tuple[jax.Array, ...]:
     """The outputs without quantization, which JAX differentiates."""
     exact = (replace(layer, recipe=Recipe(), implementation="xla") for layer in layers)
     return forward(inputs, addends, tuple(exact))[0]
 
 
-def _exact_mlp(layers: tuple[Layer, Layer], add_input: bool, inputs: Inputs, inputs2: Inputs):
+def _exact_mlp(
+    layers: tuple[Layer, Layer], add_input: bool, inputs: LayerArrays, inputs2: LayerArrays
+):
     first, second = layers
     (hidden,) = _exact_outputs((first,), inputs, (None,))
     addends = (inputs.x if add_input else None,)

@@ -82,7 +82,7 @@ class Sharding:
     def token_axes(self) -> Axes:
         return union(self.tokens)
 
-    def splits(self, *dimensions: Axes) -> Axes:
+    def sharded_axes(self, *dimensions: Axes) -> Axes:
         """The axes of these dimensions that have more than one device."""
         if self.mesh is None:
             return ()
@@ -95,7 +95,7 @@ class Sharding:
             return array
         return jax.reshard(array, jax.NamedSharding(self.mesh, partition_spec(spec)))
 
-    def run(self, step: Callable, arrays: tuple, in_specs: tuple, out_specs: Any) -> Any:
+    def map_shards(self, step: Callable, arrays: tuple, in_specs: tuple, out_specs: Any) -> Any:
         """Runs `step` on each device's shards of the arrays.
 
         Args:
@@ -130,32 +130,32 @@ class Sharding:
 
         An empty set means all axes of the mesh, except those that a `jax.vmap` with `spmd_axis_name` uses.
         """
-        assert self.mesh is not None, "`run` enters a jax.shard_map only with a mesh"
+        assert self.mesh is not None, "`map_shards` enters a jax.shard_map only with a mesh"
         if not self.mesh.manual_axes and not self.mapped:
             return set()
         return set(free_axes(self.mesh)) - set(self.mapped)
 
     def _reshard(self, spec: P, tree):
         mesh = self.mesh
-        assert mesh is not None, "`run` reshards only with a mesh"
+        assert mesh is not None, "`map_shards` reshards only with a mesh"
         return jax.tree.map(lambda x: jax.reshard(x, jax.NamedSharding(mesh, spec)), tree)
 
-    # --- collectives, inside of `run` -----------------------------------------------------------------
+    # --- collectives, inside of `map_shards` ----------------------------------------------------------
 
     def sum(self, tree: Any, *dimensions: Axes) -> Any:
         """Sums a tree over the devices that these dimensions are sharded over."""
-        axes = self.splits(*dimensions)
+        axes = self.sharded_axes(*dimensions)
         return lax.psum(tree, axes) if axes else tree
 
     def maximum(self, x: jax.Array, *dimensions: Axes) -> jax.Array:
         """The maximum of x >= 0 over the devices that these dimensions are sharded over."""
-        axes = self.splits(*dimensions)
+        axes = self.sharded_axes(*dimensions)
         # A maximum over GPUs may drop a NaN. An infinity also makes scales non-finite, and is not dropped.
         return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), axes) if axes else x
 
     def once(self, x: jax.Array, *dimensions: Axes) -> jax.Array:
         """Keeps x on one of the devices that these dimensions are sharded over; returns 0 on the others."""
-        axes = self.splits(*dimensions)
+        axes = self.sharded_axes(*dimensions)
         return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
 
     def gather(self, tree: Any, specs: SpecTree) -> Any:
@@ -188,11 +188,11 @@ class Sharding:
     def sharing(self) -> Axes:
         """The axes that shard tokens but not w; devices along them all-reduce the gradient of w."""
         scattered = union(self._gathered(self.w))
-        return self.splits(tuple(axis for axis in self.token_axes if axis not in scattered))
+        return self.sharded_axes(tuple(axis for axis in self.token_axes if axis not in scattered))
 
     def _gathered(self, spec: Spec) -> Spec:
         tokens = self.token_axes
-        return Spec(self.splits(tuple(a for a in axes if a in tokens)) for axes in spec)
+        return Spec(self.sharded_axes(tuple(a for a in axes if a in tokens)) for axes in spec)
 
 
 # --- collectives of one array --------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def _reduce(sharding, _, dw):
         return total.astype(dw.dtype)
 
     spec = Spec(((), *sharding.w))
-    return (sharding.run(step, (dw,), (spec,), spec) if sharding.sharing else dw,)
+    return (sharding.map_shards(step, (dw,), (spec,), spec) if sharding.sharing else dw,)
 
 
 _reduced.defvjp(lambda w, sharding: (w, None), _reduce)

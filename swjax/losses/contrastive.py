@@ -161,7 +161,7 @@ def _run(how, images, texts, scalars, labels, *, gradient: bool):
     rows, scalar = Spec((*sharding.tokens, ())), Spec()
     scalar_specs = (scalar,) * len(scalars)
     metric_specs = dict.fromkeys(("image_to_text_accuracy", "text_to_image_accuracy"), scalar)
-    return sharding.run(
+    return sharding.map_shards(
         partial(local, around, gradient),
         (images, texts, scalars, labels),
         (rows, rows, scalar_specs, Spec(sharding.tokens)),

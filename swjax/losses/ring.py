@@ -104,7 +104,7 @@ def make_ring(sharding: Sharding, rows: int, width: int, *, pairs: int, numbers:
       pairs: largest number of pairs on a device at once.
       numbers: largest number of elements of visiting rows on a device.
     """
-    axes = sharding.splits(sharding.token_axes)
+    axes = sharding.sharded_axes(sharding.token_axes)
     devices = 1 if sharding.mesh is None else math.prod(sharding.mesh.shape[axis] for axis in axes)
     own = rows // devices
     fits = lambda group: own * own * group <= pairs and own * group * width <= numbers

@@ -60,7 +60,7 @@ def _backward(sharding, gradient_dtype, like, tokens, g):
     rest = ((),) * (tokens.ndim - len(sharding.tokens))
     shards = Spec((*sharding.tokens, *rest))
     specs = shards, Spec((*shards, ()))
-    return sharding.run(step, (tokens, g), specs, Spec(((), ()))), None
+    return sharding.map_shards(step, (tokens, g), specs, Spec(((), ()))), None
 
 
 _lookup.defvjp(_forward, _backward)

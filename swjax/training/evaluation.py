@@ -148,10 +148,10 @@ class Validation:
         """Writes the record that the restored checkpoint holds, if any, with scores if they are still due."""
         if self._waiting:
             self._log.rewind(step - 1)
-            self.run(state, scored=self.is_due(step))
+            self.score(state, scored=self.is_due(step))
 
     def write(self, records: list[dict[str, Any]], *, wait: bool) -> None:
-        """Writes records, oldest first; with `wait`, keeps the newest one for `run`."""
+        """Writes records, oldest first; with `wait`, keeps the newest one for `score`."""
         self._waiting = None
         if wait:
             *records, self._waiting = records
@@ -161,7 +161,7 @@ class Validation:
         """Returns the record that waits for its scores, to save with the data position."""
         return {UNSCORED: as_json(self._waiting)} if self._waiting else {}
 
-    def run(self, state: Any, *, scored: bool = True) -> None:
+    def score(self, state: Any, *, scored: bool = True) -> None:
         """Evaluates the train state if a record waits for its scores, and writes the record."""
         if self._waiting is None:
             return

@@ -75,7 +75,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
     # -------------------------------------------------------------------------------- Set up
     splits = open_splits(config)
     parts, prints = assemble(config, splits["train"]), fingerprints(splits)
-    train_step, evaluate = parts.train_step(config), Evaluator(config, *parts.placed)
+    train_step, evaluate = parts.train_step(config), Evaluator(config, parts.graphdef, parts.mesh)
 
     with ExitStack() as stack:
         opened = lambda part: stack.enter_context(closing(part))
@@ -131,7 +131,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
 
             # ------------------------------------------------------------------------ Evaluate
             if not stopping:  # otherwise the same command evaluates
-                validation.run(state)
+                validation.score(state)
         # After a signal in the last save or evaluation, JAX stops all processes at the next step number.
         stopping = stopping or distributed.should_stop(step + 1, interrupt.requested)
     # -------------------------------------------------------------------------------- Report

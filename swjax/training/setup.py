@@ -47,11 +47,6 @@ class Parts:
     graphdef: nnx.GraphDef
     like: State
 
-    @property
-    def placed(self) -> tuple[nnx.GraphDef, jax.sharding.Mesh]:
-        """The model's graph definition and the mesh, which an evaluation needs."""
-        return self.graphdef, self.mesh
-
     def train_step(self, config: ConfigDict) -> Callable:
         """Returns the step of `swjax.training.step.make_train_step`, which compiles at its first call."""
         step = make_train_step(config, self.graphdef, self.optimizer, self.schedule)

@@ -19,7 +19,7 @@ from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, S
 from swjax.kernels.products.tiles import MosaicTile, mosaic_tile
 
 
-class Inputs(NamedTuple):
+class ProductRefs(NamedTuple):
     """Arrays of the product, or refs to them: a bT.
 
     Attributes:
@@ -158,7 +158,7 @@ class MatmulWork(TiledWork):
     """The `pipeline.Work` of one block of threads."""
 
     spec: MatmulSpec
-    inputs: Inputs
+    inputs: ProductRefs
     out: Ref
     scratch: Scratch
     block: jax.Array
@@ -268,10 +268,10 @@ def matmul(
     )
 
     def matmul_kernel(*refs):
-        *inputs, out = refs[: len(Inputs._fields) + 1]
-        scratch = Scratch(*refs[len(Inputs._fields) + 1 :])
+        *inputs, out = refs[: len(ProductRefs._fields) + 1]
+        scratch = Scratch(*refs[len(ProductRefs._fields) + 1 :])
         block = lax.axis_index("block")
-        pipeline.run(MatmulWork(spec, Inputs(*inputs), out, scratch, block), scratch)
+        pipeline.run(MatmulWork(spec, ProductRefs(*inputs), out, scratch, block), scratch)
 
     y = pipeline.launch(
         matmul_kernel,
@@ -299,7 +299,7 @@ def _inputs(
     b: QTensor,
     bias: jax.Array | None,
     addend: jax.Array | None,
-) -> Inputs:
+) -> ProductRefs:
     """Pads scales and bias to whole tiles, because registers are loaded without bounds checks."""
 
     def padded(vector, length):
@@ -307,7 +307,7 @@ def _inputs(
 
     rows, columns = spec.grid[0] * spec.cluster * TILE_M, spec.grid[1] * TILE_N
     a_scale = jnp.broadcast_to(a.scale.reshape(-1), (spec.m,))
-    return Inputs(
+    return ProductRefs(
         a=a.values.reshape(spec.m, spec.k),
         b=b.values,
         a_scale=padded(a_scale, rows if spec.m % HALF else spec.m),

@@ -26,7 +26,7 @@ COLUMNS = 160
 PIECE = 32  # columns that are written at a time; they divide COLUMNS
 
 
-class Inputs(NamedTuple):
+class ProductSumRefs(NamedTuple):
     """Refs to the operands and scales of the sum of the products a[i] b[i]T.
 
     Attributes:
@@ -68,7 +68,7 @@ class MatmulSumWork(TiledWork):
     """
 
     spec: MatmulSumSpec
-    inputs: Inputs
+    inputs: ProductSumRefs
     out: Ref
     scratch: Scratch
     block: jax.Array
@@ -139,7 +139,7 @@ def matmul_sum(
 
     def matmul_sum_kernel(*refs):
         operands, (a_scale, b_scale, out, *buffers) = refs[: 2 * len(a)], refs[2 * len(a) :]
-        inputs = Inputs(operands[: len(a)], operands[len(a) :], a_scale, b_scale)
+        inputs = ProductSumRefs(operands[: len(a)], operands[len(a) :], a_scale, b_scale)
         scratch = Scratch(*buffers)
         work = MatmulSumWork(spec, inputs, out, scratch, lax.axis_index("block"))
         pipeline.run(work, scratch)
