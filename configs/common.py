@@ -34,7 +34,8 @@ KEYS: dict[str, tuple] = {
         "precision of the linear layers of every block"),
     "model.dtype": ("bfloat16", ("float32", "bfloat16", "float16"),
         "dtype of computation; parameters are float32"),
-    "model.attention": ("", ("", "xla", "cudnn", "triton"), "implementation; '': the fastest that can run"),
+    "model.attention": ("", ("", "xla", "cudnn", "fused", "triton"),
+        "'': the fastest that can run; triton: an alias of fused"),
     "model.remat": ("none", ("none", "full", "dots", "save_quantized", "save_linear"),
         "what a block saves for the backward pass: none (no recomputation), full (its input only), "
         "dots, save_quantized, save_linear. All save quantized weights"),

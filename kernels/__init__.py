@@ -2,10 +2,13 @@
 
 Import it only as ``swjax.kernels``. The package imports nothing else of swjax.
 
-- `reference`: the specification, in jax.numpy. `triton_gpu`, `mosaic_gpu`: the kernels.
-- `dispatch`: chooses the implementation of an operation. `tiles`: tile sizes. `availability`: the reasons
-  why an implementation cannot run.
-- `saved_programs`: saves lowered kernels on disk.
+A folder for each operation: its specification in jax.numpy (`reference`), which is also the XLA path, its
+kernels (`triton`, `mosaic_gpu`) and their tile sizes (`tiles`).
+
+- `dispatch`: the table of operations; chooses the implementation. `availability`: why one cannot run.
+- `formats`: the 8-bit formats and exact arithmetic. `reference`: all specifications under one name.
+- `tiles`: the GPU and its tuned table. `saved_programs`: saves lowered kernels on disk.
+- `triton_gpu`, `mosaic_gpu`: what the kernels in one language share.
 """
 
 if __name__ != "swjax.kernels":

@@ -1,15 +1,17 @@
 """Chooses the implementation of each operation: the table, and the only place that decides.
 
-The function `why_not` in the module of an implementation names the unsupported arguments.
+A new operation is a folder with a `reference.py`, its implementations and their tiles, and a row of
+`OPERATIONS`.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -19,30 +21,39 @@ import jax.numpy as jnp
 from swjax.kernels import reference, saved_programs, tiles
 from swjax.kernels.availability import Unavailable
 
-# {operation: its implementations other than "xla", the preferred one first}. An implementation is the
-# function with the operation's name in its module. It has the signature and the result of the function in
-# `reference`.
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "quantize": ("triton",),
-    "quantize_by": ("triton",),
-    "quantize_both": ("triton",),
-    "quantize_and_sum": ("triton",),
-    "matmul": ("mosaic_gpu", "triton"),
-    "matmul_sum": ("mosaic_gpu",),
-    "weight_gradient": ("mosaic_gpu",),
-    "weight_gradient_group": ("mosaic_gpu",),
-    "block_weight_gradient": ("mosaic_gpu", "triton"),
-    "block_weight_gradient_group": ("mosaic_gpu",),
-    "layer_norm": ("triton",),
-    "layer_norm_backward": ("triton",),
-    "gelu": ("triton",),
-    "gelu_backward": ("triton",),
-    "attention": ("mosaic_gpu", "triton"),
-    "attention_backward": ("mosaic_gpu", "triton"),
+# {folder: {operation: its implementations other than "xla", the preferred one first}}. An implementation is
+# the function with the operation's name in the module of its name in the folder: quantizers/triton.py. It has
+# the signature and the result of the function in the folder's reference.py. The module's `WHY_NOT` has a
+# function for each operation that it cannot compute on all arguments.
+OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "quantizers": {
+        "quantize": ("triton",),
+        "quantize_by": ("triton",),
+        "quantize_both": ("triton",),
+        "quantize_and_sum": ("triton",),
+    },
+    "products": {
+        "matmul": ("mosaic_gpu", "triton"),
+        "matmul_sum": ("mosaic_gpu",),
+    },
+    "weight_gradients": {
+        "weight_gradient": ("mosaic_gpu",),
+        "weight_gradient_group": ("mosaic_gpu",),
+    },
+    "block_weight_gradients": {
+        "block_weight_gradient": ("mosaic_gpu", "triton"),
+        "block_weight_gradient_group": ("mosaic_gpu",),
+    },
+    "layer_norm": {"layer_norm": ("triton",), "layer_norm_backward": ("triton",)},
+    "gelu": {"gelu": ("triton",), "gelu_backward": ("triton",)},
+    "attention": {
+        "attention": ("mosaic_gpu", "triton"),
+        "attention_backward": ("mosaic_gpu", "triton"),
+    },
 }
+FOLDERS = {operation: folder for folder, known in OPERATIONS.items() for operation in known}
+IMPLEMENTATIONS = {name: known[name] for known in OPERATIONS.values() for name in known}
 NAMES = ("xla", "triton", "mosaic_gpu")
-# Imported at first use, because CPUs need neither Triton nor Pallas.
-MODULES = {"triton": "triton_gpu", "mosaic_gpu": "mosaic_gpu"}
 
 # As in pyproject.toml. No older version was tested on a GPU. With 3.7, int8 and fp8 products load 4 bytes at
 # a time on Hopper, and with 3.8 attention's gradients spill more registers.
@@ -70,15 +81,54 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
     [[127, 127]]
     """
     name = choose(operation, *arrays, implementation=implementation, **options)
+    if (calls := _calls.value) is not None:
+        calls.append((operation, name))
     if name == "xla":
         if _multiplies_int8(operation, *arrays, **options):
             _warn_of_split_sums()
-        return getattr(reference, operation)(*arrays, **options)
-    return _kernel(name, operation, **options)(*arrays)
+        return _specification(getattr(reference, operation), *options)(*arrays, **options)
+    return _jitted(name, operation, **options)(*arrays)
+
+
+# JAX traces a function again if the value differs from that of an earlier trace.
+_calls = jax.make_user_context()
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[tuple[str, str]]]:
+    """Lists the operations that are computed within the context, and their implementations.
+
+    Functions that JAX has traced before are traced again. `swjax.testing.implementations` counts the calls
+    of a function without running it.
+
+    Yields:
+      A list to which each call of `run` adds (operation, implementation), in the order of the calls.
+
+    >>> with record() as calls:
+    ...     _ = run("quantize", jnp.ones((1, 2)))
+    >>> calls
+    [('quantize', 'xla')]
+    """
+    calls = _Calls()
+    with _calls(calls):
+        yield calls
+
+
+class _Calls(list):
+    """A list that is hashed and compared by identity, as the value of a context of JAX."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a list has no hash
+    __eq__ = object.__eq__
 
 
 @functools.cache
-def _kernel(name: str, operation: str, **options):
+def _specification(function: Callable, *options: str) -> Callable:
+    """Returns one jitted function per operation, so that layers of equal shapes share its trace."""
+    return jax.jit(function, static_argnames=options)
+
+
+@functools.cache
+def _jitted(name: str, operation: str, **options):
     """Returns one jitted function per kernel and options, so that layers of equal shapes share its lowering,
     which takes about a second. Processes share it through the compilation cache."""
     shared = saved_programs.saved(_function(name, operation, options), name, operation, options)
@@ -89,7 +139,7 @@ def _function(name: str, operation: str, options: dict[str, Any]) -> Callable:
     """A kernel as a function (*arrays) -> arrays."""
 
     def function(*arrays):
-        return getattr(module_of(name), operation)(*arrays, **options)
+        return kernel(name, operation)(*arrays, **options)
 
     function.__name__ = f"swjax_{operation}"
     return function
@@ -100,8 +150,8 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
 
     On an NVIDIA GPU, None chooses the fastest implementation for the shape in the device's tuned table, or
     else the first of `IMPLEMENTATIONS` that can run. If an operation lacks the named implementation, it runs
-    through XLA. For an operation of several layers, "xla" in the tuned table means that the operation of each
-    layer is faster; see `has_kernel`.
+    through XLA: see `check_products`. For an operation of several layers, "xla" in the tuned table means that
+    the operation of each layer is faster; see `has_kernel`.
 
     >>> choose("quantize", jnp.ones((1, 2)), implementation="mosaic_gpu")
     'xla'
@@ -165,6 +215,33 @@ def check(implementation: str | None) -> None:
         )
 
 
+def check_products(implementation: str | None, operations: Iterable[str]) -> None:
+    """Raises a ValueError if a layer names an implementation that has none of the layer's products.
+
+    Operations of a layer that its implementation lacks run through XLA. If these are all products, the name
+    has no effect.
+
+    Args:
+      implementation: of the layer; None and "xla" have all operations.
+      operations: the products of the layer, forward and backward: keys of `IMPLEMENTATIONS`, or other names
+        of products that only XLA computes, such as "dot".
+
+    >>> check_products("triton", ["matmul", "weight_gradient"])
+    >>> check_products("triton", ["dot"])
+    Traceback (most recent call last):
+    ValueError: implementation 'triton' has none of the products of this layer (dot): use None
+    """
+    check(implementation)
+    if implementation in (None, "xla"):
+        return
+    names = sorted(set(operations))
+    if not any(implementation in IMPLEMENTATIONS.get(name, ()) for name in names):
+        raise ValueError(
+            f"implementation {implementation!r} has none of the products of this layer "
+            f"({', '.join(names)}): use None"
+        )
+
+
 def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
     """Returns why an implementation cannot compute an operation on this machine, or None if it can.
 
@@ -191,7 +268,12 @@ def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavaila
         )
     if name == "triton" and (missing := _missing_triton()):
         return Unavailable(missing, missing_package=True)
-    return module_of(name).why_not(operation, *arrays, **options)
+    if name == "mosaic_gpu" and capability != (9, 0):
+        return Unavailable(
+            f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'triton'"
+        )
+    refuse = module_of(name, operation).WHY_NOT.get(operation)
+    return refuse(*arrays, **options) if refuse else None
 
 
 @functools.cache
@@ -260,9 +342,14 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def module_of(name: str) -> ModuleType:
-    """Imports the module of an implementation, "triton" or "mosaic_gpu"."""
-    return importlib.import_module(f"swjax.kernels.{MODULES[name]}")
+def module_of(name: str, operation: str) -> ModuleType:
+    """Imports the module of an implementation, "triton" or "mosaic_gpu". CPUs need neither."""
+    return importlib.import_module(f"swjax.kernels.{FOLDERS[operation]}.{name}")
+
+
+def kernel(name: str, operation: str) -> Callable:
+    """The function of an implementation, which also accepts the kernel's tile and other settings."""
+    return getattr(module_of(name, operation), operation)
 
 
 def shape_key(operation: str, *arrays: Any) -> str:

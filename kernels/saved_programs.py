@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from swjax.kernels import tiles
-from swjax.kernels.reference import QTensor
+from swjax.kernels.formats import QTensor
 
 PLATFORM = "cuda"
 FOLDER = "swjax_kernels"

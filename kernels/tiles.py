@@ -1,15 +1,15 @@
-"""The tile sizes of each kernel: rules with their reasons, and tables measured on a device.
+"""The GPU, the tables of tile sizes that were measured on it, and the tiles of kernels on rows.
 
-A tuned table is a JSON file in `tuned/`, named after the device; `python -m benchmarks.kernels.tune`
-writes it. A GPU without a table uses the one that `TABLES` names for its compute capability. A rule applies
-to shapes that have no entry.
+A tuned table is a JSON file in `tuned/`, named after the device; `python -m benchmarks.kernels.tune` writes
+it. A GPU without a table uses the one that `TABLES` names for its compute capability. A rule applies to
+shapes that have no entry: see also the `tiles` in the folders of other operations.
 """
 
 import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -32,75 +32,14 @@ class RowTile:
     stages: int = 1
 
 
-@dataclass(frozen=True)
-class TritonTile:
-    """The tile sizes of Triton's product.
-
-    Attributes:
-      m, n: rows and columns of the output tile of a program.
-      k: length of a step along the contracted axis.
-      warps: warps of 32 threads per program.
-      stages: stages of the pipeline of loads.
-      group: rows of tiles that run at the same time, and share columns of b in the L2 cache.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    group: int
-
-
-@dataclass(frozen=True)
-class MosaicTile:
-    """The tile sizes of Mosaic's product.
-
-    Attributes:
-      stages: slots of the ring buffer of operands.
-      width: columns of tiles that run at the same time, and share rows of a in the L2 cache.
-    """
-
-    stages: int
-    width: int
-
-
-@dataclass(frozen=True)
-class AttentionTile:
-    """The tile sizes of attention, which computes the scores of a head in products of rows x columns.
-
-    Attributes:
-      rows: queries (in the backward pass also keys) per product.
-      columns: keys (in the backward pass also queries) per product.
-      warps: warps of 32 threads per program.
-      stages: stages of the pipeline of loads.
-      registers: largest number of registers per thread; None for no limit.
-    """
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
 # Columns of the longest row that fits into the registers of a program.
 WIDEST_ROW = 16384
 
 # {compute capability: the device whose table serves GPUs of this capability without a table}.
 TABLES = {"9.0": "NVIDIA H200"}
 
-# Most keys for which the scores of 64 queries fit into the registers of a program.
-LONGEST_SEQUENCE = 320
-# Tokens of the longest sequence whose attention is differentiated in one pass; longer ones take two.
-SHORT_SEQUENCE = 144
-
 # A weight of this size has enough tiles for a GPU, so one kernel for several weight gradients gains nothing.
 LARGE_WEIGHT = 2048 * 2048
-
-# Slots of the rings of both weight gradients, and the time of writing a slice, measured on an H200.
-WEIGHT_GRADIENT_STAGES, WEIGHT_GRADIENT_WRITE_TOKENS = 4, 600
-BLOCK_PRODUCT_STAGES, BLOCK_PRODUCT_WRITE_TOKENS = 5, 1500
 
 
 def row_tile(producer: str, width: int) -> RowTile:
@@ -113,8 +52,8 @@ def row_tile(producer: str, width: int) -> RowTile:
     >>> row_rule(1280)
     RowTile(rows=1, chunk=256, warps=1, stages=1)
     """
-    tuned = _tuned("rows", producer, width)
-    return RowTile(**tuned) if tuned else row_rule(width)
+    entry = tuned("rows", producer, width)
+    return RowTile(**entry) if entry else row_rule(width)
 
 
 def row_rule(width: int) -> RowTile:
@@ -123,7 +62,7 @@ def row_rule(width: int) -> RowTile:
     several loads of 16 bytes are in flight."""
     chunks = (chunk for chunk in (1024, 512, 256, 128) if -width % chunk * 8 <= width)
     return RowTile(
-        rows=1, chunk=next(chunks, 64), warps=min(max(_power_above(width // 40) // 32, 1), 16)
+        rows=1, chunk=next(chunks, 64), warps=min(max(power_above(width // 40) // 32, 1), 16)
     )
 
 
@@ -131,72 +70,6 @@ def row_programs(tile: RowTile, sums: int = 1) -> int:
     """Number of programs of a kernel that also sums columns: enough to fill every multiprocessor, but few,
     because each program writes `sums` rows of partial sums."""
     return multiprocessors() * min(16, 32 // tile.warps) // sums
-
-
-def triton_tile(m: int, n: int, k: int) -> TritonTile:
-    """The tile of Triton's product [m, k] [n, k]T."""
-    tuned = _tuned("triton", f"{n}x{k}") if m >= 1024 else None
-    return TritonTile(**tuned) if tuned else triton_rule(m)
-
-
-def triton_rule(m: int) -> TritonTile:
-    """128 x 128 x 128: two programs of 96 KiB fit on a Hopper multiprocessor, and one multiplies while the
-    other writes. GPUs with 100 KiB of shared memory use half the step; few rows use a smaller tile. wgmma
-    reads operands from shared memory. Other GPUs hold them in registers, which would spill with 4 warps."""
-    capability = compute_capability()
-    rows, step = 128 if m > 64 else 64, 128 if capability in ((8, 0), (9, 0), (10, 0)) else 64
-    warps = 4 if rows == 64 or capability in ((9, 0), (10, 0)) else 8
-    return TritonTile(rows, 128, step, warps, stages=3, group=8)
-
-
-# Four stages of 48 KiB leave room for the output's buffers in 227 KiB.
-MOSAIC_RULE = MosaicTile(stages=4, width=8)
-
-
-# Five stages of 36 KiB. Four were as fast: benchmarks/notes/speed.md.
-PRODUCT_SUM_TILE = MosaicTile(stages=5, width=8)
-
-
-def mosaic_tile(n: int, k: int) -> MosaicTile:
-    """The tile of Mosaic's product [m, k] [n, k]T."""
-    tuned = _tuned("mosaic_gpu", f"{n}x{k}")
-    return MosaicTile(**tuned) if tuned else MOSAIC_RULE
-
-
-def attention_tile(operation: str, tokens: int, width: int) -> AttentionTile:
-    """The tile of "attention" or "attention_backward" for heads of `width` features.
-
-    64 rows are 4 warps, few enough that another program computes while one waits. The forward pass always
-    holds all scores of its rows, so it uses the largest products among those with the fewest idle columns.
-    With at most 168 registers per thread, three programs fit on a multiprocessor instead of two. More than
-    208 keys, or gradients of heads wider than 64, need more registers. Gradients of short sequences are as
-    fast without this limit.
-    """
-    widths = (256, 128, 64) if operation == "attention" else (64,)
-
-    def covered(columns: int) -> int:
-        pieces, tail = attention_pieces(tokens, columns)
-        return pieces * columns + tail
-
-    columns = min(widths, key=covered)
-    if operation == "attention":
-        fits = covered(columns) <= 208
-    else:
-        fits = tokens > SHORT_SEQUENCE and width <= 64
-    return AttentionTile(64, columns, warps=4, stages=2, registers=168 if fits else None)
-
-
-def attention_pieces(tokens: int, piece: int) -> tuple[int, int]:
-    """The number of pieces that cover a sequence, and the length of the tail: 16, 32 or 0. A longer remainder
-    counts as a piece.
-
-    >>> attention_pieces(257, 64), attention_pieces(100, 64)
-    ((4, 16), (2, 0))
-    """
-    full, rest = divmod(tokens, piece)
-    if rest > 32:
-        return full + 1, 0
-    return full, max(16, _power_above(rest)) if rest else 0
 
 
 class Device(NamedTuple):
@@ -241,7 +114,7 @@ def preferred_implementation(operation: str, key: str) -> str | None:
 
     `key`: see `dispatch.shape_key`.
     """
-    return _tuned("implementation", operation, key) or rule_of_implementation(operation, key)
+    return tuned("implementation", operation, key) or rule_of_implementation(operation, key)
 
 
 def rule_of_implementation(operation: str, key: str) -> str | None:
@@ -258,7 +131,8 @@ def rule_of_implementation(operation: str, key: str) -> str | None:
     return None
 
 
-def _tuned(*path):
+def tuned(*path: object) -> Any:
+    """An entry of the device's tuned table, or None."""
     entry = table(device())
     for key in path:
         entry = entry.get(str(key), {})
@@ -285,5 +159,6 @@ def _read(device_kind: str) -> dict | None:
     return json.loads(path.read_text())["tiles"] if path.exists() else None
 
 
-def _power_above(x: int) -> int:
+def power_above(x: int) -> int:
+    """The smallest power of two that is at least x."""
     return 1 << max(x - 1, 0).bit_length()

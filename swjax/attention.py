@@ -10,7 +10,8 @@ from swjax.kernels import dispatch, tiles
 from swjax.linear.layouts import Layout, Spec
 from swjax.linear.sharding import Sharding, is_sharded, shard_heads, vary_alike
 
-NAMES = ("xla", "cudnn", "triton")
+NAMES = ("xla", "cudnn", "fused")
+ALIASES: dict[str | None, str] = {"triton": "fused"}  # the name of version 0.1
 CUDNN_MULTIPLE = 8  # cuDNN needs a multiple of this many tokens; padding is masked
 
 
@@ -24,7 +25,8 @@ def choose(
 ) -> str:
     """Chooses the implementation for tokens x [b, t, w]; those at positions `length` and above are padding.
 
-    None means XLA. For 16-bit tokens on NVIDIA GPUs it means swjax's kernel if that can run, else cuDNN.
+    None means XLA. For 16-bit tokens on NVIDIA GPUs it means swjax's kernels ("fused") if they can run, else
+    cuDNN.
 
     Raises:
       ValueError: the kernel was requested and cannot run (the message says why), or the implementation does
@@ -40,21 +42,22 @@ def choose(
 
 def _choose(shape, like, implementation, layout):
     """Chooses for queries of the given shape, with the dtype and the mesh of the array `like`."""
+    implementation = ALIASES.get(implementation, implementation)
     if implementation not in (None, *NAMES):
         raise ValueError(
             f"attention must be one of {', '.join(NAMES)} or None (automatic), got {implementation!r}"
         )
     q = jax.ShapeDtypeStruct(shape, like.dtype)
-    if implementation == "triton":
+    if implementation == "fused":
         if reason := dispatch.why_not("triton", "attention", q, q, q):
-            raise ValueError(f"attention 'triton' {reason}")
+            raise ValueError(f"attention 'fused' {reason}")
     if implementation is not None:
         return implementation
     if jax.default_backend() != "gpu" or q.dtype == jnp.float32:
         return "xla"
     able = dispatch.why_not("triton", "attention", q, q, q) is None
     if able and (is_sharded(like, layout) or not dispatch.would_gather()):
-        return "triton"
+        return "fused"
     return "cudnn" if tiles.compute_capability() >= (8, 0) else "xla"
 
 
@@ -74,9 +77,8 @@ def dot_product_attention(
       q, k, v: [b, t, h, d].
       causal: each token attends to itself and the tokens before it.
       length: number of tokens that are not padding, from 1 to t; no token attends to padding. None means t.
-      implementation: "xla", "cudnn", or "triton", swjax's kernels; None chooses like `choose`. For cuDNN,
-        tokens are padded to a multiple of 8. Most of swjax's kernels are written in Triton. For some shapes
-        there are faster ones in Mosaic GPU, which are used then.
+      implementation: "xla", "cudnn", or "fused", swjax's kernels for Hopper in Triton or Mosaic GPU; None
+        chooses like `choose`. For cuDNN, tokens are padded to a multiple of 8.
       layout: layout of the linear layer that computed q, for meshes with automatic axes.
 
     Returns:
@@ -109,7 +111,7 @@ def dot_product_attention(
     if not min(1, tokens) <= length <= tokens:
         raise ValueError(f"length must be from 1 to the {tokens} tokens of q, got {length}")
     implementation = _choose((q.shape[0], length, *q.shape[2:]), q, implementation, layout)
-    if implementation == "triton":
+    if implementation == "fused":
         return with_kernels(q, k, v, causal=causal, length=length, layout=layout)
     if implementation == "cudnn":
         q, k, v = (pad_tokens(x) for x in (q, k, v))

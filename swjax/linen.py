@@ -252,7 +252,7 @@ class _Interceptor:
                 f"the kernel of {path!r} is quantized and needs its recipe, but no expression "
                 f"matches: pass the expressions of its quantization"
             )
-        product = dot_general(recipe, implementation=self._implementation)
+        product = dot_general(recipe, implementation=recipe.implementation(self._implementation))
         return _multiply(module, kernel, product, *args, **kwargs)
 
     def _run_einsum(self, module: nn.Einsum, path: str, recipe: Recipe | None, call, args, kwargs):
@@ -261,7 +261,7 @@ class _Interceptor:
         self._replaced.add(path)
         if not module.has_variable("params", "kernel"):
             call(*args, **kwargs)  # initializes the parameters
-        product = dot_general(recipe, implementation=self._implementation)
+        product = dot_general(recipe, implementation=recipe.implementation(self._implementation))
         return _einsum(module, product, *args, **kwargs)
 
     def check_all_matched(self) -> None:
@@ -289,10 +289,11 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
     if recipe is None:
         other = {}
     elif isinstance(module, Dense):
-        other = {"recipe": recipe, "implementation": implementation}
+        other = {"recipe": recipe, "implementation": recipe.implementation(implementation)}
     else:
         refuse_dot_general_cls(path, module)
-        other = {"dot_general": dot_general(recipe, implementation=implementation)}
+        named = recipe.implementation(implementation)
+        other = {"dot_general": dot_general(recipe, implementation=named)}
         if not _tuple(getattr(module, "batch_dims", ())):
             _note_kernel(module, recipe, len(_tuple(module.features)))
     before = {name: getattr(module, name) for name in other}

@@ -14,6 +14,7 @@ from swjax.linear.api import mlp as fused_mlp
 from swjax.linear.api import plain_weight, switchback
 from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
+from swjax.linear.interception import is_active
 from swjax.linear.layouts import TOKENS, Layout
 from swjax.linear.prologues import Gelu, Prologue
 from swjax.linear.sharding import reduced
@@ -130,7 +131,7 @@ def linears(
     >>> [y.shape for y in linears((q, k), jnp.ones((2, 3)))]
     [(2, 4), (2, 2)]
     """
-    if not _alike(*layers):
+    if not _alike(*layers) or is_active():
         ys = tuple(layer(inputs, prologue=prologue) for layer in layers)
         return (ys, layers[0]._operands(inputs)[0]) if residual else ys
     (x, *_), ws, biases = zip(*(layer._operands(inputs) for layer in layers))
@@ -172,6 +173,7 @@ def mlp(
     (5, 2)
     """
     fused = _alike(fc1, fc2, but="layout") and fc1.preferred_element_type is None
+    fused = fused and not is_active()
     x, w1, b1 = fc1._operands(inputs)
     if not fused:
         hidden = fc1(inputs, prologue=prologue)
@@ -227,7 +229,8 @@ def quantize_model(
     A linear layer is a module with a `dot_general` or an `einsum_op`: `nnx.Linear`, `nnx.LinearGeneral` or
     `nnx.Einsum`. The projections of `nnx.MultiHeadAttention` are `nnx.LinearGeneral` layers. Parameters and
     checkpoints do not change. `print(describe_model(model))` lists converted and unconverted matrices;
-    `restore_model` undoes the change.
+    `restore_model` undoes the change. A function that copied the model before, such as `nnx.cached_partial`,
+    keeps the old layers: create it after the conversion.
 
     Args:
       model: any NNX model, modified in place.
@@ -259,10 +262,11 @@ def quantize_model(
         layer, before = linears[path], _conversion_of(linears[path])
         if isinstance(layer, Linear):
             layer.replaced = before or (layer.recipe, layer.implementation)
-            layer.set_recipe(recipe, implementation)
+            layer.set_recipe(recipe, recipe.implementation(implementation))
         else:
             layout = _layout(getattr(layer, "kernel", None))
-            product = dot_general(recipe, implementation=implementation, layout=layout)
+            named = recipe.implementation(implementation)
+            product = dot_general(recipe, implementation=named, layout=layout)
             name = product_name(layer)
             replaced = before.replaced if before else getattr(layer, name)
             setattr(layer, name, _Product(product, replaced, name == "einsum_op"))

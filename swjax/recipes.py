@@ -141,6 +141,17 @@ class Recipe:
                 f"outlier_threshold={self.fwd.outlier_threshold}: set it to 0, or save_quantized=False"
             )
 
+    def implementation(self, of_model: str | None) -> str | None:
+        """The implementation of a layer with this recipe, in a model that names one for all its layers.
+
+        A layer without quantized products cannot name kernels: see `swjax.kernels.dispatch.check_products`.
+
+        >>> RECIPES["switchback"].implementation("triton"), RECIPES["standard"].implementation("triton")
+        ('triton', None)
+        """
+        quantizes = self.fwd or self.dgrad or self.wgrad
+        return of_model if quantizes or of_model == "xla" else None
+
     def _check_blocks(self) -> None:
         for name, product in {"fwd": self.fwd, "dgrad": self.dgrad}.items():
             if product and "block" in (product.lhs.scope, product.rhs.scope):

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
 _MOST_BYTES = 64 * 2**20
+_MOST_LEVELS = 100  # of nested lists and objects in JSON
 # Object stores whose addresses have a container, not a user, before the "@".
 _CONTAINERS = r"(?<!\babfs)(?<!\babfss)(?<!\bwasb)(?<!\bwasbs)"
 _USER = re.compile(
@@ -102,11 +103,27 @@ def parse_json(text: str | bytes) -> Any:
     ValueError: its JSON nests too deeply
     """
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except RecursionError:
         raise ValueError("its JSON nests too deeply") from None
     except ValueError as error:
         raise ValueError(f"it is not JSON: {' '.join(str(error).split())}") from None
+    if is_too_deep(found):
+        raise ValueError("its JSON nests too deeply")
+    return found
+
+
+def is_too_deep(tree: Any) -> bool:
+    """Whether lists and objects nest so deeply that recursive functions, such as `repr`, may fail."""
+    level = [tree]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)
 
 
 def make_folder(folder: str | Path, name: str) -> Path:
@@ -176,6 +193,15 @@ def open_no_follow(path: str | Path, mode: str, **options: Any) -> IO[Any]:
             raise
         reason = "Is a link, which is not followed when writing: remove it"
         raise OSError(errno.ELOOP, reason, str(path)) from None
+
+
+def printable(text: str) -> str:
+    """Replaces characters that could control a terminal, such as escape sequences in names of files, by "?".
+
+    >>> printable("a\x1b[31mb")
+    'a?[31mb'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def mask_credentials(text: str) -> str:

@@ -1,11 +1,14 @@
 """Checks for your own tests: which products and collectives of a compiled function use int8."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+
+from swjax.kernels import dispatch
 
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = \(?(?P<type>[a-z]\w*)\[.*? (?P<op>[a-z][\w-]*)\((?P<operands>.*)",
@@ -56,10 +59,10 @@ def assert_quantized(
     """Asserts that the compiled `fn` contains matrix products with both operands in `dtype`.
 
     Args:
-      fn: a function, jitted or not; it is compiled for `args`, but not run.
-      *args, **kwargs: arrays, `jax.ShapeDtypeStruct`s or NNX models. Pass a model as an argument, as in
-        `assert_quantized(lambda model, x: model(x), model, x)`: Flax refuses to change the random state of a
-        model that `fn` closes over.
+      fn: a function, jitted or not, or an NNX model or its method; it is compiled for `args`, but not run.
+      *args, **kwargs: arrays, `jax.ShapeDtypeStruct`s or NNX models. Pass a model that `fn` uses as an
+        argument, as in `assert_quantized(lambda model, x: model(x), model, x)`: Flax refuses to change the
+        random state of a model that `fn` closes over, such as that of dropout.
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
       count: required number of such products; None requires at least one.
 
@@ -79,6 +82,27 @@ def assert_quantized(
             f"the compiled function must have {wanted} {dtype} x {dtype} matrix product(s), found: {found}"
             + emulated * dtype.startswith("float8")
         )
+
+
+def implementations(fn: Callable, *args: Any, **kwargs: Any) -> Counter[tuple[str, str]]:
+    """Counts the operations of swjax that `fn` computes, and which implementation computes each.
+
+    Args:
+      fn: a function, jitted or not; it is traced for `args`, but not compiled and not run.
+      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      Counter of (operation, implementation): see `swjax.kernels.dispatch`. Products that are not quantized
+      run through XLA and are not counted, except weight gradients.
+
+    >>> import jax.numpy as jnp, swjax
+    >>> used = implementations(swjax.switchback, jnp.ones((8, 32)), jnp.ones((32, 16)))
+    >>> used["matmul", "xla"]
+    1
+    """
+    with dispatch.record() as calls:
+        jax.eval_shape(lambda args, kwargs: fn(*args, **kwargs), args, kwargs)
+    return Counter(calls)
 
 
 # For a pair -start and -done, the result of -done: the result of -start also contains the operands.
@@ -174,5 +198,8 @@ def _is_part(shape, whole) -> bool:
 def _compiled(fn, *args, **kwargs) -> str:
     if isinstance(fn, jax.stages.Compiled):
         return fn.as_text() or ""
+    owner, nnx = getattr(fn, "__self__", fn), sys.modules.get("flax.nnx")
+    if nnx and isinstance(owner, nnx.Module):  # as an argument, a trace may change its random state
+        fn, args = (type(fn).__call__ if owner is fn else fn.__func__), (owner, *args)
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     return jitted.lower(*args, **kwargs).compile().as_text() or ""

@@ -4,6 +4,7 @@ Besides "xla", which runs everywhere, and the kernels, which run on GPUs, CPUs h
 "mosaic_gpu interpreted": the same kernels in the interpreters of Triton and Pallas, at small sizes.
 """
 
+import itertools
 import os
 from functools import partial
 
@@ -37,37 +38,60 @@ def of(*operations):
     ]
 
 
-def each(*operations, compiled, interpreted, name="shape"):
-    """Parametrizes a test by (operation, implementation, shape).
+def release(*values):
+    """A parameter that is tested only before a release."""
+    return pytest.param(*values, marks=pytest.mark.release)
+
+
+def each(
+    *operations, compiled, interpreted, name="shape", kept=1, options=("", [()]), few_options=None
+):
+    """Parametrizes a test by (operation, implementation, shape, *options).
+
+    Interpreters are slow. Before a release they compute all cases; otherwise one shape, with few options.
 
     Args:
       operations: keys of `dispatch.IMPLEMENTATIONS`.
       compiled: shapes for compiled implementations, or {implementation: shapes}.
       interpreted: shapes for kernels in interpreters, or {kernel: shapes}.
       name: of the test's third argument.
+      kept: number of first interpreted shapes that every run of the tests computes.
+      options: names of further arguments, and their values, tuples.
+      few_options: the values with which every run of the tests interprets kernels; None: all.
     """
+    names, values = options
     if not isinstance(interpreted, dict):
         interpreted = dict.fromkeys(dispatch.NAMES, interpreted)
     if not isinstance(compiled, dict):
         compiled = dict.fromkeys(("xla", *dispatch.NAMES), compiled)
+    few = values if few_options is None else few_options
     kinds = [
-        (parameter.values, parameter.marks, compiled[parameter.values[1]])
+        (parameter.values, parameter.marks, compiled[parameter.values[1]], None)
         for parameter in of(*operations)
     ] + [
-        ((operation, kernel + INTERPRETED), interpreters.SKIPS[kernel], interpreted[kernel])
+        ((operation, kernel + INTERPRETED), interpreters.SKIPS[kernel], interpreted[kernel], kept)
         for operation in operations
         for kernel in dispatch.IMPLEMENTATIONS[operation]
     ]
-    parameters = [
-        pytest.param(*values, shape, marks=marks, id="-".join([*values, name_of(shape)]))
-        for values, marks, shapes in kinds
-        for shape in shapes
-    ]
-    return pytest.mark.parametrize(f"operation, implementation, {name}", parameters)
+    parameters = []
+    for kind, marks, shapes, first in kinds:
+        for (number, shape), option in itertools.product(enumerate(shapes), values):
+            rare = first is not None and (number >= first or option not in few)
+            parameters.append(
+                pytest.param(
+                    *kind,
+                    shape,
+                    *option,
+                    marks=[*marks, *[pytest.mark.release] * rare],
+                    id="-".join([*kind, name_of(shape), *map(name_of, option)]),
+                )
+            )
+    names = ", ".join(["operation, implementation", name, *([names] if names else [])])
+    return pytest.mark.parametrize(names, parameters)
 
 
-def name_of(shape):
-    return shape if isinstance(shape, str) else "x".join(map(str, shape))
+def name_of(value):
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def at(*operations, shapes, xla, name="shape"):
@@ -91,8 +115,10 @@ OF_LAYERS = [
 ]
 
 
-def require(implementation):
-    """Skips a test, with the reason, if no layer can run in `implementation` on this machine."""
+def require(implementation, recipe="switchback"):
+    """Skips a test, with the reason, if no layer of `recipe` can run in `implementation` on this machine."""
+    if (recipe, implementation) == ("standard", "triton"):
+        pytest.skip("Triton has none of this recipe's products")
     if implementation not in ("xla", None):
         eye = jnp.eye(128, dtype=jnp.int8)
         q = QTensor(eye, jnp.ones((128, 1)))

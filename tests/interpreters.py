@@ -43,7 +43,7 @@ def _mosaic(operation, *arrays, **options):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from swjax.kernels import mosaic_gpu
+    from swjax.kernels import dispatch
     from swjax.kernels.mosaic_gpu.slices import Slices
 
     if "weight_gradient" in operation:
@@ -52,7 +52,7 @@ def _mosaic(operation, *arrays, **options):
     options |= {"interpret": plgpu.InterpretGPUParams(), "multiprocessors": 4}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "wgmma", partial(_multiply, gpu_callbacks.wgmma))
-        return jax.block_until_ready(getattr(mosaic_gpu, operation)(*arrays, **options))
+        return jax.block_until_ready(dispatch.kernel("mosaic_gpu", operation)(*arrays, **options))
 
 
 def _multiply(multiply_shared, *, a_allocation_key_as_array, **arguments):

@@ -82,6 +82,9 @@ class Interrupt:
     def __init__(self, after: int = 10**9):
         self._left = after
 
+    def handle(self) -> None:
+        """The stand-in watches no signals."""
+
     @property
     def requested(self) -> bool:
         self._left -= 1

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.kernels import bench, layers, timing, tune
 from swjax.kernels import dispatch, tiles
+from swjax.kernels.products.tiles import mosaic_tile
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -148,7 +149,7 @@ def test_entries_are_read_by_the_kernels(table):
     table.write_text(json.dumps({"tiles": written}))
     assert tiles.row_tile("gelu", 5120) == row.candidates[0]
     assert tiles.row_tile("gelu", 4096) == tiles.row_rule(4096)
-    assert tiles.mosaic_tile(n=5120, k=1280) == product.candidates[0]
+    assert mosaic_tile(n=5120, k=1280) == product.candidates[0]
     key = dispatch.shape_key("weight_gradient", *gradient.arrays)
     assert tiles.preferred_implementation("weight_gradient", key) == "mosaic_gpu"
     for work in (row, product, gradient):

@@ -11,8 +11,8 @@ import pytest
 from numeric import snr_db
 
 import swjax
+from swjax.kernels.block_weight_gradients.reference import rotate, rotation_matrix
 from swjax.kernels.reference import block_weight_gradient
-from swjax.kernels.reference.blocks import rotate, rotation_matrix
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 from swjax.testing import matrix_products
 
@@ -68,8 +68,9 @@ KERNEL_SHAPES = [*SHAPES, (34_816, 320, 256)]
         "triton": [(100, 40, 136), (1300, 8, 72)],
         "mosaic_gpu": [(104, 64, 192), (1304, 128, 64)],
     },
+    options=("dtype", [("bfloat16",), ("float16",)]),
+    few_options=[("bfloat16",)],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_kernels_are_the_transcription_in_float64(operation, implementation, shape, dtype):
     tokens, k, n = shape
     x, g = (

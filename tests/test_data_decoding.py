@@ -308,6 +308,12 @@ def test_formats_that_are_not_read_are_named(start, name):
         decoding.decode(start + bytes(2000))
 
 
+def test_pictures_beyond_the_limit_of_pillow_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(BadExample, match="^the image has more than 67108864 pixels, which are not"):
+        decoding.decode(encoded(Image.new("L", (90, 90), 255), "PNG"))
+
+
 @pytest.mark.parametrize("file_format", ["PNG", "GIF", "TIFF", "BMP", "WEBP"])
 def test_pictures_that_inflate_are_refused_before_they_are_decoded(file_format, monkeypatch):
     """A white picture of 400 million pixels is a file of some kilobytes."""

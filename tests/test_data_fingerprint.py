@@ -168,6 +168,13 @@ def test_names_order_and_unreadable_examples(tmp_path):
     assert data.fingerprint(broken) == data.fingerprint(broken)
 
 
+def test_broken_links_are_unreadable_examples(tmp_path):
+    first = of(tmp_path / "a", folders, ROWS)
+    (tmp_path / "a" / "3.jpg").unlink()
+    (tmp_path / "a" / "3.jpg").symlink_to("nowhere.jpg")
+    assert data.fingerprint(data.source("folders", str(tmp_path / "a"))) != first
+
+
 def test_a_table_of_addresses_reads_none(tmp_path, monkeypatch):
     monkeypatch.setattr(data.files, "read_whole", lambda *a: pytest.fail("no network"))
     lines = [f"memory://{i}.jpg,a fox" for i in range(3)]

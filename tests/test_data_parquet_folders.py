@@ -318,6 +318,31 @@ def write_parquet(path, images, captions, *, rows=3, names=("image", "caption"))
     pyarrow_parquet.write_table(table, path, row_group_size=rows)
 
 
+def test_a_parquet_file_that_inflates_is_refused(tmp_path, monkeypatch):
+    """A dictionary of one value and a count: a kilobyte describes gigabytes."""
+    monkeypatch.setattr(parquet, "_BYTES_KEPT", 2**23)
+    write_parquet(tmp_path / "x.parquet", [bytes(2**17)] * 500, ["fox"] * 500, rows=500)
+    assert (tmp_path / "x.parquet").stat().st_size < 20_000
+    source = data.source("parquet", f"{tmp_path}/x.parquet")
+    decoded = []
+    iterate = parquet._open(f"{tmp_path}/x.parquet").__class__.iter_batches
+
+    def counted(*args, **options):
+        for batch in iterate(*args, **options):
+            decoded.append(batch.nbytes)
+            yield batch
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", counted)
+    with pytest.raises(
+        ValueError, match="500 rows decode to more than 8388608 bytes: write smaller"
+    ):
+        source.record(0)
+    assert sum(decoded) < 2 * 2**23
+    write_parquet(tmp_path / "y.parquet", [b""] * 64, ["x" * 2**16] * 64, names=("image", "label"))
+    with pytest.raises(ValueError, match="64 values of the column 'label' of .*; at most 1048576"):
+        data.source("parquet", f"{tmp_path}/y.parquet", text_key="label").values()
+
+
 def test_rows_of_parquet_files(tmp_path):
     for file in range(2):
         images = [jpeg(10 * file + row) for row in range(7)]

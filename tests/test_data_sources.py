@@ -1,5 +1,6 @@
 """Tars, tables, Hugging Face data sets and mixtures as sources, with valid and with damaged files."""
 
+import csv
 import gzip
 import importlib.util
 import io
@@ -648,3 +649,18 @@ def test_a_compressed_index_is_refused_and_links_are_not_written_through(tmp_pat
         ValueError, match=r"positions .*npz are damaged: remove .* \(it is compress"
     ):
         open_tars(pattern, tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_what_pythons_csv_writes_is_read_back(tmp_path, ending):
+    rng = np.random.default_rng(0)
+    parts = np.array(["fox", ",", "\t", '"', "\n", "\r\n", " ", "é", '""', "'"])
+    rows = [("".join(rng.choice(parts, rng.integers(1, 6))) + "x", f"{n}.jpg") for n in range(500)]
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL):
+        with open(tmp_path / f"t.{ending}", "w", newline="") as file:
+            writer = csv.writer(file, "excel" if ending == "csv" else "excel-tab", quoting=quoting)
+            writer.writerows([("caption", "image"), *rows])
+        table = open_table(tmp_path / f"t.{ending}", tmp_path)
+        assert [(table.captions(n)[0], table.key(n)) for n in range(len(table))] == [
+            (caption.strip(), image) for caption, image in rows
+        ]

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from thinning import thinned
 
-import swjax
+import swjax.testing
 from swjax.kernels import dispatch, reference, saved_programs, tiles
+from swjax.kernels.products.tiles import triton_tile
 from swjax.kernels.reference import QTensor
 from swjax.recipes import RECIPES
 
@@ -214,6 +217,31 @@ def test_a_name_that_an_operation_does_not_have_is_xla(gpu):
     assert dispatch.choose("matmul", A, B, implementation="xla") == "xla"
 
 
+def test_a_layer_whose_products_lack_the_named_implementation_raises():
+    quantized_products, others = ["matmul", "weight_gradient"], ["dot", "weight_gradient"]
+    for name in (None, "xla", "mosaic_gpu"):
+        dispatch.check_products(name, quantized_products)
+        dispatch.check_products(name, others)
+    dispatch.check_products("triton", quantized_products)
+    with pytest.raises(ValueError, match=r"^implementation 'triton' has none of .* \(dot, weight"):
+        dispatch.check_products("triton", others)
+    with pytest.raises(ValueError, match="one of xla, triton, mosaic_gpu or None .* 'cuda'"):
+        dispatch.check_products("cuda", quantized_products)
+
+
+def test_what_ran_is_recorded_also_of_functions_that_jax_has_traced():
+    x, w = jnp.ones((8, 32)), jnp.ones((32, 16))
+    step = jax.jit(jax.grad(lambda w: jnp.sum(swjax.switchback(x, w))))
+    step(w)
+    for _ in range(2):
+        with dispatch.record() as calls:
+            with dispatch.record() as inner:
+                step(w)
+        assert {name for name, _ in inner} == {"quantize", "matmul", "weight_gradient"}
+        assert {implementation for _, implementation in inner} == {"xla"} and not calls
+    assert swjax.testing.implementations(step, w) == Counter(inner)
+
+
 def test_missing_jax_triton_is_said_once_with_the_command(gpu):
     gpu(missing=f"needs jax-triton, which is not installed: {dispatch.INSTALL}")
     with pytest.warns(UserWarning, match=r"quantize runs through XLA.* pip install 'swjax\[gpu\]'"):
@@ -392,17 +420,22 @@ def test_row_tiles_are_powers_of_two_that_cover_a_row(operation, width):
 @pytest.mark.parametrize("m", [1, 64, 65, 65_536])
 def test_product_tiles_fit_shared_memory(monkeypatch, capability, memory, m):
     monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
-    tile = tiles.triton_tile(m, 5120, 1280)
+    tile = triton_tile(m, 5120, 1280)
     assert (tile.m + tile.n) * tile.k * tile.stages <= memory * 1024
     assert tile.m == (64 if m <= 64 else 128)
 
 
-@pytest.mark.parametrize("implementation", [None, "triton", "mosaic_gpu"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe, implementation", thinned([*RECIPES], [None, "mosaic_gpu", "triton"], full=[None])
+)
 def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     """Traces layers without running them: kernels take other operand layouts than XLA does."""
     pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
     gpu()
+    if (recipe, implementation) == ("standard", "triton"):
+        with pytest.raises(ValueError, match="'triton' has none of the products of this layer"):
+            swjax.switchback(X, array((256, 64)), recipe=recipe, implementation=implementation)
+        return
 
     def loss(x, w1, b1, w2, norm):
         options = {"recipe": recipe, "prologue": norm, "implementation": implementation}

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from micro_run import ENVIRONMENT, MICRO, ROOT, final_state, records, train
@@ -18,6 +19,7 @@ from swjax.models import sharding
 from swjax.training import distributed, inputs
 from swjax.training.config import ConfigError
 from swjax.training.distributed import read_environment
+from swjax.training.state.restore import require_equal_replicas
 
 PLAIN = {
     "JAX_COORDINATOR_ADDRESS": "node1:1234",
@@ -111,6 +113,7 @@ def test_processes_with_other_data_end_in_one_line(monkeypatch):
         ConfigError, match="config.data: val has 12 .* process 1 and 13 .* process 0"
     ):
         distributed.check_same("data", "{} examples", lengths)
+    monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own - own]))
     splits = {"train": data.source("synthetic", "train", image_size=8, examples=10)}
     with pytest.raises(ConfigError, match="train has other examples .* 1 and other .* process 0"):
         inputs.fingerprints(splits)
@@ -133,6 +136,25 @@ def test_processes_that_would_compute_other_programs_end_in_one_line(micro, monk
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="process 1 has 6 devices and process 0 has 2: give all"):
         distributed.check_same_start(config)
+
+
+def test_replicas_that_differ_are_refused(monkeypatch):
+    """Two processes initialized a replicated kernel with two generators, and trained to the end."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own]))
+    everywhere = jax.NamedSharding(sharding.make_mesh(), jax.P())
+    bias, ones = (jax.device_put(jnp.full(3, x), everywhere) for x in (0.0, 1.0))
+    state = {"params": {"bias": bias, "kernel": ones}}
+    require_equal_replicas(state)
+    refused = pytest.raises(ConfigError, match="1 of 2 arrays .* replicas, such as params/kernel: ")
+    pieces = [jax.device_put(jnp.full(3, i), device) for i, device in enumerate(jax.devices())]
+    unequal = jax.make_array_from_single_device_arrays((3,), everywhere, pieces)
+    with refused:  # between the devices of one process
+        require_equal_replicas({"params": {"bias": bias, "kernel": unequal}})
+    shift = np.array([0, 0, 1, 1])
+    monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own + shift]))
+    with refused:  # between processes
+        require_equal_replicas(state)
 
 
 # --------------------------------------------------------------------------- other meshes

@@ -48,7 +48,7 @@ def squeeze(text: str) -> str:
 
 def test_every_metric_is_explained():
     """Covers the names that the trainer spells out, not names made from scores or tensors."""
-    code = "".join(path.read_text() for path in (ROOT / "swjax" / "training").glob("*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "swjax" / "training").rglob("*.py"))
     names = set(re.findall(r'"((?:train|perf|data)/\w+)"', code))
     assert len(names) > 10
     page = (ROOT / "docs" / "metrics.md").read_text()

@@ -50,6 +50,13 @@ def test_products_and_gradients_are_those_of_einsum(equation, x_shape, w_shape, 
     np.testing.assert_allclose(dw, exact[2], rtol=1e-4, atol=1e-4)
 
 
+def test_numpy_s_optimize_changes_nothing():
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+    einsum = swjax.dot_general("switchback").einsum
+    y = einsum("ik,kj->ij", x, w, optimize=True)
+    np.testing.assert_array_equal(y, einsum("ik,kj->ij", x, w))
+
+
 def test_equal_to_the_product_of_matrices():
     x, w = arrays((2, 6, 32), (4, 32, 8))
     y = swjax.dot_general("switchback").einsum("btd,ndh->btnh", x, w)

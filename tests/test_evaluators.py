@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from swjax import data, evaluators
+from swjax.data import imagenet
 from swjax.evaluators import embed, ranking, retrieval
 from swjax.models import sharding
+from swjax.report import page
 
 SIZES = {"batch_size": 8, "context_length": 12, "image_size": 4}
 NAMES = ("cat", "dog", "fish", "cat", "owl", "bee", "fox")  # two classes named "cat"
@@ -128,9 +130,48 @@ def test_texts_that_the_tokenizer_reads_as_one_are_one():
     assert scores["zeroshot/fake_chance_top1"] == pytest.approx(1 / 2)
     scores = evaluators.Retrieval(Model(), source, **SIZES).run(np.float32(1))
     assert scores["val/image_to_text_chance_R@1"] == pytest.approx(1 / 2)
-    captions, captions_of, images_of = retrieval.pair(np.array([0, 1, 2]), source.captions)
+    captions, captions_of, images_of = retrieval.pair(np.array([0, 1, 2]), source.captions, 12)
     assert captions == ["Red fox", "owl"]
     assert captions_of == [[0], [0], [1]] and images_of == [[0, 1], [2]]
+
+
+def test_texts_that_are_equal_after_truncation_are_one():
+    """Every score was 0: their embeddings tie."""
+    source = Source([0, 1, 2])
+    long = "one two three four five six seven eight nine ten eleven"
+    source.class_names = (long, f"{long} twelve", "owl")
+    source.captions = lambda label: (source.class_names[label],)
+    model = Model()
+    scores = zero_shot(model, source).run(np.float32(1))
+    scores |= evaluators.Retrieval(model, source, **SIZES).run(np.float32(1))
+    assert scores["zeroshot/fake_chance_top1"] == pytest.approx(1 / 2)
+    assert scores["val/image_to_text_chance_R@1"] == pytest.approx(1 / 2)
+    model.image[:3] = embed.unit(
+        model.text(tokens(source.class_names))
+    )  # each image has the embedding of its own caption
+    scores = zero_shot(model, source, templates=("{}",)).run(np.float32(1))
+    scores |= evaluators.Retrieval(model, source, **SIZES).run(np.float32(1))
+    assert scores["zeroshot/fake_top1"] == scores["val/image_to_text_R@1"] == 1
+    assert evaluators.zeroshot.distinct(["a b", "a c"], ["{} x", "y z {}"], 4) == [0, 1]
+
+
+def test_imagenet_is_scored_by_the_published_protocol_and_merged():
+    """Over 1,000 columns; of two equal ones the first is the prediction."""
+    source, model = Source([0, 836, 837, 999]), Model()
+    source.class_names = imagenet.class_names()
+    assert source.class_names[836] == source.class_names[837]
+    scorer = zero_shot(model, source, templates=("{}",))
+    vectors = embed.unit(model.text(tokens(source.class_names)))
+    images = embed.Images(
+        vectors[source.labels], np.array(source.labels), np.arange(4), np.zeros(0), None
+    )
+    scores = scorer.run(np.float32(1), images)
+    argmax = np.argmax(np.round(images.embeddings @ vectors.T, 5), axis=1)
+    assert scores["zeroshot/fake_top1"] == np.mean(argmax == source.labels) == 0.75
+    assert scores["zeroshot/fake_top5"] == scores["zeroshot/fake_merged_top1"] == 1
+    assert scores["zeroshot/fake_chance_top1"] == pytest.approx(1 / 1000)
+    assert scores["zeroshot/fake_merged_chance_top1"] == pytest.approx(1 / 3)
+    assert page.label("zeroshot/fake_merged_top1") == "Zero-shot top-1, fake_merged"
 
 
 def test_retrieval_matches_brute_force(source):
@@ -269,16 +310,17 @@ def test_images_that_cannot_be_read_are_not_shown(source):
 @pytest.mark.parametrize(
     "labels, options, message",
     [
-        ([0, 1, 2], {"on_bad": "stop"}, "cannot read example 0: OSError: no image"),
-        ([0, 1, 2], {"max_bad_share": 0.0}, "1 of 1 examples cannot be read, more than"),
-        ([0, 1], {}, "none of the 2 images to evaluate on can be read"),
+        ([0, 1, 2], {"on_bad": "stop"}, "': cannot read example 0: OSError: no image"),
+        ([0, 1, 2], {"max_bad_share": 0.0}, "': 1 of 1 examples cannot be read, more than"),
+        ([0, 1], {}, "': none of the 2 images to evaluate on can be read"),
     ],
 )
 def test_too_many_unreadable_images_end_an_evaluation(labels, options, message):
     unreadable = WithUnreadable(labels)
     retrieval = evaluators.Retrieval(Model(), unreadable, **SIZES, **options)
-    for scorer in (zero_shot(Model(), unreadable, **options), retrieval):
-        with pytest.raises(data.BadData, match=message):
+    for scorer, name in ((zero_shot(Model(), unreadable, **options), "zero-shot set 'fake"),
+                         (retrieval, "split 'val")):  # fmt: skip
+        with pytest.raises(data.BadData, match=f"^{name}{message}"):
             scorer.run(np.float32(1))
 
 
@@ -338,4 +380,12 @@ def test_errors_name_the_remedy(source):
     with pytest.raises(ValueError, match="has no class names"):
         zero_shot(Model(), source)
     with pytest.raises(ValueError, match="label 3 has no caption"):
-        retrieval.pair(np.array([3]), lambda label: ())
+        retrieval.pair(np.array([3]), lambda label: (), 12)
+    for templates in (lambda name: name, [str.upper], [1]):
+        with pytest.raises(ValueError, match='must be texts with "{}" for the name'):
+            zero_shot(Model(), make_source(), templates=templates)
+    for names in ([1], ["cat", None], np.array([3])):
+        with pytest.raises(ValueError, match="names of classes must be texts, got"):
+            evaluators.zeroshot.classifier(
+                Model(), np.float32(1), names, ("{}",), batch_size=8, context_length=12
+            )

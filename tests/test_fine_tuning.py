@@ -27,9 +27,11 @@ from micro_run import (
 
 from swjax import inference, interop
 from swjax.models import clip, sharding
+from swjax.tools import plan
 from swjax.training import config as config_lib
 from swjax.training import setup
 from swjax.training.config import ConfigError
+from swjax.training.state import restore
 from swjax.training.state.initialization import first_parameters, interpolate_positions
 from swjax.training.state.restore import first_state
 from train import main
@@ -73,6 +75,16 @@ def test_average_starts_from_the_weights_too(micro, tmp_path):
     config = micro(checkpoint__init_from=str(tmp_path), train__ema_decay=0.9)
     init, _ = make_init(config)
     assert_same_bits(first_state(config, init, shapes(init))["ema"], theirs)
+
+
+def test_a_logit_scale_beyond_the_limit_is_said(micro, caplog):
+    """It was 112.33 in SigLIP's weights and 100 after a step, frozen or not, without a word."""
+    params = {"logit_scale": jnp.log(112.33), "logit_bias": jnp.float32(-10)}
+    for changes in ({"train__loss": "sigmoid"}, {"optimizer__freeze": "^logit_scale"}):
+        restore._say_limit(micro(**changes), params)
+    assert not caplog.records
+    restore._say_limit(micro(checkpoint__init_from="siglip"), params)
+    assert "init_from siglip: the logit scale 112.33 becomes 100, a limit of the" in caplog.text
 
 
 def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path, caplog):
@@ -154,7 +166,7 @@ OTHERS = {
         "its tokenizer has 50 tokens, but swjax reads captions with CLIP's, which has 49408",
     ),
     "layer scale here": ({}, {"model__layer_scale": "true"}, "set config.model.layer_scale=False"),
-    "layer scale there": ({"layer_scale": 0.5}, {}, "lacks: set config.model.layer_scale=True"),
+    "layer scale there": ({"layer_scale": 0.5}, {}, "set config.model.layer_scale=True"),
 }  # fmt: skip
 
 
@@ -196,6 +208,24 @@ def test_frozen_layers_have_no_moments_and_no_weight_gradients(micro, recipe, pa
     assert not kernels & products(config)
     moments = paths(jax.eval_shape(make_init(config)[0])["opt_state"])
     assert not any(re.search(pattern[1:], path) for path in moments)
+
+
+def test_all_differences_are_named_at_once_and_plan_names_them_too(micro, tmp_path, reference):
+    """Each start named one differing key, and --plan accepted the weights."""
+    foreign(micro(), tmp_path, gelu="quick", vision={"heads": 4}, text={"layers": 2})
+    wide = {"model__vision__width": 64, "model__gelu": "exact"}
+    for config, keys in (
+        (
+            micro(checkpoint__init_from=str(tmp_path)),
+            ("gelu=quick", "vision.heads=4", "text.layers=2"),
+        ),
+        (micro(checkpoint__init_from=str(reference[1]), **wide), ("gelu=tanh", "vision.width=32")),
+    ):
+        told = refusal(config)
+        assert all(f"set config.model.{key}" in told for key in keys)
+        with pytest.raises(ConfigError) as error:
+            plan.show(config, "")
+        assert str(error.value) == told
 
 
 SIGLIP = {"model__architecture": "siglip", "model__embed_dim": 0, "train__loss": "sigmoid"}
@@ -267,6 +297,7 @@ def test_weights_at_an_address(micro, tmp_path):
         ("memory://empty", "holds no weights"),
         ("memory://absent", "cannot be read: FileNotFoundError"),
         ("gopher://weights", "checkpoint.init_from"),
+        ("ftp://bob:PASSWORD@localhost:1/w", "cannot read ftp://***@localhost:1/w: Connection"),
     ):
         assert message in refusal(micro(checkpoint__init_from=address))
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import resource
+import time
 
 import jax
 import jax.numpy as jnp
@@ -223,6 +225,119 @@ def test_every_tensor_is_accounted_for(saved, change, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"resize_mode": "squash"}, "resize_mode must be 'shortest', as swjax resizes images, got 's"),
+        ({"resize_mode": "longest"}, "resize_mode must be 'shortest'"),
+        ({"interpolation": "bilinear"}, "interpolation must be 'bicubic'"),
+        ({"mode": "L"}, "mode must be 'RGB'"),
+        ({"size": 48}, "preprocess_cfg.size must be 32"),
+        ({"crop_pct": 0.9}, "preprocess_cfg.crop_pct=0.9 is not supported"),
+        ({"mean": [0.5, 0.5, 0.5]}, "preprocess_cfg.mean must be"),
+        ({"resize_mode": "shortest", "interpolation": "bicubic", "size": [32, 32], "mode": "RGB",
+          "fill_color": 0}, ""),
+        ({"size": 32, "resize_mode": None}, ""),
+    ],
+)  # fmt: skip
+def test_images_that_are_prepared_in_another_way_are_refused(tmp_path, change, message):
+    """They were cropped without a word."""
+    interop.save(tmp_path, make())
+    file = tmp_path / LAYOUTS["open_clip"].config
+    config = json.loads(file.read_text())
+    config["preprocess_cfg"] |= change
+    file.write_text(json.dumps(config))
+    if not message:
+        return same(make(), interop.load(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        interop.load(tmp_path)
+    same(make(), interop.load(tmp_path, make().cfg))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"resample": 2},
+            "resample must be 3, as swjax prepares images, got 2: prepare the images",
+        ),
+        ({"do_center_crop": False}, "do_center_crop must be True"),
+        ({"size": {"height": 32, "width": 32}}, r"size must be \['shortest_edge'\]"),
+        ({"image_mean": [0.5, 0.5, 0.5]}, "image_mean must be"),
+        ({"size": None}, "TypeError"),
+        ({"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}, ""),
+        ({"size": 32, "resample": 3, "image_processor_type": "CLIPImageProcessor"}, ""),
+    ],
+)
+def test_image_processors_of_hugging_face_are_read(tmp_path, change, message):
+    interop.save(tmp_path, make(), "huggingface")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(change))
+    if not message:
+        return same(make(), interop.load(tmp_path))
+    with pytest.raises(ValueError, match=f"preprocessor_config.json: {message}"):
+        interop.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "", "[1]", '"a"', "{" + " " * 2**24 + "}"])
+def test_malformed_configs_are_one_line(tmp_path, text):
+    interop.save(tmp_path, make())
+    (tmp_path / LAYOUTS["open_clip"].config).write_text(text)
+    with pytest.raises((ValueError, OSError), match="open_clip_config.json") as error:
+        interop.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_the_largest_sizes_are_refused_at_once(tmp_path):
+    interop.save(tmp_path, make())
+    file = tmp_path / LAYOUTS["open_clip"].config
+    config = json.loads(file.read_text())
+    config["model_cfg"]["vision_cfg"] |= {"layers": 1000, "image_size": 2**13, "patch_size": 1}
+    config["model_cfg"]["text_cfg"] |= {
+        "layers": 1000,
+        "context_length": 2**17,
+        "vocab_size": 2**24,
+    }
+    file.write_text(json.dumps(config))
+    start = time.process_time()
+    with pytest.raises(ValueError, match="lacks the tensor"):
+        interop.load(tmp_path)
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize("layout", ["open_clip", "siglip"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_scalars_of_either_shape_are_read(tmp_path, layout, shape):
+    model = make(**SIGLIP) if layout == "siglip" else make()
+    interop.save(tmp_path, model, layout)
+    held = load_file(weights(tmp_path, layout))
+    held["logit_scale"] = held["logit_scale"].reshape(shape)
+    save_file(held, weights(tmp_path, layout))
+    found = interop.load(tmp_path).logit_scale[...]
+    assert found.shape == () and found == model.logit_scale[...]
+
+
+@pytest.mark.parametrize("kind", ["bomb", "array", "pickle", "cut", "lie"])
+def test_malformed_npz_files_are_one_line(tmp_path, kind):
+    path = tmp_path / "model.npz"
+    if kind == "bomb":
+        np.savez_compressed(path, x=np.zeros(2**25, np.float32))
+    elif kind == "array":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+    elif kind == "pickle":
+        np.savez(path, x=np.array([print], object))
+    else:
+        np.savez(path, x=np.zeros(1000))
+        data = path.read_bytes()
+        data = data[:500] if kind == "cut" else data.replace(b"(1000,)", b"(10**13,)"[:7])
+        path.write_bytes(data)
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="model.npz is not a complete .npz of arrays: ") as error:
+        interop.load(path)
+    assert "\n" not in str(error.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start < 2**16  # KiB
+
+
 def test_files_that_are_not_there_or_not_whole(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent does not exist: give a safetensors file"):
         interop.load(tmp_path / "absent")
@@ -318,9 +433,25 @@ REFUSED = {
         ({"text_cfg": {"act_kwargs": {"approximate": "tanh"}}}, "text_cfg.act_kwargs must be {}"),
         ({"vision_cfg": {"layers": [3, 4, 6, 3]}}, "vision_cfg.layers must be one number"),
         ({"vision_cfg": None}, "TypeError: "),
+        (
+            {"vision_cfg": {"layers": 10**9}},
+            "layers must be a whole number from 1 to 1000, got 1000000000",
+        ),
+        ({"text_cfg": {"heads": True}}, "text_cfg.heads must be a whole number"),
+        ({"text_cfg": {"context_length": 2**17 + 1}}, "text_cfg.context_length must be a whole"),
+        ({"embed_dim": -1}, "model_cfg.embed_dim must be a whole number from 1"),
+        ({"vision_cfg": {"mlp_ratio": float("nan")}}, "mlp_ratio must be finite"),
     ],
     "huggingface": [
-        ({"vision_config": {"hidden_size": "x"}}, "TypeError: "),
+        (
+            {"vision_config": {"hidden_size": "x"}},
+            "vision_config.hidden_size must be a whole number from 1 to 65536, got 'x'",
+        ),
+        (
+            {"vision_config": {"intermediate_size": 1e300}},
+            "intermediate_size must be a whole number",
+        ),
+        ({"text_config": {"vocab_size": 10**400}}, "text_config.vocab_size must be a whole number"),
         ({"model_type": "siglip"}, "model_type must be 'clip', the only value that swjax"),
         ({"text_config": {"hidden_act": "relu"}}, "text_config.hidden_act must be 'quick_gelu'"),
         ({"text_config": {"eos_token_id": 7}}, "text_config.eos_token_id must be 59, the only"),

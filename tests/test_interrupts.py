@@ -53,7 +53,11 @@ def test_closed_output_loses_nothing(interrupted, started, tmp_path):
     assert process.returncode == (0 if interrupted else 3)
     last = records(tmp_path)[-1]["step"]
     assert (tmp_path / "checkpoints" / str(last)).is_dir()
-    first = "saving; Ctrl-C again" if interrupted else "writing the output failed (Broken pipe)"
+    first = (
+        "saving after this step or compilation; Ctrl-C again"
+        if interrupted
+        else "writing the output failed (Broken pipe)"
+    )
     assert errors.index(first) < errors.index(f"interrupted: step {last} is saved")
     assert "Traceback" not in errors
 
@@ -65,7 +69,7 @@ def test_a_closed_terminal_is_a_signal_except_under_nohup():
         "for handler in (signal.SIG_DFL, signal.SIG_IGN):\n"  # SIG_IGN under nohup
         "    signal.signal(signal.SIGHUP, handler)\n"
         "    with catch() as interrupt:\n"
-        "        interrupt.can_save = True\n"
+        "        interrupt.handle()\n"
         "        signal.raise_signal(signal.SIGHUP)\n"
         "        assert interrupt.requested == (handler == signal.SIG_DFL)\n"
     )
@@ -104,7 +108,7 @@ def test_second_interrupt_ends_at_once():
         "import signal, time\n"
         "from swjax.training.faults.interrupt import catch\n"
         "with catch() as interrupt:\n"
-        "    interrupt.can_save = True\n"
+        "    interrupt.handle()\n"
         "    for kind in (signal.SIGINT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):\n"
         "        signal.raise_signal(kind)  # a launcher and a shutdown send several\n"
         "        assert interrupt.requested\n"
@@ -118,6 +122,29 @@ def test_second_interrupt_ends_at_once():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=50)
     assert done.returncode == 130
     assert b"again" in done.stdout and b"not ended" in done.stdout
+
+
+def test_an_interrupt_while_xla_compiles_is_answered_at_once():
+    """The main thread runs no handler while it waits in C++, as for a compilation: here for a lock."""
+    code = (
+        "import ctypes, signal, sys, threading, time\n"
+        "from swjax.training.faults.interrupt import catch\n"
+        "with catch() as interrupt:\n"
+        "    interrupt.handle()\n"
+        "    def press():\n"
+        "        for _ in range(2):\n"
+        "            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)\n"
+        "            time.sleep(0.8)\n"
+        "            print('requested', interrupt.requested, file=sys.__stdout__, flush=True)\n"
+        "    threading.Thread(target=press).start()\n"
+        "    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"  # 0: an unlocked mutex
+        "    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)\n"  # waits through signals
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=50)
+    assert done.returncode == 130
+    assert done.stdout.split(b"\n")[1:3] == [
+        b"swjax: saving after this step or compilation; Ctrl-C again ends at once", b"requested True",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", thinning.first([signal.SIGINT, signal.SIGTERM]))

@@ -73,7 +73,7 @@ def assert_agree(got, want, floor):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_mlp_is_its_layers(recipe, implementation):
     """The fused block gives the values and gradients of separate layers in XLA."""
-    implementations.require(implementation)
+    implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
     got = results(arguments, g, block=fused, recipe=recipe, implementation=implementation)
     want = results(arguments, g, block=apart, recipe=recipe, implementation="xla")
@@ -83,7 +83,7 @@ def test_mlp_is_its_layers(recipe, implementation):
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS[1:])  # on a GPU
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_agree_with_xla(recipe, implementation):
-    implementations.require(implementation)
+    implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
     got, want = (
         results(arguments, g, block=linear, recipe=recipe, implementation=name)
@@ -127,7 +127,7 @@ def added_outside(x, w1, b1, w2, b2, norm, **options):
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_that_add_the_residual_stream(recipe, implementation):
-    implementations.require(implementation)
+    implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
     got, want = (
         results(arguments, g, block=block, recipe=recipe, implementation=implementation)
@@ -140,7 +140,7 @@ def test_layers_that_add_the_residual_stream(recipe, implementation):
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_tensorwise"])
 def test_layers_that_share_an_input(recipe, implementation):
-    implementations.require(implementation)
+    implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
     gradients = (g, arrays((*TOKENS, 2 * WIDTH), dtype="bfloat16")[0])
     got, want = (
@@ -168,7 +168,7 @@ def each_layer(x, w1, b1, w2, b2, norm, **options):
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_of_one_width_share_an_input(recipe, implementation):
-    implementations.require(implementation)
+    implementations.require(implementation, recipe)
     arguments, _ = layer_arguments()
     wide, narrow = ((*TOKENS, width * WIDTH) for width in (4, 2))
     gradients = tuple(arrays(wide, wide, wide, narrow, wide, dtype="bfloat16"))
@@ -234,7 +234,7 @@ def test_vmap_over_layers_of_one_input(implementation, square):
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_m"])
 def test_checkpoint_changes_nothing(recipe, implementation):
-    implementations.require(implementation)
+    implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
     options = {"recipe": recipe, "implementation": implementation}
     want = results(arguments, g, block=fused, **options)

@@ -3,6 +3,8 @@
 On CPUs these are XLA and, at small sizes, the kernels in their interpreters.
 """
 
+import itertools
+
 import implementations
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,10 @@ FEW_FORMATS = (
 )
 SCOPES = [((-1,), *of) for of in FORMATS]
 SCOPES += [(axes, *of) for axes in ((0,), (0, 1)) for of in FEW_FORMATS]
+FEW_SCOPES = [(axes, *of) for axes, of in zip(((-1,), (0,), (0, 1)), FEW_FORMATS)]
+IN_SCOPES = {"options": ("axes, dtype, target", SCOPES), "few_options": FEW_SCOPES}
+IN_FORMATS = {"options": ("dtype, target", FORMATS), "few_options": FEW_FORMATS}
+IN_DTYPES = {"options": ("dtype", [(dtype,) for dtype in DTYPES]), "few_options": [("bfloat16",)]}
 TANH = {"approximate": True}
 # A shape that tiles do not divide.
 RAGGED = {"compiled": [RAGGED_ROWS], "interpreted": [SMALL_RAGGED_ROWS]}
@@ -86,8 +92,7 @@ def test_rows_of_every_layer_quantize_to_the_same_bits(operation, implementation
     assert_same_bits(run(operation, x, implementation=implementation), oracle.quantize(x))
 
 
-@implementations.each("quantize", **RAGGED)
-@pytest.mark.parametrize("axes, dtype, target", SCOPES)
+@implementations.each("quantize", **RAGGED, **IN_SCOPES)
 def test_every_scope_and_format_gives_the_same_bits(
     operation, implementation, shape, axes, dtype, target
 ):
@@ -98,8 +103,7 @@ def test_every_scope_and_format_gives_the_same_bits(
         assert_same_bits(got, oracle.quantize(x, **options))
 
 
-@implementations.each("quantize_by", **RAGGED)
-@pytest.mark.parametrize("axes, dtype, target", SCOPES)
+@implementations.each("quantize_by", **RAGGED, **IN_SCOPES)
 def test_known_maxima_give_the_same_bits(operation, implementation, shape, axes, dtype, target):
     """Two parts of an array, quantized with the maxima of the whole array, have the bits of the whole."""
     x = normal(shape, dtype)
@@ -146,8 +150,9 @@ def test_row_operations_at_the_widths_of_every_layer(operation, implementation, 
     check_row_operation(operation, implementation, x, **ROW_OPERATIONS[operation])
 
 
-@implementations.each(*(name for name in ROW_OPERATIONS if name != "layer_norm_backward"), **RAGGED)
-@pytest.mark.parametrize("dtype, target", FORMATS)
+@implementations.each(
+    *(name for name in ROW_OPERATIONS if name != "layer_norm_backward"), **RAGGED, **IN_FORMATS
+)
 def test_row_operations_in_every_format(operation, implementation, shape, dtype, target):
     x = normal(shape, dtype)
     check_row_operation(operation, implementation, x, target, **ROW_OPERATIONS[operation])
@@ -155,16 +160,20 @@ def test_row_operations_in_every_format(operation, implementation, shape, dtype,
         check_row_operation(operation, implementation, x, target, **TANH)
 
 
-@implementations.each("layer_norm_backward", **RAGGED)
-@pytest.mark.parametrize("dtype", DTYPES)
+@implementations.each("layer_norm_backward", **RAGGED, **IN_DTYPES)
 def test_gradients_of_layer_norm_in_every_format(operation, implementation, shape, dtype):
     """They are not quantized."""
     options = ROW_OPERATIONS[operation]
     check_row_operation(operation, implementation, normal(shape, dtype), **options)
 
 
-@implementations.each("layer_norm", "gelu", **same((3, 5, 48)))
-@pytest.mark.parametrize("target", TARGETS)
+@implementations.each(
+    "layer_norm",
+    "gelu",
+    **same((3, 5, 48)),
+    options=("target", [(target,) for target in TARGETS]),
+    few_options=[("int8",)],
+)
 def test_what_is_quantized_does_not_depend_on_what_is_written(
     operation, implementation, shape, target
 ):
@@ -187,8 +196,8 @@ def test_what_is_quantized_does_not_depend_on_what_is_written(
         "triton": [SMALL_RAGGED_ROWS, (2, 1280)],
         "mosaic_gpu": [SMALL_RAGGED_ROWS, (8, 1280)],
     },
+    **IN_DTYPES,
 )
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_a_backward_pass_recomputes_is_what_the_forward_pass_wrote(
     operation, implementation, shape, dtype
 ):
@@ -251,9 +260,12 @@ def test_product_of_every_layer(operation, implementation, layer):
     check_product(implementation, *operands(shape), normal(shape.n), "bfloat16")
 
 
-@implementations.each("matmul", **PRODUCT)
-@pytest.mark.parametrize("dtypes", PRODUCTS)
-@pytest.mark.parametrize("out_dtype", DTYPES)
+@implementations.each(
+    "matmul",
+    **PRODUCT,
+    options=("dtypes, out_dtype", list(itertools.product(PRODUCTS, DTYPES))),
+    few_options=list(zip(PRODUCTS, DTYPES)),
+)
 def test_product_in_every_format(operation, implementation, shape, dtypes, out_dtype):
     bias = normal(shape[-1], out_dtype)
     check_product(implementation, *operands(shape, dtypes), bias, out_dtype)
@@ -271,14 +283,27 @@ def test_product_of_every_scope(operation, implementation, dtypes, scopes):
 ADDENDS = {"compiled": [(1088, 1280, 512)], "interpreted": [(320, 128, 256)]}
 
 
-@pytest.mark.parametrize("whole_tiles", [True, False])
-@implementations.each("matmul", **ADDENDS)
-@pytest.mark.parametrize("dtypes", PRODUCTS[:2])
-@pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", "bfloat16"), ("float32", "float16")])
-@pytest.mark.parametrize("has_bias", [True, False])
+ADDEND_OPTIONS = [
+    (*of, has_bias, whole_tiles)
+    for *of, has_bias, whole_tiles in itertools.product(
+        PRODUCTS[:2],
+        [("bfloat16", "bfloat16"), ("float32", "float16")],
+        [True, False],
+        [True, False],
+    )
+]
+
+
+@implementations.each(
+    "matmul",
+    **ADDENDS,
+    options=("dtypes, addend_and_out, has_bias, whole_tiles", ADDEND_OPTIONS),
+    few_options=[ADDEND_OPTIONS[i] for i in (0, 7, 11)],
+)
 def test_addend_of_a_product(
-    operation, implementation, shape, dtypes, dtype, out_dtype, has_bias, whole_tiles
+    operation, implementation, shape, dtypes, addend_and_out, has_bias, whole_tiles
 ):
+    dtype, out_dtype = addend_and_out
     m, k, n = shape if whole_tiles else (shape[0] + 8, shape[1], shape[2] - 96)
     a, b = operands((m, k, n), dtypes)
     bias, addend = (normal(n) if has_bias else None), 30 * normal((m, n), dtype)
@@ -293,12 +318,22 @@ def test_addend_of_a_product(
 
 # Tiles divide neither the rows nor the columns. The second result is narrower than a tile. The last product
 # has one step.
+SUM_OPTIONS = [
+    (dtypes, *of)
+    for dtypes in PRODUCTS
+    for of in ((2, "bfloat16"), (3, "bfloat16"), (3, "float32"))
+]
 SUMS = [(520, 256, 512), (200, 384, 128), (1, 128, 256)]
 
 
-@implementations.each("matmul_sum", compiled=[(1000, 1280, 576), *SUMS], interpreted=SUMS)
-@pytest.mark.parametrize("dtypes", PRODUCTS)
-@pytest.mark.parametrize("count, out_dtype", [(2, "bfloat16"), (3, "bfloat16"), (3, "float32")])
+@implementations.each(
+    "matmul_sum",
+    compiled=[(1000, 1280, 576), *SUMS],
+    interpreted=SUMS[::-1],
+    options=("dtypes, count, out_dtype", SUM_OPTIONS),
+    few_options=[SUM_OPTIONS[i] for i in (0, 8)],
+    kept=2,
+)
 def test_sum_of_products(operation, implementation, shape, dtypes, count, out_dtype):
     m, k, n = shape
     if "mosaic" in implementation:
@@ -349,9 +384,12 @@ def test_weight_gradient_of_every_layer(operation, implementation, layer):
 
 
 @implementations.each(
-    "weight_gradient", compiled=[(264, 256, 320)], interpreted=[(320, 136, 520), (200, 136, 264)]
+    "weight_gradient",
+    compiled=[(264, 256, 320)],
+    interpreted=[(200, 136, 264), (320, 136, 520)],
+    options=("dtype", [(dtype,) for dtype in DTYPES[:2]]),
+    few_options=[("bfloat16",)],
 )
-@pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_weight_gradient_in_every_format(operation, implementation, shape, dtype):
     tokens, k, n = shape
     x, g = normal((tokens, k), dtype), normal((tokens, n), dtype, seed=1)
@@ -361,12 +399,13 @@ def test_weight_gradient_in_every_format(operation, implementation, shape, dtype
 
 GROUPS = {
     "compiled": [(2056, 256, 576), (2056, 1280, 1280)],
-    "interpreted": [(320, 136, 328), (200, 128, 264)],
+    "interpreted": [(200, 128, 264), (320, 136, 328)],
+    "options": ("count", [(2,), (3,)]),
+    "few_options": [(3,)],
 }
 
 
 @implementations.each("weight_gradient_group", "block_weight_gradient_group", **GROUPS)
-@pytest.mark.parametrize("count", [2, 3])
 def test_weight_gradients_of_a_group(operation, implementation, shape, count):
     tokens, k, n = shape
     x = normal((tokens, k), "bfloat16")
@@ -401,8 +440,7 @@ def extremes(shape, dtype):
     return x
 
 
-@implementations.each("quantize", **same((12, 160)))
-@pytest.mark.parametrize("dtype, target", FORMATS)
+@implementations.each("quantize", **same((12, 160)), **IN_FORMATS)
 def test_extreme_values_quantize_to_the_same_bits(operation, implementation, shape, dtype, target):
     x = extremes(shape, dtype)
     for axes in ((-1,), (0,), (0, 1)):
@@ -410,8 +448,7 @@ def test_extreme_values_quantize_to_the_same_bits(operation, implementation, sha
         assert_same_bits(got, oracle.quantize(x, axes, target))
 
 
-@implementations.each(*ROW_OPERATIONS, **same((12, 160)))
-@pytest.mark.parametrize("dtype", DTYPES)
+@implementations.each(*ROW_OPERATIONS, **same((12, 160)), **IN_DTYPES)
 def test_extreme_rows(operation, implementation, shape, dtype):
     x = extremes(shape, dtype)
     if "layer_norm" in operation:  # the squares of the largest values overflow in fp32
@@ -439,8 +476,13 @@ def test_non_finite_rows_stay_visible_and_alone(operation, implementation, shape
             assert not np.isfinite(got[bad]).all(1).any()
 
 
-@implementations.each("matmul", compiled=[(136, 256, 320)], interpreted=[(72, 128, 64)])
-@pytest.mark.parametrize("dtypes", PRODUCTS)
+@implementations.each(
+    "matmul",
+    compiled=[(136, 256, 320)],
+    interpreted=[(72, 128, 64)],
+    options=("dtypes", [(dtypes,) for dtypes in PRODUCTS]),
+    few_options=[(PRODUCTS[1],)],
+)
 def test_a_non_finite_scale_stays_in_its_row(operation, implementation, shape, dtypes):
     a, b = operands(shape, dtypes)
     options = {"implementation": implementation, "out_dtype": "bfloat16"}
@@ -452,8 +494,9 @@ def test_a_non_finite_scale_stays_in_its_row(operation, implementation, shape, d
     np.testing.assert_array_equal(np.delete(good, 70, 0), np.delete(bad, 70, 0))
 
 
-@implementations.each("layer_norm_backward", **RAGGED)
-@pytest.mark.parametrize("count", [1, 3, 4])
+@implementations.each(
+    "layer_norm_backward", **RAGGED, options=("count", [(1,), (3,), (4,)]), few_options=[(3,)]
+)
 def test_gradients_that_layer_norm_adds_in_passing(operation, implementation, shape, count):
     x, gamma = normal(shape, "float16"), normal(shape[1], seed=1)
     *gradients, residual = (normal(x.shape, "float16", seed=seed) for seed in range(2, count + 3))

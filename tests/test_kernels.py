@@ -16,7 +16,7 @@ from swjax.kernels import dispatch, reference
 
 pytestmark = pytest.mark.usefixtures("compiles_as_users_do")
 
-SMALLEST_SCALE = 2.0**-92
+SMALLEST_ABSMAX = 2.0**-92
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -53,7 +53,16 @@ def test_ties_round_to_even():
 def test_tiny_vectors_quantize_to_zero_with_a_positive_scale(dtype, tiny):
     q = swjax.quantize(jnp.full((2, 4), tiny, jnp.float32), (-1,), dtype)
     assert (q.scale > 0).all() and jnp.isfinite(q.scale).all()
-    assert (jnp.abs(swjax.dequantize(q) - tiny) <= SMALLEST_SCALE).all()
+    assert (jnp.abs(swjax.dequantize(q) - tiny) <= SMALLEST_ABSMAX).all()
+
+
+@pytest.mark.parametrize("size", [1e-27, SMALLEST_ABSMAX, 1e-29, 1e-30, 1e-31, 1e-36])
+def test_int8_errors_of_tiny_vectors_are_as_documented(size):
+    """Relative to the largest element down to 2**-92, and absolute below."""
+    x = np.float32(size) * np.linspace(-1, 1, 101, dtype=np.float32)
+    error = np.abs(np.asarray(swjax.dequantize(swjax.quantize(x[None])))[0] - x)
+    assert error.max() <= max(size, SMALLEST_ABSMAX) / 254 * (1 + 1e-5)
+    assert SMALLEST_ABSMAX / 254 < 8e-31
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])

@@ -132,12 +132,10 @@ def cuts(shape, columns):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_slices_of_the_weight_gradient_add_up(cut, shape, dtype):
     implementations.require("mosaic_gpu")
-    from swjax.kernels import mosaic_gpu
-
     tokens, k, n = shape
     x, g = normal((tokens, k), dtype), normal((tokens, n), dtype, seed=1)
     options = {"slices": cuts(shape, 256)[cut], "multiprocessors": 7}
-    call = jax.jit(partial(mosaic_gpu.weight_gradient, **options))
+    call = jax.jit(partial(dispatch.kernel("mosaic_gpu", "weight_gradient"), **options))
     dw = jax.device_get(call(x, g))
     assert snr_db(dw, oracle.weight_gradient(x, g)) > FLOOR_DB["float32"]
     poison(dw)
@@ -148,13 +146,13 @@ def test_slices_of_the_weight_gradient_add_up(cut, shape, dtype):
 @pytest.mark.parametrize("shape", [(4104, 192, 320), (8192, 1280, 576)])
 def test_slices_of_the_int8_weight_gradient_add_up(cut, shape):
     implementations.require("mosaic_gpu")
-    from swjax.kernels import mosaic_gpu
     from swjax.kernels.reference import block_weight_gradient
 
     tokens, k, n = shape
     x, g = normal((tokens, k), "bfloat16"), normal((tokens, n), "bfloat16", seed=1)
     options = {"slices": cuts(shape, 160)[cut], "multiprocessors": 7}
-    call = jax.jit(partial(mosaic_gpu.block_weight_gradient, **options, **IN_BLOCKS))
+    kernel = dispatch.kernel("mosaic_gpu", "block_weight_gradient")
+    call = jax.jit(partial(kernel, **options, **IN_BLOCKS))
     dw = jax.device_get(call(x, g))
     assert snr_db(dw, block_weight_gradient(x, g, **IN_BLOCKS)) > 70
     poison(dw)

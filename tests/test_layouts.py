@@ -1,11 +1,15 @@
-"""Errors of `Layout`, and the XLA options for sharded programs."""
+"""Errors of `Layout`, shardings under `jax.vmap`, and the XLA options for sharded programs."""
 
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+import swjax
 from swjax import Layout
 from swjax.linear.sharding import vary_alike
 from swjax.models import sharding
@@ -55,3 +59,19 @@ def test_layouts_refuse_other_specs_and_dtypes_of_sums():
         Layout(tokens="data")
     with pytest.raises(ValueError, match="w must have the entries of one weight .*, got P.*'fsdp'"):
         Layout(jax.P(None, "fsdp", "tensor"))
+
+
+@pytest.mark.parametrize("axes", [("data",), ("data", "tensor")])
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
+def test_vmap_over_an_axis_that_shards_w(axes, spec):
+    """w is not an argument of the mapped function, so that its type keeps the axis."""
+    x, w = jnp.arange(64.0).reshape(2, 4, 8), jnp.arange(64.0).reshape(8, 8)
+    total = lambda x, w: jnp.sum(jax.vmap(lambda x: swjax.switchback(x, w))(x) ** 2)
+    want = jax.jit(jax.grad(total, (0, 1)))(x, w)
+    sizes = (2,) + (1,) * (len(axes) - 1)
+    mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Explicit,) * len(axes))
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(x, P("data")), jax.device_put(w, spec)
+        got = jax.jit(jax.grad(total, (0, 1)))(x, w)
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

@@ -261,11 +261,10 @@ def test_moments_without_the_block_axes_are_one_line():
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("inner", [optax.sgd(0.1, 0.9), stable_adamw(0.1)], ids=["sgd", "stable"])
-def test_states_on_the_host_are_read_and_updated(inner):
+def test_states_on_the_host_are_read_and_updated():
     """As those that flax.serialization.from_bytes restores."""
     params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
-    optimizer = per_tensor_guard(inner)
+    optimizer = per_tensor_guard(stable_adamw(0.1))
     _, state = optimizer.update(params, optimizer.init(params), params)
     on_host = jax.device_get(state)
     assert_close(skipped_by_path(on_host), skipped_by_path(state))
@@ -316,7 +315,7 @@ def test_power_decay_is_the_weight_of_the_old_second_moment(exponent):
     np.testing.assert_allclose(state.nu["head"]["w"], v, rtol=1e-5)
 
 
-@pytest.mark.parametrize("axes", [0, 2, (0, 2), None], ids=str)
+@pytest.mark.parametrize("axes", [0, (0, 2)], ids=str)
 def test_blocks_are_mapped_along_sharded_axes(axes):
     """On explicit meshes jax.vmap refuses arrays with different shardings."""
     params, grads = {"w": jnp.ones((2, 3, 2))}, {"w": jnp.ones((2, 3, 2)).at[1, 0, 0].set(jnp.nan)}
@@ -341,11 +340,9 @@ def test_dynamic_scaling_takes_a_donated_state():
 
 
 @pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
-@pytest.mark.parametrize("inner", [stable_adamw(0.1), optax.adamw(0.1)], ids=["ours", "adamw"])
-@jax.numpy_dtype_promotion("standard")
-def test_python_scalars_are_parameters(guard, inner):
+def test_python_scalars_are_parameters(guard):
     params = {"x": 1.0, "y": 2.0}
-    optimizer = guard(inner, 1.0)
+    optimizer = guard(stable_adamw(0.1), 1.0)
     updates, _ = optimizer.update({"x": 1.0, "y": 1.0}, optimizer.init(params), params)
     assert float(updates["x"]) == pytest.approx(-0.1, rel=1e-2)
 

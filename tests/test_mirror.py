@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 
 import fsspec
 import pytest
@@ -130,6 +131,59 @@ def test_a_failed_copy_is_told_and_tried_again(run, address, monkeypatch, capsys
     assert code == 0 and any(copied)
     assert "PermissionError: no access 1" in capsys.readouterr().out
     assert json.loads(held(address)[INDEX]) == {"checkpoints": [10, 12]}
+
+
+@pytest.mark.parametrize("name", ["../../evil", "checkpoints/9/../../../evil", "out/evil"])
+def test_a_mirror_writes_nothing_outside_the_workdir(name, tmp_path):
+    """A zip with ../../x wrote two levels above the workdir."""
+    with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
+        for member in ("metrics.jsonl", name, "checkpoints/9/state/d"):
+            archive.writestr(member, "bytes")
+        archive.writestr(INDEX, '{"checkpoints": [9]}')
+    workdir = tmp_path / "runs" / "deep" / "first"
+    workdir.mkdir(parents=True)
+    (workdir / "out").symlink_to(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunError, match="cannot be used: ValueError: .*evil") as error:
+        Mirror(f"zip://::{tmp_path}/run.zip", workdir).fetch()
+    assert "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("index", [b"[1]", b'{"checkpoints": ["../x"]}', b"[" * 10**5, b"\xff"])
+def test_a_damaged_index_is_one_line(index, tmp_path):
+    (tmp_path / INDEX).write_bytes(index)
+    with pytest.raises(RunError, match="cannot be used: ") as error:
+        Mirror(str(tmp_path), tmp_path / "run").fetch()
+    assert "\n" not in str(error.value)
+
+
+def test_links_out_of_the_workdir_are_not_copied(tmp_path, capsys):
+    (tmp_path / "secret").write_text("private")
+    workdir = tmp_path / "run"
+    (workdir / "checkpoints" / "1").mkdir(parents=True)
+    (workdir / "metrics.jsonl").write_text("{}\n")
+    for name in ("notes", "checkpoints/1/state"):
+        (workdir / name).symlink_to(tmp_path / "secret")
+    mirror = Mirror(f"file://{tmp_path}/there", workdir)
+    for _ in range(2):  # says it once
+        mirror.push()
+    assert set(held(f"file://{tmp_path}/there")) == {INDEX, "metrics.jsonl"}
+    told = (
+        "2 links lead out of the workdir and are not copied to the mirror, such as 'checkpoints/1/"
+    )
+    assert capsys.readouterr().out.count(told) == 1
+
+
+def test_credentials_of_an_address_are_not_shown(tmp_path, monkeypatch):
+    """An unreachable mirror ended in a traceback and the code of a diverged run."""
+    address = "ftp://bob:PASSWORD@localhost:1/run"
+    with pytest.raises(
+        RunError, match="mirror='ftp://.*localhost:1/run' cannot be used: "
+    ) as error:
+        Mirror(address, tmp_path)
+    assert error.value.exit_code == 3
+    assert "PASSWORD" not in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_address_that_cannot_be_used_is_one_line(run, tmp_path):

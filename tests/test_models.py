@@ -148,10 +148,10 @@ def test_bfloat16_stays_close_to_float32():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cudnn", "triton"])
+@pytest.mark.parametrize("name", ["cudnn", "fused"])
 def test_fused_attention_equals_xlas(name):
     """cuDNN needs multiples of 8: heads have 16 features; 17 and 9 tokens are padded to 24 and 16."""
-    implementations.require(name if name == "triton" else None)
+    implementations.require("triton" if name == "fused" else None)
     tower = dict(width=64, heads=4)
     options = dict(dtype="bfloat16", vision=small_config().vision, text=small_config().text)
     options |= {part: dataclasses.replace(options[part], **tower) for part in ("vision", "text")}

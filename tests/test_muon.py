@@ -232,20 +232,24 @@ def test_a_mask_of_one_bool_is_one_line():
 
 
 @pytest.mark.parametrize(
-    "dtypes", [("float16",) * 2, ("float32", "float16"), ("bfloat16", "float32")]
+    "dtypes, size",
+    [
+        (("float16", "float32"), 2e-8),  # float16 does not hold such gradients
+        (("float16", "float16"), 1e-7),
+        (("float32", "float16"), 300.0),
+        (("bfloat16", "float32"), 1e5),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("size", [2e-8, 1e-7, 1e-4, 300.0, 1e5])
 def test_16_bits_give_the_steps_of_float32(dtypes, size):
     """The moments of AdamW would underflow or overflow in float16. Stored dtypes do not change."""
-    if dtypes[1] == "float16" and not 1e-7 <= size <= 300:
-        dtypes = (dtypes[0], "float32")  # float16 does not hold such gradients
     params, grads = ({"w": jnp.ones((4, 3), d), "b": jnp.ones(3, d)} for d in dtypes)
     grads = jax.tree.map(lambda g: g * jnp.asarray(size, g.dtype), grads)
     optimizer = muon(1e-2, {"w": True, "b": False}, weight_decay=0.0)
     float32 = partial(jax.tree.map, lambda x: x.astype("float32"))
     state, other = optimizer.init(params), optimizer.init(float32(params))
     update = jax.jit(optimizer.update)
-    for _ in range(30):
+    for _ in range(8):
         before = jax.tree.map(lambda x: x.dtype, state)
         updates, state = update(grads, state, params)
         assert jax.tree.map(lambda x: x.dtype, state) == before

@@ -75,7 +75,7 @@ def test_wheel_holds_every_package_and_data_file(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {name for name in names if name.endswith(".py")}
     assert modules == sources()
-    assert "swjax/kernels/reference/products.py" in modules
+    assert "swjax/kernels/products/reference.py" in modules
     assert set(DATA) <= names
 
 
@@ -106,7 +106,7 @@ def test_sdist_is_a_checkout(dists):
     with tarfile.open(path) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     expected = {"train.py", "Makefile", "requirements/constraints.txt", "configs/common.py"}
-    assert expected | {"kernels/reference/products.py", "tests/conftest.py", *DATA} <= names
+    assert expected | {"kernels/products/reference.py", "tests/conftest.py", *DATA} <= names
     assert not {name for name in names if name.startswith(("runs", "data/", ".venv", "shared"))}
 
 

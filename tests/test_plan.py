@@ -249,7 +249,10 @@ def test_data_that_a_run_would_refuse_are_refused(capsys, tmp_path):
     [
         ("eval.zeroshot=folders:nope", "config.eval.zeroshot: "),
         ("checkpoint.resume=nope", "config.checkpoint.resume='nope' holds no checkpoint"),
-        ("checkpoint.init_from=nope", "config.checkpoint.init_from='nope' does not exist"),
+        (
+            "checkpoint.init_from=nope",
+            "config.checkpoint.init_from='nope' holds no checkpoint and no",
+        ),
         ("checkpoint.mirror=foo://x", "config.checkpoint.mirror: "),
         ("train.profile_steps=5,999999", "must end by the last step"),
     ],

@@ -35,8 +35,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
-# Scripts without argparse.
-WITHOUT_PARSER = ("tests/test_config_keys.py",)
 # A program without argparse: it ends with an error because the run or file does not exist.
 EVALUATE = ("-m", "swjax", "evaluate")
 HARDWARE = re.compile(r"# (one|\d+) (H100|H200)\s*$")
@@ -214,9 +212,6 @@ def test_scripts_accept_their_flags(command, monkeypatch, capsys):
     if not flags:  # without flags: checks only that it exists
         found = importlib.util.find_spec(name) if module else (ROOT / name).exists()
         assert found, f"there is no {name}"
-        return None
-    if name in WITHOUT_PARSER:
-        assert (ROOT / name).exists()
         return None
     path = name if module else str(ROOT / name)
     monkeypatch.setattr(sys, "argv", [path, *(flag.replace("RATE", "921") for flag in flags)])

@@ -11,7 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 from numeric import snr_db
+
+import swjax
+from swjax.nnx import Linear, linears, mlp, quantize_model
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import comparison
@@ -102,3 +106,73 @@ def gradients(recipe: str) -> tuple[dict, dict]:
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return run(w, x, g)
+
+
+# --- LoRA of Qwix over layers with a recipe -----------------------------------------------------------
+
+
+class Model(nnx.Module):
+    """Every way in which a model calls our layers."""
+
+    def __init__(self, rngs):
+        self.flax = nnx.Linear(16, 16, rngs=rngs)
+        self.einsum = nnx.Einsum("btd,dh->bth", (16, 16), rngs=rngs)
+        self.q, self.k, self.fc1, self.fc2 = (Linear(16, 16, rngs=rngs) for _ in range(4))
+
+    def __call__(self, x):
+        x = self.einsum(self.flax(x))
+        norm = swjax.LayerNorm(jnp.ones(16), jnp.zeros(16))
+        q, k = linears((self.q, self.k), x, prologue=norm)
+        return mlp(self.fc1, self.fc2, q * k, add_input=True)
+
+
+LAYERS = "flax", "einsum", "q", "k", "fc1", "fc2"
+
+
+@pytest.mark.parametrize("lora_first", [True, False])
+def test_lora_adds_its_exact_delta_to_quantized_layers(lora_first):
+    """The int8 products do not change, and the delta of each layer is x a b."""
+    rng = np.random.default_rng(0)
+    x, new_b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 4, 16), (2, 16)))
+    convert = lambda model: quantize_model(model, {".*": "switchback"})
+    model, want = Model(nnx.Rngs(0)), convert(Model(nnx.Rngs(0)))
+    rule = qwix.LoraRule(module_path=".*", rank=2, alpha=2.0)
+    if not lora_first:
+        model = convert(model)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        model = qwix.apply_lora_to_model(model, qwix.LoraProvider([rule]), x, rngs=nnx.Rngs(1))
+        model = convert(model) if lora_first else model
+        np.testing.assert_array_equal(model(x), want(x))  # b is 0
+
+        def output(changed):
+            for name in LAYERS:
+                layer = getattr(model, name)
+                bs = [key for key in vars(layer) if key.endswith("_lora_b")]
+                assert len(bs) == 1, f"{name} has {bs}"
+                b = getattr(layer, bs[0])
+                b.set_value(new_b if name == changed else 0 * new_b)
+            return model(x)
+
+        h = want.flax(x)
+        for name, before in {"flax": x, "einsum": h}.items():
+            layer = getattr(model, name)
+            a = next(getattr(layer, key)[...] for key in vars(layer) if key.endswith("_lora_a"))
+            y = getattr(want, name)(before) + before @ a @ new_b
+            rest = want.einsum(y) if name == "flax" else y
+            norm = swjax.LayerNorm(jnp.ones(16), jnp.zeros(16))
+            q, k = linears((want.q, want.k), rest, prologue=norm)
+            expected = mlp(want.fc1, want.fc2, q * k, add_input=True)
+            np.testing.assert_allclose(output(name), expected, rtol=1e-3, atol=1e-3)
+        grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+        for name in LAYERS:
+            got = [v for key, v in nnx.to_pure_dict(grads)[name].items() if key.endswith("_lora_b")]
+            assert jnp.any(got[0] != 0)
+
+
+def test_a_rule_of_qwix_that_quantizes_a_layer_again_is_refused():
+    layer = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    model = quantize_model(layer, {".*": "switchback"})
+    rule = qwix.QtRule(module_path=".*", weight_qtype="int8", act_qtype="int8")
+    refused = pytest.raises(ValueError, match="a rule of Qwix matches it")
+    with refused, jax.numpy_dtype_promotion("standard"):
+        qwix.quantize_model(model, qwix.QtProvider([rule]), jnp.ones((4, 16)))

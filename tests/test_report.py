@@ -1,13 +1,14 @@
 """The report page: complete for a finished run; for any other it says what is missing."""
 
-import errno
 import itertools
 import json
+import os
 import re
+import resource
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from swjax import report
-from swjax.report import charts, page, records, runs
+from swjax.report import charts, page, records, runs, spikes
 from swjax.report.__main__ import main as report_main
 
 SCORES = {
@@ -183,18 +184,16 @@ def test_diverged_run_and_a_line_cut_off(workdir):
     assert "Not finite in 2 of 14 steps, first at step 13" in Page(report.write(workdir)).text
 
 
-def test_a_full_disk_keeps_the_saved_scores(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_saved_scores(tmp_path):
     """A damaged file ended the run again, when it was resumed."""
     report.write(tmp_path, results=SCORES)
-
-    def half(path, text, *_, **__):
-        path.write_bytes(text.encode()[: len(text) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", half)
-    with pytest.raises(OSError, match="No space left"):
-        report.write(tmp_path, results={})
-    monkeypatch.undo()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            report.write(tmp_path, results={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "Zero-shot top-1, emoji" in report.write(tmp_path).read_text()
 
 
@@ -238,6 +237,191 @@ def test_what_is_no_run_is_one_line(file, text, said, tmp_path, monkeypatch, cap
     assert report_main() == 2
     error = capsys.readouterr().err
     assert error.startswith("swjax report: ") and error.count("\n") == 1 and said in error
+
+
+# --- files from others --------------------------------------------------------------------------------
+
+
+def save_results(workdir, **changes):
+    """Changes report/results.json."""
+    path = workdir / "report" / "results.json"
+    path.parent.mkdir(exist_ok=True)
+    held = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(held | changes))
+
+
+def picture_named(name):
+    return {"predictions": [{"image": name, "name": "cat", "guesses": ["dog"]}]}
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "../../secret", "images/linked.png", "images/text.png", "pipe", ""]
+)
+def test_a_page_embeds_only_pictures_of_its_folder(tmp_path, name):
+    (tmp_path / "secret").write_bytes(b"\x89PNG\r\n\x1a\nSECRET")
+    workdir = tmp_path / "run"
+    images = workdir / "report" / "images"
+    images.mkdir(parents=True)
+    (images / "linked.png").symlink_to(tmp_path / "secret")
+    (images / "text.png").write_text("a text of the run")
+    os.mkfifo(workdir / "report" / "pipe")
+    save_results(workdir, **picture_named(name))
+    page = Page(report.write(workdir))
+    assert not page.urls and "1 picture left out: " in page.text and "cat" in page.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "config_history.jsonl", "env.txt", "metrics.jsonl", "report/results.json"],
+)
+def test_files_that_link_out_of_the_run_are_not_read(workdir, tmp_path_factory, name):
+    secret = tmp_path_factory.mktemp("other") / "secret"
+    secret.write_text('{"step": 1, "train/loss": 0.5, "key": "SECRET"}')
+    (workdir / "report").mkdir()
+    (workdir / name).unlink(missing_ok=True)
+    (workdir / name).symlink_to(secret)
+    with pytest.raises(ValueError, match=f"{name} is a link out of .*: copy the file"):
+        report.write(workdir)
+    assert not (workdir / "report" / "index.html").exists()
+
+
+def test_nothing_is_written_through_links(workdir, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    victim = other / "victim"
+    victim.write_text("mine")
+    (workdir / "report" / "images").mkdir(parents=True)
+    names = ("index.html", "loss.png", "images/00.png", f"index.html.{os.getpid()}.part")
+    for name in names:
+        (workdir / "report" / name).symlink_to(victim)
+    report.write(workdir, predictions=PREDICTIONS)
+    assert victim.read_text() == "mine"
+    assert not any((workdir / "report" / name).is_symlink() for name in names)
+    shutil.rmtree(workdir / "report")
+    (workdir / "report").symlink_to(other)
+    with pytest.raises(ValueError, match="report is a link out of"):
+        report.write(workdir)
+    assert [path.name for path in other.iterdir()] == ["victim"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"results": []},
+        {"results": {"a_top1": "0.5"}},
+        {"results": {"a_top1": 10**400}},
+        {"predictions": {"image": "images/00.png"}},
+        {"predictions": [{"name": "cat", "guesses": []}]},
+        {"predictions": [{"image": "a", "name": "cat", "guesses": [1]}]},
+        {"nearest_images": [{"caption": "cat", "images": ["a"], "own": [0]}]},
+        {"nearest_images": [{"caption": "cat", "images": ["a"], "own": [True, False]}]},
+        {"attribution": None},
+    ],
+)
+def test_malformed_results_are_one_line(tmp_path, changes):
+    save_results(tmp_path, **changes)
+    with pytest.raises(ValueError, match=r"results.json is damaged: \w+.* must ") as error:
+        report.write(tmp_path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1e300, "train/loss": 1}',
+        '{"step": -1, "train/loss": 1}',
+        '{"step": true, "train/loss": 1}',
+        '{"step": NaN, "train/loss": 1}',
+        '{"step": 2, "train/loss": 1%s}' % ("0" * 400),
+        '{"step": 2, "train/loss": true}',
+        '{"step": 2, "train/loss": [1]}',
+        NESTED,
+        "1" * 5000,
+    ],
+)
+def test_a_malformed_metric_is_one_line(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{line}\n{{"step": 3}}\n')
+    for read in (report.write, spikes.write):
+        with pytest.raises(ValueError, match="metrics.jsonl, line 1") as error:
+            read(tmp_path)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("text", [NESTED, '{"a":' * 500 + "1" + "}" * 500, "", "\0", '"a"'])
+def test_a_malformed_config_is_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json is damaged") as error:
+        report.write(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_configs_of_other_shapes_are_shown(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model": [1], "data": null, "train": 3, "optimizer": ""}'
+    )
+    assert "unknown recipe" in Page(report.write(tmp_path)).text
+
+
+def test_changes_of_the_config_are_shown_with_their_steps(workdir):
+    change = "data.dir: 'ftp://bob:PASSWORD@host/x' -> '<b>'"
+    entries = [{"step": 0, "changes": []}, {"step": 400, "changes": [change]}]
+    history = workdir / "config_history.jsonl"
+    history.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    text = Page(report.write(workdir)).text
+    assert "after step 400" in text and "ftp://***@host/x' -> '<b>'" in text
+    for damaged in ('{"step": 0', '{"step": 1e300, "changes": []}', '{"step": 1, "changes": [2]}'):
+        history.write_text(damaged)
+        with pytest.raises(ValueError, match="config_history.jsonl, line 1,.* damaged") as error:
+            report.write(workdir)
+        assert "\n" not in str(error.value)
+
+
+def test_credentials_are_masked(workdir):
+    config = json.loads((workdir / "config.json").read_text())
+    config["data"] |= {"dir": "ftp://bob:PASSWORD@host/x", "list": ["https://h/x?sig=PASSWORD"]}
+    (workdir / "config.json").write_text(json.dumps(config))
+    (workdir / "env.txt").write_text("command: python train.py --dir=ftp://bob:PASSWORD@host/x\n")
+    text = report.write(workdir).read_text()
+    assert "PASSWORD" not in text and "ftp://***@host/x" in text
+    assert "PASSWORD" not in str(runs.read(workdir, "run").config)
+
+
+def test_names_in_charts_are_not_mathematics(tmp_path):
+    lines = [{"step": step, "train/loss": 1.0, "stability/rms/$\\frac_\ud800\0": 3.0}
+             for step in range(1, 200)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path, _ = spikes.write(tmp_path)
+    assert len(Page(path).urls) == 4
+
+
+def test_long_captions_do_not_stretch_cards():
+    """Texts are clamped to a few lines; the whole text is the title of the card."""
+    shown = page._prediction({"image": "", "name": "long " * 100, "guesses": ["long " * 100]})
+    assert 'title="long long' in shown and '<li class="right"><span>long' in shown
+    style = page.asset("page.css")
+    clamped = re.search(r"([^}]*)\{[^}]*line-clamp: 3", style)[1]
+    assert {".gallery strong", ".gallery li span", ".found strong"} == {
+        name.strip() for name in clamped.split(",")
+    }
+
+
+@pytest.mark.parametrize("last", [400, 1000])
+def test_the_axis_of_one_evaluation_begins_at_0(last):
+    metrics = {"zeroshot/pets_top1": records.Series(np.array([400]), np.array([0.5]))}
+    metrics["train/loss"] = records.Series(np.array([1, last]), np.array([1.0, 0.5]))
+    figure = Figure()
+    charts.draw_accuracy(figure, metrics, charts.LIGHT)
+    assert figure.axes[0].get_xlim() == (0, 1.02 * last)
+
+
+def test_the_axis_of_one_step_begins_at_0():
+    figure = Figure()
+    metrics = {"train/loss": records.Series(np.array([400]), np.array([0.5]))}
+    charts.draw_loss(figure, metrics, charts.LIGHT)
+    charts._widen(figure.axes[0])
+    assert figure.axes[0].get_xlim()[0] == 0
 
 
 @pytest.mark.parametrize("ends", [(0.64, 0.64, 0.64), (0.64, 0.62, 0.1), (0.02, 0.01, 0.0)])
@@ -348,6 +532,19 @@ def test_runs_on_one_page(two_runs, tmp_path):
     assert not list(tmp_path.glob("both.*.png"))
     done = runs_command(two_runs, f"--page={tmp_path}/none/both.html")
     assert done.returncode == 2 and "none' does not exist: make it" in done.stderr
+
+
+def test_unlike_runs_are_short_printable_lines(two_runs, capsys, monkeypatch):
+    for number, run in enumerate(("a", "b/<b>")):
+        config = json.loads((two_runs / run / "config.json").read_text())
+        config["data"]["dir"] = "\x1b[31m" + "long" * 100 * number
+        config |= {"optimizer": {f"key{i}": number * 10**9 for i in range(30)}}
+        (two_runs / run / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", ["swjax runs", str(two_runs)])
+    assert runs.main() == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and max(map(len, said.splitlines())) <= 140
+    assert "columns more, which --page shows: " in said.splitlines()[-1]
 
 
 def test_folders_given_in_different_ways(two_runs, monkeypatch):

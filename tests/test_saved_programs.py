@@ -210,13 +210,13 @@ def test_a_mesh_of_several_devices_saves_nothing_and_loads(folder, axis_type, mo
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type):
     """As in the models: below vmap, scan, checkpoint and shard_map, in the forward pass of a custom_vjp."""
-    monkeypatch.setattr(dispatch, "module_of", lambda name: reference)
+    monkeypatch.setattr(dispatch, "module_of", lambda *_: reference)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
     sharded = jax.device_put(X, NamedSharding(mesh, P("data")))
     expected = reference.quantize(X)
 
     def quantize(x):
-        return dispatch._kernel("triton", "quantize")(x)
+        return dispatch._jitted("triton", "quantize")(x)
 
     @jax.custom_vjp
     def rounded(x):
@@ -229,7 +229,7 @@ def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type):
         return jnp.sum(jnp.square(ys.astype(jnp.float32)))
 
     for _ in range(2):
-        dispatch._kernel.cache_clear()
+        dispatch._jitted.cache_clear()
         batched = jax.vmap(quantize)(X[None])
         assert_equal(batched, jax.tree.map(lambda a: a[None], expected))
         gradient = jax.jit(jax.grad(loss))(X[None])
@@ -239,13 +239,13 @@ def test_transformations_around_a_saved_kernel(folder, monkeypatch, axis_type):
         rows = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
         assert_equal(jax.jit(jax.shard_map(quantize, mesh=mesh, **rows))(sharded), expected)
         monkeypatch.setattr(dispatch, "module_of", None)  # the second time, all are loaded
-    dispatch._kernel.cache_clear()
+    dispatch._jitted.cache_clear()
 
 
 def mosaic_products(rows: Iterable[int]) -> str:
     """The program of products on Hopper, lowered without a GPU."""
-    dispatch._kernel.cache_clear()  # as in another process
-    product = dispatch._kernel("mosaic_gpu", "matmul", out_dtype="bfloat16")
+    dispatch._jitted.cache_clear()  # as in another process
+    product = dispatch._jitted("mosaic_gpu", "matmul", out_dtype="bfloat16")
     operands = [
         QTensor(jax.ShapeDtypeStruct((m, 512), "int8"), jax.ShapeDtypeStruct((m, 1), "float32"))
         for m in rows
@@ -254,7 +254,7 @@ def mosaic_products(rows: Iterable[int]) -> str:
     try:
         return traced.lower(lowering_platforms=("cuda",)).as_text()
     finally:
-        dispatch._kernel.cache_clear()
+        dispatch._jitted.cache_clear()
 
 
 def test_mosaic_kernels_are_loaded(folder, monkeypatch):

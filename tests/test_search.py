@@ -117,7 +117,9 @@ def test_a_picture_of_a_run_that_cannot_be_read_is_skipped(weights, photos, tmp_
     (row,) = search(inference.load(weights), ["picture"], pictures)
     assert [each.name for each in row] == ["good"]
     error = capsys.readouterr().err
-    assert error.startswith(f"swjax search: skipped {bad}: ") and "DecompressionBombError" in error
+    assert (
+        error.startswith(f"swjax search: skipped {bad}: ") and "more than 67108864 pixels" in error
+    )
 
 
 def run_config(table, tmp_path) -> str:

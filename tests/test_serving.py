@@ -23,7 +23,8 @@ import swjax.nnx
 from swjax import inference, serving
 from swjax.inference.encoder import _config
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
-from swjax.testing import assert_quantized_gathers, matrix_products
+from swjax.serving import tensor_files
+from swjax.testing import assert_quantized, assert_quantized_gathers, matrix_products
 
 RNG = np.random.default_rng(0)
 
@@ -381,12 +382,159 @@ def test_linen_variables_that_cannot_be_prequantized():
     for function, arrays, message in (
         (plain.apply, variables, "got none with float weights: apply the model within"),
         (ours.apply, small, "got none with float weights"),
-        (ours.apply, cast, r"\[16, 8\] and be float32 .*, got bfloat16\[16, 8\]: pass the"),
+        (ours.apply, cast, r"must be float32\[16, 8\] .*, got bfloat16\[16, 8\]: pass the"),
         (lambda v, x: ours.apply(v["ema"], x), {"ema": variables}, "got none: pass the model's"),
     ):
         inputs = x.astype(jnp.bfloat16) if arrays is cast else x
         with pytest.raises(ValueError, match=message):
             serving.prequantize_variables(function, arrays, inputs)
+
+
+def quantized(model, variables, x):
+    with swjax.linen.quantized({".*": "switchback"}):
+        return model.apply(variables, x)
+
+
+class Stack(nn.Module):
+    axis: int
+
+    @nn.compact
+    def __call__(self, x):
+        layer = lambda _, x, __: (nn.Dense(16, name="fc")(x), None)
+        options = {"variable_axes": {"params": self.axis}, "split_rngs": {"params": True}}
+        return nn.scan(layer, length=3, **options)(self, x, None)[0]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_linen_stacks_on_any_axis(axis):
+    x, model = normal(4, 16), Stack(axis)
+    variables = model.init(jax.random.key(0), x)
+    predict = partial(quantized, model)
+    small = serving.prequantize_variables(predict, variables, x)
+    assert small["params"]["fc"]["kernel"].values.shape == ((3, 16, 16), (16, 3, 16))[axis]
+    same_bits(jax.jit(predict)(small, x), jax.jit(predict)(variables, x))
+
+
+def test_a_stack_that_may_be_on_two_axes_is_refused():
+    x, model = normal(4, 3), swjax.linen.Dense(8)
+    variables = model.init(jax.random.key(0), x)
+    stacked = jax.tree.map(lambda w: jnp.stack([w] * 3), variables)
+
+    def predict(variables, x):
+        return jax.vmap(model.apply, (0, None))(variables, x)
+
+    with pytest.raises(ValueError, match=r"\[3, 3, 8\] may be stacked on axis \(0,\) or \(1,\)"):
+        serving.prequantize_variables(predict, stacked, x)
+
+
+class Normalized(nn.Module):
+    norm: type
+    options: dict
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.norm(nn.Dense(16, name="inner"))(x, **self.options)
+        return nn.Dense(8, name="outer")(x)
+
+
+@pytest.mark.parametrize(
+    "norm, options", [(nn.WeightNorm, {}), (nn.SpectralNorm, {"update_stats": False})]
+)
+def test_kernels_that_another_module_normalizes_stay_float(norm, options):
+    """A `QTensor` there failed at the next call."""
+    x, model = normal(4, 16), Normalized(norm, options)
+    variables = model.init(jax.random.key(0), x)
+    predict = partial(quantized, model)
+    small = serving.prequantize_variables(predict, variables, x)
+    assert {name for name, array in serving.weights(small).items() if array.dtype == jnp.int8} == {
+        "params/outer/kernel/values"
+    }
+    same_bits(jax.jit(predict)(small, x), jax.jit(predict)(variables, x))
+
+
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_nnx_kernels_that_another_module_normalizes_stay_float(norm):
+    """The quantized kernel of the layer was no longer normalized, without a word."""
+    make = lambda: nnx.Sequential(
+        norm(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)),
+        nnx.Linear(16, 8, rngs=nnx.Rngs(2)),
+    )
+    x = normal(4, 16)
+    models = [swjax.nnx.quantize_model(make(), {".*": "switchback"}) for _ in range(2)]
+    serving.prequantize(models[1])
+    assert [name for name in serving.weights(models[1]) if "values" in name] == [
+        "layers/1/kernel/values"
+    ]
+    same_bits(models[1](x), models[0](x))
+
+
+def test_a_model_of_shapes_is_prequantized(tmp_path):
+    make = lambda: swjax.nnx.quantize_model(
+        nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0))), {".*": "switchback"}
+    )
+    model = serving.prequantize(make())
+    shapes = serving.prequantize(nnx.eval_shape(make))
+    serving.save(tmp_path / "model.safetensors", model)
+    x = normal(4, 16)
+    same_bits(serving.load(tmp_path / "model.safetensors", shapes)(x), model(x))
+
+
+def test_errors_of_an_exported_function_are_its_own():
+    pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
+    x = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    with pytest.raises(ZeroDivisionError):
+        serving.export(lambda model, x: 1 // 0, {"w": jnp.ones(3)}, x)
+    with pytest.raises(ValueError, match="custom call") as error:
+        serving.export(_raise_value_error, {"w": jnp.ones(3)}, x)
+    assert str(error.value) == "a custom call of mine"
+    kernel = lambda model, x: jax.ffi.ffi_call("a_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(
+        x
+    )
+    with pytest.raises(ValueError, match="must contain only XLA operations, got other kernels"):
+        serving.export(kernel, {"w": jnp.ones(3)}, x)
+
+
+def _raise_value_error(model, x):
+    raise ValueError("a custom call of mine")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{"])
+def test_malformed_metadata_are_one_line(tmp_path, text):
+    path = tmp_path / "model.safetensors"
+    tensor_files.write(path, {"w": np.zeros(3, np.float32)}, {"format": "swjax", "float8": text})
+    with pytest.raises(
+        ValueError, match="model.safetensors is damaged: .*: save it again"
+    ) as error:
+        serving.load(path, {"w": jnp.zeros(3)})
+    assert "\n" not in str(error.value)
+
+
+def test_a_function_cached_before_a_conversion_stays_float():
+    """As the docstring of `quantize_model` says."""
+    model, x = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0))), normal(4, 16)
+    run = nnx.cached_partial(nnx.jit(lambda model, x: model(x)), model)
+    before = run(x)
+    swjax.nnx.quantize_model(model, {".*": "switchback"})
+    same_bits(run(x), before)
+    assert bool(jnp.any(model(x) != before))
+
+
+class Dropped(nnx.Module):
+    def __init__(self):
+        self.fc = swjax.nnx.Linear(16, 8, rngs=nnx.Rngs(0), recipe="switchback")
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dropout(self.fc(x))
+
+    def encode(self, x):
+        return self(x)
+
+
+def test_models_with_dropout_in_training_are_quantized():
+    model, x = Dropped(), normal(4, 16)
+    for function, *args in ((model, x), (model.encode, x), (lambda model, x: model(x), model, x)):
+        assert_quantized(function, *args, count=1)
 
 
 # --- CLIP ---------------------------------------------------------------------------------------------

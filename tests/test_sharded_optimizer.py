@@ -15,16 +15,15 @@ from swjax.optax import rms_by_path, stable_adamw
 pytestmark = pytest.mark.eight_devices
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "sizes, spec",
+    "kind, sizes, spec",
     [
-        ((8, 1, 1), P()),
-        ((1, 8, 1), P("fsdp")),
-        ((1, 8, 1), P(None, "fsdp")),
-        ((2, 2, 2), P("fsdp", "tensor")),
-        ((2, 2, 2), P("tensor", "fsdp")),
-        ((1, 2, 4), P(("tensor", "fsdp"))),
+        ("auto", (8, 1, 1), P()),
+        ("explicit", (1, 8, 1), P("fsdp")),
+        ("auto", (1, 8, 1), P(None, "fsdp")),
+        ("explicit", (2, 2, 2), P("fsdp", "tensor")),
+        ("auto", (2, 2, 2), P("tensor", "fsdp")),
+        ("explicit", (1, 2, 4), P(("tensor", "fsdp"))),
     ],
     ids=str,
 )

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swjax.kernels import tiles
+from swjax.kernels.block_weight_gradients.mosaic_gpu import WRITE_TOKENS as BLOCK_WRITE_TOKENS
 from swjax.kernels.mosaic_gpu.slices import Part, Schedule, Slices, best_slices
+from swjax.kernels.weight_gradients.mosaic_gpu import WRITE_TOKENS
 
 BLOCKS = 132  # multiprocessors of an H200
 
 
-def slices_of(tile_count, tokens, *, largest=16, write_tokens=tiles.WEIGHT_GRADIENT_WRITE_TOKENS):
+def slices_of(tile_count, tokens, *, largest=16, write_tokens=WRITE_TOKENS):
     return best_slices(tile_count, tokens, BLOCKS, largest=largest, write_tokens=write_tokens)
 
 
@@ -92,7 +93,7 @@ def test_slices_fill_the_last_round(tile_count, late, load):
     "tile_count, tokens, best", [(80, 65_536, 3), (80, 32_896, 3), (56, 65_536, 7)]
 )
 def test_slices_in_int8_are_those_measured(tile_count, tokens, best):
-    found = slices_of(tile_count, tokens, largest=8, write_tokens=tiles.BLOCK_PRODUCT_WRITE_TOKENS)
+    found = slices_of(tile_count, tokens, largest=8, write_tokens=BLOCK_WRITE_TOKENS)
     assert found == (0, 0, best)
 
 

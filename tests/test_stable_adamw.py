@@ -228,8 +228,9 @@ def test_mask_is_a_tree_a_prefix_or_a_function():
         np.testing.assert_array_equal(updates["c"], 0.0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("mu_dtype", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype, mu_dtype", [("bfloat16", None), ("float16", None), ("float16", "bfloat16")]
+)
 def test_half_precision_parameters(dtype, mu_dtype):
     """Arithmetic and v are float32, updates have the parameter's dtype, m has mu_dtype.
 

@@ -111,8 +111,9 @@ def rosenbrock(dtype):
     return jnp.zeros(2, dtype), jnp.stack([a, a**2]), loss
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
-@pytest.mark.parametrize("target", [parabola, rosenbrock])
+@pytest.mark.parametrize(
+    "target, dtype", [(parabola, jnp.complex64), (rosenbrock, jnp.float32)], ids=str
+)
 def test_converges(target, dtype):
     start, goal, loss = target(dtype)
     optimizer = stable_adamw(1e-2)
@@ -130,7 +131,7 @@ def test_converges(target, dtype):
     np.testing.assert_allclose(solve(start), goal, rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "complex64", "float64"])
 def test_state_types_are_stable_and_nothing_recompiles(dtype):
     with jax.enable_x64(dtype == "float64"):
         optimizer = stable_adamw(0.1, block_axes={"x": 0, "y": None})
@@ -154,14 +155,10 @@ def leaves_of_containers(tree):
     return [tree]
 
 
-@pytest.mark.parametrize("axes", [None, AXES])
-def test_containers_hold_the_leaves_that_jax_finds(axes):
+def test_containers_hold_the_leaves_that_jax_finds():
     params, _ = problem()
-    for optimizer in (
-        stable_adamw(0.1, block_axes=axes),
-        per_tensor_guard(stable_adamw(0.1), 2.0, block_axes=axes),
-        dynamic_loss_scale(stable_adamw(0.1, block_axes=axes)),
-    ):
+    inner = stable_adamw(0.1, block_axes=AXES)
+    for optimizer in (per_tensor_guard(inner, block_axes=AXES), dynamic_loss_scale(inner)):
         state = optimizer.init(params)
         found = leaves_of_containers(state)
         assert sorted(map(id, found)) == sorted(map(id, jax.tree.leaves(state)))
@@ -244,46 +241,6 @@ def test_inject_hyperparams_refuses_what_rounds_out_of_range():
     assert updates.dtype == jnp.bfloat16
 
 
-@jax.numpy_dtype_promotion("standard")  # optax's MultiSteps averages by an int32 count
-def test_multi_steps_averages_gradients():
-    params, grads = problem()
-    every = optax.MultiSteps(stable_adamw(0.05, block_axes=AXES), 2)
-    got, state = train(every, params, [g for g in grads for _ in range(2)])
-    want, want_state = train(stable_adamw(0.05, block_axes=AXES), params, grads)
-    assert_close(got, want, rtol=1e-5)
-    assert_close(rms_by_path(state), rms_by_path(want_state), rtol=1e-5)
-    first, _ = every.update(grads[0], every.init(params), params)
-    assert all(np.all(x == 0) for x in jax.tree.leaves(first))
-
-
-def test_masked_and_partition_and_chain():
-    params, grads = problem()
-    alone, alone_state = train(stable_adamw(0.05, block_axes=AXES), params, grads)
-    mask = {"blocks": True, "head": {"w": True, "b": False}}
-    frozen = {"blocks": False, "head": {"w": False, "b": True}}
-    masked = optax.chain(
-        optax.masked(stable_adamw(0.05, block_axes=AXES), mask),
-        optax.masked(optax.set_to_zero(), frozen),
-    )
-    labels = {"blocks": "a", "head": {"w": "b", "b": "zero"}}
-    groups = {
-        "a": stable_adamw(0.05, block_axes={"blocks": 0, "head": None}),
-        "b": stable_adamw(0.05),
-        "zero": optax.set_to_zero(),
-    }
-    for optimizer in (masked, optax.partition(groups, labels)):
-        got, state = train(optimizer, params, grads)
-        want = alone | {"head": {"w": alone["head"]["w"], "b": params["head"]["b"]}}
-        assert_close(got, want)
-        want_rms = rms_by_path(alone_state)
-        del want_rms["head/b"]
-        assert_close(rms_by_path(state), want_rms)
-
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), stable_adamw(0.05))
-    _, state = train(clipped, params, grads)
-    assert set(rms_by_path(state)) == {"blocks/w", "head/w", "head/b"}
-
-
 def test_a_chain_of_parts():
     """The chain of big_vision and Scenic, which ends with a schedule and the sign."""
     params, grads = problem()
@@ -321,17 +278,14 @@ def test_a_chain_of_parts():
 
 
 @jax.numpy_dtype_promotion("standard")  # as above
-@pytest.mark.parametrize("wrap", ["alone", "chain", "inject", "multi", "masked"])
+@pytest.mark.parametrize("wrap", ["inject", "multi"])
 def test_map_params_finds_the_moments_only(wrap):
     """map_params derives the specs of the moments from the parameters', and does not touch RMS."""
     params, grads = problem()
     base = stable_adamw(0.1, block_axes=lambda params: {"blocks": 0, "head": None})
     optimizer = {
-        "alone": base,
-        "chain": optax.chain(optax.clip_by_global_norm(1.0), base),
         "inject": optax.inject_hyperparams(stable_adamw)(0.1),
         "multi": optax.MultiSteps(base, 2),
-        "masked": optax.masked(base, {"blocks": True, "head": True}),
     }[wrap]
     state = train(optimizer, params, grads)[1]
     assert_close(optax.tree.map_params(optimizer, lambda x: x, state), state)
@@ -385,15 +339,14 @@ class Model(nnx.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16])
-def test_nnx_optimizer(mu_dtype):
+def test_nnx_optimizer():
     """nnx.Optimizer gives the names and numbers of plain trees, eagerly and under nnx.jit."""
     model = Model(nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     axes = lambda params: jax.tree_util.tree_map_with_path(
         lambda path, _: 0 if "blocks" in str(path) else None, params
     )
-    make = lambda: stable_adamw(0.05, mu_dtype=mu_dtype, block_axes=axes)
+    make = lambda: stable_adamw(0.05, mu_dtype=jnp.bfloat16, block_axes=axes)
     optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
 
     def loss(model, x):
@@ -453,8 +406,9 @@ def test_rms_by_path_of_a_state_on_the_host():
 # -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=str)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "spec, kind", [(P("x"), AxisType.Auto), (P(None, "x"), AxisType.Explicit)], ids=str
+)
 def test_sharded_parameters_have_the_rms_of_whole_tensors(spec, kind):
     """A parameter is sharded over two devices and one shard surges; the RMS is that of the whole tensor."""
     assert len(jax.devices()) >= 2
@@ -488,8 +442,7 @@ def test_sharded_parameters_have_the_rms_of_whole_tensors(spec, kind):
 # -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps_before", [0, 1, 3])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("steps_before, wrapped", [(0, False), (1, True), (3, False)])
 @jax.numpy_dtype_promotion("standard")  # optax's Adam raises a float to an int32 power
 def test_training_goes_on_from_an_adamw_state(steps_before, wrapped):
     params, grads = problem()

@@ -538,3 +538,10 @@ def test_assert_quantized_says_that_fp8_may_be_emulated():
     x, w = jnp.ones((8, 32)), jnp.ones((32, 16))
     with pytest.raises(AssertionError, match="found: 1 f32 x f32; fp8 products are emulated where"):
         assert_quantized(jnp.dot, x, w, dtype="float8_e4m3fn")
+
+
+@pytest.mark.parametrize("operate", ["q * 2", "2.0 * q", "q + q", "q @ q", "x - q", "-q", "q / 2"])
+def test_a_qtensor_has_no_arithmetic(operate):
+    """It is a tuple, which operators would repeat and concatenate."""
+    with pytest.raises(TypeError, match=r"a QTensor has no arithmetic: .* swjax.dequantize\(q\)"):
+        eval(operate, {"q": swjax.quantize(jnp.ones((2, 2))), "x": jnp.ones((2, 2))})

@@ -26,6 +26,21 @@ def test_a_dynamic_scale_is_the_other_way(micro):
     assert measured == {"train/loss_scale": 512.0, "train/scaling_skipped": 1.0}
 
 
+@pytest.mark.parametrize("name", ["adamw", "stable_adamw", "muon"])
+def test_a_block_that_overflows_sits_out_with_every_optimizer(micro, name):
+    config = micro(
+        optimizer__name=name, optimizer__loss_scaling="per_tensor", optimizer__grad_clip_norm=1.0
+    )
+    optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
+    params = {"blocks": {"kernel": jnp.ones((2, 4, 3))}, "bias": jnp.ones(3)}
+    grads = jax.tree.map(jnp.copy, params)
+    grads["blocks"]["kernel"] = grads["blocks"]["kernel"].at[1, 0, 0].set(jnp.inf)
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    moved = [bool(jnp.all(u != 0)) for u in (*updates["blocks"]["kernel"], updates["bias"])]
+    assert moved == [True, False, True] and not np.any(updates["blocks"]["kernel"][1])
+
+
 def test_split_frozen_and_combine_are_inverse():
     params = {"a": {"kernel": 1, "bias": 2}, "b": 3}
     trainable, frozen = split_frozen(params, ("bias$",))

@@ -9,13 +9,13 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from swjax.kernels import tiles, triton_gpu
+from swjax.kernels import dispatch, tiles
 from swjax.kernels.triton_gpu import launcher
 
 
 def run(operation, *arrays, **options):
-    """Runs a function of `triton_gpu`; returns its results as NumPy arrays."""
-    return jax.tree.map(np.asarray, getattr(triton_gpu, operation)(*arrays, **options))
+    """Runs a Triton kernel; returns its results as NumPy arrays."""
+    return jax.tree.map(np.asarray, dispatch.kernel("triton", operation)(*arrays, **options))
 
 
 class Pointer:

@@ -259,7 +259,7 @@ def bench_attention(records: timing.Records, heads: dict[str, tuple]):
     for (shape, causal), (suffix, run) in itertools.product(heads.values(), ATTENTION.items()):
         row = {"op": f"attention{suffix}", "shape": "x".join(map(str, shape)), "dtype": "bfloat16"}
         peer = None
-        names = ("cudnn", "triton") if jax.default_backend() == "gpu" else ("xla",)
+        names = ("cudnn", "fused") if jax.default_backend() == "gpu" else ("xla",)
         for name in names:
             if records.seconds_left < 0:
                 return

@@ -33,6 +33,14 @@ TOKENS_OF_HEADS = [
     *((tokens, True) for tokens in (99, 128, 160, 197, 257)),
 ]
 
+# {language model: the (k, n) of the linear layers of its block}: q and o, k and v, gate and up, down.
+LANGUAGE_MODELS = {
+    "Llama-3-8B": [(4096, 4096), (4096, 1024), (4096, 14_336), (14_336, 4096)],
+    "Llama-3.2-1B": [(2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)],
+    "Qwen3-0.6B": [(1024, 2048), (2048, 1024), (1024, 1024), (1024, 3072), (3072, 1024)],
+}
+LANGUAGE_TOKENS = 16_384  # four sequences of 4,096 tokens
+
 # Shapes that tiles do not divide.
 RAGGED = {
     "one row": LinearShape(1, 1280, 5120),

@@ -27,8 +27,9 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import shapes, timing
 from swjax.kernels import dispatch, reference, tiles
+from swjax.kernels.products.tiles import MOSAIC_RULE, MosaicTile, TritonTile, triton_rule
 from swjax.kernels.reference import QTensor
-from swjax.kernels.tiles import MosaicTile, RowTile, TritonTile
+from swjax.kernels.tiles import RowTile
 
 GAIN = 0.02
 # Candidates give the rule's result up to the order of sums.
@@ -62,7 +63,7 @@ def works(tokens: int = shapes.TOKENS) -> dict[tuple[str, ...], Work]:
 
 
 def _works(tokens: int) -> Iterator[Work]:
-    """Yields the work for ViT-H, other towers, products in Triton, larger ViTs, and the paper's grid."""
+    """Yields the work: ViT-H, other towers, products in Triton, larger ViTs, the paper's grid, LLMs."""
     for width in (1280, 1024, 768):
         for producer, widths in {
             "none": (width, 4 * width, 3 * width),
@@ -90,6 +91,13 @@ def _works(tokens: int) -> Iterator[Work]:
         for k, n in ((dim, 4 * dim), (4 * dim, dim)):
             yield implementation_work("weight_gradient", tokens, k, n)
             yield mosaic_work(tokens, k, n)
+    tokens = shapes.LANGUAGE_TOKENS
+    for layers in shapes.LANGUAGE_MODELS.values():
+        for k, n in dict.fromkeys(layers + [(n, k) for k, n in layers]):
+            yield mosaic_work(tokens, k, n)
+        for k, n in layers:
+            yield implementation_work("weight_gradient", tokens, k, n)
+            yield row_work("none", tokens, k)
 
 
 def product_shapes(width: int) -> list[tuple[int, int]]:
@@ -125,13 +133,13 @@ def row_work(producer: str, tokens: int, width: int) -> Work:
 
 def row_function(producer: str, tile: RowTile) -> Callable:
     """Returns a row kernel as SwitchBack calls it; backward passes recompute the weight gradient's inputs."""
-    from swjax.kernels import triton_gpu
-
     if producer == "none":
-        rows = partial(triton_gpu.quantizers.quantize_rows, dtype="int8", tile=tile)
+        module = dispatch.module_of("triton", "quantize")
+        rows = partial(module.quantize_rows, dtype="int8", tile=tile)
         return lambda x: (rows(x), rows(x, total=True))  # of activations; of gradients
     if producer == "layer_norm_backward":
-        backward = partial(triton_gpu.layer_norm_backward, epsilon=1e-6, tile=tile)
+        kernel = dispatch.kernel("triton", producer)
+        backward = partial(kernel, epsilon=1e-6, tile=tile)
         return lambda x, gamma, residual, *gradients: (  # before an MLP; before attention
             backward(x, gamma, gradients[0], residual, gamma),
             backward(x, gamma, gradients, residual, gamma),
@@ -141,19 +149,17 @@ def row_function(producer: str, tile: RowTile) -> Callable:
         "gelu": {"high_precision": False},
         "gelu_backward": {"recompute": True},
     }[producer]
-    return partial(getattr(triton_gpu, producer), quantize_to="int8", tile=tile, **options)
+    return partial(dispatch.kernel("triton", producer), quantize_to="int8", tile=tile, **options)
 
 
 def mosaic_work(tokens: int, k: int, n: int) -> Work:
     candidates = [MosaicTile(4, width) for width in (1, 2, 4, 16, 32)] + [MosaicTile(3, 8)]
     arrays, path = product_arrays(tokens, k, n), ("mosaic_gpu", f"{n}x{k}")
-    return Work(
-        path, tiles.MOSAIC_RULE, candidates, partial(quantized_product, "mosaic_gpu"), arrays
-    )
+    return Work(path, MOSAIC_RULE, candidates, partial(quantized_product, "mosaic_gpu"), arrays)
 
 
 def triton_work(tokens: int, k: int, n: int) -> Work:
-    rule = tiles.triton_rule(tokens)
+    rule = triton_rule(tokens)
     cuts = [
         TritonTile(m, n, k, warps, stages, group)
         for m, n, k, warps, stages in (
@@ -178,7 +184,7 @@ def product_arrays(tokens: int, k: int, n: int) -> tuple:
 
 
 def quantized_product(name: str, tile) -> Callable:
-    return partial(dispatch.module_of(name).matmul, out_dtype="bfloat16", tile=tile)
+    return partial(dispatch.kernel(name, "matmul"), out_dtype="bfloat16", tile=tile)
 
 
 def implementation_work(operation: str, tokens: int, k: int, n: int) -> Work:

@@ -8,7 +8,7 @@ shared memory (TMA). Two warpgroups multiply (wgmma), each half of the rows of t
     empty[slot]   both warpgroups have read the slot   compute warpgroups -> memory warpgroup
 
 The memory warpgroup copies the next unit while the others write this one. Past the edge of an array TMA reads
-zeros and writes nothing. `products.why_not` names an exception.
+zeros and writes nothing. `product.why_not` names an exception.
 """
 
 from collections.abc import Callable

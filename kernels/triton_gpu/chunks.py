@@ -13,7 +13,7 @@ import triton.language as tl
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.reference import INVERSE, LARGEST, SMALLEST_ABSMAX, QTensor
+from swjax.kernels.formats import INVERSE, LARGEST, SMALLEST_ABSMAX, QTensor
 from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, round_to, to_float32, to_quantized
 

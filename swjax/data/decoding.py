@@ -76,6 +76,10 @@ def decode_with_pillow(data: bytes) -> np.ndarray:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _check_size(image.height, image.width)
             return rgb(image)
+    except Image.DecompressionBombError:
+        raise BadExample(
+            f"the image has more than {MOST_PIXELS} pixels, which are not read"
+        ) from None
     except UnidentifiedImageError:
         for start, name in _OTHERS.items():
             if re.match(start, data[:_START], re.DOTALL):

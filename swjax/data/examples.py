@@ -85,7 +85,7 @@ def fault(source: Source, index: int, error: Exception) -> tuple[str, str]:
     path, why = getattr(error, "filename", None), str(error)
     if isinstance(path, str) and isinstance(error, OSError) and error.strerror:
         why = error.strerror
-        key += "" if path.endswith(key) or key.endswith(path) else f" ({path})"
+        key += "" if path in key or key in path else f" ({path})"
     return printable(key), printable(f"{kind}{why}")
 
 

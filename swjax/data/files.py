@@ -30,6 +30,7 @@ _PACKAGES = {
     "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
 }  # fmt: skip
 _ENDINGS = 5  # number of endings that are named
+_LARGEST = 2**28  # bytes of a picture
 _OPEN_FILES = 256  # limit per process
 # What a fingerprint covers: number and bytes of the parts of a large file, sizes of files in a folder.
 _BLOCKS, _BLOCK, _SIZES = 256, 2**20, 20_000
@@ -215,7 +216,7 @@ def read(path: str, start: int, stop: int) -> bytes:
     return data
 
 
-def read_whole(path: str, most: int) -> bytes:
+def read_whole(path: str, most: int = _LARGEST) -> bytes:
     """Returns all bytes of a file of at most `most` bytes.
 
     Raises:
@@ -251,14 +252,11 @@ def blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def outline(folder: str, names: list[str]) -> Iterator[str]:
-    """Yields the relative paths of files in a folder, and the sizes of 20,000 of them, for a fingerprint.
-
-    Raises:
-      OSError: a file is gone.
-    """
+    """Yields the relative paths of files in a folder, and the sizes of 20,000 of them, for a fingerprint."""
     yield from names
     for name in names[:: -(-len(names) // _SIZES)]:
-        yield str(os.stat(os.path.join(folder, name)).st_size)
+        path = os.path.join(folder, name)
+        yield str(os.stat(path).st_size) if os.path.exists(path) else "no file"  # a broken link
 
 
 def open_remote(path: str) -> Any:

@@ -14,8 +14,8 @@ from swjax.data.labelled import NAMES, PROMPTS, TEMPLATES
 from swjax.data.photographs import Photographs, Record, field, texts
 from swjax.data.skipping import BadExample
 from swjax.data.table import TEXTS, Layout
+from swjax.safe_files import is_inside
 
-_LARGEST_IMAGE = 2**28  # bytes
 _LARGEST_TEXT = 2**20
 _LARGEST_METADATA = 2**30
 _METADATA = ("metadata.jsonl", "metadata.csv")  # of the imagefolder of Hugging Face
@@ -110,7 +110,7 @@ class Folders(Photographs):
 
     def record(self, index: int) -> Record:
         """Reads a picture and its captions."""
-        return Record(files.read_whole(self.key(index), _LARGEST_IMAGE), self._captions(index))
+        return Record(files.read_whole(self.key(index)), self._captions(index))
 
     def stored(self, index: int) -> dict:
         """Returns image (file contents as bytes), label (its class, or the index) and captions."""
@@ -190,36 +190,33 @@ def text_files(pictures: Iterable[str], written: Iterable[str]) -> dict[str, str
     """
     pictures = list(pictures)
     by_stem = {_stem(path): path for path in written}
-    found = {p: by_stem.get(p) or by_stem.get(_stem(p)) for p in pictures}
-    found = {picture: text for picture, text in found.items() if text}
-    filled = {os.path.dirname(path) for path in pictures}
-    left = set(by_stem.values()) - set(found.values())
-    apart = defaultdict[tuple, list[str]](list)
-    for text in sorted(left):
-        if os.path.dirname(text) not in filled:
-            for place in _places(_stem(text)):
-                apart[place].append(text)
-            for place in _places(
-                _stem(_stem(text)) if _stem(text).lower().endswith(files.PICTURES) else ""
-            ):
-                apart[place].append(text)
-    if not apart:
-        return found
-    owner: dict[str, str] = {}
+    found: dict[str, str] = {}
     for picture in pictures:
-        fitting = {text for place in _places(_stem(picture)) for text in apart.get(place, ())}
+        text = by_stem.get(picture) or by_stem.get(_stem(picture))
+        if text:
+            found[picture] = text
+    filled = {os.path.dirname(picture) for picture in pictures}
+    apart = defaultdict[tuple, set[str]](set)  # files in folders without pictures, by place
+    for text in set(by_stem.values()) - set(found.values()):
+        if os.path.dirname(text) not in filled:
+            stem = _stem(text)
+            short = _stem(stem) if stem.lower().endswith(files.PICTURES) else stem
+            for place in (*_places(stem), *_places(short)):
+                apart[place].add(text)
+    owner: dict[str, str] = {}
+    for picture in pictures if apart else ():
+        fitting = sorted({t for place in _places(_stem(picture)) for t in apart.get(place, ())})
         if picture in found or not fitting:
             continue
-        text = min(fitting)
-        if len(fitting) > 1 or text in owner:
-            several = (
-                f"{picture!r} has" if len(fitting) > 1 else f"{owner[text]!r} and {picture!r} have"
-            )
+        text = fitting[0]
+        other = owner.setdefault(text, picture)
+        if len(fitting) > 1 or _stem(other) != _stem(picture):
+            owners = f"{picture!r} has" if len(fitting) > 1 else f"{other!r} and {picture!r} have"
             raise ValueError(
-                f"{several} {' and '.join(map(repr, sorted(fitting)[:2]))} as text files: keep one for each "
+                f"{owners} {' and '.join(map(repr, fitting[:2]))} as text files: keep one for each "
                 "picture, next to it"
             )
-        owner[text], found[picture] = picture, text
+        found[picture] = text
     return found
 
 
@@ -233,6 +230,8 @@ def _places(stem: str) -> Iterator[tuple]:
 
 def _lies_with(text: str, picture: str, root: str) -> bool:
     """Whether a picture's text file may be read, see `Folders`."""
+    if not os.path.islink(text) and _is_inside(os.path.dirname(text), root):
+        return True
     if files.belongs(text, root):
         return True
     text, picture = os.path.realpath(text), os.path.realpath(picture)
@@ -241,6 +240,10 @@ def _lies_with(text: str, picture: str, root: str) -> bool:
     folder, other = os.path.dirname(picture), os.path.dirname(text)
     beside = os.path.dirname(folder) == os.path.dirname(other)
     return folder == other or (beside and _name(text) == _name(picture))
+
+
+# Resolving the links of a path takes a call to the system per folder, for each example.
+_is_inside = functools.lru_cache(1024)(is_inside)
 
 
 def _name(path: str) -> str:

@@ -10,8 +10,6 @@ from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
 from swjax.packages import require
 
-_LARGEST_IMAGE = 2**28  # bytes
-
 
 class HuggingFace(Photographs):
     """A data set that `datasets.Dataset.save_to_disk` wrote. Its citation is the attribution.
@@ -37,7 +35,7 @@ class HuggingFace(Photographs):
         require("datasets", extra="huggingface")
         import datasets
 
-        self._split, self._image_key, self._text_key = split, image_key, text_key
+        self._split = split
         if not (Path(split) / "state.json").is_file():
             raise ValueError(
                 f"{split!r} contains no Hugging Face data set: give a directory that save_to_disk "
@@ -45,18 +43,20 @@ class HuggingFace(Photographs):
             )
         # A saved data set keeps its format, which may hide columns or return other types.
         rows = datasets.Dataset.load_from_disk(split).with_format(None)
-        columns = [named(key, rows.column_names) for key in (image_key, text_key)]
-        for key, column in zip((image_key, text_key), columns, strict=True):
+        columns = list[str]()
+        for key in (image_key, text_key):
+            column = named(key, rows.column_names)
             if column is None:
                 raise ValueError(
                     f"{split!r} has no column {key.split(';')[0]!r}; it has {listed(rows.column_names)}"
                 )
-        image_key, text_key = map(str, columns)
+            columns.append(column)
+        self._image_key, self._text_key = columns
         if not len(rows):
             raise ValueError(f"{split!r} has no rows")
-        rows = rows.select_columns([image_key, text_key])
-        if isinstance(rows.features[image_key], datasets.Image):
-            rows = rows.cast_column(image_key, datasets.Image(decode=False))
+        rows = rows.select_columns(columns)
+        if isinstance(rows.features[columns[0]], datasets.Image):
+            rows = rows.cast_column(columns[0], datasets.Image(decode=False))
         self._rows, self.attribution = rows, rows.info.citation
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class HuggingFace(Photographs):
             path = image["path"]
             image = image["bytes"]
             if image is None and path:
-                image = files.read_whole(path, _LARGEST_IMAGE)
+                image = files.read_whole(path)
         if not isinstance(image, bytes):
             raise BadExample(f"the image must be bytes, not {type(image).__name__}")
         return Record(image, texts(row[self._text_key]))

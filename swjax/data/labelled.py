@@ -36,7 +36,6 @@ _SYNSET = re.compile(r"n\d{8}")
 _INTEGER = re.compile(r"\d{1,18}", re.ASCII)
 _NEGATIVE = re.compile(r"-\d+")  # -1 is a missing label in data sets of Hugging Face
 _FRACTION = re.compile(r"\d+\.\d*")  # pandas writes 1.0 for 1 if a label is missing
-_LARGEST_IMAGE = 2**28  # bytes
 _LARGEST_LIST = 2**24  # bytes of a file of names or prompts
 
 
@@ -244,7 +243,7 @@ class ImageFolders(Photographs):
     def record(self, index: int) -> Record:
         """Reads an image."""
         label, path = self._paths[index]
-        return Record(files.read_whole(path, _LARGEST_IMAGE), (str(label),))
+        return Record(files.read_whole(path), (str(label),))
 
     def __reduce__(self) -> tuple:
         return ImageFolders, (self._root,)

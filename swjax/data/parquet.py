@@ -17,8 +17,9 @@ from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
 from swjax.packages import require
 
-_LARGEST_IMAGE = 2**28  # bytes
+_LARGEST_VALUES = 2**20  # bytes of the values of a column that are decoded at once
 _BYTES_KEPT = 2**29  # limit of the cached parts, per process
+_LEAST_ROWS = 64  # rows decoded at once; fewer take too long
 _PARTS_KEPT = 4  # minimum number of cached parts, so a part has at most a quarter of the limit
 _THREADS = 16
 
@@ -140,7 +141,13 @@ class Parquet(Photographs):
         column, values = self._columns[1], []
         for path in self._paths:
             with _open(path) as opened:
-                values += opened.read(columns=[column]).column(column).to_pylist()
+                for batch in opened.iter_batches(_LEAST_ROWS, columns=[column]):
+                    if batch.nbytes > _LARGEST_VALUES:
+                        raise ValueError(
+                            f"{_LEAST_ROWS} values of the column {column!r} of {path} have "
+                            f"{batch.nbytes} bytes; at most {_LARGEST_VALUES} are read"
+                        )
+                    values += batch.column(0).to_pylist()
         with _open(self._paths[0]) as opened:
             metadata = opened.schema_arrow.metadata or {}
         features = (
@@ -174,7 +181,7 @@ class Parquet(Photographs):
         if isinstance(image, dict):  # the layout of Hugging Face
             image = image.get("bytes") or image.get("path")
         if isinstance(image, str) and image:
-            return files.read_whole(files.beside(image, of=path), _LARGEST_IMAGE)
+            return files.read_whole(files.beside(image, of=path))
         if not isinstance(image, bytes) or not image:
             raise BadExample(f"the image must be bytes or a path, not {type(image).__name__}")
         return image
@@ -252,8 +259,17 @@ def _table(opened: Any, part: Part, columns: Sequence[str]) -> Any:
     """Reads the rows of a part; decodes and drops the rows of its group before them."""
     import pyarrow
 
-    batches, end = [], 0
-    for batch in opened.iter_batches(part.rows, row_groups=[part.group], columns=list(columns)):
+    batches, end, size = [], 0, 0
+    group = _chunks(opened.metadata.row_group(part.group), columns)
+    stated = sum(chunk.total_uncompressed_size for chunk in group)
+    # A dictionary may repeat one large value in all rows, which few bytes describe.
+    rows = min(part.rows, max(_BYTES_KEPT // max(stated, 1), _LEAST_ROWS))
+    for batch in opened.iter_batches(rows, row_groups=[part.group], columns=list(columns)):
+        size += batch.nbytes if end + len(batch) > part.start else 0
+        if size > _BYTES_KEPT:
+            raise BadExample(
+                f"{part.rows} rows decode to more than {_BYTES_KEPT} bytes: write smaller row groups"
+            )
         first, end = end, end + len(batch)
         if end > part.start:
             skipped = max(part.start - first, 0)

@@ -130,9 +130,6 @@ def fingerprint(source: Source) -> str:
     It cannot see a change of equal size in the picture or the caption file of an example that is not read, a
     picture at an address that a table names, nor what another version of a decoder makes of equal bytes.
 
-    Raises:
-      OSError: a file that the source described when it was opened is gone.
-
     >>> patterns = [source("synthetic", "train", image_size=8, classes=n) for n in (5, 5, 6)]
     >>> same, again, other = map(fingerprint, patterns)
     >>> same == again, same == other, len(same)

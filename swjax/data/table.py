@@ -19,7 +19,6 @@ from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
-_LARGEST_IMAGE = 2**28  # bytes
 _LONGEST_ROW = 2**24  # bytes
 _MOST_LINES = 64  # of a row; a quote that is not closed would put all following rows into one cell
 _STEP = 2**23  # bytes read at once
@@ -141,12 +140,13 @@ class Layout:
         try:
             return next(self._reader(io.StringIO(text, newline=""), strict=strict), [])
         except csv.Error as error:
+            why = str(error).replace("\t", "a tab")
             if len(text) > csv.field_size_limit():
                 raise BadExample(
                     f"a cell has more than {csv.field_size_limit()} characters, or its quotes are not closed"
                 ) from None
             raise BadExample(
-                f"wrong quotes, {error}: close them, and double those in a cell"
+                f"wrong quotes, {why}: close them, and double those in a cell"
             ) from None
 
     def _is_open(self, line: str) -> bool:
@@ -171,21 +171,23 @@ class Layout:
             encoding = "latin-1" if self.encoding == "utf-8-sig" else self.encoding
             for number in range(_MOST_LINES):
                 if number == len(ahead):
-                    line = next(lines, None)
-                    if line is None:
-                        return
-                    ahead.append(line)
+                    ahead.extend(itertools.islice(lines, 1))
+                if number == len(ahead) or sum(map(len, ahead)) > _LONGEST_ROW:
+                    return
                 yield ahead[number].decode(encoding, "replace")
 
-        while ahead or (line := next(lines, None)) is not None:
-            ahead or ahead.append(line)
+        while True:
+            if not ahead:
+                ahead.extend(itertools.islice(lines, 1))
+            if not ahead:
+                return
             count = 1
             if self.separator and b'"' in ahead[0]:
                 reader = self._reader(following(), strict=True)
                 with contextlib.suppress(csv.Error):
-                    cells = next(reader, [])
+                    cells: list[str] = next(reader, [])
                     if len(cells) == len(self.columns) or not self.columns:
-                        count = reader.line_num
+                        count = reader.line_num or 1
             row = b"".join(ahead.popleft() for _ in range(count))
             yield row, start
             start += len(row)
@@ -283,7 +285,7 @@ class Table(Photographs):
         path = files.beside(image.strip(), of=self._path)
         if "\\" in path and not os.path.exists(path):
             path = files.beside(image.strip().replace("\\", "/"), of=self._path)
-        return files.read_whole(path, _LARGEST_IMAGE)
+        return files.read_whole(path)
 
     def value(self, index: int) -> Any:
         """Returns the cell of the text column, in JSONL a value of any type."""

@@ -18,7 +18,7 @@ from flax import linen, nnx
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, OPERANDS
 from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
-from swjax.kernels.reference.blocks import rotated_blocks
+from swjax.kernels.block_weight_gradients.reference import rotated_blocks
 from swjax.linear.contraction import DotGeneral, as_linear
 from swjax.linear.layer import as_rows
 from swjax.linear.layouts import Layout, Spec
@@ -363,8 +363,8 @@ class _TappedProduct(DotGeneral):
         super().__init__(product.recipe, product.implementation, product.layout)
         object.__setattr__(self, "tap", tap)
 
-    def __call__(self, lhs, rhs, dimension_numbers, *args, **kwargs):
-        y = super().__call__(lhs, rhs, dimension_numbers, *args, **kwargs)
+    def multiply(self, lhs, rhs, dimension_numbers, **options):
+        y = super().multiply(lhs, rhs, dimension_numbers, **options)
         x, w, *_ = as_linear(lhs, rhs, dimension_numbers)
 
         def report_one(y, x, w):

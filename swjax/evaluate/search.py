@@ -22,7 +22,7 @@ from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load, pixels
 from swjax.report import page
-from swjax.safe_files import write_atomically
+from swjax.safe_files import mask_credentials, printable, write_atomically
 from swjax.training.faults.errors import ConfigError
 from swjax.training.inputs import open_source
 
@@ -165,7 +165,8 @@ def _read(pictures: Pictures, size: int, numbers: list[int]) -> Iterator[np.ndar
         try:
             picture = pixels(pictures.image(index), size)
         except Exception as error:  # Pillow raises errors of many types for damaged files
-            print(f"swjax search: skipped {pictures.reason(index, error)}", file=sys.stderr)
+            skipped = printable(pictures.reason(index, error))
+            print(f"swjax search: skipped {skipped}", file=sys.stderr)
             continue
         numbers.append(index)
         yield picture
@@ -180,9 +181,10 @@ def write_page(
     sections = "".join(
         f'<h2>{escape(query)}</h2><div class="gallery">'
         + "".join(
-            f'<figure><img src="{_thumbnail(pictures.image(each.number))}" alt="{escape(each.name)}">'
-            f"<figcaption><strong>{escape(each.name)}</strong>{each.cosine:.2f}</figcaption></figure>"
+            f'<figure><img src="{_thumbnail(pictures.image(each.number))}" alt="{escape(name)}">'
+            f"<figcaption><strong>{escape(name)}</strong>{each.cosine:.2f}</figcaption></figure>"
             for each in row
+            for name in (mask_credentials(each.name),)
         )
         + "</div>"
         for query, row in zip(queries, found, strict=True)
@@ -238,10 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = search(model, options.texts, pictures, options.count)
         write_page(options.page, f"Search in {options.model}", options.texts, found, pictures)
     except (OSError, ValueError) as error:
-        print(f"swjax search: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"swjax search: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     for text, row in zip(options.texts, found, strict=True):
-        print(f"{text}: {', '.join(each.name for each in row[:5])}")
+        print(f"{text}: {printable(', '.join(each.name for each in row[:5]))}")
     print(f"page: {options.page}")
     return 0
 

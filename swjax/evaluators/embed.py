@@ -105,6 +105,7 @@ def images(
     image_size: int,
     share: Share = ALONE,
     count: int = 0,
+    what: str = "",
     on_bad: str = "skip",
     max_bad_share: float = 0.01,
 ) -> Images:
@@ -118,14 +119,16 @@ def images(
       context_length, image_size: tokens per text and height = width in pixels, as in training.
       share: this process's share of each batch.
       count: number of images whose pixels are kept, evenly spaced over the source.
+      what: the set, for the beginning of errors.
       on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 
     Raises:
       ValueError: the source has no images.
       BadData: none is readable, or too many are unreadable.
     """
+    what = what and f"{what}: "
     if len(source) == 0:
-        raise ValueError("the source to evaluate on has no images: choose another split")
+        raise ValueError(f"{what}the source to evaluate on has no images: choose another split")
     keep = evenly_spaced(count, len(source))
     batches = data.loader(
         source,
@@ -139,7 +142,7 @@ def images(
         max_bad_share=max_bad_share,
     )
     parts, kept = [], None
-    for batch in batches:
+    for batch in _blame(batches, what):
         embedding = predict(params, {"image": batch["image"]})["image"]
         mask, label, index = (_join(batch[name], share) for name in ("mask", "label", "index"))
         columns = unit(_gather(embedding)), label, index
@@ -153,7 +156,7 @@ def images(
     embeddings, labels, index = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not len(index):
         raise data.BadData(
-            f"none of the {len(source)} images to evaluate on can be read: repair them, or choose "
+            f"{what}none of the {len(source)} images to evaluate on can be read: repair them, or choose "
             "another split"
         )
     order = np.argsort(index)
@@ -164,6 +167,14 @@ def images(
     readable = np.isin(keep, index)
     rows = np.searchsorted(index[order], np.asarray(keep)[readable])
     return Images(*columns, rows, kept[readable])
+
+
+def _blame(batches: Iterable[dict], what: str) -> Iterator[dict]:
+    """Yields the batches; an error about the data begins with the name of the set."""
+    try:
+        yield from batches
+    except data.BadData as error:
+        raise data.BadData(f"{what}{error}") from error
 
 
 def evenly_spaced(count: int, total: int) -> list[int]:
@@ -179,9 +190,17 @@ def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the prompt templates as a tuple; a single string is one template.
 
     Raises:
-      ValueError: there is no template, or a template has no "{}" for the name.
+      ValueError: there is no template, or a template is not a text with "{}" for the name.
     """
-    templates = (templates,) if isinstance(templates, str) else tuple(templates)
+    templates = (
+        (templates,) if isinstance(templates, str) or callable(templates) else tuple(templates)
+    )
+    wrong = [t for t in templates if not isinstance(t, str)]
+    if wrong:
+        raise ValueError(
+            f'prompt templates must be texts with "{{}}" for the name, such as "a photo of a {{}}.", got a '
+            f'{type(wrong[0]).__name__}: write the text that it makes of "{{}}"'
+        )
     bad = [t for t in templates if "{}" not in t]
     if bad or not templates:
         raise ValueError(f'prompt templates need a "{{}}" for the name, got {bad or templates}')

@@ -9,7 +9,6 @@ import numpy as np
 
 from swjax import data
 from swjax.data.examples import EvalExample
-from swjax.data.tokenizer import encode
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.evaluators.zeroshot import Prediction
@@ -37,8 +36,8 @@ class Retrieval:
     """Recall at 1, 5 and 10, from images to texts and from texts to images.
 
     An image may have several captions, and a caption several images. A query is answered within the first k
-    if any correct candidate is among them. Texts that the tokenizer reads as one, such as "A cat" and
-    "a cat", count as one caption. Ties count against the model.
+    if any correct candidate is among them. Texts that the model reads as one, such as "A cat" and "a cat", or
+    texts that differ after the last token that it reads, count as one caption. Ties count against the model.
 
     Args:
       predict: see `swjax.evaluators.embed`.
@@ -81,7 +80,7 @@ class Retrieval:
             "max_bad_share": max_bad_share,
         }
         self._images: Callable[..., embed.Images] = functools.partial(
-            embed.images, predict, source=source, **reading, **self._sizes
+            embed.images, predict, source=source, what=f"split {name!r}", **reading, **self._sizes
         )
         self._example = EvalExample(source, context_length, image_size)
         self._captions_per_image = captions_per_image
@@ -174,35 +173,39 @@ class Retrieval:
         ]
 
     def _pair(self, labels: np.ndarray) -> tuple[list[str], list[list[int]], list[list[int]]]:
-        return pair(labels, lambda label: self._source.captions(label)[: self._captions_per_image])
+        first = slice(self._captions_per_image)
+        captions_of = lambda label: self._source.captions(label)[first]
+        return pair(labels, captions_of, self._sizes["context_length"])
 
     def _texts(self, params, captions: list[str]) -> np.ndarray:
         return np.concatenate(list(embed.texts(self._predict, params, captions, **self._sizes)))
 
 
 def pair(
-    labels: np.ndarray, captions_of_label: Callable[[int], Sequence[str]]
+    labels: np.ndarray, captions_of_label: Callable[[int], Sequence[str]], context_length: int
 ) -> tuple[list[str], list[list[int]], list[list[int]]]:
     """Lists which captions belong to which images.
 
     Args:
       labels: [n], labels of the images.
       captions_of_label: label -> its captions.
+      context_length: tokens per caption; the model does not read those beyond.
 
     Returns:
-      (captions that the tokenizer distinguishes, indices of the captions of each image, indices of the images
+      (captions that the model distinguishes, indices of the captions of each image, indices of the images
       of each caption).
 
     Raises:
       ValueError: an image has no caption.
 
-    >>> pair(np.array([7, 7, 8]), {7: ["a cat", "a pet"], 8: ["a dog", "a pet"]}.get)
+    >>> pair(np.array([7, 7, 8]), {7: ["a cat", "a pet"], 8: ["a dog", "a pet"]}.get, 77)
     (['a cat', 'a pet', 'a dog'], [[0, 1], [0, 1], [2, 1]], [[0, 1], [0, 1, 2], [2]])
     """
-    position: dict[tuple[int, ...], int] = {}
+    tokens = functools.partial(data.tokenize, context_length=context_length)
+    position: dict[bytes, int] = {}
     distinct, by_label = [], {}
     for label in np.unique(labels).tolist():
-        captions = {tuple(encode(caption)): caption for caption in captions_of_label(label)}
+        captions = {tokens(caption).tobytes(): caption for caption in captions_of_label(label)}
         if not captions:
             raise ValueError(f"label {label} has no caption: retrieval needs one for every image")
         distinct += [caption for ids, caption in captions.items() if ids not in position]

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from swjax import data
-from swjax.data.tokenizer import encode
+from swjax.data import imagenet
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.models.sharding import Share
@@ -35,8 +36,12 @@ class ZeroShot:
     """Top-1 and top-5 accuracy over the names of the classes that occur in a set.
 
     The vector of a class is the normalized mean of the unit vectors of its prompts, one prompt per template.
-    Classes whose names the tokenizer reads as one are one class, because no prompt separates them. Ties count
-    against the model.
+    Classes whose prompts the model reads as one are one class, see `distinct`. Ties count against the model.
+
+    ImageNet's list has two pairs of equal names. As in published accuracies, a set with this list is scored
+    over all 1,000 columns, and of two equal columns the first is the prediction, so that images of the
+    second class are wrong. Its scores "zeroshot/<name>_merged_top1" and "..._merged_top5" follow the rules
+    above.
 
     Args:
       predict: see `swjax.evaluators.embed`.
@@ -85,8 +90,14 @@ class ZeroShot:
             "max_bad_share": max_bad_share,
         }
         self._images: Callable[..., embed.Images] = functools.partial(
-            embed.images, predict, source=source, **reading, **self._sizes
+            embed.images,
+            predict,
+            source=source,
+            what=f"zero-shot set {name!r}",
+            **reading,
+            **self._sizes,
         )
+        self._is_imagenet = tuple(source.class_names) == imagenet.class_names()
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
         """Computes the scores and the chance scores.
@@ -99,12 +110,35 @@ class ZeroShot:
           "zeroshot/<name>_top1", "zeroshot/<name>_top5", and "..._chance_top1", "..._chance_top5".
         """
         images = images or self._images(params)
+        if self._is_imagenet:
+            return self._run_imagenet(params, images)
         names, correct = self._classes(images.labels)
         rank = ranks(images.embeddings, self._classifier(params, names), correct)
+        return self._scores(self._name, rank, correct, len(names))
+
+    def _run_imagenet(self, params, images: embed.Images) -> dict[str, float]:
+        """The published scores over all columns, and those of merged names."""
+        names = self._source.class_names
+        vectors, first = self._classifier(params, names), self._distinct(names)
+        alike: dict[int, list[int]] = {}  # {first column: all columns that equal it, in order}
+        for column, same in enumerate(first):
+            alike.setdefault(same, []).append(column)
+        labels = images.labels.tolist()
+        rank = ranks(images.embeddings, vectors, [alike[first[label]] for label in labels])
+        rank += [alike[first[label]].index(label) for label in labels]
+        scores = self._scores(self._name, rank, [[label] for label in labels], len(names))
+        columns = sorted({first[label] for label in labels})
+        correct = [[columns.index(first[label])] for label in labels]
+        rank = ranks(images.embeddings, vectors[columns], correct)
+        return scores | self._scores(f"{self._name}_merged", rank, correct, len(columns))
+
+    def _scores(
+        self, name: str, rank: np.ndarray, correct: list, candidates: int
+    ) -> dict[str, float]:
         scores = {}
         for k in (1, 5):
-            scores[f"zeroshot/{self._name}_top{k}"] = recall(rank, k)
-            scores[f"zeroshot/{self._name}_chance_top{k}"] = chance(correct, len(names), k)
+            scores[f"zeroshot/{name}_top{k}"] = recall(rank, k)
+            scores[f"zeroshot/{name}_chance_top{k}"] = chance(correct, candidates, k)
         return scores
 
     def predictions(
@@ -135,16 +169,45 @@ class ZeroShot:
 
     def _classes(self, labels: np.ndarray) -> tuple[list[str], list[list[int]]]:
         """The names that occur, one per reading, and for each image the index of its name."""
-        all_names = self._source.class_names
-        read = {label: tuple(encode(all_names[label])) for label in np.unique(labels).tolist()}
-        names: dict[tuple[int, ...], str] = {}
-        for label, ids in read.items():
-            names.setdefault(ids, all_names[label])
-        position = {ids: i for i, ids in enumerate(names)}
-        return list(names.values()), [[position[read[label]]] for label in labels.tolist()]
+        occurring = np.unique(labels).tolist()
+        names = [self._source.class_names[label] for label in occurring]
+        first = self._distinct(names)
+        position = {row: i for i, row in enumerate(sorted(set(first)))}
+        of_label = {label: [position[row]] for label, row in zip(occurring, first, strict=True)}
+        return [names[row] for row in position], [of_label[label] for label in labels.tolist()]
+
+    def _distinct(self, names: Sequence[str]) -> list[int]:
+        return distinct(names, self._templates, self._sizes["context_length"])
 
     def _classifier(self, params, names: list[str]) -> np.ndarray:
         return classifier(self._predict, params, names, self._templates, **self._sizes)
+
+
+def distinct(names: Sequence[str], templates: Sequence[str], context_length: int) -> list[int]:
+    """For each name, the index of the first name that the model reads as the same in every prompt.
+
+    The model reads tokens, up to `context_length`: names that differ only in case, in white space or beyond
+    the last token are one.
+
+    >>> distinct(["Red fox", "owl", "red\\nfox", "red fox cub"], ["a photo of a {}"], 77)
+    [0, 1, 0, 3]
+    >>> distinct(["Red fox", "owl", "red\\nfox", "red fox cub"], ["a photo of a {}"], 8)
+    [0, 1, 0, 0]
+    """
+
+    def read(name: str, templates: Iterable[str]) -> bytes:
+        prompts = [template.replace("{}", name) for template in templates]
+        return data.tokenize(prompts, context_length=context_length).tobytes()
+
+    begins = [read(name, templates[:1]) for name in names]
+    counts = Counter(begins)
+    # Most names differ in the first prompt, and need no other.
+    keys = [
+        (begin, read(name, templates[1:]) if counts[begin] > 1 else b"")
+        for name, begin in zip(names, begins, strict=True)
+    ]
+    first: dict[tuple[bytes, bytes], int] = {}
+    return [first.setdefault(key, i) for i, key in enumerate(keys)]
 
 
 def classifier(
@@ -172,10 +235,17 @@ def classifier(
       Unit vectors, float32 [len(names), e].
 
     Raises:
-      ValueError: there is no name or no template, or a template has no "{}" for the name.
+      ValueError: there is no name, a name is not a text, there is no template, or a template has no "{}" for
+        the name.
     """
-    if not names:
+    if not len(names):
         raise ValueError("a classifier needs the name of at least one class, got none")
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise ValueError(
+            f"names of classes must be texts, got {wrong[0]!r:.40} of type {type(wrong[0]).__name__}: pass "
+            "its name"
+        )
     templates = embed.check_templates(templates)
     prompts = (template.replace("{}", name) for name in names for template in templates)
     sizes: dict[str, Any] = {

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from swjax.data.tokenizer import encode
-from swjax.inference.encoder import load
+from swjax.evaluators import zeroshot
+from swjax.inference.encoder import Encoder, load
+from swjax.safe_files import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,15 +39,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"the name {name!r}, given twice, shares its probability: give it once")
     try:
         model = load(options.model)
+        _check_distinct(options.names, model)
         (probabilities,) = model.classify(options.picture, model.classifier(options.names))
     except (OSError, ValueError) as error:
-        print(f"swjax classify: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"swjax classify: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     for share, name in sorted(
         zip(probabilities.tolist(), options.names, strict=True), reverse=True
     ):
         print(f"{share:7.2%}  {name}")
     return 0
+
+
+def _check_distinct(names: Sequence[str], model: Encoder) -> None:
+    tokens = model.cfg.text.context_length
+    for name, first in zip(names, zeroshot.distinct(names, model.templates, tokens), strict=True):
+        if name != names[first]:
+            raise ValueError(
+                f"the model reads at most {tokens} tokens, and so {name!r} as {names[first]!r}: give shorter "
+                "names"
+            )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from swjax.models import clip
 from swjax.models.config import TextConfig, VisionConfig
 from swjax.packages import require
 from swjax.recipes import Product, Quantizer, Recipe
+from swjax.safe_files import parse_json, read_inside, write_atomically
 from swjax.serving.models import is_prequantized
 
 __all__ = ["Encoder", "export", "load", "pixels", "save"]
@@ -199,8 +200,8 @@ def load(
         kind = "a run" if is_run else "a file by swjax.inference.save"
         raise ValueError(f"{path} is {kind} and has its own configuration: leave cfg out")
     elif saved is not None:
-        templates = json.loads(saved["templates"]) if "templates" in saved else TEMPLATES
-        return Encoder(_of_file(path, saved, options), templates=templates)
+        model, templates = _of_file(path, saved, options)
+        return Encoder(model, templates=templates)
     else:
         model, templates = _of_run(path, options)
     return Encoder(serving.prequantize(model) if prequantize else model, templates=templates)
@@ -217,23 +218,26 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
     if not any((workdir / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")
     try:
-        config = ConfigDict(json.loads((workdir / "config.json").read_text(errors="replace")))
-    except json.JSONDecodeError as error:
+        saved = parse_json(read_inside(workdir, "config.json").decode(errors="replace"))
+        config = ConfigDict(saved)
+        config.model.attention = ""  # of the devices it was trained on
+        described, ema, templates = model_config(config), config.train.ema_decay, _templates(config)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{workdir}/config.json is damaged: {error}: restore it from a copy"
+            f"{workdir}/config.json is damaged: {reason:.200}: restore it from a copy"
         ) from error
-    config.model.attention = ""  # of the devices it was trained on
-    cfg = clip.config(model_config(config), **options)
+    cfg = clip.config(described, **options)
     graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
         nnx.to_pure_dict(state),
     )
-    name = "ema" if config.train.ema_decay else "params"
+    name = "ema" if ema else "params"
     with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
         nnx.replace_by_pure_dict(state, checkpoints.restore_params(like, name))
-    return nnx.merge(graph, state), _templates(config) or TEMPLATES
+    return nnx.merge(graph, state), templates or TEMPLATES
 
 
 def _templates(config) -> tuple[str, ...]:
@@ -275,16 +279,28 @@ def save(path: str | Path, encoder: Encoder) -> None:
     serving.save(path, encoder.model, metadata)
 
 
-def _of_file(path: Path, metadata: dict[str, str], options: dict) -> clip.CLIP:
-    cfg = clip.config(_config(json.loads(metadata["config"])), **options)
-    prequantized = json.loads(metadata["prequantized"])
+def _of_file(
+    path: Path, metadata: dict[str, str], options: dict
+) -> tuple[clip.CLIP, tuple[str, ...]]:
+    """Returns the model of a file, and its templates."""
+    try:
+        described = _config(parse_json(metadata["config"]))
+        prequantized = bool(parse_json(metadata["prequantized"]))
+        saved = parse_json(metadata.get("templates", json.dumps(TEMPLATES)))
+        templates = embed.check_templates(saved)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} is damaged, in its metadata: {reason:.200}: save it again"
+        ) from error
+    cfg = clip.config(described, **options)
 
     def make():
         model = clip.CLIP(cfg, rngs=nnx.Rngs(0))
         return serving.prequantize(model) if prequantized else model
 
     try:
-        return serving.load(path, nnx.eval_shape(make))
+        return serving.load(path, nnx.eval_shape(make)), templates
     except ValueError as error:
         if not options:
             raise
@@ -355,7 +371,7 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     for function, shape in inputs.items():
         program = serving.export(function, encoder.model, shape, platforms=platforms)
-        (folder / f"{function.__name__}.jax").write_bytes(program.serialize())
+        write_atomically(folder / f"{function.__name__}.jax", bytes(program.serialize()))
     save(folder / "model.safetensors", encoder)
 
 

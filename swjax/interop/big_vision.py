@@ -7,15 +7,19 @@ or stacked ("encoderblock/...").
 
 import math
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from swjax.data.files import size_and_version
 from swjax.interop.configs import mlp_ratio
 from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
+from swjax.safe_files import replacing
+
+# Weights hardly compress: a file that inflates more, beyond a small size, is a trap.
+_LARGEST_INFLATION, _SMALL = 20, 64 * 2**20
 
 _NORM, _MLP, _ATTENTION = "LayerNorm_{}", "MlpBlock_0/Dense_{}", "MultiHeadDotProductAttention_0"
 _HEADS = {"q": "query", "k": "key", "v": "value", "out": "out"}
@@ -62,12 +66,17 @@ def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
       ValueError: the file is not a SigLIP of big_vision, or is incomplete.
     """
     try:
+        size = size_and_version(str(path))[0]
         with open(path, "rb") as raw, np.load(raw) as file:
+            inflated = sum(member.file_size for member in file.zip.infolist())
+            if inflated > max(_LARGEST_INFLATION * size, _SMALL):
+                raise ValueError(f"{size} bytes would inflate to {inflated}")
             held = {name.removeprefix("params/"): file[name] for name in file.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(f"{path} is not a complete .npz of arrays: {error}") from error
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # NumPy and zlib raise errors of many types for damaged files
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is not a complete .npz of arrays: {reason:.200}") from error
     try:
         held = _stacked(held)
         cfg = _config(held)
@@ -76,7 +85,7 @@ def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
         raise ValueError(
             f"{path} lacks the array {error}: give a SigLIP checkpoint of big_vision"
         ) from error
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path} has an array whose shape does not fit the others: {error}: give a SigLIP checkpoint of "
             f"big_vision"
@@ -113,10 +122,9 @@ def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> 
         for block, part in enumerate(value):
             held[theirs.replace("/encoderblock/", f"/encoderblock_{block}/")] = part
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part.npz")
     arrays: dict[str, Any] = {f"params/{name}": value for name, value in held.items()}
-    np.savez(part, **arrays)
-    part.rename(path)
+    with replacing(path) as file:
+        np.savez(file, **arrays)
 
 
 def _names() -> Iterator[tuple[str, str]]:

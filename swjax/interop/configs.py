@@ -11,6 +11,17 @@ from typing import Any
 from swjax.data.images import MEAN, STD
 from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
 
+_PREPARE = "prepare the images yourself, and pass this model's configuration as cfg"
+# The largest sizes that a file may have, so that a malformed one is refused at once; by the libraries' keys.
+_LARGEST = {
+    **dict.fromkeys(("layers", "num_hidden_layers"), 1000),
+    **dict.fromkeys(("heads", "num_attention_heads"), 1024),
+    **dict.fromkeys(("width", "hidden_size", "head_width", "embed_dim", "projection_dim"), 2**16),
+    "intermediate_size": 2**20,
+    **dict.fromkeys(("patch_size", "image_size"), 2**13),
+    **dict.fromkeys(("context_length", "max_position_embeddings"), 2**17),
+    "vocab_size": 2**24,
+}
 # The libraries' defaults for missing keys.
 _OPEN_CLIP_VISION = {"layers": 12, "width": 768, "head_width": 64, "mlp_ratio": 4.0,
                      "patch_size": 16, "image_size": 224, "ls_init_value": None}  # fmt: skip
@@ -47,7 +58,7 @@ def from_open_clip(file: Mapping) -> CLIPConfig:
     known = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_bias"}
     _refuse("model_cfg", model, known | {"init_logit_scale"}, {})
     vision = _OPEN_CLIP_VISION | model["vision_cfg"]
-    if not isinstance(vision["layers"], int):
+    if isinstance(vision["layers"], list):
         raise ValueError(
             f"vision_cfg.layers must be one number, because swjax supports only vision transformers, "
             f"got {vision['layers']!r} of a ResNet: give a ViT"
@@ -66,9 +77,10 @@ def from_open_clip(file: Mapping) -> CLIPConfig:
         _OPEN_CLIP_TEXT.keys() | neutral,
         {"pool_type": "argmax", "proj_type": "linear"},
     )
-    for key, ours in (("mean", MEAN), ("std", STD)):
-        theirs = file.get("preprocess_cfg", {}).get(key, ours)
-        _need(f"preprocess_cfg.{key}", tuple(theirs), ours)
+    _check_sizes("model_cfg", model)
+    _check_sizes("vision_cfg", vision)
+    _check_sizes("text_cfg", text)
+    _check_preprocessing(file.get("preprocess_cfg", {}), vision["image_size"])
     _need("text_cfg.ls_init_value", text["ls_init_value"], vision["ls_init_value"])
     return CLIPConfig(
         vision=VisionConfig(
@@ -86,6 +98,57 @@ def from_open_clip(file: Mapping) -> CLIPConfig:
         layer_scale=vision["ls_init_value"],
         init_logit_bias=model.get("init_logit_bias"),
     )
+
+
+def _check_preprocessing(given: Mapping, size: int) -> None:
+    """Raises a ValueError if images are prepared in another way than by `swjax.inference.pixels`."""
+    for key, values in (("mean", MEAN), ("std", STD)):
+        _need(f"preprocess_cfg.{key}", tuple(given.get(key, values)), values)
+    ours = {"resize_mode": "shortest", "interpolation": "bicubic", "mode": "RGB"}
+    for key, only in ours.items():
+        if (value := given.get(key) or only) != only:
+            raise ValueError(
+                f"preprocess_cfg.{key} must be {only!r}, as swjax resizes images, got {value!r:.80}: "
+                f"{_PREPARE}"
+            )
+    if (value := given.get("size") or size) not in (size, [size, size]):
+        raise ValueError(f"preprocess_cfg.size must be {size}, got {value!r:.80}: {_PREPARE}")
+    # Padding has a color only with resize_mode="longest".
+    _refuse("preprocess_cfg", given, {"mean", "std", "size", "fill_color", *ours}, {})
+
+
+def check_image_processor(file: Mapping) -> None:
+    """Checks the preprocessor_config.json next to Hugging Face's weights of a CLIP.
+
+    Raises:
+      ValueError: images are prepared in another way than by `swjax.inference.pixels`.
+    """
+    size = file.get("size", 224)
+    found = {
+        "do_resize": file.get("do_resize", True),
+        "do_center_crop": file.get("do_center_crop", True),
+        "resample": file.get("resample", 3),  # Pillow's number of the bicubic filter
+        "image_mean": tuple(file.get("image_mean", MEAN)),
+        "image_std": tuple(file.get("image_std", STD)),
+        "size": ["shortest_edge"] if isinstance(size, int) else list(size),
+    }
+    ours = {"do_resize": True, "do_center_crop": True, "resample": 3, "image_mean": MEAN, "image_std": STD,
+            "size": ["shortest_edge"]}  # fmt: skip
+    for key, only in ours.items():
+        if found[key] != only:
+            raise ValueError(
+                f"{key} must be {only!r}, as swjax prepares images, got {found[key]!r:.80}: {_PREPARE}"
+            )
+
+
+def _check_sizes(section: str, given: Mapping) -> None:
+    """Raises a ValueError if a size is not a whole number, or is absurdly large."""
+    for key, most in _LARGEST.items():
+        value = given.get(key, 1)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(
+                f"{section}.{key} must be a whole number from 1 to {most}, got {value!r:.80}"
+            )
 
 
 def _open_clip_gelu(model: Mapping, vision: Mapping, text: Mapping) -> str:
@@ -144,7 +207,9 @@ def from_hugging_face(file: Mapping) -> CLIPConfig:
         defaults | file.get(f"{tower}_config", {}) | (file.get(f"{tower}_config_dict") or {})
         for tower, defaults in (("vision", _HUGGING_FACE_VISION), ("text", _HUGGING_FACE_TEXT))
     )
+    _check_sizes("config", file)
     for tower, config in (("vision", vision), ("text", text)):
+        _check_sizes(f"{tower}_config", config)
         _need(f"{tower}_config.layer_norm_eps", config.get("layer_norm_eps", 1e-5), 1e-5)
     _need("text_config.hidden_act", text["hidden_act"], vision["hidden_act"])
     gelus = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
@@ -172,6 +237,7 @@ def from_siglip(file: Mapping) -> CLIPConfig:
     vision = _SIGLIP_VISION | file.get("vision_config", {})
     text = _SIGLIP_TEXT | file.get("text_config", {})
     for tower, config in (("vision", vision), ("text", text)):
+        _check_sizes(f"{tower}_config", config)
         for key in ("layer_norm_eps", "hidden_act"):
             _need(f"{tower}_config.{key}", config[key], _SIGLIP_VISION[key])
     _need("vision_config.vision_use_head", vision.get("vision_use_head", True), True)
@@ -296,7 +362,7 @@ def to_hugging_face(cfg: CLIPConfig) -> dict:
 def _need(key: str, value, only) -> None:
     if value != only:
         raise ValueError(
-            f"{key} must be {only!r}, the only value that swjax supports, got {value!r}"
+            f"{key} must be {only!r}, the only value that swjax supports, got {value!r:.80}"
         )
 
 
@@ -306,5 +372,5 @@ def _refuse(section: str, given: Mapping, known, fixed: Mapping) -> None:
         if key in known or not value or fixed.get(key) == value:
             continue
         raise ValueError(
-            f"{section}.{key}={value!r} is not supported by swjax's CLIP: use a model without"
+            f"{section}.{key:.80}={value!r:.80} is not supported by swjax's CLIP: use a model without"
         )

@@ -1,7 +1,7 @@
 """Reads and writes safetensors files of CLIP models; checks every tensor before reading any."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
+from swjax.data import files
 from swjax.interop import big_vision, configs
 from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip
+from swjax.safe_files import parse_json, write_atomically
 from swjax.serving import tensor_files
 from swjax.serving.models import is_prequantized, read_metadata
 
@@ -21,6 +23,7 @@ _READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hug
 _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face,
             "siglip": configs.to_siglip}  # fmt: skip
 SIGLIP = LAYOUTS["siglip"]
+_LARGEST_CONFIG = 2**24  # bytes
 _EXACT = ("F32", "F16", "BF16")  # dtypes that convert to float32 exactly
 
 
@@ -141,7 +144,7 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
     # transformers rejects files without this format entry.
     tensor_files.write(folder / names.weights, packed, {"format": "pt"})
     config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
-    (folder / names.config).write_text(config + "\n")
+    write_atomically(folder / names.config, config + "\n")
 
 
 def _abstract(cfg: clip.CLIPConfig) -> clip.CLIP:
@@ -195,11 +198,19 @@ def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
             f"{path} has no {file.name} next to it for the number of heads and the GELU: pass the model, as "
             f'in cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )
-    try:
-        described = _READERS[layout](json.loads(file.read_text()))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file}: {_one_line(error)}") from error
+    described = _parse(file, _READERS[layout])
+    images = path.parent / "preprocessor_config.json"
+    if layout == "huggingface" and images.is_file():
+        _parse(images, configs.check_image_processor)
     return clip.config(described, recipe="standard", dtype="float32")
+
+
+def _parse(file: Path, read: Callable[[Any], Any]) -> Any:
+    """Applies a function to the JSON of a file; its errors begin with the name of the file."""
+    try:
+        return read(parse_json(files.read_whole(str(file), _LARGEST_CONFIG)))
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{file}: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:
@@ -221,7 +232,8 @@ def _check(path: Path, layout: WeightFormat, found, expected) -> None:
             raise ValueError(f"{path} {what} {which[0]!r}{more}: {remedy}")
     for tensor in expected:
         shape, dtype = tuple(found[tensor.name].get_shape()), found[tensor.name].get_dtype()
-        if shape != tensor.shape:
+        scalar = len(tensor.axes) == 0 and shape in ((), (1,))  # libraries save it in either shape
+        if shape != tensor.shape and not scalar:
             raise ValueError(
                 f"the tensor {tensor.name!r} of {path} must be {list(tensor.shape)}, "
                 f"got {list(shape)}: {remedy}"

@@ -18,11 +18,18 @@ from swjax.linear.checks import (
     weight_array,
     weight_quantizer,
 )
+from swjax.linear.interception import intercepted, is_active
 from swjax.linear.layer import Layer
 from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
 from swjax.linear.prologues import Gelu, Prologue, input_spec
 from swjax.linear.rules import Inputs, fused_mlp, linears
-from swjax.linear.sharding import Sharding, shard_layer, shard_next, vary_alike
+from swjax.linear.sharding import (
+    Sharding,
+    gathered_over_mapped_axes,
+    shard_layer,
+    shard_next,
+    vary_alike,
+)
 from swjax.recipes import Recipe
 
 
@@ -100,8 +107,15 @@ def switchback(
     biases: Any = _biases(ws, bias) if several else (bias,)
     for each in zip(ws, biases, strict=True):
         check_shapes(x, *each, recipe)
+    ws, biases = gathered_over_mapped_axes((tuple(ws), biases))
     check_addend(x, ws, addend)
     check_prologue(x, prologue)
+    if is_active():
+        options = {"recipe": recipe, "out_dtype": out_dtype, "precision": precision}
+        options |= {"implementation": implementation, "layout": layout}
+        ys = tuple(_beside_qwix(x, *each, addend, prologue, options) for each in zip(ws, biases))
+        y = ys if several else ys[0]
+        return (y, x) if residual else y
     shardings = [shard_layer(x, weight_array(w), layout) for w in ws]
     options = recipe, out_dtype, precision, implementation
     layers = tuple(_layer(x, w, addend, *options, sharding) for w, sharding in zip(ws, shardings))
@@ -131,6 +145,15 @@ def _biases(ws: tuple, bias) -> tuple:
             f"each an array or None, got {got}"
         )
     return tuple(bias)
+
+
+def _beside_qwix(x, w, bias, addend, prologue: Prologue | None, options: dict) -> jax.Array:
+    """One layer, so that LoRA of Qwix can add its delta to the product."""
+    if prologue is not None:
+        x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
+    product = lambda: switchback(x, w, bias, addend=addend, **options)
+    contract = ((x.ndim - 1,), (0,)), ((), ())
+    return intercepted("dot_general", product, w, x, w, contract)
 
 
 def mlp(
@@ -181,6 +204,13 @@ def mlp(
     check_prologue(x, prologue)
     check_dtypes(x, w1, b1)
     check_dtypes(hidden, w2, b2)
+    w1, b1, w2, b2 = gathered_over_mapped_axes((w1, b1, w2, b2))
+    if is_active():
+        options = {"recipe": recipe, "precision": precision, "implementation": implementation}
+        hidden = switchback(x, w1, b1, prologue=prologue, layout=layouts[0], **options)
+        options |= {"addend": x if add_input else None, "prologue": Gelu(approximate)}
+        y = switchback(hidden, w2, b2, layout=layouts[1], **options)
+        return (y, x) if residual else y
     sharding = shard_layer(x, weight_array(w1), layouts[0])
     shardings = sharding, shard_next(sharding, weight_array(w2), layouts[1])
     addends = None, x if add_input else None
@@ -199,14 +229,15 @@ def mlp(
 
 
 def _layer(x, w, addend, recipe, out_dtype, precision, implementation, sharding: Sharding) -> Layer:
-    dispatch.check(implementation)
+    recipe = recipes.get(recipe)
+    dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
         raise ValueError(
             f"out_dtype must be a floating dtype, got {jnp.dtype(out_dtype)}: cast y instead"
         )
     return Layer(
-        recipes.get(recipe),
+        recipe,
         sharding,
         dtype=x.dtype.name,
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
@@ -215,6 +246,14 @@ def _layer(x, w, addend, recipe, out_dtype, precision, implementation, sharding:
         implementation=implementation,
         precision=precision,
     )
+
+
+def _products(recipe: Recipe) -> list[str]:
+    """The names of a layer's products in `swjax.kernels.dispatch`; only XLA computes "dot"."""
+    wgrad = "weight_gradient"
+    if recipe.wgrad is not None:
+        wgrad = "block_weight_gradient" if recipe.wgrad.lhs.scope == "block" else "matmul"
+    return [*("matmul" if product else "dot" for product in (recipe.fwd, recipe.dgrad)), wgrad]
 
 
 # XLA cannot compile a `jax.shard_map` whose results are constants, such as sums over zero tokens.

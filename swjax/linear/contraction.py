@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import opt_einsum
@@ -12,6 +14,7 @@ from swjax import recipes
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import switchback
+from swjax.linear.interception import intercepted
 from swjax.linear.layouts import Layout
 from swjax.recipes import Recipe
 
@@ -56,26 +59,36 @@ class DotGeneral:
             a mesh with explicit axes, the operands are sharded along different contracted dimensions.
           TypeError: the contracted or the batch dimensions of the operands differ.
         """
+        options = {"precision": precision, "preferred_element_type": preferred_element_type}
+        product = lambda: self.multiply(lhs, rhs, dimension_numbers, **options)
+        y = intercepted("dot_general", product, rhs, lhs, rhs, dimension_numbers, **options)
+        return y if out_sharding is None else jax.reshard(y, out_sharding)
+
+    def multiply(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | QTensor,
+        dimension_numbers: DimensionNumbers,
+        *,
+        precision: jax.lax.PrecisionLike,
+        preferred_element_type: jax.typing.DTypeLike | None,
+    ) -> jax.Array:
+        """The product of `__call__` and `einsum`, which no other library intercepts."""
         x, w, columns, order = as_linear(lhs, rhs, dimension_numbers)
-
-        def linear(x, w):
-            return switchback(
-                x,
-                w,
-                recipe=self.recipe,
-                out_dtype=preferred_element_type,
-                precision=precision,
-                implementation=self.implementation,
-                layout=self.layout,
-            )
-
+        linear = partial(
+            switchback,
+            recipe=self.recipe,
+            out_dtype=preferred_element_type,
+            precision=precision,
+            implementation=self.implementation,
+            layout=self.layout,
+        )
         _, (batch, _) = dimension_numbers
         for _ in batch:
             linear = jax.vmap(linear)
         rows = x.shape[:-1]
         y = linear(x, w).reshape(*rows, *columns)
-        y = y.transpose(*range(len(rows)), *(len(rows) + axis for axis in order))
-        return y if out_sharding is None else jax.reshard(y, out_sharding)
+        return y.transpose(*range(len(rows)), *(len(rows) + axis for axis in order))
 
     def einsum(
         self,
@@ -86,10 +99,12 @@ class DotGeneral:
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
         out_sharding: NamedSharding | P | None = None,
+        optimize: Any = "optimal",
     ) -> jax.Array:
         """Like `jax.numpy.einsum` of an activation and a weight, for `einsum_op=` of `flax.nnx.Einsum`.
 
-        Without `preferred_element_type` the result has the dtype of `lhs`, whatever that of `rhs`.
+        Without `preferred_element_type` the result has the dtype of `lhs`, whatever that of `rhs`. `optimize`
+        changes nothing: two operands have one order.
 
         Indices of both operands and the output, such as those of experts, are batch dimensions: each has its
         own product.
@@ -104,8 +119,11 @@ class DotGeneral:
         >>> dot_general("switchback").einsum("btd,ndh->btnh", x, w).shape
         (2, 6, 4, 5)
         """
+        del optimize
+        options = {"precision": precision, "preferred_element_type": preferred_element_type}
         dimension_numbers, order = einsum_dimensions(equation, lhs, rhs)
-        y = self(lhs, rhs, dimension_numbers, precision, preferred_element_type).transpose(order)
+        product = lambda: self.multiply(lhs, rhs, dimension_numbers, **options).transpose(order)
+        y = intercepted("einsum", product, rhs, equation, lhs, rhs, **options)
         return y if out_sharding is None else jax.reshard(y, out_sharding)
 
 

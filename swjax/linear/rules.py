@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels.reference import QTensor
+from swjax.linear.interception import without_interception
 from swjax.linear.layer import (
     Layer,
     Operand,
@@ -220,6 +221,7 @@ def _linears_forward(inputs, addends, layers, residual):
     return (ys, inputs.x if residual else None), _save(inputs, x, ws, layers)
 
 
+@without_interception
 def _linears_backward(layers, _, saved, gradients):
     constants, (gs, residual_gradient) = lax.stop_gradient((saved, gradients))
     gs = tuple(map(Operand, gs))
@@ -266,6 +268,7 @@ def _mlp_forward(inputs, inputs2, layers, residual, add_input):
     return (y, inputs.x if residual else None), saved
 
 
+@without_interception
 def _mlp_backward(layers, _, add_input, saved, gradients):
     first, second = layers
     constants, (g, residual_gradient) = lax.stop_gradient((saved, gradients))

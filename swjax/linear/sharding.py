@@ -213,6 +213,23 @@ def _scatter_sum(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
     return lax.psum_scatter(jnp.moveaxis(parts, axis, 0), axes)
 
 
+def gathered_over_mapped_axes(tree: Any) -> Any:
+    """Gathers arrays over the explicit axes that a surrounding `jax.vmap` maps over.
+
+    Their types keep these axes if the `jax.vmap` does not map them, such as a weight from an outer scope.
+    """
+
+    def gather(array):
+        mesh, spec = (jax.typeof(array).sharding.mesh, jax.typeof(array).sharding.spec)
+        if mesh.empty or not any(spec):
+            return array
+        whole, mapped = fitting_spec(spec, array.shape, mesh), _mapped_axes(mesh)
+        kept = Spec(tuple(axis for axis in axes if axis not in mapped) for axes in whole)
+        return array if kept == whole else jax.reshard(array, partition_spec(kept))
+
+    return jax.tree.map(gather, tree)
+
+
 def vary_alike(*trees: Any) -> Any:
     """Marks arrays as varying over all axes of a surrounding `jax.shard_map` that any of them varies over.
 

@@ -32,6 +32,16 @@ def _check_choice(name: str, value, choices):
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
+def _divisor(width: int, most: int) -> int:
+    """The largest divisor of `width` up to `most`, found within a thousand trials, or their common divisor.
+
+    >>> _divisor(768, 7), _divisor(10**9 + 7, 10**9)
+    (6, 1)
+    """
+    near = range(min(width, most), max(most - 1000, 0), -1)
+    return next((heads for heads in near if width % heads == 0), math.gcd(width, most))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
     """The size of the stack of blocks in one tower.
@@ -61,7 +71,7 @@ class TowerConfig:
         if self.width % self.heads:
             raise ValueError(
                 f"heads must divide width, got width={self.width} and heads={self.heads}: "
-                f"try heads={max(h for h in range(1, self.heads) if self.width % h == 0)}"
+                f"try heads={_divisor(self.width, self.heads)}"
             )
 
     @property
@@ -132,7 +142,7 @@ class Options:
       implementation: implementation of the recipes' kernels, see `swjax.kernels.dispatch`; None chooses.
       dtype: dtype of the activations, for compute and storage. Parameters, attention scores, softmax and
         LayerNorm are float32.
-      attention: "triton", swjax's kernel for up to 320 tokens in 16 bits; "cudnn", which pads tokens to
+      attention: "fused", swjax's kernels for up to 320 tokens in 16 bits; "cudnn", which pads tokens to
         a multiple of 8; or "xla". None chooses, see `swjax.attention.choose`.
       gelu: "exact", "tanh" or "quick".
       layer_scale: initial value of a learned per-feature factor on each residual branch; None has no factor.
@@ -161,10 +171,11 @@ class Options:
         if isinstance(self.recipe, Mapping):  # a tuple is hashable
             object.__setattr__(self, "recipe", tuple(self.recipe.items()))
         _check_choice("dtype", self.dtype, DTYPES)
+        object.__setattr__(self, "attention", attention.ALIASES.get(self.attention, self.attention))
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("gelu", self.gelu, GELUS)
         _check_choice("remat", self.remat, REMAT)
-        if self.attention in ("cudnn", "triton") and self.dtype == "float32":
+        if self.attention in ("cudnn", "fused") and self.dtype == "float32":
             raise ValueError(
                 f"attention={self.attention!r} needs a 16-bit dtype, got dtype='float32': "
                 "set dtype='bfloat16', or attention='xla'"

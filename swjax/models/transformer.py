@@ -96,20 +96,22 @@ class Attention(nnx.Module):
     ):
         self.heads, self.causal = cfg.heads, causal
         self.requested = options.attention  # implementation; None chooses
-        linear = partial(
-            Linear,
-            cfg.width,
-            cfg.width,
-            dtype=jnp.dtype(options.dtype),
-            implementation=options.implementation,
-            rngs=rngs,
-        )
-        self.q = linear(recipe=recipes["attn/q"], kernel_init=init.qkv)
-        self.k = linear(recipe=recipes["attn/k"], kernel_init=init.qkv)
-        self.v = linear(recipe=recipes["attn/v"], kernel_init=init.qkv)
+
+        def linear(recipe, kernel_init):
+            return Linear(
+                cfg.width,
+                cfg.width,
+                recipe=recipe,
+                implementation=recipe.implementation(options.implementation),
+                dtype=jnp.dtype(options.dtype),
+                kernel_init=kernel_init,
+                rngs=rngs,
+            )
+
+        self.q, self.k, self.v = (linear(recipes[f"attn/{name}"], init.qkv) for name in "qkv")
         # Attention saves its output for its own backward pass, so an 8-bit copy would need additional memory.
         out = replace(recipes["attn/out"], save_quantized=False)
-        self.out = linear(recipe=out, kernel_init=init.out)
+        self.out = linear(out, init.out)
         self.ln_q = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
         self.ln_k = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
 
@@ -160,7 +162,7 @@ class Mlp(nnx.Module):
                 fan_in,
                 fan_out,
                 recipe=recipes[name],
-                implementation=options.implementation,
+                implementation=recipes[name].implementation(options.implementation),
                 dtype=jnp.dtype(options.dtype),
                 kernel_init=kernel_init,
                 bias_init=symmetric_uniform(fan_in**-0.5),

@@ -120,7 +120,7 @@ def muon(
         )
         if set(jax.tree.leaves(names)) == {"adamw"}:
             raise ValueError(
-                f"muon's matrices must name a parameter, got none of {structure.num_leaves}: use "
+                f"muon's matrices must name a parameter, got none of {len(axes)}: use "
                 "stable_adamw for AdamW alone, and no wrapper that hides matrices, such as optax.flatten"
             )
 

@@ -118,7 +118,8 @@ def per_tensor_guard(
         treedef: jax.tree_util.PyTreeDef
         leaves, treedef = jax.tree.flatten(grads)
         each = [_is_finite(g, kept) for g, kept in zip(leaves, axes, strict=True)]
-        finite, any_finite = treedef.unflatten(each), _stack([jnp.any(ok) for ok in each]).any()
+        finite = treedef.unflatten(each)
+        any_finite = jnp.array([jnp.any(ok) for ok in each], bool).any()
         updates, new = _update(inner, grads, state, params, finite, extra_args)
         where = optax.tree.map_params(
             inner,
@@ -177,35 +178,37 @@ def dynamic_loss_scale(
     """
     inner = _checked("dynamic_loss_scale", inner, scale, 1.0)
     # Under optax.inject_hyperparams growth_steps is a float.
-    whole = lambda x: 1 <= x < 2**31 and (isinstance(x, jax.Array) or float(x).is_integer())
+    is_whole = lambda x: isinstance(x, jax.Array) or float(x).is_integer()
+    steps = lambda x: 1 <= float(x) < 2**31 and is_whole(x)
     rule = "a whole number from 1 to 2147483647"
-    require_number("dynamic_loss_scale", "growth_steps", growth_steps, whole, rule)
-    grows = lambda x: 1 + 2.0**-24 < x <= _LARGEST  # 1 + 2^-24 rounds to 1
+    require_number("dynamic_loss_scale", "growth_steps", growth_steps, steps, rule)
+    grows = lambda x: 1 + 2.0**-24 < float(x) <= _LARGEST  # 1 + 2^-24 rounds to 1
     rule = "above 1 and finite in float32"
     require_number("dynamic_loss_scale", "factor", factor, grows, rule)
 
     def init(params):
-        zeros = (jnp.zeros([], jnp.int32) for _ in range(2))
-        return DynamicLossScaleState(_stored(scale), *zeros, inner.init(as_arrays(params)))
+        good_steps, skipped = (jnp.zeros([], jnp.int32) for _ in range(2))
+        return DynamicLossScaleState(
+            _stored(scale), good_steps, skipped, inner.init(as_arrays(params))
+        )
 
     def update(grads, state, params=None, **extra_args):
         grads, params = _arrays("dynamic_loss_scale", grads, params)
-        ok = _stack([_is_finite(g) for g in jax.tree.leaves(grads)]).all()
+        ok = jnp.array([_is_finite(g) for g in jax.tree.leaves(grads)], bool).all()
         finite = jax.tree.map(lambda _: ok, grads)
         updates, new = _update(inner, grads, state, params, finite, extra_args)
-        return updates, adjusted(
-            state, ok, jax.tree.map(lambda *x: _select(*x, ok), new, state.inner)
-        )
+        kept = jax.tree.map(lambda new, old: _select(new, old, ok), new, state.inner)
+        return updates, adjusted(state, ok, kept)
 
     def adjusted(state, ok, inner):
-        steps = jnp.where(ok, state.good_steps + 1, 0)
-        enough = steps >= jnp.asarray(growth_steps, jnp.int32)
+        good = jnp.where(ok, state.good_steps + 1, 0)
+        enough = good >= jnp.asarray(growth_steps, jnp.int32)
         ratio = jnp.asarray(factor, jnp.float32)
         grown, shrunk = state.scale * ratio, jnp.maximum(state.scale / ratio, 1)
         grown = jnp.where(enough & jnp.isfinite(grown), grown, state.scale)
         skipped = state.skipped + (~ok).astype(jnp.int32)
         return DynamicLossScaleState(
-            jnp.where(ok, grown, shrunk), jnp.where(enough, 0, steps), skipped, inner
+            jnp.where(ok, grown, shrunk), jnp.where(enough, 0, good), skipped, inner
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -269,10 +272,6 @@ def _is_finite(g: jax.Array, blocks: tuple[int, ...] = ()) -> jax.Array:
     """Whether a gradient is finite: [], or each block along axes, with size 1 along the other axes."""
     reduced = tuple(axis for axis in range(g.ndim) if axis not in blocks)
     return jnp.all(jnp.isfinite(g), axis=reduced, keepdims=bool(blocks))
-
-
-def _stack(flags: list[jax.Array]) -> jax.Array:
-    return jnp.array(flags, bool)  # also of no flags
 
 
 def _update(

@@ -181,10 +181,10 @@ def stable_adamw(
 class Descent(NamedTuple):
     """What `stable_adamw` adds to `scale_by_stable_adam`: the rate of this step, and its decay arguments."""
 
-    learning_rate: jax.typing.ArrayLike
-    weight_decay: jax.typing.ArrayLike
-    mask: Any
-    decoupled_lr: bool
+    learning_rate: jax.typing.ArrayLike = 1.0
+    weight_decay: jax.typing.ArrayLike = 0.0
+    mask: Any = lambda params: jax.tree.map(lambda _: False, params)
+    decoupled_lr: bool = False
 
 
 def scale_by_stable_adam(
@@ -219,6 +219,7 @@ def scale_by_stable_adam(
     [-0.0011, 0.0012]
     """
     _check(b1, b2, eps, clip_threshold, mu_dtype)
+    ascent = Descent()
 
     def init(params):
         params = _inexact(params)
@@ -230,7 +231,7 @@ def scale_by_stable_adam(
             rms=TensorValues.zeros(blocks, jnp.result_type(float)),
         )
 
-    def update(grads, state, params=None, *, descent: Descent | None = None, **extra_args):
+    def update(grads, state, params=None, *, descent: Descent = ascent, **extra_args):
         del extra_args
         if params is None:
             raise ValueError(
@@ -242,18 +243,16 @@ def scale_by_stable_adam(
         require_shapes("stable_adamw", params, {"gradient": grads, **moments})
         count = optax.safe_increment(state.count)
         new1, new2 = (_new_weight(b, count) for b in (b1, b2))
-        axes = resolve_block_axes(block_axes, params)
-        none_decays = [False] * len(axes)
-        decays = resolve_mask(descent.mask, params) if descent else none_decays
-        rate, decay, _, decoupled = descent or Descent(1.0, 0.0, None, False)
+        rate, decay, mask, decoupled = descent
         numbers = (rate, new1, new2, eps, decay, clip_threshold)
         s = Scalars(*(jnp.asarray(x, jnp.result_type(float)) for x in numbers))
 
         treedef: jax.tree_util.PyTreeDef = jax.tree.structure(params)
         columns = [treedef.flatten_up_to(tree) for tree in (params, grads, state.mu, state.nu)]
+        axes, masks = resolve_block_axes(block_axes, params), resolve_mask(mask, params)
         results = [
-            _step(*arrays, s, kept, decays, decoupled)
-            for *arrays, kept, decays in zip(*columns, axes, decays, strict=True)
+            _step(p, g, m, v, s, kept, decays, decoupled)
+            for p, g, m, v, kept, decays in zip(*columns, axes, masks, strict=True)
         ]
         changes, mu, nu, rms = zip(*results) if results else ((), (), (), ())
         changes, mu, nu = (treedef.unflatten(column) for column in (changes, mu, nu))

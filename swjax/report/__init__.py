@@ -3,6 +3,7 @@
 `python -m swjax report WORKDIR` rewrites the page, during or after a run.
 """
 
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -11,12 +12,19 @@ from pathlib import Path
 import numpy as np
 
 from swjax.report import charts, page, records
-from swjax.safe_files import write_atomically
+from swjax.safe_files import make_folder, mask_credentials, read_inside, write_atomically
 
 __all__ = ["write"]
 
 _THUMBNAIL = 96  # largest height and width in pixels of an image under a caption
 METRICS = re.compile("|".join(charts.METRICS))
+# The content of report/results.json, see `records.check`.
+_SAVED = {
+    "results": {str: float},
+    "predictions": [{"image": str, "name": str, "guesses": [str]}],
+    "nearest_images": [{"caption": str, "images": [str], "own": [bool]}],
+    "attribution": str,
+}
 
 
 def write(
@@ -31,7 +39,7 @@ def write(
 
     The curves come from metrics.jsonl, the rest from config.json and env.txt. The page names missing parts.
     The arguments are saved in report/results.json; for an argument that is None, the function uses the saved
-    value.
+    value. Only files in `workdir` are read and written, and no link out of it is followed.
 
     Args:
       workdir: directory of a run.
@@ -44,31 +52,29 @@ def write(
       Path of the page.
 
     Raises:
-      ValueError: `workdir` is not a directory.
+      ValueError: `workdir` is not a directory, or a file in it is damaged or a link out of it.
+      OSError: a file cannot be read or written.
     """
     workdir = Path(workdir)
     if not workdir.is_dir():
         raise ValueError(f"{workdir} is not a directory: name the workdir of a run")
-    folder = workdir / "report"
-    folder.mkdir(exist_ok=True)
+    folder = make_folder(workdir, "report")
     final = _remember(folder, results, predictions, nearest_images, attribution)
     metrics = records.read(workdir / "metrics.jsonl", METRICS)
-    pictures = charts.draw_all(metrics, folder)
+    pictures = page.Pictures(folder)
     text = page.render(
         config=_json(workdir / "config.json"),
+        changes=records.config_changes(workdir / "config_history.jsonl"),
         environment=_environment(workdir / "env.txt"),
         metrics=metrics,
-        charts=[
-            (chart, {k: page.data_url(p) for k, p in paths.items()}) for chart, paths in pictures
-        ],
+        charts=charts.draw_all(metrics, folder),
         results=final["results"],
-        predictions=[
-            p | {"image": page.data_url(folder / p["image"])} for p in final["predictions"]
-        ],
+        predictions=[p | {"image": pictures.url(p["image"])} for p in final["predictions"]],
         nearest_images=[
-            each | {"images": [page.data_url(folder / name) for name in each["images"]]}
+            each | {"images": [pictures.url(name) for name in each["images"]]}
             for each in final["nearest_images"]
         ],
+        left_out=pictures.left_out,
         attribution=final["attribution"],
     )
     return write_atomically(folder / "index.html", text)
@@ -79,6 +85,11 @@ def _remember(folder: Path, results, predictions, nearest_images, attribution) -
     path = folder / "results.json"
     empty = {"results": {}, "predictions": [], "nearest_images": [], "attribution": ""}
     final = empty | _json(path)
+    records.check(final, _SAVED, str(path))
+    if any(len(each["images"]) != len(each["own"]) for each in final["nearest_images"]):
+        raise ValueError(
+            f"{path} is damaged: images and own must be equally many: {records.REMEDY}"
+        )
     if results is not None:
         final["results"] = dict(results)
     if attribution is not None:
@@ -86,19 +97,15 @@ def _remember(folder: Path, results, predictions, nearest_images, attribution) -
     if predictions is not None:
         from PIL import Image  # imported here, because rewriting the page does not need it
 
-        (folder / "images").mkdir(exist_ok=True)
-        final["predictions"] = []
-        for i, prediction in enumerate(predictions):
-            name = f"images/{i:02}.png"
-            Image.fromarray(prediction.image).save(folder / name)
-            final["predictions"].append(
-                {
-                    "image": name,
-                    "name": prediction.name,
-                    "guesses": list(prediction.guesses),
-                    "cosines": list(prediction.cosines),
-                }
-            )
+        final["predictions"] = [
+            {
+                "image": _write_image(folder, f"{i:02}.png", Image.fromarray(prediction.image)),
+                "name": prediction.name,
+                "guesses": list(prediction.guesses),
+                "cosines": list(prediction.cosines),
+            }
+            for i, prediction in enumerate(predictions)
+        ]
     if nearest_images is not None:
         final["nearest_images"] = [
             {
@@ -124,17 +131,24 @@ def _write_thumbnail(folder: Path, name: str, image: np.ndarray) -> str:
     picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
     picture = picture.convert("RGB")
     picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    (folder / "images").mkdir(exist_ok=True)
-    picture.save(folder / "images" / name, "JPEG", quality=75)
+    return _write_image(folder, name, picture)
+
+
+def _write_image(folder: Path, name: str, picture) -> str:
+    """Writes a picture to images/; returns its path relative to the report folder."""
+    file = io.BytesIO()
+    picture.save(file, "PNG" if name.endswith(".png") else "JPEG", quality=75)
+    write_atomically(make_folder(folder, "images") / name, file.getvalue())
     return f"images/{name}"
 
 
 def _json(path: Path) -> dict:
-    return records.read_object(path) if path.exists() else {}
+    return records.read_object(path) if records.exists(path) else {}
 
 
 def _environment(path: Path) -> dict[str, str]:
-    """Reads the "name: value" lines of env.txt."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    """Reads the "name: value" lines of env.txt, without the credentials in addresses."""
+    text = read_inside(path.parent, path.name) if records.exists(path) else b""
+    lines = mask_credentials(text.decode(errors="replace")).splitlines()
     pairs = (line.partition(": ") for line in lines if ": " in line)
     return {name.strip(): value.strip() for name, _, value in pairs}

@@ -1,6 +1,7 @@
 """The report's charts. Each is drawn twice, for light and dark pages, and is readable on a phone."""
 
 import dataclasses
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from swjax.diagnostics import Rules, names
 from swjax.report.records import Series, blocks, smooth
+from swjax.safe_files import write_atomically
 
 if TYPE_CHECKING:  # matplotlib is slow to load
     from matplotlib.axes import Axes
@@ -86,7 +88,7 @@ class Chart:
     caption: str
 
 
-def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, Path]]]:
+def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, bytes]]]:
     """Draws every chart whose metrics are recorded.
 
     Args:
@@ -94,7 +96,7 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, Path
       folder: directory for <name>.png and <name>-dark.png; files of charts without metrics are removed.
 
     Returns:
-      Charts in the page's order, each with its pictures by theme; a chart that failed has no pictures.
+      Charts in the page's order, each with its PNGs by theme; a chart that failed has none.
     """
     drawn = []
     for name, (title, draw) in CHARTS.items():
@@ -102,18 +104,38 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, Path
             "light": folder / f"{name}.png",
             "dark": folder / f"{name}-dark.png",
         }
+        pictures = {}
         try:
-            for theme in (LIGHT, DARK):
-                caption = save(draw, metrics, theme, paths[theme.name])
+            caption, pictures = pngs(draw, metrics)
         except Missing as reason:
-            for path in paths.values():
+            caption = str(reason)
+        for theme, path in paths.items():
+            if theme in pictures:
+                write_atomically(path, pictures[theme])
+            else:
                 path.unlink(missing_ok=True)
-            caption, paths = str(reason), {}
-        drawn.append((Chart(name, title, caption), paths))
+        drawn.append((Chart(name, title, caption), pictures))
     return drawn
 
 
-def save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
+def pngs(draw: Callable[["Figure", Any, Theme], str], data: Any) -> tuple[str, dict[str, bytes]]:
+    """Draws a chart for both themes.
+
+    Args:
+      draw: draws `data` into a figure, and returns the caption.
+      data: what the chart shows.
+
+    Returns:
+      (caption, {name of the theme: PNG}).
+
+    Raises:
+      Missing: the data of the chart are missing.
+    """
+    drawn = {theme.name: _png(draw, data, theme) for theme in (LIGHT, DARK)}
+    return drawn["light"][0], {name: png for name, (_, png) in drawn.items()}
+
+
+def _png(draw: Callable[["Figure", Any, Theme], str], data: Any, theme: Theme) -> tuple[str, bytes]:
     from matplotlib import rc_context  # imported here: slow to load, and only the report needs it
     from matplotlib.figure import Figure
 
@@ -137,12 +159,23 @@ def save(draw: Callable, metrics: Metrics, theme: Theme, path: Path) -> str:
         "ytick.major.size": 0,
         "lines.linewidth": 1.8,
         "lines.solid_capstyle": "round",
+        "text.parse_math": False,  # names of tensors and runs may contain dollars
     }
+    file = io.BytesIO()
     with rc_context(style):
         figure = Figure(figsize=(4.8, 2.9), layout="constrained", facecolor=theme.surface)
-        caption = draw(figure, metrics, theme)
-        figure.savefig(path, dpi=200)
-    return caption
+        caption = draw(figure, data, theme)
+        for axes in figure.axes:
+            _widen(axes)
+        figure.savefig(file, dpi=200, format="png")
+    return caption, file.getvalue()
+
+
+def _widen(axes: "Axes") -> None:
+    """Shows the steps from 0 if there is only one, around which matplotlib draws an axis of 5%."""
+    first, last = axes.dataLim.intervalx
+    if first == last > 0 and axes.get_xlabel() == "step":
+        axes.set_xlim(0, 1.02 * last)
 
 
 def draw_loss(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
@@ -177,6 +210,9 @@ def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
         axes.plot(series.step, 100 * series.value, color=color, marker="o", markersize=3.5)
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_ylim(bottom=0)
+    steps = [metrics[name].step[-1] for name in ("train/loss", *filter(None, names.values()))
+             if name in metrics]  # fmt: skip
+    axes.set_xlim(0, 1.02 * max(steps))
     ends = np.array([100 * series.last for series in shown.values()])
     heights = apart(ends, _LABEL_HEIGHT * axes.get_ylim()[1])
     for (label, series), color, height in zip(shown.items(), theme.series, heights, strict=False):

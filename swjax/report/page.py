@@ -14,31 +14,38 @@ from importlib import resources
 from pathlib import Path
 
 from swjax.report.charts import Chart, Metrics
+from swjax.safe_files import mask_credentials, read_inside
 
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}
+_MOST_EMBEDDED = 64 * 2**20  # bytes of saved pictures in one page
 HEADLINES = ("_top1", "/image_to_text_R@10", "/text_to_image_R@10")
 
 
 def render(
     *,
     config: dict,
+    changes: list[tuple[str, str]],
     environment: dict[str, str],
     metrics: Metrics,
-    charts: list[tuple[Chart, dict[str, str]]],
+    charts: list[tuple[Chart, dict[str, bytes]]],
     results: dict[str, float],
     predictions: list[dict],
     nearest_images: list[dict],
+    left_out: list[str],
     attribution: str,
 ) -> str:
     """Renders the page; all external text is escaped.
 
     Args:
       config: the config of the run.
+      changes: when the config changed, and each change.
       environment: {name: value} from env.txt.
       metrics: columns of the log.
-      charts: each chart with the URLs of its pictures by theme.
+      charts: each chart with its PNGs by theme.
       results: {name: score}, the final scores and the chance scores.
       predictions: {"image": URL, "name", "guesses"} each.
       nearest_images: {"caption", "images": URLs, "own": whether each is the caption's own} each.
+      left_out: why pictures are missing, see `Pictures`.
       attribution: authors and license of the data.
     """
     return fill(
@@ -46,11 +53,14 @@ def render(
         title=_title(config),
         subtitle=_subtitle(config, metrics),
         tiles="".join(_tiles(results, metrics)),
-        predictions=_predictions(predictions) + _nearest_images(nearest_images),
-        charts="".join(chart(shown, urls) for shown, urls in charts),
+        predictions=_predictions(predictions)
+        + _nearest_images(nearest_images)
+        + _left_out(left_out),
+        charts="".join(chart(*each) for each in charts),
         scores=_scores(results),
         command=escape(environment.get("command", "unknown: the run has no env.txt")),
-        environment=_table((k, v) for k, v in environment.items() if k != "command" and v),
+        environment=_table((k, v) for k, v in environment.items() if k != "command" and v)
+        + _changes(changes),
         config=_table(flatten(config)),
         attribution=_paragraphs(attribution),
     )
@@ -88,19 +98,26 @@ def new_page(path: str) -> Path:
 
 
 def _title(config: dict) -> str:
-    model, data = config.get("model", {}), config.get("data", {})
+    model, data = _section(config, "model"), _section(config, "data")
     recipe = model.get("recipe", "unknown recipe")
     return f"CLIP {model.get('name', '')} in {recipe} on {data.get('name', 'unknown data')}"
+
+
+def _section(config: dict, name: str) -> dict:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _subtitle(config: dict, metrics: Metrics) -> str:
     parts = []
     if loss := metrics.get("train/loss"):
-        parts.append(f"{loss.step[-1]:,} steps of {config.get('train', {}).get('batch_size', '?')}")
+        parts.append(
+            f"{loss.step[-1]:,} steps of {_section(config, 'train').get('batch_size', '?')}"
+        )
     if time := metrics.get("time"):
         parts.append(duration(time.last))
-    optimizer = config.get("optimizer", {}).get("name")
-    return " · ".join([*parts, *([optimizer] if optimizer else [])]) or "no steps yet"
+    optimizer = _section(config, "optimizer").get("name")
+    return " · ".join([*parts, *([str(optimizer)] if optimizer else [])]) or "no steps yet"
 
 
 def _tiles(results: dict[str, float], metrics: Metrics) -> Iterable[str]:
@@ -145,13 +162,15 @@ def _predictions(predictions: list[dict]) -> str:
 def _prediction(prediction: dict) -> str:
     name, guesses = prediction["name"], prediction["guesses"]
     rows = "".join(
-        f'<li class="right">{escape(g)} <b>✓</b></li>' if g == name else f"<li>{escape(g)}</li>"
+        f'<li class="right"><span>{escape(g)} <b>✓</b></span></li>'
+        if g == name
+        else f"<li><span>{escape(g)}</span></li>"
         for g in guesses
     )
     state = "right" if guesses[:1] == [name] else "near" if name in guesses else "wrong"
     mark = {"right": "✓", "near": "~", "wrong": "✗"}[state]
     return (
-        f'<figure class="{state}"><img src="{prediction["image"]}" alt="{escape(name)}">'
+        f'<figure class="{state}" title="{escape(name)}">{_image(prediction["image"], name)}'
         f"<figcaption><strong><i>{mark}</i> {escape(name)}</strong><ol>{rows}</ol></figcaption></figure>"
     )
 
@@ -160,7 +179,7 @@ def _nearest_images(captions: list[dict]) -> str:
     if not captions:
         return ""
     rows = "".join(_images_of_caption(each) for each in captions)
-    first = sum(each["own"][0] for each in captions)
+    first = sum(each["own"][:1] == [True] for each in captions)
     return (
         f"<h3>Captions and their nearest images</h3><p>{len(captions)} evenly spaced captions of the "
         f"split, not selected: for {first} the nearest image is correct. ✓ marks a caption's own "
@@ -170,36 +189,81 @@ def _nearest_images(captions: list[dict]) -> str:
 
 def _images_of_caption(found: dict) -> str:
     figures = "".join(
-        f'<figure><img src="{url}" alt="{"own image" if own else "image of another caption"}">'
+        f"<figure>{_image(url, 'own image' if own else 'image of another caption')}"
         f'<figcaption class="right">{"<b>✓</b>" if own else ""}</figcaption></figure>'
         for url, own in zip(found["images"], found["own"], strict=True)
     )
     return (
-        f'<section class="card found"><strong>{escape(found["caption"])}</strong>'
+        f'<section class="card found" title="{escape(found["caption"])}">'
+        f"<strong>{escape(found['caption'])}</strong>"
         f"<div>{figures}</div></section>"
     )
 
 
-def chart(shown: Chart, urls: dict[str, str]) -> str:
+def _image(url: str, text: str) -> str:
+    return f'<img src="{url}" alt="{escape(text)}">' if url else ""
+
+
+def _left_out(reasons: list[str]) -> str:
+    if not reasons:
+        return ""
+    s = "" if len(reasons) == 1 else "s"
+    return f"<p class='missing'>{len(reasons)} picture{s} left out: {escape(reasons[0])}</p>"
+
+
+def chart(shown: Chart, pictures: dict[str, bytes]) -> str:
     """A chart as an HTML card, or the reason for its absence."""
     title, caption = escape(shown.title), escape(shown.caption)
-    if not urls:
+    if not pictures:
         return f'<section class="card"><h3>{title}</h3><p class="missing">{caption}</p></section>'
-    return f'<section class="card"><h3>{title}</h3>{picture(urls, shown.title)}<p>{caption}</p></section>'
+    drawn = picture(pictures, shown.title)
+    return f'<section class="card"><h3>{title}</h3>{drawn}<p>{caption}</p></section>'
 
 
-def picture(urls: dict[str, str], title: str) -> str:
+def picture(pictures: dict[str, bytes], title: str) -> str:
     """A picture that follows the light or dark colors of the page."""
+    urls = {theme: data_url(png) for theme, png in pictures.items()}
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{urls["dark"]}">'
         f'<img src="{urls["light"]}" alt="{escape(title)}"></picture>'
     )
 
 
-def data_url(path: Path) -> str:
-    """Encodes a PNG or JPEG as a data URL."""
-    kind = "jpeg" if path.suffix == ".jpg" else "png"
-    return f"data:image/{kind};base64," + base64.b64encode(path.read_bytes()).decode()
+def data_url(picture: bytes) -> str:
+    """Encodes a PNG or JPEG as a data URL.
+
+    Raises:
+      ValueError: the bytes are of another kind.
+    """
+    for signature, kind in _SIGNATURES.items():
+        if picture.startswith(signature):
+            return f"data:image/{kind};base64," + base64.b64encode(picture).decode()
+    raise ValueError("a picture of a page must be a PNG or a JPEG")
+
+
+class Pictures:
+    """Embeds the pictures that a file of a run names, if they are in the run's own folder.
+
+    Args:
+      folder: the folder of the pictures.
+
+    Attributes:
+      left_out: the reasons why pictures were left out.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._left, self.left_out = folder, _MOST_EMBEDDED, list[str]()
+
+    def url(self, name: str) -> str:
+        """The data URL of a picture; "" for one that is left out."""
+        try:
+            data = read_inside(self._folder, name, self._left)
+            url = data_url(data)
+        except (ValueError, OSError) as error:
+            self.left_out.append(str(error))
+            return ""
+        self._left -= len(data)
+        return url
 
 
 def _scores(results: dict[str, float]) -> str:
@@ -266,15 +330,21 @@ def duration(seconds: float) -> str:
 
 
 def flatten(tree: dict, prefix: str = "") -> Iterable[tuple[str, str]]:
-    """
-    >>> list(flatten({"train": {"steps": 20}}))
-    [('train.steps', '20')]
+    """Yields the keys and values of a config as text, without the credentials in addresses.
+
+    >>> list(flatten({"train": {"steps": 20}, "data": {"dir": "ftp://bob:PASSWORD@host"}}))
+    [('train.steps', '20'), ('data.dir', 'ftp://***@host')]
     """
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, str(value)
+            yield prefix + key, mask_credentials(str(value))
+
+
+def _changes(changes: list[tuple[str, str]]) -> str:
+    shown = _table((when, mask_credentials(change)) for when, change in changes)
+    return f"<p>The config changed when the run was resumed:</p>{shown}" if changes else ""
 
 
 def _table(pairs: Iterable[tuple[str, str]]) -> str:

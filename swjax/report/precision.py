@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from swjax.report import charts, page
-from swjax.report.charts import DARK, LIGHT, Chart, Theme
+from swjax.report.charts import Chart, Theme
 from swjax.safe_files import write_atomically
 
 if TYPE_CHECKING:  # matplotlib is slow to load
@@ -49,8 +49,8 @@ def write(result: dict, workdir: Path) -> Path:
             for arm in result["layers"]
             for kind in KINDS
         ),
-        layers="".join(_draw(chart, draw, result, workdir) for chart, draw in layers),
-        losses="".join(_draw(chart, draw, result, workdir) for chart, draw in losses)
+        layers="".join(_draw(chart, draw, result) for chart, draw in layers),
+        losses="".join(_draw(chart, draw, result) for chart, draw in losses)
         if result["losses"]
         else "<p class='missing'>No training, because of --steps=0.</p>",
         summary=_rows(["", *result["layers"]], _summary_rows(result)),
@@ -143,15 +143,10 @@ def draw_gap(figure: "Figure", result: dict, theme: Theme) -> str:
     return "Grey: the reference with other seeds and batches."
 
 
-def _draw(chart: Chart, draw, result: dict, folder: Path) -> str:
+def _draw(chart: Chart, draw, result: dict) -> str:
     """Renders a chart as HTML, with its pictures embedded."""
-    urls = {}
-    for theme in (LIGHT, DARK):
-        png = folder / f"{chart.name}-{theme.name}.png"
-        caption = charts.save(draw, result, theme, png)
-        urls[theme.name] = page.data_url(png)
-        png.unlink()
-    return page.chart(Chart(chart.name, chart.title, caption), urls)
+    caption, pictures = charts.pngs(draw, result)
+    return page.chart(Chart(chart.name, chart.title, caption), pictures)
 
 
 def _colors(theme: Theme) -> list[str]:

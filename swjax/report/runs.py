@@ -14,12 +14,16 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+import numpy as np
+
 from swjax.report import charts, page, records
 from swjax.report.records import Series, smooth
+from swjax.safe_files import printable, write_atomically
 
 WANTED = re.compile(
     r"train/(loss|learning_rate)$|perf/samples_per_sec_per_device$|zeroshot/.*_top1$"
 )
+_MOST_WIDTH, _MOST_CELL = 140, 48  # characters of a printed line and of a cell
 IGNORED = ("report.", "log.", "diagnostics.")  # sections that do not affect scores
 
 
@@ -87,10 +91,12 @@ def read(path: Path, name: str) -> Run:
     """
     config = records.read_object(path / "config.json")
     final = path / "results.json"
-    finished = final.exists()
-    scores = records.read_object(final, scores=dict)["scores"] if finished else {}
+    finished, results = records.exists(final), {"scores": {}}
+    if finished:
+        results = records.read_object(final, scores=dict)
+        records.check(results, {"scores": {str: float}}, str(final))
     metrics = records.read(path / "metrics.jsonl", WANTED)
-    return Run(name, dict(page.flatten(config)), metrics, finished, scores)
+    return Run(name, dict(page.flatten(config)), metrics, finished, results["scores"])
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
@@ -151,12 +157,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
 
 def write_page(runs: Sequence[Run], path: Path) -> None:
     """Writes a self-contained page: the losses in one chart, the scores, and the config differences."""
-    urls = {}
-    for theme in (charts.LIGHT, charts.DARK):
-        picture = path.with_suffix(f".{theme.name}.png")
-        caption = charts.save(lambda *args: _draw(runs, *args), {}, theme, picture)
-        urls[theme.name] = page.data_url(picture)
-        picture.unlink()
+    caption, pictures = charts.pngs(_draw, runs)
     header, *rows = table(runs)
     cells = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
@@ -167,13 +168,13 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
         title=f"{len(runs)} runs",
         subtitle=", ".join(run.name for run in runs[:6]) + (", ..." if len(runs) > 6 else ""),
         tiles="",
-        chart=page.chart(charts.Chart("loss", "Training loss", caption), urls),
+        chart=page.chart(charts.Chart("loss", "Training loss", caption), pictures),
         table=f'<table class="numbers"><tr>{head}</tr>{cells}</table>',
     )
-    path.write_text(text, encoding="utf-8")
+    write_atomically(path, text)
 
 
-def _draw(runs: Sequence[Run], figure, metrics, theme: charts.Theme) -> str:
+def _draw(figure, runs: Sequence[Run], theme: charts.Theme) -> str:
     import matplotlib
 
     axes = charts.lay_out(figure.subplots(), "step")
@@ -193,23 +194,40 @@ def _score_names(runs: Sequence[Run]) -> list[str]:
     return [name for name in names if "chance" not in name]
 
 
-def text_table(rows: list[list[str]]) -> str:
+def text_table(rows: list[list[str]], most: int = _MOST_WIDTH) -> str:
     """Aligns columns: the first to the left, the others to the right.
 
-    >>> print(text_table([["run", "loss"], ["a", "0.25"], ["long", "1"]]))
+    Args:
+      rows: the header, and the rows.
+      most: width of a line; columns beyond it are only named.
+
+    >>> print(text_table([["run", "loss", "recipe"], ["a", "0.25", "int8"], ["long", "1", "bf16"]], most=16))
     run   loss
     a     0.25
     long     1
+    1 column more, which --page shows: recipe
     """
+    rows = [[_cell(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
+    ends = np.cumsum(widths) + 2 * np.arange(len(widths))
+    shown = max(1, int(np.sum(ends <= most)))
+    lines = [
         "  ".join(
             cell.ljust(width) if not i else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for i, (cell, width) in enumerate(zip(row[:shown], widths[:shown], strict=True))
         ).rstrip()
         for row in rows
-    )
+    ]
+    if rest := rows[0][shown:]:
+        names = ", ".join(rest[:6]) + (", ..." if len(rest) > 6 else "")
+        columns = "column" if len(rest) == 1 else "columns"
+        lines.append(f"{len(rest)} {columns} more, which --page shows: {names}")
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= _MOST_CELL else f"{text[: _MOST_CELL - 3]}..."
 
 
 def main() -> int:
@@ -223,14 +241,14 @@ def main() -> int:
     try:
         runs, damaged = find(args.folders)
         for line in damaged:
-            print(f"swjax runs: {line}", file=sys.stderr)
+            print(f"swjax runs: {printable(line)}", file=sys.stderr)
         if not runs:
             return 2
         text = text_table(table(runs))
         if args.page:
             write_page(runs, args.page)
     except (ValueError, OSError) as error:
-        print(f"swjax runs: {error}", file=sys.stderr)
+        print(f"swjax runs: {printable(str(error))}", file=sys.stderr)
         return 2
     print(text)
     if args.page:

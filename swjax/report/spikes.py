@@ -16,8 +16,8 @@ import numpy as np
 from swjax.diagnostics.names import RMS
 from swjax.diagnostics.spikes import Alignment, Analysis, Event, Rules, analyse
 from swjax.report import charts, page, records, spike_charts
-from swjax.report.charts import DARK, LIGHT, Chart
-from swjax.safe_files import write_atomically
+from swjax.report.charts import Chart
+from swjax.safe_files import make_folder, mask_credentials, printable, write_atomically
 
 METRICS = re.compile(rf"train/loss$|{RMS}|quantization/sqnr_db/")
 MOST_EVENTS = 12  # number of events with plots
@@ -63,11 +63,8 @@ def write(
         analysis = analyse(loss.step, loss.value, rms, used)
     except ValueError as error:
         raise ValueError(f"{log}: {error}") from error
-    folder = workdir / "report"
-    folder.mkdir(exist_ok=True)
-    shown = spike_charts.Data(loss, rms, metrics, analysis)
-    text = _render(workdir, folder / "spikes", shown, examples)
-    return write_atomically(folder / "spikes.html", text), analysis
+    text = _render(workdir, spike_charts.Data(loss, rms, metrics, analysis), examples)
+    return write_atomically(make_folder(workdir, "report") / "spikes.html", text), analysis
 
 
 def summary(analysis: Analysis) -> list[str]:
@@ -80,7 +77,8 @@ def summary(analysis: Analysis) -> list[str]:
     judged = len(analysis.loss) - early
     lines = [f"{_count(judged)} in steps {first} to {last}"]
     if judged:
-        lines += [f"  {_sentence(a, _lead(analysis.rules))}" for a in analysis.alignments[:3]]
+        sentences = (_sentence(a, _lead(analysis.rules)) for a in analysis.alignments[:3])
+        lines += [f"  {printable(sentence)}" for sentence in sentences]
     if early:
         lines.append(f"{_count(early)} before step {first}, with losses that are not finite")
     return lines
@@ -114,14 +112,11 @@ def _lead(rules: Rules) -> str:
 # ------------------------------------------------------------------------------------- the page
 
 
-def _render(workdir: Path, pictures: Path, data: spike_charts.Data, examples) -> str:
+def _render(workdir: Path, data: spike_charts.Data, examples) -> str:
     analysis = data.analysis
-    pictures.mkdir(exist_ok=True)
-    for old in pictures.glob("*.png"):
-        old.unlink()
     events = sorted(analysis.loss, key=lambda event: -event.peak)[:MOST_EVENTS]
     cards = [
-        _event(workdir, pictures, data, event, examples)
+        _event(workdir, data, event, examples)
         for event in sorted(events, key=lambda event: event.start)
     ]
     if len(analysis.loss) > len(cards):
@@ -134,7 +129,7 @@ def _render(workdir: Path, pictures: Path, data: spike_charts.Data, examples) ->
         title=f"Loss spikes of {workdir.resolve().name}",
         subtitle=_subtitle(data),
         tiles="".join(_tiles(analysis)),
-        charts="".join(_chart(pictures, data, *chart) for chart in spike_charts.CHARTS),
+        charts="".join(_chart(data, *chart) for chart in spike_charts.CHARTS),
         alignments=_alignments(analysis),
         events="".join(cards) or _none(analysis, "There are none by these rules."),
         rules=_rules(analysis.rules),
@@ -165,14 +160,12 @@ def _tiles(analysis: Analysis) -> Iterable[str]:
         yield page.tile("By chance", page.percent(best.chance), f"of them; p = {best.p_value:.2g}")
 
 
-def _chart(pictures: Path, data, name: str, title: str, draw: Callable) -> str:
-    paths = {theme.name: pictures / f"{name}-{theme.name}.png" for theme in (LIGHT, DARK)}
+def _chart(data: spike_charts.Data, name: str, title: str, draw: Callable) -> str:
     try:
-        for theme in (LIGHT, DARK):
-            caption = charts.save(draw, data, theme, paths[theme.name])
+        caption, pictures = charts.pngs(draw, data)
     except charts.Missing as reason:
-        return page.chart(Chart(name, title, str(reason)), {})
-    return page.chart(Chart(name, title, caption), {k: page.data_url(p) for k, p in paths.items()})
+        caption, pictures = str(reason), {}
+    return page.chart(Chart(name, title, caption), pictures)
 
 
 def _alignments(analysis: Analysis) -> str:
@@ -203,13 +196,9 @@ def _alignments(analysis: Analysis) -> str:
     )
 
 
-def _event(workdir: Path, pictures: Path, data, event: Event, examples: Examples | None) -> str:
-    paths = {t.name: pictures / f"event-{event.start}-{t.name}.png" for t in (LIGHT, DARK)}
-    for theme in (LIGHT, DARK):
-        charts.save(spike_charts.draw_event(event), data, theme, paths[theme.name])
-    picture = page.picture(
-        {k: page.data_url(p) for k, p in paths.items()}, f"loss and RMS around step {event.start}"
-    )
+def _event(workdir: Path, data, event: Event, examples: Examples | None) -> str:
+    _, pictures = charts.pngs(spike_charts.draw_event(event), data)
+    picture = page.picture(pictures, f"loss and RMS around step {event.start}")
     steps = f"Step {event.start}" + (f" to {event.end}" if event.end > event.start else "")
     peak = "not finite" if np.isinf(event.peak) else f"up to {event.peak:.3g}"
     before = spike_charts.usual(data, event.start)
@@ -245,9 +234,10 @@ def _batches(workdir: Path, event: Event, examples: Examples | None) -> str:
         try:
             keys = examples(step)
         except ValueError as error:
-            text += f"<p class='missing'>{escape(str(error))}: replay to see the batch.</p>"
+            reason = escape(mask_credentials(str(error)))
+            text += f"<p class='missing'>{reason}: replay to see the batch.</p>"
             continue
-        items = "".join(f"<li>{escape(key)}</li>" for key in keys)
+        items = "".join(f"<li>{escape(mask_credentials(key))}</li>" for key in keys)
         text += (
             f"<details><summary>Batch of step {step}: {len(keys)} examples</summary>"
             f"<ul>{items}</ul></details>"

@@ -11,6 +11,7 @@ the originals. `save` and `load` write and read the result. `export` creates pro
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from swjax.kernels.reference import QTensor
 from swjax.linear.api import quantize_weight
 from swjax.nnx import Linear, describe_model
 from swjax.recipes import Recipe
+from swjax.safe_files import parse_json
 from swjax.serving import tensor_files
 
 __all__ = [
@@ -73,11 +75,13 @@ def prequantize(model: NNXModel) -> NNXModel:
     (`switchback`, `switchback_m`, `fp8_switchback`, `fp8_tensorwise`) or one per channel (`switchback_q`,
     `llm_int8`). The change cannot be undone. The new kernels are not `nnx.Param`s, so they have no gradient.
 
-    Embeddings, norms, biases, `standard` layers, layers with an outlier threshold, `nnx.Einsum`, and
-    `nnx.LinearGeneral` layers with batch axes keep their weights.
+    Embeddings, norms, biases, `standard` layers, layers with an outlier threshold, layers in an
+    `nnx.WeightNorm` or `nnx.SpectralNorm`, `nnx.Einsum`, and `nnx.LinearGeneral` layers with batch axes keep
+    their weights.
 
     Args:
-      model: any NNX model, modified in place. Layers may be stacked, as by `nnx.vmap`.
+      model: any NNX model, modified in place. It may consist of shapes, as by `nnx.eval_shape`. Layers may be
+        stacked, as by `nnx.vmap`.
 
     Returns:
       `model`.
@@ -95,12 +99,17 @@ def prequantize(model: NNXModel) -> NNXModel:
     True
     """
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    normalizers = nnx.WeightNorm | nnx.SpectralNorm
+    normalized = tuple(
+        path and f"{path}/" for path, one in modules.items() if isinstance(one, normalizers)
+    )
     layers = [
         (module, matrix.recipe)
         for matrix in describe_model(model)
         if matrix.name == "kernel"
         and isinstance(module := modules[matrix.path], nnx.Linear | nnx.LinearGeneral)
         and not getattr(module, "batch_axis", None)
+        and not matrix.path.startswith(normalized)
         and isinstance(module.kernel, nnx.Param)  # not prequantized already
         and _can_be_quantized(matrix.recipe)
     ]
@@ -120,34 +129,45 @@ def _can_be_quantized(recipe: Recipe | None) -> TypeGuard[Recipe]:
 
 
 def _prequantize(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> None:
-    w = layer.kernel[...]
+    w = layer.kernel.get_value()
     cast_to = None if isinstance(layer, Linear) else layer.dtype
     outs = 1 if isinstance(layer.out_features, int) else len(layer.out_features)
     ins = 1 if isinstance(layer.in_features, int) else len(layer.in_features)
-    q = _quantize(w, w.ndim - ins - outs, outs, cast_to, recipe)
+    quantize = partial(
+        _quantize, stack=range(w.ndim - ins - outs), outs=outs, cast_to=cast_to, recipe=recipe
+    )
+    q = jax.eval_shape(quantize, w) if isinstance(w, jax.ShapeDtypeStruct) else quantize(w)
     layer.kernel = QuantizedKernel(q)  # type: ignore[assignment]  # no gradient, so not a Param
     layer.promote_dtype = _PromoteOthers(layer.promote_dtype, w.dtype.name)
 
 
-def _quantize(w: jax.Array, stacked: int, outs: int, cast_to, recipe: Recipe) -> QTensor:
-    """Quantizes a kernel [*stack, *in_features, *out_features] to [*stack, *out_features, *in_features].
+def _quantize(w: jax.Array, *, stack: Sequence[int], outs: int, cast_to, recipe: Recipe) -> QTensor:
+    """Quantizes a kernel [*in_features, *out_features] to [*out_features, *in_features].
 
     Args:
       w: the kernel.
-      stacked, outs: number of axes that enumerate layers, and of axes of out_features.
+      stack: axes that enumerate layers, ascending; they keep their places.
+      outs: number of axes of out_features.
       cast_to: the dtype to which Flax casts a kernel before its product; None keeps the dtype.
       recipe: recipe of the product.
     """
-    stack, ins, out_sizes = w.shape[:stacked], w.shape[stacked : w.ndim - outs], w.shape[-outs:]
-    w = w.reshape(*stack, math.prod(ins), math.prod(out_sizes)).astype(cast_to or w.dtype)
+    if tuple(stack) != tuple(range(len(stack))):
+        front = tuple(range(len(stack)))
+        q = _quantize(
+            jnp.moveaxis(w, stack, front), stack=front, outs=outs, cast_to=cast_to, recipe=recipe
+        )
+        return QTensor(*(jnp.moveaxis(x, front, tuple(stack)) for x in q))
+    n = len(stack)
+    sizes, ins, out_sizes = w.shape[:n], w.shape[n : w.ndim - outs], w.shape[-outs:]
+    w = w.reshape(*sizes, math.prod(ins), math.prod(out_sizes)).astype(cast_to or w.dtype)
     quantize = partial(quantize_weight, recipe=recipe)
-    for _ in stack:
+    for _ in sizes:
         quantize = jax.vmap(quantize)
     q = jax.jit(quantize)(w)
     scale_outs = out_sizes if q.scale.shape[-2] > 1 else (1,) * outs
     return QTensor(
-        q.values.reshape(*stack, *out_sizes, *ins),
-        q.scale.reshape(*stack, *scale_outs, *(1,) * len(ins)),
+        q.values.reshape(*sizes, *out_sizes, *ins),
+        q.scale.reshape(*sizes, *scale_outs, *(1,) * len(ins)),
     )
 
 
@@ -169,21 +189,22 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) 
     """Like `prequantize`, for Linen: returns variables with 8-bit kernels that the same function accepts.
 
     It supports `swjax.linen.Dense`, and Flax layers that `swjax.linen.quantized` converts. The same weights
-    as in `prequantize` stay unquantized.
+    as in `prequantize` stay unquantized. A function that changes a kernel before its layer reads it, as
+    `nn.map_variables` can, needs the float weights.
 
     Args:
       function: a function of (variables, *inputs), such as a Linen model's `apply`, inside `quantized` if
         that chooses the recipes. It is traced, not run.
-      variables: variables of the model, {"params": ...}, not modified. If layers are stacked, as by
-        `nn.scan`, the first axis must enumerate them.
+      variables: variables of the model, {"params": ...}, not modified. Layers may be stacked on any axes, as
+        by `nn.scan`.
       *inputs: arrays, or `jax.ShapeDtypeStruct`s, of any size that the model accepts.
 
     Returns:
       The same tree, with `swjax.QTensor`s instead of kernels.
 
     Raises:
-      ValueError: no layer has a recipe with a quantized forward product, or `function` applies a model to
-        other variables than these.
+      ValueError: no layer has a recipe with a quantized forward product, `function` applies a model to other
+        variables than these, or the axis that enumerates stacked layers is as long as one next to it.
 
     >>> from flax import linen as nn
     >>> import swjax.linen
@@ -196,10 +217,22 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) 
     >>> small["params"]["kernel"].values.dtype, bool(jnp.all(predict(small, x) == predict(variables, x)))
     (dtype('int8'), True)
     """
+    normalized = []  # paths of layers whose kernels another module computes from the variables
+
+    def note(next_function, args, kwargs, context):
+        if isinstance(context.module, nn.WeightNorm | nn.SpectralNorm):
+            normalized.append(context.module.layer_instance.path)
+        return next_function(*args, **kwargs)
+
     # Without jit, because a cached trace would not run the modules.
-    with linen.kernels_used() as kernels, jax.disable_jit():
+    with linen.kernels_used() as kernels, nn.intercept_methods(note), jax.disable_jit():
         jax.eval_shape(lambda *args: function(*args), variables, *inputs)
-    kernels = {path: kernel for path, kernel in kernels.items() if _can_be_quantized(kernel.recipe)}
+    kernels = {
+        path: kernel
+        for path, kernel in kernels.items()
+        if _can_be_quantized(kernel.recipe)
+        and not any(path[: len(outer)] == outer for outer in normalized)
+    }
     if not kernels:
         raise ValueError(
             "prequantize_variables needs a function with quantized linear layers, got none with float "
@@ -209,15 +242,32 @@ def prequantize_variables(function: Callable, variables: Mapping, *inputs: Any) 
     for path, kernel in kernels.items():
         name = ("params", *path, "kernel")
         w = nn.meta.unbox(flat.get(name))
-        if w is None or (w.shape[-len(kernel.shape) :], w.dtype) != (kernel.shape, kernel.dtype):
+        stacks = [] if w is None else _stacks(w.shape, kernel.shape)
+        if w is None or not stacks or w.dtype != kernel.dtype:
             there = "none" if w is None else _kind(w)
             raise ValueError(
-                f"{'/'.join(name)!r} must end in {list(kernel.shape)} and be {kernel.dtype} "
-                f"as in its module, got {there}: pass the model's own variables unchanged"
+                f"{'/'.join(name)!r} must be {kernel.dtype}{list(kernel.shape)} as in its module, or a stack "
+                f"of these, got {there}: pass the model's own variables unchanged"
             )
-        stacked = w.ndim - len(kernel.shape)
-        flat[name] = _quantize(w, stacked, kernel.outs, kernel.cast_to, kernel.recipe)
+        if len(stacks) > 1:
+            raise ValueError(
+                f"{'/'.join(name)!r} {list(w.shape)} may be stacked on axis {stacks[0]} or {stacks[1]}, "
+                "which are equally long: stack another number of layers, or apply them one by one"
+            )
+        flat[name] = _quantize(
+            w, stack=stacks[0], outs=kernel.outs, cast_to=kernel.cast_to, recipe=kernel.recipe
+        )
     return traverse_util.unflatten_dict(flat)
+
+
+def _stacks(shape: tuple[int, ...], one: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The sets of axes that may enumerate layers: those without which `shape` is the shape of one layer.
+
+    >>> _stacks((64, 3, 32), (64, 32)), _stacks((64, 32), (64, 32)), _stacks((8, 8, 32), (8, 32))
+    ([(1,)], [()], [(0,), (1,)])
+    """
+    axes = itertools.combinations(range(len(shape)), max(len(shape) - len(one), 0))
+    return [a for a in axes if tuple(np.delete(shape, a)) == tuple(one)]
 
 
 # --- files --------------------------------------------------------------------------------------------
@@ -303,7 +353,7 @@ def load(path: str | Path, model: AnyModel) -> AnyModel:
     with tensor_files.open_file(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}
         # Files of earlier versions lack the entry.
-        float8 = json.loads((file.metadata() or {}).get(_FLOAT8, "{}"))
+        float8 = _read_float8(path, (file.metadata() or {}).get(_FLOAT8, "{}"))
     expected = weights(model)
     for name in sorted(expected.keys() | arrays.keys()):
         here = _kind(expected[name], name in float8) if name in expected else None
@@ -320,6 +370,19 @@ def load(path: str | Path, model: AnyModel) -> AnyModel:
         return _fill(model, arrays)
     nnx.update(model, _fill_state(nnx.state(model, _ARRAYS), arrays))
     return model
+
+
+def _read_float8(path: str | Path, text: str) -> dict[str, str]:
+    """Parses an entry of the metadata: the dtype of each array of 8-bit floats."""
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: in its metadata, {error}: save it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} is damaged: {_FLOAT8} of its metadata must be an object: save it again"
+        )
+    return found
 
 
 def _remedy(name: str, there, here) -> str:
@@ -392,11 +455,10 @@ def export(
         name: jax.ShapeDtypeStruct(array.shape, _stored(array.dtype))
         for name, array in arrays.items()
     }
+    program.trace(like, *inputs)  # raises the errors of `function`; `export` then reuses the trace
     try:
         return jax.export.export(program, platforms=platforms)(like, *inputs)
-    except ValueError as error:
-        if "custom call" not in str(error):
-            raise
+    except ValueError as error:  # JAX has no other type for programs that it does not export
         raise ValueError(
             "an exported program must contain only XLA operations, got other kernels: choose "
             'implementation="xla" for the layers, and attention="xla" for the models of swjax'

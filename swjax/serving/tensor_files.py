@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from swjax.packages import require
+from swjax.safe_files import replacing
 
 
 def open_file(path: str | Path) -> Any:
@@ -37,10 +38,8 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
     import safetensors
     from safetensors.numpy import save_file
 
-    part = path.with_name(path.name + ".part")
     try:
-        save_file(dict(arrays), part, metadata=dict(metadata))
-        part.rename(path)
+        with replacing(path) as file:
+            save_file(dict(arrays), file.name, metadata=dict(metadata))
     except (safetensors.SafetensorError, OSError) as error:
-        part.unlink(missing_ok=True)
         raise OSError(f"cannot write {path}: {error}") from error

@@ -14,18 +14,21 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from swjax.data import files
 from swjax.data.batches import check_batch_size
+from swjax.data.skipping import Skips
 from swjax.models import sharding
 from swjax.models.config import CLIPConfig
 from swjax.tools.memory_model import GIB, Memory, Mesh, most_pairs, predict
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame
 from swjax.training.evaluation import open_labelled
+from swjax.training.faults.failures import blame_data
 from swjax.training.inputs import open_splits
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.setup import make_init, model_config, require_profile
 from swjax.training.state.checkpoint import require_checkpoint
+from swjax.training.state.initialization import check_parameters
+from swjax.training.state.mirror import Mirror
 
 # Memory of a GPU in GiB, as its driver reports it.
 GPUS = {
@@ -129,7 +132,7 @@ class Plan:
       model: the model configuration.
       hardware: the devices that the plan is for.
       mesh: number of devices along each axis.
-      parameters: number of model parameters.
+      params: ShapeDtypeStructs of the model's parameters.
       state_bytes: bytes of the train state, which are also the bytes of a checkpoint.
       gradient_bytes: bytes of the gradients of the trained parameters.
       steps, warmup: number of steps of the run and of its warm-up.
@@ -141,13 +144,18 @@ class Plan:
     model: CLIPConfig
     hardware: Hardware
     mesh: Mesh
-    parameters: int
+    params: Any
     state_bytes: int
     gradient_bytes: int
     steps: int
     warmup: int
     examples: int
     shown: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of model parameters."""
+        return sum(x.size for x in jax.tree.leaves(self.params))
 
     @property
     def pairs(self) -> int:
@@ -176,6 +184,9 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     config_lib.validate(config, batch_shards=mesh.shards)
     model = model_config(config)
     source = open_splits(config)["train"]
+    with blame_data():  # as at the start of a run
+        skips = Skips(config.data.on_bad, config.data.max_bad_share)
+        skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
     counted = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     steps = config_lib.steps(config.train, "", **counted)
     warmup = config_lib.steps(config.schedule, "warmup_", **counted)
@@ -190,7 +201,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         model=model,
         hardware=hardware,
         mesh=mesh,
-        parameters=sum(x.size for x in jax.tree.leaves(state["params"])),
+        params=state["params"],
         state_bytes=state_bytes,
         gradient_bytes=gradient_bytes,
         steps=steps,
@@ -200,25 +211,20 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     )
 
 
-def require_openable(config: ConfigDict) -> None:
+def require_openable(plan: Plan) -> None:
     """Checks what else a run opens at its start.
 
     Raises:
-      ConfigError: a set of `eval.zeroshot`, another run or weights do not exist, or an address has an unknown
-        protocol.
+      ConfigError: a set of `eval.zeroshot` or another run does not exist, weights do not fit the model, or an
+        address has an unknown protocol.
     """
-    open_labelled(config)
-    c = config.checkpoint
+    open_labelled(plan.config)
+    c = plan.config.checkpoint
     if c.resume:
         require_checkpoint("checkpoint.resume", c.resume)
-    for key in ("mirror", "init_from"):
-        with blame(f"checkpoint.{key}"):
-            files.check_protocol(c[key])
-    address = c.init_from.removeprefix("file://")
-    if address and "://" not in address and not Path(address).exists():
-        raise ConfigError(
-            f"config.checkpoint.init_from={c.init_from!r} does not exist: give a run's workdir, or weights"
-        )
+    Mirror(c.mirror, Path("none"))
+    if c.init_from:
+        check_parameters(c.init_from, plan.model, plan.params)
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -405,7 +411,7 @@ def show(config: ConfigDict, hardware: str) -> int:
         print(line)
     with blame("data"):
         check_batch_size(config.train.batch_size, plan.examples)
-    require_openable(config)
+    require_openable(plan)
     check(plan)
     return 0
 

@@ -230,7 +230,8 @@ def _gradients(
             reduced = tuple(range(0 if axis is None else 1, g.ndim))
             magnitude, name = jnp.abs(g), path_name(path)
             norms[name] = jnp.sqrt(jnp.sum(jnp.square(magnitude), reduced))
-            largest[name] = jnp.max(magnitude, reduced)
+            # The maximum over devices drops NaN, unlike the sum.
+            largest[name] = jnp.where(jnp.isnan(norms[name]), jnp.nan, jnp.max(magnitude, reduced))
         return pack(norms), pack(largest)
 
     norms, largest = (fetch({0: packed})[0] for packed in measure(state, batch))

@@ -138,7 +138,7 @@ def _environment() -> dict[str, Any]:
     flags = os.environ.get("XLA_FLAGS", "").split()
     return {
         "jax.config": {
-            name: repr(value)
+            name: value if isinstance(value, str | int | float) else repr(value)
             for name, value in jax.config.values.items()
             if not _LOCAL_FLAGS.search(name)
         },

@@ -101,7 +101,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
                 state, metrics = train_step(state, batch)
                 step += 1
                 log.add(step, metrics, saving=checkpoints.is_saving())
-                interrupt.can_save = True
+                interrupt.handle()
 
             # ------------------------------------------------------------------------ Log
             stopping = distributed.shall_stop(step, interrupt.requested or not batch)

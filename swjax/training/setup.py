@@ -134,7 +134,7 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
         sizes["embed_dim"] = c.embed_dim
     elif architecture == "siglip":  # SigLIP's embedding is the pooled patches, without a projection
         sizes["embed_dim"] = c.vision.width or clip.CONFIGS[c.name].vision.width
-    if c.attention in ("cudnn", "triton") and jax.default_backend() != "gpu":
+    if c.attention in ("cudnn", "fused", "triton") and jax.default_backend() != "gpu":
         raise ConfigError(
             f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
         )

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 from swjax.training import distributed
 from swjax.training.faults.errors import ConfigError, OtherArrays, RunError
-from swjax.training.state.checksums import checksums
+from swjax.training.state.checksums import checksums, named
 
 logger = logging.getLogger("swjax.training.state.checkpoint")
 
@@ -279,7 +279,7 @@ class Checkpoints:
 
 
 def _manifest(state, position: dict) -> dict:
-    arrays = _named(state)
+    arrays = named(state)
     sums = checksums(arrays)
     shapes = {name: list(x.shape) for name, x in arrays.items()}
     held = {name: {"shape": shapes[name], "checksum": sums[name]} for name in arrays}
@@ -307,7 +307,7 @@ def _read_manifest(path: Path) -> dict:
 def _compare(path: Path, arrays: dict, like, within: str) -> None:
     """Raises `OtherArrays` if the manifest lists other arrays or shapes than `like`."""
     saved = {n: tuple(x["shape"]) for n, x in arrays.items() if n.startswith(within)}
-    here = {name: tuple(x.shape) for name, x in _named(like).items()}
+    here = {name: tuple(x.shape) for name, x in named(like).items()}
     for name in sorted(saved.keys() | here.keys()):
         if saved.get(name) != here.get(name):
             raise OtherArrays(
@@ -348,15 +348,10 @@ def _crc32(manifest: dict) -> int:
 
 def _verify(arrays, held: dict) -> None:
     """Raises a DamagedCheckpoint that names the first array whose checksum differs."""
-    for name, found in checksums(_named(arrays)).items():
+    for name, found in checksums(named(arrays)).items():
         saved = held[name]["checksum"]
         if found != saved:
             raise DamagedCheckpoint(f"the checksum of {name} is {found:08x}, not {saved:08x}")
-
-
-def _named(tree) -> dict:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
 
 
 def lock(workdir: Path) -> IO:

@@ -1,6 +1,7 @@
 """Checksums of arrays, computed on device: independent of the mesh, and read in one pass."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,25 @@ def checksums(arrays: dict) -> dict[str, int]:
     names = sorted(arrays)
     sums = _sums([arrays[name] for name in names])
     return dict(zip(names, map(int, jax.device_get(sums)), strict=True))
+
+
+def of_devices(arrays: dict) -> dict[str, list[int]]:
+    """Computes the checksum of each array from the replica on each of this process's devices.
+
+    JAX assumes that replicas are equal, and copies any of them to the host.
+    """
+    names = sorted(arrays)
+    sums = _sums([arrays[name] for name in names])
+    return {
+        name: [int(shard.data) for shard in x.addressable_shards]
+        for name, x in zip(names, sums, strict=True)
+    }
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Flattens a tree to {path: leaf}."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
 
 
 @jax.jit

@@ -25,6 +25,7 @@ from swjax import interop
 from swjax.data import files
 from swjax.interop.layouts import LAYOUTS
 from swjax.models import clip
+from swjax.safe_files import mask_credentials
 from swjax.training import distributed
 from swjax.training.config import blame
 from swjax.training.faults.errors import ConfigError
@@ -34,6 +35,7 @@ from swjax.training.state.checkpoint import Checkpoints
 logger = logging.getLogger("swjax.training.state.initialization")
 
 KEY = "checkpoint.init_from"
+_MOST = 8  # differences that an error names
 # A new task may replace these parameters; they then keep the values that the run initializes.
 _HEADS = re.compile(r"(vision|text)/projection/(kernel|bias)$|logit_bias$")
 
@@ -51,61 +53,88 @@ def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
       A tree with the structure, shapes and shardings of `new`.
 
     Raises:
-      ConfigError: the address has no readable weights, or they belong to another architecture.
+      ConfigError: the address has no readable weights, or they belong to another architecture; the line names
+        all differences.
     """
     here = traverse_util.flatten_dict(new, sep="/")
     address = address.removeprefix("file://")
     if "://" in address:
         with tempfile.TemporaryDirectory() as folder:
             theirs, found = _of_file(_fetched(address, Path(folder)), cfg)
-    elif (Path(address) / "checkpoints").is_dir():
-        theirs, found = _of_run(address, here)
+    elif _is_run(address):
+        theirs, found = _model_of_run(address), _shapes_of_run(address)
     else:
         theirs, found = _of_file(address, cfg)
-    said: list[str] = []
-    if theirs is None:
-        said.append(
-            f"the weights have no config, so config.model.gelu={cfg.gelu!r} is assumed; OpenAI's weights "
-            "need 'quick'"
-        )
-    else:
-        _compare_models(address, theirs, cfg)
-    fitted = {name: _fit(address, name, found.get(name), x, said) for name, x in here.items()}
-    for name in sorted(found.keys() - here.keys()):
-        if not _HEADS.match(name):
-            raise ConfigError(
-                f"config.{KEY}={address!r} has the parameter {name}, which this model lacks: "
-                f"{_remedy(name, has=True)}"
-            )
-        said.append(f"{name} is dropped: this model has no such parameter")
+    said = _compare(address, cfg, theirs, found, here)
+    if _is_run(address):
+        found = _of_run(address, found, here)
     for line in said if distributed.is_first() else ():
-        logger.warning("init_from %s: %s", address, line)
+        logger.warning("init_from %s: %s", mask_credentials(address), line)
+    fitted = {name: _adapted(name, found.get(name), x) for name, x in here.items()}
     return traverse_util.unflatten_dict(fitted, sep="/")
 
 
-def _of_run(workdir: str, here: dict) -> tuple[clip.CLIPConfig | None, dict]:
-    """The model configuration (None without a config.json) and the parameters of another swjax run."""
-    path, model = Path(workdir) / "config.json", None
-    if path.exists():
-        with blame(KEY):
-            config = ConfigDict(json.loads(path.read_text()))
-            config.model.attention = ""  # the setting depends on the devices of that run
-            model = model_config(config)
+def check_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> None:
+    """Refuses what `first_parameters` refuses, but reads no arrays of a run and no remote weights.
+
+    Args:
+      address, cfg: see `first_parameters`.
+      new: ShapeDtypeStructs of the parameters of this run.
+
+    Raises:
+      ConfigError: see `first_parameters`.
+    """
+    here = traverse_util.flatten_dict(new, sep="/")
+    address = address.removeprefix("file://")
+    if "://" in address:
+        _check_protocol(address)
+    elif _is_run(address):
+        _compare(address, cfg, _model_of_run(address), _shapes_of_run(address), here)
+    else:
+        _compare(address, cfg, *_of_file(address, cfg), here)
+
+
+def _is_run(address: str) -> bool:
+    return (Path(address) / "checkpoints").is_dir()
+
+
+def _model_of_run(workdir: str) -> clip.CLIPConfig | None:
+    """The model configuration of another swjax run, or None without a config.json."""
+    path = Path(workdir) / "config.json"
+    if not path.exists():
+        return None
+    with blame(KEY):
+        config = ConfigDict(json.loads(path.read_text()))
+        config.model.attention = ""  # the setting depends on the devices of that run
+        return model_config(config)
+
+
+def _shapes_of_run(workdir: str) -> dict[str, jax.ShapeDtypeStruct]:
     with closing(Checkpoints.of(KEY, workdir)) as checkpoints:
         shapes = checkpoints.shapes("params/")
-        everywhere = jax.sharding.NamedSharding(_mesh(here), jax.sharding.PartitionSpec())
-        like = {
-            name: jax.ShapeDtypeStruct(
-                shape,
-                jnp.float32,
-                sharding=here[name].sharding
-                if name in here and here[name].shape == shape
-                else everywhere,
-            )
-            for name, shape in shapes.items()
-        }
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def _of_run(workdir: str, shapes: dict, here: dict) -> dict:
+    """The parameters of another swjax run; those that fit have the shardings of `here`."""
+    mesh = next(iter(here.values())).sharding.mesh
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    like = {}
+    for name, x in shapes.items():
+        fits = name in here and here[name].shape == x.shape
+        like[name] = x.update(sharding=here[name].sharding if fits else everywhere)
+    with closing(Checkpoints.of(KEY, workdir)) as checkpoints:
         restored = checkpoints.restore_params(traverse_util.unflatten_dict(like, sep="/"))
-    return model, traverse_util.flatten_dict(restored, sep="/")
+    return traverse_util.flatten_dict(restored, sep="/")
+
+
+def _check_protocol(address: str) -> None:
+    with blame(KEY):
+        try:
+            files.check_protocol(address)
+        except OSError as error:  # some protocols connect here
+            shown = mask_credentials(f"{address}: {type(error).__name__}: {_one_line(error)}")
+            raise ValueError(f"cannot read {shown}") from error
 
 
 def _fetched(address: str, folder: Path) -> str:
@@ -113,8 +142,7 @@ def _fetched(address: str, folder: Path) -> str:
     name = address.rstrip("/").rpartition("/")[2]
     is_file = name.endswith((".safetensors", ".npz"))
     parent = address.rstrip("/").rpartition("/")[0] if is_file else address.rstrip("/")
-    with blame(KEY):
-        files.check_protocol(address)
+    _check_protocol(address)
     import fsspec
 
     try:
@@ -152,8 +180,55 @@ def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None
         raise ConfigError(f"config.{KEY}={address!r}: {_one_line(error)}") from error
 
 
-def _compare_models(address: str, theirs: clip.CLIPConfig, cfg: clip.CLIPConfig) -> None:
-    """Raises a ConfigError if settings differ that do not show in the shapes of parameters."""
+def _compare(
+    address: str, cfg: clip.CLIPConfig, theirs: clip.CLIPConfig | None, found: dict, here: dict
+) -> list[str]:
+    """Compares weights with the model of this run; returns a note of each change that `_adapted` makes.
+
+    Args:
+      address, cfg: see `first_parameters`.
+      theirs: model configuration of the weights, or None if unknown.
+      found, here: the arrays of the weights and of this run, or their shapes, by name.
+
+    Raises:
+      ConfigError: names all differences that cannot be adapted.
+    """
+    problems = _other_settings(theirs, cfg) if theirs else []
+    said = []
+    if theirs is None:
+        said.append(
+            f"the weights have no config, so config.model.gelu={cfg.gelu!r} is assumed; OpenAI's weights "
+            "need 'quick'"
+        )
+    absent = [name for name in here if name not in found]
+    surplus = sorted(found.keys() - here.keys())
+    if not problems:  # otherwise these follow from the settings
+        problems += _other_names([n for n in absent if not _HEADS.match(n)], found=False)
+        problems += _other_names([n for n in surplus if not _HEADS.match(n)], found=True)
+    if not problems:
+        changed = [name for name in here if name in found and found[name].shape != here[name].shape]
+        problems = [
+            p for name in changed if (p := _misfit(name, found[name].shape, here[name].shape))
+        ]
+    if problems:
+        raise ConfigError(
+            f"config.{KEY}={mask_credentials(address)!r} belongs to another architecture: "
+            f"{'; '.join(problems[:_MOST])}"
+            + f"; and {len(problems) - _MOST} more"
+            * (len(problems) > _MOST)
+        )
+    for name, x in here.items():
+        if name not in found:
+            said.append(
+                f"{name} {list(x.shape)} is newly initialized: the weights have no such parameter"
+            )
+        elif found[name].shape != x.shape:
+            said.append(_change(name, found[name].shape, x.shape))
+    return said + [f"{name} is dropped: this model has no such parameter" for name in surplus]
+
+
+def _other_settings(theirs: clip.CLIPConfig, cfg: clip.CLIPConfig) -> list[str]:
+    """The settings that differ, and how to set each."""
     pairs: list[tuple[str, str | int, str | int]] = [
         ("architecture", theirs.architecture, cfg.architecture),
         ("gelu", theirs.gelu, cfg.gelu),
@@ -165,50 +240,64 @@ def _compare_models(address: str, theirs: clip.CLIPConfig, cfg: clip.CLIPConfig)
             (f"{tower}.{size}", getattr(there, size), getattr(here, size))
             for size in ("width", "layers", "heads")
         ]
-    for key, value, own in pairs:
-        if value != own:
-            raise ConfigError(
-                f"config.{KEY}={address!r} belongs to another architecture: {key} is {value!r} in the "
-                f"weights and {own!r} here: set config.model.{key}={value}"
-            )
+    return [
+        f"{key} is {value!r} in the weights and {own!r} here: set config.model.{key}={value}"
+        for key, value, own in pairs
+        if value != own
+    ]
 
 
-def _fit(address: str, name: str, value: Any, new: jax.Array, said: list[str]) -> jax.Array:
-    """Adapts a parameter to this run's shape and sharding; appends a note of the change to `said`."""
-    shape = new.shape
-    if value is None:
-        if not _HEADS.match(name):
-            raise ConfigError(
-                f"config.{KEY}={address!r} lacks the parameter {name}, which this model has: "
-                f"{_remedy(name, has=False)}"
-            )
-        said.append(
-            f"{name} {list(shape)} is newly initialized: the weights have no such parameter"
-        )
-        return new
-    if value.shape == shape:
-        return _place(value, new)
-    change = f"{list(value.shape)} in the weights, {list(shape)} here"
-    if _HEADS.match(name):
-        said.append(f"{name} is newly initialized: {change}")
-        return new
-    if name == "vision/position_embedding" and value.shape[1] == shape[1]:
-        said.append(f"{name} is interpolated: {change}")
-        return _place(interpolate_positions(np.asarray(value), shape[0]), new)
-    if name == "text/position_embedding" and value.shape[1] == shape[1]:
-        kept = min(value.shape[0], shape[0])
-        rest = "" if kept == shape[0] else f" and {shape[0] - kept} are new"
-        said.append(f"{name}: the first {kept} positions are kept{rest}: {change}")
-        return _place(np.concatenate([np.asarray(value)[:kept], np.asarray(new)[kept:]]), new)
-    if name == "text/token_embedding/embedding" and value.shape[1] == shape[1]:
-        raise ConfigError(
-            f"config.{KEY}={address!r}: its tokenizer has {value.shape[0]} tokens, but swjax "
-            f"reads captions with CLIP's, which has {shape[0]}: use weights trained with CLIP's tokenizer"
-        )
-    raise ConfigError(
-        f"config.{KEY}={address!r} belongs to another architecture: the shape of {name} is {change}: set the "
-        f"sizes of config.model to those of the weights"
+def _other_names(names: list[str], *, found: bool) -> list[str]:
+    """Describes parameters that only the weights have (`found`), or only this model, by their remedies."""
+    by_remedy: dict[str, list[str]] = {}
+    for name in names:
+        by_remedy.setdefault(_remedy(name, has=found), []).append(name)
+    text = (
+        "{} of its parameters are not in this model, such as {}"
+        if found
+        else ("it lacks {} parameters of this model, such as {}")
     )
+    return [f"{text.format(len(some), some[0])}: {what}" for what, some in by_remedy.items()]
+
+
+def _misfit(name: str, theirs: tuple[int, ...], here: tuple[int, ...]) -> str:
+    """Why a parameter of another shape cannot be adapted, or ""."""
+    same_width = len(theirs) == 2 and theirs[1:] == here[1:]
+    if _HEADS.match(name) or (name.endswith("/position_embedding") and same_width):
+        return ""
+    if name == "text/token_embedding/embedding" and same_width:
+        return (
+            f"its tokenizer has {theirs[0]} tokens, but swjax reads captions with CLIP's, which has "
+            f"{here[0]}: use weights trained with CLIP's tokenizer"
+        )
+    return (
+        f"the shape of {name} is {list(theirs)} in the weights, {list(here)} here: set the sizes of "
+        f"config.model to those of the weights"
+    )
+
+
+def _change(name: str, theirs: tuple[int, ...], here: tuple[int, ...]) -> str:
+    """Describes how `_adapted` changes a parameter."""
+    change = f"{list(theirs)} in the weights, {list(here)} here"
+    if _HEADS.match(name):
+        return f"{name} is newly initialized: {change}"
+    if name == "vision/position_embedding":
+        return f"{name} is interpolated: {change}"
+    kept = min(theirs[0], here[0])
+    rest = f" and {here[0] - kept} are new" * (here[0] > kept)
+    return f"{name}: the first {kept} positions are kept{rest}: {change}"
+
+
+def _adapted(name: str, value: Any, new: jax.Array) -> jax.Array:
+    """Adapts a parameter that `_compare` accepts to this run's shape and sharding."""
+    if value is None or (value.shape != new.shape and _HEADS.match(name)):
+        return new
+    if value.shape == new.shape:
+        return _place(value, new)
+    if name == "vision/position_embedding":
+        return _place(interpolate_positions(np.asarray(value), new.shape[0]), new)
+    kept = min(value.shape[0], new.shape[0])
+    return _place(np.concatenate([np.asarray(value)[:kept], np.asarray(new)[kept:]]), new)
 
 
 def interpolate_positions(positions: np.ndarray, count: int) -> np.ndarray:
@@ -239,10 +328,6 @@ def _place(value: Any, new: jax.Array) -> jax.Array:
     if isinstance(value, jax.Array):
         return value
     return jax.make_array_from_callback(new.shape, new.sharding, lambda index: value[index])
-
-
-def _mesh(arrays: dict) -> jax.sharding.Mesh:
-    return next(iter(arrays.values())).sharding.mesh
 
 
 def _remedy(name: str, *, has: bool) -> str:

@@ -46,13 +46,14 @@ class Mirror:
         self._said = 0  # number of them that were said
         self._copy: Future[None] | None = None
         if address:
-            with blame("checkpoint.mirror"):
-                files.check_protocol(address)
-            import fsspec.implementations.local
-
             with self._blame():  # some protocols connect here
+                with blame("checkpoint.mirror"):
+                    files.check_protocol(address)
+                import fsspec.implementations.local
+
                 self._fs, self._root = fsspec.core.url_to_fs(self._address)
             local = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
+            self._is_local = local
             if local and Path(self._root).resolve().is_relative_to(workdir.resolve()):
                 raise ConfigError(
                     f"{self._key} is in the workdir, which it copies: give another folder"
@@ -78,6 +79,8 @@ class Mirror:
             shutil.rmtree(part, ignore_errors=True)
             copies = []
             for name, path in self._held():
+                if self._is_local:
+                    inside(self._root, name)  # refuses a link out of the mirror
                 target = inside(self._workdir, name)
                 folder, _, rest = name.partition("/")
                 if folder == "checkpoints" and rest.startswith(f"{newest}/"):
@@ -199,6 +202,8 @@ class Mirror:
     def _blame(self) -> Iterator[None]:
         try:
             yield
+        except ConfigError:
+            raise
         except Exception as error:  # third-party file systems may raise anything
             reason = mask_credentials(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
             raise RunError(

@@ -1,5 +1,6 @@
 """The train state with which a run starts: restored from a checkpoint, or initialized."""
 
+import logging
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -7,16 +8,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from swjax.models import clip
 from swjax.training import config as config_lib
+from swjax.training import distributed
 from swjax.training.config import ConfigError
 from swjax.training.inputs import RESUMED
+from swjax.training.optimizer import split_frozen
 from swjax.training.setup import compile_init, model_config
 from swjax.training.state.checkpoint import Checkpoints
+from swjax.training.state.checksums import named, of_devices
 from swjax.training.state.initialization import first_parameters
-from swjax.training.step import State
+from swjax.training.step import State, limit_logit_scale
+
+logger = logging.getLogger("swjax.training.state.restore")
 
 
 def init_or_restore(
@@ -37,23 +44,53 @@ def init_or_restore(
       (state, data position saved with it); the position is None at the beginning of a run.
 
     Raises:
-      ConfigError: a checkpoint does not fit the config, or a path in the config has no checkpoint.
+      ConfigError: a checkpoint does not fit the config, a path in the config has no checkpoint, or replicas
+        differ.
     """
     if checkpoints.latest_step() is not None:
-        workdir = checkpoints.directory.parent
-        with config_lib.blame_changes(workdir, config):
-            restored = checkpoints.restore(like)
-        require_same_model(workdir, config)
-        return restored
-    if config.checkpoint.resume:
-        other, workdir = config.checkpoint.resume, Path(config.checkpoint.resume)
-        found = Checkpoints.of("checkpoint.resume", other)
-        with closing(found), config_lib.blame_changes(workdir, config):
-            state, position = found.restore(like)
-        require_same_model(workdir, config)
+        state, position = _restore(config, checkpoints, like)
+    elif config.checkpoint.resume:
+        with closing(Checkpoints.of("checkpoint.resume", config.checkpoint.resume)) as found:
+            state, position = _restore(config, found, like)
         position.pop("unscored", None)  # a record of the other run
-        return state, position | {RESUMED: True}
-    return first_state(config, init, like), None
+        position |= {RESUMED: True}
+    else:
+        state, position = first_state(config, init, like), None
+    require_equal_replicas(state)
+    return state, position
+
+
+def _restore(
+    config: ConfigDict, checkpoints: Checkpoints, like: State
+) -> tuple[State, dict[str, Any]]:
+    workdir = checkpoints.directory.parent
+    with config_lib.blame_changes(workdir, config):
+        restored = checkpoints.restore(like)
+    require_same_model(workdir, config)
+    return restored
+
+
+def require_equal_replicas(state: State) -> None:
+    """Checks in a run of several processes that all devices hold the same values of each array.
+
+    Processes that compute an array each for itself, such as random initial parameters, may compute different
+    values, which training would not notice.
+
+    Raises:
+      ConfigError: names the first array that differs.
+    """
+    if jax.process_count() == 1:
+        return
+    sums = of_devices(named(state))
+    own = np.array([[min(values), max(values)] for values in sums.values()], np.int64)
+    of_all = distributed.all_processes(own.ravel()).reshape(-1, *own.shape)
+    different = np.any(of_all != of_all[0, :, :1], axis=(0, 2))
+    if different.any():
+        raise ConfigError(
+            f"{different.sum()} of {len(sums)} arrays of the train state differ between devices that hold "
+            f"replicas, such as {list(sums)[int(np.argmax(different))]}: start all processes with the same "
+            f"software, flags and kind of device"
+        )
 
 
 def require_same_model(workdir: Path, config: ConfigDict) -> None:
@@ -119,4 +156,17 @@ def first_state(config: ConfigDict, init: Callable[[], State], like: State) -> S
         state["params"] = first_parameters(config.checkpoint.init_from, cfg, state["params"])
         if "ema" in state:
             state["ema"] = jax.tree.map(jnp.copy, state["params"])
+        _say_limit(config, state["params"])
     return state
+
+
+def _say_limit(config: ConfigDict, params: Any) -> None:
+    """Warns if the first step will clamp the trained logit scale of the loaded weights."""
+    trained = split_frozen(params, config.optimizer.freeze)[0]["logit_scale"]
+    limit = limit_logit_scale(config, {"logit_scale": trained})["logit_scale"]
+    if trained is not None and trained != limit and distributed.is_first():
+        logger.warning(
+            "init_from %s: the logit scale %.6g becomes %.6g, a limit of the softmax loss; "
+            "optimizer.freeze=^logit_scale keeps it",
+            config.checkpoint.init_from, jnp.exp(trained), jnp.exp(limit),
+        )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Attention backward of short sequences, for Hopper.
+
+One block of threads stays on each multiprocessor and processes one head after the other. Queries, keys,
+values and gradients of a head stay in shared memory, in tiles of 64 tokens. First the rows of products are
+queries, then they are keys; each tile of rows loops over all columns. So every sum stays in registers and has
+a fixed order::
+
+    queries    s = q k^T, dp = g v^T, ds = exp(s - lse) (dp - delta), dq += ds k
+    keys       the same, transposed; dv += exp(s - lse)^T g, dk += ds^T q
+
+A sequence of 257 tokens has four whole tiles and a rest of one token, whose gradients are products of
+transposed tiles. One of 99 tokens has two whole tiles, and the second one begins in the first. One warpgroup
+copies (`backward_copies`). Two compute, each every second tile (`backward_products`)::
+
+    keys_full[tile], queries_full[tile]      copies have arrived           memory -> compute warpgroups
+    keys_empty[tile], queries_empty[tile]    all have read the tile        compute -> memory warpgroup
+    out_full[warpgroup], out_empty[...]      the same for tiles of out, which only delta needs
+    exchange                                 both have written their delta compute -> compute warpgroups
+    rest_full                                sums of the rest are written  first -> second compute warpgroup
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from swjax.kernels import tiles
+from swjax.kernels.attention.mosaic_gpu import backward_heads
+from swjax.kernels.attention.mosaic_gpu.backward_copies import (
+    BackwardScratch,
+    allocate,
+    shared_memory,
+)
+from swjax.kernels.attention.mosaic_gpu.backward_heads import ROWS, Heads
+from swjax.kernels.attention.mosaic_gpu.backward_products import BackwardWork
+from swjax.kernels.attention.tiles import LONGEST_SEQUENCE
+from swjax.kernels.availability import Unavailable
+
+SHARED_MEMORY = 227 * 1024  # bytes of a block of threads
+
+
+def attention_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    gradient: jax.Array,
+    *,
+    causal: bool = False,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reference.attention_backward`, for the arrays that `why_not` accepts.
+
+    Args:
+      q, k, v, out, lse, gradient, causal: of the operation.
+      multiprocessors, interpret: for tests.
+    """
+    _, tokens, _, width = q.shape
+    blocks = multiprocessors or tiles.multiprocessors()
+    slots = 2 if shared_memory(tokens, width, 2) <= SHARED_MEMORY else 1
+    padded = backward_heads.padded(tokens)
+
+    def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, *buffers):
+        block = lax.axis_index("block")
+        heads = Heads(q.shape, blocks, block, interpret is not None)
+        work = BackwardWork(
+            heads, q, k, v, out, g, lse, dq, dk, dv, BackwardScratch(*buffers), slots, causal
+        )
+        backward_heads.specialize(work.copy, work.compute)
+
+    like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    run = backward_heads.kernel(
+        attention_backward_kernel,
+        (like_q,) * 3,
+        allocate(tokens, width, slots, q.dtype),
+        blocks=blocks,
+        interpret=interpret,
+    )
+    padding = ((0, 0), (0, 0), (0, padded - tokens))
+    lse = jnp.pad(lse * jnp.float32(backward_heads.LOG2_E), padding, constant_values=jnp.inf)
+    return run(q, k, v, out, gradient, lse)
+
+
+def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
+    """Why the kernel does not take 16-bit queries [b, t, h, d] of a known width; None: it does."""
+    tokens, heads, width = q.shape[1:]
+    if tokens <= ROWS:
+        return Unavailable(
+            f"supports sequences of more than {ROWS} tokens, got {tokens}: use 'triton'"
+        )
+    beyond = backward_heads.cut(tokens)[0] * ROWS > tokens  # the last tile ends past the sequence
+    if heads == 1 and width != backward_heads.line(width) and beyond:
+        return Unavailable(f"supports several heads of {width} features, got one: use 'triton'")
+    if tokens > LONGEST_SEQUENCE or shared_memory(tokens, width, 1) > SHARED_MEMORY:
+        return Unavailable(
+            f"keeps a head in shared memory, which {tokens} tokens of {width} features exceed: "
+            "use 'triton'"
+        )
+    return None

@@ -1,0 +1,250 @@
+"""How the backward pass of attention cuts a head into tiles, and copies them to shared memory.
+
+A head has `whole` tiles of ROWS tokens, followed by a rest of at most STEP tokens. A longer rest becomes
+another whole tile, which consists of the last ROWS tokens of the head and so overlaps the tile before it. As
+rows of a product the overlapping tokens are computed twice, with equal results; as columns each token is used
+once. A copy into shared memory reads zeros past the end of a sequence. A copy to global memory writes nothing
+there, unless the array is contiguous over sequences: Mosaic clips copies at the end of an array only.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Ref = Any  # of an array in global or shared memory, or of barriers
+Rows = slice | pl.Slice
+
+ROWS = 64  # of a product
+GROUP = 8  # rows of a swizzled tile
+STEP = 16  # tokens, or features, of one step of a product
+COMPUTE = 2  # number of compute warpgroups
+LOG2_E = math.log2(math.e)
+REGISTERS = (24, 240)  # per thread, of the memory and the compute warpgroups
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one block of threads.
+
+    Attributes:
+      shape: (b, t, h, d).
+      blocks, block: number of blocks of threads, and the number of this one.
+      interpreted: whether Pallas's interpreter runs the kernel.
+    """
+
+    shape: tuple[int, ...]
+    blocks: int
+    block: jax.Array
+    interpreted: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.shape[3]
+
+    @property
+    def span(self) -> int:
+        return span(self.tokens)
+
+    @property
+    def whole(self) -> int:
+        return cut(self.tokens)[0]
+
+    @property
+    def rest(self) -> int:
+        return cut(self.tokens)[1]
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles, with that of the rest."""
+        return self.whole + (self.rest > 0)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the last whole tile begins in the tile before."""
+        return self.whole * ROWS > self.span
+
+    @property
+    def line(self) -> int:
+        return line(self.width)
+
+    def rows(self, tile: jax.Array | int) -> Rows:
+        """The rows of a tile. That of the rest has ROWS rows too: it begins in the tile before."""
+        return pl.ds(jnp.minimum(tile * ROWS, self.span - ROWS), ROWS)
+
+    def columns(self, tile: int) -> tuple[int, int]:
+        """The first column of a tile, and the number of its columns."""
+        return tile * ROWS, min(ROWS, self.span - tile * ROWS)
+
+    def count(self) -> jax.Array:
+        """The number of heads of this block."""
+        total = self.shape[0] * self.shape[2]
+        return (total - self.block + self.blocks - 1) // self.blocks
+
+    def place(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The example of a head, and its number in the example."""
+        number, heads = self.block + head * self.blocks, self.shape[2]
+        return number // heads, lax.rem(number, heads)
+
+    def copy_tile(
+        self, source: Ref, head: jax.Array, tile: int, to: Ref, slot: jax.Array, full: Ref
+    ) -> None:
+        """Copies a tile of tokens to shared memory.
+
+        Args:
+          source: [b, t, h, d].
+          head: the head.
+          tile: number of the tile.
+          to: `operand`.
+          slot: place of the head in it.
+          full: barrier, at which `copies(d)` copies arrive.
+        """
+        example, number = self.place(head)
+
+        def copy(group, groups):
+            tokens = pl.ds(group * GROUP, groups * GROUP)
+            view = self._lines(to, slot, group, groups)
+            plgpu.copy_gmem_to_smem(source.at[example, tokens, number], view, full)
+
+        first = tile * (ROWS // GROUP) + 0 * head
+        groups = self.columns(tile)[1] // GROUP
+        if self.line == self.width:
+            copy(first, groups)
+            return
+        lax.fori_loop(0, groups, lambda i, _: copy(first + i, 1), None)
+        for _ in range(groups, copies(self.width)):
+            plgpu.barrier_arrive(full)
+
+    def _lines(self, ref: Ref, slot: jax.Array, group: jax.Array, groups: int) -> Ref:
+        """Some rows of swizzled memory as the destination of a copy that does not tile rows.
+
+        A copy that tiles rows would need a whole number of tiles in the sequence.
+        """
+        if self.interpreted:
+            return ref.at[slot, pl.ds(group * GROUP, groups * GROUP)]
+        swizzle: Any = plgpu.SwizzleTransform
+        tiling: Any = plgpu.TilingTransform
+        unswizzle = swizzle(2 * self.line).undo(None)
+        if self.line == self.width:
+            view = ref.ref.at[slot, pl.ds(group, groups)]  # [groups, 1, GROUP, line]
+            view = view.reshape(groups * GROUP, self.line)
+            return dataclasses.replace(view, transforms=(*view.transforms, unswizzle))
+        view = ref.ref.at[slot, group]  # [width / line, GROUP, line]
+        view = dataclasses.replace(view, transforms=(*view.transforms, unswizzle))
+        view = view.transpose((1, 0, 2))
+        untile = tiling((self.line,)).undo(None)
+        return dataclasses.replace(view, transforms=(*view.transforms, untile))
+
+
+def line(width: int) -> int:
+    """Number of features of a swizzled line in shared memory."""
+    return 64 if width % 64 == 0 else STEP
+
+
+def copies(width: int) -> int:
+    """Number of copies of a tile."""
+    return 1 if line(width) == width else ROWS // GROUP
+
+
+def swizzled(shape: tuple[int, ...], rows: int, line: int, dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory in tiles [rows, line]; with rows = GROUP it holds operands of products."""
+    tiling: Any = plgpu.TilingTransform  # jax 0.12 types these two as abstract
+    swizzle: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((rows, line)), swizzle(2 * line)))
+
+
+def rows_of(width: int, dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory for ROWS rows of each compute warpgroup, which are copied at once."""
+    shape = (COMPUTE, ROWS, width)
+    return swizzled(shape, 1, width, dtype) if width == 64 else plgpu.SMEM(shape, dtype)
+
+
+def features(width: int) -> list[int]:
+    """The first feature of each block of 64 features; the last block may overlap the one before."""
+    return sorted({0, width - 64})
+
+
+def load(ref: Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
+    """Loads an array from shared memory into registers."""
+    read: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
+    return read(ref, layout=layout, optimized=False)
+
+
+def store(ref: Ref, value: jax.Array) -> None:
+    """Stores registers in shared or global memory, without Mosaic's checks for an efficient store.
+
+    Since jax 0.12 an assignment fails where threads store less than 4 bytes in global memory, and avoids bank
+    conflicts in shared memory at the cost of stmatrix instructions.
+    """
+    if write := getattr(plgpu, "store", None):  # since jax 0.12
+        write(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def cut(tokens: int) -> tuple[int, int]:
+    """The number of whole tiles of a head, at least COMPUTE, and the number of tokens of its rest.
+
+    >>> cut(257), cut(99), cut(160)
+    ((4, 1), (2, 0), (3, 0))
+    """
+    whole, rest = divmod(tokens, ROWS)
+    return (whole, rest) if whole >= COMPUTE and rest <= STEP else (-(-tokens // ROWS), 0)
+
+
+def span(tokens: int) -> int:
+    """Tokens of a head in shared memory, with zeros."""
+    return -(-tokens // STEP) * STEP
+
+
+def padded(tokens: int) -> int:
+    """Length of a vector over the tokens of a head, which is copied in steps of 128 bytes."""
+    return -(-span(tokens) // 32) * 32
+
+
+def specialize(copy: Callable[[], None], work: Callable[[jax.Array], None]) -> None:
+    """Runs `copy` in the memory warpgroup, and ``work(warpgroup)`` in the compute warpgroups."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == COMPUTE)
+    def _():
+        plgpu.set_max_registers(REGISTERS[0], action="decrease")
+        copy()
+
+    @pl.when(warpgroup < COMPUTE)
+    def _():
+        plgpu.set_max_registers(REGISTERS[1], action="increase")
+        work(warpgroup)
+
+
+def kernel(
+    body: Callable, out: Any, scratch: Sequence[Any], *, blocks: int, interpret: Any
+) -> Callable:
+    """Builds a kernel of compute warpgroups and a memory warpgroup, as a function of its inputs."""
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=list(scratch),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=COMPUTE + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # all sums are those of a warp
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+    )

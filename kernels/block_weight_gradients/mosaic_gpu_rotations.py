@@ -1,0 +1,277 @@
+"""Rotated tokens in int8, transposed, with a scale for each column and block of tokens.
+
+One block of threads stays on each multiprocessor. A unit of work is COLUMNS columns of one block of tokens,
+cut into steps of ROTATION tokens. One warpgroup copies steps into a ring in shared memory. Two warpgroups
+compute; one processes the even steps, the other the odd steps::
+
+    first pass    rotates each step, and keeps the largest magnitude of each column
+    exchange      takes the larger magnitude of both warpgroups, which gives the scale
+    second pass   rotates each step again, quantizes it, writes it, and releases its slot
+
+A block of rotated tokens fits neither into registers nor next to the ring, so it is computed twice. The
+tensor cores have time for that: the kernel waits for memory, which it reads once.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from swjax.kernels import tiles
+from swjax.kernels.block_weight_gradients.reference import rotation_matrix
+from swjax.kernels.formats import INVERSE, LARGEST, SMALLEST_ABSMAX
+from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.pipeline import Ref
+
+ROTATION = 128  # tokens
+COLUMNS = 64  # rows of a product of one warpgroup
+STAGES = 10  # even, so that a slot always belongs to the same compute warpgroup
+# Added to |x| < 2**22, it leaves the nearest integer, ties to even, in the low bits of the sum.
+ROUNDER = 1.5 * 2.0**23
+
+
+class RotationScratch(NamedTuple):
+    """The shared memory of a block, in the order of the kernel's arguments.
+
+    Attributes:
+      ring: [STAGES, ROTATION, COLUMNS], steps of x.
+      matrix: [ROTATION, ROTATION], the rotation; axes are token and rotated token.
+      values: [2, COLUMNS, ROTATION], the quantized step of each compute warpgroup.
+      largest: [2, 2, COLUMNS], the magnitudes that they exchange.
+      scale: [COLUMNS], the scales of the unit.
+      full, empty: a barrier for each slot of the ring.
+      matrix_full: barrier for the copy of the matrix.
+      exchange: barrier at which both compute warpgroups wait for each other.
+    """
+
+    ring: Ref
+    matrix: Ref
+    values: Ref
+    largest: Ref
+    scale: Ref
+    full: Ref
+    empty: Ref
+    matrix_full: Ref
+    exchange: Ref
+
+
+class Turns(NamedTuple):
+    """The steps of a unit that one compute warpgroup processes: every second step.
+
+    Attributes:
+      used: number of steps of all units before, of both warpgroups.
+      first: first step of this warpgroup in the unit.
+      total: number of its steps.
+    """
+
+    used: jax.Array
+    first: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, warpgroup: jax.Array, used: jax.Array, steps: int) -> "Turns":
+        """Counted over all units, the steps of warpgroup 0 are even, and those of warpgroup 1 are odd."""
+        first = lax.rem(used + warpgroup, 2)
+        return cls(used, first, (steps + 1 - first) // 2)
+
+    def step(self, i: jax.Array) -> jax.Array:
+        """Step number of turn i, counted from the beginning of the unit."""
+        return self.first + 2 * i
+
+    def number(self, i: jax.Array) -> jax.Array:
+        """Step number of turn i, counted over all units."""
+        return self.used + self.step(i)
+
+    def slot(self, i: jax.Array) -> jax.Array:
+        return lax.rem(self.number(i), STAGES)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The work of one block of threads.
+
+    Attributes:
+      x: [tokens, n].
+      matrix: [ROTATION, ROTATION].
+      values: [n, blocks of tokens * length].
+      scale: [blocks of tokens, n].
+      steps: number of steps of a unit.
+      blocks: number of blocks of threads that share the units.
+      block: number of this block of threads.
+      scratch: its shared memory.
+    """
+
+    x: Ref
+    matrix: Ref
+    values: Ref
+    scale: Ref
+    steps: int
+    blocks: int
+    block: jax.Array
+    scratch: RotationScratch
+
+    def units(self) -> jax.Array:
+        count, n = self.scale.shape
+        return pipeline.unit_count(count * pl.cdiv(n, COLUMNS), self.block, self.blocks)
+
+    def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the block of tokens of a unit, and its first column."""
+        number, across = self.block + unit * self.blocks, pl.cdiv(self.scale.shape[1], COLUMNS)
+        return number // across, lax.rem(number, across) * COLUMNS
+
+    def copy(self) -> None:
+        """Copies all steps: the memory warpgroup."""
+        plgpu.copy_gmem_to_smem(self.matrix, self.scratch.matrix, self.scratch.matrix_full)
+
+        def copy_unit(unit, used):
+            number, column = self.place(unit)
+
+            def copy_step(s, used):
+                pipeline.wait_for_slot(self.scratch.empty, used, STAGES)
+                slot = lax.rem(used, STAGES)
+                tokens = pl.ds((number * self.steps + s) * ROTATION, ROTATION)
+                source = self.x.at[tokens, pl.ds(column, COLUMNS)]
+                plgpu.copy_gmem_to_smem(
+                    source, self.scratch.ring.at[slot], self.scratch.full.at[slot]
+                )
+                return used + 1
+
+            return lax.fori_loop(0, self.steps, copy_step, used)
+
+        used = lax.fori_loop(0, self.units(), copy_unit, 0)
+        empty = lambda s, _: pipeline.wait_for_slot(self.scratch.empty, used + s, STAGES)
+        lax.fori_loop(0, STAGES, empty, None)
+
+    def compute(self, warpgroup: jax.Array) -> None:
+        """Quantizes and writes the steps of one compute warpgroup."""
+        plgpu.barrier_wait(self.scratch.matrix_full)
+
+        def compute_unit(unit, used):
+            turns = Turns.of(warpgroup, used, self.steps)
+            absmax = self.exchange(warpgroup, lax.rem(unit, 2), self.find_largest(turns))
+            self.write_scale(warpgroup, unit, absmax)
+            self.write_values(warpgroup, unit, turns, LARGEST["int8"] / absmax)
+            return used + self.steps
+
+        lax.fori_loop(0, self.units(), compute_unit, 0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def rotated(self, slot: jax.Array) -> jax.Array:
+        """Returns the tokens of a slot, rotated: float32 [COLUMNS, ROTATION]."""
+
+        def multiply(out):
+            plgpu.wgmma(out, self.scratch.ring.at[slot].T, self.scratch.matrix)
+            plgpu.wgmma_wait(0)
+            return out[...]
+
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((COLUMNS, ROTATION), jnp.float32))
+
+    def find_largest(self, turns: Turns) -> jax.Array:
+        """Returns the largest magnitude in the steps of this warpgroup: [COLUMNS]."""
+
+        def turn(i, largest):
+            slot = turns.slot(i)
+            plgpu.barrier_wait(self.scratch.full.at[slot])
+            return jnp.maximum(largest, jnp.max(jnp.abs(self.rotated(slot)), axis=1))
+
+        smallest = jnp.full((COLUMNS,), SMALLEST_ABSMAX, jnp.float32)
+        smallest = plgpu.layout_cast(smallest, plgpu.Layout.WGMMA.reduce(1))
+        return lax.fori_loop(0, turns.total, turn, smallest)
+
+    def exchange(self, warpgroup: jax.Array, parity: jax.Array, largest: jax.Array) -> jax.Array:
+        """Returns the larger magnitude of both warpgroups: [COLUMNS].
+
+        Units alternate between two places: a warpgroup may still read one while the other has gone on to the
+        next unit.
+        """
+        at = self.scratch.largest.at[parity]
+        at[warpgroup] = largest
+        plgpu.barrier_arrive(self.scratch.exchange)
+        plgpu.barrier_wait(self.scratch.exchange)
+        return jnp.maximum(largest, pipeline.load_registers(at, 1 - warpgroup))
+
+    def write_scale(self, warpgroup: jax.Array, unit: jax.Array, absmax: jax.Array) -> None:
+        number, column = self.place(unit)
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.scratch.scale[...] = absmax * INVERSE["int8"]
+            plgpu.commit_smem()
+            to = self.scale.at[number, pl.ds(column, COLUMNS)]
+            plgpu.copy_smem_to_gmem(self.scratch.scale, to)
+
+    def write_values(
+        self, warpgroup: jax.Array, unit: jax.Array, turns: Turns, factor: jax.Array
+    ) -> None:
+        """Quantizes and writes the steps of this warpgroup."""
+        number, column = self.place(unit)
+        factor = lax.broadcast_in_dim(factor, (COLUMNS, ROTATION), (0,))
+
+        def turn(i, _):
+            slot = turns.slot(i)
+            rounded = self.rotated(slot) * factor + ROUNDER
+            plgpu.barrier_arrive(self.scratch.empty.at[slot])
+            values = lax.bitcast_convert_type(rounded, jnp.int32).astype(jnp.int8)
+            buffer = self.scratch.values.at[warpgroup]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffer[...] = values
+            plgpu.commit_smem()
+            tokens = pl.ds((number * self.steps + turns.step(i)) * ROTATION, ROTATION)
+            plgpu.copy_smem_to_gmem(buffer, self.values.at[pl.ds(column, COLUMNS), tokens])
+
+        lax.fori_loop(0, turns.total, turn, None)
+
+
+def quantize_blocks(
+    x: jax.Array,
+    *,
+    count: int,
+    length: int,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Rotates, transposes and quantizes x. The result is sqrt(ROTATION) times the rotated tokens.
+
+    Args:
+      x: [tokens, n] bfloat16 or float16; tokens is a multiple of 8, and n of COLUMNS.
+      count: number of blocks of tokens.
+      length: number of tokens of a block, a multiple of ROTATION. Tokens past the last of x are zeros.
+      multiprocessors, interpret: for tests.
+
+    Returns:
+      Values [n, count * length] and scales [count, n].
+    """
+    n = x.shape[1]
+    blocks = multiprocessors or tiles.multiprocessors()
+
+    def weight_gradient_rotation_kernel(x, matrix, values, scale, *buffers):
+        block = lax.axis_index("block")
+        work = Rotation(
+            x, matrix, values, scale, length // ROTATION, blocks, block, RotationScratch(*buffers)
+        )
+        pipeline.specialize(work.copy, work.compute)
+
+    buffers = RotationScratch(
+        ring=pipeline.buffer((STAGES, ROTATION, COLUMNS), x.dtype),
+        matrix=pipeline.buffer((ROTATION, ROTATION), x.dtype),
+        values=pipeline.buffer((2, COLUMNS, ROTATION), jnp.int8),
+        largest=plgpu.SMEM((2, 2, COLUMNS), jnp.float32),
+        scale=plgpu.SMEM((COLUMNS,), jnp.float32),
+        full=plgpu.Barrier(num_barriers=STAGES),
+        empty=plgpu.Barrier(num_barriers=STAGES),
+        matrix_full=plgpu.Barrier(),
+        exchange=plgpu.Barrier(num_arrivals=2),
+    )
+    out = (
+        jax.ShapeDtypeStruct((n, count * length), jnp.int8),
+        jax.ShapeDtypeStruct((count, n), jnp.float32),
+    )
+    run = pipeline.kernel(
+        weight_gradient_rotation_kernel, out, buffers, blocks=blocks, interpret=interpret
+    )
+    return run(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype))

@@ -1,0 +1,1 @@
+"""GELU, fused with the quantizer of its result."""

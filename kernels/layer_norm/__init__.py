@@ -1,0 +1,1 @@
+"""LayerNorm, fused with the quantizer of its result."""

@@ -1,0 +1,88 @@
+"""The specification of LayerNorm, forward and backward, fused with the quantizer of its result."""
+
+import jax
+import jax.numpy as jnp
+
+from swjax.kernels.formats import QTensor, to_float32
+from swjax.kernels.quantizers.reference import quantized_output, row_sum
+
+
+def layer_norm(
+    x: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    *,
+    epsilon: float,
+    quantize_to: str | None = None,
+    high_precision: bool = True,
+) -> tuple[jax.Array | None, QTensor | None]:
+    """LayerNorm over the last axis, ``gamma (x - mean) / sqrt(variance + epsilon) + beta``, in fp32.
+
+    Args:
+      x: [..., n] float16, bfloat16 or float32.
+      gamma, beta: [n], scale and offset of each feature.
+      epsilon: added to the variance.
+      quantize_to: dtype of the row-wise quantized result; None does not quantize.
+      high_precision: whether to also return the result in the dtype of x.
+
+    Returns:
+      (result or None, quantized result or None). The quantizer reads the result rounded to the dtype of x.
+
+    >>> y, q = layer_norm(jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.zeros(2), epsilon=0.0)
+    >>> y.tolist(), q
+    ([[-1.0, 1.0]], None)
+    """
+    centred, deviation = _moments(x, epsilon)
+    gamma, beta = (_along_rows(t, x.ndim) for t in (gamma, beta))
+    y = (centred * (gamma / deviation) + beta).astype(x.dtype)
+    return quantized_output(y, quantize_to, high_precision)
+
+
+def layer_norm_backward(
+    x: jax.Array,
+    gamma: jax.Array,
+    gradient: jax.Array | tuple[jax.Array, ...],
+    residual: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    *,
+    epsilon: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Computes the gradients of `layer_norm` from its input; mean and deviation are recomputed.
+
+    Args:
+      x: [..., n], input of the forward pass.
+      gamma: [n].
+      gradient: [..., n], gradient of the output; a tuple is summed.
+      residual: [..., n], gradient of x along a residual connection, which is added to dx; or None.
+      beta: [n], to also return the recomputed result of `layer_norm`; or None.
+      epsilon: as in the forward pass.
+
+    Returns:
+      dx [..., n] in the dtype of x; dgamma and dbeta [n] in float32; the recomputed result, or None without
+      beta.
+
+    >>> x, gamma = jnp.array([[1.0, 3.0]]), jnp.ones(2)
+    >>> layer_norm_backward(x, gamma, jnp.array([[1.0, 0.0]]), epsilon=0.0)[2].tolist()
+    [1.0, 0.0]
+    """
+    gradients = gradient if isinstance(gradient, tuple) else (gradient,)
+    centred, deviation = _moments(x, epsilon)
+    normalized = centred / deviation
+    total = sum(map(to_float32, gradients[1:]), to_float32(gradients[0]))
+    v = total * _along_rows(gamma, x.ndim)
+    slope = jnp.mean(v * normalized, axis=-1, keepdims=True)
+    dx = (v - jnp.mean(v, axis=-1, keepdims=True) - normalized * slope) / deviation
+    dx = dx if residual is None else dx + to_float32(residual)
+    y = None if beta is None else layer_norm(x, gamma, beta, epsilon=epsilon)[0]
+    return dx.astype(x.dtype), row_sum(total * normalized), row_sum(total), y
+
+
+def _moments(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows minus their mean, and their standard deviations."""
+    exact = to_float32(x)
+    centred = exact - jnp.mean(exact, axis=-1, keepdims=True)
+    return centred, jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon)
+
+
+def _along_rows(t: jax.Array, ndim: int) -> jax.Array:
+    return t.astype(jnp.float32).reshape((1,) * (ndim - 1) + t.shape)

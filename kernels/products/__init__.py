@@ -1,0 +1,1 @@
+"""Products of two matrices: quantized, or in the dtype of the operands."""

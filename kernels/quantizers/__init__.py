@@ -1,0 +1,1 @@
+"""Quantizers: by row, channel or tensor, with maxima that are computed or known."""

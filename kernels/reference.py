@@ -1,0 +1,62 @@
+"""The specification of every kernel in jax.numpy, which is also the XLA implementation on every platform.
+
+A quantized array is a ``QTensor``: int8 or fp8 ``values`` and an fp32 ``scale`` with ``x ~ values * scale``.
+A scale spans an operand's *contracted* axes, or the whole tensor, so that it factors out of the product:
+``(a . b)[i, j] = scale_a[i] * scale_b[j] * sum_k a.values[i, k] * b.values[k, j]``.
+"""
+
+from swjax.kernels.attention.reference import attention, attention_backward
+from swjax.kernels.block_weight_gradients.reference import (
+    block_weight_gradient,
+    block_weight_gradient_group,
+)
+from swjax.kernels.formats import (
+    INVERSE,
+    LARGEST,
+    SMALLEST_ABSMAX,
+    QTensor,
+    absolute_maximum,
+    divide,
+    round_to_fp8,
+    scale_of,
+)
+from swjax.kernels.gelu.reference import gelu, gelu_backward
+from swjax.kernels.layer_norm.reference import layer_norm, layer_norm_backward
+from swjax.kernels.products.reference import dot, matmul, matmul_sum
+from swjax.kernels.quantizers.reference import (
+    dequantize,
+    quantize,
+    quantize_and_sum,
+    quantize_both,
+    quantize_by,
+)
+from swjax.kernels.weight_gradients.reference import weight_gradient, weight_gradient_group
+
+__all__ = [
+    "INVERSE",
+    "LARGEST",
+    "SMALLEST_ABSMAX",
+    "QTensor",
+    "absolute_maximum",
+    "attention",
+    "attention_backward",
+    "block_weight_gradient",
+    "block_weight_gradient_group",
+    "dequantize",
+    "divide",
+    "dot",
+    "gelu",
+    "gelu_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "matmul",
+    "matmul_sum",
+    "quantize",
+    "quantize_and_sum",
+    "quantize_both",
+    "quantize_by",
+    "round_to_fp8",
+    "scale_of",
+    "weight_gradient",
+    "weight_gradient_group",
+]
