@@ -21,6 +21,7 @@ from swjax.linear.program_run import (
     inline,
     move,
     multiply,
+    run,
 )
 from swjax.recipes import DTYPES, Recipe
 
@@ -61,6 +62,7 @@ class Planner:
     def __init__(self, choices: Mapping[str, Choice], implementation: str | None) -> None:
         self.choices, self.implementation = choices, implementation
         self.products = ProgramReport()
+        self._results: dict[tuple, Callable] = {}
 
     def plan(self, jaxpr: Any, origins: Origins, repeats: int = 1, opaque: str = "") -> Plan:
         """Plans a jaxpr, open or closed.
@@ -79,7 +81,16 @@ class Planner:
             step, found = self._step(eqn, list(map(read, eqn.invars)), repeats, opaque)
             steps.append(step)
             known |= dict(zip(eqn.outvars, found))
-        return Plan(jaxpr, constants, steps, list(map(read, jaxpr.outvars)))
+        plan = Plan(jaxpr, constants, steps, list(map(read, jaxpr.outvars)))
+        results = self._results.setdefault(
+            self._key(jaxpr, origins, opaque), lambda *args: run(plan, *args)[0]
+        )
+        return plan._replace(results=results)
+
+    def _key(self, jaxpr, origins: Origins, opaque: str) -> tuple:
+        """What determines the results of a plan for a jaxpr, which the plan keeps alive."""
+        recipe_of = lambda o: self.choices[o.paths[0]].recipe if o.paths else None
+        return id(jaxpr), opaque, *(o and (o.changed, len(o.paths), recipe_of(o)) for o in origins)
 
     def _step(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
         name, count, step = eqn.primitive.name, len(eqn.outvars), Step(as_it_is, eqn)

@@ -5,6 +5,7 @@ Each version of JAX has its own parameters of the operations that run other jaxp
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -49,12 +50,14 @@ class Plan(NamedTuple):
       jaxpr, constants: the jaxpr and the arrays that it closes over.
       steps: one per equation.
       origins: of the results, see `program_plan.Origin`.
+      results: the first results of `run`. Equal layers have one such function, so JAX traces it once.
     """
 
     jaxpr: Any
     constants: Sequence[Any]
     steps: list[Step]
     origins: list[Any]
+    results: Callable[..., Arrays] | None = None
 
     @property
     def changes(self) -> bool:
@@ -117,6 +120,18 @@ def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     return outs, _bind(step.eqn, [stored[0], *values[1:]])
 
 
+@cache
+def _product(recipe, implementation, dimension_numbers, precision, preferred) -> Callable:
+    """A product, jitted so that JAX traces those of equal shapes once."""
+    multiply = dot_general(recipe, implementation=implementation)
+
+    @jax.jit
+    def quantized_product(x, w):
+        return multiply(x, w, dimension_numbers, precision, preferred)
+
+    return quantized_product
+
+
 def multiply(
     step: Step,
     values: Arrays,
@@ -135,7 +150,7 @@ def multiply(
         contracted, batch = contracted[::-1], batch[::-1]
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
     try:
-        y = dot_general(recipe, implementation=implementation)(x, w, (contracted, batch), **options)
+        y = _product(recipe, implementation, (contracted, batch), *options.values())(x, w)
     except (TypeError, ValueError) as error:
         raise unsupported(product, error) from error
     if at == 0:  # [*batch, *rows, *columns] to [*batch, *columns, *rows]
@@ -168,10 +183,6 @@ def _differing(values: Arrays, stored: Arrays) -> Arrays:
     return [None if before is value else before for before, value in zip(stored, values)]
 
 
-def _results(plan: Plan) -> Callable[..., Arrays]:
-    return lambda values, stored: run(plan, values, stored)[0]
-
-
 def _read_call(eqn) -> Call:
     return Call((eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"],))
 
@@ -193,7 +204,7 @@ def inline(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
 
 def _remat(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     options = {key: step.eqn.params[key] for key in ("policy", "prevent_cse")}
-    body = jax.checkpoint(_results(step.bodies[0]), **options)
+    body = jax.checkpoint(step.bodies[0].results, **options)
     return body(values, _differing(values, stored)), []
 
 
@@ -234,7 +245,7 @@ def _while(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     constants, carry = values[first : first + count], values[first + count :]
     stored = _differing(values, stored)[first : first + count]
     goes_on = core.jaxpr_as_fun(step.eqn.params["cond_jaxpr"])
-    body = _results(step.bodies[0])
+    body = step.bodies[0].results
     outs = jax.lax.while_loop(
         lambda carry: goes_on(*values[:first], *carry)[0],
         lambda carry: body([*constants, *carry], stored),
@@ -246,7 +257,7 @@ def _while(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
 def _cond(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     index, *operands = values
     stored = _differing(values, stored)[1:]
-    return jax.lax.switch(index, list(map(_results, step.bodies)), operands, stored), []
+    return jax.lax.switch(index, [plan.results for plan in step.bodies], operands, stored), []
 
 
 def _read_shard_map(eqn) -> Call:
@@ -262,7 +273,7 @@ def _shard_map(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arra
         for before, value in zip(_differing(values, stored), values)
     ]
     body = jax.shard_map(
-        _results(step.bodies[0]),
+        step.bodies[0].results,
         mesh=params["mesh"],
         in_specs=(specs, [None if a is None else spec for a, spec in zip(stored, specs)]),
         out_specs=list(params["out_specs"]),
