@@ -100,7 +100,10 @@ def test_a_model_of_einsums_under_scan_and_remat(run):
     weights, attention, head = 2 * 16 * 2048, 2 * 2 * 2 * HEADS * LENGTH * LENGTH * 4, 16 * 20 * 16
     assert report.share == pytest.approx(2 * weights / (2 * weights + 2 * attention + 2 * head))
     reasons = {product.reason for product in report if not product.recipe and product.flops}
-    assert reasons == {"both operands are activations", "the embedding stays in 16 bits"}
+    assert reasons == {
+        "both operands are activations",
+        "the embedding or tied head stays in 16 bits",
+    }
 
 
 class Attention(nnx.Module):
@@ -286,9 +289,28 @@ def test_layers_of_this_library_stay_and_their_lora_too():
     report = swjax.quantized(lora, {".*": "switchback"}).report(params, X)
     assert [(product.path, product.reason) for product in report] == [
         ("layer", "already quantized"),
-        ("w_lora_a", "LoRA stays in 16 bits"),
-        ("w_lora_b", "LoRA stays in 16 bits"),
+        ("w_lora_a", "the matrix of LoRA stays in 16 bits"),
+        ("w_lora_b", "the matrix of LoRA stays in 16 bits"),
     ]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lora_of_qwix_over_int8_trains_without_gradients_of_the_base():
+    """As `nnx.split` separates them: the parameters are a tuple, of which one part has gradients."""
+    qwix = pytest.importorskip("qwix", reason="needs Qwix: pip install qwix")
+    provider = qwix.LoraProvider([qwix.LoraRule(module_path=".*", rank=2, alpha=2.0)])
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        model = qwix.apply_lora_to_model(Attention(nnx.Rngs(0)), provider, X, rngs=nnx.Rngs(1))
+        graph, lora, base = nnx.split(model, nnx.LoRAParam, ...)
+        int8 = swjax.quantized(lambda params, x: nnx.merge(graph, *params)(x))
+        report = int8.report((lora, base), X)
+        assert converted(report) == {"1/q_proj/kernel", "1/o_proj/kernel"}
+        want = jax.jit(swjax.quantized(lambda model, x: model(x)))(Attention(nnx.Rngs(0)), X)
+        np.testing.assert_array_equal(jax.jit(int8)((lora, base), X), want)  # b is 0
+        gradients = jax.grad(lambda lora, base, x: jnp.sum(int8((lora, base), x) ** 2))
+        assert any(jnp.any(g != 0) for g in jax.tree.leaves(jax.jit(gradients)(lora, base, X)))
+        # Two forward, and the input gradient of o_proj: no LoRA needs that of q_proj.
+        assert_quantized(gradients, lora, base, X, count=3)
 
 
 # --- rules --------------------------------------------------------------------------------------------

@@ -23,21 +23,6 @@ from swjax.recipes import Recipe
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
-# Parts of paths of parameters that language models keep in 16 bits; a part is what stands between slashes.
-_KEPT = {
-    "lora": r"\w*lora_?[ab](?:_\w+)?",
-    "head": r"(?:\w+_)?head|logits?(?:_?dense)?|lm_logits|embed_out|unembed\w*|output_(?:layer|projection)",
-    "router": r"\w*router\w*|\w*expert_gate|gating",
-    "gate": r"gate",
-    "embedding": r"\w*embed\w*|wte|wpe|(?:\w+_)?emb",
-    "norm": r"\w*norm(?:_?\d+|_\w)?|ln(?:_?\w)?",
-}
-# A regular expression of these parameters: rules="llm" are {KEPT_IN_LLMS: "standard", ".*": "switchback"}.
-KEPT_IN_LLMS = (
-    r"(?i)(?:.*[/.])?(?:"
-    + "|".join(f"(?P<{kind}>{part})" for kind, part in _KEPT.items())
-    + r")(?:[/.].*)?|(?P<output>(?:params/|model/)*output[/.]\w+)"
-)
 _LAST = ("head", "output", "router", "gate", "embedding")  # a conversion of only these is a mistake
 
 
@@ -146,12 +131,6 @@ def _named(params: Any) -> list[tuple[str, Any]]:
 # --- rules -----------------------------------------------------------------------------------------------
 
 
-def _kind(path: str) -> str:
-    """The kind of parameter in `_KEPT` that a path names; "" for others."""
-    match = re.fullmatch(KEPT_IN_LLMS, path)
-    return (match and match.lastgroup) or ""
-
-
 def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> dict[str, Choice]:
     if isinstance(rules, str):
         return {path: _llm_choice(path, paths) for path in paths}
@@ -162,28 +141,37 @@ def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> d
         recipe, reason = chosen.get(path), UNMATCHED
         if recipe == Recipe():
             recipe, reason = None, "its rule is 'standard'"
-        if _kind(path) == "lora":
-            recipe, reason = None, "LoRA stays in 16 bits"
         choices[path] = Choice(recipe, "" if recipe else reason)
+        if recipes.kept_kind(path) == "lora":
+            choices[path] = _kept("matrix of LoRA")
     return choices
 
 
 def _llm_choice(path: str, paths: Sequence[str]) -> Choice:
-    kind = _kind(path)
+    kind = recipes.kept_kind(path)
     if kind == "gate":
         up = re.sub(r"(?i)\bgate\b(?!.*\bgate\b).*", "up", path)
         if any(re.match(rf"{re.escape(up)}(?:_proj)?\b", other) for other in paths):
             kind = ""  # the gate of an MLP
     if not kind:
         return Choice(recipes.get("switchback"))
-    kind = {"output": "head", "gate": "router"}.get(kind, kind)
-    return Choice(None, f"the {kind} stays in 16 bits")
+    names = {
+        "output": "head",
+        "gate": "router",
+        "embedding": "embedding or tied head",
+        "lora": "matrix of LoRA",
+    }
+    return _kept(names.get(kind, kind))
+
+
+def _kept(name: str) -> Choice:
+    return Choice(None, f"the {name} stays in 16 bits")
 
 
 def _warn(planner: Planner) -> None:
     """Warns if no product follows a recipe, or only those of routers, embeddings and heads."""
     paths = [product.path for product in planner.products if product.recipe]
-    if not all(_kind(path) in _LAST for path in paths):
+    if not all(recipes.kept_kind(path) in _LAST for path in paths):
         return
     message = f"rules quantize only {paths[0]!r}, a router, an embedding or a head" if paths else ""
     for product in planner.products if not paths else ():

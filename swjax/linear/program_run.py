@@ -5,6 +5,7 @@ Each version of JAX has its own parameters of the operations that run other jaxp
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -90,8 +91,8 @@ def run(plan: Plan, values: Sequence, stored: Sequence = ()) -> tuple[Arrays, Ar
         return arrays, parameters
 
     for step in plan.steps:
-        eqn = step.eqn
-        with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack)):
+        eqn, name = step.eqn, str(step.eqn.source_info.name_stack)
+        with eqn.ctx.manager, jax.named_scope(name) if name else nullcontext():
             outs, parameters = step.execute(step, *read(eqn.invars))
         env |= dict(zip(eqn.outvars, outs))
         before |= dict(zip(eqn.outvars, parameters))
