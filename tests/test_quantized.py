@@ -190,6 +190,26 @@ def test_a_layer_equals_switchback_of_the_stored_parameter(dtype):
         np.testing.assert_allclose(restore(stored_gradient), dw, rtol=exact)
 
 
+def test_parameters_cast_before_a_scan_are_read_as_stored():
+    model = partial(language_model, dtype="bfloat16")
+
+    def cast_first(params, tokens):
+        layers = jax.jit(partial(jax.tree.map, lambda w: w.astype("bfloat16")))(params["layers"])
+        return model(params | {"layers": layers}, tokens)
+
+    params = parameters()
+    first, inside = (jax.jit(swjax.quantized(fn))(params, TOKENS) for fn in (cast_first, model))
+    np.testing.assert_array_equal(first, inside)
+
+
+def test_a_step_that_differentiates_inside():
+    """Its input gradients are int8 products too, and its weight gradients are not."""
+    step = swjax.quantized(jax.grad(lambda w, x: jnp.sum((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)))
+    params = {"a": draw(WIDTH, WIDTH), "b": draw(WIDTH, WIDTH)}
+    found = [(product.path, product.quantized) for product in step.report(params, X)]
+    assert sorted(found) == [("", False), ("", False), ("a", True), ("b", True), ("b", True)]
+
+
 def under_cond(w, x):
     return jax.lax.cond(x[0, 0, 0] > 0, lambda x, w: x @ w, lambda x, w: -x @ w, x, w)
 

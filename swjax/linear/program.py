@@ -83,7 +83,8 @@ def quantized(
 
     Kept as they are and listed by `report`: functions with custom derivatives, kernels, layers that are
     quantized already, convolutions, lookups, ragged products, products of two activations, parameters that
-    the program scales or merges first, and the matrices of LoRA.
+    the program scales or merges first, and the matrices of LoRA. If `fn` differentiates inside, its input
+    gradients follow the recipe's forward product, and its weight gradients are products of two activations.
 
     Args:
       fn: a function of parameters and further arguments, such as a loss or an `apply`; or of an NNX model or

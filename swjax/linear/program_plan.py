@@ -138,8 +138,14 @@ class Planner:
             return Step(as_it_is, eqn)
         if not jnp.issubdtype(origin.dtype, jnp.floating):
             raise unsupported(product, f"its dtype is {origin.dtype}, but recipes quantize floats")
-        options = {"recipe": choice.recipe, "implementation": self.implementation}
-        return Step(partial(multiply, product=product, at=at, **options), eqn)
+        execute = partial(
+            multiply,
+            product=product,
+            recipe=choice.recipe,
+            implementation=self.implementation,
+            at=at,
+        )
+        return Step(execute, eqn)
 
     def _call(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
         """Plans an operation that runs other jaxprs."""
@@ -164,7 +170,8 @@ class Planner:
 
     def _note_use(self, eqn, found: Origins, repeats: int, opaque: str) -> None:
         """Lists what is neither a `dot_general`, nor movement, nor a call that is followed."""
-        name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
+        name = eqn.primitive.name
+        out: Any = eqn.outvars[0].aval if eqn.outvars else None
         used = [
             (" + ".join(o.paths), atom.aval)
             for o, atom in zip(found, eqn.invars)
@@ -193,7 +200,8 @@ class Planner:
             note("already quantized", lambda w: 2 * tokens * w.size, quantized=True)
         else:
             for jaxpr in core.jaxprs_in_params(eqn.params):
-                aligned = found if len(jaxpr.invars) == len(found) else [None] * len(jaxpr.invars)
+                unknown: Origins = [None] * len(jaxpr.invars)
+                aligned = found if len(found) == len(unknown) else unknown
                 self.plan(jaxpr, aligned, repeats, opaque or f"inside {name}")
 
 

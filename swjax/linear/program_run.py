@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     constants: Sequence[Any]
     steps: list[Step]
     origins: list[Any]
-    results: Callable[..., Arrays] | None = None
+    results: Any = None
 
     @property
     def changes(self) -> bool:
@@ -144,7 +144,8 @@ def multiply(
     at: int,
 ) -> tuple[Arrays, Arrays]:
     """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe."""
-    params, like = step.eqn.params, step.eqn.outvars[0].aval
+    like: Any = step.eqn.outvars[0].aval
+    params = step.eqn.params
     x, w = values[1 - at], stored[at]
     contracted, batch = params["dimension_numbers"]
     if at == 0:
@@ -152,7 +153,7 @@ def multiply(
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
     try:
         y = _product(recipe, implementation, (contracted, batch), *options.values())(x, w)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise unsupported(product, error) from error
     if at == 0:  # [*batch, *rows, *columns] to [*batch, *columns, *rows]
         first, columns = len(batch[0]), x.ndim - len(contracted[0])
