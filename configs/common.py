@@ -138,9 +138,8 @@ KEYS: dict[str, tuple] = {
         "whether replicated gradients are all-reduced at once after the backward pass, or, if False, "
         "layer by layer during it, for a network slower than NVLink"),
     "train.concurrent_kernels": (False, None,
-        "whether independent kernels of a step run at the same time on a GPU. A step of ViT-B in "
-        "`switchback` was 6 to 13 % faster on an H100, and 0 to 6 % on an H200. It needs about twice "
-        "the memory, and model.remat='none'"),
+        "whether independent kernels of a step run at the same time on a GPU: docs/speed.md. It needs "
+        "about twice the memory, and model.remat='none'"),
     "train.ema_decay": (0.0, "[0, 1)", "evaluates an average of the parameters; 0: off"),
     "train.nan_policy": ("stop", ("stop", "skip", "rollback"),
         "when a value is not finite, from the batch to the update: stop, skip the step (stop if it is a "

@@ -40,10 +40,9 @@ class QTensor(NamedTuple):
             "a QTensor has no arithmetic: pass it to swjax.switchback, or use swjax.dequantize(q)"
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = (
-        _refuse
-    )
-    __truediv__ = __neg__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = _refuse  # type: ignore[misc]  # not a tuple's
+    __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse  # type: ignore[misc]  # not a tuple's
+    __truediv__ = __neg__ = _refuse  # type: ignore[misc]  # not a tuple's
 
     @property
     def T(self) -> "QTensor":

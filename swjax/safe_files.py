@@ -74,11 +74,11 @@ def open_inside(folder: str | Path, name: str) -> BinaryIO:
     """
     path = inside(folder, name)
     # Without O_NONBLOCK, opening a pipe waits for a writer.
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    return file
+    return open(descriptor, "rb")
 
 
 def read_inside(folder: str | Path, name: str, most: int = _MOST_BYTES) -> bytes:

@@ -42,7 +42,7 @@ def test_both_layouts_of_a_quantized_weight_have_the_same_product(transpose):
     want = swjax.dequantize(x) @ swjax.dequantize(w)
     known = Operand(transposed=w.T) if transpose else Operand(quantized=w)
     layer = replace(ALONE, recipe=RECIPES["switchback"])
-    (y,) = products.outputs(Operand(X, x), (known,), NONE, NONE, (layer,))
+    y = products.output(Operand(X, x), known, None, None, layer)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
@@ -75,9 +75,9 @@ def test_sharded_products_are_those_of_one_device(spec):
         @jax.jit
         def run():
             x, w, g = Operand(X), (Operand(W),), (Operand(G),)
-            y = products.outputs(x, w, (jnp.ones(8),), NONE, layers)
+            y = products.output(x, *w, jnp.ones(8), None, *layers)
             dx = products.input_gradients(g, w, layers)
-            return *y, *dx, *products.weight_gradients(x, g, layers)
+            return y, *dx, *products.weight_gradients(x, g, layers)
 
         y, dx, dw = run()
     np.testing.assert_allclose(y, X @ W + 1, rtol=1e-5, atol=1e-5)
@@ -185,8 +185,7 @@ def test_a_quantized_form_that_fits_is_not_quantized_again(seen, monkeypatch):
     seen.clear()
     monkeypatch.setattr(reference, "quantize", None)
     layer = replace(ALONE, recipe=RECIPES["switchback"])
-    known = Operand(quantized=x), (Operand(transposed=w),)
-    (y,) = products.outputs(*known, NONE, NONE, (layer,))
+    y = products.output(Operand(quantized=x), Operand(transposed=w), None, None, layer)
     assert seen == int8(24, 1)
     np.testing.assert_array_equal(y, want)
 

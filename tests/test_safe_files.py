@@ -48,7 +48,9 @@ def _umask() -> int:
     return mask
 
 
-@pytest.mark.parametrize("name", ["index.html", f"index.html.{os.getpid()}.part"])
+@pytest.mark.parametrize(
+    "name", ["index.html", f"index.html.{os.getpid()}.part"], ids=["name", "part"]
+)
 def test_writing_replaces_a_link(folder, victim, name):
     (folder / name).symlink_to(victim)
     safe_files.write_atomically(folder / "index.html", "page")
@@ -103,7 +105,7 @@ def test_pipes_folders_and_large_files_are_refused(folder):
     os.mkfifo(folder / "pipe")
     (folder / "sub").mkdir()
     for name in ("pipe", "sub"):
-        with pytest.raises(OSError, match=r"[Nn]ot a regular file|Is a directory"):
+        with pytest.raises(OSError, match=f"Not a regular file: .*{name}"):
             open_inside(folder, name)
     (folder / "large").write_bytes(bytes(11))
     with pytest.raises(ValueError, match="larger than 10 bytes"):

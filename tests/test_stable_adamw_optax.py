@@ -112,7 +112,9 @@ def rosenbrock(dtype):
 
 
 @pytest.mark.parametrize(
-    "target, dtype", [(parabola, jnp.complex64), (rosenbrock, jnp.float32)], ids=str
+    "target, dtype",
+    [(parabola, jnp.complex64), (rosenbrock, jnp.float32)],
+    ids=["parabola", "rosenbrock"],
 )
 def test_converges(target, dtype):
     start, goal, loss = target(dtype)

@@ -192,19 +192,18 @@ def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
       ValueError: there is no template, or a template is not a text with "{}" for the name.
     """
-    templates = (
-        (templates,) if isinstance(templates, str) or callable(templates) else tuple(templates)
-    )
-    wrong = [t for t in templates if not isinstance(t, str)]
+    single = isinstance(templates, str) or callable(templates)
+    found: tuple[Any, ...] = (templates,) if single else tuple(templates)
+    wrong = [t for t in found if not isinstance(t, str)]
     if wrong:
         raise ValueError(
             f'prompt templates must be texts with "{{}}" for the name, such as "a photo of a {{}}.", got a '
             f'{type(wrong[0]).__name__}: write the text that it makes of "{{}}"'
         )
-    bad = [t for t in templates if "{}" not in t]
-    if bad or not templates:
-        raise ValueError(f'prompt templates need a "{{}}" for the name, got {bad or templates}')
-    return templates
+    bad = [t for t in found if "{}" not in t]
+    if bad or not found:
+        raise ValueError(f'prompt templates need a "{{}}" for the name, got {bad or found}')
+    return found
 
 
 def check_tokenizer(tokens: int) -> None:

@@ -179,7 +179,7 @@ class ZeroShot:
     def _distinct(self, names: Sequence[str]) -> list[int]:
         return distinct(names, self._templates, self._sizes["context_length"])
 
-    def _classifier(self, params, names: list[str]) -> np.ndarray:
+    def _classifier(self, params, names: Sequence[str]) -> np.ndarray:
         return classifier(self._predict, params, names, self._templates, **self._sizes)
 
 

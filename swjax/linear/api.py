@@ -60,6 +60,10 @@ def switchback(
     the fp32 parameter, not a 16-bit copy. Higher derivatives are straight-through: they equal those of exact
     products, see docs/transformations.md.
 
+    Rows, channels or tensors whose largest magnitude is below 2**-92 (2e-28) are quantized with the scale of
+    2**-92: their elements have an absolute error of up to 8e-31 (int8), so smaller gradients become zero:
+    scale the loss.
+
     Args:
       x: [..., k] float16, bfloat16 or float32; any leading dimensions, also of size 0. Products without
         quantization are computed in its dtype. The recipe "standard" also supports float64 and complex, if w,
@@ -111,14 +115,16 @@ def switchback(
     check_addend(x, ws, addend)
     check_prologue(x, prologue)
     if is_active():
-        options = {"recipe": recipe, "out_dtype": out_dtype, "precision": precision}
+        options: dict[str, Any] = {"recipe": recipe, "out_dtype": out_dtype, "precision": precision}
         options |= {"implementation": implementation, "layout": layout}
         ys = tuple(_beside_qwix(x, *each, addend, prologue, options) for each in zip(ws, biases))
         y = ys if several else ys[0]
         return (y, x) if residual else y
     shardings = [shard_layer(x, weight_array(w), layout) for w in ws]
-    options = recipe, out_dtype, precision, implementation
-    layers = tuple(_layer(x, w, addend, *options, sharding) for w, sharding in zip(ws, shardings))
+    layers = tuple(
+        _layer(x, w, addend, recipe, out_dtype, precision, implementation, sharding)
+        for w, sharding in zip(ws, shardings)
+    )
     if _has_no_tokens(x, layers[0]):
         ys = tuple(_no_outputs(x, *each) for each in zip(ws, layers))
     elif prologue is None and all(_is_plain(x, *each, addend) for each in zip(ws, biases, layers)):
@@ -151,7 +157,7 @@ def _beside_qwix(x, w, bias, addend, prologue: Prologue | None, options: dict) -
     """One layer, so that LoRA of Qwix can add its delta to the product."""
     if prologue is not None:
         x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
-    product = lambda: switchback(x, w, bias, addend=addend, **options)
+    product: Any = lambda: switchback(x, w, bias, addend=addend, **options)
     contract = ((x.ndim - 1,), (0,)), ((), ())
     return intercepted("dot_general", product, w, x, w, contract)
 
@@ -206,10 +212,11 @@ def mlp(
     check_dtypes(hidden, w2, b2)
     w1, b1, w2, b2 = gathered_over_mapped_axes((w1, b1, w2, b2))
     if is_active():
-        options = {"recipe": recipe, "precision": precision, "implementation": implementation}
-        hidden = switchback(x, w1, b1, prologue=prologue, layout=layouts[0], **options)
+        options: dict[str, Any] = {"recipe": recipe, "precision": precision}
+        options["implementation"] = implementation
+        between: Any = switchback(x, w1, b1, prologue=prologue, layout=layouts[0], **options)
         options |= {"addend": x if add_input else None, "prologue": Gelu(approximate)}
-        y = switchback(hidden, w2, b2, layout=layouts[1], **options)
+        y: Any = switchback(between, w2, b2, layout=layouts[1], **options)
         return (y, x) if residual else y
     sharding = shard_layer(x, weight_array(w1), layouts[0])
     shardings = sharding, shard_next(sharding, weight_array(w2), layouts[1])
@@ -263,7 +270,7 @@ def _has_no_tokens(x, layer: Layer) -> bool:
     return layer.sharding.mesh is not None and 0 in x.shape[:-1]
 
 
-def _no_outputs(x, w, layer: Layer) -> jax.Array:
+def _no_outputs(x, w, layer: Layer) -> Any:
     y = jnp.zeros((*x.shape[:-1], weight_array(w).shape[1]), layer.out_dtype)
     return layer.sharding.place(y, layer.sharding.y)
 
@@ -282,7 +289,7 @@ def _placed_weight(w, bias, sharding: Sharding):
     if not isinstance(w, QTensor):
         return sharding.place(w, sharding.w), bias
     specs = specs_of(w, as_matrix(sharding.w, True))
-    return QTensor(*map(sharding.place, w, specs)), bias
+    return QTensor(*(sharding.place(a, spec) for a, spec in zip(w, specs))), bias  # type: ignore[arg-type]  # no None
 
 
 # --- layers without quantization, as products that JAX differentiates in every mode and to any order --

@@ -1,6 +1,7 @@
 """`dot_general`: the linear layer with the signature of `jax.lax.dot_general` or `jnp.einsum`, for Flax."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,7 +60,8 @@ class DotGeneral:
             a mesh with explicit axes, the operands are sharded along different contracted dimensions.
           TypeError: the contracted or the batch dimensions of the operands differ.
         """
-        options = {"precision": precision, "preferred_element_type": preferred_element_type}
+        options: dict[str, Any] = {"precision": precision}
+        options["preferred_element_type"] = preferred_element_type
         product = lambda: self.multiply(lhs, rhs, dimension_numbers, **options)
         y = intercepted("dot_general", product, rhs, lhs, rhs, dimension_numbers, **options)
         return y if out_sharding is None else jax.reshard(y, out_sharding)
@@ -75,7 +77,7 @@ class DotGeneral:
     ) -> jax.Array:
         """The product of `__call__` and `einsum`, which no other library intercepts."""
         x, w, columns, order = as_linear(lhs, rhs, dimension_numbers)
-        linear = partial(
+        linear: Callable[..., Any] = partial(
             switchback,
             recipe=self.recipe,
             out_dtype=preferred_element_type,
@@ -120,7 +122,8 @@ class DotGeneral:
         (2, 6, 4, 5)
         """
         del optimize
-        options = {"precision": precision, "preferred_element_type": preferred_element_type}
+        options: dict[str, Any] = {"precision": precision}
+        options["preferred_element_type"] = preferred_element_type
         dimension_numbers, order = einsum_dimensions(equation, lhs, rhs)
         product = lambda: self.multiply(lhs, rhs, dimension_numbers, **options).transpose(order)
         y = intercepted("einsum", product, rhs, equation, lhs, rhs, **options)

@@ -33,7 +33,7 @@ def without_interception(fn: F) -> F:
         qwix = _qwix()
         return (qwix.disable_interceptions(fn) if qwix else fn)(*args, **kwargs)
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]  # the type of fn
 
 
 def intercepted(

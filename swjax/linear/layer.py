@@ -6,7 +6,7 @@ equal those on one device, because absolute maxima are maxima over the devices t
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def read(
     return Operand(transposed=q) if transpose else Operand(quantized=q)
 
 
-def stored(only: Operand, axis: int):
+def stored(only: Operand, axis: int) -> tuple[Any, int]:
     """The array or QTensor of an operand with one form, and its axis that stores `axis` of the matrix."""
     if only.transposed is not None:
         return only.transposed, -1 - axis
@@ -134,7 +134,7 @@ def specs_of_operand(operand: Operand, spec: Spec) -> Operand:
     """The shardings of an operand's arrays, for the sharding of the matrix."""
     array, q, transposed, _ = operand
     return Operand(
-        None if array is None else spec,  # type: ignore[arg-type]
+        None if array is None else spec,  # type: ignore[arg-type]  # a spec for an array
         None if q is None else specs_of(q, spec if q.values.ndim > 2 else as_matrix(spec, False)),
         None if transposed is None else specs_of(transposed, as_matrix(spec, True)),
     )
@@ -156,7 +156,7 @@ def quantize(
     sharding, per_tensor = layer.sharding, quantizer.scope == "tensor"
     out_spec = as_matrix(spec, False) if axis == 0 else spec
     shared = out_spec if per_tensor else (out_spec[axis],)
-    options = {"dtype": quantizer.dtype, "transpose": transpose}
+    options: dict[str, Any] = {"dtype": quantizer.dtype, "transpose": transpose}
     options["implementation"] = layer.implementation
 
     def step(x):

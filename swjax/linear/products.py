@@ -7,6 +7,7 @@ them.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +27,15 @@ from swjax.linear.layer import (
     stored,
 )
 from swjax.linear.layouts import Spec
-from swjax.linear.sharding import Sharding
 from swjax.recipes import LONGEST_INT8_SUM, Product
 
 Layers = tuple[Layer, ...]  # one per weight; the settings of the input are those of the first
 
 
-def outputs(
-    x: Operand,
-    ws: tuple[Operand, ...],
-    biases: tuple[jax.Array | None, ...],
-    addends: tuple[jax.Array | None, ...],
-    layers: Layers,
-) -> tuple[jax.Array, ...]:
-    """y = x w + bias + addend of each layer, all-reduced where w's rows k are sharded."""
-    return tuple(map(partial(_output, x), ws, biases, addends, layers))
-
-
-def _output(x, w, bias, addend, layer: Layer) -> jax.Array:
+def output(
+    x: Operand, w: Operand, bias: jax.Array | None, addend: jax.Array | None, layer: Layer
+) -> jax.Array:
+    """y = x w + bias + addend, all-reduced where w's rows k are sharded."""
     fwd, sharding = layer.recipe.fwd, layer.sharding
     later = addend is not None and bool(sharding.splits(sharding.k))  # than the all-reduce
 
@@ -77,51 +69,34 @@ def input_gradients(
     They are all-reduced where w's columns n are sharded. There is one array for each layer, or one in all: if
     a kernel adds the products, or if each device adds them, so that one all-reduce follows.
     """
-    first, alike = layers[0], len({layer.sharding for layer in layers}) == 1
-    sharding, dgrad = first.sharding, first.recipe.dgrad
-    once = alike and len(layers) > 1 and bool(sharding.splits(sharding.n))
-    multiply = partial(_input_gradients, all_reduce=not once)
-    if alike and not (dgrad and dgrad.outlier_threshold):
-        dxs = multiply(ws, first, dgrad, gs, first.dtype)
-    else:
+    first, dgrad = layers[0], layers[0].recipe.dgrad
+    outliers = dgrad is not None and dgrad.outlier_threshold
+    if not outliers and len({layer.sharding for layer in layers}) == 1:
+        return _input_gradients(ws, first, dgrad, gs, first.dtype)
 
-        def of_layer(g, w, layer):
-            one = lambda product, g, dtype: multiply((w,), layer, product, (g,), dtype)
-            return _with_outliers(one, dgrad, g, layer.sharding.y, layer.dtype, layer)[0]
+    def of_layer(g, w, layer):
+        multiply = lambda product, g, dtype: _input_gradients((w,), layer, product, (g,), dtype)
+        return _with_outliers(multiply, dgrad, g, layer.sharding.y, layer.dtype, layer)[0]
 
-        dxs = tuple(map(of_layer, gs, ws, layers))
-    if not once:
-        return dxs
-
-    def step(*dxs):
-        return sharding.sum(add(*(dx[0] for dx in dxs)), sharding.n)
-
-    return (sharding.run(step, dxs, (_partial(sharding),) * len(dxs), sharding.x),)
+    return tuple(map(of_layer, gs, ws, layers))
 
 
-def _input_gradients(ws, layer: Layer, product, gs, out_dtype: str, *, all_reduce: bool):
-    """dx = g wT of each layer; or one array, their sum, if a kernel adds them.
-
-    If `all_reduce=False`, they are per-device partial sums along a new leading axis.
-    """
+def _input_gradients(ws, layer: Layer, product: Product | None, gs, out_dtype: str):
     sharding = layer.sharding
     lhs, rhs = (product.lhs, product.rhs) if product else (None, None)
-    gs = tuple(read(lhs, g, sharding.y, -1, layer) for g in gs)
-    ws = tuple(read(rhs, w, sharding.w, -1, layer) for w in ws)
-    g_specs = tuple(specs_of_operand(g, sharding.y) for g in gs)
-    w_specs = tuple(specs_of_operand(w, sharding.w) for w in ws)
+    gs = tuple(map(partial(read, lhs, spec=sharding.y, axis=-1, layer=layer), gs))
+    ws = tuple(map(partial(read, rhs, spec=sharding.w, axis=-1, layer=layer), ws))
+    g_specs = tuple(map(partial(specs_of_operand, spec=sharding.y), gs))
+    w_specs = tuple(map(partial(specs_of_operand, spec=sharding.w), ws))
 
     def step(gs, ws):
         ws = sharding.gather(ws, w_specs)
         dxs = _products_or_sum(gs, ws, axes=(-1, -1), layer=layer, out_dtype=out_dtype)
-        return sharding.sum(dxs, sharding.n) if all_reduce else tuple(dx[None] for dx in dxs)
+        if len(dxs) > 1 and sharding.splits(sharding.n):
+            dxs = (add(*dxs),)
+        return sharding.sum(dxs, sharding.n)
 
-    out_specs = sharding.x if all_reduce else _partial(sharding)
-    return sharding.run(step, (gs, ws), (g_specs, w_specs), out_specs)
-
-
-def _partial(sharding: Sharding) -> Spec:
-    return Spec((sharding.n, *sharding.x))
+    return sharding.run(step, (gs, ws), (g_specs, w_specs), sharding.x)
 
 
 def weight_gradients(
@@ -148,14 +123,17 @@ def _weight_gradients(gs, layer: Layer, product: Product | None, x, out_dtype: s
     blocks = product if product is not None and product.lhs.scope == "block" else None
     lhs, rhs = (product.lhs, product.rhs) if product and not blocks else (None, None)
     x = read(lhs, x, sharding.x, 0, layer)
-    gs = tuple(read(rhs, g, sharding.y, 0, layer) for g in gs)
+    gs = tuple(map(partial(read, rhs, spec=sharding.y, axis=0, layer=layer), gs))
     reduce_dtype = sharding.reduce_dtype if sharding.splits(sharding.token_axes) else None
 
     def step(x, gs):
         dws = _sums_over_tokens(x, gs, blocks, layer, reduce_dtype or out_dtype)
         return tuple(sharding.scatter_sum(dw).astype(out_dtype) for dw in dws)
 
-    specs = specs_of_operand(x, sharding.x), tuple(specs_of_operand(g, sharding.y) for g in gs)
+    specs = (
+        specs_of_operand(x, sharding.x),
+        tuple(map(partial(specs_of_operand, spec=sharding.y), gs)),
+    )
     return sharding.run(step, (x, gs), specs, sharding.w)
 
 
@@ -197,22 +175,24 @@ def _product(
     out_dtype: str,
 ) -> jax.Array:
     """``a b + bias + addend``, summed over `axes` of the two matrices; both are quantized, or neither."""
-    (a, axis_a), (b, axis_b) = stored(a, axes[0]), stored(b, axes[1])
-    if isinstance(a, QTensor):
-        return _quantized_product(a, b, bias, addend, (axis_a, axis_b), layer, out_dtype)
-    contract = (axis_a % a.ndim,), (axis_b % b.ndim,)
-    y = reference.dot(a, b, contract, bias, out_dtype=out_dtype, precision=layer.precision)
+    (lhs, axis_a), (rhs, axis_b) = stored(a, axes[0]), stored(b, axes[1])
+    if isinstance(lhs, QTensor):
+        options: dict[str, Any] = {"contract": (axis_a, axis_b)}
+        options["implementation"] = layer.implementation
+        if not _sum_fits_int32(lhs, axis_a):
+            return _long_product(lhs, rhs, bias, addend, options).astype(out_dtype)
+        return dispatch.run("matmul", lhs, rhs, bias, addend, out_dtype=out_dtype, **options)
+    contract = (axis_a % lhs.ndim,), (axis_b % rhs.ndim,)
+    y = reference.dot(lhs, rhs, contract, bias, out_dtype=out_dtype, precision=layer.precision)
     if addend is None:
         return y
     # XLA for GPUs adds an array of the product's dtype in the product's epilogue.
     return y + addend if addend.dtype == y.dtype else add(y, addend)
 
 
-def _quantized_product(a: QTensor, b: QTensor, bias, addend, axes, layer: Layer, out_dtype: str):
+def _long_product(a: QTensor, b: QTensor, bias, addend, options: dict[str, Any]) -> jax.Array:
     """Splits an int8 sum that could overflow int32, and adds the parts in float32."""
-    options = {"contract": axes, "implementation": layer.implementation}
-    if _sum_fits_int32(a, axes[0]):
-        return dispatch.run("matmul", a, b, bias, addend, out_dtype=out_dtype, **options)
+    axes = options["contract"]
     length = a.values.shape[axes[0]]
 
     def part(start: int) -> jax.Array:
@@ -225,14 +205,14 @@ def _quantized_product(a: QTensor, b: QTensor, bias, addend, axes, layer: Layer,
         return dispatch.run("matmul", *operands, *terms, out_dtype="float32", **options)
 
     others = range(LONGEST_INT8_SUM, length, LONGEST_INT8_SUM)
-    return sum(map(part, others), part(0)).astype(out_dtype)
+    return sum(map(part, others), part(0))
 
 
 def _products_or_sum(gs, ws, *, axes, layer: Layer, out_dtype: str) -> tuple[jax.Array, ...]:
     """The product of each pair; or, if a kernel adds the products, their sum."""
     pairs = [(stored(g, axes[0]), stored(w, axes[1])) for g, w in zip(gs, ws)]
     (a, axes_of_a), (b, axes_of_b) = (zip(*side) for side in zip(*pairs))
-    options = {"out_dtype": out_dtype, "contract": (axes_of_a[0], axes_of_b[0])}
+    options: dict[str, Any] = {"out_dtype": out_dtype, "contract": (axes_of_a[0], axes_of_b[0])}
     fit = len(pairs) > 1 and len({*axes_of_a}) == len({*axes_of_b}) == 1
     fit = fit and all(isinstance(q, QTensor) and _sum_fits_int32(q, axes_of_a[0]) for q in a)
     chosen = {"implementation": layer.implementation}
@@ -255,14 +235,17 @@ def _sums_over_tokens(
     if x.array is None:
         multiply = partial(_product, x, axes=(0, 0), layer=layer, out_dtype=out_dtype)
         return tuple(map(multiply, gs))
-    operation, options = "weight_gradient", {"out_dtype": out_dtype}
+    operation, options = "weight_gradient", dict[str, Any](out_dtype=out_dtype)
     if blocks is None:
         options["precision"] = layer.precision
     else:
         operation = "block_weight_gradient"
         options["dtypes"] = blocks.lhs.dtype, blocks.rhs.dtype
         options |= {"block": blocks.lhs.block, "rotation": blocks.lhs.rotation}
-    rows, group = (as_rows(x.array), tuple(as_rows(g.array) for g in gs)), f"{operation}_group"
+    rows, group = (
+        (as_rows(x.array), tuple(as_rows(g.array) for g in gs if g.array is not None)),
+        f"{operation}_group",
+    )
     chosen = {"implementation": layer.implementation}
     if len(gs) > 1 and dispatch.has_kernel(group, *rows, **options, **chosen):
         return dispatch.run(group, *rows, **options)

@@ -7,7 +7,7 @@ passes.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -197,7 +197,7 @@ def apply_backward(
 ) -> PrologueGradients:
     """Computes the gradients of a prologue; see `LayerNorm.backward`."""
     sharding, spec = layer.sharding, input_spec(prologue, layer)
-    options = {"quantize_to": quantize_to, "recompute": recompute}
+    options: dict[str, Any] = {"quantize_to": quantize_to, "recompute": recompute}
 
     def step(prologue, x, gradients, residual_gradient):
         of = prologue.backward(

@@ -33,7 +33,7 @@ from swjax.linear.layer import (
     to_bytes,
 )
 from swjax.linear.layouts import Spec
-from swjax.linear.products import Layers, input_gradients, outputs, weight_gradients
+from swjax.linear.products import Layers, input_gradients, output, weight_gradients
 from swjax.linear.prologues import Prologue, apply, apply_backward, input_spec
 from swjax.recipes import Recipe
 
@@ -79,10 +79,11 @@ def forward(
     """Returns y = x w + bias + addend of each layer, and x and each w in the forms that were read."""
     x = _quantized_input(inputs.x, inputs.prologue, layers[0])
     ws = tuple(map(_quantized_weight, inputs.ws, layers))
-    return outputs(x, ws, inputs.biases, addends, layers), x, ws
+    ys = tuple(map(partial(output, x), ws, inputs.biases, addends, layers))
+    return ys, x, ws
 
 
-def _quantized_input(x: jax.Array, prologue: Prologue | None, layer: Layer) -> Operand:
+def _quantized_input(x: Any, prologue: Prologue | None, layer: Layer) -> Operand:
     """The layers' input, after the prologue."""
     fwd, sharding, q = layer.recipe.fwd, layer.sharding, None
     if prologue is not None:
@@ -104,12 +105,11 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     if fwd is None:
         return Operand(w)
     if layer.quantizes_weight_once and layer.reads_last_axis:
-        q, transposed = quantize_both(w, fwd.rhs.dtype, layer)
+        known = Operand(None, *quantize_both(w, fwd.rhs.dtype, layer))
     else:
-        _, q, transposed, _ = read(fwd.rhs, Operand(w), layer.sharding.w, 0, layer)
-    return Operand(
-        w, *(None if form is None else named(form, "swjax_w") for form in (q, transposed))
-    )
+        known = read(fwd.rhs, Operand(w), layer.sharding.w, 0, layer)
+    q, transposed = (form and named(form, "swjax_w") for form in known[1:3])
+    return Operand(w, q, transposed)
 
 
 def _save(inputs: Inputs, x: Operand, ws: tuple[Operand, ...], layers: Layers) -> Saved:
@@ -120,7 +120,8 @@ def _save(inputs: Inputs, x: Operand, ws: tuple[Operand, ...], layers: Layers) -
     else:
         x = Operand(quantized=x.quantized) if save_quantized else Operand(inputs.x)
     ws = tuple(map(_saved_weight, inputs.ws, ws, layers))
-    return Saved(*jax.tree.map(to_bytes, (x, ws)), _kept(inputs))
+    x, ws = jax.tree.map(to_bytes, (x, ws))
+    return Saved(x, ws, _kept(inputs))
 
 
 def _saved_weight(w: jax.Array | QTensor, read: Operand, layer: Layer) -> Operand:
@@ -166,7 +167,7 @@ def backward(
     else:
         recompute = x.array is None and x.quantized is None
         recompute = recompute and any(layer.w_dtype for layer in layers)
-        options = {"quantize_to": quantize_to, "recompute": recompute}
+        options: dict[str, Any] = {"quantize_to": quantize_to, "recompute": recompute}
         dx, dprologue, recomputed = apply_backward(
             prologue, before_prologue, dxs, residual_gradient, layers[0], **options
         )
@@ -179,18 +180,19 @@ def _bias_gradient(g: Operand, bias: jax.Array | None, layer: Layer):
     """Returns (output gradient with the forms computed here, bias gradient or None)."""
     if bias is None:
         return g, None
+    array, dgrad, sharding = g.array, layer.recipe.dgrad, layer.sharding
+    assert array is not None, "every gradient is known in high precision"
     if g.token_sum is None:
-        dgrad, sharding = layer.recipe.dgrad, layer.sharding
         whole_rows = not sharding.splits(sharding.n)
         if g.quantized is None and quantizes_rows(dgrad) and whole_rows:
-            q, total = quantize_and_sum(g.array, dgrad.lhs.dtype, layer)
+            q, total = quantize_and_sum(array, dgrad.lhs.dtype, layer)
             g = g._replace(quantized=q, token_sum=total)
         else:
-            total = jnp.sum(g.array, axis=tuple(range(g.array.ndim - 1)), dtype=jnp.float32)
+            total = jnp.sum(array, axis=tuple(range(array.ndim - 1)), dtype=jnp.float32)
             g = g._replace(token_sum=total)
     # The layer that follows may have summed the gradient in another sharding.
-    total = layer.sharding.place(g.token_sum, Spec((layer.sharding.n,)))
-    return g, total.astype(bias.dtype)
+    placed: Any = sharding.place(g.token_sum, Spec((sharding.n,)))
+    return g, placed.astype(bias.dtype)
 
 
 def _from_bytes(saved: Saved, layers: Layers) -> Saved:

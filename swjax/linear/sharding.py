@@ -83,8 +83,10 @@ class Sharding:
 
     def splits(self, *dimensions: Axes) -> Axes:
         """The axes of these dimensions that have more than one device."""
-        axes = union(dimensions)
-        return tuple(axis for axis in axes if self.mesh and self.mesh.shape[axis] > 1)
+        if self.mesh is None:
+            return ()
+        sizes = self.mesh.shape
+        return tuple(axis for axis in union(dimensions) if sizes[axis] > 1)
 
     def place(self, array: jax.Array | None, spec: Spec) -> jax.Array | None:
         """Reshards `array` to `spec` if the mesh is explicit; on other meshes XLA reshards."""
@@ -154,6 +156,8 @@ class Sharding:
 
     def gather(self, tree: Any, specs: SpecTree) -> Any:
         """Gathers the part of a weight that this device multiplies, from its shard of each array."""
+        if self.mesh is None:
+            return tree
         return jax.tree.map(lambda spec, w: self._gather_array(w, spec), specs, tree)
 
     def _gather_array(self, w: jax.Array, spec: Spec) -> jax.Array:
@@ -169,6 +173,8 @@ class Sharding:
 
     def scatter_sum(self, dw: jax.Array) -> jax.Array:
         """Sums dw [k, n] over the tokens of all devices, and returns this device's shard."""
+        if self.mesh is None:
+            return dw
         for axis, axes in enumerate(self._gathered(self.w)):
             if axes:
                 dw = _scatter_sum(dw, axes, axis)

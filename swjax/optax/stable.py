@@ -50,7 +50,16 @@ class Scalars(NamedTuple):
     threshold: jax.Array
 
 
-def algorithm_2(p, g, m, v, s: Scalars, reduced: tuple[int, ...], decays: bool, decoupled: bool):
+def algorithm_2(
+    p: jax.Array,
+    g: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    s: Scalars,
+    reduced: tuple[int, ...],
+    decays: bool,
+    decoupled: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """One step of the paper's algorithm 2 for one tensor, in the notation of `stable_adamw`.
 
     Args:

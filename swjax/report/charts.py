@@ -104,7 +104,7 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, byte
             "light": folder / f"{name}.png",
             "dark": folder / f"{name}-dark.png",
         }
-        pictures = {}
+        pictures: dict[str, bytes] = {}
         try:
             caption, pictures = pngs(draw, metrics)
         except Missing as reason:

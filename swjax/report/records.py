@@ -70,15 +70,13 @@ def read(path: Path, wanted: re.Pattern) -> dict[str, Series]:
             where = f"{path}, line {number}"
             if not is_number(step) or step % 1 or not 0 <= step <= _MOST_STEPS:
                 raise ValueError(
-                    f"{where}: step must be an integer from 0 to {_MOST_STEPS}, got {_short(step)}: correct "
-                    "the line"
+                    f"{where}: step must be an integer, got {_short(step)}: correct the line"
                 )
             for name, value in record.items():
                 if (name == "time" or wanted.match(name)) and not isinstance(value, str):
                     if value is not None and not is_number(value):
                         raise ValueError(
-                            f"{where}: {name[:80]} must be a number of float64, got {_short(value)}: correct "
-                            "the line"
+                            f"{where}: {name[:80]} must be a number, got {_short(value)}: correct the line"
                         )
                     steps, values = columns.setdefault(name, ([], []))
                     steps.append(step)

@@ -91,7 +91,8 @@ def read(path: Path, name: str) -> Run:
     """
     config = records.read_object(path / "config.json")
     final = path / "results.json"
-    finished, results = records.exists(final), {"scores": {}}
+    finished = records.exists(final)
+    results: dict = {"scores": {}}
     if finished:
         results = records.read_object(final, scores=dict)
         records.check(results, {"scores": {str: float}}, str(final))
