@@ -8,12 +8,14 @@ from swjax.kernels.reference import QTensor, dequantize, quantize
 from swjax.linear.api import mlp, quantize_weight, switchback
 from swjax.linear.contraction import dot_general
 from swjax.linear.layouts import Layout
+from swjax.linear.program import quantized
 from swjax.linear.prologues import Gelu, LayerNorm
-from swjax.recipes import RECIPES, Recipe
+from swjax.recipes import KEPT_IN_LLMS, RECIPES, Recipe
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "KEPT_IN_LLMS",
     "RECIPES",
     "Gelu",
     "LayerNorm",
@@ -26,5 +28,6 @@ __all__ = [
     "mlp",
     "quantize",
     "quantize_weight",
+    "quantized",
     "switchback",
 ]

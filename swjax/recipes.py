@@ -224,6 +224,23 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+# Parts of paths of parameters that language models keep in 16 bits; a part is what stands between slashes.
+_KEPT = {
+    "lora": r"\w*lora_?[ab](?:_\w+)?",
+    "head": r"(?:\w+_)?head|logits?(?:_?dense)?|lm_logits|embed_out|unembed\w*|output_(?:layer|projection)",
+    "router": r"\w*router\w*|\w*expert_gate|gating",
+    "gate": r"gate",
+    "embedding": r"\w*embed\w*|wte|wpe|(?:\w+_)?emb",
+    "norm": r"\w*norm(?:_?\d+|_\w)?|ln(?:_?\w)?",
+}
+# A regular expression of these parameters: see `swjax.quantized`.
+KEPT_IN_LLMS = (
+    r"(?i)(?:.*[/.])?(?:"
+    + "|".join(f"(?P<{kind}>{part})" for kind, part in _KEPT.items())
+    + r")(?:[/.].*)?|(?P<output>(?:params/|model/)*output[/.]\w+)"
+)
+
+
 def get(recipe: str | Recipe) -> Recipe:
     """Looks up a recipe by name; returns a Recipe unchanged.
 
@@ -286,6 +303,16 @@ def first_match(
     return chosen
 
 
+def kept_kind(path: str) -> str:
+    """The kind of parameter that `KEPT_IN_LLMS` finds in a path; "" if it does not match.
+
+    >>> kept_kind("layers/3/mlp/router/kernel"), kept_kind("layers/3/mlp/gate_proj/kernel")
+    ('router', '')
+    """
+    match = re.fullmatch(KEPT_IN_LLMS, path)
+    return (match and match.lastgroup) or ""
+
+
 def _check_patterns(patterns: Iterable[str]) -> None:
     for pattern in patterns:
         try:
@@ -298,7 +325,9 @@ def _check_patterns(patterns: Iterable[str]) -> None:
 
 def unmatched(pattern: str, paths: Iterable[str], kind: str = "linear layer") -> ValueError:
     """The error for a regular expression that matches none of the paths; `kind` is what has the paths."""
-    if listed := ", ".join(map(repr, paths)):
+    paths = list(paths)
+    if listed := ", ".join(map(repr, paths[:20])):
+        listed += f" and {len(paths) - 20} more" if len(paths) > 20 else ""
         reason = f"it must match a whole path, one of {listed}"
     elif kind == "linear layer":
         reason = (

@@ -252,3 +252,31 @@ def test_transformations_of_layers_in_flax(case, kind):
         compare(call(params, x), want)
         if "row" not in case:
             assert_quantized_gathers(call, weights=[(K, N)])
+
+
+def test_a_rewritten_program_gathers_stored_parameters_in_8_bits():
+    """With scan and remat over 4 x 2 devices, although the function reshards 16-bit casts of parameters."""
+
+    def apply(layers, x):
+        def step(x, layer):
+            up = jax.reshard(layer["up"].astype("bfloat16"), P(None, "tensor")).astype(x.dtype)
+            hidden = jax.nn.relu(jnp.einsum("btd,dh->bth", x, up))
+            down = jax.reshard(layer["down"].astype("bfloat16"), P("tensor", None)).astype(x.dtype)
+            return x + jnp.einsum("bth,hd->btd", hidden, down, out_sharding=P("fsdp")), None
+
+        return jax.lax.scan(jax.checkpoint(step), x, layers)[0]
+
+    loss = lambda layers, x: jnp.sum(swjax.quantized(apply)(layers, x).astype("float32") ** 2)
+    step = jax.jit(jax.grad(loss))
+    layers = {"up": draw(2, K, N) / np.sqrt(K), "down": draw(2, N, K, seed=1) / np.sqrt(N)}
+    specs = {"up": P(None, "fsdp", "tensor"), "down": P(None, "tensor", "fsdp")}
+    results = []
+    for sizes in ((1, 4, 2), (1, 1, 1)):
+        mesh = make_mesh(sizes, KINDS["explicit"])
+        with jax.set_mesh(mesh):
+            here = {key: put(layers[key], mesh, spec) for key, spec in specs.items()}
+            x = put(draw(BATCH, TOKENS_EACH, K), mesh, P("fsdp"))
+            results.append(jax.device_get(step(here, x)))
+            assert_quantized_gathers(step, here, x, weights=[(K, N), (N, K)])
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert snr_db(a, b) > 60  # an int8 value of x may round in another way

@@ -90,7 +90,7 @@ class Conversion(list[Matrix]):
                 m.path or ".",
                 f"{m.kind}.{m.name}".lstrip("."),
                 " x ".join(map(str, m.shape)),
-                _name(m.recipe),
+                recipe_name(m.recipe),
                 m.reason,
             )
             for m in self
@@ -107,7 +107,8 @@ class Conversion(list[Matrix]):
         return "\n".join([*lines, *map(_products, recipes)])
 
 
-def _name(recipe: Recipe | None) -> str:
+def recipe_name(recipe: Recipe | None) -> str:
+    """The name of a recipe; "-" for None, "a Recipe" for one that has none."""
     if recipe is None:
         return "-"
     return next((name for name, known in RECIPES.items() if known == recipe), "a Recipe")
@@ -117,7 +118,7 @@ def _products(recipe: Recipe) -> str:
     """Describes the products of a recipe as "name: fwd ..., dgrad ..., wgrad ..."."""
     products = {"fwd": recipe.fwd, "dgrad": recipe.dgrad, "wgrad": recipe.wgrad}
     described = ", ".join(f"{name} {_operands(product)}" for name, product in products.items())
-    return f"{_name(recipe)}: {described}"
+    return f"{recipe_name(recipe)}: {described}"
 
 
 def _operands(product: Product | None) -> str:

@@ -1,0 +1,183 @@
+"""`quantized`: a function whose products with parameters follow recipes, by rewriting its traced program.
+
+`program_plan` follows the parameters through the jaxpr, decides for every equation and lists every product;
+`program_run` executes the plan.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from swjax import recipes
+from swjax.linear.contraction import dot_general
+from swjax.linear.conversion import UNMATCHED
+from swjax.linear.program_plan import Choice, Origin, Planner
+from swjax.linear.program_report import ProgramReport
+from swjax.linear.program_run import run
+from swjax.recipes import Recipe
+
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+
+_LAST = ("head", "output", "router", "gate", "embedding")  # a conversion of only these is a mistake
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A function whose products with parameters follow recipes; the function `quantized` creates it."""
+
+    fn: Callable
+    rules: str | Mapping[str, str | Recipe] = field(hash=False)
+    implementation: str | None = None
+
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns `fn(params, *args, **kwargs)`; arguments that are not arrays are static."""
+        plan, planner, values, out = self._planned(params, args, kwargs)
+        _warn(planner)
+        outs, _ = run(plan, values)
+        return jax.tree.unflatten(out, outs)
+
+    def report(self, params: Any, *args: Any, **kwargs: Any) -> ProgramReport:
+        """Lists every product of `fn`; arguments may be `jax.ShapeDtypeStruct`s."""
+        return self._planned(params, args, kwargs)[1].products
+
+    def _planned(self, params, args, kwargs):
+        leaves, tree = jax.tree.flatten((params, args, kwargs))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+
+        def fn(*arrays):
+            whole = list(leaves)
+            for i, array in zip(at, arrays):
+                whole[i] = array
+            params, args, kwargs = jax.tree.unflatten(tree, whole)
+            return self.fn(params, *args, **kwargs)
+
+        values = [leaves[i] for i in at]
+        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*values)
+        named = [(path, leaf) for path, leaf in _named(params) if isinstance(leaf, _ARRAYS)]
+        choices = _choices(self.rules, [path for path, _ in named])
+        planner = Planner(choices, self.implementation)
+        origins: list[Origin | None] = [Origin((path,), leaf.dtype) for path, leaf in named]
+        plan = planner.plan(jaxpr, origins + [None] * (len(values) - len(named)))
+        return plan, planner, values, jax.tree.structure(out)
+
+
+def quantized(
+    fn: Callable,
+    rules: str | Mapping[str, str | Recipe] = "llm",
+    *,
+    implementation: str | None = None,
+) -> Quantized:
+    """Returns `fn` with every product of an activation and a parameter computed by a recipe.
+
+    `fn(params, *args)` is traced to a program, and each parameter is followed by its path through casts,
+    transposes, reshapes, slices and reshards to the products that read it, also inside jit, scan, remat,
+    cond, while, vmap and shard_map. Such a product becomes the operation of `swjax.switchback`, which
+    quantizes the parameter as stored, before its casts. Neither `fn` nor the parameters change. Put
+    `jax.jit`, `jax.grad` and `jax.vmap` around the result: without `jax.jit`, each call traces `fn` and runs
+    one operation at a time.
+
+    Kept as they are and listed by `report`: functions with custom derivatives, kernels, layers that are
+    quantized already, convolutions, lookups, ragged products, products of two activations, parameters that
+    the program scales or merges first, and the matrices of LoRA. If `fn` differentiates inside, its input
+    gradients follow the recipe's forward product, and its weight gradients are products of two activations.
+
+    Args:
+      fn: a function of parameters and further arguments, such as a loss or an `apply`; or of an NNX model or
+        its state. Only the first argument has parameters.
+      rules: {regular expression: recipe}. An expression must match the whole path of a parameter, such as
+        "layers/0/mlp/up_proj/kernel"; the first match is used, and "standard" keeps a product. Or "llm": all
+        products but those of routers, gates of experts, norms, embeddings and heads, that is
+        ``{swjax.KEPT_IN_LLMS: "standard", ".*": "switchback"}``; there a `gate` beside an `up` is an MLP's.
+      implementation: see `swjax.kernels.dispatch`; None chooses.
+
+    Returns:
+      A function with the arguments of `fn`, and a method `report` with the same arguments.
+
+    Raises:
+      ValueError: a recipe does not exist; or, in a call, an expression matches no parameter, a rule names a
+        parameter of integers that is multiplied, or no recipe supports a product.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"up": jnp.ones((8, 32)), "norm": jnp.ones(8), "lm_head": jnp.ones((32, 16))}
+    >>> def apply(params, x):
+    ...     return jnp.einsum("btd,dh->bth", x * params["norm"][None, None], params["up"]) @ params["lm_head"]
+    >>> int8 = quantized(apply, "llm")
+    >>> int8(params, jnp.ones((2, 4, 8))).shape
+    (2, 4, 16)
+    >>> print(int8.report(params, jnp.ones((2, 4, 8))))
+    up       abc,cd->abd  2x4x8, 8x32    1 x  4.1e+03 FLOPs   switchback
+    lm_head  abc,cd->abd  2x4x32, 32x16  1 x  8.19e+03 FLOPs  -           the head stays in 16 bits
+    33.3% of 1.23e+04 forward FLOPs in 8 bits
+    """
+    dot_general(implementation=implementation)  # refuses one that does not exist
+    if rules != "llm":
+        recipes.get_all(rules)  # type: ignore[arg-type]
+    return Quantized(fn, rules, implementation)
+
+
+def _named(params: Any) -> list[tuple[str, Any]]:
+    """The path and the leaf of each parameter; that of a Flax variable has no "value" at its end."""
+
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    names = [path.removesuffix("/raw_value").removesuffix("/value") for path in paths]
+    return [(name, leaf) for name, (_, leaf) in zip(names, leaves)]
+
+
+# --- rules -----------------------------------------------------------------------------------------------
+
+
+def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> dict[str, Choice]:
+    if isinstance(rules, str):
+        return {path: _llm_choice(path, paths) for path in paths}
+    found = recipes.get_all(rules)
+    chosen = recipes.first_match(found, paths, kind="parameter")
+    choices = {}
+    for path in paths:
+        recipe, reason = chosen.get(path), UNMATCHED
+        if recipe == Recipe():
+            recipe, reason = None, "its rule is 'standard'"
+        choices[path] = Choice(recipe, "" if recipe else reason)
+        if recipes.kept_kind(path) == "lora":
+            choices[path] = _kept("matrix of LoRA")
+    return choices
+
+
+def _llm_choice(path: str, paths: Sequence[str]) -> Choice:
+    kind = recipes.kept_kind(path)
+    if kind == "gate":
+        up = re.sub(r"(?i)\bgate\b(?!.*\bgate\b).*", "up", path)
+        if any(re.match(rf"{re.escape(up)}(?:_proj)?\b", other) for other in paths):
+            kind = ""  # the gate of an MLP
+    if not kind:
+        return Choice(recipes.get("switchback"))
+    names = {
+        "output": "head",
+        "gate": "router",
+        "embedding": "embedding or tied head",
+        "lora": "matrix of LoRA",
+    }
+    return _kept(names.get(kind, kind))
+
+
+def _kept(name: str) -> Choice:
+    return Choice(None, f"the {name} stays in 16 bits")
+
+
+def _warn(planner: Planner) -> None:
+    """Warns if no product follows a recipe, or only those of routers, embeddings and heads."""
+    paths = [product.path for product in planner.products if product.recipe]
+    if not all(recipes.kept_kind(path) in _LAST for path in paths):
+        return
+    message = f"rules quantize only {paths[0]!r}, a router, an embedding or a head" if paths else ""
+    for product in planner.products if not paths else ():
+        if product.path:
+            message = f"rules quantize nothing; {product.path!r} stays, because: {product.reason}"
+            break
+    message = message or "rules quantize nothing, no product has a parameter of the first argument"
+    warnings.warn(f"{message}; print the report of swjax.quantized", stacklevel=3)

@@ -1,0 +1,224 @@
+"""Plans the conversion of a traced program: follows its parameters, and decides for every equation."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from swjax.linear.program_report import ProgramReport, TracedProduct, equation_of, unsupported
+from swjax.linear.program_run import (
+    CALLS,
+    CASTS,
+    GATHERS,
+    MOVES,
+    RESHARDS,
+    Plan,
+    Step,
+    as_it_is,
+    inline,
+    move,
+    multiply,
+    run,
+)
+from swjax.recipes import DTYPES, Recipe
+
+
+class Choice(NamedTuple):
+    """The recipe that rules give a parameter, or the reason why they give none."""
+
+    recipe: Recipe | None
+    reason: str = ""
+
+
+class Origin(NamedTuple):
+    """What is known of an array that depends on no activation.
+
+    Attributes:
+      paths: the parameters it depends on; none for a constant.
+      dtype: dtype of the only parameter, as stored.
+      changed: the operation that made it something else than a parameter; "" for a parameter.
+    """
+
+    paths: tuple[str, ...] = ()
+    dtype: Any = None
+    changed: str = ""
+
+
+Origins = list[Origin | None]  # of several arrays; None is an activation
+
+
+class Planner:
+    """Plans programs.
+
+    Attributes:
+      choices: {path of a parameter: its choice}.
+      implementation: of the products, see `swjax.kernels.dispatch`.
+      products: what the programs multiply, in order.
+    """
+
+    def __init__(self, choices: Mapping[str, Choice], implementation: str | None) -> None:
+        self.choices, self.implementation = choices, implementation
+        self.products = ProgramReport()
+        self._results: dict[tuple, Callable] = {}
+
+    def plan(self, jaxpr: Any, origins: Origins, repeats: int = 1, opaque: str = "") -> Plan:
+        """Plans a jaxpr, open or closed.
+
+        Args:
+          jaxpr: the jaxpr.
+          origins: of its arguments.
+          repeats: number of times that it runs.
+          opaque: why none of its products may follow a recipe; "" if they may.
+        """
+        constants, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+        known = {var: Origin() for var in jaxpr.constvars} | dict(zip(jaxpr.invars, origins))
+        read = lambda atom: Origin() if isinstance(atom, core.Literal) else known[atom]
+        steps = []
+        for eqn in jaxpr.eqns:
+            step, found = self._step(eqn, list(map(read, eqn.invars)), repeats, opaque)
+            steps.append(step)
+            known |= dict(zip(eqn.outvars, found))
+        plan = Plan(jaxpr, constants, steps, list(map(read, jaxpr.outvars)))
+        results = self._results.setdefault(
+            self._key(jaxpr, origins, opaque), lambda *args: run(plan, *args)[0]
+        )
+        return plan._replace(results=results)
+
+    def _key(self, jaxpr, origins: Origins, opaque: str) -> tuple:
+        """What determines the results of a plan for a jaxpr, which the plan keeps alive."""
+        recipe_of = lambda o: self.choices[o.paths[0]].recipe if o.paths else None
+        return id(jaxpr), opaque, *(o and (o.changed, len(o.paths), recipe_of(o)) for o in origins)
+
+    def _step(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
+        name, count, step = eqn.primitive.name, len(eqn.outvars), Step(as_it_is, eqn)
+        if name in CALLS:
+            return self._call(eqn, found, repeats, opaque)
+        if name in CASTS | RESHARDS | GATHERS | MOVES and any(found):
+            # An `optimization_barrier` has one result for each operand.
+            return Step(move, eqn), found[:count] if name in RESHARDS else [found[0]] * count
+        if name == "dot_general":
+            step = self._product(eqn, found, repeats, opaque)
+        else:
+            self._note_use(eqn, found, repeats, opaque)
+        return step, [_combined(found, name)] * count
+
+    def _product(self, eqn, found: Origins, repeats: int, opaque: str) -> Step:
+        """Lists a `dot_general`, and decides whether it follows a recipe."""
+        lhs, rhs = (atom.aval for atom in eqn.invars)
+        dimension_numbers = eqn.params["dimension_numbers"]
+        sum_length = math.prod(lhs.shape[axis] for axis in dimension_numbers[0][0])
+        at = 0 if found[1] is None else 1
+        origin, choice = found[at], Choice(None)
+        quantized = {lhs.dtype.name, rhs.dtype.name} <= {*DTYPES}
+        if quantized:
+            reason = "already quantized"
+        elif origin is None:
+            reason = "both operands are activations"
+        elif found[1 - at] is not None or not origin.paths:
+            reason = "one operand is a constant, or both are parameters"
+        elif opaque or origin.changed:
+            reason = opaque or f"{origin.changed} changes the parameter first"
+        else:
+            choice = self.choices[origin.paths[0]]
+            reason = choice.reason
+        product = TracedProduct(
+            " + ".join(dict.fromkeys(path for o in found if o for path in o.paths)),
+            equation_of(dimension_numbers, lhs.ndim, rhs.ndim),
+            (lhs.shape, rhs.shape),
+            2 * eqn.outvars[0].aval.size * sum_length * repeats,
+            choice.recipe,
+            reason,
+            quantized or (choice.recipe is not None and choice.recipe.fwd is not None),
+        )
+        self.products.append(product)
+        if choice.recipe is None or origin is None:
+            return Step(as_it_is, eqn)
+        if not jnp.issubdtype(origin.dtype, jnp.floating):
+            raise unsupported(product, f"its dtype is {origin.dtype}, but recipes quantize floats")
+        execute = partial(
+            multiply,
+            product=product,
+            recipe=choice.recipe,
+            implementation=self.implementation,
+            at=at,
+        )
+        return Step(execute, eqn)
+
+    def _call(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
+        """Plans an operation that runs other jaxprs."""
+        read, execute = CALLS[eqn.primitive.name]
+        bodies, first, carried, times = read(eqn)
+        origins, mark = found[first:], len(self.products)
+        while True:
+            plans = tuple(self.plan(body, origins, repeats * times, opaque) for body in bodies)
+            # What a loop carries is the same parameter in each iteration only if the body returns it.
+            into = origins[carried]
+            same = [o if o == out else None for o, out in zip(into, plans[0].origins)]
+            if same == into:
+                break
+            origins[carried] = same
+            del self.products[mark:]
+        outs = [each[0] if len({*each}) == 1 else None for each in zip(*(p.origins for p in plans))]
+        if eqn.primitive.name == "scan":  # what it stacks is not one parameter
+            outs[len(into) :] = [None] * (len(outs) - len(into))
+        casts = execute is inline and any(o and o.paths and not o.changed for o in outs)
+        changes = casts or any(plan.changes for plan in plans)
+        return Step(execute if changes else as_it_is, eqn, plans), outs
+
+    def _note_use(self, eqn, found: Origins, repeats: int, opaque: str) -> None:
+        """Lists what is neither a `dot_general`, nor movement, nor a call that is followed."""
+        name = eqn.primitive.name
+        out: Any = eqn.outvars[0].aval if eqn.outvars else None
+        used = [
+            (" + ".join(o.paths), atom.aval)
+            for o, atom in zip(found, eqn.invars)
+            if o and o.paths and getattr(atom.aval, "ndim", 0) > 1
+        ]
+
+        def note(reason: str, flops: Callable[[Any], int] = lambda w: 0, quantized=False) -> None:
+            for path, w in used or [("", eqn.invars[0].aval)]:
+                row = path, name, (w.shape,), flops(w) * repeats, None, reason, quantized
+                self.products.append(TracedProduct(*row))
+
+        if name == "gather" and used:
+            note("a lookup")
+        elif name == "conv_general_dilated":
+            features = eqn.params["dimension_numbers"].rhs_spec[0]
+            w = eqn.invars[1].aval
+            note("a convolution", lambda _: 2 * out.size * w.size // w.shape[features])
+        elif name == "ragged_dot_general":
+            k = eqn.invars[0].aval.shape[-1]
+            note("no recipe has ragged products", lambda _: 2 * out.size * k)
+        elif name == "pallas_call" or "triton" in name:
+            note(opaque or "a kernel, of unknown FLOPs")
+        elif used and _is_quantized_layer(eqn):
+            used = [(path, w) for path, w in used if 1 not in w.shape]  # no scales
+            tokens = out.size // out.shape[-1]
+            note("already quantized", lambda w: 2 * tokens * w.size, quantized=True)
+        else:
+            for jaxpr in core.jaxprs_in_params(eqn.params):
+                unknown: Origins = [None] * len(jaxpr.invars)
+                aligned = found if len(found) == len(unknown) else unknown
+                self.plan(jaxpr, aligned, repeats, opaque or f"inside {name}")
+
+
+def _combined(found: Origins, name: str) -> Origin | None:
+    """The origin of the result of an operation."""
+    if None in found:
+        return None
+    paths = tuple(dict.fromkeys(path for o in found if o for path in o.paths))
+    return Origin(paths, None, name) if paths else Origin()
+
+
+def _is_quantized_layer(eqn) -> bool:
+    """Whether an equation is a layer of this library with 8-bit operands."""
+    names, dtypes, jaxprs = set(), set(), list(core.jaxprs_in_params(eqn.params))
+    for jaxpr in jaxprs:  # the list grows
+        for inner in jaxpr.eqns:
+            names.add(inner.params.get("name"))
+            dtypes |= {str(getattr(var.aval, "dtype", "")) for var in inner.outvars}
+            jaxprs += core.jaxprs_in_params(inner.params)
+    return "swjax_y" in names and not dtypes.isdisjoint(DTYPES)

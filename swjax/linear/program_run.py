@@ -1,0 +1,296 @@
+"""Executes the plan of a traced program, in which products follow recipes.
+
+Each version of JAX has its own parameters of the operations that run other jaxprs; only this file knows them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+from jax.sharding import Sharding
+
+from swjax.linear.contraction import dot_general
+from swjax.linear.program_report import TracedProduct, unsupported
+from swjax.recipes import Recipe
+
+Arrays = list[Any]
+
+# Operations that cast or move the elements of their first operand.
+CASTS = {"convert_element_type"}
+RESHARDS = {"sharding_constraint", "reshard", "optimization_barrier", "name"}
+GATHERS = {"all_gather", "all_gather_invariant"}
+MOVES = {
+    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice"),
+    *("split", "rev", "copy", "copy_p", "stop_gradient", "pvary", "pcast"),
+}  # fmt: skip
+
+
+class Step(NamedTuple):
+    """What `run` does with an equation.
+
+    Attributes:
+      execute: a function of the step, the values of the operands, and these before casts and reshards; it
+        returns the same two lists for the results. The second may be shorter: what it lacks is as the values.
+      eqn: the equation.
+      bodies: the plans of the jaxprs that it runs.
+    """
+
+    execute: Callable[["Step", Arrays, Arrays], tuple[Arrays, Arrays]]
+    eqn: core.JaxprEqn
+    bodies: "tuple[Plan, ...]" = ()
+
+
+class Plan(NamedTuple):
+    """The steps of a jaxpr.
+
+    Attributes:
+      jaxpr, constants: the jaxpr and the arrays that it closes over.
+      steps: one per equation.
+      origins: of the results, see `program_plan.Origin`.
+      results: the first results of `run`. Equal layers have one such function, so JAX traces it once.
+    """
+
+    jaxpr: Any
+    constants: Sequence[Any]
+    steps: list[Step]
+    origins: list[Any]
+    results: Any = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether a step differs from its equation."""
+        return any(step.execute not in (as_it_is, move) for step in self.steps)
+
+
+def run(plan: Plan, values: Sequence, stored: Sequence = ()) -> tuple[Arrays, Arrays]:
+    """Executes a plan.
+
+    Args:
+      plan: the plan.
+      values: the arguments of its jaxpr.
+      stored: for each argument that is a cast or resharded parameter, the parameter as stored, moved like the
+        argument; None or nothing for others.
+
+    Returns:
+      The results, and the results before casts and reshards.
+    """
+    jaxpr = plan.jaxpr
+    env = dict(zip(jaxpr.constvars, plan.constants)) | dict(zip(jaxpr.invars, values))
+    before = {atom: array for atom, array in zip(jaxpr.invars, stored) if array is not None}
+
+    def read(atoms) -> tuple[Arrays, Arrays]:
+        arrays, parameters = [], []
+        for atom in atoms:
+            literal = isinstance(atom, core.Literal)
+            arrays.append(atom.val if literal else env[atom])
+            parameters.append(arrays[-1] if literal else before.get(atom, arrays[-1]))
+        return arrays, parameters
+
+    for step in plan.steps:
+        eqn, name = step.eqn, str(step.eqn.source_info.name_stack)
+        with eqn.ctx.manager, jax.named_scope(name) if name else nullcontext():
+            outs, parameters = step.execute(step, *read(eqn.invars))
+        env |= dict(zip(eqn.outvars, outs))
+        before |= dict(zip(eqn.outvars, parameters))
+    return read(jaxpr.outvars)
+
+
+def as_it_is(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    """Executes an equation."""
+    return _bind(step.eqn, values), []
+
+
+def _bind(eqn, values: Arrays) -> Arrays:
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    outs = eqn.primitive.bind(*functions, *values, **params)
+    return outs if eqn.primitive.multiple_results else [outs]
+
+
+def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    """Moves a parameter, and the stored parameter likewise, but without gathers: its layer gathers int8."""
+    name, outs = step.eqn.primitive.name, _bind(step.eqn, values)
+    if name in CASTS | RESHARDS:
+        return outs, stored[: len(outs)]
+    if name in GATHERS or stored[0] is values[0]:
+        return outs, []
+    return outs, _bind(step.eqn, [stored[0], *values[1:]])
+
+
+@cache
+def _product(recipe, implementation, dimension_numbers, precision, preferred) -> Callable:
+    """A product, jitted so that JAX traces those of equal shapes once."""
+    multiply = dot_general(recipe, implementation=implementation)
+
+    @jax.jit
+    def quantized_product(x, w):
+        return multiply(x, w, dimension_numbers, precision, preferred)
+
+    return quantized_product
+
+
+def multiply(
+    step: Step,
+    values: Arrays,
+    stored: Arrays,
+    *,
+    product: TracedProduct,
+    recipe: Recipe,
+    implementation: str | None,
+    at: int,
+) -> tuple[Arrays, Arrays]:
+    """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe."""
+    like: Any = step.eqn.outvars[0].aval
+    params = step.eqn.params
+    x, w = values[1 - at], stored[at]
+    contracted, batch = params["dimension_numbers"]
+    if at == 0:
+        contracted, batch = contracted[::-1], batch[::-1]
+    options = {key: params[key] for key in ("precision", "preferred_element_type")}
+    try:
+        y = _product(recipe, implementation, (contracted, batch), *options.values())(x, w)
+    except ValueError as error:
+        raise unsupported(product, error) from error
+    if at == 0:  # [*batch, *rows, *columns] to [*batch, *columns, *rows]
+        first, columns = len(batch[0]), x.ndim - len(contracted[0])
+        y = y.transpose(*range(first), *range(columns, y.ndim), *range(first, columns))
+    y, spec = y.astype(like.dtype), like.sharding.spec
+    return [y if jax.typeof(y).sharding.spec == spec else jax.reshard(y, spec)], []
+
+
+# --- operations that run other jaxprs -----------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """How an operation runs jaxprs.
+
+    Attributes:
+      bodies: the jaxprs.
+      first: the first operand that the bodies receive; they receive all that follow.
+      carried: the arguments of the body that its first results replace in the next iteration.
+      times: number of iterations, or of devices.
+    """
+
+    bodies: tuple
+    first: int = 0
+    carried: slice = slice(0, 0)
+    times: int = 1
+
+
+def _differing(values: Arrays, stored: Arrays) -> Arrays:
+    return [None if before is value else before for before, value in zip(stored, values)]
+
+
+def _read_call(eqn) -> Call:
+    return Call((eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"],))
+
+
+def inline(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    """Runs the body of a `jax.jit`."""
+    params, constrain = step.eqn.params, jax.lax.with_sharding_constraint
+
+    def place(arrays, name):
+        shardings = params.get(name, [None] * len(arrays))
+        return [
+            constrain(a, s) if isinstance(s, Sharding) else a for a, s in zip(arrays, shardings)
+        ]
+
+    values, stored = place(values, "in_shardings"), _differing(values, stored)
+    outs, parameters = run(step.bodies[0], values, stored)
+    return place(outs, "out_shardings"), parameters
+
+
+def _remat(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    options = {key: step.eqn.params[key] for key in ("policy", "prevent_cse")}
+    body = jax.checkpoint(step.bodies[0].results, **options)
+    return body(values, _differing(values, stored)), []
+
+
+def _scan_sizes(eqn) -> tuple[int, int]:
+    """The numbers of constants and of carried arrays."""
+    if "ft_in" in eqn.params:  # jax 0.12
+        constants, carried, _ = map(len, eqn.params["ft_in"].unpack())
+        return constants, carried
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def _read_scan(eqn) -> Call:
+    first, count = _scan_sizes(eqn)
+    return Call((eqn.params["jaxpr"],), 0, slice(first, first + count), eqn.params["length"])
+
+
+def _scan(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    first, count = _scan_sizes(step.eqn)
+    end, stored = first + count, _differing(values, stored)
+
+    def body(carry, x):
+        arguments = [*values[:first], *carry, *x[0]], [*stored[:first], *[None] * count, *x[1]]
+        outs, _ = run(step.bodies[0], *arguments)
+        return outs[:count], outs[count:]
+
+    options = {key: step.eqn.params[key] for key in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(body, values[first:end], (values[end:], stored[end:]), **options)
+    return [*carry, *ys], []
+
+
+def _read_while(eqn) -> Call:
+    first, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    return Call((eqn.params["body_jaxpr"],), first, slice(count, len(eqn.invars) - first))
+
+
+def _while(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    first, count = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
+    constants, carry = values[first : first + count], values[first + count :]
+    stored = _differing(values, stored)[first : first + count]
+    goes_on = core.jaxpr_as_fun(step.eqn.params["cond_jaxpr"])
+    body = step.bodies[0].results
+    outs = jax.lax.while_loop(
+        lambda carry: goes_on(*values[:first], *carry)[0],
+        lambda carry: body([*constants, *carry], stored),
+        carry,
+    )
+    return outs, []
+
+
+def _cond(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    index, *operands = values
+    stored = _differing(values, stored)[1:]
+    return jax.lax.switch(index, [plan.results for plan in step.bodies], operands, stored), []
+
+
+def _read_shard_map(eqn) -> Call:
+    sizes = (eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+    return Call((eqn.params["jaxpr"],), times=math.prod(sizes))
+
+
+def _shard_map(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    params, specs = step.eqn.params, list(step.eqn.params["in_specs"])
+    spec_of = lambda array: jax.typeof(array).sharding.spec
+    stored = [  # `in_specs` must fit the shardings of explicit meshes
+        None if before is None or spec_of(before) != spec_of(value) else before
+        for before, value in zip(_differing(values, stored), values)
+    ]
+    body = jax.shard_map(
+        step.bodies[0].results,
+        mesh=params["mesh"],
+        in_specs=(specs, [None if a is None else spec for a, spec in zip(stored, specs)]),
+        out_specs=list(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+    return body(values, stored), []
+
+
+# {primitive: (how it runs jaxprs, executes it)}
+CALLS: dict[str, tuple[Callable, Callable]] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), (_read_call, inline)),
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), (_read_call, _remat)),
+    "scan": (_read_scan, _scan),
+    "while": (_read_while, _while),
+    "cond": (lambda eqn: Call(eqn.params["branches"], 1), _cond),
+    "shard_map": (_read_shard_map, _shard_map),
+}

@@ -1,0 +1,451 @@
+"""`swjax.quantized`: the traced program of any function, with its products of parameters in int8."""
+
+import re
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import swjax
+import swjax.linen
+import swjax.testing
+from swjax.recipes import RECIPES
+from swjax.testing import assert_quantized
+
+WIDTH, HEADS, LENGTH = 16, 4, 8
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(2, LENGTH, WIDTH)), jnp.float32)
+
+
+def draw(*shape):
+    return jnp.asarray(RNG.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
+
+
+def parameters(layers=2):
+    """Stacked layers of einsums, as language models have them, with a tied embedding."""
+    stacked = lambda *shape: jnp.stack([draw(*shape) for _ in range(layers)])
+    block = {
+        "norm": {"scale": jnp.ones((layers, WIDTH))},
+        "q": {"w": stacked(WIDTH, HEADS, 4)},
+        "out": {"w": stacked(HEADS, 4, WIDTH) / 2},
+        "mlp": {"gate": stacked(WIDTH, 32), "up": stacked(WIDTH, 32), "down": stacked(32, WIDTH)},
+    }
+    return {"embedder": {"embedding": draw(20, WIDTH)}, "layers": block}
+
+
+def layer(p, x):
+    y = x * p["norm"]["scale"][None, None].astype(x.dtype)
+    q = jnp.einsum("btd,dnh->bnth", y, p["q"]["w"].astype(x.dtype))
+    mixed = jnp.einsum("bnst,bnth->bnsh", jax.nn.softmax(jnp.einsum("bnsh,bnth->bnst", q, q)), q)
+    x = x + jnp.einsum("bnth,nhd->btd", mixed, p["out"]["w"].astype(x.dtype))
+    mlp = jax.tree.map(lambda w: w.astype(x.dtype), p["mlp"])
+    return x + (jax.nn.silu(x @ mlp["gate"]) * (x @ mlp["up"])) @ mlp["down"]
+
+
+def language_model(params, tokens, dtype="float32", run="scan"):
+    x = params["embedder"]["embedding"][tokens].astype(dtype)
+    step = jax.checkpoint(lambda x, p: (layer(p, x), None))
+    if run == "scan":
+        x, _ = jax.lax.scan(step, x, params["layers"])
+    else:
+        for i in range(2):
+            x, _ = step(x, jax.tree.map(lambda w: w[i], params["layers"]))  # noqa: B023
+    return x.astype("float32") @ params["embedder"]["embedding"].T
+
+
+TOKENS = jnp.asarray(RNG.integers(0, 20, (2, LENGTH)))
+
+
+def loss(apply, params, *args):
+    return jnp.mean(apply(params, *args).astype("float32") ** 2)
+
+
+def differences(apply, params, *args, rules=".*"):
+    """The relative norms of the differences of each leaf's gradient, quantized and not."""
+    rules = {rules: "switchback"} if rules != "llm" else rules
+    grads = jax.jit(jax.grad(partial(loss, swjax.quantized(apply, rules))))(params, *args)
+    wanted = jax.jit(jax.grad(partial(loss, apply)))(params, *args)
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True)
+    return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
+
+
+def converted(report):
+    return {product.path for product in report if product.recipe}
+
+
+# --- models of every kind -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["scan", "unrolled"])
+def test_a_model_of_einsums_under_scan_and_remat(run):
+    apply = partial(language_model, run=run)
+    params = parameters()
+    if run == "scan":
+        assert max(differences(apply, params, TOKENS, rules="llm")) < 0.05
+    int8 = swjax.quantized(apply)
+    report = int8.report(params, TOKENS)
+    names = ("q/w", "out/w", "mlp/gate", "mlp/up", "mlp/down")
+    assert converted(report) == {f"layers/{name}" for name in names}
+    count = 5 if run == "scan" else 10  # in the program
+    assert sum(product.recipe is not None for product in report) == count
+    assert_quantized(int8, params, TOKENS, count=count)
+    # Of 2 layers with 16 tokens: weights of 2 x 16 x 16 + 3 x 16 x 32, two products of attention; the head.
+    weights, attention, head = 2 * 16 * 2048, 2 * 2 * 2 * HEADS * LENGTH * LENGTH * 4, 16 * 20 * 16
+    assert report.share == pytest.approx(2 * weights / (2 * weights + 2 * attention + 2 * head))
+    reasons = {product.reason for product in report if not product.recipe and product.flops}
+    assert reasons == {
+        "both operands are activations",
+        "the embedding or tied head stays in 16 bits",
+    }
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        self.q_proj = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.o_proj = nnx.Einsum("btd,dn->btn", (WIDTH, WIDTH), rngs=rngs)
+
+    def __call__(self, x):
+        return self.o_proj(jnp.tanh(self.q_proj(x)))
+
+
+class Llama(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Attention(rngs) for _ in range(2)])
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.lm_head = nnx.Linear(WIDTH, 20, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def test_an_nnx_model_split_or_whole():
+    model = Llama(nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    apply = lambda state, x: nnx.merge(graph, state)(x)
+    assert max(differences(apply, state, X, rules="llm")) < 0.05
+    report = swjax.quantized(apply).report(state, X)
+    assert converted(report) == {
+        f"layers/{i}/{name}/kernel" for i in range(2) for name in ("q_proj", "o_proj")
+    }
+    whole = swjax.quantized(lambda model, x: model(x))
+    assert whole.report(model, X) == report
+    split = jax.jit(swjax.quantized(apply))(state, X)
+    np.testing.assert_array_equal(jax.jit(whole)(model, X), split)
+
+
+def test_a_linen_model_equals_its_interceptor():
+    model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(WIDTH)])
+    variables = model.init(jax.random.key(0), X)
+    ours = swjax.quantized(model.apply, {"params/layers_.*/kernel": "switchback"})
+    with swjax.linen.quantized({".*": "switchback"}):
+        want = jax.jit(model.apply)(variables, X)
+    np.testing.assert_allclose(jax.jit(ours)(variables, X), want, rtol=1e-6)
+
+
+# --- one layer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_equals_switchback_of_the_stored_parameter(dtype):
+    """Also through casts, transposes, reshapes and slices; the gradients too."""
+    x, w = X.astype(dtype), draw(WIDTH, 32)
+
+    def moved(w, x):  # w is stored as [2, 32, 16]
+        w = jax.jit(lambda w: w.astype(dtype))(w)
+        return jnp.einsum("btd,hd->bth", x, jax.lax.slice_in_dim(w, 1, 2)[0])
+
+    def gradients(fn, w, g):
+        y, vjp = jax.jit(lambda w: jax.vjp(lambda w, x: fn(w, x), w, x))(w)
+        return y, *jax.jit(lambda vjp, g: vjp(g))(vjp, g)
+
+    g = jnp.asarray(RNG.normal(size=(2, LENGTH, 32)), dtype)
+    y, dw, dx = gradients(lambda w, x: swjax.switchback(x, w), w, g)
+    ways = (
+        (lambda w, x: x @ w.astype(dtype), w, lambda dw: dw),
+        (moved, jnp.stack([w.T, w.T]), lambda dw: dw[1].T),
+        (
+            lambda w, x: jnp.einsum("dh,btd->hbt", w.astype(dtype), x).transpose(1, 2, 0),
+            w,
+            lambda dw: dw,
+        ),
+    )
+    for fn, stored, restore in ways:
+        got, stored_gradient, got_dx = gradients(
+            swjax.quantized(fn, {".*": "switchback"}), stored, g
+        )
+        assert got.dtype == y.dtype
+        np.testing.assert_array_equal(got, y)
+        np.testing.assert_array_equal(got_dx, dx)
+        # XLA may sum the product of dw, which is not quantized, in another order for a moved parameter.
+        exact = 0 if stored is w else 1e-5
+        np.testing.assert_allclose(restore(stored_gradient), dw, rtol=exact)
+
+
+def test_parameters_cast_before_a_scan_are_read_as_stored():
+    model = partial(language_model, dtype="bfloat16")
+
+    def cast_first(params, tokens):
+        layers = jax.jit(partial(jax.tree.map, lambda w: w.astype("bfloat16")))(params["layers"])
+        return model(params | {"layers": layers}, tokens)
+
+    params = parameters()
+    first, inside = (jax.jit(swjax.quantized(fn))(params, TOKENS) for fn in (cast_first, model))
+    np.testing.assert_array_equal(first, inside)
+
+
+def test_a_step_that_differentiates_inside():
+    """Its input gradients are int8 products too, and its weight gradients are not."""
+    step = swjax.quantized(jax.grad(lambda w, x: jnp.sum((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)))
+    params = {"a": draw(WIDTH, WIDTH), "b": draw(WIDTH, WIDTH)}
+    found = [(product.path, product.quantized) for product in step.report(params, X)]
+    assert sorted(found) == [("", False), ("", False), ("a", True), ("b", True), ("b", True)]
+
+
+def under_cond(w, x):
+    return jax.lax.cond(x[0, 0, 0] > 0, lambda x, w: x @ w, lambda x, w: -x @ w, x, w)
+
+
+def under_while(w, x):
+    """A loop that carries the parameter, and one that does not end by itself."""
+    x, _ = jax.lax.fori_loop(0, 2, lambda i, c: (jnp.tanh(c[0] @ c[1]), c[1]), (x, w))
+    return jax.lax.while_loop(lambda x: jnp.max(x) < 3, lambda x: x + jnp.abs(jnp.tanh(x @ w)), x)
+
+
+def under_vmap(w, x):
+    return jax.vmap(lambda x, w: x @ w, in_axes=(0, None))(x, w)
+
+
+def under_shard_map(w, x):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    body = lambda x, w: x @ w
+    return jax.shard_map(body, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, w)
+
+
+def under_explicit_mesh(w, x):
+    w = jax.reshard(w.astype(x.dtype), P())
+    return jnp.einsum("btd,dn->btn", x, w, out_sharding=P("data"))
+
+
+TRANSFORMATIONS = [under_cond, under_while, under_vmap, under_shard_map]
+
+
+@pytest.mark.parametrize("fn", TRANSFORMATIONS)
+def test_products_inside_transformations(fn):
+    w = draw(WIDTH, WIDTH)
+    int8 = jax.jit(swjax.quantized(fn, {".*": "switchback"}))
+    got, want = int8(w, X), jax.jit(fn)(w, X)
+    assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
+    assert_quantized(int8, w, X, count={"under_cond": 2, "under_while": 2}.get(fn.__name__, 1))
+    mapped = jax.vmap(swjax.quantized(fn, {".*": "switchback"}), in_axes=(None, 0))
+    if fn is under_cond:
+        np.testing.assert_allclose(mapped(w, X[None])[0], got, rtol=1e-5)
+
+
+def test_explicit_meshes_gather_the_stored_parameter():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w, x = jax.device_put(draw(WIDTH, 32), P("data")), jax.device_put(X, P("data"))
+        int8 = jax.jit(swjax.quantized(under_explicit_mesh, {".*": "switchback"}))
+        y = int8(w, x)
+        assert jax.typeof(y).sharding.spec == P("data", None, None)
+        swjax.testing.assert_quantized_gathers(int8, w, x, weights=[w.shape])
+    np.testing.assert_allclose(y, swjax.switchback(X, np.asarray(w)), rtol=1e-5)
+
+
+# --- what stays ---------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def custom(x, w):
+    return x @ w
+
+
+custom.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0][0].T @ g[0]))
+
+TABLE = draw(8, WIDTH)
+IMAGE = jnp.ones((1, WIDTH, 8, 8))
+STAYS = {
+    "inside custom_vjp_call": lambda w, x: custom(x, w),
+    "mul changes the parameter first": lambda w, x: x @ (w * 2.0),
+    "add changes the parameter first": lambda w, x: x @ (w + w @ w),
+    "a lookup": lambda w, x: x + w[jnp.argmax(x, -1)],
+    "both operands are activations": lambda w, x: x @ x.swapaxes(1, 2),
+    "already quantized": lambda w, x: swjax.switchback(x, w),
+    "a convolution": lambda w, x: (
+        jax.lax.conv(IMAGE, w[:, :, None, None], (1, 1), "SAME") + x.sum()
+    ),
+    "no recipe has ragged products": lambda w, x: jax.lax.ragged_dot(
+        x[0], w[None], jnp.array([LENGTH])
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", STAYS)
+@pytest.mark.filterwarnings("ignore:rules quantize nothing")
+def test_what_stays_is_listed_and_computed_as_before(reason):
+    w, fn = draw(WIDTH, WIDTH), STAYS[reason]
+    int8 = swjax.quantized(fn, {".*": "switchback"})
+    products = int8.report(w, X)
+    assert reason in {product.reason for product in products} and not converted(products)
+    assert all(product.quantized == (reason == "already quantized") for product in products)
+    np.testing.assert_array_equal(int8(w, X), fn(w, X))
+    with pytest.warns(UserWarning, match="quantize nothing"):
+        int8(w, X)
+
+
+def test_layers_of_this_library_stay_and_their_lora_too():
+    params = {"layer": draw(WIDTH, WIDTH), "w_lora_a": draw(WIDTH, 2), "w_lora_b": draw(2, WIDTH)}
+    base = lambda p, x: swjax.switchback(x, p["layer"], recipe="switchback_q")
+    lora = lambda p, x: base(p, x) + (x @ p["w_lora_a"]) @ p["w_lora_b"]
+    report = swjax.quantized(lora, {".*": "switchback"}).report(params, X)
+    assert [(product.path, product.reason) for product in report] == [
+        ("layer", "already quantized"),
+        ("w_lora_a", "the matrix of LoRA stays in 16 bits"),
+        ("w_lora_b", "the matrix of LoRA stays in 16 bits"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lora_of_qwix_over_int8_trains_without_gradients_of_the_base():
+    """As `nnx.split` separates them: the parameters are a tuple, of which one part has gradients."""
+    qwix = pytest.importorskip("qwix", reason="needs Qwix: pip install qwix")
+    provider = qwix.LoraProvider([qwix.LoraRule(module_path=".*", rank=2, alpha=2.0)])
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        model = qwix.apply_lora_to_model(Attention(nnx.Rngs(0)), provider, X, rngs=nnx.Rngs(1))
+        graph, lora, base = nnx.split(model, nnx.LoRAParam, ...)
+        int8 = swjax.quantized(lambda params, x: nnx.merge(graph, *params)(x))
+        report = int8.report((lora, base), X)
+        assert converted(report) == {"1/q_proj/kernel", "1/o_proj/kernel"}
+        want = jax.jit(swjax.quantized(lambda model, x: model(x)))(Attention(nnx.Rngs(0)), X)
+        np.testing.assert_array_equal(jax.jit(int8)((lora, base), X), want)  # b is 0
+        gradients = jax.grad(lambda lora, base, x: jnp.sum(int8((lora, base), x) ** 2))
+        assert any(jnp.any(g != 0) for g in jax.tree.leaves(jax.jit(gradients)(lora, base, X)))
+        # Two forward, and the input gradient of o_proj: no LoRA needs that of q_proj.
+        assert_quantized(gradients, lora, base, X, count=3)
+
+
+# --- rules --------------------------------------------------------------------------------------------
+
+KEPT = """
+embedder/embedding  embedder/input_embedding  lm_head/kernel  lm_head/w  final_norm/scale  final_norm/w
+layers/0/input_layernorm/w  layers/0/attn/q_norm/w  layers/0/pre_attention_norm/scale
+layers/3/mlp/router/kernel  params/token_embedder/embedding  params/decoder/decoder_norm/scale
+params/decoder/logits_dense/kernel  params/decoder/layers/MoeBlock_0/gate/kernel
+params/decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel  model/embed_tokens/embedding
+model/layers/0/mlp/gate/weight  model/layers/0/mlp/shared_expert_gate/weight
+model/layers/0/block_sparse_moe/gate/kernel  model.embed_tokens.weight  model.layers.0.mlp.gate.weight
+transformer/wte/embedding  transformer/wpe/embedding  transformer/h/0/ln_1/scale  transformer/ln_f/scale
+score/head/kernel  decoder/logitdense/kernel  output/kernel  layers/0/attn/q_proj/w_lora_a
+layers/0/attn/q_proj/kernel_lora_b  layers/0/self_attn/q_proj/lora_A/default/weight
+transformer/layers/0/LayerNorm_0/scale  blocks/0/norm1/scale
+""".split()
+QUANTIZED = """
+layers/0/attn/q_proj/kernel  layers/0/attn/q_einsum/w  layers/0/attn/kv_einsum/w
+layers/0/attn/attn_vec_einsum/w  layers/0/mlp/gate_proj/kernel  layers/0/mlp/up_proj/w
+layers/0/mlp/experts/0/gate_proj/weight  transformer/layer_0/mlp/gating_einsum
+transformer/layer_0/mlp/linear  transformer/layer_0/mlp/gating_einsum/w
+params/decoder/layers/self_attention/query/kernel  params/decoder/layers/mlp/wi_0/kernel
+params/decoder/layers/MoeBlock_0/wi_0  params/decoder/layers/self_attention/out/kernel
+model/layers/0/mlp/gate_up_proj/weight  model/layers/0/mlp/shared_expert/gate_proj/kernel
+transformer/h/0/attn/c_attn/kernel  transformer/h/0/mlp/c_fc/kernel
+bert/encoder/layer/0/output/dense/kernel  model.layers.0.self_attn.q_proj.weight
+transformer/layers/stacked/self_attn/q_proj/weight  encoder/layers/0/attn/multihead/query/kernel
+model/layers/0/layernorm_mlp/wi_kernel
+""".split()
+
+
+def test_names_of_parameters_that_language_models_keep():
+    assert [path for path in KEPT if not re.fullmatch(swjax.KEPT_IN_LLMS, path)] == []
+    assert [path for path in QUANTIZED if re.fullmatch(swjax.KEPT_IN_LLMS, path)] == []
+
+
+def test_a_gate_beside_experts_stays_and_one_beside_up_does_not():
+    params = {
+        name: draw(WIDTH, WIDTH)
+        for name in ("mlp/gate", "mlp/up", "moe/gate", "moe/experts", "gate", "up_proj")
+    }
+    fn = lambda p, x: sum((x @ w for w in p.values()), x)
+    report = swjax.quantized(fn).report(params, X)
+    assert set(params) - converted(report) == {"moe/gate"}
+
+
+def test_the_first_rule_counts_and_a_recipe_may_be_one_of_yours():
+    params = {"a": draw(WIDTH, WIDTH), "b": draw(WIDTH, WIDTH), "c": draw(WIDTH, WIDTH)}
+    fn = lambda p, x: x @ p["a"] @ p["b"] @ p["c"]
+    rules = {"a": "standard", "a|b": RECIPES["switchback_hadamard"]}
+    rows = [(p.path, p.recipe, p.reason) for p in swjax.quantized(fn, rules).report(params, X)]
+    assert rows == [
+        ("a", None, "its rule is 'standard'"),
+        ("b", RECIPES["switchback_hadamard"], ""),
+        ("c", None, "no expression matches its path"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "fn", "message"),
+    [
+        ({"layer": "swichback"}, None, "recipe must be one of"),
+        ("lm", None, "recipes must map regular expressions"),
+        (
+            {"kernel": "switchback"},
+            lambda w, x: x @ w["w"],
+            "'kernel' matches no parameter: it must",
+        ),
+        (
+            {"i": "switchback"},
+            lambda w, x: x @ w["i"].astype(x.dtype),
+            "abc,cd->abd with the parameter 'i': its dtype is int8, but recipes quantize floats; keep",
+        ),
+        (
+            {"w": "switchback"},
+            lambda w, x: x.astype("complex64") @ w["w"].astype("complex64"),
+            "product abc,cd->abd with the parameter 'w': .* got complex64.*'standard'",
+        ),
+    ],
+)
+def test_errors_are_one_line_with_the_remedy(rules, fn, message):
+    params = {"w": draw(WIDTH, WIDTH), "i": jnp.ones((WIDTH, WIDTH), jnp.int8)}
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        swjax.quantized(fn, rules)(params, X)
+    assert "\n" not in str(error.value)
+
+
+def test_a_conversion_of_only_routers_and_heads_warns():
+    params = {"mlp/router": draw(WIDTH, 4), "mlp/experts": draw(WIDTH, 32), "lm_head": draw(32, 20)}
+    fn = lambda p, x: x @ (p["mlp/experts"] * 2.0) @ p["lm_head"] + jnp.sum(x @ p["mlp/router"])
+    with pytest.warns(UserWarning, match="only 'lm_head', a router"):
+        swjax.quantized(fn, {".*": "switchback"})(params, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swjax.quantized(lambda p, x: x @ p["w"], {"w": "switchback"})(
+            {"w": params["lm_head"].T[:WIDTH]}, X
+        )
+
+
+def test_arguments_that_are_no_arrays_are_static():
+    def fn(w, x, scale, *, train):
+        return {"y": scale * (x @ w)} if train else None
+
+    int8 = swjax.quantized(fn, {".*": "switchback"})
+    assert int8(draw(WIDTH, 4), X, 2.0, train=True)["y"].shape == (2, LENGTH, 4)
+    like = jax.ShapeDtypeStruct((WIDTH, 4), "float32")
+    assert int8.report(like, jax.ShapeDtypeStruct(X.shape, X.dtype), 2.0, train=True).share == 1
+
+
+def test_the_report_is_a_table():
+    params = {f"layers/{i}/w": draw(WIDTH, WIDTH) for i in range(2)} | {"lm_head": draw(WIDTH, 4)}
+    fn = lambda p, x: x @ p["layers/0/w"] @ p["layers/1/w"] @ p["lm_head"]
+    table = """
+        layers/*/w  abc,cd->abd  2x8x16, 16x16  2 x  1.64e+04 FLOPs  switchback
+        lm_head     abc,cd->abd  2x8x16, 16x4   1 x  2.05e+03 FLOPs  -           the head stays in 16 bits
+        88.9% of 1.84e+04 forward FLOPs in 8 bits"""
+    assert str(swjax.quantized(fn).report(params, X)).split() == table.split()
