@@ -116,7 +116,7 @@ def quantized(
     """
     dot_general(implementation=implementation)  # refuses one that does not exist
     if rules != "llm":
-        recipes.get_all(rules)  # type: ignore[arg-type]
+        recipes.get_all(rules)  # type: ignore[arg-type]  # it refuses other types
     return Quantized(fn, rules, implementation)
 
 

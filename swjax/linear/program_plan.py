@@ -23,7 +23,7 @@ from swjax.linear.program_run import (
     multiply,
     run,
 )
-from swjax.recipes import DTYPES, Recipe
+from swjax.recipes import QUANTIZED_DTYPES, Recipe
 
 
 class Choice(NamedTuple):
@@ -112,7 +112,7 @@ class Planner:
         sum_length = math.prod(lhs.shape[axis] for axis in dimension_numbers[0][0])
         at = 0 if found[1] is None else 1
         origin, choice = found[at], Choice(None)
-        quantized = {lhs.dtype.name, rhs.dtype.name} <= {*DTYPES}
+        quantized = {lhs.dtype.name, rhs.dtype.name} <= {*QUANTIZED_DTYPES}
         if quantized:
             reason = "already quantized"
         elif origin is None:
@@ -221,4 +221,4 @@ def _is_quantized_layer(eqn) -> bool:
             names.add(inner.params.get("name"))
             dtypes |= {str(getattr(var.aval, "dtype", "")) for var in inner.outvars}
             jaxprs += core.jaxprs_in_params(inner.params)
-    return "swjax_y" in names and not dtypes.isdisjoint(DTYPES)
+    return "swjax_y" in names and not dtypes.isdisjoint(QUANTIZED_DTYPES)

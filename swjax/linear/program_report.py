@@ -3,6 +3,7 @@
 import re
 import string
 from dataclasses import dataclass
+from typing import Any
 
 from swjax.linear.conversion import recipe_name
 from swjax.recipes import Recipe
@@ -59,7 +60,7 @@ class ProgramReport(list[TracedProduct]):
         return "\n".join([*lines, f"{self.share:.1%} of {total:.3g} forward FLOPs in 8 bits"])
 
 
-def equation_of(dimension_numbers, lhs_ndim: int, rhs_ndim: int) -> str:
+def equation_of(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
     """The einsum of a `dot_general`.
 
     >>> equation_of((((2,), (0,)), ((), ())), 3, 2)
