@@ -61,9 +61,9 @@ def each(
     """
     names, values = options
     if not isinstance(interpreted, dict):
-        interpreted = dict.fromkeys(dispatch.NAMES, interpreted)
+        interpreted = dict.fromkeys(dispatch.IMPLEMENTATION_NAMES, interpreted)
     if not isinstance(compiled, dict):
-        compiled = dict.fromkeys(("xla", *dispatch.NAMES), compiled)
+        compiled = dict.fromkeys(("xla", *dispatch.IMPLEMENTATION_NAMES), compiled)
     few = values if few_options is None else few_options
     kinds = [
         (parameter.values, parameter.marks, compiled[parameter.values[1]], None)
@@ -103,7 +103,7 @@ def at(*operations, shapes, xla, name="shape"):
       xla: the few of them for XLA, which has no tiles.
       name: of the test's third argument.
     """
-    compiled = dict.fromkeys(dispatch.NAMES, shapes) | {"xla": xla}
+    compiled = dict.fromkeys(dispatch.IMPLEMENTATION_NAMES, shapes) | {"xla": xla}
     return each(*operations, compiled=compiled, interpreted=[], name=name)
 
 

@@ -65,6 +65,7 @@ def test_a_rollback_counts_no_step_twice():
     assert len(watch.update(steps[:50])) == 1
 
 
+@pytest.mark.release
 def test_the_trainer_says_it(micro, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(step_log, "COLLAPSE_STEPS", 2)
     monkeypatch.setattr(step_log, "_CHANCE_TOLERANCE", math.inf)

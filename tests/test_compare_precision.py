@@ -113,6 +113,7 @@ def test_a_comparison_has_no_profile():
     assert prepared.train.steps == 20 and not prepared.train.profile_steps
 
 
+@pytest.mark.release
 def test_layers_start_from_the_weights_of_the_config(reference):
     config, workdir = reference
     cfg = model_config(config)

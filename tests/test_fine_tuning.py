@@ -199,6 +199,7 @@ def products(config):
 @pytest.mark.parametrize(
     "recipe, pattern", [("standard", "^vision/"), ("switchback", "^vision/blocks/mlp/")]
 )
+@pytest.mark.release
 def test_frozen_layers_have_no_moments_and_no_weight_gradients(micro, recipe, pattern):
     """A frozen kernel has no optimizer state, and the compiled step computes no gradient of its shape."""
     sizes = {"model__vision__width": 56, "model__recipe": recipe} | UNDIAGNOSED
@@ -232,6 +233,7 @@ SIGLIP = {"model__architecture": "siglip", "model__embed_dim": 0, "train__loss":
 
 
 @pytest.mark.parametrize("layout", ["siglip", "big_vision"])
+@pytest.mark.release
 def test_a_siglip_is_the_start_of_a_run(micro, tmp_path, layout, caplog):
     theirs = foreign(micro(**SIGLIP), tmp_path, layout)
     address = tmp_path / "model.npz" if layout == "big_vision" else tmp_path

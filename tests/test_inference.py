@@ -224,7 +224,7 @@ def test_a_damaged_file_is_named(tmp_path):
     bomb = bytearray(encoded(Image.fromarray(IMAGES[0]), "BMP"))
     bomb[18:26] = b"\xff\xff\x0f\x00" * 2
     (tmp_path / "bomb.bmp").write_bytes(bomb)
-    with pytest.raises(ValueError, match=r"bomb\.bmp: Image size \(\d+ pixels\) exceeds"):
+    with pytest.raises(ValueError, match=r"bomb\.bmp: the image has more than \d+ pixels"):
         inference.pixels(str(tmp_path / "bomb.bmp"), 32)
 
 

@@ -76,6 +76,7 @@ def test_a_closed_terminal_is_a_signal_except_under_nohup():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=50, check=True)
 
 
+@pytest.mark.release
 def test_a_lost_loader_process_is_one_line(started):
     process = started(data__workers=1)
     for pid in loaders_of(process):
@@ -172,6 +173,7 @@ def test_a_notebook_survives_an_interrupt_before_the_first_step():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.release
 def test_a_workdir_that_disappears_ends_the_run(started, tmp_path):
     process = started(checkpoint__every_steps=100_000)
     tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))

@@ -49,6 +49,7 @@ def held(address):
     return {path.removeprefix(root).lstrip("/"): fs.cat_file(path) for path in fs.find(root)}
 
 
+@pytest.mark.release
 def test_another_machine_goes_on_bit_for_bit(run, address, reference, micro, capsys):
     first, code = run("first", after=3, checkpoint__mirror=address)
     assert code == 0

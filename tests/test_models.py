@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from clip_oracle import (
     abstract,
     compiled,
@@ -122,7 +123,13 @@ def test_every_way_to_run_gives_the_same_gradients(straight, options):
         assert BLIND.search(path) or snr_db(b, a) > 40, path
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=() if name in thinning.RECIPES else pytest.mark.release)
+        for name in RECIPES
+    ],
+)
 def test_every_recipe_trains_in_bfloat16(recipe):
     options = dict(qk_norm=True, layer_scale=0.5, patch_dropout=0.5, scan_layers=True, remat="full")
     cfg = small_config(recipe=recipe, dtype="bfloat16", **options)

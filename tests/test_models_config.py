@@ -203,6 +203,7 @@ def test_logit_scale_is_clamped(value, clamped):
 
 @pytest.mark.parametrize("name", clip.CONFIGS)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.release
 def test_flops_are_those_of_the_traced_products(name, dropout):
     cfg = clip.config(name, recipe="standard", patch_dropout=dropout)
     graph, params = abstract(cfg)

@@ -52,6 +52,7 @@ def test_nan_rolls_back_past_the_data(micro, bad_step_4, reference, tmp_path, ca
     assert int(state["step"]) == 6 and position["batches"] == 8  # batches 3 and 4 were skipped
 
 
+@pytest.mark.release
 def test_a_rollback_restarts_the_watch_for_a_collapse(
     micro, bad_step_4, monkeypatch, tmp_path, capsys
 ):
@@ -216,6 +217,7 @@ def test_a_run_that_skips_every_step_has_not_finished(micro, nan_images, tmp_pat
 
 
 @pytest.mark.parametrize("scaling", ["per_tensor", "dynamic"])
+@pytest.mark.release
 def test_a_run_whose_gradients_overflow_at_every_step_has_not_finished(
     scaling, micro, tmp_path, capsys
 ):

@@ -141,6 +141,7 @@ def train_nnx(model, loss) -> list[float]:
 
 
 @pytest.mark.parametrize("make", [small_vit, mamba2, flax_vit, flax_gemma])
+@pytest.mark.release
 def test_an_nnx_model_of_others(make):
     model, rules, count, loss = make()
     graph, plain = nnx.graphdef(model), train_nnx(make()[0], loss)
@@ -219,6 +220,7 @@ def flax_lm1b():
 
 
 @pytest.mark.parametrize("make", [linen_vit, scanned_vit, flax_lm1b])
+@pytest.mark.release
 def test_a_linen_model_of_others(make):
     """A Linen model trains with TrainState and stable_adamw; outside the context it is unchanged."""
     model, rules, count, inputs, loss = make()

@@ -99,6 +99,7 @@ def test_operations_in_a_loop_are_counted_and_the_loop_is_not(tmp_path):
     assert all(a.start <= b.start for a, b in itertools.pairwise(kernels))
 
 
+@pytest.mark.release
 def test_a_profiled_run_computes_the_same_bits(micro, reference, tmp_path, capsys):
     profile, code = profiled(micro, tmp_path, "3,5")
     assert code == 0

@@ -75,6 +75,7 @@ def test_an_evaluation_that_fails_loses_no_step(at, scored, tmp_path, monkeypatc
     assert_same_bits(*(final_state(config, d)[0] for d in (tmp_path, workdir)))
 
 
+@pytest.mark.release
 def test_an_interrupted_run_evaluates_when_it_resumes(scored, tmp_path, capsys):
     config, workdir = scored
     for after, step in ((3, 4), (1, 6)):
@@ -113,6 +114,7 @@ def test_another_model_of_equal_shapes_is_refused(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.release
 def test_what_differs_from_the_resumed_run_is_told(reference, micro, tmp_path, capsys):
     as_interrupted(reference[1], tmp_path / "first")
     config = micro(checkpoint__resume=str(tmp_path / "first"), optimizer__weight_decay=0.5)
@@ -121,6 +123,7 @@ def test_what_differs_from_the_resumed_run_is_told(reference, micro, tmp_path, c
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.release
 def test_an_optimizer_state_without_elements_is_saved(micro, tmp_path):
     """Muon leaves no parameter to AdamW, whose state then has arrays without elements."""
     freeze = "embed,logit,ln,proj,bias,scale"

@@ -213,6 +213,7 @@ def test_throughput_counts_training_only(micro, monkeypatch):
     assert read["perf/step_seconds"] == 4 and read["perf/data_wait_frac"] == 0.25
 
 
+@pytest.mark.release
 def test_health_is_compiled_when_it_is_due(micro, monkeypatch, tmp_path, capsys):
     """The first step does not wait for it, and throughput excludes it."""
     compile_ = Health.compile

@@ -157,6 +157,7 @@ def test_collectives_of_a_train_step():
 
 
 @pytest.mark.parametrize("accumulation", [1, release(2)])
+@pytest.mark.release
 def test_collectives_of_a_train_step_that_reduces_once(accumulation):
     """Kernel gradients are all-reduced in stacks of layers, and the step's results do not change."""
     shared = {"mesh.data": 4, "mesh.fsdp": 2, "train.accumulation": accumulation}

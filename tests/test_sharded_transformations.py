@@ -46,6 +46,7 @@ pytestmark = pytest.mark.eight_devices
 
 @pytest.mark.parametrize("tensor", [release(1), 2])
 @pytest.mark.parametrize("recipe", ["switchback", release("standard")])
+@pytest.mark.release
 def test_transformations_a_train_step_that_reduces_once_leaves_the_same(recipe, tensor):
     """With scan, rematerialization and tensor parallelism, `reduce_once` does not change a step's results."""
     changes = {"mesh.data": 8 // tensor, "mesh.tensor": tensor, "model.recipe": recipe}

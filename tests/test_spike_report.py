@@ -189,6 +189,7 @@ def run(micro, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.release
 def test_quantization_is_measured_at_its_cadence(run):
     lines = records(run)
     measured = [
@@ -201,6 +202,7 @@ def test_quantization_is_measured_at_its_cadence(run):
 
 
 @pytest.mark.parametrize(("step", "start"), [(6, 4), (2, 0)])
+@pytest.mark.release
 def test_replay_is_the_run_bit_for_bit(run, step, start):
     found = replay.replay(run, step)
     assert (found.start, found.compared, found.differences) == (start, step - start, [])

@@ -25,6 +25,7 @@ from swjax.training.step import limit_logit_scale, make_loss_and_grad
 HALF_SCALE = 22  # log2
 
 
+@pytest.mark.release
 def test_health_compiles_one_block_of_each_tower(micro, monkeypatch):
     """One block is compiled for any number of blocks; measurements equal those of the unscanned program."""
 

@@ -112,6 +112,7 @@ def test_the_dtype_of_muons_products(micro, dtype):
     assert set(re.findall(r"\bb?f16\b", program)) == ({"bf16"} if dtype == "bfloat16" else set())
 
 
+@pytest.mark.release
 def test_a_run_with_muon(micro, tmp_path):
     """It clips, freezes and resumes; the RMS that it records are those of AdamW's tensors."""
     config = micro(

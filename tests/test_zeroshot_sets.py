@@ -298,6 +298,7 @@ def test_tfds_splits_may_be_slices():
     assert address("tfds:a/b:1.0.0/test[:9]") == ("a", "tfds", "a/b:1.0.0/test[:9]")
 
 
+@pytest.mark.release
 def test_evaluate_gives_the_scores_of_training(tmp_path, shared_cache, capsys):
     pets, birds = write_folders(tmp_path / "pets"), write_labelled_tars(tmp_path / "birds")
     config = micro_config(

@@ -20,6 +20,7 @@ def weight_gradient(
     Returns:
       [k, n] in `out_dtype`.
 
+    >>> import jax.numpy as jnp
     >>> weight_gradient(jnp.ones((3, 1)), jnp.ones((3, 2)), out_dtype="float32").tolist()
     [[3.0, 3.0]]
     """
@@ -43,6 +44,7 @@ def weight_gradient_group(
     Returns:
       [k, n] in `out_dtype` for each g.
 
+    >>> import jax.numpy as jnp
     >>> x, g = jnp.ones((3, 1)), jnp.ones((3, 2))
     >>> [dw.tolist() for dw in weight_gradient_group(x, (g, 2 * g), out_dtype="float32")]
     [[[3.0, 3.0]], [[6.0, 6.0]]]
