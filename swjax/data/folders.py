@@ -35,7 +35,7 @@ class Folders(Photographs):
     Any other picture is captioned by its folder's name, in which "_" stands for a space: `red_fox/1.jpg` is
     "a photo of a red fox." If no picture has a text file, the folders are classes.
 
-    Links are followed, but a text file that a link finds outside the folder is read only if it lies with the
+    Links are followed, but a text file that a link finds outside the folder is read only if it belongs to the
     picture: the picture is outside too, and the real text file has the ending .txt, and is in the same
     folder as the real picture, or has its name in a folder next to it. The links of a Hugging Face cache to
     its `blobs` are followed.
