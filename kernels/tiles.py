@@ -59,7 +59,7 @@ def row_tile(producer: str, width: int) -> RowTile:
 def row_rule(width: int) -> RowTile:
     """One row per program: sums need no exchange between rows, and small programs hide each other's latency.
     Chunks are the longest with less than an eighth of the lanes idle and about 40 columns per thread, so that
-    several loads are in flight. Long rows have longer chunks or fewer threads, so that each load has 16 bytes,
+    several loads are in flight. Long rows have longer chunks or fewer threads, so that a load has 16 bytes,
     which are 8 columns of 16 bits."""
     threads = max(power_above(width // 40), 32)
     chunks = (4096, 2048, 1024, 512, 256, 128)

@@ -1,7 +1,6 @@
 """The specification of a gated activation, forward and backward, fused with the quantizers of its results."""
 
 import jax
-import jax.numpy as jnp
 
 from swjax.kernels.formats import QTensor, to_float32
 from swjax.kernels.gelu.reference import gelu_vjp
@@ -28,6 +27,7 @@ def gated(
     Returns:
       (result or None, quantized result or None).
 
+    >>> import jax.numpy as jnp
     >>> gated(jnp.array([[0.0, 100.0]]), jnp.array([[3.0, 2.0]]))[0].tolist()
     [[0.0, 200.0]]
     """
@@ -56,6 +56,7 @@ def gated_backward(
       The gradients of gate and up, [..., n] in their dtype; the quantized gradients of gate and up, each with
       its own scales, or None and None; the recomputed result of `gated`, or None.
 
+    >>> import jax.numpy as jnp
     >>> dgate, dup, *_ = gated_backward(*(jnp.array([[x]]) for x in (0.0, 4.0, 3.0)))
     >>> dgate.tolist(), dup.tolist()
     ([[6.0]], [[0.0]])

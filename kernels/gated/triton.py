@@ -65,7 +65,7 @@ def _gated_kernel(
     INVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Computes h = activation(gate) up of rows, rounded to the dtype of gate; writes or quantizes it, or both."""
+    """Computes h = activation(gate) up of rows, rounded to gate's dtype; writes or quantizes it, or both."""
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     blocks: tl.constexpr = tl.cdiv(M, ROWS)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):

@@ -1,4 +1,4 @@
-"""The specification of LayerNorm and RMSNorm, forward and backward, fused with the quantizer of the result."""
+"""The specification of LayerNorm and RMSNorm, forward and backward, fused with the results' quantizer."""
 
 import jax
 import jax.numpy as jnp
