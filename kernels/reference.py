@@ -20,8 +20,14 @@ from swjax.kernels.formats import (
     round_to_fp8,
     scale_of,
 )
+from swjax.kernels.gated.reference import gated, gated_backward
 from swjax.kernels.gelu.reference import gelu, gelu_backward
-from swjax.kernels.layer_norm.reference import layer_norm, layer_norm_backward
+from swjax.kernels.norms.reference import (
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from swjax.kernels.products.reference import dot, matmul, matmul_sum
 from swjax.kernels.quantizers.reference import (
     dequantize,
@@ -45,6 +51,8 @@ __all__ = [
     "dequantize",
     "divide",
     "dot",
+    "gated",
+    "gated_backward",
     "gelu",
     "gelu_backward",
     "layer_norm",
@@ -55,6 +63,8 @@ __all__ = [
     "quantize_and_sum",
     "quantize_both",
     "quantize_by",
+    "rms_norm",
+    "rms_norm_backward",
     "round_to_fp8",
     "scale_of",
     "weight_gradient",

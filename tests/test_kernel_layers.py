@@ -69,14 +69,31 @@ def assert_agree(got, want, floor):
         assert a.dtype == b.dtype and snr_db(a, b) > floor
 
 
+def gated(x, w1, b1, w2, b2, norm, **options):
+    prologue = swjax.RMSNorm(norm.scale)
+    return swjax.gated_mlp(x, w1, w1[::-1], w2, prologue=prologue, add_input=True, **options)
+
+
+def gated_apart(x, w1, b1, w2, b2, norm, **options):
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + norm.epsilon)
+    normalized = (wide * (inverse * norm.scale[None, None])).astype(x.dtype)
+    gate, up = (
+        swjax.switchback(normalized, w, **options).astype(jnp.float32) for w in (w1, w1[::-1])
+    )
+    h = (jax.nn.silu(gate) * up).astype(x.dtype)
+    return swjax.switchback(h, w2, addend=x, **options)
+
+
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_mlp_is_its_layers(recipe, implementation):
+@pytest.mark.parametrize("block, layers", [(fused, apart), (gated, gated_apart)])
+def test_mlp_is_its_layers(block, layers, recipe, implementation):
     """The fused block gives the values and gradients of separate layers in XLA."""
     implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
-    got = results(arguments, g, block=fused, recipe=recipe, implementation=implementation)
-    want = results(arguments, g, block=apart, recipe=recipe, implementation="xla")
+    got = results(arguments, g, block=block, recipe=recipe, implementation=implementation)
+    want = results(arguments, g, block=layers, recipe=recipe, implementation="xla")
     assert_agree(got, want, AGREE_DB[recipe])
 
 
