@@ -135,6 +135,7 @@ VECTOR = array((1280,))
 ROWS = {
     "quantize": ((X,), {}),
     "quantize_and_sum": ((HIDDEN,), {"dtype": E5M2}),
+    "quantize_rotated": ((X,), {"rotation": 128}),
     "layer_norm": ((X, VECTOR, VECTOR), {"epsilon": 1e-6, "quantize_to": "int8"}),
     "layer_norm_backward": ((X, VECTOR, X), {"epsilon": 1e-6}),
     "layer_norm_backward, recomputing": ((X, VECTOR, (X,) * 3, X, VECTOR), {"epsilon": 1e-6}),
