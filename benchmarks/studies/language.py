@@ -42,6 +42,7 @@ ARMS = (
     *BASES,
     "switchback",
     "switchback_hadamard",
+    "int8_hadamard",
     "llm_int8",
     "fp8_switchback",
     "fp8_tensorwise",
