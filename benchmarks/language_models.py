@@ -40,7 +40,7 @@ from benchmarks.language_models_flax import (
     DTYPE,
     Fp8State,
     LanguageModel,
-)  # noqa: E402
+)
 from benchmarks.language_models_shapes import (  # noqa: E402
     B2,
     KINDS,

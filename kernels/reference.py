@@ -64,13 +64,10 @@ __all__ = [
     "quantize_and_sum",
     "quantize_both",
     "quantize_by",
-<<<<<<< HEAD
+    "quantize_rotated",
     "rms_norm",
     "rms_norm_backward",
-=======
-    "quantize_rotated",
     "rotate_features",
->>>>>>> rot
     "round_to_fp8",
     "scale_of",
     "weight_gradient",

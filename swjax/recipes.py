@@ -35,7 +35,7 @@ class Quantizer:
         token); "channel": a vector of the right operand along the contraction (an output channel of that
         product); "tensor": the whole operand; "block": a column of a block of tokens, only for wgrad.
       block: largest number of tokens per block; 0 for the other scopes.
-      rotation: number of neighbours along the contraction (tokens in wgrad, features in fwd and dgrad) that an
+      rotation: number of neighbours along the contraction (features, and tokens in wgrad) that an
         orthogonal matrix mixes before they are quantized, a power of two up to 128; 1 means no rotation. If
         it does not divide the features of a device, its largest power of two that does is used. See
         `swjax.kernels.rotations`.

@@ -1,5 +1,7 @@
 """Rotations of features: `swjax.kernels.rotations`, and the recipe `int8_hadamard`."""
 
+from functools import partial
+
 import implementations
 import jax
 import jax.numpy as jnp
@@ -61,8 +63,7 @@ def test_large_channels_spoil_the_others_little(gain, bound):
     signal = np.linalg.norm(x[:, ordinary] @ w[ordinary])
     errors = {}
     for recipe in (RECIPE, "switchback_hadamard"):
-        layer = lambda x, w: swjax.switchback(x, w, recipe=recipe)
-        y, vjp = jax.vjp(layer, *as_float32(x, w))
+        y, vjp = jax.vjp(partial(swjax.switchback, recipe=recipe), *as_float32(x, w))
         dx, dw = vjp(*as_float32(g))
         errors[recipe] = np.linalg.norm(np.asarray(y) - x @ w) / signal
         assert snr_db(dx, g @ w.T) > 36 and snr_db(dw[ordinary], (x.T @ g)[ordinary]) > 36

@@ -1,6 +1,7 @@
 """Rotates and quantizes rows, which are read once."""
 
 import math
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -10,6 +11,7 @@ from swjax.kernels import tiles
 from swjax.kernels.formats import QTensor
 from swjax.kernels.quantizers.triton import quantize, why_not_rows
 from swjax.kernels.rotations.reference import rotate_features, rotation_matrix
+from swjax.kernels.rotations.tiles import rotation_tile
 from swjax.kernels.triton_gpu import chunks, launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, round_to
 from swjax.kernels.triton_gpu.chunks import load_chunk, smallest_absmax, store_quantized
@@ -62,7 +64,7 @@ def quantize_rotated(
     width = x.shape[-1]
     if x.dtype == jnp.float32 or width > tiles.WIDEST_ROW or rotation < LEAST_ROTATION:
         return quantize(rotate_features(x, rotation), dtype=dtype)
-    tile = tile or row_tile(width)
+    tile = tile or rotation_tile(width)
     values, scale = launcher.call(
         x,
         jnp.asarray(rotation_matrix(rotation).T, x.dtype),
@@ -76,17 +78,6 @@ def quantize_rotated(
         **chunks.row_constants(x, tile, persistent=True),
     )
     return QTensor(values, scale)
-
-
-def row_tile(width: int) -> tiles.RowTile:
-    """The tuned tile, or chunks of at least 16 groups of 128 features, as tensor cores need."""
-    if entry := tiles.tuned("rows", "rotated", width):
-        return tiles.RowTile(**entry)
-    sizes = (chunk for chunk in (2048, 1024, 512, 256) if -width % chunk * 8 <= width)
-    chunk = next(sizes, 128)
-    rows = 2048 // chunk
-    warps = min(max(tiles.power_above(rows * width // 40) // 32, 4), 16)
-    return tiles.RowTile(rows, chunk, warps)
 
 
 # As `quantize`: see `quantizers.why_not_rows`.

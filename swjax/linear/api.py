@@ -23,15 +23,9 @@ from swjax.linear.checks import (
 )
 from swjax.linear.interception import intercepted, is_active
 from swjax.linear.layer import Layer
-<<<<<<< HEAD
-from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
+from swjax.linear.layouts import Layout, Spec, as_matrix, device_count, specs_of
 from swjax.linear.prologues import Gated, Gelu, Prologue, input_spec
 from swjax.linear.rules import LayerArrays, MLPLayers, fused_mlp, linears
-=======
-from swjax.linear.layouts import Layout, Spec, as_matrix, device_count, specs_of
-from swjax.linear.prologues import Gelu, Prologue, input_spec
-from swjax.linear.rules import LayerArrays, fused_mlp, linears
->>>>>>> rot
 from swjax.linear.sharding import (
     Sharding,
     gathered_over_mapped_axes,
