@@ -104,7 +104,8 @@ LAYERS = {
                 jax.nn.silu(dense(exact_rms_norm(a), a["w"], 0 * a["b"]))
                 * dense(exact_rms_norm(a), a["w"][::-1], 0 * a["b"])
             )
-            @ jnp.tile(a["w2"], 2)
+            @ a["w2"]
+            @ jnp.eye(N, K)
             + a["x"]
         ),
     ),
@@ -139,7 +140,7 @@ def mlp_and_input(mlp, a):
 
 
 def gated_mlp(mlp, a):
-    weights = a["w"], a["w"][::-1], jnp.tile(a["w2"], 2)
+    weights = a["w"], a["w"][::-1], a["w2"] @ jnp.eye(N, K)
     options = {"prologue": RMSNorm(a["scale"]), "add_input": True} | mlp.keywords
     return swjax.gated_mlp(a["x"], *weights, **options)
 
