@@ -82,9 +82,10 @@ def quantized(
     one operation at a time.
 
     Kept as they are and listed by `report`: functions with custom derivatives, kernels, layers that are
-    quantized already, convolutions, lookups, ragged products, products of two activations, parameters that
-    the program scales or merges first, and the matrices of LoRA. If `fn` differentiates inside, its input
-    gradients follow the recipe's forward product, and its weight gradients are products of two activations.
+    quantized already, convolutions, lookups, products of two activations, parameters that the program scales
+    or merges first, and the matrices of LoRA. Ragged products follow `swjax.ragged_switchback`. If `fn`
+    differentiates inside, its input gradients follow the recipe's forward product, and its weight gradients
+    are products of two activations.
 
     Args:
       fn: a function of parameters and further arguments, such as a loss or an `apply`; or of an NNX model or

@@ -60,8 +60,10 @@ class ProgramReport(list[TracedProduct]):
         return "\n".join([*lines, f"{self.share:.1%} of {total:.3g} forward FLOPs in 8 bits"])
 
 
-def equation_of(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
-    """The einsum of a `dot_general`.
+def equation_of(
+    dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int, groups: tuple[int, ...] = ()
+) -> str:
+    """The einsum of a `dot_general`; `groups` are the axes of rhs from which each row takes one entry.
 
     >>> equation_of((((2,), (0,)), ((), ())), 3, 2)
     'abc,cd->abd'
@@ -73,6 +75,7 @@ def equation_of(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
     rows, columns = (
         [index for index in one if index not in other] for one, other in ((lhs, rhs), (rhs, lhs))
     )
+    columns = [index for index in columns if rhs.index(index) not in groups]
     return f"{lhs},{rhs}->{''.join([*(lhs[i] for i in lhs_batch), *rows, *columns])}"
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 
 from swjax.linear.contraction import dot_general
 from swjax.linear.program_report import TracedProduct, unsupported
+from swjax.linear.ragged import ragged_switchback
 from swjax.recipes import Recipe
 
 Arrays = list[Any]
@@ -160,6 +161,49 @@ def multiply(
         y = y.transpose(*range(first), *range(columns, y.ndim), *range(first, columns))
     y, spec = y.astype(like.dtype), like.sharding.spec
     return [y if jax.typeof(y).sharding.spec == spec else jax.reshard(y, spec)], []
+
+
+@cache
+def _ragged_product(recipe, precision, preferred) -> Callable:
+    @jax.jit
+    def quantized_product(x, w, group_sizes):
+        options = {"recipe": recipe, "precision": precision, "out_dtype": preferred}
+        return ragged_switchback(x, w, group_sizes, **options)
+
+    return quantized_product
+
+
+def multiply_ragged(
+    step: Step,
+    values: Arrays,
+    stored: Arrays,
+    *,
+    product: TracedProduct,
+    recipe: Recipe,
+    implementation: str | None,
+    at: int,
+) -> tuple[Arrays, Arrays]:
+    """Computes a `ragged_dot_general`, whose right operand is a parameter, by a recipe."""
+    like: Any = step.eqn.outvars[0].aval
+    params, x, w = step.eqn.params, values[0], stored[1]
+    dimension_numbers = params["ragged_dot_dimension_numbers"]
+    (contracted, (k,)), (batch, _) = dimension_numbers.dot_dimension_numbers
+    ragged, groups = (
+        dimension_numbers.lhs_ragged_dimensions,
+        dimension_numbers.rhs_group_dimensions,
+    )
+    if at == 0 or batch or (x.ndim, w.ndim, len(groups)) != (2, 3, 1) or ragged == contracted:
+        raise unsupported(product, "experts need x [m, k] and w [e, k, n]")
+    if implementation not in (None, "xla"):
+        raise unsupported(product, f"only XLA multiplies ragged arrays, not {implementation!r}")
+    (n,) = {0, 1, 2} - {k, *groups}
+    x, w = x.transpose(*ragged, *contracted), w.transpose(*groups, k, n)
+    options = params["precision"], params["preferred_element_type"]
+    try:
+        y = _ragged_product(recipe, *options)(x, w, values[2])
+    except ValueError as error:
+        raise unsupported(product, error) from error
+    return [y.astype(like.dtype)], []
 
 
 # --- operations that run other jaxprs -----------------------------------------------------------------
