@@ -28,10 +28,16 @@ from swjax.recipes import QUANTIZED_DTYPES, Recipe
 
 
 class Choice(NamedTuple):
-    """The recipe that rules give a parameter, or the reason why they give none."""
+    """The recipe that rules give a parameter, or the reason why they give none.
+
+    Attributes:
+      recipe, reason: one of them.
+      followed: the recipe of a layer that is quantized already, if it is known.
+    """
 
     recipe: Recipe | None
     reason: str = ""
+    followed: Recipe | None = None
 
 
 class Origin(NamedTuple):
@@ -144,6 +150,7 @@ class Planner:
             choice.recipe,
             reason,
             quantized or (choice.recipe is not None and choice.recipe.fwd is not None),
+            eqn.source_info.traceback,
         )
         self.products.append(product)
         if choice.recipe is None or origin is None:
@@ -190,10 +197,14 @@ class Planner:
             if o and o.paths and getattr(atom.aval, "ndim", 0) > 1
         ]
 
+        equation = name
+
         def note(reason: str, flops: Callable[[Any], int] = lambda w: 0, quantized=False) -> None:
             for path, w in used or [("", eqn.invars[0].aval)]:
-                row = path, name, (w.shape,), flops(w) * repeats, None, reason, quantized
-                self.products.append(TracedProduct(*row))
+                recipe = self.choices.get(path, Choice(None)).followed if quantized else None
+                reason_of = "" if recipe else reason
+                row = path, equation, (w.shape,), flops(w) * repeats, recipe, reason_of, quantized
+                self.products.append(TracedProduct(*row, eqn.source_info.traceback))
 
         if name == "gather" and used:
             note("a lookup")
@@ -206,6 +217,7 @@ class Planner:
         elif used and _is_quantized_layer(eqn):
             used = [(path, w) for path, w in used if 1 not in w.shape]  # no scales
             tokens = out.size // out.shape[-1]
+            equation = "a layer of swjax"
             flops = lambda w: 2 * tokens * math.prod(w.shape[-2:])  # of one expert, or one layer
             note("already quantized", flops, quantized=True)
         else:
