@@ -116,7 +116,7 @@ def test_transformations():
             "switchback_hadamard",
             "weight gradient in 16 bits, got .*use 'switchback'",
         ),
-        ((X, W, SIZES), "llm_int8_outlier6", "without outliers"),
+        ((X, W, SIZES), "llm_int8_outlier6", "without rotation and outliers"),
         ((X, W, SIZES), "swichback", "recipe must be one of"),
     ],
 )

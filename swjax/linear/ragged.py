@@ -68,7 +68,7 @@ def ragged_switchback(
         ``jax.vmap(swjax.quantize_weight)(w)``, which has no gradient.
       group_sizes: [e] integers, the number of rows of each expert.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe` that quantizes x row by row and
-        has no quantized weight gradient and no outliers.
+        has no quantized weight gradient, rotation and outliers.
       out_dtype: dtype of y; None uses the dtype of x.
       precision: precision of the products without quantization, see `jax.lax.dot_general`.
 
@@ -230,10 +230,11 @@ def _check(x, w, group_sizes, recipe: Recipe) -> None:
                 f"{sizes.tolist()}: count the rows of each expert"
             )
     products = [product for product in (recipe.fwd, recipe.dgrad) if product is not None]
-    if recipe.wgrad or any(p.lhs.scope != "row" or p.outlier_threshold for p in products):
+    plain = [(p.lhs.scope, p.lhs.rotation, p.outlier_threshold) for p in products]
+    if recipe.wgrad or any(each != ("row", 1, 0) for each in plain):
         raise ValueError(
-            "ragged_switchback needs a recipe that quantizes rows of x, without outliers, and computes "
-            f"the weight gradient in 16 bits, got {recipe}: use 'switchback', 'switchback_m', "
+            "ragged_switchback needs a recipe that quantizes rows of x, without rotation and outliers, and "
+            f"computes the weight gradient in 16 bits, got {recipe}: use 'switchback', 'switchback_m', "
             "'switchback_q' or 'fp8_switchback'"
         )
     longest = max(shape[1:])
