@@ -107,7 +107,7 @@ class Linear(nnx.Linear):
 
 
 def linears(
-    layers: Sequence[Linear],
+    layers: Sequence[nnx.Linear],
     inputs: jax.Array,
     *,
     prologue: Prologue | None = None,
@@ -116,17 +116,19 @@ def linears(
     """Applies several layers to the same inputs, such as queries, keys and values, which are quantized once.
 
     Args:
-      layers: layers that differ in recipe, dtypes, implementation or layout are computed one by one.
+      layers: `Linear`s, or layers of Flax that `quantize_model` converted. Those that differ in recipe,
+        dtypes, implementation or layout, and subclasses with code of their own, are computed one by one.
       inputs: [..., k].
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to the inputs first.
       residual: whether to return the inputs as well, see `swjax.switchback`.
 
     Returns:
-      A tuple with the output [..., n] of each layer, equal to its call. With `residual`: (outputs, inputs),
-      where the inputs have the dtype of the first layer's computation.
+      A tuple with the output [..., n] of each layer, equal to its call, except that a bias of Flax's layers
+      is added before the output is rounded. With `residual`: (outputs, inputs), where the inputs have the
+      dtype of the first layer's computation.
 
     Raises:
-      TypeError: a layer is not a `Linear` of this module.
+      TypeError: a layer is neither a `Linear` of this module nor a converted one of Flax.
 
     >>> import jax.numpy as jnp
     >>> q, k = (Linear(3, n, rngs=nnx.Rngs(0)) for n in (4, 2))
@@ -134,18 +136,18 @@ def linears(
     [(2, 4), (2, 2)]
     """
     if not _alike(*layers) or is_active():
-        ys = tuple(layer(inputs, prologue=prologue) for layer in layers)
-        return (ys, layers[0]._operands(inputs)[0]) if residual else ys
-    (x, *_), ws, biases = zip(*(layer._operands(inputs) for layer in layers))
-    options = {"prologue": prologue, "residual": residual} | layers[0]._options()
+        ys = tuple(_call(layer, inputs, prologue) for layer in layers)
+        return (ys, _operands(layers[0], inputs)[0]) if residual else ys
+    (x, *_), ws, biases = zip(*(_operands(layer, inputs) for layer in layers))
+    options = {"prologue": prologue, "residual": residual} | _options(layers[0])
     outputs = switchback(x, ws, biases, **options)
     assert isinstance(outputs, tuple), "several weights have several outputs"
     return outputs
 
 
 def mlp(
-    fc1: Linear,
-    fc2: Linear,
+    fc1: nnx.Linear,
+    fc2: nnx.Linear,
     inputs: jax.Array,
     *,
     prologue: Prologue | None = None,
@@ -167,7 +169,7 @@ def mlp(
       have the dtype of fc1's computation.
 
     Raises:
-      TypeError: a layer is not a `Linear` of this module.
+      TypeError: a layer is neither a `Linear` of this module nor a converted one of Flax.
 
     >>> import jax.numpy as jnp
     >>> fc1, fc2 = (Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 8), (8, 2)))
@@ -176,38 +178,82 @@ def mlp(
     """
     fused = _alike(fc1, fc2, but="layout") and fc1.preferred_element_type is None
     fused = fused and not is_active()
-    x, w1, b1 = fc1._operands(inputs)
+    x, w1, b1 = _operands(fc1, inputs)
     if not fused:
-        hidden = fc1(inputs, prologue=prologue)
-        y = fc2(hidden, prologue=Gelu(approximate), addend=x if add_input else None)
+        hidden = _call(fc1, inputs, prologue)
+        y = _call(fc2, hidden, Gelu(approximate), x if add_input else None)
         return (y, x) if residual else y
-    _, w2, b2 = fc2._operands(x)
-    options: dict[str, Any] = fc1._options()
+    _, w2, b2 = _operands(fc2, x)
+    options: dict[str, Any] = _options(fc1)
     options |= {"prologue": prologue, "approximate": approximate}
     options |= {"residual": residual, "add_input": add_input}
     del options["out_dtype"], options["layout"]
-    return fused_mlp(x, w1, b1, w2, b2, layouts=(fc1.layout, fc2.layout), **options)
+    return fused_mlp(
+        x, w1, b1, w2, b2, layouts=(_options(fc1)["layout"], _options(fc2)["layout"]), **options
+    )
 
 
-def _alike(*layers: Linear, but: str | None = None) -> bool:
+def _alike(*layers: nnx.Linear, but: str | None = None) -> bool:
     """Whether the layers differ only in their parameters and the option `but`; refuses other layers."""
     for layer in layers:
-        if not isinstance(layer, Linear):
+        if not isinstance(layer, Linear) and not (
+            isinstance(layer, nnx.Linear) and product_of(layer)
+        ):
             raise TypeError(
-                f"layers computed together must be swjax.nnx.Linear, got a {type(layer).__name__} of "
-                f"{type(layer).__module__}: call others one by one"
+                "layers computed together must be swjax.nnx.Linear or converted by quantize_model, got a "
+                f"{type(layer).__name__} of {type(layer).__module__}: call others one by one"
             )
     seen = {
         (
             layer.dtype,
             layer.param_dtype,
             layer.promote_dtype,
-            *(value for name, value in layer._options().items() if name != but),
+            isinstance(layer, Linear),
+            *(value for name, value in _options(layer).items() if name != but),
         )
         for layer in layers
     }
     # A subclass with its own `__call__`, such as a tapped layer, must be called directly.
-    return len(seen) == 1 and all(type(layer).__call__ is Linear.__call__ for layer in layers)
+    return len(seen) == 1 and all(_has_no_code_of_its_own(layer) for layer in layers)
+
+
+def _has_no_code_of_its_own(layer: nnx.Linear) -> bool:
+    return type(layer).__call__ in (Linear.__call__, nnx.Linear.__call__)
+
+
+def _call(layer: nnx.Linear, inputs, prologue: Prologue | None, addend=None) -> jax.Array:
+    """The output of one layer after a prologue."""
+    if isinstance(layer, Linear):
+        return layer(inputs, prologue=prologue, addend=addend)
+    if _has_no_code_of_its_own(layer):
+        options = {"prologue": prologue, "addend": addend} | _options(layer)
+        return switchback(*_operands(layer, inputs), **options)  # type: ignore[return-value]  # one weight
+    if prologue is not None:
+        inputs, _ = prologue.forward(inputs, quantize_to=None, implementation="xla")
+    y = layer(inputs)
+    return y if addend is None else y + addend
+
+
+def _operands(layer: nnx.Linear, inputs) -> tuple:
+    """x, w and the bias. Layers of Flax cast w to their dtype first."""
+    if isinstance(layer, Linear):
+        return layer._operands(inputs)
+    bias = None if layer.bias is None else layer.bias[...]
+    return layer.promote_dtype((inputs, layer.kernel.get_value(), bias), dtype=layer.dtype)
+
+
+def _options(layer: nnx.Linear) -> dict[str, Any]:
+    if isinstance(layer, Linear):
+        return layer._options()
+    product = product_of(layer)
+    assert product is not None, "`_alike` refuses layers that are not converted"
+    return {
+        "recipe": product.recipe,
+        "out_dtype": layer.preferred_element_type,
+        "precision": layer.precision,
+        "implementation": product.implementation,
+        "layout": product.layout,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
