@@ -169,18 +169,24 @@ class Planner:
     def _call(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
         """Plans an operation that runs other jaxprs."""
         read, execute = CALLS[eqn.primitive.name]
-        bodies, first, carried, times = read(eqn)
-        origins, mark = found[first:], len(self.products)
+        call, found, mark = read(eqn), list(found), len(self.products)
         while True:
-            plans = tuple(self.plan(body, origins, repeats * times, opaque) for body in bodies)
+            plans = tuple(
+                self.plan(body, [found[i] for i in operands], repeats * call.times, opaque)
+                for body, operands in zip(call.bodies, call.operands)
+            )
             # What a loop carries is the same parameter in each iteration only if the body returns it.
-            into = origins[carried]
+            into = [found[i] for i in call.carried]
             same = [o if o == out else None for o, out in zip(into, plans[0].origins)]
             if same == into:
                 break
-            origins[carried] = same
+            for i, origin in zip(call.carried, same):
+                found[i] = origin
             del self.products[mark:]
-        outs = [each[0] if len({*each}) == 1 else None for each in zip(*(p.origins for p in plans))]
+        results = plans if call.alternatives else plans[:1]
+        outs = [
+            each[0] if len({*each}) == 1 else None for each in zip(*(p.origins for p in results))
+        ]
         if eqn.primitive.name == "scan":  # what it stacks is not one parameter
             outs[len(into) :] = [None] * (len(outs) - len(into))
         casts = execute is inline and any(o and o.paths and not o.changed for o in outs)
