@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import opt_einsum
 from flax import errors, traverse_util
 from flax import linen as nn
+from flax.linen import spmd
 
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import plain_weight, switchback
@@ -24,7 +25,7 @@ from swjax.linear.conversion import (
     Conversion,
     refuse_dot_general_cls,
 )
-from swjax.linear.layouts import Layout
+from swjax.linear.layouts import Layout, layout_of_kernel
 from swjax.linear.program import products_of
 from swjax.linear.program_report import ProgramReport
 from swjax.recipes import Recipe, get, get_all, unmatched
@@ -335,7 +336,8 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
     else:
         refuse_dot_general_cls(path, module)
         named = recipe.implementation(implementation)
-        other = {"dot_general": dot_general(recipe, implementation=named)}
+        product = dot_general(recipe, implementation=named, layout=_layout(module))
+        other = {"dot_general": product}
         if not _tuple(getattr(module, "batch_dims", ())):
             _note_kernel(module, recipe, len(_tuple(module.features)))
     before = {name: getattr(module, name) for name in other}
@@ -346,6 +348,18 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
     finally:
         for name, value in before.items():
             object.__setattr__(module, name, value)
+
+
+def _layout(module: nn.Dense | nn.DenseGeneral) -> Layout | None:
+    """The layout from the metadata of a layer's kernel; None if there is none."""
+    box = module.variables.get("params", {}).get("kernel")
+    if not isinstance(box, nn.Partitioned) or _tuple(getattr(module, "batch_dims", ())):
+        return None
+    spec = nn.get_partition_spec(box)
+    if isinstance(box, nn.LogicallyPartitioned):
+        spec = spmd.logical_to_mesh(spec, box.rules)
+    ndim, columns = len(box.value.shape), len(_tuple(module.features))
+    return layout_of_kernel(spec, ndim, range(-ndim, -columns), range(-columns, 0))
 
 
 def _recipe_given(module: nn.Dense | nn.DenseGeneral) -> Recipe | None:

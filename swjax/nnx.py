@@ -6,6 +6,7 @@ from typing import Any, overload
 
 import jax
 from flax import linen, nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax.kernels import dispatch
@@ -13,9 +14,15 @@ from swjax.kernels.reference import QTensor
 from swjax.linear.api import mlp as fused_mlp
 from swjax.linear.api import plain_weight, switchback
 from swjax.linear.contraction import DotGeneral, dot_general
-from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Conversion, refuse_dot_general_cls
+from swjax.linear.conversion import (
+    NO_LAYOUT,
+    TAKES_NONE,
+    UNMATCHED,
+    Conversion,
+    refuse_dot_general_cls,
+)
 from swjax.linear.interception import is_active
-from swjax.linear.layouts import TOKENS, Layout
+from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
 from swjax.linear.program import products_of
 from swjax.linear.program_report import ProgramReport
 from swjax.linear.prologues import Gelu, Prologue
@@ -69,7 +76,7 @@ class Linear(nnx.Linear):
         # Recipe and implementation before `quantize_model` changed them.
         self.replaced: tuple[Recipe, str | None] | None = None
         self.set_recipe(recipe, implementation)
-        self.layout = layout if layout is not None else _layout(self.kernel)
+        self.layout = layout if layout is not None else _layout(self)
 
     def set_recipe(self, recipe: str | Recipe, implementation: str | None = None) -> None:
         """Sets the recipe and the implementation of future calls."""
@@ -312,7 +319,7 @@ def quantize_model(
             layer.replaced = before or (layer.recipe, layer.implementation)
             layer.set_recipe(recipe, recipe.implementation(implementation))
         else:
-            layout = _layout(getattr(layer, "kernel", None))
+            layout = _layout(layer)
             named = recipe.implementation(implementation)
             product = dot_general(recipe, implementation=named, layout=layout)
             name = product_name(layer)
@@ -436,13 +443,15 @@ def _shape_of(value: Any) -> tuple[int, ...] | None:
 
 
 def _recipe_of(module: nnx.Module) -> tuple[Recipe | None, str]:
-    """The recipe of a module's product; or None, and the reason for its absence."""
-    if isinstance(module, Linear):
-        return module.recipe, ""
-    if not product_name(module):
+    """The recipe of a module's product, or None, and the reason for its absence or that of kernels."""
+    if not isinstance(module, Linear) and not product_name(module):
         return None, TAKES_NONE
-    product = product_of(module)
-    return (product.recipe, "") if product else (None, UNMATCHED)
+    product = module if isinstance(module, Linear) else product_of(module)
+    if product is None:
+        return None, UNMATCHED
+    kernel = getattr(module, "kernel", None)
+    falls_back = product.layout is None and kernel is not None and _spec(kernel) is not None
+    return product.recipe, NO_LAYOUT if falls_back else ""
 
 
 def _modules(model: nnx.Module):
@@ -516,8 +525,39 @@ def split_stack(stack: nnx.Module, x: jax.Array) -> tuple[nnx.GraphDef, nnx.Stat
     return graph, nnx.map_state(leaf, state)
 
 
-def _layout(kernel: nnx.Param | None) -> Layout | None:
-    """The layout from the kernel's metadata, if there is a kernel."""
-    if kernel is None or not kernel.get_metadata("out_sharding", None) or kernel.ndim != 2:
+def _layout(layer: nnx.Module) -> Layout | None:
+    """The layout from the metadata of a layer's kernel, or the sharding of its array; None if unknown."""
+    kernel, axes = getattr(layer, "kernel", None), _matrix_axes(layer)
+    if kernel is None or axes is None or (spec := _spec(kernel)) is None:
         return None
-    return Layout(nnx.get_partition_spec(kernel).get_value())
+    return layout_of_kernel(spec, kernel.ndim, *axes)
+
+
+def _spec(kernel: nnx.Variable) -> P | None:
+    """The PartitionSpec of a kernel that is or will be on a mesh, else None."""
+    if kernel.get_metadata("out_sharding", None):
+        return nnx.get_partition_spec(kernel).get_value()
+    sharding = getattr(kernel.get_value(), "sharding", None)  # tracers have none
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return None
+    # With other names it is unknown which axes shard tokens.
+    known = {axis for axes in TOKENS for axis in axes} & {*sharding.mesh.axis_names}
+    return sharding.spec if known else None
+
+
+def _matrix_axes(layer: nnx.Module) -> tuple[Sequence[int], Sequence[int]] | None:
+    """The axes of k and n of a kernel, counted from its end; None if experts or unknown axes precede them."""
+    if isinstance(layer, nnx.Linear):
+        return (-2,), (-1,)
+    if isinstance(layer, nnx.LinearGeneral) and not layer.batch_axis:
+        columns = len(layer.out_features)
+        return range(-columns - len(layer.in_features), -columns), range(-columns, 0)
+    equation = getattr(layer, "einsum_str", None)
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return None
+    operands, output = equation.replace(" ", "").split("->")
+    x, w = operands.split(",")
+    if any(index in x and index in output for index in w):
+        return None
+    axis = lambda index: w.index(index) - len(w)
+    return [axis(index) for index in x if index in w], [axis(i) for i in w if i not in x]

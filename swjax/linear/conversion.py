@@ -9,6 +9,7 @@ from swjax.recipes import RECIPES, Product, Recipe
 
 UNMATCHED = "no expression matches its path"
 TAKES_NONE = "takes no dot_general"
+NO_LAYOUT = "no layout: XLA multiplies on meshes of type Auto"
 NOT_RUN = "its code did not run: unused, or compiled before"
 _VECTORS = ("bias", "scale")  # never matrices, even with several axes
 
@@ -23,7 +24,7 @@ class Matrix:
       name: the parameter's name in the module.
       shape: shape of the parameter.
       recipe: recipe of its products, or None if they are not converted.
-      reason: why there is no recipe; "" if there is a recipe.
+      reason: why there is no recipe, or why kernels do not compute it; "" otherwise.
       own_code: whether the module is not one of Flax, so that code of the model may multiply the matrix.
     """
 
