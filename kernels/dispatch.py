@@ -32,6 +32,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "quantize_both": ("triton",),
         "quantize_and_sum": ("triton",),
     },
+    "rotations": {"quantize_rotated": ("triton",)},
     "products": {
         "matmul": ("mosaic_gpu", "triton"),
         "matmul_sum": ("mosaic_gpu",),

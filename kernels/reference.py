@@ -36,6 +36,7 @@ from swjax.kernels.quantizers.reference import (
     quantize_both,
     quantize_by,
 )
+from swjax.kernels.rotations.reference import quantize_rotated, rotate_features
 from swjax.kernels.weight_gradients.reference import weight_gradient, weight_gradient_group
 
 __all__ = [
@@ -63,8 +64,10 @@ __all__ = [
     "quantize_and_sum",
     "quantize_both",
     "quantize_by",
+    "quantize_rotated",
     "rms_norm",
     "rms_norm_backward",
+    "rotate_features",
     "round_to_fp8",
     "scale_of",
     "weight_gradient",

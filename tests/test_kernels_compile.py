@@ -138,6 +138,7 @@ D_VECTOR = array((4096,))
 ROWS = {
     "quantize": ((X,), {}),
     "quantize_and_sum": ((HIDDEN,), {"dtype": E5M2}),
+    "quantize_rotated": ((X,), {"rotation": 128}),
     "layer_norm": ((X, VECTOR, VECTOR), {"epsilon": 1e-6, "quantize_to": "int8"}),
     "layer_norm_backward": ((X, VECTOR, X), {"epsilon": 1e-6}),
     "rms_norm": ((D, D_VECTOR), {"epsilon": 1e-6, "offset": 1.0, "quantize_to": "int8"}),

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from swjax import recipes
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
+from swjax.kernels.rotations.reference import rotate_features
 from swjax.linear.checks import (
     PLAIN_DTYPES,
     check_activation,
@@ -23,7 +24,7 @@ from swjax.linear.checks import (
 )
 from swjax.linear.interception import intercepted, is_active
 from swjax.linear.layer import Layer
-from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
+from swjax.linear.layouts import Layout, Spec, as_matrix, device_count, specs_of
 from swjax.linear.prologues import Gated, Gelu, Prologue, input_spec
 from swjax.linear.rules import LayerArrays, MLPLayers, fused_mlp, linears
 from swjax.linear.sharding import (
@@ -337,7 +338,7 @@ def _mlp(
 def _layer(
     x, w, sharding: Sharding, *, addend, recipe, out_dtype, precision, implementation
 ) -> Layer:
-    recipe = recipes.get(recipe)
+    recipe = _rotating(recipes.get(recipe), w, sharding)
     dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
@@ -354,6 +355,23 @@ def _layer(
         implementation=implementation,
         precision=precision,
     )
+
+
+def _rotating(recipe: Recipe, w, sharding: Sharding) -> Recipe:
+    """The recipe with rotations of features that are on one device."""
+    whole = weight_array(w).shape
+    shards = (
+        (1, 1)
+        if sharding.mesh is None
+        else (device_count(sharding.mesh, axes) for axes in sharding.w)
+    )
+    fitting = recipe.rotating(*(n // count for n, count in zip(whole, shards)))
+    if isinstance(w, QTensor) and fitting.fwd != recipe.rotating(*whole).fwd:
+        raise ValueError(
+            f"this quantized w [n, k] rotates groups of {recipe.rotating(*whole).fwd.lhs.rotation} features, "
+            f"which its shards split, got k={whole[0]}: pass w itself, or shard other axes"
+        )
+    return fitting
 
 
 def _products(recipe: Recipe) -> list[str]:
@@ -453,11 +471,11 @@ def quantize_weight(
         raise ValueError(
             f"quantize_weight needs w [k, n], got {w.shape}: use jax.vmap for a stack of weights"
         )
-    quantizer = weight_quantizer(recipe)
+    quantizer = weight_quantizer(recipes.get(recipe).rotating(*w.shape))
     axes = (0, 1) if quantizer.scope == "tensor" else (0,)
     return dispatch.run(
         "quantize",
-        w,
+        rotate_features(w, quantizer.rotation, 0),
         axes=axes,
         dtype=quantizer.dtype,
         transpose=True,
