@@ -8,6 +8,7 @@ import jax
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
+from swjax import nnx_blocks
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import gated_mlp as fused_gated_mlp
@@ -342,6 +343,9 @@ def quantize_model(
     `restore_model` undoes the change. A function that copied the model before, such as `nnx.cached_partial`,
     keeps the old layers: create it after the conversion.
 
+    Modules whose code computes ``down_proj(activation(gate_proj(x)) * up_proj(x))``, with a SiLU or GELU, run
+    as `swjax.gated_mlp` does, if a recipe applies to the three layers. `describe_model` lists them.
+
     Args:
       model: any NNX model, modified in place.
       recipes: {regular expression: recipe}. An expression must match a module's whole path, such as
@@ -380,6 +384,8 @@ def quantize_model(
             name = product_name(layer)
             replaced = before.replaced if before else getattr(layer, name)
             setattr(layer, name, _Product(product, replaced, name == "einsum_op"))
+    for _, module in _modules(model):
+        nnx_blocks.fuse(module, product_of)
     return model
 
 
@@ -438,6 +444,8 @@ def restore_model(model: nnx.Module) -> nnx.Module:
             module.replaced = None
         else:
             setattr(module, product_name(module), before.replaced)
+    for _, module in _modules(model):
+        nnx_blocks.restore(module)
     return model
 
 
@@ -464,6 +472,8 @@ def describe_model(model: nnx.Module) -> Conversion:
         shapes = {name: _shape_of(value) for name, value in vars(module).items()}
         own = {name: shape for name, shape in shapes.items() if shape is not None}
         conversion.note(path, type(module).__name__, own, *_recipe_of(module))
+        if nnx_blocks.is_fused(module):
+            conversion.fused.append(path)
     return conversion
 
 
