@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable] = {
 Products = Callable[[nnx.Module], DotGeneral | None]  # `swjax.nnx.product_of`
 
 
-def fuse(block: nnx.Module, product_of: Products) -> None:
+def fuse(block: Any, product_of: Products) -> None:
     """Lets a gated MLP share memory passes, in place, if it is one.
 
     Its class becomes a subclass whose call is `swjax.gated_mlp`. Each call checks again that the code of the
@@ -38,10 +38,12 @@ def fuse(block: nnx.Module, product_of: Products) -> None:
         return
     state = nnx.state(block)
     one_layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[-2:], a.dtype), state)
-    kernel: Any = block.gate_proj.kernel
-    x = jax.ShapeDtypeStruct((1, 1, kernel.shape[-2]), block.gate_proj.dtype or kernel.dtype)
-    if gated_activation(type(block).__call__, nnx.graphdef(block), one_layer, x):
-        object.__setattr__(block, "__class__", _fused_class(type(block), product_of))
+    layer = block.gate_proj
+    dtype = layer.dtype or layer.kernel.dtype
+    x = jax.ShapeDtypeStruct((1, 1, layer.kernel.shape[-2]), dtype)
+    kind: Any = type(block)
+    if gated_activation(kind.__call__, nnx.graphdef(block), one_layer, x):
+        object.__setattr__(block, "__class__", _fused_class(kind, product_of))
 
 
 def is_fused(block: nnx.Module) -> bool:
@@ -49,7 +51,7 @@ def is_fused(block: nnx.Module) -> bool:
     return hasattr(type(block), "_unfused_class")
 
 
-def restore(block: nnx.Module) -> None:
+def restore(block: Any) -> None:
     """Undoes `fuse`."""
     if is_fused(block):
         object.__setattr__(block, "__class__", type(block)._unfused_class)
@@ -83,8 +85,8 @@ def _fused_output(block, code: Callable, x: jax.Array, product_of: Products) -> 
         ws.append(w)
     if x.dtype not in OPERAND_DTYPES:
         return None
-    of_gate, _, of_down = products = [product_of(layer) for layer in layers]
-    assert all(product is not None for product in products), "`_layers` returns converted layers"
+    of_gate, _, of_down = (product_of(layer) for layer in layers)
+    assert of_gate and of_down, "`_layers` returns converted layers"
     return gated_mlp(
         x,
         *ws,
