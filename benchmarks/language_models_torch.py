@@ -166,9 +166,7 @@ def chunk_loss(logits, labels, count: int):
 def float8(recipe: str, blocks: nn.Module) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    return convert_to_float8_training(
-        blocks, config=Float8LinearConfig.from_recipe_name(recipe)
-    )
+    return convert_to_float8_training(blocks, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
 def int8(grad_weight: bool, blocks: nn.Module) -> nn.Module:

@@ -1,5 +1,7 @@
 """The Flax layers, which have Flax's parameters, and the conversion of existing models."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,6 +124,38 @@ def test_layers_of_flax_are_computed_together_once_converted():
     pairs += zip(together(X), want)
     for got, expected in pairs:
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+class PlainGatedMLP(nnx.Module):
+    """As in tunix and Bonsai."""
+
+    def __init__(self, rngs):
+        for name, sizes in {"gate": (16, 32), "up": (16, 32), "down": (32, 16)}.items():
+            setattr(self, f"{name}_proj", nnx.Linear(*sizes, use_bias=False, rngs=rngs))
+
+    def __call__(self, x):
+        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("recipes", [{}, {".*": "switchback"}, {".*down_proj": "llm_int8"}])
+def test_gated_mlps_are_drop_in_modules(recipes):
+    """They compute what a plain model computes, also if only some of their layers have a recipe."""
+    plain = PlainGatedMLP(nnx.Rngs(0))
+    ours = swjax.nnx.GatedMLP(16, 32, recipe="standard", rngs=nnx.Rngs(1))
+    nnx.update(ours, nnx.state(plain))
+    params = {"params": nnx.to_pure_dict(nnx.state(plain))}
+    in_linen = swjax.linen.GatedMLP(32, recipe="standard")
+    same(jax.eval_shape(in_linen.init, jax.random.key(0), X), jax.eval_shape(lambda: params))
+    for model in (plain, ours):
+        swjax.nnx.quantize_model(model, recipes)
+    norm = swjax.RMSNorm(jnp.linspace(0.5, 2, 16))
+    y = plain(norm.forward(X, quantize_to=None, implementation="xla")[0])
+    context = swjax.linen.quantized(recipes) if recipes else contextlib.nullcontext()
+    with context as conversion:
+        linen_y = in_linen.apply(params, X, prologue=norm, add_input=True)
+    assert not recipes or str(conversion).startswith("gate_proj  Projection.kernel")
+    for got in (ours(X, prologue=norm, add_input=True), linen_y):
+        np.testing.assert_allclose(got, y + X, rtol=1e-5, atol=1e-5)
 
 
 def attention(**kwargs):
