@@ -31,17 +31,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.kernels import timing  # noqa: E402
+from benchmarks.kernels import timing
 from benchmarks.language_models_flax import (
     ARMS,
     DTYPE,
     Fp8State,
     LanguageModel,
-)  # noqa: E402
-from benchmarks.language_models_shapes import (  # noqa: E402
+)
+from benchmarks.language_models_shapes import (
     B2,
     KINDS,
     LEARNING_RATE,
@@ -51,9 +48,9 @@ from benchmarks.language_models_shapes import (  # noqa: E402
     WEIGHT_DECAY,
     Shape,
 )
-from swjax.diagnostics import device_time  # noqa: E402
-from swjax.models import sharding  # noqa: E402
-from swjax.training.log.timing import peak_flops  # noqa: E402
+from swjax.diagnostics import device_time
+from swjax.models import sharding
+from swjax.training.log.timing import peak_flops
 
 REPEATS = 3
 COLUMNS = {"kind": -6, "model": -12, "arm": -25, "batch": 5, "ms": 8, "ms_of_kernels": 13}

@@ -131,7 +131,8 @@ def _losses(logits, labels, where) -> tuple[jax.Array, jax.Array]:
     logits = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1)
     # Unlike a gather, a comparison needs no other pass, and v may be sharded.
-    match = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
+    classes = jnp.arange(logits.shape[-1], dtype=labels.dtype)
+    match = labels[..., None] == classes.reshape((1,) * labels.ndim + (-1,))
     losses = lse - jnp.sum(jnp.where(match, logits, 0), axis=-1)
     exists = (labels >= 0) & (labels < logits.shape[-1])
     losses = jnp.where(exists, losses, jnp.nan)
