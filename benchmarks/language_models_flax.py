@@ -182,6 +182,7 @@ ARMS: dict[str, Callable[[Shape, bool], nnx.Module]] = {
     "switchback_hadamard+fused": partial(fused, "switchback_hadamard"),
     "switchback_hadamard": partial(converted, "switchback_hadamard"),
     "int8_hadamard": partial(converted, "int8_hadamard"),
+    "int8_hadamard+fused": partial(fused, "int8_hadamard"),
     "switchback+fused": partial(fused, "switchback"),
     "switchback": partial(converted, "switchback"),
     "standard": partial(converted, "standard"),
