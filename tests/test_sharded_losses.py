@@ -112,3 +112,21 @@ def test_losses_of_a_batch_that_devices_do_not_divide():
     with jax.set_mesh(mesh):
         got = jax.jit(partial(contrast, "softmax"))(*args)
     np.testing.assert_allclose(got, full_matrix("softmax", *args), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["standard", "switchback"])
+def test_cross_entropy_is_that_of_one_device(kind, recipe):
+    """Rows of x are sharded, w on both axes; the chunks are along the sequence."""
+    x, w = draw(8, 12, 16), draw(16, 32, seed=1)
+    labels = jnp.arange(96).reshape(8, 12) % 32
+    loss = partial(swjax.losses.linear_cross_entropy, chunk=4, recipe=recipe)
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1))
+    want = jax.jit(differentiate)(x, w, labels)
+    mesh = make_mesh((2, 2, 2), KINDS[kind])
+    with jax.set_mesh(mesh):
+        placed = [
+            put(a, mesh, s) for a, s in ((x, TOKENS), (w, P("fsdp", "tensor")), (labels, TOKENS))
+        ]
+        got = compiled(differentiate, *placed)(*placed)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
