@@ -181,6 +181,7 @@ ARMS: dict[str, Callable[[Shape, bool], nnx.Module]] = {
     "flax": plain,
     "switchback_hadamard+fused": partial(fused, "switchback_hadamard"),
     "switchback_hadamard": partial(converted, "switchback_hadamard"),
+    "int8_hadamard": partial(converted, "int8_hadamard"),
     "switchback+fused": partial(fused, "switchback"),
     "switchback": partial(converted, "switchback"),
     "standard": partial(converted, "standard"),
