@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> Any:
     model = Llama(dataclasses.replace(SIZES[args.size], dtype=dtype), rngs=nnx.Rngs(args.seed))
     if args.recipe != "standard":
         quantize_model(model, {LINEAR_LAYERS: args.recipe})  # the line that makes it int8
-    graphdef, params = nnx.split(model)
-    params = nnx.to_pure_dict(params)
+    graphdef, parameters = nnx.split(model)
+    params = nnx.to_pure_dict(parameters)
     schedule = optax.warmup_cosine_decay_schedule(0, args.rate, args.steps // 12, args.steps)
     optimizer = stable_adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
 
@@ -67,15 +67,18 @@ def main(argv: list[str] | None = None) -> Any:
         logits = nnx.merge(graphdef, params)(tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    # --- one step: every device computes the gradients of its sequences -------------------------------
+    # --- one step: every device computes loss and gradients of its sequences --------------------------
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-    )
-    def loss_and_grads(params, tokens):
-        return jax.lax.pmean(jax.value_and_grad(loss_of)(params, tokens), "data")
+    def mean_over_devices(fn):
+        mean = lambda params, tokens: jax.lax.pmean(fn(params, tokens), "data")
+        return jax.shard_map(
+            mean, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        )
+
+    validate = jax.jit(mean_over_devices(loss_of))
+    loss_and_grads = mean_over_devices(jax.value_and_grad(loss_of))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, tokens):
@@ -85,8 +88,7 @@ def main(argv: list[str] | None = None) -> Any:
         return (optax.apply_updates(params, updates), opt_state), loss
 
     # --- training -------------------------------------------------------------------------------------
-    validate = jax.jit(loss_of)
-    unseen = corpus.windows(2 * args.batch, args.length)
+    unseen = jax.device_put(corpus.windows(2 * args.batch, args.length), divided)
     first, state = run.restore(jax.device_put((params, optimizer.init(params)), everywhere))
     for t in range(first, args.steps):
         tokens = corpus.batch(t, args.seed, args.batch, args.length)
@@ -96,9 +98,10 @@ def main(argv: list[str] | None = None) -> Any:
 
     # --- a sample -------------------------------------------------------------------------------------
     forward = lambda params, tokens: nnx.merge(graphdef, params)(tokens)
-    text = sample(forward, state[0], args.prompt, args.length, jax.random.key(args.seed))
+    params = jax.device_get(state[0])  # one device writes
+    text = sample(forward, params, args.prompt, args.length, jax.random.key(args.seed))
     print(f"--- {args.prompt!r}, and what the model writes after it\n{text}")
-    return state[0]
+    return params
 
 
 def matrices(params: Any) -> Any:
@@ -160,7 +163,8 @@ class Run:
         lines = self.metrics.read_text().splitlines() if step else []
         kept = [line for line in lines if json.loads(line)["step"] <= step]
         self.metrics.write_text("".join(f"{line}\n" for line in kept))
-        self.began, self.losses = (time.perf_counter(), step), []
+        self.began = time.perf_counter(), step
+        self.losses: list[jax.Array] = []
         return step, state
 
     def is_due(self, step: int, loss: jax.Array) -> bool:
@@ -225,4 +229,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command continues from the last line of progress")
