@@ -70,6 +70,7 @@ def test_weights_of_others_are_the_first_parameters(micro, tmp_path, layout):
     assert_same_bits(start(micro(checkpoint__init_from=str(tmp_path))), theirs)
 
 
+@pytest.mark.release
 def test_average_starts_from_the_weights_too(micro, tmp_path):
     theirs = foreign(micro(), tmp_path)
     config = micro(checkpoint__init_from=str(tmp_path), train__ema_decay=0.9)
@@ -87,6 +88,7 @@ def test_a_logit_scale_beyond_the_limit_is_said(micro, caplog):
     assert "init_from siglip: the logit scale 112.33 becomes 100, a limit of the" in caplog.text
 
 
+@pytest.mark.release
 def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path, caplog):
     theirs = foreign(micro(), tmp_path)
     (tmp_path / "open_clip_config.json").unlink()
@@ -95,6 +97,7 @@ def test_a_file_without_a_config_is_described_by_the_run(micro, tmp_path, caplog
     assert "have no config, so config.model.gelu='tanh' is assumed" in record.getMessage()
 
 
+@pytest.mark.release
 def test_what_differs_is_adapted_and_said_in_one_line_each(micro, tmp_path, caplog):
     """Each difference (image size, context length, embedding size, loss) is logged on one line."""
     theirs = foreign(micro(), tmp_path)
@@ -127,6 +130,7 @@ def test_what_differs_is_adapted_and_said_in_one_line_each(micro, tmp_path, capl
     assert "the first 8 positions are kept and 4 are new" in caplog.text
 
 
+@pytest.mark.release
 def test_a_run_of_another_image_size_is_adapted_too(reference, micro, tmp_path, caplog):
     workdir = reference[1]
     first = final_state(micro(), workdir)[0]["params"]
@@ -282,6 +286,7 @@ def test_a_command_that_names_no_weights_ends_in_one_line(shared_cache, tmp_path
     assert errors.count("\n") == 1 and "no checkpoint and no weights" in errors
 
 
+@pytest.mark.release
 def test_weights_at_an_address(micro, tmp_path):
     """A file or a folder at an fsspec address; one line if there are no weights."""
     fsspec = pytest.importorskip("fsspec")

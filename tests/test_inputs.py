@@ -49,6 +49,7 @@ def test_a_split_that_is_a_folder(tmp_path, split):
         inputs.open_source(config, "train")
 
 
+@pytest.mark.release
 def test_a_run_without_a_test_split_ends_with_the_scores_of_val(tmp_path, shared_cache, capsys):
     tars = write_tars(tmp_path, [20, 20])
     config = config_of(
@@ -99,6 +100,7 @@ def test_a_run_that_resumes_with_other_data_is_refused(tmp_path, shared_cache, c
     assert train(config, workdir, after=1) == 0
 
 
+@pytest.mark.release
 def test_a_run_that_its_data_end_saves(tmp_path, shared_cache, capsys):
     """The steps and the metrics since the last checkpoint were lost."""
     path = table(tmp_path / "train", [f"picture {number}" for number in range(40)])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from jax.sharding import AxisType, PartitionSpec
 from numeric import FLOOR_DB, snr_db
 
@@ -70,7 +71,7 @@ def assert_agree(got, want, floor):
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", thinning.kept(RECIPES, thinning.RECIPES))
 def test_mlp_is_its_layers(recipe, implementation):
     """The fused block gives the values and gradients of separate layers in XLA."""
     implementations.require(implementation, recipe)
@@ -81,7 +82,7 @@ def test_mlp_is_its_layers(recipe, implementation):
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS[1:])  # on a GPU
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", thinning.kept(RECIPES, thinning.RECIPES))
 def test_layers_agree_with_xla(recipe, implementation):
     implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
@@ -125,7 +126,7 @@ def added_outside(x, w1, b1, w2, b2, norm, **options):
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", thinning.kept(RECIPES, thinning.RECIPES))
 def test_layers_that_add_the_residual_stream(recipe, implementation):
     implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
@@ -138,7 +139,9 @@ def test_layers_that_add_the_residual_stream(recipe, implementation):
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_tensorwise"])
+@pytest.mark.parametrize(
+    "recipe", thinning.first(["switchback_m", "fp8_tensorwise", "switchback"], 2)
+)
 def test_layers_that_share_an_input(recipe, implementation):
     implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
@@ -166,7 +169,7 @@ def each_layer(x, w1, b1, w2, b2, norm, **options):
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", thinning.kept(RECIPES, thinning.RECIPES))
 def test_layers_of_one_width_share_an_input(recipe, implementation):
     implementations.require(implementation, recipe)
     arguments, _ = layer_arguments()

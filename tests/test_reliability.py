@@ -9,6 +9,7 @@ import pytest
 from micro_run import ENVIRONMENT
 
 
+@pytest.mark.release
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch, shared_cache):
     """Its processes compile the same programs as the micro run, so that all share one cache."""
     for name, value in ENVIRONMENT.items():
@@ -22,6 +23,7 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch, sha
     assert result["compared"][0]["steps_recorded"] == [20, 20]
 
 
+@pytest.mark.release
 def test_where_a_run_resumes_is_read_from_its_output(reference, tmp_path, capsys):
     from micro_run import as_interrupted, train
 

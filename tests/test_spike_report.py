@@ -239,6 +239,7 @@ def test_replay_tells_what_differs():
     assert replay.differences(here, log) == ["step 1: train/loss: 7.0 there, 0.5 here"]
 
 
+@pytest.mark.release
 def test_a_step_that_is_none(run):
     with pytest.raises(ConfigError, match="^--step=7 must be one of the run's steps, 1 to 6$"):
         replay.replay(run, 7)
