@@ -49,8 +49,8 @@ def each(
 ):
     """Parametrizes a test by (operation, implementation, shape, *options).
 
-    GPUs compute all cases. Elsewhere XLA computes few options, and interpreters, which are slow, one shape with few
-    options; the others before a release.
+    GPUs compute all cases. Elsewhere XLA computes few options, and interpreters, which are slow, one shape
+    with few options; the others before a release.
 
     Args:
       operations: keys of `dispatch.IMPLEMENTATIONS`.
@@ -78,9 +78,7 @@ def each(
     parameters = []
     for kind, marks, shapes, first in kinds:
         for (number, shape), option in itertools.product(enumerate(shapes), values):
-            rare = number >= first or (
-                option not in few and kind[1] not in dispatch.IMPLEMENTATION_NAMES
-            )
+            rare = number >= first or (on_cpu(kind[1]) and option not in few)
             parameters.append(
                 pytest.param(
                     *kind,
@@ -92,6 +90,10 @@ def each(
             )
     names = ", ".join(["operation, implementation", name, *([names] if names else [])])
     return pytest.mark.parametrize(names, parameters)
+
+
+def on_cpu(implementation):
+    return implementation == "xla" or implementation.endswith(INTERPRETED)
 
 
 def name_of(value):

@@ -45,6 +45,7 @@ def test_operations(tmp_path):
     assert "quantize rows" in done.stdout.split("copy_share")[-1]  # the table at the end
 
 
+@pytest.mark.release
 def test_layers(tmp_path):
     out = tmp_path / "bench.json"
     flags = (

@@ -304,6 +304,7 @@ def test_prepared_once(data_dir, monkeypatch):
     assert len(sample("train", data_dir)) > 500
 
 
+@pytest.mark.release
 def test_two_processes_prepare_at_once(data_dir, tmp_path, monkeypatch, capsys):
     processes = [run(PREPARE, tmp_path), run(PREPARE, tmp_path)]
     (first, err), (second, other_err) = map(outputs, processes)
@@ -345,6 +346,7 @@ def test_failed_preparation_leaves_nothing(tmp_path, monkeypatch):
     assert not [*(tmp_path / "emoji/sample").iterdir()]
 
 
+@pytest.mark.release
 def test_a_new_version_is_prepared_anew(data_dir, tmp_path, monkeypatch):
     data.prepare("emoji", data_dir=str(tmp_path), config="sample")
     builder = emoji_dataset_builder.Builder

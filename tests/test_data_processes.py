@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import thinning
 
 from swjax import data
 from swjax.data import batches
@@ -175,7 +176,7 @@ def test_a_killed_process_is_named_and_the_others_end():
     assert not any(child.is_alive() for child in mine)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", thinning.first([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_signals_to_all_leave_them_at_work(kind, tmp_path):
     before = children()
     chunks = chunks_of(Rows(10**9, folder=str(tmp_path)))
@@ -199,6 +200,7 @@ def test_they_end_when_they_are_forgotten():
     assert len(mine) == 2 and not any(child.is_alive() for child in mine)
 
 
+@pytest.mark.release
 def test_a_script_that_starts_them_again_and_again_is_told(tmp_path):
     script = """
 from swjax import data
@@ -229,8 +231,15 @@ class Stuck(Rows):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("rows", ["Rows", "Stuck"])
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"])
+@pytest.mark.parametrize(
+    "end, rows",
+    thinning.kept(
+        itertools.product(
+            ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"], ["Rows", "Stuck"]
+        ),
+        [("os.kill(os.getpid(), signal.SIGKILL)", "Stuck")],
+    ),
+)
 def test_they_end_with_the_process_that_asked(end, rows):
     script = f"""
 import multiprocessing, os, signal, sys

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import thinning
 from micro_run import ROOT
 from photographs import jpeg, write_tars
 
@@ -145,7 +146,7 @@ def test_a_killed_process_is_one_line(tmp_path, monkeypatch, capsys):
     assert error.count("\n") == 1 and "the same command with fewer --jobs continues" in error
 
 
-@pytest.mark.parametrize("whole_group", [True, False], ids=["Ctrl-C", "killed"])
+@pytest.mark.parametrize("whole_group", thinning.first([True, False]), ids=["Ctrl-C", "killed"])
 def test_an_interrupt_ends_all_processes(whole_group, tmp_path):
     """Ctrl-C reaches all processes and prints nothing; processes end also if only their parent is killed."""
     command = [sys.executable, "-m", "swjax.data.convert", "--tars", write_tars(tmp_path, [2] * 99)]

@@ -4,6 +4,7 @@ import re
 import shlex
 import textwrap
 
+import pytest
 from micro_run import MICRO, ROOT, train
 from photographs import jpeg
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import thinning
 from micro_run import (
     as_interrupted,
     assert_same_bits,
@@ -53,7 +54,7 @@ def scored(micro, tmp_path_factory):
     return config, workdir
 
 
-@pytest.mark.parametrize("at", [4, 6])
+@pytest.mark.parametrize("at", thinning.first([6, 4]))
 def test_an_evaluation_that_fails_loses_no_step(at, scored, tmp_path, monkeypatch):
     """Its step is saved before, with the record that the scores complete."""
     config, workdir = scored
@@ -102,7 +103,7 @@ def test_a_run_resumed_at_its_last_step_has_a_checkpoint(reference, micro, tmp_p
         ({"model__gelu": "quick"}, "config.model.gelu is 'tanh' there and 'quick' here"),
     ],
 )
-@pytest.mark.parametrize("where", ["another", "its own"])
+@pytest.mark.parametrize("where", thinning.first(["another", "its own"]))
 def test_another_model_of_equal_shapes_is_refused(
     where, changes, message, reference, micro, tmp_path
 ):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import thinning
 from clip_oracle import random_model, small_config
 from flax import linen as nn
 from flax import nnx
@@ -121,11 +122,15 @@ def test_an_input_of_another_width_is_refused_as_by_jax():
             model(normal(8, 16))
 
 
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_q"])
 @pytest.mark.parametrize(
-    "spec", [P("fsdp", None), P(None, "fsdp"), P("tensor", None), P(None, "tensor")]
+    "spec, recipe",
+    thinning.thinned(
+        [P("fsdp", None), P(None, "fsdp"), P("tensor", None), P(None, "tensor")],
+        ["switchback", "switchback_q"],
+        full=[],
+    ),
 )
-def test_two_devices_compute_the_same(recipe, spec):
+def test_two_devices_compute_the_same(spec, recipe):
     """Weights sharded over "fsdp" are gathered in int8; those sharded over "tensor" are not gathered."""
     axis = "fsdp" if "fsdp" in spec else "tensor"
     mesh = jax.make_mesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+import thinning
 from flax import linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -77,7 +78,9 @@ def test_health_is_that_of_the_operands(recipe, w_axes):
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("recipe", ["switchback_hadamard", "llm_int8", Recipe(wgrad=ROTATED)])
+@pytest.mark.parametrize(
+    "recipe", thinning.first(["switchback_hadamard", "llm_int8", Recipe(wgrad=ROTATED)])
+)
 def test_weight_gradients_are_measured_as_they_are_quantized(recipe):
     """1,300 tokens of very different magnitude: two blocks, the last tokens of which are zeros."""
     model = two_layers(recipe)
@@ -105,7 +108,9 @@ def test_rotated_tokens_keep_what_one_scale_a_column_loses():
     assert zeros["llm_int8"] > 0.3 > 0.1 > zeros["switchback_hadamard"]
 
 
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_hadamard", "fp8_switchback"])
+@pytest.mark.parametrize(
+    "recipe", thinning.first(["switchback_hadamard", "switchback", "fp8_switchback"])
+)
 def test_sqnr_does_not_depend_on_the_magnitude(recipe):
     """Squares of the operands underflow and overflow float32; the scales are powers of two, so exact."""
     model = two_layers(recipe)
@@ -289,7 +294,7 @@ class Residual(nnx.Module):
         return swjax.nnx.mlp(self.fc1, self.fc2, x, add_input=True)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
+@pytest.mark.parametrize("dtype", thinning.first(["bfloat16", "float16", None]))
 def test_outputs_of_layers_with_an_addend_stay_the_same(dtype):
     """Sums outside of the layers would be rounded twice, and have the dtype of the residual stream."""
     model = Residual(dtype and jnp.dtype(dtype))
@@ -446,7 +451,7 @@ class Pair(nnx.Module):
         return x, x
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
+@pytest.mark.parametrize("clip_norm", thinning.first([0.1, 0.0]))
 def test_adamw_has_the_rms_of_stable_adamw(clip_norm):
     """AdamW's RMS equals that of `stable_adamw` without update clipping, also with gradient clipping."""
     params = {"w": jnp.ones((4, 5)), "blocks": jnp.ones((3, 7))}
