@@ -316,6 +316,7 @@ def test_two_processes_prepare_at_once(data_dir, tmp_path, monkeypatch, capsys):
     assert [p.name for p in (tmp_path / "emoji/sample").iterdir()] == ["1.0.0"]
 
 
+@pytest.mark.release
 def test_killed_preparation_leaves_nothing_half_made(tmp_path):
     hang = """
 import sys

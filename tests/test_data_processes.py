@@ -71,6 +71,7 @@ def test_chunks_come_in_order_and_what_is_left_over_does_not():
         next(chunks)
 
 
+@pytest.mark.release
 def test_processes_start_at_the_same_time(monkeypatch):
     """Starting a process writes its arguments to a pipe. More than 64 KB would wait until it reads them."""
     start, sizes = SpawnProcess.start, []
@@ -92,12 +93,14 @@ def test_none_of_no_chunk():
     assert list(chunks_of(Rows(1))) == []
 
 
+@pytest.mark.release
 def test_chunks_that_are_kept_stay_as_they_are():
     chunks = chunks_of(Rows(80), count=1, held=1)
     for number, chunk in enumerate(list(chunks)):
         check(chunk, number)
 
 
+@pytest.mark.release
 def test_memory_is_used_again():
     chunks = chunks_of(Rows(200), count=1, held=1)
     places = set()
@@ -123,6 +126,7 @@ class SlowStart(Rows):
         return super().__getitem__(index)
 
 
+@pytest.mark.release
 def test_a_slow_process_makes_fewer(tmp_path):
     chunks = chunks_of(SlowStart(40, folder=str(tmp_path)))
     makers = []
@@ -134,6 +138,7 @@ def test_a_slow_process_makes_fewer(tmp_path):
     chunks.close()
 
 
+@pytest.mark.release
 def test_they_give_way_to_the_process_that_asks():
     own = os.getpriority(os.PRIO_PROCESS, 0)
     chunks = chunks_of(Rows(8))

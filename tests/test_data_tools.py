@@ -139,6 +139,7 @@ def end_this_process(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.release
 def test_a_killed_process_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(convert, "_shard", end_this_process)
     assert run(tmp_path, f"--tars={write_tars(tmp_path, [2])}", "--jobs=2") == 1
@@ -185,6 +186,7 @@ def test_convert_refuses(tmp_path, arguments, message, capsys):
     assert run(tmp_path, "--verify") == 1
 
 
+@pytest.mark.release
 def test_bench_prints_images_per_second(tmp_path):
     """Runs in a separate process, because the benchmark pins its process to one core."""
     tars, out = write_tars(tmp_path, [64, 64]), tmp_path / "result.json"

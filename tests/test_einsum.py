@@ -136,6 +136,7 @@ def test_health_is_that_of_the_product_of_matrices(equation):
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.release
 def test_health_of_experts_is_summed_over_them():
     x, w = arrays((2, 8, 32), (2, 32, 16))
     layer = nnx.Einsum("ebd,edf->ebf", w.shape, rngs=nnx.Rngs(0))

@@ -17,9 +17,6 @@ from swjax.interop.layouts import LAYOUTS, tensors
 from swjax.models import clip
 from swjax.training.state.initialization import interpolate_positions
 
-peers = torch_peers.load()
-torch, open_clip, transformers = peers.torch, peers.open_clip, peers.transformers
-
 ATOL = 3e-6  # for unit vectors in float32, as in test_models.py
 CLIPS = ("open_clip", "huggingface")
 PLAIN = {"recipe": "standard", "dtype": "float32"}
@@ -33,6 +30,14 @@ VARIANTS = {
 }
 CASES = [(v, layout) for v, (_, layouts) in VARIANTS.items() for layout in layouts]
 NAMES = {"vit_b32": "ViT-B-32", "vit_b16": "ViT-B-16", "vit_l14": "ViT-L-14", "vit_h14": "ViT-H-14"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries():
+    """Imports the libraries, which takes half a minute, only where a test needs them."""
+    global torch, open_clip, transformers
+    peers = torch_peers.load()
+    torch, open_clip, transformers = peers.torch, peers.open_clip, peers.transformers
 
 
 def config(variant):

@@ -76,9 +76,11 @@ def image_loss(graph, images, **kwargs):
     return loss
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_forward_equals_the_float64_transcription(options):
-    cfg = small_config(**options)
+@pytest.mark.parametrize(
+    "name", thinning.kept(OPTIONS, ["plain", "layer scale and qk-norm", "scan"])
+)
+def test_forward_equals_the_float64_transcription(name):
+    cfg = small_config(**OPTIONS[name])
     graph, params = random_model(cfg)
     images, tokens = inputs(cfg)
     (image_emb, image_out), (text_emb, text_out) = compiled(forward(graph, images, tokens), params)(
@@ -123,7 +125,7 @@ def test_every_way_to_run_gives_the_same_gradients(straight, name):
         assert BLIND.search(path) or snr_db(b, a) > 40, path
 
 
-@pytest.mark.parametrize("recipe", thinning.kept(RECIPES, thinning.RECIPES))
+@pytest.mark.parametrize("recipe", thinning.kept(RECIPES, ["switchback", "switchback_hadamard"]))
 def test_every_recipe_trains_in_bfloat16(recipe):
     options = dict(qk_norm=True, layer_scale=0.5, patch_dropout=0.5, scan_layers=True, remat="full")
     cfg = small_config(recipe=recipe, dtype="bfloat16", **options)

@@ -50,9 +50,9 @@ def test_malformed_files_are_refused(tmp_path, collect, monkeypatch):
     # JAX and Python write no compiled code here, which the fuzzer would take for a file outside its folder.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 3600)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    result = fuzz.measure(tmp_path, inputs=120, seed=7)
+    result = fuzz.measure(tmp_path, inputs=40, seed=7)
     assert result["ok"], result["first_faults"]
-    assert sum(kind.get("refused", 0) for kind in result["results"].values()) > 20
+    assert sum(kind.get("refused", 0) for kind in result["results"].values()) > 8
 
 
 def test_the_fuzzer_sees_what_must_not_happen(tmp_path):

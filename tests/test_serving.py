@@ -365,6 +365,7 @@ def test_arrays_of_any_strides_are_saved(tmp_path):
     np.testing.assert_array_equal(loaded["params"]["kernel"], kernel)
 
 
+@pytest.mark.release
 def test_linen_through_a_file_and_a_program(linen_variables, tmp_path):
     pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
     x = normal(2, 5, 16)
@@ -589,6 +590,7 @@ def test_clip_through_a_file(encoder, tmp_path):
         inference.load(path, CFG)
 
 
+@pytest.mark.release
 def test_clip_is_prequantized_as_it_is_loaded(encoder, tmp_path):
     inference.save(tmp_path / "floats", inference.Encoder(nnx.merge(*random_model(CFG))))
     floats = inference.load(tmp_path / "floats")
@@ -639,6 +641,7 @@ def test_a_file_without_a_model_configuration_is_not_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["switchback", "fp8_switchback"])
+@pytest.mark.release
 def test_every_dtype_goes_through_a_file_and_a_program(recipe, tmp_path):
     pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
     path, x = tmp_path / "model.safetensors", normal(2, 32, dtype="bfloat16")
@@ -670,6 +673,7 @@ def test_a_float8_format_is_not_read_as_another(tmp_path):
         serving.load(tmp_path / "a", make("float8_e4m3fn"))
 
 
+@pytest.mark.release
 def test_clip_through_orbax(encoder, tmp_path):
     """Orbax saves and restores QTensors as part of the tree."""
     with ocp.StandardCheckpointer() as checkpointer:

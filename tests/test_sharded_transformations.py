@@ -1,7 +1,7 @@
 """Sharded layers under JAX's transformations."""
 
-from contextlib import nullcontext
 import itertools
+from contextlib import nullcontext
 from functools import partial
 
 import jax

@@ -98,6 +98,7 @@ def test_weight_gradients_are_measured_as_they_are_quantized(recipe):
     assert np.isnan(found["quantization/sqnr_db/layers/0/x"]) == nothing
 
 
+@pytest.mark.release
 def test_rotated_tokens_keep_what_one_scale_a_column_loses():
     """A few large tokens take the scale of a column, and the small ones round to few values."""
     x = jnp.asarray(RNG.normal(size=(1024, 64)), jnp.float32).at[::257].multiply(100)
@@ -135,6 +136,7 @@ def sqnr_of(*operands):
     return taps._summary(sums)["sqnr_db"]
 
 
+@pytest.mark.release
 def test_sqnr_of_calls_of_different_magnitude_is_that_of_their_sums():
     def by_sums(*scales):
         operands = [np.asarray(X[:, i : i + 8] * s, np.float64) for i, s in enumerate(scales)]
@@ -167,6 +169,7 @@ def test_sqnr_is_at_most_200_and_nan_without_a_finite_signal(scale):
         assert np.isnan(sqnr_of(np.array([[bad, scale], [scale, scale]])))
 
 
+@pytest.mark.release
 def test_sqnr_of_scanned_and_mapped_layers_does_not_depend_on_the_magnitude():
     class Mapped(Stack):
         def __call__(self, x):
@@ -199,6 +202,7 @@ def test_outliers_of_16_bits_are_those_of_the_layer():
     assert found["quantization/saturated/layers/0/x"] == 1  # NaN if x had no other feature
 
 
+@pytest.mark.release
 def test_fp8_keeps_what_int8_loses():
     def zeros(recipe):
         small = X.at[:, 1:].multiply(1e-3)
@@ -328,6 +332,7 @@ def test_layers_that_share_inputs_return_the_same_inputs():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.release
 def test_an_addend_of_another_sharding():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     layer = taps.insert(swjax.nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
