@@ -285,6 +285,7 @@ def test_loader_gives_the_same_from_processes_and_threads():
     processes.close()
 
 
+@pytest.mark.release
 def test_no_more_processes_than_cores(monkeypatch, caplog):
     monkeypatch.setattr(batches.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     source = data.source("synthetic", "val", image_size=16, classes=7, examples=8)

@@ -264,7 +264,8 @@ def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_pat
     command = command_of(
         workdir,
         **{"checkpoint.init_from": folder, "data.image_size": 24, "optimizer.freeze": "^vision/"},
-        **{"train.compilation_cache": shared_cache, "eval.every_steps": 3},
+        **{"train.compilation_cache": shared_cache, "train.steps": 2},
+        **UNDIAGNOSED,
     )
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
@@ -274,7 +275,7 @@ def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_pat
     )
     scores = json.loads((workdir / "results.json").read_text())
     assert any("top1" in name for name in str(scores).split("'")), scores
-    config = micro(data__image_size=24, optimizer__freeze="^vision/")
+    config = micro(data__image_size=24, optimizer__freeze="^vision/", **UNDIAGNOSED)
     params = final_state(config, workdir)[0]["params"]
     assert_same_bits(params["vision"]["blocks"], theirs["vision"]["blocks"])
     moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), params["text"], theirs["text"])

@@ -55,6 +55,7 @@ def scored(micro, tmp_path_factory):
 
 
 @pytest.mark.parametrize("at", thinning.first([6, 4]))
+@pytest.mark.release
 def test_an_evaluation_that_fails_loses_no_step(at, scored, tmp_path, monkeypatch):
     """Its step is saved before, with the record that the scores complete."""
     config, workdir = scored
@@ -134,6 +135,7 @@ def test_an_optimizer_state_without_elements_is_saved(micro, tmp_path):
     assert Checkpoints(tmp_path, keep=0).latest_step() == 6
 
 
+@pytest.mark.release
 def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path, monkeypatch):
     _, workdir = reference
     as_interrupted(workdir, tmp_path / "first")

@@ -707,6 +707,7 @@ np.savez(folder / "vectors.npz", **vectors)
 """
 
 
+@pytest.mark.release
 def test_a_program_runs_without_this_library(encoder, embeddings, tmp_path):
     pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
     inference.export(tmp_path, encoder)

@@ -184,7 +184,12 @@ def test_swjax_is_a_command():
 def run(micro, tmp_path_factory):
     """A run with checkpoints at steps 2, 4 and 6, and quantization health at steps 3 and 6."""
     workdir = tmp_path_factory.mktemp("run")
-    config = micro(diagnostics__every_steps=3, checkpoint__keep=5)
+    config = micro(
+        diagnostics__every_steps=3,
+        diagnostics__rms="true",
+        diagnostics__features="true",
+        checkpoint__keep=5,
+    )
     assert train(config, workdir) == 0
     return workdir
 

@@ -81,6 +81,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     for parts in (1, 4):
         config = micro(
             data__augment="false",
+            diagnostics__features="true",
             model__recipe="standard",
             train__loss="sigmoid",
             train__accumulation=parts,
